@@ -1,0 +1,67 @@
+"""Guards and switches for every test. Imports nothing heavy: tests of pure functions must stay fast."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.leaks import Baseline, drop_process_groups, process_group_leaks
+from tests.ranks import close_pool
+
+# Tests must not depend on the network; set before any library reads it.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# Set by libraries while they are imported, or by pytest itself: not the doing of a test.
+_SET_BY_LIBRARIES = ("PYTEST_", "KMP_", "TORCH", "TRITON", "PL_", "NCCL_", "CUDA_MODULE_LOADING", "TF_", "LC_CTYPE")
+
+
+def _environment() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if not key.startswith(_SET_BY_LIBRARIES)}
+
+
+@pytest.fixture(autouse=True)
+def _no_leaks() -> Iterator[None]:
+    """Fail a test that leaves environment variables, patches, a dtype or process groups behind, and clean up."""
+    environment, torch_state = _environment(), Baseline()
+    whole_environment = dict(os.environ)
+    yield
+    now = _environment()
+    changed = sorted(key for key in environment.keys() | now.keys() if environment.get(key) != now.get(key))
+    leaks = [f"os.environ[{key!r}] = {now.get(key)!r}, was {environment.get(key)!r}" for key in changed]
+    leaks += torch_state.leaks() + process_group_leaks()
+    for key in os.environ.keys() | whole_environment.keys():
+        # Lightning's seed_everything() exports PL_*: tolerated, but the next test must not inherit it.
+        if (key in changed or key.startswith("PL_")) and os.environ.get(key) != whole_environment.get(key):
+            if key in whole_environment:
+                os.environ[key] = whole_environment[key]
+            else:
+                del os.environ[key]
+    torch_state.restore()
+    drop_process_groups()
+    assert not leaks, "the test left behind: " + "; ".join(leaks)
+
+
+def _has_cuda() -> bool:
+    """Look for a device file first: importing torch to learn that there is no GPU costs seconds."""
+    if not Path("/dev/nvidiactl").exists() and not Path("/dev/dxg").exists():
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked ``gpu`` where no CUDA device is."""
+    gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_tests and not _has_cuda():
+        for item in gpu_tests:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+def pytest_sessionfinish() -> None:
+    """End the process that the ranks are forked from."""
+    close_pool()

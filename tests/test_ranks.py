@@ -1,0 +1,193 @@
+"""Does the rank pool return results, notice every kind of failure, and start ranks cheaply?"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import ROOT, RankError, pool_pid, run_ranks
+
+
+def _sum_over_ranks(scale: float) -> tuple[int, float]:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    tensor = torch.tensor([scale * (dist.get_rank() + 1)])
+    dist.all_reduce(tensor)
+    return dist.get_world_size(), tensor.item()
+
+
+def _environment_and_tensor() -> tuple[dict[str, str], str, object]:
+    import torch
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+
+    assert TorchElasticEnvironment.detect()
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "FROM_THE_TEST")
+    return {name: os.environ[name] for name in names}, os.getcwd(), torch.arange(3) + int(os.environ["RANK"])
+
+
+def _fail_on_rank_one() -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        print("about to fail")
+        raise KeyError("the reason")
+    dist.barrier()
+
+
+def _die_on_rank_one() -> None:
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def _sleep_forever_here() -> None:
+    time.sleep(600)
+
+
+def _start_a_child() -> int:
+    return subprocess.Popen(["sleep", "600"]).pid
+
+
+def _patch_cuda_and_forget() -> None:
+    import torch
+
+    torch.cuda.current_device = lambda: 0
+
+
+def _return_a_lambda() -> object:
+    return lambda: None
+
+
+def _random_numbers() -> list[float]:
+    import torch
+
+    return torch.rand(3).tolist()
+
+
+@pytest.mark.parametrize(("world_size", "expected"), [(1, 2.0), (4, 20.0), (2, 6.0)])
+def test_any_world_size_communicates(world_size: int, expected: float) -> None:
+    assert run_ranks(_sum_over_ranks, world_size, 2.0) == [(world_size, expected)] * world_size
+
+
+def test_each_rank_has_the_environment_of_torchrun_and_of_the_test(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FROM_THE_TEST", "seen")
+    monkeypatch.chdir(tmp_path)
+    results = run_ranks(_environment_and_tensor, 2)
+    for rank, (environment, cwd, tensor) in enumerate(results):
+        assert environment == {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank),
+            "MASTER_ADDR": "127.0.0.1",
+            "FROM_THE_TEST": "seen",
+        }
+        assert Path(cwd) == tmp_path
+        assert tensor.tolist() == [rank, rank + 1, rank + 2]
+    assert "RANK" not in os.environ
+
+
+def test_a_failing_rank_ends_the_others_and_shows_its_traceback_and_output() -> None:
+    started = time.monotonic()
+    with pytest.raises(RankError, match="the reason") as caught:
+        run_ranks(_fail_on_rank_one, 2)
+    assert caught.value.rank == 1
+    assert caught.value.error_type == "KeyError"
+    assert "about to fail" in str(caught.value)
+    assert "_fail_on_rank_one" in str(caught.value)
+    assert time.monotonic() - started < 10
+
+
+def test_a_killed_rank_is_noticed_at_once() -> None:
+    started = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 .* died without a result") as caught:
+        run_ranks(_die_on_rank_one, 2)
+    assert caught.value.rank == 1
+    assert "killed while still running: ranks 0" in str(caught.value)
+    assert time.monotonic() - started < 10
+
+
+def test_a_hanging_rank_is_killed_and_its_stack_is_shown() -> None:
+    started = time.monotonic()
+    with pytest.raises(RankError, match="did not end within 1 s on ranks 0, 1") as caught:
+        run_ranks(_sleep_forever_here, 2, timeout=1)
+    assert "_sleep_forever_here" in str(caught.value).split("their stacks:")[1]
+    assert time.monotonic() - started < 10
+
+
+def test_processes_that_a_rank_started_end_with_it() -> None:
+    (pid,) = run_ranks(_start_a_child, 1)
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{pid}").exists() and _state(pid) != "Z" and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not Path(f"/proc/{pid}").exists() or _state(pid) == "Z"
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return "Z"
+
+
+def test_a_patch_that_a_rank_leaves_behind_fails_it() -> None:
+    with pytest.raises(RankError, match=r"torch\.cuda\.current_device is patched"):
+        run_ranks(_patch_cuda_and_forget, 1)
+
+
+def test_a_result_that_cannot_be_pickled_is_an_error() -> None:
+    with pytest.raises(RankError, match="_return_a_lambda"):
+        run_ranks(_return_a_lambda, 1)
+
+
+def test_ranks_start_from_the_same_random_state_whatever_ran_before() -> None:
+    first = run_ranks(_random_numbers, 2)
+    assert first[0] == first[1]
+    assert run_ranks(_random_numbers, 1) == first[:1]
+
+
+def test_one_warm_process_serves_the_session_and_ranks_start_within_a_second() -> None:
+    run_ranks(_random_numbers, 1)
+    warm = pool_pid()
+    started = time.monotonic()
+    run_ranks(_random_numbers, 4)
+    assert time.monotonic() - started < 3  # importing torch alone takes as long in each process
+    assert pool_pid() == warm
+
+
+def test_ranks_die_when_the_process_that_asked_for_them_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import os, time\n"
+        "from tests.ranks import RankPool\n"
+        "import tests.rank_zygote\n"
+        "pool = RankPool()\n"
+        "pool._start_if_needed()\n"
+        "job = pool._submit(time.sleep, 1, (600,))\n"
+        "print(pool.pid, *job.pids, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    parent = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, cwd=ROOT,
+                              env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+    try:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+    deadline = time.monotonic() + 5
+    while any(_state(pid) != "Z" for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert [_state(pid) for pid in pids] == ["Z", "Z"]
