@@ -1,0 +1,255 @@
+"""Which optimizer updates the fp32 master weights? AdamW, Adam and SGD on torch's fused kernels, savable at any step.
+
+Without Transformer Engine and Apex, megatron-core 0.16.1 falls back to ``torch.optim.AdamW``, unfused and with a
+``step`` tensor per parameter that its checkpoint code (optimizer/distrib_optimizer.py) loses, shares between parameters
+or trips over. These optimizers keep Apex's contract instead: ``step`` is an integer of the parameter group, moments are
+called ``exp_avg`` and ``exp_avg_sq``. State exists as soon as anybody asks for it, also before the first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from lightning_megatron.engine.patching import Patch
+
+_ENGINE = "megatron-core 0.16.1"
+_FACTORY = "megatron.core.optimizer"
+_DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer"
+_OPTIMIZER = "megatron.core.optimizer.optimizer"
+
+_Closure = Callable[[], float]
+
+
+class MasterOptimizer(torch.optim.Optimizer):
+    """Common part: the state's names, and its creation before it is saved or loaded."""
+
+    def state_names(self) -> tuple[str, ...]:
+        """Names of the per-parameter tensors, each in the parameter's shape and dtype."""
+        raise NotImplementedError
+
+    def materialize_state(self) -> None:
+        """Create the state of every parameter that has none, as zeros."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._state_of(parameter)
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[parameter]
+        for name in self.state_names():
+            if name not in state:
+                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """State and groups; complete also before the first step."""
+        if self.state_names():
+            self.materialize_state()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from ``state_dict``; tensors of other names are left out.
+
+        optimizer/distrib_optimizer.py passes uninitialised Adam moments for an optimizer that has no state yet.
+        """
+        kept = {
+            index: {name: value for name, value in state.items() if name in self.state_names()}
+            for index, state in state_dict["state"].items()
+        }
+        super().load_state_dict({**state_dict, "state": {i: s for i, s in kept.items() if s}})
+
+    def _with_gradients(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], list[dict[str, Tensor]]]:
+        parameters = [p for p in group["params"] if p.grad is not None]
+        return parameters, [p.grad for p in parameters], [self._state_of(p) for p in parameters]
+
+
+class FusedAdam(MasterOptimizer):
+    """AdamW or Adam: all parameters of a group in a few kernels.
+
+    Source: Kingma and Ba 2015; Loshchilov and Hutter 2019 for ``adam_w_mode``.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+    ) -> None:
+        """Take what ``megatron.core.optimizer`` passes to Apex's FusedAdam.
+
+        Args:
+            params: Parameters or groups of them.
+            lr: Learning rate.
+            weight_decay: Fraction of a weight that is taken off per unit of learning rate.
+            betas: Decay of the first and of the second moment.
+            eps: Added to the root of the second moment.
+            adam_w_mode: Whether the decay acts on the weight (AdamW) instead of on the gradient.
+        """
+        self.adam_w_mode = adam_w_mode
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps, "step": 0})
+
+    def state_names(self) -> tuple[str, ...]:
+        """Both moments."""
+        return ("exp_avg", "exp_avg_sq")
+
+    @torch.no_grad()
+    def step(self, closure: _Closure | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient; ``step`` counts in all groups, also empty ones."""
+        loss = _loss_of(closure)
+        kernel = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
+        for group in self.param_groups:
+            group["step"] += 1
+            parameters, gradients, states = self._with_gradients(group)
+            if not parameters:
+                continue
+            # The kernel reads one step per parameter and writes none of them, so all can be the same tensor.
+            step = torch.full((), float(group["step"]), dtype=torch.float32, device=parameters[0].device)
+            kernel(
+                parameters,
+                gradients,
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [],
+                [step] * len(parameters),
+                lr=group["lr"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=False,
+            )
+        return loss
+
+
+class FusedSGD(MasterOptimizer):
+    """SGD with momentum; the momentum is called ``exp_avg``, the only names that the engine's checkpoints know."""
+
+    def __init__(self, params: ParamsT, lr: float = 1e-3, weight_decay: float = 0.0, momentum: float = 0.0) -> None:
+        """Take what ``megatron.core.optimizer`` passes to torch's SGD.
+
+        Args:
+            params: Parameters or groups of them.
+            lr: Learning rate.
+            weight_decay: Times the weight, added to the gradient.
+            momentum: Decay of the accumulated gradient; 0 keeps no state.
+        """
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+    def state_names(self) -> tuple[str, ...]:
+        """The momentum, if there is one."""
+        return ("exp_avg",) if self.defaults["momentum"] != 0.0 else ()
+
+    @torch.no_grad()
+    def step(self, closure: _Closure | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        loss = _loss_of(closure)
+        for group in self.param_groups:
+            parameters, gradients, states = self._with_gradients(group)
+            if not parameters:
+                continue
+            torch._fused_sgd_(
+                parameters,
+                gradients,
+                [state["exp_avg"] for state in states] if group["momentum"] != 0.0 else [],
+                weight_decay=group["weight_decay"],
+                momentum=group["momentum"],
+                lr=group["lr"],
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+                # A momentum of zeros makes the first step what torch's SGD makes of it.
+                is_first_step=False,
+            )
+        return loss
+
+
+def _loss_of(closure: _Closure | None) -> float | None:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def _fused_adam(original: Any) -> type[FusedAdam]:
+    return FusedAdam
+
+
+def _fused_sgd(original: Any) -> type[FusedSGD]:
+    return FusedSGD
+
+
+def _accepted_optimizers(original: Any) -> tuple[Any, type[MasterOptimizer]]:
+    # The engine uses this name for nothing but an isinstance() check, which takes a tuple as well.
+    return (original, MasterOptimizer)
+
+
+def _with_init_state(original: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: Any, optimizer: Any, config: Any, init_state_fn: Any = None) -> None:
+        original(self, optimizer, config, init_state_fn if init_state_fn is not None else _materialize)
+
+    return __init__
+
+
+def _materialize(optimizer: Any, config: Any = None) -> None:
+    if isinstance(optimizer, MasterOptimizer):
+        optimizer.materialize_state()
+
+
+def _with_adam_moments(original: Callable[[Any, Any], dict[str, Tensor]]) -> Callable[[Any, Any], dict[str, Tensor]]:
+    def _get_main_param_and_optimizer_states(self: Any, model_param: Tensor) -> dict[str, Tensor]:
+        tensors = original(self, model_param)
+        if isinstance(self.optimizer, FusedSGD):
+            for name in ("exp_avg", "exp_avg_sq"):
+                tensors.setdefault(name, torch.zeros_like(tensors["param"]))
+        return tensors
+
+    return _get_main_param_and_optimizer_states
+
+
+def _row(module: str, attribute: str, replacement: Callable[[Any], Any], reason: str) -> Patch:
+    return Patch(module=module, attribute=attribute, replacement=replacement, engine=_ENGINE, reason=reason)
+
+
+ADAM_PATCHES: tuple[Patch, ...] = (
+    _row(_FACTORY, "Adam", _fused_adam, "without TE and Apex, Adam is torch's, unfused"),
+    _row(
+        _FACTORY,
+        "USING_PYTORCH_OPTIMIZER",
+        lambda original: False,
+        "if set, the factory takes torch.optim.AdamW whatever Adam is",
+    ),
+    _row(
+        _DISTRIBUTED,
+        "HAVE_APEX_OR_TE",
+        lambda original: True,
+        "if not set, state_dict() asserts on a fresh optimizer, raises KeyError('step') on load and gives all "
+        "parameters one shared step tensor, which then counts once per parameter",
+    ),
+)
+"""Adam with Apex's contract where neither TE nor Apex can be used."""
+
+SGD_PATCHES: tuple[Patch, ...] = (
+    _row(_FACTORY, "SGD", _fused_sgd, "no SGD that the engine can choose has a state that its checkpoints can hold"),
+    _row(_DISTRIBUTED, "Adam", _accepted_optimizers, "the distributed optimizer asserts that it shards an Adam"),
+    _row(
+        _DISTRIBUTED,
+        "DistributedOptimizer._get_main_param_and_optimizer_states",
+        _with_adam_moments,
+        "its checkpoints hold exactly two moments per parameter; SGD has one or none",
+    ),
+    _row(
+        _OPTIMIZER,
+        "MegatronOptimizer.__init__",
+        _with_init_state,
+        "the factory passes init_state_fn=None for SGD, and loading calls it",
+    ),
+)
+"""SGD with and without the distributed optimizer, savable and loadable."""
