@@ -1,0 +1,1 @@
+"""With which tokens does a model learn: documents, tokenizers, indexed files, the order of samples, loaders."""

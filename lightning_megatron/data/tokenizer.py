@@ -1,0 +1,161 @@
+"""How does text become token ids: train a byte-level BPE, save it and load it as a transformers tokenizer?"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_megatron.data.documents import PLAIN_TEXT_KEY, Piece, cut_into_pieces, find_files, read_documents
+from lightning_megatron.errors import ConfigError, DataError
+
+END_OF_TEXT = "<|endoftext|>"
+"""The special token that ends a document; it is the tokenizer's beginning-of-sequence token too, as in GPT-2."""
+
+MIN_VOCAB_SIZE = 257
+"""256 bytes and the end-of-text token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerTrainingOptions:
+    """What ``train_tokenizer`` reads, learns and writes."""
+
+    input: Sequence[str | Path]
+    """Files, folders and patterns; .jsonl files give their ``json_key``, text and source files their content."""
+    vocab_size: int
+    """Entries to learn, the 256 bytes and the end-of-text token included."""
+    output: str | Path
+    """Folder that becomes a transformers tokenizer."""
+    json_key: str = PLAIN_TEXT_KEY
+    """Key that holds the text in .jsonl files."""
+
+    def __post_init__(self) -> None:
+        """Check what can be known before anything is read.
+
+        Raises:
+            ConfigError: If ``vocab_size`` cannot hold all bytes, or ``output`` is a file.
+        """
+        if self.vocab_size < MIN_VOCAB_SIZE:
+            raise ConfigError(
+                f"vocab_size={self.vocab_size} is too small: 256 bytes and {END_OF_TEXT} need"
+                f" {MIN_VOCAB_SIZE}; choose at least {MIN_VOCAB_SIZE}"
+            )
+        if Path(self.output).is_file():
+            raise ConfigError(f"output={self.output} is a file; name a folder for the tokenizer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerTrainingResult:
+    """What ``train_tokenizer`` did."""
+
+    vocab_size: int
+    """Entries of the tokenizer; fewer than asked for if the text has no more pairs to merge."""
+    documents: int
+    """Documents read."""
+    bytes: int
+    """Bytes of input."""
+    seconds: float
+    """Wall time."""
+
+
+def train_tokenizer(options: TokenizerTrainingOptions) -> TokenizerTrainingResult:
+    """Train a byte-level BPE on the inputs and save it; every text can be encoded and decoded without loss.
+
+    Source: Sennrich et al. 2016, https://arxiv.org/abs/1508.07909, on bytes as in GPT-2 (Radford et al. 2019, 2.2),
+    with GPT-2's rule for cutting text into words.
+
+    Raises:
+        DataError: If an input is missing, unreadable or malformed, or there is no text in it.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    began = time.perf_counter()
+    files = find_files(options.input)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=options.vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=True,
+    )
+    counter = _Counter()
+    tokenizer.train_from_iterator(_texts_with_progress(files, options.json_key, counter), trainer=trainer)
+    if counter.characters == 0:
+        raise DataError(f"the {len(files)} input files hold no text; give files with text to train the tokenizer on")
+    _save(tokenizer, Path(options.output))
+    return TokenizerTrainingResult(
+        vocab_size=tokenizer.get_vocab_size(),
+        documents=counter.documents,
+        bytes=sum(path.stat().st_size for path in files),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """The transformers tokenizer saved in ``folder``; nothing is fetched from a network.
+
+    Raises:
+        DataError: If there is no tokenizer in ``folder``.
+    """
+    from transformers import AutoTokenizer
+
+    if not Path(folder).is_dir():
+        raise DataError(f"tokenizer folder {folder} does not exist; train one with train-tokenizer --output {folder}")
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(
+            f"{folder} holds no tokenizer that transformers can load ({_first_line(error)});"
+            " it needs tokenizer.json and tokenizer_config.json, as train-tokenizer writes them"
+        ) from error
+
+
+@dataclass
+class _Counter:
+    documents: int = 0
+    characters: int = 0
+
+
+def _texts_with_progress(files: Sequence[Path], json_key: str, counter: _Counter) -> Iterator[str]:
+    from tqdm import tqdm
+
+    total = sum(path.stat().st_size for path in files)
+    with tqdm(total=total, unit="B", unit_scale=True, desc="Reading text", mininterval=0.5) as bar:
+        for piece in cut_into_pieces(files):
+            yield from _texts(piece, json_key, counter)
+            bar.update(piece.num_bytes)
+
+
+def _texts(piece: Piece, json_key: str, counter: _Counter) -> Iterator[str]:
+    key = json_key if piece.is_json_lines else PLAIN_TEXT_KEY
+    for (text,) in read_documents(piece, [key]):
+        counter.documents += 1
+        counter.characters += len(text)
+        yield text
+
+
+def _save(tokenizer: Any, output: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT)
+    output.mkdir(parents=True, exist_ok=True)
+    # A reader must never meet half a tokenizer.json, so the files are complete before they get their names.
+    staging = tempfile.mkdtemp(prefix=".saving-", dir=output)
+    try:
+        wrapped.save_pretrained(staging)
+        for name in sorted(os.listdir(staging)):
+            os.replace(os.path.join(staging, name), output / name)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
