@@ -1,0 +1,1 @@
+"""What does a run cost? FLOPs, parameters and the peaks of devices, as pure arithmetic."""
