@@ -1,8 +1,8 @@
 """Where do ranks come from? A warm process that has imported everything and forks on request.
 
 Started by ranks.py. Reads lines "world_size folder" on stdin, forks that many ranks and answers with their process ids.
-Each rank reads ``request.pickle``, writes ``result_<rank>.pickle`` and waits to be killed: were it to end by itself, the
-store that rank 0 hosts would vanish under ranks that still need it.
+Each rank reads ``request.pickle``, writes ``result_<rank>.pickle`` and waits to be killed: were it to end by itself,
+the store that rank 0 hosts would vanish under ranks that still need it.
 
 Forking is safe because nothing here starts a thread or touches CUDA before the fork; ``main`` checks it.
 """

@@ -1,0 +1,76 @@
+"""What does a user import? Every public name, each loaded when it is first used.
+
+``import lightning_megatron`` loads neither torch nor Lightning, so that command-line help and configuration tools
+answer at once; it only sees to it that ``Trainer(strategy="megatron_tp2_pp2")`` works from then on.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from lightning_megatron.registration import register_strategies
+
+if TYPE_CHECKING:
+    from lightning_megatron.callbacks import LossCurve, PerplexityReport, ThroughputMonitor
+    from lightning_megatron.datamodule import IndexedDataModule
+    from lightning_megatron.engine.lr_schedule import LRSchedule
+    from lightning_megatron.engine.optimizer import OptimizerOptions
+    from lightning_megatron.errors import CheckpointError, ConfigError, DataError
+    from lightning_megatron.module import MegatronModule
+    from lightning_megatron.precision import MegatronPrecision
+    from lightning_megatron.steps.base import TrainStep
+    from lightning_megatron.steps.gpt import GPTTrainStep
+    from lightning_megatron.strategy import MegatronStrategy
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "CheckpointError": "lightning_megatron.errors",
+    "ConfigError": "lightning_megatron.errors",
+    "DataError": "lightning_megatron.errors",
+    "GPTTrainStep": "lightning_megatron.steps.gpt",
+    "IndexedDataModule": "lightning_megatron.datamodule",
+    "LRSchedule": "lightning_megatron.engine.lr_schedule",
+    "LossCurve": "lightning_megatron.callbacks",
+    "MegatronModule": "lightning_megatron.module",
+    "MegatronPrecision": "lightning_megatron.precision",
+    "MegatronStrategy": "lightning_megatron.strategy",
+    "OptimizerOptions": "lightning_megatron.engine.optimizer",
+    "PerplexityReport": "lightning_megatron.callbacks",
+    "ThroughputMonitor": "lightning_megatron.callbacks",
+    "TrainStep": "lightning_megatron.steps.base",
+}
+"""Public name -> the module that defines it."""
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "GPTTrainStep",
+    "IndexedDataModule",
+    "LRSchedule",
+    "LossCurve",
+    "MegatronModule",
+    "MegatronPrecision",
+    "MegatronStrategy",
+    "OptimizerOptions",
+    "PerplexityReport",
+    "ThroughputMonitor",
+    "TrainStep",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value  # the next access does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
+
+
+register_strategies()

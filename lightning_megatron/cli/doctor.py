@@ -1,0 +1,109 @@
+"""Is this machine ready, and what will the engine use on it?"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lightning_megatron import features
+from lightning_megatron.engine.slots.report import DeviceType, slot_report
+
+_PACKAGES = (
+    "lightning-megatron",
+    "torch",
+    "lightning",
+    "megatron-core",
+    "transformers",
+    "tokenizers",
+    "jsonargparse",
+    "numpy",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Optional:
+    """Something that training does without, but better with."""
+
+    name: str
+    present: Callable[[], bool]
+    purpose: str
+    install: str
+
+
+_OPTIONAL = (
+    _Optional(
+        name="liger-kernel",
+        present=features.has_liger,
+        purpose="fused SwiGLU and vocab-parallel cross-entropy on a GPU",
+        install="pip install 'lightning-megatron[gpu]'",
+    ),
+    _Optional(
+        name="Transformer Engine",
+        present=features.has_transformer_engine,
+        purpose="fused optimizer and gradient norm",
+        install="pip install --no-build-isolation 'transformer_engine[pytorch]' (needs the CUDA toolkit)",
+    ),
+    _Optional(
+        name="NVIDIA Apex",
+        present=features.has_apex,
+        purpose="fused optimizer and weight gradients",
+        install="from NVIDIA's source; the package called apex on PyPI is another one (see CONTRIBUTING.md)",
+    ),
+)
+
+
+def report_installation() -> str:
+    """Versions, devices, what fills each slot of the engine, and what could be installed, as a text of tables."""
+    device_type: DeviceType = "cuda" if torch.cuda.is_available() else "cpu"
+    slots = [(line.slot, line.filler, line.reason) for line in slot_report(device_type)]
+    optional = [
+        (each.name, "usable" if each.present() else "not usable", each.purpose, each.install) for each in _OPTIONAL
+    ]
+    return "\n\n".join(
+        (
+            _table("Versions", ("what", "version"), _versions()),
+            _table("Devices", ("device", "what"), _devices()),
+            _table(f"Engine slots when a strategy runs on {device_type}", ("slot", "filled by", "why"), slots),
+            _table("Optional", ("package", "state", "gives", "install"), optional),
+        )
+    )
+
+
+def _versions() -> list[tuple[str, str]]:
+    found = [("python", platform.python_version())]
+    for package in _PACKAGES:
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:  # run from a source folder
+            version = "not installed"
+        found.append((package, version))
+    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    return [
+        *found,
+        ("CUDA of torch", torch.version.cuda or "none (CPU build)"),
+        ("NCCL", ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "not used"),
+        ("cuDNN", str(cudnn) if cudnn is not None else "not used"),
+    ]
+
+
+def _devices() -> list[tuple[str, str]]:
+    found = [("cpu", f"{torch.get_num_threads()} threads; ranks communicate through gloo")]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        gib = properties.total_memory / 2**30
+        capability = f"{properties.major}.{properties.minor}"
+        found.append((f"cuda:{index}", f"{properties.name}, {gib:.0f} GiB, compute capability {capability}"))
+    return found
+
+
+def _table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Left-aligned columns under a title; the last column is not padded."""
+    table = [tuple(header), *(tuple(row) for row in rows)]
+    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    rule = "  ".join("-" * width for width in widths)
+    return "\n".join((title, "", lines[0], rule, *lines[1:]))

@@ -1,0 +1,97 @@
+"""How does the command line fail? A user's mistake is one line and exit code 2; a defect keeps its traceback."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+
+from lightning_megatron.errors import ConfigError
+
+DONE, WRONG_ARGUMENTS = 0, 2
+
+_LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID")
+_PATIENCE_SECONDS = 6.0
+"""How long a rank other than 0 waits for local rank 0 to report the same mistake and end the job.
+
+Longer than the 5 s after which Lightning's launcher notices a child that ended, and kills local rank 0 unheard.
+"""
+_LONGEST_LINE = 600
+
+
+class UsageError(ConfigError):
+    """Arguments that the command line does not accept."""
+
+
+def users_mistake(error: BaseException) -> str | None:
+    """The one line that explains a mistake of the user's; None if the error is not one."""
+    # Only explicit causes: an error met while another is handled is a defect of its own.
+    for cause in reversed(list(_causes(error))):
+        if isinstance(cause, ConfigError):
+            return _one_line(str(cause))
+    # Compared by name, because the libraries that define them are not loaded for --help.
+    kinds = {cls.__name__ for cls in type(error).__mro__}
+    if "ArgumentError" in kinds:  # jsonargparse's
+        return _without_parser_noise(str(error))
+    if "MisconfigurationException" in kinds:  # Lightning's
+        return _one_line(str(error))
+    return None
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error and what it was raised from, outermost first."""
+    current: BaseException | None = error
+    while current is not None:
+        yield current
+        current = current.__cause__
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _LONGEST_LINE else line[: _LONGEST_LINE - 1] + "…"
+
+
+def _without_parser_noise(text: str) -> str:
+    """The message of jsonargparse without its list of everything that a value could have been.
+
+    An option of type A or B that fits neither is reported with the reason for each. What says only "Expected a <class
+    B>" is left out: the user meant the other.
+    """
+    head, separator, body = text.partition("Errors:\n")
+    if separator:
+        found = [
+            " ".join(reason.split()) for reason in re.split(r"^\s*- ", body.split("Given value type:")[0], flags=re.M)
+        ]
+        telling = [
+            reason for reason in found if reason and not reason.startswith(("Expected a <", "Does not validate"))
+        ]
+        if telling:
+            option = head.split("\n")[0]
+            text = f"{option} {'; '.join(telling)}"
+    return _one_line(re.sub(r'^Parser key "(\S+)":', r"\1:", text.strip()))
+
+
+def report(message: str) -> int:
+    """Print ``error: <message>`` once for all local ranks, and return the exit code.
+
+    A mistake is seen by every rank alike, so local rank 0 speaks for all. Another rank stays silent while the process
+    that started it lives to say so; if nobody has ended the job by then, only this rank has met the error, and says it.
+    """
+    rank = _local_rank()
+    if rank == 0:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        return WRONG_ARGUMENTS
+    parent = os.getppid()
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while time.monotonic() < deadline:
+        if os.getppid() != parent:
+            return WRONG_ARGUMENTS
+        time.sleep(0.1)
+    print(f"error: local rank {rank}: {message}", file=sys.stderr, flush=True)
+    return WRONG_ARGUMENTS
+
+
+def _local_rank() -> int:
+    return next((int(os.environ[name]) for name in _LOCAL_RANK_VARIABLES if os.environ.get(name, "").isdigit()), 0)

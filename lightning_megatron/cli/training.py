@@ -1,0 +1,148 @@
+"""How do ``fit``, ``validate``, ``test`` and ``predict`` run? By LightningCLI, with errors that people can read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from typing_extensions import override
+
+from lightning_megatron.callbacks import LossCurve, PerplexityReport, ThroughputMonitor
+from lightning_megatron.cli.failure import UsageError
+from lightning_megatron.cli.messages import HeldMessages
+from lightning_megatron.datamodule import IndexedDataModule
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.module import MegatronModule
+from lightning_megatron.strategy import MegatronStrategy, preflight
+
+SHORT_NAMES = (MegatronModule, IndexedDataModule, MegatronStrategy, ThroughputMonitor, LossCurve, PerplexityReport)
+"""Classes that a configuration may name without their module, because they are imported here."""
+DEFAULT_SEED = 1234
+_CHECKPOINT_WORDS = ("last", "best", "hpc")
+
+
+class MegatronCLI(LightningCLI):
+    """LightningCLI for any LightningModule and LightningDataModule; the model defaults to ``MegatronModule``.
+
+    Optimizers are not options of the command line: they are built over the shards by ``configure_optimizers``, and
+    LightningCLI would build one before any weight exists.
+
+    Args:
+        args: Arguments after the program's name, or a configuration; ``sys.argv[1:]`` if None.
+        run: Whether the first argument is a sub-command to run; otherwise the objects are only made.
+    """
+
+    def __init__(self, args: ArgsType = None, run: bool = True) -> None:
+        self._mistakes: list[Exception] = []
+        self._messages = HeldMessages()
+        with self._messages:
+            super().__init__(
+                args=args,
+                run=run,
+                auto_configure_optimizers=False,
+                save_config_kwargs={"overwrite": True},
+                seed_everything_default=DEFAULT_SEED,
+            )
+
+    @override
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """A parser that raises instead of printing its usage and exiting."""
+        kwargs["exit_on_error"] = False
+        return super().init_parser(**kwargs)
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Let ``model`` without a class be a ``MegatronModule``."""
+        parser.set_defaults({"model": {"class_path": f"{MegatronModule.__module__}.{MegatronModule.__qualname__}"}})
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse without the warning that both ``args`` and ``sys.argv`` are there: one is the other's tail."""
+        if isinstance(args, list):
+            self.config = parser.parse_args(args)
+        else:
+            super().parse_arguments(parser, args)
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        """Have every class made through ``_make``."""
+        self.parser.add_instantiator(self._make, object)
+
+    @override
+    def instantiate_classes(self) -> None:
+        """Make model, data and Trainer.
+
+        Raises:
+            ConfigError: If a constructor found a mistake of the user's.
+        """
+        try:
+            super().instantiate_classes()
+        except Exception as error:
+            if self._mistakes:
+                raise ConfigError(str(self._mistakes[-1])) from error
+            raise
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Make the Trainer.
+
+        Raises:
+            ConfigError: If it does not accept a value: Trainer's constructor raises ValueError for some of them.
+        """
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    def before_fit(self) -> None:
+        """Check everything that can be checked before processes are launched."""
+        self._preflight()
+
+    def before_validate(self) -> None:
+        """Check everything that can be checked before processes are launched."""
+        self._preflight()
+
+    def before_test(self) -> None:
+        """Check everything that can be checked before processes are launched."""
+        self._preflight()
+
+    def before_predict(self) -> None:
+        """Check everything that can be checked before processes are launched."""
+        self._preflight()
+
+    def _make(self, class_type: type, *args: Any, **kwargs: Any) -> Any:
+        """Call a constructor and remember what it says: jsonargparse buries it where an option has several types."""
+        try:
+            return class_type(*args, **kwargs)
+        except (ConfigError, MisconfigurationException) as error:
+            self._mistakes.append(error)
+            raise
+
+    def _preflight(self) -> None:
+        _check_checkpoint_exists(self._get(self.config_init, "ckpt_path"))
+        model: LightningModule = self.model
+        datamodule: LightningDataModule | None = self.datamodule
+        if isinstance(self.trainer.strategy, MegatronStrategy):
+            preflight(self.trainer, model, datamodule)
+        self._messages.release()
+
+
+def _check_checkpoint_exists(path: str | Path | None) -> None:
+    if path is None or str(path) in _CHECKPOINT_WORDS or "://" in str(path):
+        return
+    if not Path(path).exists():
+        words = ", ".join(_CHECKPOINT_WORDS)
+        raise UsageError(f"ckpt_path={path} does not exist; give the path of a *.ckpt, or one of {words}")
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Parse the arguments of one command and run it.
+
+    Raises:
+        ConfigError: If an argument or a setting is wrong.
+    """
+    MegatronCLI(args=list(arguments))
