@@ -1,8 +1,9 @@
 """What does a token cost? Cross-entropy over a vocabulary that is split over TP and padded to a multiple of it.
 
 Three things are wrong with megatron-core 0.16.1 here. The rows that pad the vocabulary take part in the softmax, so the
-loss is not that of the Hugging Face model. The fused variant casts its gradient to bfloat16 whatever the logits are
-(fusions/fused_cross_entropy.py). And labels that are not to be counted get a gradient unless the caller masks them.
+loss is not that of the Hugging Face model: ``hide_padded_vocab_`` is for a model to call on its logits. The fused
+variant casts its gradient to bfloat16 whatever the logits are (fusions/fused_cross_entropy.py). And a label that is not
+to be counted has a gradient unless the caller masks its loss.
 """
 
 from __future__ import annotations
@@ -17,9 +18,6 @@ from torch import Tensor
 
 from lightning_megatron.engine.patching import Patch
 
-VOCAB_SIZE_ATTRIBUTE = "true_vocab_size"
-"""Attribute of a model (GPTModel, BertModel, ...) that holds its vocabulary without padding rows."""
-
 PerTokenLoss = Callable[[Tensor, Tensor, Any], Tensor]
 """(logits [s, b, v/tp], labels [s, b], tp_group) -> loss [s, b], float32."""
 
@@ -31,7 +29,7 @@ def hide_padded_vocab_(logits: Tensor, vocab_size: int, tp_rank: int) -> Tensor:
     softmax is 0 where the logit is -inf. With much padding a whole shard can be hidden; another rank has the maximum.
 
     Args:
-        logits: [..., v/tp], contiguous shard of rank ``tp_rank``.
+        logits: [..., v/tp], the shard of rank ``tp_rank``; gathered logits are the shard of rank 0.
         vocab_size: Vocabulary without padding.
         tp_rank: Which shard this is.
 
@@ -62,20 +60,15 @@ def liger_loss(logits: Tensor, labels: Tensor, tp_group: Any) -> Tensor:
     return loss
 
 
-def token_losses(
-    logits: Tensor, labels: Tensor, tp_group: Any, *, vocab_size: int | None, per_token_loss: PerTokenLoss
-) -> Tensor:
+def token_losses(logits: Tensor, labels: Tensor, tp_group: Any, per_token_loss: PerTokenLoss) -> Tensor:
     """Cross-entropy of each token: [s, b], float32, the same on every TP rank.
 
     Args:
-        logits: [s, b, v/tp]; overwritten.
+        logits: [s, b, v/tp]; may be overwritten.
         labels: [s, b], token numbers; a negative label costs 0 and has no gradient.
         tp_group: The TP group.
-        vocab_size: Vocabulary without padding; None if no row is padding.
         per_token_loss: Which implementation computes it.
     """
-    if vocab_size is not None:
-        hide_padded_vocab_(logits, vocab_size, tp_group.rank())
     return per_token_loss(logits, labels, tp_group).masked_fill(labels < 0, 0.0)
 
 
@@ -83,13 +76,7 @@ def _method(per_token_loss: PerTokenLoss) -> Callable[[Any], Callable[[Any, Tens
     def replacement(original: Any) -> Callable[[Any, Tensor, Tensor], Tensor]:
         def compute_language_model_loss(self: Any, labels: Tensor, logits: Tensor) -> Tensor:
             """Losses [b, s] of labels [b, s] and logits [s, b, v/tp]."""
-            loss = token_losses(
-                logits,
-                labels.transpose(0, 1).contiguous(),
-                self.pg_collection.tp,
-                vocab_size=getattr(self, VOCAB_SIZE_ATTRIBUTE, None),
-                per_token_loss=per_token_loss,
-            )
+            loss = token_losses(logits, labels.transpose(0, 1).contiguous(), self.pg_collection.tp, per_token_loss)
             return loss.transpose(0, 1).contiguous()
 
         return compute_language_model_loss
@@ -105,6 +92,6 @@ def cross_entropy_patches(per_token_loss: PerTokenLoss) -> tuple[Patch, ...]:
             attribute="LanguageModule.compute_language_model_loss",
             replacement=_method(per_token_loss),
             engine="megatron-core 0.16.1",
-            reason="padding rows take part in the softmax, and the fused variant's gradient is always bfloat16",
+            reason="the fused variant's gradient is always bfloat16, and ignored labels have a gradient",
         ),
     )

@@ -1,0 +1,85 @@
+"""Does the norm compute its formula in every variant that the engine's own norm refuses?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+from lightning_megatron.engine.slots.norm import Norm
+from lightning_megatron.errors import ConfigError
+
+HIDDEN = 16
+
+
+def _config(**fields: Any) -> TransformerConfig:
+    defaults = {"num_layers": 1, "hidden_size": HIDDEN, "num_attention_heads": 2, "use_cpu_initialization": True}
+    return TransformerConfig(**{**defaults, **fields})
+
+
+def _formula(x: torch.Tensor, norm: Norm, kind: str, shift: float) -> torch.Tensor:
+    if kind == "LayerNorm":
+        x = x - x.mean(-1, keepdim=True)
+    out = x * (x.square().mean(-1, keepdim=True) + norm.eps).rsqrt() * (norm.weight + shift)
+    return out if norm.bias is None else out + norm.bias
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_outputs_and_gradients_are_those_of_the_formula(kind: str, zero_centered: bool) -> None:
+    norm = Norm(_config(normalization=kind, layernorm_zero_centered_gamma=zero_centered), HIDDEN, eps=1e-3)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            parameter.add_(torch.randn(HIDDEN))
+    x = (3 * torch.randn(5, 2, HIDDEN) + 1).requires_grad_()
+    inputs = [x, *norm.parameters()]
+    got, expected = norm(x), _formula(x, norm, kind, 1.0 if zero_centered else 0.0)
+    weight = torch.randn_like(got)
+    # float32 sums of sixteen terms in another order.
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    grads = torch.autograd.grad((got * weight).sum(), inputs)
+    for grad, reference in zip(grads, torch.autograd.grad((expected * weight).sum(), inputs), strict=True):
+        torch.testing.assert_close(grad, reference, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_a_new_norm_neither_scales_nor_shifts(kind: str, zero_centered: bool) -> None:
+    norm = Norm(_config(normalization=kind, layernorm_zero_centered_gamma=zero_centered), HIDDEN)
+    x = torch.randn(3, HIDDEN)
+    reference = torch.nn.LayerNorm(HIDDEN) if kind == "LayerNorm" else torch.nn.RMSNorm(HIDDEN, eps=1e-5)
+    torch.testing.assert_close(norm(x), reference(x))
+    assert sorted(norm.state_dict()) == (["bias", "weight"] if kind == "LayerNorm" else ["weight"])
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_parameters_say_whether_their_gradients_are_partial(sequence_parallel: bool) -> None:
+    norm = Norm(_config(sequence_parallel=sequence_parallel, tensor_model_parallel_size=2), HIDDEN)
+    assert [p.sequence_parallel for p in norm.parameters()] == [sequence_parallel] * 2
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_parameters_have_the_dtype_of_the_model_and_a_float32_residual_works(kind: str) -> None:
+    norm = Norm(_config(normalization=kind, params_dtype=torch.bfloat16), HIDDEN)
+    assert {p.dtype for p in norm.parameters()} == {torch.bfloat16}
+    x = torch.randn(4, HIDDEN)
+    out = norm(x)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), _formula(x, norm, kind, 0.0).float(), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"normalization": "L2Norm"}, {"persist_layer_norm": True}, {"memory_efficient_layer_norm": True}]
+)
+def test_a_norm_that_it_does_not_compute_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(fields))):
+        Norm(_config(**fields), HIDDEN)
+
+
+def test_the_engines_norm_still_refuses_sequence_parallelism() -> None:
+    with pytest.raises(AssertionError, match="sequence parallel not supported"):
+        WrappedTorchNorm(_config(sequence_parallel=True, tensor_model_parallel_size=2), HIDDEN)
