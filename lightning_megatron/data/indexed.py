@@ -1,0 +1,169 @@
+"""Which tokens are sample number i of a split? Megatron's GPT dataset, opened without collectives or stale caches.
+
+The index (which documents in which order, where samples begin) is the engine's own, so that the order of samples equals
+Megatron's for the same file, split, sequence length, seed and number of samples.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_megatron.data.format import read_header
+from lightning_megatron.data.sampler import PADDING_ROW
+from lightning_megatron.data.split import SplitName, canonical_split, split_ranges
+from lightning_megatron.errors import DataError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexRequest:
+    """What determines the samples of a split and their order."""
+
+    prefix: str
+    """Dataset, without suffix."""
+    split: str
+    """Weights of train, valid and test."""
+    name: SplitName
+    """The split."""
+    seq_length: int
+    """Predictions of a sample; it has one token more."""
+    seed: int
+    """Of the order."""
+    num_samples: int | None
+    """Samples that are needed, over as many passes as it takes; None for one pass."""
+
+
+class IndexedSamples(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Samples of an open split as rows: ``text`` [seq_length + 1] int64 and ``sample_mask`` [] float32."""
+
+    def __init__(self, dataset: Any, seq_length: int) -> None:
+        self._dataset = dataset
+        self._padding = torch.full((seq_length + 1,), -1, dtype=torch.int64)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Row ``index``, or one of padding whose loss does not count."""
+        if index == PADDING_ROW:
+            return {"text": self._padding, "sample_mask": torch.zeros(())}
+        item = self._dataset[index]
+        # The engine has cut the text into inputs and targets, which overlap in all but one token.
+        text = torch.cat((item["tokens"], item["labels"][-1:]))
+        return {"text": text, "sample_mask": torch.ones(())}
+
+
+def cache_folder(request: IndexRequest, index_cache: str | None) -> str:
+    """Where the index of ``request`` is kept: a folder of its own, which exists only when it is complete.
+
+    Its name covers the files' sizes and times too. The engine's own key has only the path (megatron-core 0.16.1,
+    datasets/megatron_dataset.py): after preprocessing again under the same name it would use the index of the old file.
+    """
+    root = index_cache or os.path.join(request.prefix, "cache", "GPTDataset_indices")
+    stats = [os.stat(request.prefix + suffix) for suffix in (".idx", ".bin")]
+    identity = (request, [(stat.st_size, stat.st_mtime_ns) for stat in stats])
+    return os.path.join(root, f"{request.name}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:24]}")
+
+
+def build_index(request: IndexRequest, folder: str) -> int:
+    """Make sure that ``folder`` holds the index of ``request``; only one process calls this.
+
+    Returns:
+        Samples in the index; at least ``request.num_samples``.
+
+    Raises:
+        DataError: If ``folder`` cannot be written.
+    """
+    if os.path.isdir(folder):
+        return len(_gpt_dataset(request, folder))
+    try:
+        parent = os.path.dirname(folder)
+        os.makedirs(parent, exist_ok=True)
+        # The engine writes under the final names; renaming its folder makes all files appear at once, complete.
+        staging = tempfile.mkdtemp(prefix=".building-", dir=parent)
+        try:
+            num_samples = len(_gpt_dataset(request, staging))
+            os.chmod(staging, 0o755)
+            _rename_unless_there(staging, folder)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+    except OSError as error:
+        raise DataError(
+            f"the index of {request.prefix} cannot be written to {folder} ({error.strerror}); set index_cache to a"
+            " folder that can be written"
+        ) from error
+    return num_samples
+
+
+def open_samples(request: IndexRequest, folder: str) -> IndexedSamples:
+    """The samples of ``request``, by the index in ``folder``.
+
+    A machine that does not share ``folder`` with the one that built it computes the same index in memory.
+
+    Raises:
+        DataError: If the dataset is missing on this machine.
+    """
+    read_header(request.prefix)
+    if not os.path.isdir(folder):
+        _log.warning(
+            "The index %s is not visible on this machine and is computed again in memory; set index_cache to a folder"
+            " that all machines share to save the time.",
+            folder,
+        )
+        folder = _IN_MEMORY
+    return IndexedSamples(_gpt_dataset(request, folder), request.seq_length)
+
+
+def _rename_unless_there(staging: str, folder: str) -> None:
+    try:
+        os.rename(staging, folder)
+    except OSError:
+        # Another job may have built the same index in the meantime; its files are as good.
+        if not os.path.isdir(folder):
+            raise
+
+
+_IN_MEMORY = ""
+"""The engine keeps the index in memory if its cache path is empty (None would be its default place)."""
+
+
+class _NoTokenizer:
+    """What the engine reads of a tokenizer. No id of the dataset is padding, nor is any other than -1."""
+
+    vocab_size = None
+    eod = -2
+    unique_identifiers: ClassVar = {"class": "none"}
+
+
+def _gpt_dataset(request: IndexRequest, folder: str) -> Any:
+    """The engine's dataset; built directly, as its builder synchronises all ranks for each split."""
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.datasets.utils import Split
+
+    config = GPTDatasetConfig(
+        random_seed=request.seed,
+        sequence_length=request.seq_length,
+        blend=([request.prefix], None),
+        split=canonical_split(request.split),
+        path_to_cache=folder,
+        tokenizer=_NoTokenizer(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    low_level = GPTDataset.build_low_level_dataset(request.prefix, config)
+    sequences = split_ranges(request.split, len(low_level))[request.name]
+    indices = np.arange(sequences.start, sequences.stop, dtype=np.int32)
+    return GPTDataset(low_level, request.prefix, indices, request.num_samples, Split[request.name], config)
