@@ -74,6 +74,8 @@ class ModelConfig:
     """Probability on the attention weights."""
     init_method_std: float = 0.02
     """Standard deviation of the random initial weights."""
+    scaled_residual_init: bool = True
+    """Whether matrices that write into the residual stream start sqrt(2 * num_layers) times smaller (GPT-2)."""
     make_vocab_size_divisible_by: int = 128
     """The padded vocabulary is a multiple of this times tp."""
 

@@ -8,6 +8,7 @@ from lightning_megatron.engine.slots.multi_tensor import COPY_PATCHES, MULTI_TEN
 from lightning_megatron.engine.slots.optimizers import ADAM_PATCHES, SGD_PATCHES
 from lightning_megatron.engine.slots.report import DeviceType, fillers
 from lightning_megatron.engine.slots.rope import ROPE_PATCHES
+from lightning_megatron.engine.slots.shards import SHARD_PATCHES
 from lightning_megatron.engine.slots.swiglu import SWIGLU_PATCHES
 from lightning_megatron.engine.slots.wgrad import WGRAD_PATCHES
 
@@ -18,7 +19,9 @@ def patches(device_type: DeviceType) -> tuple[Patch, ...]:
     They must be active from the construction of the model to the last optimizer step.
     """
     choice = fillers(device_type)
-    rows = SGD_PATCHES + COPY_PATCHES + cross_entropy_patches(liger_loss if choice.liger else native_loss)
+    rows = (
+        SGD_PATCHES + SHARD_PATCHES + COPY_PATCHES + cross_entropy_patches(liger_loss if choice.liger else native_loss)
+    )
     if choice.native_adam:
         rows += ADAM_PATCHES
     if choice.native_multi_tensor:

@@ -1,0 +1,96 @@
+"""How does Lightning's checkpoint dict travel with a sharded checkpoint? Its plain part goes into ``meta.pt``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_megatron.engine import checkpoint as engine_checkpoint
+from lightning_megatron.engine.checkpoint import RunState
+
+_TRAINING_STATE = ("loops", "callbacks", "lr_schedulers", "optimizer_states")
+_HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
+
+
+def save_lightning_checkpoint(run: RunState, lightning_state: dict[str, Any], path: Path) -> None:
+    """Write what ``Trainer.save_checkpoint`` collected, and the sharded model and optimizer beside it.
+
+    Every rank must call.
+
+    Args:
+        run: The live model, and the optimizer unless only weights are saved.
+        lightning_state: Lightning's dict.
+        path: The final name, the same on all ranks.
+
+    Raises:
+        CheckpointError: If the dict holds more than plain data.
+    """
+    plain = as_plain_data({k: v for k, v in lightning_state.items() if k not in _HYPER_PARAMETERS})
+    for name in _HYPER_PARAMETERS:
+        if name in lightning_state:
+            plain[name] = _plain_hyper_parameters(lightning_state[name])
+    engine_checkpoint.save(run, {"lightning": plain}, path)
+
+
+def load_lightning_checkpoint(run: RunState, path: Path) -> dict[str, Any]:
+    """Load the sharded part into ``run`` and return Lightning's dict; every rank must call.
+
+    Raises:
+        CheckpointError: If the checkpoint is missing, unfinished, damaged, unsafe or of another model.
+    """
+    path = engine_checkpoint.recover(path)
+    meta = engine_checkpoint.read_meta(path)
+    engine_checkpoint.load(run, meta, path)
+    lightning_state: dict[str, Any] = meta["lightning"]
+    return lightning_state
+
+
+def only_weights(lightning_state: Mapping[str, Any]) -> dict[str, Any]:
+    """Lightning's dict as of a run that has not begun: no steps, callbacks or schedules."""
+    fresh = {k: v for k, v in lightning_state.items() if k not in _TRAINING_STATE}
+    return {**fresh, "epoch": 0, "global_step": 0, "lr_schedulers": [], "optimizer_states": []}
+
+
+def as_plain_data(value: Any) -> Any:
+    """The same value in the types that can be read back without running code: containers, numbers, strings, tensors.
+
+    What has no such form is returned as it is; writing the checkpoint then fails with its name.
+    """
+    if isinstance(value, Mapping):
+        return {as_plain_data(k): as_plain_data(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [as_plain_data(v) for v in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value)
+    if isinstance(value, Path):
+        return str(value)
+    return value
+
+
+_PLAIN = (bool, int, float, str, type(None), torch.Tensor)
+
+
+def _plain_hyper_parameters(hyper_parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyper-parameters are for people to read, so an object among them is kept as its text."""
+    plain = as_plain_data(hyper_parameters)
+    for name, value in plain.items():
+        if not _is_plain(value):
+            rank_zero_warn(f"hyper-parameter {name!r} is a {type(value).__name__}; the checkpoint keeps its text only")
+            plain[name] = repr(value)
+    return dict(plain)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(k) and _is_plain(v) for k, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(v) for v in value)
+    return isinstance(value, _PLAIN)

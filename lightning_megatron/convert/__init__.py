@@ -1,0 +1,1 @@
+"""From and to which formats? Hugging Face model families, each described by one table."""

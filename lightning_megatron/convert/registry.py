@@ -1,0 +1,108 @@
+"""Which family is this model, and what is it in Megatron's words? From anything that Hugging Face calls a config."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import pkgutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from lightning_megatron.convert import families
+from lightning_megatron.convert.family import Family
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+HFConfigLike: TypeAlias = "PretrainedConfig | Mapping[str, Any] | str | Path"
+
+
+@functools.cache
+def known_families() -> dict[str, Family]:
+    """Every family by its ``model_type``, found in ``convert/families``."""
+    modules = [importlib.import_module(f"{families.__name__}.{m.name}") for m in pkgutil.iter_modules(families.__path__)]
+    return {module.FAMILY.model_type: module.FAMILY for module in modules}
+
+
+def family_of(model_type: str) -> Family:
+    """The family of a Hugging Face ``model_type``.
+
+    Raises:
+        ConfigError: If it is not known; the message lists the known ones.
+    """
+    if model_type not in known_families():
+        raise ConfigError(
+            f"model_type={model_type!r} is not a known model family; choose from {', '.join(sorted(known_families()))}"
+        )
+    return known_families()[model_type]
+
+
+def config_fields(model: HFConfigLike) -> dict[str, Any]:
+    """Plain data of a config, whatever form it has: an object, a dict, a ``config.json`` or a model directory.
+
+    Raises:
+        ConfigError: If the path does not exist, is not JSON, or names no ``model_type``.
+    """
+    if isinstance(model, (str, Path)):
+        fields = _read_json(Path(model))
+    elif isinstance(model, Mapping):
+        fields = dict(model)
+    else:
+        fields = model.to_dict()
+    if "model_type" not in fields:
+        raise ConfigError(
+            f"the model config has no 'model_type'; add one of {', '.join(sorted(known_families()))}"
+        )
+    return fields
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(f"model config {file} does not exist; give a model directory, a config.json, or the fields")
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"model config {file} is not JSON ({error}); correct the file") from None
+    if not isinstance(fields, dict):
+        raise ConfigError(f"model config {file} holds a {type(fields).__name__}, not an object; correct the file")
+    return fields
+
+
+def model_config(model: HFConfigLike) -> ModelConfig:
+    """Megatron's description of a Hugging Face model.
+
+    Args:
+        model: A config object, a dict of one, a path to a ``config.json``, or a path to a model directory.
+
+    Raises:
+        ConfigError: If the family is unknown, a key does not exist, or a field cannot be honoured.
+    """
+    fields = config_fields(model)
+    family = family_of(fields["model_type"])
+    return family.model_config(_config_object(fields, check_keys=isinstance(model, Mapping)))
+
+
+def _config_object(fields: Mapping[str, Any], *, check_keys: bool) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    config_class = CONFIG_MAPPING[fields["model_type"]]
+    arguments = {k: v for k, v in fields.items() if k != "model_type"}
+    if check_keys:
+        # transformers keeps unknown keys as attributes, so that a misspelt one silently leaves the default.
+        default = config_class()
+        known = set(default.to_dict()) | set(config_class.attribute_map) | set(vars(default))
+        known |= {"rope_theta", "rope_scaling"} if "rope_parameters" in known else set()
+        for key in arguments:
+            if key not in known:
+                raise ConfigError(
+                    f"model config key {key!r} does not exist in {config_class.__name__}; remove or correct it"
+                )
+    try:
+        return config_class(**arguments)
+    except Exception as error:  # transformers validates with errors of its own
+        raise ConfigError(f"the {fields['model_type']} config is invalid: {str(error).splitlines()[0]}; correct it") from None

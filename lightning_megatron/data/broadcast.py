@@ -1,0 +1,132 @@
+"""How does a batch that one rank has read reach the ranks that share its copy of the model? One broadcast per step.
+
+The source sends a short header (names, shapes, dtypes) over gloo, which never waits for a GPU, and then one flat buffer
+over the device's backend. What other ranks' loaders yielded is ignored, so a random or placeholder batch there cannot
+make the ranks of one model drift apart.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_megatron.engine.groups import Topology
+from lightning_megatron.errors import DataError
+
+_HEADER_BYTES = 4096
+_ALIGNMENT = 16
+"""Bytes: every tensor starts where any dtype may start."""
+
+
+def check_batch(batch: Any) -> dict[str, torch.Tensor]:
+    """The batch as a dict of tensors with equal numbers of rows.
+
+    Raises:
+        DataError: If it is anything else.
+    """
+    if not isinstance(batch, Mapping) or not batch:
+        raise DataError(f"a batch is a {type(batch).__name__}; the DataLoader must yield dicts of tensors")
+    for name, value in batch.items():
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            raise DataError(
+                f"batch[{name!r}] is a {type(value).__name__}; every value must be a tensor with one row per sample: "
+                "drop or convert it in the collate function"
+            )
+    rows = {name: value.shape[0] for name, value in batch.items()}
+    if len(set(rows.values())) > 1:
+        raise DataError(f"the tensors of a batch have different numbers of rows, {rows}; give all the same")
+    return dict(batch)
+
+
+def broadcast_batch(batch: Any, topology: Topology, device: torch.device) -> dict[str, torch.Tensor]:
+    """The source rank's batch, on ``device``, on every rank of its model-parallel group; each of them must call.
+
+    Args:
+        batch: This rank's batch; only the source's is read.
+        topology: Tells the source and the groups.
+        device: Where the batch shall be.
+
+    Raises:
+        DataError: On the source, if its batch is not a dict of tensors.
+    """
+    if topology.parallel.model_parallel_size == 1:
+        return {k: v.to(device, non_blocking=True) for k, v in check_batch(batch).items()}
+    if topology.is_data_source:
+        tensors = check_batch(batch)
+        _send_header(describe(tensors), topology)
+        buffer = pack(tensors).to(device, non_blocking=True)
+        dist.broadcast(buffer, topology.mp_source, group=topology.mp_group)
+        return unpack(buffer, describe(tensors))
+    header = _receive_header(topology)
+    buffer = torch.empty(packed_bytes(header), dtype=torch.uint8, device=device)
+    dist.broadcast(buffer, topology.mp_source, group=topology.mp_group)
+    return unpack(buffer, header)
+
+
+Header = list[tuple[str, str, list[int]]]
+"""Name, dtype and shape of each tensor, in the order of the buffer."""
+
+
+def describe(tensors: Mapping[str, torch.Tensor]) -> Header:
+    """What a receiver must know before the data comes."""
+    return [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors.items()]
+
+
+def _size_bytes(dtype: str, shape: list[int]) -> int:
+    numel = 1
+    for length in shape:
+        numel *= length
+    size = numel * torch.empty((), dtype=getattr(torch, dtype)).element_size()
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def packed_bytes(header: Header) -> int:
+    """Length of the buffer that ``pack`` makes."""
+    return sum(_size_bytes(dtype, shape) for _, dtype, shape in header)
+
+
+def pack(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """All tensors one after the other: [bytes], uint8, pinned if they come from the CPU of a machine with a GPU."""
+    device = next(iter(tensors.values())).device
+    pinned = device.type == "cpu" and torch.cuda.is_available()
+    buffer = torch.empty(packed_bytes(describe(tensors)), dtype=torch.uint8, device=device, pin_memory=pinned)
+    start = 0
+    for name, dtype, shape in describe(tensors):
+        flat = tensors[name].contiguous().view(-1).view(torch.uint8)
+        buffer[start : start + flat.numel()] = flat
+        start += _size_bytes(dtype, shape)
+    return buffer
+
+
+def unpack(buffer: torch.Tensor, header: Header) -> dict[str, torch.Tensor]:
+    """The tensors again, as views of the buffer."""
+    tensors, start = {}, 0
+    for name, dtype, shape in header:
+        size = _size_bytes(dtype, shape)
+        flat = buffer[start : start + size].view(getattr(torch, dtype))
+        numel = 1
+        for length in shape:
+            numel *= length
+        tensors[name] = flat[:numel].view(shape)
+        start += size
+    return tensors
+
+
+def _send_header(header: Header, topology: Topology) -> None:
+    text = json.dumps(header).encode()
+    if len(text) > _HEADER_BYTES:
+        raise DataError(
+            f"a batch of {len(header)} tensors needs a header of {len(text)} bytes, more than {_HEADER_BYTES}"
+        )
+    buffer = torch.frombuffer(bytearray(text.ljust(_HEADER_BYTES)), dtype=torch.uint8)
+    dist.broadcast(buffer, topology.mp_source, group=topology.mp_header_group)
+
+
+def _receive_header(topology: Topology) -> Header:
+    buffer = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
+    dist.broadcast(buffer, topology.mp_source, group=topology.mp_header_group)
+    return [(name, dtype, shape) for name, dtype, shape in json.loads(bytes(buffer.tolist()).decode())]

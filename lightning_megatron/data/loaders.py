@@ -1,0 +1,165 @@
+"""How does an ordinary DataLoader resume exactly and validate exactly? Two thin faces around it.
+
+Lightning gives each data-parallel rank every dp-th sample (``DistributedSampler``). Between two optimizer steps the
+ranks together have consumed a prefix of the epoch's order, whatever dp is: that number of samples is the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+
+class _SkipFirst:
+    """A batch sampler without its first batches, which are never read from the dataset."""
+
+    def __init__(self, batch_sampler: Any, skipped: int) -> None:
+        self._batch_sampler = batch_sampler
+        self._skipped = skipped
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for index, batch in enumerate(self._batch_sampler):
+            if index >= self._skipped:
+                yield batch
+
+    def __len__(self) -> int:
+        return len(self._batch_sampler) - self._skipped
+
+
+def _without_first(loader: DataLoader[Any], skipped: int) -> DataLoader[Any]:
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=_SkipFirst(loader.batch_sampler, skipped),  # type: ignore[arg-type]
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+    )
+
+
+class ResumableLoader:
+    """A training DataLoader that continues in mid-epoch where a checkpoint was taken, at any dp.
+
+    Its length is that of the whole epoch, as Lightning expects, also after a resume.
+    """
+
+    def __init__(self, loader: DataLoader[Any], data_parallel_size: int) -> None:
+        """Wrap ``loader``, whose sampler already gives this rank its share of ``data_parallel_size``."""
+        self.loader = loader
+        self._dp = data_parallel_size
+        self._handed_out = 0
+        self._skip = 0
+
+    @property
+    def _global_batch(self) -> int:
+        return (self.loader.batch_size or 1) * self._dp
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        skipped, self._skip = self._skip, 0
+        self._handed_out = skipped
+        for batch in _without_first(self.loader, skipped) if skipped else self.loader:
+            self._handed_out += 1
+            yield batch
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset, where Lightning and callbacks look for it."""
+        return self.loader.dataset
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler, where Lightning sets the epoch."""
+        return self.loader.sampler
+
+    @property
+    def batch_sampler(self) -> Any:
+        """The batch sampler, where Lightning looks for inner samplers."""
+        return self.loader.batch_sampler
+
+    @property
+    def batch_size(self) -> int | None:
+        """Rows per batch of one data-parallel rank."""
+        return self.loader.batch_size
+
+    def state_dict(self) -> dict[str, int]:
+        """Samples of this epoch that all ranks together have consumed."""
+        return {"consumed_samples": self._handed_out * self._global_batch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Start the next iteration behind the consumed samples.
+
+        A global batch size that does not divide them starts at the last whole batch before, so that nothing is skipped.
+        """
+        self._skip = state["consumed_samples"] // self._global_batch
+
+
+class EvaluationLoader:
+    """A validation or test DataLoader in which every sample counts once.
+
+    ``DistributedSampler`` repeats samples so that all ranks have as many; the repeated rows get the loss weight 0.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        """Wrap ``loader``, whose sampler may be a ``DistributedSampler``."""
+        self.loader = loader
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        taken = 0
+        for batch in self.loader:
+            rows = _num_rows(batch)
+            mask = self._counts(taken, rows)
+            taken += rows
+            if mask is not None and not bool(mask.all()):
+                batch = {**batch, "sample_mask": batch.get("sample_mask", torch.ones(rows)) * mask}
+            yield batch
+
+    def _counts(self, taken: int, rows: int) -> torch.Tensor | None:
+        """1 for each row whose place in the epoch's order is a first visit, else 0: [rows], fp32."""
+        sampler = self.loader.sampler
+        if not isinstance(sampler, DistributedSampler) or rows == 0:
+            return None
+        places = (taken + torch.arange(rows)) * sampler.num_replicas + sampler.rank
+        return (places < len(sampler.dataset)).float()  # type: ignore[arg-type]
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset, where Lightning and callbacks look for it."""
+        return self.loader.dataset
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler, where Lightning sets the epoch."""
+        return self.loader.sampler
+
+    @property
+    def batch_sampler(self) -> Any:
+        """The batch sampler, where Lightning looks for inner samplers."""
+        return self.loader.batch_sampler
+
+    @property
+    def batch_size(self) -> int | None:
+        """Rows per batch of one data-parallel rank."""
+        return self.loader.batch_size
+
+
+def _num_rows(batch: Any) -> int:
+    tensors = [v for v in batch.values() if isinstance(v, torch.Tensor)] if isinstance(batch, dict) else []
+    return tensors[0].shape[0] if tensors else 0
+
+
+def is_map_style(loader: object) -> bool:
+    """Whether ``loader`` is a DataLoader with an index order, which can be skipped and counted."""
+    return isinstance(loader, DataLoader) and isinstance(loader.batch_sampler, BatchSampler)

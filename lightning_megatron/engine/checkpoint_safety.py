@@ -1,0 +1,114 @@
+"""Is this checkpoint complete, and is it only data? Answered before any of it reaches a loader that could run code.
+
+Torch's distributed checkpoints keep their table of contents in a pickle, which torch loads without restriction. It is
+read here first, by an unpickler that knows the few classes such a table consists of and refuses everything else.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_megatron.errors import CheckpointError
+
+META = "meta.pt"
+"""Lightning's own state and the description of the run; written last, so its presence means "complete"."""
+
+_TABLE_OF_CONTENTS = ".metadata"
+
+_ALLOWED_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+_ALLOWED_NAMES = {
+    ("torch", "Size"),
+    ("torch", "device"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("_codecs", "encode"),
+    ("builtins", "getattr"),
+}
+
+
+class _TableUnpickler(pickle.Unpickler):
+    """Finds only what the table of contents of a distributed checkpoint is made of."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if module in _ALLOWED_MODULES and "." not in name:
+            return super().find_class(module, name)
+        if (module, name) in _ALLOWED_NAMES - {("builtins", "getattr")}:
+            return super().find_class(module, name)
+        raise CheckpointError(f"it would run {module}.{name} when loaded")
+
+
+def check_complete(path: Path) -> None:
+    """Raise unless ``path`` is a finished checkpoint directory of ours.
+
+    Raises:
+        CheckpointError: If it is missing, is not a directory, or was never finished.
+    """
+    if not path.exists():
+        raise CheckpointError(f"checkpoint {path} does not exist; give the path of a *.ckpt directory")
+    if not path.is_dir():
+        raise CheckpointError(
+            f"checkpoint {path} is a file, not a directory that this strategy wrote; give the path of a *.ckpt directory"
+        )
+    if not (path / META).is_file():
+        raise CheckpointError(
+            f"checkpoint {path} has no {META}: it was never finished, or another program wrote it; use an earlier one"
+        )
+    for name in (_TABLE_OF_CONTENTS, "metadata.json", "common.pt"):
+        if not (path / name).is_file():
+            raise CheckpointError(f"checkpoint {path} lacks its file {name}: it is damaged; use an earlier one")
+
+
+def check_only_data(path: Path) -> None:
+    """Raise if loading the checkpoint could run code, or if a data file is shorter than the table of contents says.
+
+    Raises:
+        CheckpointError: If the table of contents names anything but data, cannot be read, or a file is truncated.
+    """
+    raw = (path / _TABLE_OF_CONTENTS).read_bytes()
+    try:
+        table = _TableUnpickler(io.BytesIO(raw)).load()
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint {path} is not loaded: {error}; do not trust its source") from None
+    except Exception as error:  # a damaged pickle raises almost anything
+        raise CheckpointError(f"checkpoint {path} has an unreadable {_TABLE_OF_CONTENTS} ({error}); use an earlier one") from None
+    needed: dict[str, int] = defaultdict(int)
+    for place in (getattr(table, "storage_data", None) or {}).values():
+        needed[place.relative_path] = max(needed[place.relative_path], place.offset + place.length)
+    for name, length in needed.items():
+        _check_file(path, name, length)
+
+
+def _check_file(path: Path, name: str, length: int) -> None:
+    file = path / name
+    if Path(name).name != name:
+        raise CheckpointError(f"checkpoint {path} points outside itself, to {name!r}; do not trust its source")
+    if not file.is_file():
+        raise CheckpointError(f"checkpoint {path} lacks its file {name}: it is damaged; use an earlier one")
+    size = file.stat().st_size
+    if size < length:
+        raise CheckpointError(
+            f"checkpoint {path} is damaged: {name} has {size} bytes and must have {length}; use an earlier one"
+        )
+
+
+def load_plain(file: Path) -> Any:
+    """Read a torch file of plain data: numbers, strings, containers and tensors.
+
+    Raises:
+        CheckpointError: If the file holds anything else, or is damaged.
+    """
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(f"{file} is not loaded because it holds more than data ({reason})") from None
+    except Exception as error:  # torch raises RuntimeError, EOFError, KeyError ... on damaged archives
+        raise CheckpointError(f"{file} is damaged ({type(error).__name__}); use an earlier checkpoint") from None

@@ -1,0 +1,103 @@
+"""What must change in Megatron's checkpoint writer and reader? Three rows.
+
+The writer starts a ``spawn`` manager process, which runs the user's script again (it hangs without a ``__main__`` guard),
+and forks the trainer for every file (which doubles its memory). Threads of the trainer itself do the same work here.
+The reader unpickles objects without restriction; here only plain data comes out.
+"""
+
+from __future__ import annotations
+
+import io
+import queue
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from lightning_megatron.engine.patching import Patch
+from lightning_megatron.errors import CheckpointError
+
+_WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
+
+
+class _NoQueue:
+    """``count_queue`` of the writer's worker, which only matters between processes."""
+
+    def get(self) -> None:
+        """Nothing to take."""
+
+    def task_done(self) -> None:
+        """Nobody waits."""
+
+
+def _write_in_threads(original: Any) -> Any:
+    def write(transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], results: queue.Queue[Any]) -> None:
+        """Write all files of this rank at once, and report {index: write results} or the first exception."""
+        from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+        done: queue.Queue[tuple[int, Any]] = queue.Queue()
+
+        def write_one(index: int) -> None:
+            FileSystemWriterAsync.write_preloaded_data(
+                transforms,
+                local_proc_idx=index,
+                write_bucket=buckets[index],
+                results_queue=done,
+                count_queue=_NoQueue(),
+                use_fsync=True,
+                use_msc=use_msc,
+            )
+
+        with ThreadPoolExecutor(max_workers=max(1, len(buckets))) as pool:
+            list(pool.map(write_one, range(len(buckets))))
+        outcome = dict(done.get() for _ in buckets)
+        failures = [o for o in outcome.values() if isinstance(o, Exception)]
+        results.put(failures[0] if failures else outcome)
+
+    return staticmethod(write)
+
+
+def _results_queue(original: Any) -> Callable[[], queue.Queue[Any]]:
+    shared: queue.Queue[Any] = queue.Queue()
+    return lambda: shared
+
+
+def _load_only_data(original: Any) -> Any:
+    def load_bytes(self: Any, read_item: Any, value: io.BytesIO) -> None:
+        """As torch's, but objects that are more than data are refused."""
+        try:
+            self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+        except Exception as error:
+            raise CheckpointError(
+                f"checkpoint entry {read_item.dest_index.fqn} is not loaded: it is damaged or holds more than data "
+                f"({type(error).__name__}); do not trust its source"
+            ) from None
+
+    return load_bytes
+
+
+DIST_CHECKPOINT_PATCHES: tuple[Patch, ...] = (
+    Patch(
+        module=_WRITER,
+        attribute="_get_write_results_queue",
+        replacement=_results_queue,
+        engine="megatron-core 0.16.1",
+        reason="its spawn Manager imports the user's script again and hangs without a __main__ guard",
+    ),
+    Patch(
+        module=_WRITER,
+        attribute="FileSystemWriterAsync.write_preloaded_data_multiproc",
+        replacement=_write_in_threads,
+        engine="megatron-core 0.16.1",
+        reason="it forks the trainer, with its threads and its GPU context, for every file",
+    ),
+    Patch(
+        module="megatron.core.dist_checkpointing.strategies.torch",
+        attribute="MCoreLoadPlanner.load_bytes",
+        replacement=_load_only_data,
+        engine="megatron-core 0.16.1 and torch 2.13",
+        reason="torch's planner unpickles with weights_only=False, so a checkpoint could run code",
+    ),
+)
+"""Active around every save and load."""

@@ -1,0 +1,130 @@
+"""Which processes talk to each other? Creates Megatron's process groups and gives a frozen view of this rank's place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from lightning_megatron.engine.parallel import ParallelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """This rank's place on every axis, and the groups it is in."""
+
+    parallel: ParallelConfig
+    tp_rank: int
+    pp_rank: int
+    dp_rank: int
+    dp: int
+    tp_group: dist.ProcessGroup
+    pp_group: dist.ProcessGroup
+    dp_group: dist.ProcessGroup
+    mp_group: dist.ProcessGroup
+    """The tp x pp ranks that hold one copy of the model."""
+    mp_header_group: dist.ProcessGroup
+    """The same ranks over gloo: messages to the host that must not wait for the GPU."""
+    mp_source: int
+    """Global rank of the rank of ``mp_group`` with tp_rank 0 and pp_rank 0: the only one that reads data."""
+    last_stage: int
+    """Global rank of the last pipeline stage in ``pp_group``."""
+
+    @property
+    def is_data_source(self) -> bool:
+        """Whether this rank reads the data of its copy of the model."""
+        return self.tp_rank == 0 and self.pp_rank == 0
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the embedding."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.pp_rank == self.parallel.pp - 1
+
+
+_current: tuple[Topology, dist.ProcessGroup | None] | None = None
+
+
+def initialize(parallel: ParallelConfig, timeout: timedelta) -> Topology:
+    """Create the groups of ``parallel`` in the world that exists, or reuse them if they fit.
+
+    Every rank of the world must call. Groups are kept from one fit to the next (creating NCCL groups takes seconds)
+    and replaced when another layout is asked for.
+
+    Args:
+        parallel: The layout.
+        timeout: How long a collective may wait before it raises.
+    """
+    global _current
+    world = dist.group.WORLD
+    if _current is not None and _current[1] is world and parallel_state.model_parallel_is_initialized():
+        topology = _current[0]
+        if _same_groups(topology.parallel, parallel):
+            if topology.parallel != parallel:
+                topology = _view(parallel, topology.mp_header_group)
+                _current = (topology, world)
+            return topology
+    destroy()
+    minutes = max(1, round(timeout.total_seconds() / 60))
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp,
+        context_parallel_size=parallel.cp,
+        distributed_timeout_minutes=minutes,
+    )
+    topology = _view(parallel, _model_parallel_header_group(parallel, timeout))
+    _current = (topology, world)
+    return topology
+
+
+def _same_groups(a: ParallelConfig, b: ParallelConfig) -> bool:
+    return (a.tp, a.pp, a.vpp, a.cp) == (b.tp, b.pp, b.vpp, b.cp)
+
+
+def _view(parallel: ParallelConfig, mp_header_group: dist.ProcessGroup) -> Topology:
+    mp_group = parallel_state.get_model_parallel_group()
+    return Topology(
+        parallel=parallel,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp=parallel_state.get_data_parallel_world_size(),
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        pp_group=parallel_state.get_pipeline_model_parallel_group(),
+        dp_group=parallel_state.get_data_parallel_group(),
+        mp_group=mp_group,
+        mp_header_group=mp_header_group,
+        mp_source=min(dist.get_process_group_ranks(mp_group)),
+        last_stage=parallel_state.get_pipeline_model_parallel_last_rank(),
+    )
+
+
+def _model_parallel_header_group(parallel: ParallelConfig, timeout: timedelta) -> dist.ProcessGroup:
+    """A gloo group over the same ranks as ``mp_group``; gloo never waits for work that is queued on a GPU."""
+    mp_group = parallel_state.get_model_parallel_group()
+    if dist.get_backend(mp_group) == "gloo":
+        return mp_group
+    mine = dist.get_process_group_ranks(mp_group)
+    memberships: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(memberships, mine)
+    header_group = mp_group
+    for ranks in sorted({tuple(m) for m in memberships}):
+        group = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
+        if list(ranks) == mine:
+            header_group = group
+    return header_group
+
+
+def destroy() -> None:
+    """Forget the groups. The default process group stays: Lightning owns it."""
+    global _current
+    _current = None
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()

@@ -1,0 +1,252 @@
+"""How does Megatron's optimizer look like a torch optimizer? Options, parameter groups, and the face for Lightning.
+
+Lightning and torch's learning-rate schedulers want a ``torch.optim.Optimizer``; Megatron's is not one. The wrapper here
+shows Megatron's parameter groups and leaves gradients, clipping, loss scaling and state to Megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from typing import Any, Literal
+
+import torch
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
+
+from lightning_megatron.engine.dtypes import DtypePolicy
+from lightning_megatron.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupMultipliers:
+    """Factors for one group of parameters."""
+
+    lr_mult: float = 1.0
+    """Times the learning rate."""
+    wd_mult: float = 1.0
+    """Times the weight decay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOptions:
+    """Megatron's optimizer without its learning rate, which the module owns."""
+
+    name: Literal["adamw", "adam", "sgd"] = "adamw"
+    """``adamw`` decouples weight decay from the gradient, ``adam`` adds it to the gradient, ``sgd`` has momentum."""
+    weight_decay: float = 0.01
+    """Per step, times the learning rate; never on biases and other 1-D weights unless ``multipliers`` say so."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.999
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    momentum: float = 0.9
+    """Of ``sgd``."""
+    multipliers: Mapping[str, GroupMultipliers] = field(default_factory=dict)
+    """Glob over Megatron's parameter names, e.g. ``*word_embeddings*``, to factors; the first match wins."""
+    initial_loss_scale: float = 2.0**32
+    """Of ``16-mixed``: halved after each overflow that outlasts ``loss_scale_hysteresis``."""
+    min_loss_scale: float = 1.0
+    """Of ``16-mixed``: never below."""
+    loss_scale_window: int = 1000
+    """Of ``16-mixed``: steps without overflow after which the scale doubles."""
+    loss_scale_hysteresis: int = 2
+    """Of ``16-mixed``: overflows that are tolerated before the scale is halved."""
+
+    def __post_init__(self) -> None:
+        """Refuse unknown optimizers and impossible numbers.
+
+        Raises:
+            ConfigError: If the name is unknown, or a number is out of range.
+        """
+        if self.name not in ("adamw", "adam", "sgd"):
+            raise ConfigError(f"optimizer name={self.name!r} is unknown; choose from 'adamw', 'adam', 'sgd'")
+        for name in ("weight_decay", "eps", "momentum"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must not be negative; correct the optimizer options")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be in [0, 1); correct the optimizer options")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerReport:
+    """What the last optimizer step did; the same on every rank."""
+
+    grad_norm: float
+    """Global 2-norm of the gradients before clipping; NaN where the step was skipped."""
+    skipped: bool
+    """Whether an overflow was found and the weights were left alone."""
+    loss_scale: float
+    """The scale that the next step uses; 1 unless ``16-mixed``."""
+
+
+def multipliers_of(name: str, parameter: torch.Tensor, options: OptimizerOptions) -> GroupMultipliers:
+    """The factors of one parameter.
+
+    Args:
+        name: Megatron's name of it, wrappers included.
+        parameter: The parameter.
+        options: Where the user's globs are.
+    """
+    plain_name = name.replace("module.", "")
+    for pattern, multipliers in options.multipliers.items():
+        if fnmatch(plain_name, pattern):
+            return multipliers
+    is_one_dimensional = parameter.dim() == 1 or plain_name.endswith(".bias")
+    return GroupMultipliers(wd_mult=0.0 if is_one_dimensional else 1.0)
+
+
+def _overrides(chunks: Iterable[torch.nn.Module], options: OptimizerOptions) -> dict[ParamKey, dict[str, float]]:
+    """Megatron's parameter groups: one row for every distinct pair of factors."""
+    default = GroupMultipliers()
+    distinct = {multipliers_of(n, p, options) for chunk in chunks for n, p in chunk.named_parameters()}
+    distinct |= {GroupMultipliers(wd_mult=0.0), *options.multipliers.values()}
+
+    def belongs(wanted: GroupMultipliers) -> Callable[[torch.nn.Parameter, str], bool]:
+        return lambda parameter, name: multipliers_of(name, parameter, options) == wanted
+
+    return {
+        ParamKey(with_name_predicate=ParamWithNamePredicate(name=str(group), fn=belongs(group))): {
+            "lr_mult": group.lr_mult,
+            "wd_mult": group.wd_mult,
+        }
+        for group in sorted(distinct - {default}, key=lambda g: (g.lr_mult, g.wd_mult))
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerContext:
+    """What the run, not the user's options, decides about the optimizer."""
+
+    dtypes: DtypePolicy
+    distributed_optimizer: bool
+    overlap_param_gather: bool
+    clip_grad: float | None
+    """Largest global gradient norm; None for no clipping (the norm is computed all the same)."""
+    engine: Callable[[], AbstractContextManager[None]]
+    """Opens the surroundings in which Megatron may be called."""
+
+
+def build_optimizer(
+    chunks: list[torch.nn.Module], options: OptimizerOptions, lr: float, context: OptimizerContext
+) -> MegatronOptimizer:
+    """Megatron's optimizer over DDP-wrapped chunks, behind a torch face. Every rank must call.
+
+    Raises:
+        ConfigError: If the learning rate is negative.
+    """
+    if lr < 0:
+        raise ConfigError(f"lr={lr} must not be negative; correct the learning rate")
+    config = OptimizerConfig(
+        optimizer="sgd" if options.name == "sgd" else "adam",
+        decoupled_weight_decay=options.name == "adamw",
+        lr=lr,
+        weight_decay=options.weight_decay,
+        adam_beta1=options.beta1,
+        adam_beta2=options.beta2,
+        adam_eps=options.eps,
+        sgd_momentum=options.momentum,
+        params_dtype=context.dtypes.params,
+        bf16=context.dtypes.params is torch.bfloat16,
+        fp16=context.dtypes.params is torch.float16,
+        initial_loss_scale=options.initial_loss_scale,
+        min_loss_scale=options.min_loss_scale,
+        loss_scale_window=options.loss_scale_window,
+        hysteresis=options.loss_scale_hysteresis,
+        use_distributed_optimizer=context.distributed_optimizer,
+        overlap_param_gather=context.overlap_param_gather,
+        # Megatron computes the norm only in order to clip; an infinite bound never clips.
+        clip_grad=float("inf") if not context.clip_grad else float(context.clip_grad),
+    )
+    inner = get_megatron_optimizer(config, chunks, config_overrides=_overrides(chunks, options))
+    for group in inner.param_groups:
+        # Torch's schedulers know nothing of multipliers, so they are part of each group's base values.
+        group["lr"] = lr * group["lr_mult"]
+        group["weight_decay"] = options.weight_decay * group["wd_mult"]
+    return MegatronOptimizer(inner, context.engine)
+
+
+class MegatronOptimizer(torch.optim.Optimizer):
+    """Megatron's optimizer as Lightning and torch's schedulers see it.
+
+    ``zero_grad`` does nothing, because the schedule that ran just before has filled the gradients; ``state`` is empty,
+    because moments are sharded and saved by the strategy.
+    """
+
+    def __init__(self, inner: Any, engine: Callable[[], AbstractContextManager[None]]) -> None:
+        """Wrap ``inner``, one of Megatron's optimizers, which is called inside ``engine()``.
+
+        ``super().__init__`` is not called: it would build groups of its own.
+        """
+        self.inner = inner
+        self._engine = engine
+        self.defaults: dict[str, Any] = {}
+        self.report: OptimizerReport | None = None
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Megatron's own groups: setting ``lr`` or ``weight_decay`` in them takes effect."""
+        groups: list[dict[str, Any]] = self.inner.param_groups
+        return groups
+
+    @property
+    def state(self) -> dict[Any, Any]:  # type: ignore[override]
+        """Empty: nothing to move or to save the ordinary way."""
+        return {}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: see the class."""
+
+    def clear_gradients(self) -> None:
+        """Really forget the gradients, before the next schedule fills them."""
+        self.inner.zero_grad()
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the current loss scale."""
+        scaled: torch.Tensor = self.inner.scale_loss(loss)
+        return scaled
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Run ``closure`` (forward and backward), then clip, update and gather. Every rank must call.
+
+        Reading the gradient norm is the one time per step that the host waits for the GPU.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with self._engine():
+            updated, grad_norm, _ = self.inner.step()
+            self.report = OptimizerReport(
+                grad_norm=float("nan") if grad_norm is None else float(grad_norm),
+                skipped=not updated,
+                loss_scale=self._loss_scale(),
+            )
+        return loss
+
+    def _loss_scale(self) -> float:
+        scalers = [getattr(o, "grad_scaler", None) for o in self.parts]
+        scaler = next((s for s in scalers if s is not None), None)
+        return 1.0 if scaler is None else float(scaler.scale.item())
+
+    @property
+    def parts(self) -> list[Any]:
+        """The optimizers that Megatron chained."""
+        return list(getattr(self.inner, "chained_optimizers", [self.inner]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty: the strategy saves the sharded state."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing: the strategy loads the sharded state."""
+
+    def __repr__(self) -> str:
+        """Name the optimizer inside."""
+        return f"MegatronOptimizer({type(self.parts[0]).__name__}, {len(self.param_groups)} groups)"

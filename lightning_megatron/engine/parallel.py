@@ -1,0 +1,135 @@
+"""How is one model split over ranks, and which splits are allowed? Every divisibility rule lives here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lightning_megatron.errors import ConfigError, divisors, require_divides
+
+if TYPE_CHECKING:
+    from lightning_megatron.models.config import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Sizes of the axes along which one model is split; data parallelism takes what is left of the world."""
+
+    tp: int = 1
+    """Tensor parallel size: each layer's matrices are split over this many ranks."""
+    pp: int = 1
+    """Pipeline parallel size: the layers are split into this many stages."""
+    vpp: int | None = None
+    """Virtual pipeline size: model chunks per stage (interleaved schedule); None for one chunk."""
+    cp: int = 1
+    """Context parallel size: each sequence is split over this many ranks."""
+    sequence_parallel: bool = False
+    """Whether norms and dropouts work on a tp-th of the sequence; no effect at tp=1."""
+    num_microbatches: int = 1
+    """Microbatches that one optimizer step of one data-parallel rank is cut into."""
+
+    def __post_init__(self) -> None:
+        """Check the rules that need neither the world size nor the model.
+
+        Raises:
+            ConfigError: If a size is not a positive integer, cp > 1, or the interleaved schedule cannot run.
+        """
+        for name in ("tp", "pp", "cp", "num_microbatches"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name}={value} must be an integer of at least 1; correct {name}")
+        if self.cp > 1:
+            raise ConfigError(
+                f"cp={self.cp} needs an attention that splits the sequence (Transformer Engine's), and the attention in "
+                "use (PyTorch's scaled_dot_product_attention) does not; set cp=1 and raise tp with "
+                "sequence_parallel=True for long sequences"
+            )
+        if self.vpp is not None:
+            self._check_interleaving(self.vpp)
+
+    def _check_interleaving(self, vpp: int) -> None:
+        if vpp < 2:
+            raise ConfigError(f"vpp={vpp} must be at least 2 model chunks per stage; leave vpp out for one chunk")
+        if self.pp < 2:
+            raise ConfigError(f"vpp={vpp} interleaves pipeline stages, but pp={self.pp}; raise pp or leave vpp out")
+        # megatron-core 0.16.1, pipeline_parallel/schedules.py: the interleaved schedule runs groups of pp microbatches.
+        if self.num_microbatches % self.pp != 0:
+            raise ConfigError(
+                f"num_microbatches={self.num_microbatches} is not a multiple of pp={self.pp}, which vpp={vpp} needs "
+                f"(in training and in validation); choose num_microbatches from {self.pp}, {2 * self.pp}, "
+                f"{3 * self.pp}, ..."
+            )
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one copy of the model."""
+        return self.tp * self.pp * self.cp
+
+    @property
+    def num_model_chunks(self) -> int:
+        """Model chunks on each stage."""
+        return self.vpp or 1
+
+    @property
+    def uses_sequence_parallel(self) -> bool:
+        """Whether activations are really split along the sequence."""
+        return self.sequence_parallel and self.tp > 1
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Copies of the model in a world of ``world_size`` ranks.
+
+        Raises:
+            ConfigError: If the world cannot be divided into whole copies.
+        """
+        size = self.model_parallel_size
+        if world_size % size != 0:
+            sizes = f"tp={self.tp} x pp={self.pp}" + (f" x cp={self.cp}" if self.cp > 1 else "")
+            raise ConfigError(
+                f"world size {world_size} (devices x num_nodes) is not a multiple of {sizes} = {size}; use "
+                f"{math.ceil(world_size / size) * size} devices, or a tp x pp from "
+                f"{', '.join(str(d) for d in divisors(world_size))}"
+            )
+        return world_size // size
+
+    def check_model(self, model: ModelConfig) -> None:
+        """Raise unless ``model`` can be split this way.
+
+        Raises:
+            ConfigError: If tp does not divide the heads, the key/value groups or the MLP, or pp x vpp the layers.
+        """
+        require_divides("tp", self.tp, "num_attention_heads", model.num_attention_heads)
+        require_divides("tp", self.tp, "ffn_hidden_size", model.ffn_hidden_size)
+        groups = model.num_query_groups
+        # With more ranks than groups, neighbouring ranks hold the same key/value head.
+        if groups % self.tp != 0 and self.tp % groups != 0:
+            raise ConfigError(
+                f"tp={self.tp} neither divides num_query_groups={groups} nor is a multiple of it; choose tp from "
+                f"{', '.join(str(d) for d in divisors(model.num_attention_heads) if groups % d == 0 or d % groups == 0)}"
+            )
+        if self.vpp is None:
+            require_divides("pp", self.pp, "num_layers", model.num_layers)
+        elif model.num_layers % (self.pp * self.vpp) != 0:
+            raise ConfigError(
+                f"pp={self.pp} x vpp={self.vpp} = {self.pp * self.vpp} does not divide num_layers={model.num_layers}; "
+                f"choose pp x vpp from {', '.join(str(d) for d in divisors(model.num_layers))}"
+            )
+        if self.uses_sequence_parallel and model.hidden_size % self.tp != 0:
+            require_divides("tp", self.tp, "hidden_size", model.hidden_size)
+
+    def check_sequence(self, seq_length: int, max_position_embeddings: int | None = None) -> None:
+        """Raise unless sequences of ``seq_length`` tokens can be split this way and the model has positions for them.
+
+        Raises:
+            ConfigError: If sequence parallelism cannot split the sequence evenly, or it is longer than the model's.
+        """
+        if self.uses_sequence_parallel and seq_length % self.tp != 0:
+            raise ConfigError(
+                f"seq_length={seq_length} is not a multiple of tp={self.tp}, which sequence_parallel=True splits it "
+                f"by; use seq_length={math.ceil(seq_length / self.tp) * self.tp} or sequence_parallel=False"
+            )
+        if max_position_embeddings is not None and seq_length > max_position_embeddings:
+            raise ConfigError(
+                f"seq_length={seq_length} is longer than the model's max_position_embeddings="
+                f"{max_position_embeddings}; use seq_length={max_position_embeddings} or a model with more positions"
+            )

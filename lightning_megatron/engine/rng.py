@@ -1,0 +1,79 @@
+"""Which random numbers does each rank draw, and how do they survive a restart?
+
+Megatron keeps two streams on the device: the default one, equal on all ranks of a TP group (dropout outside TP regions),
+and the tracked one, different on each (dropout inside). On a CPU the device's default generator is also the one that
+user code and DataLoaders draw from, which would make TP ranks drift apart, so the engine keeps its own state there and
+swaps it in while it works.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+
+_PP_STRIDE = 100
+"""Megatron-LM's distance between the seeds of two pipeline stages (training/initialize.py:_set_random_seed)."""
+
+
+class EngineRng:
+    """The engine's random streams on one rank."""
+
+    def __init__(self, seed: int, pp_rank: int, device: torch.device) -> None:
+        """Seed both streams; every rank must call, after the process groups exist.
+
+        Args:
+            seed: The run's seed, the same on all ranks.
+            pp_rank: This rank's stage; stages draw different masks.
+            device: Where the engine computes.
+        """
+        self._on_cpu = device.type == "cpu"
+        outside = torch.get_rng_state()
+        model_parallel_cuda_manual_seed(seed + _PP_STRIDE * pp_rank, force_reset_rng=True)
+        self._default_state = torch.get_rng_state() if self._on_cpu else None
+        torch.set_rng_state(outside)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Draw from the engine's default stream inside, and leave the user's stream untouched."""
+        if not self._on_cpu:
+            yield
+            return
+        outside = torch.get_rng_state()
+        torch.set_rng_state(self._default_state)  # type: ignore[arg-type]
+        try:
+            yield
+        finally:
+            self._default_state = torch.get_rng_state()
+            torch.set_rng_state(outside)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All random states of this rank as tensors and plain numbers."""
+        kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+        version, internal, gauss = random.getstate()
+        device_state = self._default_state if self._on_cpu else torch.cuda.get_rng_state()
+        return {
+            "python": [version, list(internal), gauss],
+            "numpy": [str(kind), torch.tensor(np.asarray(keys).astype(np.int64)), int(position), int(has_gauss), float(cached)],
+            "torch": torch.get_rng_state(),
+            "device": device_state,
+            "tracker": dict(get_cuda_rng_tracker().get_states()),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue every stream where ``state_dict`` was taken."""
+        version, internal, gauss = state["python"]
+        random.setstate((version, tuple(internal), gauss))
+        kind, keys, position, has_gauss, cached = state["numpy"]
+        np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+        torch.set_rng_state(state["torch"])
+        if self._on_cpu:
+            self._default_state = state["device"]
+        else:
+            torch.cuda.set_rng_state(state["device"])
+        get_cuda_rng_tracker().set_states(state["tracker"])

@@ -1,0 +1,192 @@
+"""How does one batch become one optimizer step's gradients? Microbatches, Megatron's schedule, and one exact loss.
+
+The loss of a step is a sum over targets divided by their number in the *global* batch. The number is known before the
+forward pass where the train step can tell it (one small all-reduce over dp), so each microbatch's gradient comes out
+right at once; otherwise the gradients are divided after the backward pass. Either way any split into microbatches and
+any dp give the same numbers, for uneven masks too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from lightning_megatron.engine.groups import Topology
+from lightning_megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lightning_megatron.steps.base import Batch, LossFunc, TrainStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepShape:
+    """How many tokens one optimizer step works on."""
+
+    micro_batch_size: int
+    """Rows of one microbatch."""
+    num_microbatches: int
+    """Microbatches of one data-parallel rank."""
+    seq_length: int
+    """Tokens per row."""
+    data_parallel_size: int
+    """Data-parallel ranks."""
+
+    @property
+    def global_batch_size(self) -> int:
+        """Rows over all ranks."""
+        return self.micro_batch_size * self.num_microbatches * self.data_parallel_size
+
+    @property
+    def tokens(self) -> int:
+        """Tokens over all ranks, padding included."""
+        return self.global_batch_size * self.seq_length
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOutput:
+    """The losses of one step; the same values on every rank, on the device (reading one waits for the GPU)."""
+
+    loss: torch.Tensor
+    """[], fp32: the sum of the terms."""
+    terms: Mapping[str, torch.Tensor]
+    """[], fp32 each: the mean of each term over the targets of the global batch."""
+    num_targets: Mapping[str, torch.Tensor]
+    """[], fp32 each: how many targets that was."""
+    shape: StepShape
+
+
+def split_rows(batch: Batch, num_microbatches: int) -> list[Batch]:
+    """The batch in ``num_microbatches`` equal parts along the first axis, without copies."""
+    rows = next(iter(batch.values())).shape[0]
+    size = rows // num_microbatches
+    return [{k: v[i * size : (i + 1) * size] for k, v in batch.items()} for i in range(num_microbatches)]
+
+
+class Schedule:
+    """Runs batches through this rank's model chunks; every rank must call with its part of the same batch."""
+
+    def __init__(self, chunks: list[Any], train_step: TrainStep, topology: Topology) -> None:
+        """Connect the parts.
+
+        Args:
+            chunks: This rank's (wrapped) model chunks.
+            train_step: The objective.
+            topology: This rank's place.
+
+        Raises:
+            ConfigError: If the objective has several terms but cannot count their targets in advance.
+        """
+        self._chunks = chunks
+        self._step = train_step
+        self._topology = topology
+        self._denominators: dict[str, torch.Tensor] | None = None
+        self._targets_seen: list[torch.Tensor] = []
+
+    def run(self, batch: Batch, *, forward_only: bool) -> StepOutput:
+        """Forward (and backward) over the whole local batch.
+
+        Args:
+            batch: A prepared batch whose rows are a multiple of the number of microbatches.
+            forward_only: Whether to leave the gradients alone.
+        """
+        parallel = self._topology.parallel
+        shape = StepShape(
+            micro_batch_size=next(iter(batch.values())).shape[0] // parallel.num_microbatches,
+            num_microbatches=parallel.num_microbatches,
+            seq_length=self._step.seq_length(batch),
+            data_parallel_size=self._topology.dp,
+        )
+        parallel.check_sequence(shape.seq_length)
+        self._denominators = self._global_counts(batch)
+        self._targets_seen = []
+        microbatches = split_rows(batch, parallel.num_microbatches)
+        iterators = [iter(microbatches) for _ in self._chunks]
+        reports = get_forward_backward_func()(
+            forward_step_func=self._forward_step,
+            data_iterator=iterators if parallel.vpp else iterators[0],
+            model=self._chunks if parallel.vpp else self._chunks[0],
+            num_microbatches=parallel.num_microbatches,
+            seq_length=shape.seq_length,
+            micro_batch_size=shape.micro_batch_size,
+            forward_only=forward_only,
+        )
+        return self._reduce(reports, shape, next(iter(batch.values())).device)
+
+    def _global_counts(self, batch: Batch) -> dict[str, torch.Tensor] | None:
+        """Targets of each term in the global batch: one all-reduce over the dp group."""
+        counts = self._step.counts(batch)
+        if counts is None:
+            if len(self._step.loss_terms) > 1:
+                raise ConfigError(
+                    f"{type(self._step).__name__} has the loss terms {', '.join(self._step.loss_terms)} but cannot "
+                    "count their targets in advance; implement counts()"
+                )
+            return None
+        packed = torch.stack([counts[name].float() for name in self._step.loss_terms])
+        dist.all_reduce(packed, group=self._topology.dp_group)
+        # A batch without a target has the loss 0, not 0/0.
+        return dict(zip(self._step.loss_terms, packed.clamp(min=1.0), strict=True))
+
+    def _forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+        output, loss_func = self._step.forward_step(data_iterator, model)
+        return output, lambda out: self._scaled_loss(loss_func, out)
+
+    def _scaled_loss(self, loss_func: LossFunc, output: torch.Tensor) -> tuple[torch.Tensor, int, torch.Tensor]:
+        """Megatron's 3-tuple (loss, token count, report); the count is ours to keep, so the engine gets 0."""
+        terms = loss_func(output)
+        report = torch.stack(
+            [torch.stack([terms[name].sum.detach().float(), terms[name].count.float()]) for name in self._step.loss_terms]
+        )
+        if self._denominators is None:
+            (term,) = terms.values()
+            self._targets_seen.append(term.count.detach().float())
+            return term.sum, 0, report
+        loss = torch.stack([terms[name].sum / n for name, n in self._denominators.items()]).sum()
+        return loss, 0, report
+
+    def _reduce(self, reports: list[torch.Tensor], shape: StepShape, device: torch.device) -> StepOutput:
+        """[sum, count] of each term: added over microbatches and dp, sent from the last stage to all."""
+        names = self._step.loss_terms
+        total = torch.zeros(len(names), 2, device=device)
+        if self._topology.is_last_stage:
+            total = torch.stack(reports).sum(0)
+            dist.all_reduce(total, group=self._topology.dp_group)
+        if self._topology.parallel.pp > 1:
+            dist.broadcast(total, self._topology.last_stage, group=self._topology.pp_group)
+        means = total[:, 0] / total[:, 1].clamp(min=1.0)
+        return StepOutput(
+            loss=means.sum(),
+            terms=dict(zip(names, means.unbind(), strict=True)),
+            num_targets=dict(zip(names, total[:, 1].unbind(), strict=True)),
+            shape=shape,
+        )
+
+    def finalize_gradients(
+        self,
+        chunks: list[Any],
+        num_tokens: torch.Tensor | None = None,
+        pg_collection: Any = None,
+        force_all_reduce: bool | None = False,
+    ) -> None:
+        """Megatron's ``finalize_model_grads_func``: reduce all gradients, then divide by the targets if still owed.
+
+        megatron-core 0.16.1, distributed/finalize_model_grads.py divides behind ``if num_tokens > 0``, which makes the
+        host wait for the GPU; here the division stays on the device, and only happens when the count was not known.
+        """
+        finalize_model_grads(chunks, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+        if self._denominators is not None:
+            return
+        topology = self._topology
+        device = next(chunks[0].parameters()).device
+        count = torch.stack(self._targets_seen).sum() if self._targets_seen else torch.zeros((), device=device)
+        if topology.parallel.pp > 1:
+            dist.broadcast(count, topology.last_stage, group=topology.pp_group)
+        dist.all_reduce(count, group=topology.dp_group)
+        for chunk in chunks:
+            chunk.scale_gradients(1.0 / count.clamp(min=1.0))

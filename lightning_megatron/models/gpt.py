@@ -1,0 +1,71 @@
+"""What does one pipeline stage of a GPT hold? Megatron's GPTModel with our slots in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+
+from lightning_megatron.engine.parallel import ParallelConfig
+from lightning_megatron.engine.slots.cross_entropy import hide_padded_vocab_
+from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.models.layer_specs import gpt_block_spec
+from lightning_megatron.models.rotary import inverse_frequencies
+from lightning_megatron.models.transformer_config import EngineSettings, transformer_config
+
+
+def build_gpt(model: ModelConfig, settings: EngineSettings) -> torch.nn.ModuleList:
+    """This rank's model chunks (one per virtual stage), on ``settings.device``, weights not yet filled.
+
+    Every rank must call, after the process groups exist.
+
+    Raises:
+        ConfigError: If the model cannot be split as ``settings.parallel`` says.
+    """
+    config = transformer_config(model, settings)
+    stages: list[int | None] = list(range(settings.parallel.vpp)) if settings.parallel.vpp else [None]
+    return torch.nn.ModuleList([_chunk(model, config, settings, vp_stage) for vp_stage in stages])
+
+
+def _chunk(
+    model: ModelConfig, config: TransformerConfig, settings: EngineSettings, vp_stage: int | None
+) -> GPTModel:
+    parallel = settings.parallel
+    chunk = GPTModel(
+        config=config,
+        transformer_layer_spec=gpt_block_spec(config, vp_stage),
+        vocab_size=model.padded_vocab_size(parallel.tp),
+        max_sequence_length=model.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        share_embeddings_and_output_weights=model.share_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,
+        rotary_base=model.rotary_base,
+        vp_stage=vp_stage,
+    )
+    if chunk.pre_process:
+        chunk.embedding.embedding_dropout.p = model.embedding_dropout
+    if chunk.post_process:
+        _silence_padding(chunk.output_layer, model, parallel)
+    if model.position_embedding_type == "rope":
+        # The engine knows only the constants of Llama 3.1; the config may say others.
+        frequencies = inverse_frequencies(model.kv_channels, model.rotary_base, model.rope_scaling)
+        chunk.rotary_pos_emb.inv_freq = frequencies.to(settings.device)
+    return chunk.to(settings.device)
+
+
+def _silence_padding(output_layer: torch.nn.Module, model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Make the logits of padding rows -inf, so that they never win and their gradients are exactly zero."""
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    padded = model.padded_vocab_size(parallel.tp)
+    if padded == model.vocab_size:
+        return
+
+    def silence(module: torch.nn.Module, args: Any, output: tuple[torch.Tensor, Any]) -> None:
+        is_gathered = output[0].shape[-1] == padded
+        hide_padded_vocab_(output[0], model.vocab_size, 0 if is_gathered else tp_rank)
+
+    output_layer.register_forward_hook(silence)

@@ -1,0 +1,178 @@
+"""How is a model description said to Megatron-Core? The only place that spells a ``TransformerConfig``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+
+from lightning_megatron.engine.dtypes import DtypePolicy
+from lightning_megatron.engine.parallel import ParallelConfig
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.models.config import Activation, ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recompute:
+    """Which activations are computed again in the backward pass instead of being kept."""
+
+    granularity: Literal["selective", "full"] | None = None
+    """``selective`` recomputes core attention, ``full`` whole layers, None keeps everything."""
+    method: Literal["uniform", "block"] = "uniform"
+    """For ``full``: all layers in groups (uniform), or only the first ``num_layers`` of each stage (block)."""
+    num_layers: int = 1
+    """For ``full``: layers per recomputed group (uniform), or recomputed layers per stage (block)."""
+
+    def __post_init__(self) -> None:
+        """Refuse unknown modes.
+
+        Raises:
+            ConfigError: If a field is not one of its choices.
+        """
+        if self.granularity not in (None, "selective", "full"):
+            raise ConfigError(f"recompute={self.granularity!r} is unknown; choose from None, 'selective', 'full'")
+        if self.method not in ("uniform", "block"):
+            raise ConfigError(f"recompute_method={self.method!r} is unknown; choose from 'uniform', 'block'")
+        if self.num_layers < 1:
+            raise ConfigError(f"recompute_num_layers={self.num_layers} must be at least 1; correct it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """Everything about a run that shapes the engine's config but not the model's mathematics."""
+
+    parallel: ParallelConfig
+    dtypes: DtypePolicy
+    device: torch.device
+    recompute: Recompute = field(default_factory=Recompute)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of Megatron's ``TransformerConfig`` that the user sets by hand."""
+
+
+def _activation(name: Activation, fused: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The engine's activation function.
+
+    megatron-core 0.16.1, fusions/fused_bias_gelu.py: the fused bias-GELU is the tanh approximation whatever function is
+    configured, so the exact GELU is never fused and the approximate one always may be.
+    """
+    if name == "gelu_tanh":
+        return F.gelu if fused else partial(F.gelu, approximate="tanh")
+    return {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}[name]
+
+
+def _fuses_activation(model: ModelConfig, device: torch.device) -> bool:
+    """Whether the engine's compiled bias-activation functions compute exactly this model's MLP."""
+    if device.type != "cuda":
+        return False
+    if model.gated_linear_unit:
+        return model.activation == "silu"
+    return model.activation == "gelu_tanh" and model.add_bias_linear
+
+
+def transformer_config(model: ModelConfig, settings: EngineSettings) -> TransformerConfig:
+    """Megatron's config of ``model`` under ``settings``.
+
+    Raises:
+        ConfigError: If the model cannot be split that way or an override is not a field of the engine's.
+    """
+    settings.parallel.check_model(model)
+    known = {f.name for f in fields(TransformerConfig)}
+    for name in settings.overrides:
+        if name not in known:
+            raise ConfigError(f"transformer_config_overrides: {name!r} is not a field of Megatron's TransformerConfig; remove it")
+    arguments = {
+        **_architecture(model, settings.device),
+        **_layout(settings.parallel, settings.dtypes.params),
+        **_numerics(model, settings),
+        **_recompute(settings.recompute),
+        **settings.overrides,
+    }
+    return TransformerConfig(**arguments)
+
+
+def _architecture(model: ModelConfig, device: torch.device) -> dict[str, Any]:
+    fused = _fuses_activation(model, device)
+    return {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.num_query_groups,
+        "kv_channels": model.kv_channels,
+        "normalization": model.normalization,
+        "layernorm_epsilon": model.layernorm_epsilon,
+        "activation_func": _activation(model.activation, fused),
+        "bias_activation_fusion": fused,
+        "gated_linear_unit": model.gated_linear_unit,
+        "add_bias_linear": model.add_bias_linear,
+        "add_qkv_bias": model.add_qkv_bias,
+        "hidden_dropout": model.hidden_dropout,
+        "attention_dropout": model.attention_dropout,
+    }
+
+
+def _layout(parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    interleaved = parallel.vpp is not None
+    return {
+        "tensor_model_parallel_size": parallel.tp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "virtual_pipeline_model_parallel_size": parallel.vpp,
+        "context_parallel_size": parallel.cp,
+        "sequence_parallel": parallel.uses_sequence_parallel,
+        "pipeline_dtype": dtype,
+        # pipeline_parallel/p2p_communication.py: batched messages deadlock in the interleaved schedule with pp=2.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        # The synchronisation after each batched message guards against a race of PyTorch before 2.0.
+        "batch_p2p_sync": False,
+    }
+
+
+def _numerics(model: ModelConfig, settings: EngineSettings) -> dict[str, Any]:
+    dtype, on_gpu = settings.dtypes.params, settings.device.type == "cuda"
+    return {
+        "params_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "fp16": dtype is torch.float16,
+        "bias_dropout_fusion": on_gpu,
+        "gradient_accumulation_fusion": on_gpu,
+        # fusions/fused_cross_entropy.py casts its gradient to bf16 whatever the logits were.
+        "cross_entropy_loss_fusion": on_gpu and dtype is torch.bfloat16,
+        "cross_entropy_fusion_impl": "native",
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "apply_rope_fusion": False,
+        # Freed stage outputs keep their gloo message alive only by chance: gloo sends from the tensor itself.
+        "deallocate_pipeline_outputs": on_gpu,
+        # The loss is a sum; it is divided by the number of targets of the global batch, exactly, by engine/schedule.py.
+        "calculate_per_token_loss": True,
+        "init_method": _leave,
+        "output_layer_init_method": _leave,
+        "embedding_init_method": _leave,
+    }
+
+
+def _leave(weight: torch.Tensor) -> torch.Tensor:
+    """Leave a new weight as it is: models/initialization.py fills it, the same on every layout.
+
+    Not ``perform_initialization=False``: megatron-core 0.16.1, tensor_parallel/layers.py, would then not mark the weight
+    as split either, and the gradient norm would miss every shard but the first.
+    """
+    return weight
+
+
+def _recompute(recompute: Recompute) -> dict[str, Any]:
+    if recompute.granularity is None:
+        return {}
+    if recompute.granularity == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": recompute.method,
+        "recompute_num_layers": recompute.num_layers,
+    }

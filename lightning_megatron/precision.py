@@ -1,0 +1,64 @@
+"""What does Lightning's ``precision=`` mean here? A plugin that names the engine's formats and does nothing twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.plugins.precision import Precision
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_megatron.engine.dtypes import DtypePolicy, PrecisionName, dtype_policy
+from lightning_megatron.errors import ConfigError
+
+
+class MegatronPrecision(Precision):
+    """Number formats of the Megatron engine, usually adopted from ``Trainer(precision=...)``.
+
+    ========== ======================== =============== ============
+    precision  weights and activations  master weights  main gradients
+    ========== ======================== =============== ============
+    32-true    fp32                     fp32            fp32
+    bf16-mixed bf16                     fp32            fp32
+    bf16-true  bf16                     fp32            fp32
+    16-mixed   fp16, dynamic loss scale fp32            fp32
+    ========== ======================== =============== ============
+
+    Casting, loss scaling and clipping happen in the engine, so Lightning's hooks for them do nothing. Give the plugin
+    explicitly only where Lightning would change the name first: ``16-mixed`` on a CPU.
+
+    Args:
+        precision: One of the names above.
+
+    Raises:
+        ConfigError: If the engine has no such mode.
+    """
+
+    def __init__(self, precision: PrecisionName = "32-true") -> None:  # noqa: D107 (described on the class)
+        self.dtypes: DtypePolicy = dtype_policy(precision)
+        self.precision = precision  # type: ignore[assignment]
+
+    @classmethod
+    def adopt(cls, plugin: Precision | None) -> MegatronPrecision | None:
+        """The engine's plugin for what Lightning made of ``Trainer(precision=...)``.
+
+        Raises:
+            ConfigError: If the engine has no such mode, or the plugin does more than name one.
+        """
+        if plugin is None or isinstance(plugin, cls):
+            return plugin
+        if type(plugin).__module__.split(".")[0] != "lightning":
+            raise ConfigError(
+                f"precision plugin {type(plugin).__name__} does not work with MegatronStrategy; use Trainer(precision=...)"
+            )
+        return cls(plugin.precision)  # type: ignore[arg-type]
+
+    @override
+    def convert_module(self, module: Module) -> Module:
+        """Unchanged: the engine converts its own chunks."""
+        return module
+
+    @override
+    def clip_gradients(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        """Nothing: Megatron clips by the norm over all shards, inside its step; a local norm would be wrong."""

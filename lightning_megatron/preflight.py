@@ -1,0 +1,56 @@
+"""Can this run work at all? Everything that is knowable before a process, a process group or a file is created."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning_megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+def check_trainer(trainer: pl.Trainer) -> None:
+    """Refuse Trainer options that Megatron's engine cannot honour.
+
+    Raises:
+        ConfigError: With the option, the reason and what to use instead.
+    """
+    if trainer.accumulate_grad_batches != 1:
+        raise ConfigError(
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches} does not work with MegatronStrategy, whose batches "
+            "are whole optimizer steps; use MegatronStrategy(num_microbatches="
+            f"{trainer.accumulate_grad_batches}) and a batch_size that many times as large"
+        )
+    algorithm = trainer.gradient_clip_algorithm
+    if trainer.gradient_clip_val and algorithm is not None and str(algorithm) not in ("norm", "GradClipAlgorithmType.NORM"):
+        raise ConfigError(
+            f"gradient_clip_algorithm={str(algorithm)!r} is not supported: Megatron clips by the global norm; use 'norm'"
+        )
+
+
+def preflight(trainer: pl.Trainer, model: pl.LightningModule, datamodule: pl.LightningDataModule | None) -> None:
+    """Check the parts of a run against each other; does nothing for other strategies. No communication.
+
+    Raises:
+        ConfigError: The first thing that cannot work.
+    """
+    from lightning_megatron.datamodule import IndexedDataModule
+    from lightning_megatron.module import MegatronModule
+    from lightning_megatron.strategy import MegatronStrategy
+
+    strategy = trainer.strategy
+    if not isinstance(strategy, MegatronStrategy):
+        return
+    check_trainer(trainer)
+    if isinstance(model, MegatronModule):
+        model.check(strategy.parallel)
+    if isinstance(datamodule, IndexedDataModule):
+        datamodule.check(
+            num_microbatches=strategy.num_microbatches,
+            data_parallel_size=strategy.data_parallel_size,
+            sequence_parallel=strategy.parallel.uses_sequence_parallel,
+            tp=strategy.tp,
+        )
+        if isinstance(model, MegatronModule):
+            strategy.parallel.check_sequence(datamodule.seq_length, model.model_config.max_position_embeddings)

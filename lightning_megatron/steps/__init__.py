@@ -1,0 +1,1 @@
+"""What is learned? How a batch becomes microbatches, a forward pass and a loss."""

@@ -1,0 +1,89 @@
+"""What must a training objective provide? The ``TrainStep`` contract, and how to write your own.
+
+A step sees one data-parallel rank's batch once per optimizer step (``prepare_batch``) and each microbatch of it once
+(``get_batch``, ``forward_step``, ``loss_func``), inside Megatron's pipeline schedule. None of its methods may log or
+communicate: they run many times per step, and the loss only on the last pipeline stage.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import ClassVar, NamedTuple, TypeAlias
+
+import torch
+
+Batch: TypeAlias = dict[str, torch.Tensor]
+
+
+class LossTerm(NamedTuple):
+    """A loss before its division: the engine sums both over the global batch and divides once, exactly."""
+
+    sum: torch.Tensor
+    """[], fp32: the sum over the targets of one microbatch; gradients flow through it."""
+    count: torch.Tensor
+    """[]: how many targets the sum is over."""
+
+
+LossFunc: TypeAlias = Callable[[torch.Tensor], dict[str, LossTerm]]
+
+
+class TrainStep(ABC):
+    """From a batch to a loss. Subclass it, or subclass ``GPTTrainStep`` and override the one method that differs."""
+
+    loss_terms: ClassVar[tuple[str, ...]]
+    """Names of the terms that ``loss_func`` returns; the training loss is the sum of their means."""
+
+    @abstractmethod
+    def prepare_batch(self, batch: Batch) -> Batch:
+        """The user's batch in this step's own form, on every rank, once per optimizer step.
+
+        Args:
+            batch: Tensors of one data-parallel rank, first axis ``micro_batch_size * num_microbatches`` rows.
+
+        Returns:
+            Tensors with the same number of rows; they are cut into microbatches along the first axis.
+        """
+
+    @abstractmethod
+    def pad_rows(self, batch: Batch, num_rows: int) -> Batch:
+        """A prepared batch grown to ``num_rows`` rows whose additional ones carry no loss (for ragged last batches)."""
+
+    @abstractmethod
+    def seq_length(self, batch: Batch) -> int:
+        """Tokens per row of a prepared batch: the length of what pipeline stages send to each other."""
+
+    def counts(self, batch: Batch) -> Mapping[str, torch.Tensor] | None:
+        """How many targets each term has in a prepared batch, if that is known before the forward pass.
+
+        Must equal the sum of the counts that ``loss_func`` returns for its microbatches. Steps with several terms must
+        know; a step with one term may return None, which costs one more pass over the gradients.
+        """
+        return None
+
+    def get_batch(self, data_iterator: Iterator[Batch]) -> Batch:
+        """The next microbatch."""
+        return next(data_iterator)
+
+    @abstractmethod
+    def forward_step(
+        self, data_iterator: Iterator[Batch], model: torch.nn.Module
+    ) -> tuple[torch.Tensor, LossFunc]:
+        """One forward pass of one microbatch through this rank's model chunk.
+
+        Args:
+            data_iterator: Yields the prepared microbatches in order.
+            model: The chunk; on stages before the last its output is the hidden state that goes on, [s, b, h].
+
+        Returns:
+            The output, and the function that the last stage calls with it.
+        """
+
+    @abstractmethod
+    def loss_func(self, batch: Batch, output: torch.Tensor) -> dict[str, LossTerm]:
+        """The loss terms of one microbatch, on the last stage.
+
+        Args:
+            batch: The microbatch that ``output`` was computed from.
+            output: What the last stage's model returned.
+        """

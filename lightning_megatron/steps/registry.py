@@ -1,0 +1,22 @@
+"""Which objective does a name stand for?"""
+
+from __future__ import annotations
+
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.steps.base import TrainStep
+from lightning_megatron.steps.gpt import GPTTrainStep
+
+_STEPS: dict[str, type[TrainStep]] = {"gpt": GPTTrainStep}
+
+
+def train_step_named(name: str) -> TrainStep:
+    """The objective called ``name``.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    if name not in _STEPS:
+        raise ConfigError(
+            f"train_step={name!r} is unknown; choose from {', '.join(sorted(_STEPS))}, or give a TrainStep object"
+        )
+    return _STEPS[name]()
