@@ -7,11 +7,19 @@ from typing import Any, TypeVar
 
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_megatron.data.format import check_dataset, largest_token_at_the_ends
-from lightning_megatron.data.indexed import IndexedSamples, IndexRequest, build_index, cache_folder, open_samples
-from lightning_megatron.data.indexed_loader import EvaluationLoader, TrainLoader
+from lightning_megatron.data.indexed import (
+    IndexedSamples,
+    IndexRequest,
+    SampleOrder,
+    build_index,
+    cache_folder,
+    open_samples,
+)
+from lightning_megatron.data.indexed_loader import IndexedEvaluationLoader, IndexedTrainLoader
 from lightning_megatron.data.sampler import BatchShape, TrainSampler
 from lightning_megatron.data.split import SPLIT_NAMES, SplitName, parse_split, split_sizes
 from lightning_megatron.errors import ConfigError, DataError, require_divides
@@ -69,7 +77,9 @@ class IndexedDataModule(LightningDataModule):
         self.index_cache = index_cache
         self._weights: dict[SplitName, float] = dict(zip(SPLIT_NAMES, weights, strict=True))
         self._train_sampler: TrainSampler | None = None
+        self._train_order = ""
         self._restored_position: dict[str, Any] | None = None
+        self._restored_order: str | None = None
 
     def check(
         self,
@@ -138,25 +148,28 @@ class IndexedDataModule(LightningDataModule):
         )
 
     @override
-    def train_dataloader(self) -> TrainLoader:
+    def train_dataloader(self) -> IndexedTrainLoader:
         """Batches of the training split, from the restored position on; every rank must call."""
         shape = self._shape()
         max_steps = None if self._trains_whole_epochs() else self._trainer().max_steps
         position, self._restored_position = self._restored_position, None
         num_samples = None if max_steps is None else _samples_of_run(max_steps, shape, position)
-        num_indexed, samples = self._open("train", num_samples)
-        self._train_sampler = TrainSampler(num_indexed=num_indexed, shape=shape, seed=self.seed, max_steps=max_steps)
+        order, samples = self._open("train", num_samples)
+        self._train_order = order.fingerprint
+        self._train_sampler = TrainSampler(
+            num_indexed=order.num_samples, shape=shape, seed=self.seed, max_steps=max_steps
+        )
         if position is not None:
-            self._train_sampler.load_state_dict(position)
-        return TrainLoader(samples, self._train_sampler, shape, self.num_workers)
+            self._go_to(self._train_sampler, position)
+        return IndexedTrainLoader(samples, self._train_sampler, shape, self.num_workers)
 
     @override
-    def val_dataloader(self) -> EvaluationLoader | list[EvaluationLoader]:
+    def val_dataloader(self) -> IndexedEvaluationLoader | list[IndexedEvaluationLoader]:
         """One pass over the validation split; no loader if its weight is 0. Every rank must call."""
         return self._evaluation_loader("valid")
 
     @override
-    def test_dataloader(self) -> EvaluationLoader | list[EvaluationLoader]:
+    def test_dataloader(self) -> IndexedEvaluationLoader | list[IndexedEvaluationLoader]:
         """One pass over the test split. Every rank must call."""
         return self._evaluation_loader("test")
 
@@ -167,26 +180,39 @@ class IndexedDataModule(LightningDataModule):
         Lightning's fit loop saves the loader's own state too, but restores it only if no one asked for the loader
         before, e.g. for ``trainer.estimated_stepping_batches`` (lightning 2.6.6, loops/fit_loop.py:setup_data).
         """
-        return {} if self._train_sampler is None else {"train": self._train_sampler.state_dict()}
+        if self._train_sampler is None:
+            return {}
+        return {"train": self._train_sampler.state_dict(), "train_order": self._train_order}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go to a saved position, if this is a training run."""
         if "train" not in state_dict or self._trainer().state.fn != TrainerFn.FITTING:
             return
+        self._restored_order = state_dict.get("train_order")
         if self._train_sampler is not None:
-            self._train_sampler.load_state_dict(state_dict["train"])
+            self._go_to(self._train_sampler, state_dict["train"])
         else:
             self._restored_position = state_dict["train"]
 
-    def _evaluation_loader(self, name: SplitName) -> EvaluationLoader | list[EvaluationLoader]:
+    def _evaluation_loader(self, name: SplitName) -> IndexedEvaluationLoader | list[IndexedEvaluationLoader]:
         if self._weights[name] == 0:
             return []
-        num_samples, samples = self._open(name, None)
-        return EvaluationLoader(samples, num_samples, self._shape(), self.num_workers)
+        order, samples = self._open(name, None)
+        return IndexedEvaluationLoader(samples, order.num_samples, self._shape(), self.num_workers)
 
-    def _open(self, name: SplitName, num_samples: int | None) -> tuple[int, IndexedSamples | None]:
-        """Samples in the index on every rank, and the open samples on those that read; every rank must call."""
+    def _go_to(self, sampler: TrainSampler, position: dict[str, Any]) -> None:
+        sampler.load_state_dict(position)
+        if self._restored_order != self._train_order:
+            rank_zero_warn(
+                f"The run goes on at sample {sampler.consumed_samples} of another order than the checkpoint's, so samples"
+                " may come again: dataset, split, seq_length or seed differ, or the number of passes over the corpus"
+                " does, as all of them are shuffled together. Resume with the same settings and the same max_steps to"
+                " take each sample once."
+            )
+
+    def _open(self, name: SplitName, num_samples: int | None) -> tuple[SampleOrder, IndexedSamples | None]:
+        """The order of samples on every rank, and the open samples on those that read; every rank must call."""
         request = IndexRequest(
             prefix=self.data_path,
             split=self.split,
@@ -196,12 +222,12 @@ class IndexedDataModule(LightningDataModule):
             num_samples=num_samples,
         )
 
-        def build() -> tuple[int, str]:
+        def build() -> tuple[SampleOrder, str]:
             folder = cache_folder(request, self.index_cache)
             return build_index(request, folder), folder
 
-        num_indexed, folder = self._on_first_rank(build)
-        return num_indexed, self._on_sources(lambda: open_samples(request, folder))
+        order, folder = self._on_first_rank(build)
+        return order, self._on_sources(lambda: open_samples(request, folder))
 
     def _on_first_rank(self, work: Callable[[], _T]) -> _T:
         """The result of ``work`` on rank 0, or its error, on every rank: none is left waiting for another."""
@@ -237,7 +263,10 @@ class IndexedDataModule(LightningDataModule):
         trainer = self._trainer()
         needed: dict[str, SplitName] = {"fit": "train", "validate": "valid", "test": "test"}
         if stage in needed and self._weights[needed[stage]] == 0:
-            raise ConfigError(f"split={self.split!r} has weight 0 for {needed[stage]}, which {stage} needs; raise it")
+            raise ConfigError(
+                f"split={self.split!r} has weight 0 for {needed[stage]}, which trainer.{TrainerFn(stage).value} needs;"
+                " give it a weight"
+            )
         if trainer.overfit_batches:
             raise ConfigError(
                 f"overfit_batches={trainer.overfit_batches} cannot repeat batches of IndexedDataModule; set it to 0"

@@ -44,6 +44,16 @@ class IndexRequest:
     """Samples that are needed, over as many passes as it takes; None for one pass."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class SampleOrder:
+    """An order of samples that exists on disk."""
+
+    num_samples: int
+    """Samples in it: at least as many as were requested."""
+    fingerprint: str
+    """Equal for equal orders of equal documents; a resumed run finds out by it whether it goes on in the same order."""
+
+
 class IndexedSamples(torch.utils.data.Dataset[dict[str, Tensor]]):
     """Samples of an open split as rows: ``text`` [seq_length + 1] int64 and ``sample_mask`` [] float32."""
 
@@ -76,24 +86,21 @@ def cache_folder(request: IndexRequest, index_cache: str | None) -> str:
     return os.path.join(root, f"{request.name}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:24]}")
 
 
-def build_index(request: IndexRequest, folder: str) -> int:
-    """Make sure that ``folder`` holds the index of ``request``; only one process calls this.
-
-    Returns:
-        Samples in the index; at least ``request.num_samples``.
+def build_index(request: IndexRequest, folder: str) -> SampleOrder:
+    """What ``folder`` holds for ``request``, after building it if need be; only one process calls this.
 
     Raises:
         DataError: If ``folder`` cannot be written.
     """
     if os.path.isdir(folder):
-        return len(_gpt_dataset(request, folder))
+        return _order(_gpt_dataset(request, folder))
     try:
         parent = os.path.dirname(folder)
         os.makedirs(parent, exist_ok=True)
         # The engine writes under the final names; renaming its folder makes all files appear at once, complete.
         staging = tempfile.mkdtemp(prefix=".building-", dir=parent)
         try:
-            num_samples = len(_gpt_dataset(request, staging))
+            order = _order(_gpt_dataset(request, staging))
             os.chmod(staging, 0o755)
             _rename_unless_there(staging, folder)
         finally:
@@ -103,7 +110,7 @@ def build_index(request: IndexRequest, folder: str) -> int:
             f"the index of {request.prefix} cannot be written to {folder} ({error.strerror}); set index_cache to a"
             " folder that can be written"
         ) from error
-    return num_samples
+    return order
 
 
 def open_samples(request: IndexRequest, folder: str) -> IndexedSamples:
@@ -123,6 +130,14 @@ def open_samples(request: IndexRequest, folder: str) -> IndexedSamples:
         )
         folder = _IN_MEMORY
     return IndexedSamples(_gpt_dataset(request, folder), request.seq_length)
+
+
+def _order(dataset: Any) -> SampleOrder:
+    """The beginning of an order tells it from others: any difference reshuffles all of it."""
+    digest = hashlib.sha256(repr((len(dataset), dataset.config.sequence_length)).encode())
+    for part in (dataset.document_index, dataset.sample_index, dataset.shuffle_index):
+        digest.update(np.ascontiguousarray(part[:4096]).tobytes())
+    return SampleOrder(num_samples=len(dataset), fingerprint=digest.hexdigest()[:16])
 
 
 def _rename_unless_there(staging: str, folder: str) -> None:

@@ -16,7 +16,7 @@ from lightning_megatron.data.indexed import IndexedSamples
 from lightning_megatron.data.sampler import BatchShape, TrainSampler, evaluation_batches, num_evaluation_steps
 
 
-class TrainLoader:
+class IndexedTrainLoader:
     """Batches ``{"text": int64 [rows, seq_length + 1]}`` from the sampler's position on; resumes at the exact step."""
 
     def __init__(
@@ -60,7 +60,7 @@ class TrainLoader:
         self.sampler.load_state_dict(state_dict)
 
 
-class EvaluationLoader:
+class IndexedEvaluationLoader:
     """One pass over a split, each time.
 
     Batches are ``{"text": int64 [rows, seq_length + 1], "sample_mask": float32 [rows]}``; the last one is filled up

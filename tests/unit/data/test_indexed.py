@@ -27,7 +27,7 @@ def _request(prefix: Path, num_samples: int | None = None, **changes: object) ->
 
 def _all_rows(request: IndexRequest) -> np.ndarray:
     folder = cache_folder(request, None)
-    count = build_index(request, folder)
+    count = build_index(request, folder).num_samples
     samples = open_samples(request, folder)
     assert count == len(samples)
     return torch.stack([samples[index]["text"] for index in range(count)]).numpy()
@@ -67,6 +67,23 @@ def test_another_seed_gives_another_order_of_the_same_documents(tmp_path: Path) 
     assert not np.array_equal(rows, _all_rows(_request(tmp_path / "corpus")))
 
 
+def test_the_fingerprint_of_an_order_changes_only_with_the_order(tmp_path: Path) -> None:
+    documents = write_corpus(tmp_path / "corpus", 50)
+    per_epoch = sum(map(len, documents[:40])) // SEQ_LENGTH
+
+    def fingerprint(num_samples: int, **changes: object) -> str:
+        request = _request(tmp_path / "corpus", num_samples, **changes)
+        return build_index(request, cache_folder(request, None)).fingerprint
+
+    base = fingerprint(per_epoch // 2)
+    assert fingerprint(per_epoch // 4) == base
+    assert fingerprint(2 * per_epoch) != base
+    assert fingerprint(per_epoch // 2, seed=1) != base
+    assert fingerprint(per_epoch // 2, split="7,2,1") != base
+    # A last epoch that is barely used is shuffled by itself, so the order differs though the passes are as many.
+    assert fingerprint(per_epoch + per_epoch // 4) != fingerprint(2 * per_epoch - 2)
+
+
 def test_a_dataset_written_again_under_the_same_name_gets_a_new_index(tmp_path: Path) -> None:
     prefix = tmp_path / "corpus"
     write_corpus(prefix, 50, seed=0)
@@ -92,13 +109,14 @@ def test_an_index_that_was_interrupted_is_not_taken_for_a_complete_one(
         saved.append(path)
         Path(path).write_bytes(b"half")
 
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patched:
         patched.setattr(np, "save", save_one_file_then_die)
-        build_index(request, folder)
+        with pytest.raises(KeyboardInterrupt):
+            build_index(request, folder)
 
     assert saved
     assert not os.path.exists(folder)
-    assert build_index(request, folder) == len(open_samples(request, folder))
+    assert build_index(request, folder).num_samples == len(open_samples(request, folder))
 
 
 def test_a_machine_without_the_cache_computes_the_same_samples(
