@@ -7,7 +7,9 @@ the total norm in optimizer/clip_grads.py:get_grad_norm_fp32.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,15 +51,36 @@ def copy(this: Sequence[Tensor], that: Sequence[Tensor], overflow_buf: Tensor | 
         torch._foreach_copy_(list(that), list(this))
 
 
+@dataclass(frozen=True)
+class _ShardCopies:
+    """The copies from the fp32 shards of one ``DistributedOptimizer`` into its parameter buffers."""
+
+    sources: list[Tensor]
+    targets: list[Tensor]
+    buffer_addresses: tuple[int, ...]
+
+
+_shard_copies: weakref.WeakKeyDictionary[Any, _ShardCopies] = weakref.WeakKeyDictionary()
+
+
 @torch.no_grad()
 def copy_main_shards_to_parameters(optimizer: Any) -> None:
     """Write the updated fp32 shards of a ``DistributedOptimizer`` into its parameter buffers.
 
+    The lists are kept from step to step: the host has just waited for the gradient norm, so every microsecond that it
+    spends here the GPU is idle.
+
     Args:
         optimizer: A ``DistributedOptimizer`` that has shards on this rank.
     """
-    sources: list[Tensor] = []
-    targets: list[Tensor] = []
+    copies = _shard_copies.get(optimizer)
+    if copies is None or copies.buffer_addresses != _buffer_addresses(optimizer):
+        copies = _shard_copies[optimizer] = _find_shard_copies(optimizer)
+    copy(copies.sources, copies.targets)
+
+
+def _find_shard_copies(optimizer: Any) -> _ShardCopies:
+    copies = _ShardCopies([], [], _buffer_addresses(optimizer))
     pairs = (
         (optimizer.shard_fp32_from_float16_groups, optimizer.model_float16_groups),
         (optimizer.shard_fp32_groups, optimizer.model_fp32_groups),
@@ -68,16 +91,20 @@ def copy_main_shards_to_parameters(optimizer: Any) -> None:
                 target = _shard_in_buffer(optimizer, parameter)
                 # float32 shards are views of the buffer: nothing to copy.
                 if target.data_ptr() != main.data_ptr():
-                    sources.append(main)
-                    targets.append(target)
-    copy(sources, targets)
+                    copies.sources.append(main)
+                    copies.targets.append(target)
+    return copies
+
+
+def _buffer_addresses(optimizer: Any) -> tuple[int, ...]:
+    return tuple(buffer.param_data.data_ptr() for buffer in optimizer.buffers)
 
 
 def _shard_in_buffer(optimizer: Any, parameter: Tensor) -> Tensor:
     buffer_index, _, bucket_index = optimizer.model_param_gbuf_map[parameter]
     place = optimizer._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
     bucket: Tensor = optimizer.buffers[buffer_index].buckets[bucket_index].param_data
-    return bucket.view(-1)[place.start : place.end]
+    return bucket.view(-1)[place.start : place.end].detach()
 
 
 def _copies_shards(original: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -88,11 +115,11 @@ def _copies_shards(original: Callable[[Any], None]) -> Callable[[Any], None]:
         if (
             self.ddp_config.use_megatron_fsdp
             or self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-            or self._get_fp8_params_and_shard_fp32_from_fp8()[0]
+            or self.model_chunks[0].config.fp8
         ):
             original(self)
-            return
-        copy_main_shards_to_parameters(self)
+        else:
+            copy_main_shards_to_parameters(self)
 
     return _copy_main_params_to_model_params
 

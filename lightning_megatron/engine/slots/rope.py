@@ -54,7 +54,7 @@ class CompiledRope:
 @functools.cache
 def _compiled_once(eager: _Rope) -> CompiledRope:
     """One wrapper per function, so that a second fit in the same process does not compile again."""
-    return CompiledRope(eager)
+    return eager if isinstance(eager, CompiledRope) else CompiledRope(eager)
 
 
 ROPE_PATCHES: tuple[Patch, ...] = (

@@ -1,4 +1,4 @@
-"""Which tensors does the distributed optimizer own where weights are float32? Leaves, not links of an autograd graph."""
+"""What does the distributed optimizer own of float32 weights? Leaf tensors, not nodes of an autograd graph."""
 
 from __future__ import annotations
 

@@ -19,9 +19,8 @@ def patches(device_type: DeviceType) -> tuple[Patch, ...]:
     They must be active from the construction of the model to the last optimizer step.
     """
     choice = fillers(device_type)
-    rows = (
-        SGD_PATCHES + SHARD_PATCHES + COPY_PATCHES + cross_entropy_patches(liger_loss if choice.liger else native_loss)
-    )
+    per_token_loss = liger_loss if choice.liger else native_loss
+    rows = SGD_PATCHES + SHARD_PATCHES + COPY_PATCHES + cross_entropy_patches(per_token_loss)
     if choice.native_adam:
         rows += ADAM_PATCHES
     if choice.native_multi_tensor:

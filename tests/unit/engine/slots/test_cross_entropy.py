@@ -1,0 +1,171 @@
+"""Is the loss of a token that of a dense softmax over the true vocabulary, however it is padded and split?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions import fused_cross_entropy
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+
+from lightning_megatron.engine.patching import active
+from lightning_megatron.engine.slots.cross_entropy import (
+    PerTokenLoss,
+    cross_entropy_patches,
+    hide_padded_vocab_,
+    liger_loss,
+    native_loss,
+    token_losses,
+)
+from tests.ranks import run_ranks
+
+VOCAB, S, B = 11, 6, 3
+
+
+def _case(padded: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits [s, b, padded], the padding the largest of all, labels of which two do not count, and loss weights."""
+    generator = torch.Generator().manual_seed(3)
+    logits = 4 * torch.randn(S, B, padded, generator=generator)
+    logits[..., VOCAB:] = 50.0
+    labels = torch.randint(0, VOCAB, (S, B), generator=generator)
+    labels[0, 0], labels[5, 2] = -100, -1
+    return logits.to(dtype), labels, torch.randn(S, B, generator=generator)
+
+
+def _dense(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses and the gradient of their weighted sum, in float64 over the true vocabulary."""
+    x = logits[..., :VOCAB].double().requires_grad_()
+    counted = labels.masked_fill(labels < 0, -100)
+    losses = F.cross_entropy(x.permute(1, 2, 0), counted.T, ignore_index=-100, reduction="none").T
+    (gradient,) = torch.autograd.grad((losses * weights).sum(), x)
+    return losses.detach(), F.pad(gradient, (0, logits.shape[-1] - VOCAB))
+
+
+def _ours(
+    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, tp_rank: int, per_token_loss: PerTokenLoss
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from megatron.core import parallel_state
+
+    leaf = logits.clone().requires_grad_()
+    # The product stands for the output layer: its result is no leaf, as in a model.
+    shard = hide_padded_vocab_(leaf * 1.0, VOCAB, tp_rank)
+    losses = token_losses(shard, labels, parallel_state.get_tensor_model_parallel_group(), per_token_loss)
+    (gradient,) = torch.autograd.grad((losses * weights).sum(), leaf)
+    return losses.detach(), gradient
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("padded", [VOCAB, 12, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_one_rank_equals_a_dense_softmax(padded: int, dtype: torch.dtype) -> None:
+    logits, labels, weights = _case(padded, dtype)
+    losses, gradient = _ours(logits, labels, weights, 0, native_loss)
+    expected_losses, expected_gradient = _dense(logits, labels, weights)
+    assert losses.dtype == torch.float32
+    assert gradient.dtype == dtype
+    # The softmax is computed in float32; only the gradient is rounded to the dtype of the logits.
+    torch.testing.assert_close(losses.double(), expected_losses, rtol=1e-5, atol=1e-5)
+    tolerance = max(1e-5, 2 * torch.finfo(dtype).eps)
+    torch.testing.assert_close(gradient.double(), expected_gradient, rtol=tolerance, atol=tolerance)
+    assert not gradient[..., VOCAB:].any()
+    assert losses[0, 0] == losses[5, 2] == 0
+    assert not gradient[0, 0].any()
+    assert not gradient[5, 2].any()
+
+
+def _split(padded: int) -> tuple[torch.Tensor, torch.Tensor]:
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from lightning_megatron.engine.cpu import emulated_cuda
+
+    dist.init_process_group("gloo")
+    with emulated_cuda():
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
+        logits, labels, weights = _case(padded)
+        shard = logits.chunk(dist.get_world_size(), dim=-1)[dist.get_rank()].contiguous()
+        return _ours(shard, labels, weights, dist.get_rank(), native_loss)
+
+
+@pytest.mark.parametrize(("tp", "padded"), [(2, 12), (2, 16), (4, 32)])
+def test_a_split_vocabulary_equals_a_dense_softmax_also_where_a_whole_shard_is_padding(tp: int, padded: int) -> None:
+    expected_losses, expected_gradient = _dense(*_case(padded))
+    shards = run_ranks(_split, tp, padded)
+    for losses, _ in shards:
+        torch.testing.assert_close(losses.double(), expected_losses, rtol=1e-5, atol=1e-5)
+    gradient = torch.cat([shard for _, shard in shards], dim=-1)
+    torch.testing.assert_close(gradient.double(), expected_gradient, rtol=1e-5, atol=1e-5)
+    assert not gradient[..., VOCAB:].any()
+
+
+@pytest.mark.parametrize(("tp_rank", "hidden"), [(0, []), (1, [3, 4, 5, 6]), (2, [0, 1, 2, 3, 4, 5, 6])])
+def test_exactly_the_padding_is_hidden(tp_rank: int, hidden: list[int]) -> None:
+    logits = hide_padded_vocab_(torch.zeros(2, 7), 10, tp_rank)
+    assert logits[0].isneginf().nonzero().flatten().tolist() == hidden
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_language_model_of_the_engine_computes_this_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer import TransformerConfig
+
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):  # the engine exports them
+        monkeypatch.setenv(name, "1")
+    config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1)
+    model = LanguageModule(config, ProcessGroupCollection.use_mpu_process_groups())
+    logits, labels, weights = _case(VOCAB)
+    with active(cross_entropy_patches(native_loss)):
+        losses = model.compute_language_model_loss(labels.T.contiguous(), logits.clone())
+    torch.testing.assert_close(losses.T.double(), _dense(logits, labels, weights)[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_upstream_still_gives_padding_a_share_and_ignored_labels_a_gradient() -> None:
+    logits, labels, weights = _case(16)
+    leaf = logits.clone().requires_grad_()
+    losses = vocab_parallel_cross_entropy(leaf * 1.0, labels)
+    (gradient,) = torch.autograd.grad((losses * weights).sum(), leaf)
+    assert gradient[..., VOCAB:].abs().max() > 0.1
+    assert gradient[0, 0].any()
+
+
+def test_upstreams_fused_gradient_is_still_bfloat16() -> None:
+    with torch.compiler.set_stance("force_eager"):
+        gradient = fused_cross_entropy.calculate_gradients(
+            torch.full((2, 1, 4), 0.25), torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.bool), torch.tensor([0, 1])
+        )
+    assert gradient.dtype == torch.bfloat16
+
+
+def _cuda_case(per_token_loss: PerTokenLoss, dtype: torch.dtype) -> None:
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        parallel_state.initialize_model_parallel()
+        logits, labels, weights = (x.cuda() for x in _case(16, dtype))
+        losses, gradient = _ours(logits, labels, weights, 0, per_token_loss)
+        expected_losses, expected_gradient = _dense(logits, labels, weights)
+        tolerance = max(1e-5, 2 * torch.finfo(dtype).eps)
+        torch.testing.assert_close(losses.double(), expected_losses, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(gradient.double(), expected_gradient, rtol=tolerance, atol=tolerance)
+        assert gradient.dtype == dtype
+        assert not gradient[..., VOCAB:].any()
+        parallel_state.destroy_model_parallel()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_native_loss_is_right_on_cuda(dtype: torch.dtype) -> None:
+    _cuda_case(native_loss, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_ligers_loss_is_right_on_cuda(dtype: torch.dtype) -> None:
+    pytest.importorskip("liger_kernel.ops.vocab_parallel_cross_entropy")
+    _cuda_case(liger_loss, dtype)

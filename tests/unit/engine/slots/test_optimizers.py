@@ -1,0 +1,356 @@
+"""Do the fused optimizers update like torch's own, and does their state survive the engine's checkpoints?"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import optimizer as factory
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, distrib_optimizer, get_megatron_optimizer
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module, MegatronModule
+
+from lightning_megatron.engine.patching import active
+from lightning_megatron.engine.slots.optimizers import ADAM_PATCHES, SGD_PATCHES, FusedAdam, FusedSGD
+from lightning_megatron.engine.slots.shards import SHARD_PATCHES
+
+Parameters = list[torch.Tensor]
+
+PAIRS: dict[str, tuple[Callable[[Parameters], Any], Callable[[Parameters], Any]]] = {
+    "adamw": (
+        lambda p: FusedAdam(p, lr=1e-2, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-6),
+        lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-6, foreach=False),
+    ),
+    "adam": (
+        lambda p: FusedAdam(p, lr=1e-2, weight_decay=0.1, adam_w_mode=False),
+        lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1, foreach=False),
+    ),
+    "sgd": (
+        lambda p: FusedSGD(p, lr=1e-2, weight_decay=0.1),
+        lambda p: torch.optim.SGD(p, lr=1e-2, weight_decay=0.1, foreach=False),
+    ),
+    "momentum": (
+        lambda p: FusedSGD(p, lr=1e-2, weight_decay=0.1, momentum=0.9),
+        lambda p: torch.optim.SGD(p, lr=1e-2, weight_decay=0.1, momentum=0.9, foreach=False),
+    ),
+}
+
+
+def _parameters(device: str) -> Parameters:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(*s, generator=generator).to(device).requires_grad_() for s in ((7, 5), (3,), (600,))]
+
+
+def _set_gradients(parameters: Parameters, step: int) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+
+
+def _agree_over_steps(name: str, device: str) -> None:
+    ours, reference = _parameters(device), _parameters(device)
+    fused, plain = PAIRS[name][0](ours), PAIRS[name][1](reference)
+    for step in range(6):
+        _set_gradients(ours, step)
+        _set_gradients(reference, step)
+        fused.step()
+        plain.step()
+    for a, b in zip(ours, reference, strict=True):
+        # Six float32 updates in another order of operations.
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_updates_are_those_of_torch(name: str) -> None:
+    _agree_over_steps(name, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PAIRS)
+def test_updates_are_those_of_torch_on_cuda(name: str) -> None:
+    _agree_over_steps(name, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PAIRS)
+def test_an_update_does_not_wait_for_the_gpu(name: str) -> None:
+    parameters = _parameters("cuda")
+    optimizer = PAIRS[name][0](parameters)
+    _set_gradients(parameters, 0)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_closure_runs_with_gradients_and_its_loss_is_returned() -> None:
+    parameters = _parameters("cpu")
+    optimizer = FusedAdam(parameters)
+
+    def closure() -> float:
+        loss = sum(p.square().sum() for p in parameters)
+        loss.backward()
+        return loss.item()
+
+    assert optimizer.step(closure) == pytest.approx(sum(p.square().sum().item() for p in _parameters("cpu")))
+    assert not torch.equal(parameters[0], _parameters("cpu")[0])
+
+
+def test_step_is_a_number_of_the_group_and_counts_in_empty_groups_too() -> None:
+    parameters = _parameters("cpu")
+    optimizer = FusedAdam([{"params": parameters}, {"params": []}])
+    assert [g["step"] for g in optimizer.param_groups] == [0, 0]
+    for step in range(3):
+        _set_gradients(parameters, step)
+        optimizer.step()
+    assert [g["step"] for g in optimizer.state_dict()["param_groups"]] == [3, 3]
+    assert {name for state in optimizer.state.values() for name in state} == {"exp_avg", "exp_avg_sq"}
+
+
+def test_a_parameter_without_gradient_stays() -> None:
+    parameters = _parameters("cpu")
+    optimizer = FusedAdam(parameters, lr=1.0)
+    _set_gradients(parameters, 0)
+    parameters[1].grad = None
+    before = parameters[1].detach().clone()
+    optimizer.step()
+    assert torch.equal(parameters[1], before)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("saved_after", [0, 3])
+def test_a_resumed_run_continues_to_the_last_digit(name: str, saved_after: int) -> None:
+    uninterrupted = _parameters("cpu")
+    optimizer = PAIRS[name][0](uninterrupted)
+    for step in range(5):
+        if step == saved_after:
+            saved = copy.deepcopy((uninterrupted, optimizer.state_dict()))
+        _set_gradients(uninterrupted, step)
+        optimizer.step()
+    resumed, state = saved
+    optimizer = PAIRS[name][0](resumed)
+    optimizer.load_state_dict(state)
+    for step in range(saved_after, 5):
+        _set_gradients(resumed, step)
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(uninterrupted, resumed, strict=True))
+
+
+def test_loading_ignores_moments_that_the_optimizer_does_not_have() -> None:
+    parameters = _parameters("cpu")
+    state = FusedAdam(parameters).state_dict()
+    groups = FusedSGD(parameters).state_dict()["param_groups"]
+    optimizer = FusedSGD(parameters)
+    optimizer.load_state_dict({"state": state["state"], "param_groups": groups})
+    assert not any(optimizer.state.values())
+
+
+# --- in the engine ---
+
+
+class _Model(MegatronModule):
+    """Two linears, one with a bias, as a Megatron model."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.wide = ColumnParallelLinear(6, 10, config=config, init_method=torch.nn.init.normal_)
+        self.narrow = ColumnParallelLinear(10, 3, config=config, init_method=torch.nn.init.normal_, bias=False)
+
+
+def _megatron(name: str, bf16: bool, distributed: bool) -> tuple[torch.nn.Module, Any]:
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1, params_dtype=dtype, bf16=bf16)
+    torch.manual_seed(0)
+    model = _Model(config)
+    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=distributed, grad_reduce_in_fp32=True)
+    ddp = DistributedDataParallel(config, ddp_config, Float16Module(config, model) if bf16 else model)
+    options = OptimizerConfig(
+        optimizer="sgd" if name in ("sgd", "momentum") else "adam",
+        decoupled_weight_decay=name == "adamw",
+        sgd_momentum=0.9 if name == "momentum" else 0.0,
+        lr=1e-1,
+        weight_decay=0.1,
+        clip_grad=1.0,
+        bf16=bf16,
+        params_dtype=dtype,
+        use_distributed_optimizer=distributed,
+    )
+    return ddp, get_megatron_optimizer(options, [ddp])
+
+
+def _engine_step(model: torch.nn.Module, optimizer: Any, step: int) -> None:
+    optimizer.zero_grad()
+    generator = torch.Generator().manual_seed(step)
+    for parameter in model.parameters():
+        parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
+    optimizer.step()
+
+
+def _saved(part: Any) -> Any:
+    """What a checkpoint of one rank would give back for a sharded state dict: one rank holds every tensor whole."""
+    if isinstance(part, ShardedTensor):
+        return part.data.detach().clone()
+    if isinstance(part, LocalNonpersistentObject):
+        return part.unwrap()
+    if isinstance(part, dict):
+        return {key: _saved(value) for key, value in part.items()}
+    if isinstance(part, list):
+        return [_saved(value) for value in part]
+    return copy.deepcopy(part)
+
+
+def _checkpoint(model: Any, optimizer: Any) -> dict[str, Any]:
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    weights = {n.removeprefix("module."): p.detach().clone() for n, p in model.module.named_parameters()}
+    plain = model.module.module if isinstance(model.module, Float16Module) else model.module
+    sharded = optimizer.sharded_state_dict(plain.sharded_state_dict(metadata=metadata), metadata=metadata)
+    return {"weights": weights, "optimizer": _saved(sharded)}
+
+
+def _restore(model: Any, optimizer: Any, checkpoint: dict[str, Any]) -> None:
+    # As a loader does: the state is asked for with is_loading first, which creates it.
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    plain = model.module.module if isinstance(model.module, Float16Module) else model.module
+    optimizer.sharded_state_dict(plain.sharded_state_dict(metadata=metadata), is_loading=True, metadata=metadata)
+    with torch.no_grad():
+        for name, parameter in model.module.named_parameters():
+            parameter.copy_(checkpoint["weights"][name.removeprefix("module.")])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+
+
+@pytest.fixture
+def slots(one_rank: None) -> Iterator[None]:
+    with active(SGD_PATCHES + ADAM_PATCHES + SHARD_PATCHES):
+        yield
+
+
+@pytest.mark.usefixtures("slots")
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("saved_after", [0, 2])
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_engine_saves_and_resumes_every_optimizer_exactly(
+    name: str, saved_after: int, bf16: bool, distributed: bool
+) -> None:
+    model, optimizer = _megatron(name, bf16, distributed)
+    for step in range(4):
+        if step == saved_after:
+            checkpoint = _checkpoint(model, optimizer)
+        _engine_step(model, optimizer, step)
+    resumed, resumed_optimizer = _megatron(name, bf16, distributed)
+    _engine_step(resumed, resumed_optimizer, 77)  # a state of its own, which must not survive
+    _restore(resumed, resumed_optimizer, checkpoint)
+    for step in range(saved_after, 4):
+        _engine_step(resumed, resumed_optimizer, step)
+    for a, b in zip(model.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.usefixtures("slots")
+def test_a_fresh_optimizer_can_load() -> None:
+    model, optimizer = _megatron("adamw", False, True)
+    for step in range(3):
+        _engine_step(model, optimizer, step)
+    checkpoint = _checkpoint(model, optimizer)
+    fresh, fresh_optimizer = _megatron("adamw", False, True)
+    _restore(fresh, fresh_optimizer, checkpoint)
+    assert [g["step"] for g in fresh_optimizer.param_groups] == [3] * len(fresh_optimizer.param_groups)
+    for m, o in ((model, optimizer), (fresh, fresh_optimizer)):
+        _engine_step(m, o, 3)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters(), strict=True))
+
+
+@pytest.mark.usefixtures("slots")
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_engine_updates_like_torch(name: str, distributed: bool) -> None:
+    model, optimizer = _megatron(name, False, distributed)
+    reference = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    decayed = [p for p in reference if p.dim() > 1]
+    settings = {"lr": 1e-1, "foreach": False}
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": [p for p in reference if p.dim() == 1]}]
+    if name in ("sgd", "momentum"):
+        plain: Any = torch.optim.SGD(groups, momentum=0.9 if name == "momentum" else 0.0, **settings)
+    else:
+        kind = torch.optim.AdamW if name == "adamw" else torch.optim.Adam
+        plain = kind(groups, betas=(0.9, 0.999), **settings)
+    plain.param_groups[1]["weight_decay"] = 0.0
+    for group in optimizer.param_groups:  # Megatron leaves multipliers to its scheduler
+        group["weight_decay"] = 0.1 * group["wd_mult"]
+    for step in range(3):
+        _engine_step(model, optimizer, step)
+        generator = torch.Generator().manual_seed(step)
+        for parameter in reference:
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        torch.nn.utils.clip_grad_norm_(reference, 1.0)
+        plain.step()
+    for a, b in zip(model.parameters(), reference, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+# --- what upstream still gets wrong ---
+
+needs_plain_engine = pytest.mark.skipif(
+    distrib_optimizer.HAVE_APEX_OR_TE, reason="Transformer Engine or Apex is installed"
+)
+
+
+@needs_plain_engine
+@pytest.mark.usefixtures("one_rank")
+def test_upstream_still_cannot_save_a_fresh_optimizer() -> None:
+    model, optimizer = _megatron("adamw", False, True)
+    with pytest.raises(AssertionError):
+        _checkpoint(model, optimizer)
+
+
+@needs_plain_engine
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_upstream_still_loses_the_step_of_a_loaded_optimizer() -> None:
+    model, optimizer = _megatron("adamw", False, True)
+    _engine_step(model, optimizer, 0)
+    checkpoint = _checkpoint(model, optimizer)
+    with pytest.raises(KeyError, match="step"):
+        _restore(model, optimizer, checkpoint)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_upstream_still_refuses_to_shard_sgd() -> None:
+    with pytest.raises(AssertionError, match="Only Adam"):
+        _megatron("sgd", False, True)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_upstream_still_cannot_load_sgd() -> None:
+    model, optimizer = _megatron("momentum", False, False)
+    with pytest.raises(TypeError, match="NoneType"):
+        _restore(model, optimizer, {})
+
+
+def test_upstream_still_builds_an_unfused_adam() -> None:
+    if factory.USING_PYTORCH_OPTIMIZER:
+        assert factory.Adam is torch.optim.AdamW
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_upstream_still_shards_float32_weights_into_graph_nodes() -> None:
+    _, upstream = _megatron("adamw", False, True)
+    with active(SGD_PATCHES + ADAM_PATCHES + SHARD_PATCHES):
+        _, ours = _megatron("adamw", False, True)
+    assert [p.is_leaf for g in upstream.param_groups for p in g["params"]] == [False] * 3
+    assert [p.is_leaf for g in ours.param_groups for p in g["params"]] == [True] * 3
+    assert all(p.tensor_model_parallel for g in ours.param_groups for p in g["params"])

@@ -1,0 +1,89 @@
+"""Is every change to the engine listed, undone afterwards, and reported as what it is?"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import pytest
+
+from lightning_megatron import features
+from lightning_megatron.engine.patching import Patch, active
+from lightning_megatron.engine.slots.report import DeviceType, SlotLine, one_line, slot_report
+from lightning_megatron.engine.slots.table import patches
+
+
+def _value(patch: Patch) -> Any:
+    owner = importlib.import_module(patch.module)
+    *path, name = patch.attribute.split(".")
+    # vars() and not getattr(): a method must come back as the very object that it was.
+    return vars(functools.reduce(getattr, path, owner)).get(name, "absent")
+
+
+def _install(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    for name in ("has_transformer_engine", "has_apex", "has_apex_wgrad", "has_liger"):
+        monkeypatch.setattr(features, name, lambda found=name in names: found)
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_every_change_is_made_and_undone(device_type: DeviceType, monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(monkeypatch)  # liger-kernel's rows need Triton
+    rows = patches(device_type)
+    before = [_value(row) for row in rows]
+    with active(rows):
+        during = [_value(row) for row in rows]
+    assert all(a is not b for a, b in zip(before, during, strict=True))
+    assert all(a is b for a, b in zip(before, [_value(row) for row in rows], strict=True))
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_no_attribute_is_changed_twice_and_every_row_says_why(
+    device_type: DeviceType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _install(monkeypatch, "has_liger")
+    rows = patches(device_type)
+    assert len({(row.module, row.attribute) for row in rows}) == len(rows)
+    assert all(row.engine == "megatron-core 0.16.1" and len(row.reason) > 15 for row in rows)
+
+
+def _changed(device_type: DeviceType) -> set[str]:
+    return {row.attribute for row in patches(device_type)}
+
+
+def _fillers(device_type: DeviceType) -> dict[str, str]:
+    return {line.slot: line.filler for line in slot_report(device_type)}
+
+
+def test_transformer_engine_keeps_its_optimizer_on_cuda_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(monkeypatch, "has_transformer_engine")
+    assert _changed("cuda").isdisjoint({"USING_PYTORCH_OPTIMIZER", "l2_norm_impl"})
+    assert {"USING_PYTORCH_OPTIMIZER", "l2_norm_impl"} <= _changed("cpu")
+    assert _fillers("cuda")["Adam"] == "Transformer Engine"
+    assert _fillers("cpu")["Adam"] == "torch fused kernel"
+
+
+def test_apex_keeps_its_weight_gradients_on_cuda_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(monkeypatch, "has_apex", "has_apex_wgrad")
+    assert "fused_weight_gradient_mlp_cuda" not in _changed("cuda")
+    assert "fused_weight_gradient_mlp_cuda" in _changed("cpu")
+    assert (_fillers("cuda")["weight gradient"], _fillers("cuda")["Adam"]) == ("NVIDIA Apex", "NVIDIA Apex")
+    assert _fillers("cpu")["weight gradient"] == "torch addmm into fp32"
+
+
+def test_liger_is_used_on_cuda_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(monkeypatch, "has_liger")
+    assert "SwiGLUFunction" in _changed("cuda")
+    assert "SwiGLUFunction" not in _changed("cpu")
+    assert _fillers("cuda")["cross-entropy"] == "liger-kernel"
+    assert _fillers("cpu")["cross-entropy"].startswith("Megatron-Core")
+
+
+def test_the_report_gives_a_reason_for_every_slot_and_fits_on_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(monkeypatch)
+    report = slot_report("cuda")
+    assert all(isinstance(line, SlotLine) and line.filler and line.reason for line in report)
+    assert "Adam: torch fused kernel" in one_line(report)
+    assert "\n" not in one_line(report)
+    reasons = {line.slot: line.reason for line in report}
+    assert reasons["SwiGLU"] == "liger-kernel is not installed"
