@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,13 @@ def draw_loss_picture(history: LossHistory, path: Path, *, log_scale: bool = Fal
     _draw_curves(axes, history)
     if log_scale:
         axes.set_yscale("log")
+        # Plain numbers: a loss of 4 * 10^0 is nobody's notation.
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
     axes.set_title("Training and validation loss" if history.validation else "Training loss")
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("loss (nats per token)" + (", logarithmic" if log_scale else ""))
-    axes.grid(visible=True, color="#dddddd", linewidth=0.7)
+    axes.grid(visible=True, which="both", color="#dddddd", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
@@ -74,19 +78,21 @@ def _columns(points: Points) -> tuple[list[int], list[float]]:
     return [step for step, _ in points], [value for _, value in points]
 
 
-def smoothed(values: Sequence[float], share: float = 0.02) -> list[float]:
-    """Exponential moving average over about ``share`` of the curve, without the usual bias towards the first value.
+def smoothed(values: Sequence[float], share: float = 0.04) -> list[float]:
+    """Mean of each value's neighbourhood of about ``share`` of the curve, equally far to both sides.
 
-    Values that are not finite are left out of the average.
+    A window that looks back only would lag behind a falling loss. Values that are not finite are left out.
     """
-    decay = 1.0 - 1.0 / max(2.0, share * len(values))
-    total = weight = 0.0
+    reach = max(1, round(share * len(values) / 2))
+    finite = [value if math.isfinite(value) else None for value in values]
+    sums = list(accumulate((value or 0.0 for value in finite), initial=0.0))
+    counts = list(accumulate((value is not None for value in finite), initial=0))
     result = []
-    for value in values:
-        if math.isfinite(value):
-            total = decay * total + (1.0 - decay) * value
-            weight = decay * weight + (1.0 - decay)
-        result.append(total / weight if weight else math.nan)
+    for index in range(len(values)):
+        near = min(reach, index, len(values) - 1 - index)
+        first, end = index - near, index + near + 1
+        count = counts[end] - counts[first]
+        result.append((sums[end] - sums[first]) / count if count else math.nan)
     return result
 
 

@@ -112,10 +112,14 @@ def test_a_restored_curve_goes_on_like_one_that_was_never_stored() -> None:
     assert second.points == whole.points
 
 
-def test_smoothing_keeps_constants_follows_steps_and_skips_what_is_not_finite() -> None:
-    assert smoothed([3.0] * 100) == pytest.approx([3.0] * 100)
-    assert smoothed([5.0] * 300 + [1.0] * 300)[-1] == pytest.approx(1.0, abs=1e-6)
-    assert smoothed([2.0, math.nan, math.inf, 2.0])[1:] == pytest.approx([2.0] * 3)
+def test_smoothing_does_not_move_a_straight_line() -> None:
+    line = [9.0 - 0.01 * step for step in range(500)]
+    assert smoothed(line) == pytest.approx(line)
+
+
+def test_smoothing_takes_the_mean_of_the_neighbours_and_skips_what_is_not_finite() -> None:
+    assert smoothed([1.0, 4.0, 1.0, 7.0]) == pytest.approx([1.0, 2.0, 4.0, 7.0])
+    assert smoothed([2.0, math.nan, math.inf, 4.0])[1:] == pytest.approx([2.0, 4.0, 4.0])
     assert math.isnan(smoothed([math.nan, 1.0])[0])
 
 

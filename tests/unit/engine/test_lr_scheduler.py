@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import csv
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
 
 from lightning_megatron.engine.lr_schedule import LRSchedule
 from lightning_megatron.engine.lr_scheduler import MegatronLRScheduler
@@ -116,3 +122,42 @@ def test_a_schedule_that_cannot_run_is_refused_before_the_optimizer_is_touched()
     with pytest.raises(ConfigError, match="needs the number of optimizer steps"):
         MegatronLRScheduler(optimizer, schedule=LINEAR, lr=0.5, total_steps=-1)
     assert optimizer.param_groups[0]["lr"] == 1.0
+
+
+class _Scheduled(LightningModule):
+    """A toy whose scheduler is ours, stepped by Lightning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1.0)
+        scheduler = MegatronLRScheduler(optimizer, schedule=LINEAR, lr=1.0, total_steps=self.trainer.max_steps)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:lightning")
+def test_lightning_steps_saves_and_monitors_it(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, name=None, version="log")
+    options: dict[str, Any] = {
+        "accelerator": "cpu",
+        "max_steps": 6,
+        "log_every_n_steps": 1,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "default_root_dir": tmp_path,
+    }
+    data = DataLoader(torch.ones(6, 1))  # type: ignore[arg-type]
+    trainer = Trainer(logger=logger, callbacks=[LearningRateMonitor(logging_interval="step")], **options)
+    trainer.fit(_Scheduled(), data)
+    with (tmp_path / "log" / "metrics.csv").open() as file:
+        monitored = [float(row["lr-AdamW"]) for row in csv.DictReader(file) if row["lr-AdamW"]]
+    assert monitored == pytest.approx([0.0, 0.5, 1.0, 0.75, 0.5, 0.25])
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    (state,) = torch.load(tmp_path / "a.ckpt", weights_only=True)["lr_schedulers"]
+    assert state == {"last_epoch": 6}
