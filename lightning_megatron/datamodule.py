@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from lightning.fabric.utilities import rank_zero_warn
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_megatron.data.format import check_dataset, largest_token_at_the_ends
@@ -205,10 +205,10 @@ class IndexedDataModule(LightningDataModule):
         sampler.load_state_dict(position)
         if self._restored_order != self._train_order:
             rank_zero_warn(
-                f"The run goes on at sample {sampler.consumed_samples} of another order than the checkpoint's, so samples"
-                " may come again: dataset, split, seq_length or seed differ, or the number of passes over the corpus"
-                " does, as all of them are shuffled together. Resume with the same settings and the same max_steps to"
-                " take each sample once."
+                f"The run goes on at sample {sampler.consumed_samples} of another order than the checkpoint's, so"
+                " samples may come again: dataset, split, seq_length or seed differ, or the number of passes over the"
+                " corpus does, as all of them are shuffled together. Resume with the same settings and the same"
+                " max_steps to take each sample once."
             )
 
     def _open(self, name: SplitName, num_samples: int | None) -> tuple[SampleOrder, IndexedSamples | None]:

@@ -1,0 +1,206 @@
+"""Are the files Megatron's, byte for byte, and is every damage recognised before the engine maps them?"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_megatron.data.format import (
+    IndexedDatasetWriter,
+    check_dataset,
+    largest_token_at_the_ends,
+    read_header,
+    read_lengths,
+    token_dtype,
+)
+from lightning_megatron.errors import DataError
+
+DOCUMENTS = [[5, 6, 7], [65535], [1, 2]]
+
+# Assembled by hand from the description of the format.
+GOLDEN_IDX = (
+    b"MMIDIDX\x00\x00"
+    + struct.pack("<Q", 1)
+    + struct.pack("<B", 8)
+    + struct.pack("<QQ", 3, 4)
+    + struct.pack("<iii", 3, 1, 2)
+    + struct.pack("<qqq", 0, 6, 8)
+    + struct.pack("<qqqq", 0, 1, 2, 3)
+)
+GOLDEN_BIN = struct.pack("<HHHHHH", 5, 6, 7, 65535, 1, 2)
+
+
+def _write(prefix: Path, documents: list[list[int]], dtype: str = "<u2") -> None:
+    with IndexedDatasetWriter(str(prefix), np.dtype(dtype)) as writer:
+        for document in documents:
+            writer.add_documents(np.array(document, dtype=dtype).tobytes(), [len(document)])
+
+
+def _write_and_interrupt(prefix: Path) -> None:
+    with IndexedDatasetWriter(str(prefix), np.dtype("<u2")) as writer:
+        writer.add_documents(GOLDEN_BIN, [6])
+        raise KeyboardInterrupt
+
+
+def _golden(folder: Path, idx: bytes = GOLDEN_IDX, data: bytes = GOLDEN_BIN) -> str:
+    (folder / "x.idx").write_bytes(idx)
+    (folder / "x.bin").write_bytes(data)
+    return str(folder / "x")
+
+
+def test_written_files_equal_the_golden_ones(tmp_path: Path) -> None:
+    _write(tmp_path / "x", DOCUMENTS)
+
+    assert (tmp_path / "x.idx").read_bytes() == GOLDEN_IDX
+    assert (tmp_path / "x.bin").read_bytes() == GOLDEN_BIN
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx"]
+
+
+@pytest.mark.parametrize("dtype", ["<u2", "<i4"])
+def test_written_files_equal_those_of_the_engines_builder(tmp_path: Path, dtype: str) -> None:
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+
+    random = np.random.default_rng(0)
+    documents = [random.integers(0, 30000, size=int(random.integers(1, 9))).tolist() for _ in range(20)]
+    _write(tmp_path / "ours", documents, dtype)
+    builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.dtype(dtype).type)
+    for document in documents:
+        builder.add_document(torch.tensor(document), [len(document)])
+    builder.finalize(str(tmp_path / "theirs.idx"))
+
+    for suffix in (".idx", ".bin"):
+        assert (tmp_path / f"ours{suffix}").read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
+    read = IndexedDataset(str(tmp_path / "ours"))
+    assert [read[index].tolist() for index in range(len(read))] == documents
+
+
+@pytest.mark.parametrize("vocab_size", [1, 65499, 65500, 65536, 200_000])
+def test_the_type_of_tokens_follows_megatrons_rule(vocab_size: int) -> None:
+    from megatron.core.datasets.indexed_dataset import DType
+
+    assert token_dtype(vocab_size) == np.dtype(DType.optimal_dtype(vocab_size))
+
+
+def test_a_good_dataset_is_described(tmp_path: Path) -> None:
+    header = check_dataset(_golden(tmp_path))
+
+    assert (header.num_sequences, header.num_documents, header.dtype) == (3, 3, np.dtype("<u2"))
+    assert read_lengths(header).tolist() == [3, 1, 2]
+    assert largest_token_at_the_ends(header) == 65535
+    assert largest_token_at_the_ends(header, 2) == 6
+
+
+def test_modes_of_multimodal_datasets_are_accepted(tmp_path: Path) -> None:
+    assert check_dataset(_golden(tmp_path, GOLDEN_IDX + b"\0\0\0")).num_sequences == 3
+
+
+def test_an_interrupted_writer_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        _write_and_interrupt(tmp_path / "x")
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupted_writer_keeps_the_dataset_that_was_there(tmp_path: Path) -> None:
+    _write(tmp_path / "x", DOCUMENTS)
+    with pytest.raises(KeyboardInterrupt):
+        _write_and_interrupt(tmp_path / "x")
+
+    assert check_dataset(str(tmp_path / "x")).num_sequences == 3
+
+
+def test_a_writer_killed_between_its_two_files_leaves_no_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    _write(tmp_path / "x", DOCUMENTS)
+    replaced: list[str] = []
+
+    def replace_once(source: str, target: Path) -> None:
+        if replaced:
+            raise KeyboardInterrupt
+        replaced.append(str(target))
+        os.rename(source, target)
+
+    monkeypatch.setattr("os.replace", replace_once)
+    with pytest.raises(KeyboardInterrupt):
+        _write(tmp_path / "x", [[1]])
+
+    assert replaced == [str(tmp_path / "x.bin")]
+    with pytest.raises(DataError, match=r"missing: .*x\.idx"):
+        check_dataset(str(tmp_path / "x"))
+
+
+def test_missing_files_and_suffixes_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"needs two files, missing: .*x\.idx, .*x\.bin"):
+        check_dataset(str(tmp_path / "x"))
+    (tmp_path / "x.idx").write_bytes(GOLDEN_IDX)
+    with pytest.raises(DataError, match=r"needs two files, missing: .*x\.bin; give the prefix"):
+        check_dataset(str(tmp_path / "x"))
+    prefix = _golden(tmp_path)
+    with pytest.raises(DataError, match=r"it must be the prefix; write .*/x$"):
+        check_dataset(prefix + ".bin")
+
+
+def _patched(offset: int, data: bytes) -> bytes:
+    return GOLDEN_IDX[:offset] + data + GOLDEN_IDX[offset + len(data) :]
+
+
+@pytest.mark.parametrize(
+    ("idx", "data", "message"),
+    [
+        (b"", GOLDEN_BIN, "ends within its first 9 bytes: truncated"),
+        (GOLDEN_IDX[:20], GOLDEN_BIN, "has 20 bytes, its header alone needs 34"),
+        (b"TNTIDX\0\0" + GOLDEN_IDX[8:], GOLDEN_BIN, r"old cached/lazy format \(TNTIDX\)"),
+        (b"PK\x03\x04" * 30, GOLDEN_BIN, "foreign file"),
+        (_patched(9, struct.pack("<Q", 2)), GOLDEN_BIN, "says version 2"),
+        (_patched(17, b"\x07"), GOLDEN_BIN, r"token type 7 \(floating-point tokens\)"),
+        (_patched(17, b"\x63"), GOLDEN_BIN, r"token type 99 \(an unknown token type\)"),
+        (GOLDEN_IDX[:-1], GOLDEN_BIN, "has 101 bytes, 3 sequences and 4 document bounds need 102"),
+        (_patched(18, struct.pack("<Q", 2**63)), GOLDEN_BIN, "truncated or damaged"),
+        (_patched(34, struct.pack("<i", -3)), GOLDEN_BIN, "a sequence of -3 tokens"),
+        (GOLDEN_IDX, GOLDEN_BIN[:-2], "has 10 bytes, x.idx points outside it"),
+        (_patched(46, struct.pack("<q", -2)), GOLDEN_BIN, r"points outside it \(position -2\)"),
+        (_patched(46, struct.pack("<q", 2**63 - 1)), GOLDEN_BIN, "points outside it"),
+        (GOLDEN_IDX, GOLDEN_BIN + b"\0\0", "the two files do not belong together"),
+        (_patched(70, struct.pack("<q", 1)), GOLDEN_BIN, "do not ascend from 0"),
+        (_patched(78, struct.pack("<qq", 2, 1)), GOLDEN_BIN, "do not ascend from 0"),
+        (_patched(94, struct.pack("<q", 2)), GOLDEN_BIN, "ends its last document at sequence 2 of 3"),
+        (GOLDEN_IDX[:18] + struct.pack("<QQq", 0, 1, 0), b"", "holds no sequence"),
+    ],
+)
+def test_damage_is_named(tmp_path: Path, idx: bytes, data: bytes, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        check_dataset(_golden(tmp_path, idx, data))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    cut=st.integers(0, len(GOLDEN_IDX)),
+    changes=st.dictionaries(st.integers(0, len(GOLDEN_IDX) - 1), st.integers(0, 255), max_size=6),
+    tail=st.binary(max_size=40),
+)
+def test_any_damage_is_either_refused_or_harmless(
+    tmp_path_factory: pytest.TempPathFactory, cut: int, changes: dict[int, int], tail: bytes
+) -> None:
+    damaged = bytearray(GOLDEN_IDX)
+    for offset, value in changes.items():
+        damaged[offset] = value
+    prefix = _golden(tmp_path_factory.mktemp("fuzz"), bytes(damaged[:cut]) + tail)
+
+    try:
+        header = check_dataset(prefix)
+    except DataError:
+        return
+    # What is accepted can be read in full without leaving either file.
+    positions = np.frombuffer(Path(prefix + ".idx").read_bytes()[34 + 4 * header.num_sequences :], "<i8")
+    lengths = read_lengths(header)
+    data = Path(prefix + ".bin").read_bytes()
+    for position, length in zip(positions, lengths, strict=False):
+        assert len(data[position : position + length * header.dtype.itemsize]) == length * header.dtype.itemsize
+    assert read_header(prefix).num_sequences == len(lengths) > 0

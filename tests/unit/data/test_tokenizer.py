@@ -1,0 +1,112 @@
+"""Is the trained tokenizer lossless, loadable by transformers, and refused when it cannot be made?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_megatron.data.tokenizer import END_OF_TEXT, TokenizerTrainingOptions, load_tokenizer, train_tokenizer
+from lightning_megatron.errors import ConfigError, DataError
+
+TEXT = "the cat sat on the mat; the dog sat on the log. " * 20
+
+
+def _train(folder: Path, vocab_size: int = 300, **options: Any) -> Any:
+    (folder / "corpus.txt").write_text(TEXT)
+    defaults = {"input": [folder / "corpus.txt"], "vocab_size": vocab_size, "output": folder / "tokenizer"}
+    return train_tokenizer(TokenizerTrainingOptions(**(defaults | options)))
+
+
+def test_transformers_loads_it_with_the_asked_size_and_the_end_token(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    result = _train(tmp_path, 270)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+
+    assert len(tokenizer) == result.vocab_size == 270
+    assert tokenizer.eos_token == END_OF_TEXT
+    assert tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id) == END_OF_TEXT
+    assert (result.documents, result.bytes) == (1, len(TEXT))
+
+
+def test_every_text_survives_a_round_trip(tmp_path: Path) -> None:
+    _train(tmp_path)
+    tokenizer = load_tokenizer(tmp_path / "tokenizer")
+
+    for text in (TEXT, "ünïcödé 漢字 🙂\r\n\t  end ", "\x01\x7f", ""):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
+        assert max(ids, default=0) < 300
+
+
+def test_frequent_words_become_single_tokens(tmp_path: Path) -> None:
+    _train(tmp_path)
+
+    assert len(load_tokenizer(tmp_path / "tokenizer").encode(" the", add_special_tokens=False)) == 1
+
+
+def test_the_smallest_vocabulary_is_the_bytes_and_the_end_token(tmp_path: Path) -> None:
+    assert _train(tmp_path, 257).vocab_size == 257
+    assert len(load_tokenizer(tmp_path / "tokenizer").encode("héllo", add_special_tokens=False)) == 6
+
+
+def test_a_corpus_without_more_pairs_gives_fewer_entries_and_says_how_many(tmp_path: Path) -> None:
+    result = _train(tmp_path, 5000)
+
+    assert 257 < result.vocab_size < 5000
+    assert result.vocab_size == len(load_tokenizer(tmp_path / "tokenizer"))
+
+
+def test_training_twice_gives_the_same_tokenizer(tmp_path: Path) -> None:
+    _train(tmp_path)
+    first = (tmp_path / "tokenizer" / "tokenizer.json").read_bytes()
+    _train(tmp_path)
+
+    assert (tmp_path / "tokenizer" / "tokenizer.json").read_bytes() == first
+    assert not list((tmp_path / "tokenizer").glob(".*"))
+
+
+def test_json_lines_are_read_by_their_key(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"body": "zebra " * 9}) + "\n" for _ in range(5)))
+
+    result = _train(tmp_path, 262, input=[tmp_path / "x.jsonl"], json_key="body")
+
+    assert result.documents == 5
+    assert len(load_tokenizer(tmp_path / "tokenizer").encode(" zebra", add_special_tokens=False)) == 1
+
+
+def test_a_vocabulary_without_room_for_all_bytes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="vocab_size=256 is too small: 256 bytes and .* need 257"):
+        _train(tmp_path, 256)
+
+
+def test_inputs_without_text_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+
+    with pytest.raises(DataError, match="the 1 input files hold no text"):
+        _train(tmp_path, input=[tmp_path / "empty.txt"])
+    with pytest.raises(DataError, match=r"absent\.txt does not exist"):
+        _train(tmp_path, input=[tmp_path / "absent.txt"])
+    assert not (tmp_path / "tokenizer").exists()
+
+
+def test_an_output_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(ConfigError, match="is a file; name a folder for the tokenizer"):
+        _train(tmp_path, output=tmp_path / "file")
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="tokenizer folder .*absent does not exist; train one with train-tokenizer"):
+        load_tokenizer(tmp_path / "absent")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "readme.txt").write_text("x")
+    with pytest.raises(DataError, match="other holds no tokenizer that transformers can load"):
+        load_tokenizer(tmp_path / "other")
+    (tmp_path / "other" / "tokenizer.json").write_text("{broken")
+    with pytest.raises(DataError, match="other holds no tokenizer that transformers can load"):
+        load_tokenizer(tmp_path / "other")
