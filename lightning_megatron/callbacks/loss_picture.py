@@ -79,9 +79,11 @@ def _columns(points: Points) -> tuple[list[int], list[float]]:
 
 
 def smoothed(values: Sequence[float], share: float = 0.04) -> list[float]:
-    """Mean of each value's neighbourhood of about ``share`` of the curve, equally far to both sides.
+    """Mean of each value's neighbourhood of about ``share`` of the curve, to both sides as far as there are values.
 
-    A window that looks back only would lag behind a falling loss. Values that are not finite are left out.
+    A window that looks back only would lag behind a falling loss. At the steep beginning it shrinks on both sides, so
+    that the first value stays; at the flat end only on one, so that the last is no noise. Values that are not finite are
+    left out.
     """
     reach = max(1, round(share * len(values) / 2))
     finite = [value if math.isfinite(value) else None for value in values]
@@ -89,8 +91,8 @@ def smoothed(values: Sequence[float], share: float = 0.04) -> list[float]:
     counts = list(accumulate((value is not None for value in finite), initial=0))
     result = []
     for index in range(len(values)):
-        near = min(reach, index, len(values) - 1 - index)
-        first, end = index - near, index + near + 1
+        back = min(reach, index)
+        first, end = index - back, min(index + back + 1, len(values))
         count = counts[end] - counts[first]
         result.append((sums[end] - sums[first]) / count if count else math.nan)
     return result
