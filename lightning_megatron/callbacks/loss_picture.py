@@ -82,8 +82,8 @@ def smoothed(values: Sequence[float], share: float = 0.04) -> list[float]:
     """Mean of each value's neighbourhood of about ``share`` of the curve, to both sides as far as there are values.
 
     A window that looks back only would lag behind a falling loss. At the steep beginning it shrinks on both sides, so
-    that the first value stays; at the flat end only on one, so that the last is no noise. Values that are not finite are
-    left out.
+    that the first value stays; at the flat end only on one, so that the last is no noise. Values that are not finite
+    are left out.
     """
     reach = max(1, round(share * len(values) / 2))
     finite = [value if math.isfinite(value) else None for value in values]
