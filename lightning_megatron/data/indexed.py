@@ -55,23 +55,29 @@ class SampleOrder:
 
 
 class IndexedSamples(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Samples of an open split as rows: ``text`` [seq_length + 1] int64 and ``sample_mask`` [] float32."""
+    """An open split; an item is a batch of rows, and its key the list of their places in the order."""
 
     def __init__(self, dataset: Any, seq_length: int) -> None:
         self._dataset = dataset
-        self._padding = torch.full((seq_length + 1,), -1, dtype=torch.int64)
+        self._row_length = seq_length + 1
 
     def __len__(self) -> int:
+        """Samples, not batches."""
         return len(self._dataset)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Row ``index``, or one of padding whose loss does not count."""
-        if index == PADDING_ROW:
-            return {"text": self._padding, "sample_mask": torch.zeros(())}
-        item = self._dataset[index]
-        # The engine has cut the text into inputs and targets, which overlap in all but one token.
-        text = torch.cat((item["tokens"], item["labels"][-1:]))
-        return {"text": text, "sample_mask": torch.ones(())}
+    def __getitem__(self, indices: list[int]) -> dict[str, Tensor]:
+        """``text`` [rows, seq_length + 1] int64 and ``sample_mask`` [rows] float32; padding is -1 with weight 0.
+
+        The engine's own item is cut into inputs, targets, masks and positions again, much more work (megatron-core
+        0.16.1, datasets/gpt_dataset.py:GPTDataset.__getitem__); the text that it is cut from is what the steps want.
+        """
+        rows = np.full((len(indices), self._row_length), -1, dtype=np.int64)
+        mask = np.zeros(len(indices), dtype=np.float32)
+        for row, index in enumerate(indices):
+            if index != PADDING_ROW:
+                rows[row], _ = self._dataset._query_document_sample_shuffle_indices(index)
+                mask[row] = 1.0
+        return {"text": torch.from_numpy(rows), "sample_mask": torch.from_numpy(mask)}
 
 
 def cache_folder(request: IndexRequest, index_cache: str | None) -> str:

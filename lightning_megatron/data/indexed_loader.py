@@ -99,4 +99,4 @@ def _read(
     # A generator of its own: the loader draws a seed for its workers, which must not advance the state that dropout
     # uses, on this rank alone and at another step after a resume.
     private = torch.Generator()
-    return iter(DataLoader(samples, batch_sampler=batches, num_workers=num_workers, generator=private))
+    return iter(DataLoader(samples, batch_size=None, sampler=batches, num_workers=num_workers, generator=private))

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lightning_megatron.data.indexed import IndexRequest, build_index, cache_folder, open_samples
+from lightning_megatron.data.sampler import PADDING_ROW
 from lightning_megatron.data.split import split_ranges
 from lightning_megatron.errors import DataError
 from tests.unit.data.corpus import megatron_samples, write_corpus
@@ -30,7 +31,7 @@ def _all_rows(request: IndexRequest) -> np.ndarray:
     count = build_index(request, folder).num_samples
     samples = open_samples(request, folder)
     assert count == len(samples)
-    return torch.stack([samples[index]["text"] for index in range(count)]).numpy()
+    return samples[list(range(count))]["text"].numpy()
 
 
 @pytest.mark.parametrize("name", ["train", "valid", "test"])
@@ -128,7 +129,7 @@ def test_a_machine_without_the_cache_computes_the_same_samples(
 
     samples = open_samples(request, str(tmp_path / "elsewhere"))
 
-    assert np.array_equal(torch.stack([samples[i]["text"] for i in range(len(samples))]).numpy(), expected)
+    assert np.array_equal(samples[list(range(len(samples)))]["text"].numpy(), expected)
     assert "not visible on this machine" in caplog.text
     assert not (tmp_path / "elsewhere").exists()
 
@@ -160,8 +161,9 @@ def test_a_padding_row_has_no_valid_token_and_no_weight(tmp_path: Path) -> None:
     request = _request(tmp_path / "corpus")
     samples = open_samples(request, str(tmp_path / "elsewhere"))
 
-    row = samples[-1]
+    batch = samples[[0, PADDING_ROW, 1]]
 
-    assert row["text"].tolist() == [-1] * (SEQ_LENGTH + 1)
-    assert row["sample_mask"].item() == 0
-    assert samples[0]["sample_mask"].item() == 1
+    assert batch["text"][1].tolist() == [-1] * (SEQ_LENGTH + 1)
+    assert (batch["text"][[0, 2]] >= 0).all()
+    assert batch["text"].dtype == torch.int64
+    assert batch["sample_mask"].tolist() == [1, 0, 1]
