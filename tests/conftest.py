@@ -16,7 +16,18 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # Set by libraries while they are imported, or by pytest itself: not the doing of a test.
-_SET_BY_LIBRARIES = ("PYTEST_", "KMP_", "TORCH", "TRITON", "PL_", "NCCL_", "CUDA_MODULE_LOADING", "TF_", "LC_CTYPE")
+_SET_BY_LIBRARIES = (
+    "PYTEST_",
+    "PYTORCH_",
+    "KMP_",
+    "TORCH",
+    "TRITON",
+    "PL_",
+    "NCCL_",
+    "CUDA_MODULE_LOADING",
+    "TF_",
+    "LC_CTYPE",
+)
 
 
 def _environment() -> dict[str, str]:

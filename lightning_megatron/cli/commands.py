@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -135,8 +134,9 @@ def _run_trainer_command(arguments: list[str]) -> int:
     if any(option in ("-h", "--help") for option in options):
         print(trainer_help(PROG, command))
         return DONE
-    # Megatron-Core says at import what it falls back to; the start-up line of fit says what is used instead.
-    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+    from lightning_megatron.cli.messages import hide_known_warnings
+
+    hide_known_warnings()  # before the imports that cause some of them
     from lightning_megatron.cli.training import run
 
     run([command, *("--help" if option == "--help-all" else option for option in options)])

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from lightning_megatron.callbacks import LossCurve, PerplexityReport, ThroughputMonitor
@@ -127,6 +127,7 @@ class MegatronCLI(LightningCLI):
         model: LightningModule = self.model
         datamodule: LightningDataModule | None = self.datamodule
         if isinstance(self.trainer.strategy, MegatronStrategy):
+            model.trainer = self.trainer  # as Trainer.fit does next; a module checks itself against its Trainer
             preflight(self.trainer, model, datamodule)
         self._messages.release()
 

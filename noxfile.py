@@ -1,0 +1,107 @@
+"""Sessions of nox: each makes its own environment and installs what it needs.
+
+python3 -m pip install nox
+python3 -m nox -s quickstart    # train a GPT-2 on real text with tp=2, pp=2, in four processes
+python3 -m nox -s tests         # everything that has to pass: lint, types, tests
+"""
+
+import shutil
+import sysconfig
+from pathlib import Path
+
+import nox
+
+nox.options.sessions = ["tests"]
+nox.options.reuse_existing_virtualenvs = True
+
+ROOT = Path(__file__).parent
+WORK = ROOT / "quickstart"
+HAS_GPU = shutil.which("nvidia-smi") is not None
+# Installed before anything that depends on torch. Without a GPU, a version that is to be had as a build for the CPU:
+# the default one brings gigabytes of CUDA libraries with it.
+TORCH = "torch>=2.10" if HAS_GPU else "torch==2.13.0"
+CODE = ("lightning_megatron", "tests", "benchmarks", "examples", "noxfile.py")
+
+
+def install(session: nox.Session, *extras: str) -> None:
+    """Install torch, then this package with ``extras``."""
+    session.install(TORCH)
+    names = [*extras, *(["gpu"] if HAS_GPU else [])]
+    session.install("-e", f".[{','.join(names)}]" if names else ".")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style: ruff, rules and format."""
+    session.install("ruff>=0.9")
+    check_style(session)
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Types: mypy, strict."""
+    install(session, "lint")
+    session.run("mypy")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Everything that has to pass: style, types, and the tests that a machine without a GPU can run."""
+    install(session, "test", "lint")
+    check_style(session)
+    session.run("mypy")
+    session.run("pytest", *session.posargs)
+
+
+@nox.session
+def gpu(session: nox.Session) -> None:
+    """The tests that need a GPU."""
+    install(session, "test")
+    session.run("pytest", "-m", "gpu", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Speed: median step time of the Trainer loop; arguments after -- choose the case."""
+    install(session)
+    session.run("python", "-m", "benchmarks", *session.posargs)
+
+
+@nox.session
+def quickstart(session: nox.Session) -> None:
+    """From text to a trained GPT-2 with tp=2 and pp=2, then resumed with tp=1 and pp=2."""
+    install(session)
+    shutil.rmtree(WORK, ignore_errors=True)
+    text = sysconfig.get_path("stdlib")
+    fit = ("lightning-megatron", "fit", "--config", "configs/gpt2_tiny_cpu.yaml", *session.posargs)
+
+    session.log(f"1/4 train a byte-level BPE with 4,096 entries on the sources below {text}")
+    session.run(
+        *("lightning-megatron", "train-tokenizer", "--input", text),
+        *("--vocab-size", "4096", "--output", "quickstart/tokenizer"),
+    )
+
+    session.log("2/4 turn them into an indexed dataset, one document per file")
+    session.run(
+        *("lightning-megatron", "preprocess", "--input", text, "--output-prefix", "quickstart/stdlib"),
+        *("--tokenizer", "quickstart/tokenizer", "--append-eod", "--workers", "2"),
+    )
+
+    session.log("3/4 train a small GPT-2 with tp=2, pp=2 in four processes")
+    session.run(*fit)
+
+    session.log("4/4 resume it with tp=1, pp=2 in two processes and go on for 20 steps")
+    session.run(
+        *(*fit, "--ckpt_path", "quickstart/runs/gpt2_tiny/version_0/checkpoints/last.ckpt"),
+        *("--trainer.strategy.tp", "1", "--trainer.devices", "2"),
+        *("--trainer.max_steps", "320", "--trainer.val_check_interval", "20"),
+    )
+    for picture in sorted(WORK.rglob("*.png")):
+        session.log(f"loss curve: {picture.relative_to(ROOT)}")
+
+
+def check_style(session: nox.Session) -> None:
+    """Run ruff, which must be installed in the session."""
+    present = [name for name in CODE if (ROOT / name).exists()]
+    session.run("ruff", "check", *present)
+    session.run("ruff", "format", "--check", *present)

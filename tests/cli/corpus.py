@@ -1,0 +1,26 @@
+"""A corpus of a few thousand words, made by the commands under test, for tests that need a dataset on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning_megatron.cli import main
+
+VOCAB_SIZE = 300
+
+
+def make_corpus(folder: Path) -> Path:
+    """Train a tokenizer and preprocess; returns the dataset's prefix."""
+    text = folder / "text"
+    text.mkdir()
+    for number in range(60):
+        (text / f"{number:02}.txt").write_text(" ".join(f"w{(number * 7 + i * i) % 97}" for i in range(300)))
+    assert main(_words("train-tokenizer", "--input", text, "--vocab-size", VOCAB_SIZE, "--output", folder / "tok")) == 0
+    prefix = folder / "corpus"
+    arguments = _words("preprocess", "--input", text, "--output-prefix", prefix, "--tokenizer", folder / "tok")
+    assert main([*arguments, "--append-eod"]) == 0
+    return folder / "corpus_text_document"
+
+
+def _words(*arguments: object) -> list[str]:
+    return [str(each) for each in arguments]

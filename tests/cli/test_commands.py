@@ -1,0 +1,121 @@
+"""Do the commands answer help at once, and say one line about wrong arguments?"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_megatron.cli import main
+from tests.ranks import ROOT
+
+COMMANDS = ("fit", "validate", "test", "predict", "train-tokenizer", "preprocess", "doctor")
+
+
+def _run(*arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_megatron", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    return done, time.monotonic() - started
+
+
+@pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)], ids=lambda words: " ".join(words) or "none")
+def test_help_answers_in_under_three_seconds(command: tuple[str, ...]) -> None:
+    done, seconds = _run(*command, "--help")
+    assert done.returncode == 0
+    assert done.stdout.startswith("usage: lightning-megatron")
+    assert done.stderr == ""
+    assert seconds < 3
+
+
+def test_help_lists_every_command_and_nothing_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert [name for name in COMMANDS if f"\n    {name} " not in text and f"\n    {name}\n" not in text] == []
+    assert "convert" not in text
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
+def test_help_of_trainer_commands_names_what_others_rely_on(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    for option in ("--config", "--trainer.", "--model.", "--data.", "--ckpt_path", "--print_config", "--help-all"):
+        assert option in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], "error: the following arguments are required: COMMAND; see lightning-megatron --help\n"),
+        (["fti"], "error: argument COMMAND: invalid choice: 'fti'"),
+        (["doctor", "--verbose"], "error: unrecognized arguments: --verbose; see lightning-megatron --help\n"),
+        (
+            ["train-tokenizer", "--input", "x", "--output", "y"],
+            "error: the following arguments are required: --vocab-size; see lightning-megatron train-tokenizer",
+        ),
+        (
+            ["preprocess", "--input", "x", "--output-prefix", "p", "--tokenizer", "t", "--workers", "many"],
+            "error: argument --workers: invalid int value: 'many'; see lightning-megatron preprocess --help\n",
+        ),
+        (
+            ["preprocess", "--input", "x", "--output-prefix", "p", "--tokenizer", "t", "--workers", "0"],
+            "error: workers=0 must be at least 1",
+        ),
+        (
+            ["train-tokenizer", "--input", "nowhere", "--vocab-size", "300", "--output", "y"],
+            "error: nowhere does not exist",
+        ),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_wrong_arguments_are_one_line_and_exit_code_two(
+    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(line)
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tokenizer_and_dataset_can_be_read_back(corpus: Path) -> None:
+    import numpy
+    from megatron.core.datasets.indexed_dataset import IndexedDataset  # the engine's own reader
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(corpus.parent / "tok")
+    dataset = IndexedDataset(str(corpus))
+    assert len(dataset) == 60
+    tokens = dataset[3]
+    assert tokens[-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(numpy.asarray(tokens[:-1])) == (corpus.parent / "text" / "03.txt").read_text()
+
+
+def test_doctor_shows_versions_devices_slots_and_what_is_optional(capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    from lightning_megatron.engine.slots.report import slot_report
+
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert f"{'torch'.ljust(18)}  {torch.__version__}" in text
+    for line in slot_report("cuda" if torch.cuda.is_available() else "cpu"):
+        (row,) = [row for row in text.splitlines() if row.startswith(f"{line.slot} ")]
+        assert line.filler in row
+        assert line.reason in row
+    for optional in ("liger-kernel", "Transformer Engine", "NVIDIA Apex"):
+        assert f"\n{optional} " in text
+    assert "apex on PyPI is another" in text

@@ -1,0 +1,202 @@
+"""Does LightningCLI accept what a user writes, and explain in one line what it does not accept?"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.cli.corpus import VOCAB_SIZE
+from tests.ranks import run_ranks
+
+
+def configuration(corpus: Path, folder: Path) -> dict[str, Any]:
+    """A complete configuration for one process."""
+    return {
+        "trainer": {
+            "accelerator": "cpu",
+            "devices": 1,
+            "max_steps": 2,
+            "limit_val_batches": 1,
+            "enable_progress_bar": False,
+            "logger": {"class_path": "CSVLogger", "init_args": {"save_dir": str(folder)}},
+            "strategy": {"class_path": "MegatronStrategy", "init_args": {"num_microbatches": 2}},
+        },
+        "model": {
+            "class_path": "MegatronModule",
+            "init_args": {
+                "model": {
+                    "model_type": "gpt2",
+                    "vocab_size": VOCAB_SIZE,
+                    "n_embd": 16,
+                    "n_layer": 2,
+                    "n_head": 2,
+                    "n_positions": 32,
+                },
+            },
+        },
+        "data": {
+            "class_path": "IndexedDataModule",
+            "init_args": {"data_path": str(corpus), "split": "90,10,0", "seq_length": 32, "micro_batch_size": 2},
+        },
+    }
+
+
+def _main(folder: str, arguments: list[str]) -> tuple[int, str, str]:
+    """Run a command in a rank, where Lightning and the engine are loaded already; exit code, stdout and stderr."""
+    import os
+
+    from lightning_megatron.cli import main
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
+        os.environ.pop(name, None)
+    os.chdir(folder)
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), warnings.catch_warnings():
+        _send_logs_to(err)
+        try:
+            code = main(arguments)
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+    return code, out.getvalue(), err.getvalue()
+
+
+def _send_logs_to(stream: io.StringIO) -> None:
+    """Lightning's handlers hold the stream that was stderr at import."""
+    import logging
+
+    for name in ("lightning", "lightning.fabric", "lightning.pytorch"):
+        for handler in logging.getLogger(name).handlers:
+            if isinstance(handler, logging.StreamHandler):
+                handler.setStream(stream)
+
+
+def run_cli(folder: Path, *arguments: str) -> tuple[int, str, str]:
+    (result,) = run_ranks(_main, 1, str(folder), list(arguments))
+    return result
+
+
+@pytest.fixture
+def config(corpus: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(configuration(corpus, tmp_path)))
+    return path
+
+
+def test_fit_trains_from_a_file_and_saves_the_configuration_it_used(config: Path, tmp_path: Path) -> None:
+    code, _, err = run_cli(tmp_path, "fit", "--config", str(config), "--trainer.max_steps", "3")
+    assert code == 0, err
+    assert "`Trainer.fit` stopped: `max_steps=3` reached." in err
+    (saved,) = tmp_path.rglob("version_0/config.yaml")
+    used = yaml.safe_load(saved.read_text())
+    assert used["trainer"]["max_steps"] == 3
+    assert used["seed_everything"] == 1234
+
+
+def test_validate_runs_from_the_same_file(config: Path, tmp_path: Path) -> None:
+    code, out, err = run_cli(tmp_path, "validate", "--config", str(config))
+    assert code == 0, err
+    assert "val_loss" in out
+
+
+def test_the_model_defaults_to_megatron_module_and_classes_have_short_names(corpus: Path, tmp_path: Path) -> None:
+    code, out, err = run_cli(
+        tmp_path,
+        *("fit", "--print_config", "--model.model", "gpt2/config.json", "--data", "IndexedDataModule"),
+        *("--data.data_path", str(corpus), "--trainer.strategy", "MegatronStrategy", "--trainer.strategy.tp", "2"),
+    )
+    assert code == 0, err
+    printed = yaml.safe_load(out)
+    assert printed["model"]["class_path"].endswith(".MegatronModule")
+    assert printed["model"]["init_args"]["model"] == "gpt2/config.json"
+    assert printed["data"]["class_path"].endswith(".IndexedDataModule")
+    assert printed["trainer"]["strategy"]["init_args"]["tp"] == 2
+
+
+def test_a_printed_configuration_can_be_read_again(config: Path, tmp_path: Path) -> None:
+    _, first, _ = run_cli(tmp_path, "fit", "--config", str(config), "--print_config")
+    again = tmp_path / "again.yaml"
+    again.write_text(first)
+    code, second, err = run_cli(tmp_path, "fit", "--config", str(again), "--print_config")
+    assert code == 0, err
+    assert yaml.safe_load(second) == yaml.safe_load(first)
+
+
+def test_a_strategy_may_be_named(config: Path, tmp_path: Path) -> None:
+    # tp=2 on one device: that the size is refused shows that the name was understood.
+    code, _, err = run_cli(tmp_path, "fit", "--config", str(config), "--trainer.strategy", "megatron_tp2_pp1")
+    assert code == 2
+    assert "tp" in err
+
+
+def test_any_lightning_module_and_data_module_are_accepted(tmp_path: Path) -> None:
+    code, _, err = run_cli(
+        tmp_path,
+        *("fit", "--model", "lightning.pytorch.demos.boring_classes.BoringModel", "--trainer.accelerator", "cpu"),
+        *("--data", "lightning.pytorch.demos.boring_classes.BoringDataModule", "--trainer.max_steps", "1"),
+        *("--trainer.logger", "false", "--trainer.devices", "1", "--trainer.enable_progress_bar", "false"),
+    )
+    assert code == 0, err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--trainer.max_stepps", "3"], "max_stepps"),
+        (["--trainer.max_steps", "many"], "trainer.max_steps: Expected a <class 'int'>. Got value: many"),
+        (["--trainer.strategy.tpp", "3"], "Option 'tpp' is not accepted"),
+        (["--trainer.strategy", "megatron_tp3_pp1"], "invalid strategy name: `strategy='megatron_tp3_pp1'`"),
+        (["--trainer.strategy.tp", "0"], "tp=0"),
+        (["--trainer.strategy.tp", "2"], "tp"),
+        (["--model", "NoSuchModule"], "NoSuchModule"),
+        (["--model.lr", "-1"], "lr=-1.0"),
+        (["--model.optimizer.weight_decay", "-1"], "weight_decay=-1.0 must not be negative"),
+        (["--model.optimizer.beta9", "0.9"], "beta9"),
+        (["--model.model", "nowhere/config.json"], "nowhere/config.json does not exist"),
+        (["--data.seq_length", "0"], "seq_length=0 must be at least 1"),
+        (["--data.data_path", "nowhere"], "nowhere"),
+        (["--trainer.accumulate_grad_batches", "2"], "accumulate_grad_batches=2 does not work"),
+        (["--trainer.fast_dev_run", "-5"], "fast_dev_run=-5"),
+        (["--ckpt_path", "nowhere.ckpt"], "ckpt_path=nowhere.ckpt does not exist"),
+        (["--config", "nowhere.yaml"], "nowhere.yaml"),
+    ],
+    ids=lambda value: value[0].lstrip("-") if isinstance(value, list) else "",
+)
+def test_a_users_mistake_is_one_line_exit_code_two_and_leaves_no_file(
+    arguments: list[str], expected: str, config: Path, tmp_path: Path
+) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    code, out, err = run_cli(tmp_path, "fit", "--config", str(config), *arguments)
+    assert code == 2, err
+    assert expected in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1, err
+    assert out == ""
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("trainer: [", "Problems parsing config"),
+        ("trainer: {max_stepps: 3}\n", "max_stepps"),
+        ("tariner: {}\n", "tariner"),
+    ],
+    ids=["not YAML", "unknown key", "unknown section"],
+)
+def test_a_damaged_file_is_one_line(text: str, expected: str, config: Path, tmp_path: Path) -> None:
+    config.write_text(config.read_text() + text)
+    code, _, err = run_cli(tmp_path, "fit", "--config", str(config))
+    assert code == 2
+    assert expected in err
+    assert err.count("\n") == 1, err
+
+
+def test_messages_of_lightning_are_shown_when_nothing_is_wrong(config: Path, tmp_path: Path) -> None:
+    _, _, err = run_cli(tmp_path, "fit", "--config", str(config))
+    assert err.index("Seed set to 1234") < err.index("GPU available") < err.index("stopped")

@@ -1,0 +1,150 @@
+"""Do the files keep to the layout: who may import whom, and how long files, functions and parameter lists may be?"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import ROOT
+
+PACKAGE = ROOT / "lightning_megatron"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# A folder may import from folders of its own level and below, never from above.
+LEVELS = {
+    "errors": 0,
+    "features": 0,
+    "registration": 0,
+    "accounting": 1,
+    "engine": 2,
+    "models": 3,
+    "data": 3,
+    "steps": 4,
+    "convert": 4,
+    "": 5,  # strategy.py, module.py and the other files of the root, with callbacks/
+    "callbacks": 5,
+    "cli": 6,
+    "__main__": 7,
+    "__init__": 7,
+}
+# models/config.py is what the pure formulas and the engine's checks are about; it imports nothing but errors.
+DESCRIPTIONS = {"lightning_megatron.models.config"}
+ROOT_FILES_OF_LEVEL_0 = ("errors", "features", "registration", "__main__", "__init__")
+
+MAY_IMPORT_LIGHTNING = ("", "callbacks", "cli")
+MAY_IMPORT_TRANSFORMERS = ("convert", "data")
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+MAX_PARAMETERS = 7
+# Constructors whose parameters are the options of a configuration file, as LightningCLI wants them.
+MANY_PARAMETERS = {"MegatronStrategy.__init__"}
+
+
+def _place(path: Path) -> str:
+    """The folder of a file below the package, or the name of a file of the root that has a level of its own."""
+    relative = path.relative_to(PACKAGE)
+    if len(relative.parts) > 1:
+        return relative.parts[0]
+    return relative.stem if relative.stem in ROOT_FILES_OF_LEVEL_0 else ""
+
+
+def _place_of_module(module: str) -> str:
+    parts = module.split(".")[1:]
+    if not parts:
+        return "__init__"
+    if (PACKAGE / parts[0]).is_dir():
+        return parts[0]
+    return parts[0] if parts[0] in ROOT_FILES_OF_LEVEL_0 else ""
+
+
+def _imports(tree: ast.AST) -> Iterator[tuple[str, bool]]:
+    """Every imported module, and whether only a type checker sees the import."""
+    checked = {
+        id(child)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for child in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, id(node) in checked
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module, id(node) in checked
+
+
+def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    def visit(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef):
+                yield from visit(child, f"{prefix}{child.name}.")
+            elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield f"{prefix}{child.name}", child
+                yield from visit(child, f"{prefix}{child.name}.")
+            else:
+                yield from visit(child, prefix)
+
+    yield from visit(tree, "")
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
+
+
+@pytest.mark.parametrize("path", FILES, ids=_name)
+def test_a_file_imports_only_from_its_level_and_below(path: Path) -> None:
+    level = LEVELS[_place(path)]
+    wrong = [
+        module
+        for module, only_for_types in _imports(ast.parse(path.read_text()))
+        if module.startswith("lightning_megatron") and not only_for_types and module not in DESCRIPTIONS
+        # A function may import upwards what runs only when it is called by those above: registration builds a strategy.
+        if LEVELS[_place_of_module(module)] > level and _place(path) != "registration"
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=_name)
+def test_lightning_and_transformers_are_imported_only_where_they_belong(path: Path) -> None:
+    tops = {module.split(".")[0] for module, only_types in _imports(ast.parse(path.read_text())) if not only_types}
+    if _place(path) not in MAY_IMPORT_LIGHTNING:
+        assert "lightning" not in tops
+    if _place(path) not in MAY_IMPORT_TRANSFORMERS:
+        assert "transformers" not in tops
+
+
+@pytest.mark.parametrize("path", FILES, ids=_name)
+def test_files_functions_and_parameter_lists_are_short(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= MAX_FILE_LINES
+    for name, function in _functions(ast.parse(text)):
+        assert function.end_lineno is not None
+        assert function.end_lineno - function.lineno + 1 <= MAX_FUNCTION_LINES, name
+        arguments = function.args
+        count = len(arguments.posonlyargs) + len(arguments.args) + len(arguments.kwonlyargs)
+        is_method = "." in name and bool(arguments.args) and arguments.args[0].arg in ("self", "cls")
+        assert count - is_method <= MAX_PARAMETERS or name in MANY_PARAMETERS, (
+            f"{name} has {count - is_method} parameters"
+        )
+
+
+@pytest.mark.parametrize("path", FILES, ids=_name)
+def test_a_module_begins_with_the_question_it_answers(path: Path) -> None:
+    docstring = ast.get_docstring(ast.parse(path.read_text()))
+    assert docstring
+    first_paragraph = docstring.split("\n\n")[0]
+    assert "?" in first_paragraph or path.parent.name == "families", first_paragraph
+
+
+def test_every_exception_to_the_rules_is_still_needed() -> None:
+    used = {
+        name
+        for path in FILES
+        for name, function in _functions(ast.parse(path.read_text()))
+        if len(function.args.args) + len(function.args.kwonlyargs) - 1 > MAX_PARAMETERS
+    }
+    assert used >= MANY_PARAMETERS

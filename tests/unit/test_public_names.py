@@ -1,0 +1,92 @@
+"""Does the package import in milliseconds, offer what it promises, and register its strategies in any import order?"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import lightning_megatron
+from lightning_megatron.registration import SIZES, strategy_name
+from tests.ranks import ROOT
+
+_PRINT_STRATEGY = (
+    "from lightning.pytorch.strategies import StrategyRegistry\n"
+    "strategy = StrategyRegistry.get('megatron_tp2_pp4')\n"
+    "print(type(strategy).__name__, strategy.tp, strategy.pp)\n"
+)
+
+
+def _python(code: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_the_package_is_quick_and_loads_neither_torch_nor_lightning() -> None:
+    code = (
+        "import sys, time\n"
+        "started = time.process_time()\n"
+        "import lightning_megatron\n"
+        "print(time.process_time() - started)\n"
+        "print(sorted({'torch', 'lightning', 'megatron', 'numpy', 'transformers'} & set(sys.modules)))\n"
+    )
+    seconds, heavy = _python(code).splitlines()
+    assert float(seconds) < 0.1
+    assert heavy == "[]"
+
+
+@pytest.mark.parametrize("name", lightning_megatron.__all__)
+def test_every_public_name_can_be_imported(name: str) -> None:
+    assert getattr(lightning_megatron, name).__name__ == name
+    assert name in dir(lightning_megatron)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'MegatronStrategie'"):
+        lightning_megatron.MegatronStrategie  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import lightning_megatron\nimport lightning.pytorch\n",
+        "import lightning.pytorch\nimport lightning_megatron\n",
+        "import lightning_megatron\nimport lightning_megatron.registration as r\nr.register_strategies()\n",
+    ],
+    ids=["package first", "lightning first", "registered twice"],
+)
+def test_strategy_names_work_in_any_import_order(imports: str) -> None:
+    assert _python(imports + _PRINT_STRATEGY) == "MegatronStrategy 2 4"
+
+
+def test_the_import_hook_removes_itself_and_leaves_lightnings_loader_in_place() -> None:
+    code = (
+        "import sys\n"
+        "before = len(sys.meta_path)\n"
+        "import lightning_megatron\n"
+        "during = len(sys.meta_path)\n"
+        "import lightning.pytorch.strategies as strategies\n"
+        "print(during - before, [f for f in sys.meta_path if 'lightning_megatron' in type(f).__module__])\n"
+        "print(type(strategies.__spec__.loader).__name__, type(strategies.__loader__).__name__)\n"
+        "import inspect; print('_StrategyRegistry' in inspect.getsource(strategies))\n"
+    )
+    assert _python(code).splitlines() == ["1 []", "SourceFileLoader SourceFileLoader", "True"]
+
+
+def test_registering_does_not_load_the_engine() -> None:
+    code = (
+        "import sys, lightning_megatron, lightning.pytorch\n"
+        "print('megatron' in sys.modules, 'lightning_megatron.strategy' in sys.modules)\n"
+    )
+    assert _python(code) == "False False"
+
+
+def test_every_size_has_a_name() -> None:
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    assert {strategy_name(tp, pp) for tp in SIZES for pp in SIZES} <= set(StrategyRegistry)
+    assert strategy_name(8, 1) == "megatron_tp8_pp1"
