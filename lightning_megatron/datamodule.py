@@ -91,7 +91,7 @@ class IndexedDataModule(LightningDataModule):
         whole_epochs: bool = False,
         vocab_size: int | None = None,
     ) -> None:
-        """Check dataset and settings together, in one process and before any other exists; reads no tokens.
+        """Check dataset and settings together, in one process and before any other exists.
 
         Args:
             num_microbatches: Microbatches of a step.
@@ -144,6 +144,7 @@ class IndexedDataModule(LightningDataModule):
                 sequence_parallel=strategy.sequence_parallel,
                 tp=strategy.tp,
                 whole_epochs=stage == "fit" and self._trains_whole_epochs(),
+                vocab_size=self._vocab_size(),
             )
         )
 
@@ -282,6 +283,11 @@ class IndexedDataModule(LightningDataModule):
         """Whether the Trainer counts epochs; ``max_epochs`` is -1 if only ``max_steps`` was given."""
         trainer = self._trainer()
         return bool(trainer.max_steps < 0 or (trainer.max_epochs is not None and trainer.max_epochs >= 0))
+
+    def _vocab_size(self) -> int | None:
+        """The model's, if it is one that tells: a token outside of it would end the run inside a CUDA kernel."""
+        config = getattr(self._trainer().lightning_module, "model_config", None)
+        return getattr(config, "vocab_size", None)
 
     def _shape(self) -> BatchShape:
         strategy = self._strategy()

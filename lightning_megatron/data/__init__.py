@@ -1,1 +1,1 @@
-"""With which tokens does a model learn: documents, tokenizers, indexed files, the order of samples, loaders."""
+"""With which tokens does a model learn: which documents, tokenizer, files, order of samples and loaders?"""

@@ -10,17 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from numpy.typing import NDArray
 
 from lightning_megatron.data.split import split_ranges
-from lightning_megatron.datamodule import IndexedDataModule
-from lightning_megatron.errors import ConfigError, DataError
-from tests.unit.data.corpus import megatron_samples, write_corpus
-
-SEQ_LENGTH = 8
+from tests.unit.data.corpus import megatron_samples
+from tests.unit.data.one_of_many_ranks import (
+    SEQ_LENGTH,
+    OneOfManyRanks,
+    Recorder,
+    make_data,
+    make_documents,
+    make_trainer,
+)
 
 pytestmark = pytest.mark.filterwarnings(
     # About checkpoints that one test writes into one folder and reads back without the callback that wrote them.
@@ -31,84 +33,14 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-class OneOfManyRanks(SingleDeviceStrategy):
-    """A single process that plays one rank of a layout. What rank 0 broadcasts is recorded and replayed."""
-
-    def __init__(
-        self, dp: int = 1, dp_rank: int = 0, num_microbatches: int = 1, replay: list[Any] | None = None
-    ) -> None:
-        super().__init__("cpu")
-        self.data_parallel_size, self.data_parallel_rank = dp, dp_rank
-        self.num_microbatches = num_microbatches
-        self.tp, self.sequence_parallel = 1, False
-        self.is_data_source = replay is None
-        self.sent: list[Any] = []
-        self._replay = replay
-        self.global_rank = 0 if replay is None else 1
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:  # type: ignore[override]
-        if self._replay is not None:
-            return self._replay.pop(0)
-        self.sent.append(obj)
-        return obj
-
-
-class Recorder(LightningModule):
-    """Keeps what it is given, and stops by an exception if told to."""
-
-    def __init__(self, early_question: bool = False) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.train_rows: list[torch.Tensor] = []
-        self.val_batches: list[dict[str, torch.Tensor]] = []
-        self._early_question = early_question
-
-    def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        assert list(batch) == ["text"]
-        self.train_rows.append(batch["text"])
-        return self.weight * 0.0
-
-    def validation_step(self, batch: dict[str, torch.Tensor]) -> None:
-        self.val_batches.append(batch)
-
-    def test_step(self, batch: dict[str, torch.Tensor]) -> None:
-        self.val_batches.append(batch)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        if self._early_question:
-            assert self.trainer.estimated_stepping_batches
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    @property
-    def rows(self) -> NDArray[np.int64]:
-        return torch.cat(self.train_rows).numpy()
-
-
-def _trainer(folder: Path, strategy: OneOfManyRanks, **options: Any) -> Trainer:
-    defaults: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "limit_val_batches": 0}
-    return Trainer(
-        default_root_dir=folder,
-        strategy=strategy,
-        accelerator="cpu",
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **(defaults | options),
-    )
-
-
 @pytest.fixture
 def documents(tmp_path: Path) -> list[NDArray[np.uint16]]:
-    return write_corpus(tmp_path / "corpus", 63, longest=20)
-
-
-def _data(tmp_path: Path, **options: Any) -> IndexedDataModule:
-    defaults: dict[str, Any] = {"split": "8,1,1", "seq_length": SEQ_LENGTH, "micro_batch_size": 2}
-    return IndexedDataModule(str(tmp_path / "corpus"), **(defaults | options))
+    return make_documents(tmp_path)
 
 
 def _rows_of_run(tmp_path: Path, strategy: OneOfManyRanks, **options: Any) -> NDArray[np.int64]:
     module = Recorder()
-    _trainer(tmp_path, strategy, **options).fit(module, datamodule=_data(tmp_path))
+    make_trainer(tmp_path, strategy, **options).fit(module, datamodule=make_data(tmp_path))
     return module.rows
 
 
@@ -151,21 +83,21 @@ def test_a_resumed_run_goes_on_with_the_next_sample(
 ) -> None:
     checkpoint = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=1, filename="{step}")
     first = Recorder()
-    _trainer(
+    make_trainer(
         tmp_path,
         OneOfManyRanks(num_microbatches=6),
         max_steps=10,
         enable_checkpointing=True,
         callbacks=[checkpoint],
-    ).fit(first, datamodule=_data(tmp_path, num_workers=num_workers))
+    ).fit(first, datamodule=make_data(tmp_path, num_workers=num_workers))
 
     dp, num_microbatches = layout
     resumed = []
     for rank in range(dp):
         module = Recorder(early_question)
         strategy = OneOfManyRanks(dp=dp, dp_rank=rank, num_microbatches=num_microbatches)
-        trainer = _trainer(tmp_path, strategy, max_steps=12)
-        data = _data(tmp_path, num_workers=num_workers)
+        trainer = make_trainer(tmp_path, strategy, max_steps=12)
+        data = make_data(tmp_path, num_workers=num_workers)
         trainer.fit(module, datamodule=data, ckpt_path=str(tmp_path / f"step={saved_at}.ckpt"))
         assert trainer.global_step == 12
         resumed.append(module.rows.reshape(12 - saved_at, num_microbatches, 1, 2, -1))
@@ -180,13 +112,13 @@ def test_a_run_resumed_with_another_batch_size_skips_and_repeats_nothing(
     tmp_path: Path, documents: list[NDArray[np.uint16]], num_microbatches: int, expected_end: int
 ) -> None:
     checkpoint = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=1, filename="{step}")
-    _trainer(
+    make_trainer(
         tmp_path, OneOfManyRanks(num_microbatches=6), max_steps=3, enable_checkpointing=True, callbacks=[checkpoint]
-    ).fit(Recorder(), datamodule=_data(tmp_path))
+    ).fit(Recorder(), datamodule=make_data(tmp_path))
 
     module = Recorder()
-    trainer = _trainer(tmp_path, OneOfManyRanks(num_microbatches=num_microbatches), max_steps=10)
-    trainer.fit(module, datamodule=_data(tmp_path), ckpt_path=str(tmp_path / "step=3.ckpt"))
+    trainer = make_trainer(tmp_path, OneOfManyRanks(num_microbatches=num_microbatches), max_steps=10)
+    trainer.fit(module, datamodule=make_data(tmp_path), ckpt_path=str(tmp_path / "step=3.ckpt"))
 
     assert trainer.global_step == 10
     assert np.array_equal(module.rows, _expected(documents, expected_end)[36:expected_end])
@@ -196,14 +128,14 @@ def test_a_run_resumed_with_another_batch_size_skips_and_repeats_nothing(
 def test_going_on_in_another_order_is_said(
     tmp_path: Path, documents: list[NDArray[np.uint16]], options: dict[str, Any]
 ) -> None:
-    trainer = _trainer(tmp_path, OneOfManyRanks(), max_steps=3)
-    trainer.fit(Recorder(), datamodule=_data(tmp_path))
+    trainer = make_trainer(tmp_path, OneOfManyRanks(), max_steps=3)
+    trainer.fit(Recorder(), datamodule=make_data(tmp_path))
     trainer.save_checkpoint(tmp_path / "end.ckpt")
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer = _trainer(tmp_path, OneOfManyRanks(), max_steps=5)
-        trainer.fit(Recorder(), datamodule=_data(tmp_path, **options), ckpt_path=str(tmp_path / "end.ckpt"))
+        trainer = make_trainer(tmp_path, OneOfManyRanks(), max_steps=5)
+        trainer.fit(Recorder(), datamodule=make_data(tmp_path, **options), ckpt_path=str(tmp_path / "end.ckpt"))
 
     said = [str(item.message) for item in caught if "another order than the checkpoint's" in str(item.message)]
     assert bool(said) == bool(options)
@@ -247,17 +179,17 @@ def test_epochs_resume_at_the_next_sample(tmp_path: Path, documents: list[NDArra
         ),
     ]
     whole = Recorder()
-    _trainer(
+    make_trainer(
         tmp_path, OneOfManyRanks(num_microbatches=2), max_epochs=3, enable_checkpointing=True, callbacks=checkpoints
-    ).fit(whole, datamodule=_data(tmp_path))
+    ).fit(whole, datamodule=make_data(tmp_path))
     step = 2 * per_epoch if saved_at.endswith("end") else int(saved_at.rpartition("=")[2])
     assert per_epoch < 29 < 2 * per_epoch
 
     parts = []
     for rank in range(2):
         module = Recorder()
-        trainer = _trainer(tmp_path, OneOfManyRanks(dp=2, dp_rank=rank), max_epochs=3)
-        trainer.fit(module, datamodule=_data(tmp_path), ckpt_path=str(tmp_path / f"{saved_at}.ckpt"))
+        trainer = make_trainer(tmp_path, OneOfManyRanks(dp=2, dp_rank=rank), max_epochs=3)
+        trainer.fit(module, datamodule=make_data(tmp_path), ckpt_path=str(tmp_path / f"{saved_at}.ckpt"))
         parts.append(module.rows.reshape(-1, 2, SEQ_LENGTH + 1))
 
     assert np.array_equal(np.concatenate(parts, axis=1).reshape(-1, SEQ_LENGTH + 1), whole.rows[4 * step :])
@@ -266,11 +198,11 @@ def test_epochs_resume_at_the_next_sample(tmp_path: Path, documents: list[NDArra
 def test_a_second_run_without_a_checkpoint_begins_at_the_first_sample(
     tmp_path: Path, documents: list[NDArray[np.uint16]]
 ) -> None:
-    data = _data(tmp_path)
+    data = make_data(tmp_path)
     rows = []
     for _ in range(2):
         module = Recorder()
-        _trainer(tmp_path, OneOfManyRanks(), max_steps=3).fit(module, datamodule=data)
+        make_trainer(tmp_path, OneOfManyRanks(), max_steps=3).fit(module, datamodule=data)
         rows.append(module.rows)
 
     assert np.array_equal(rows[0], rows[1])
@@ -279,12 +211,12 @@ def test_a_second_run_without_a_checkpoint_begins_at_the_first_sample(
 def test_validating_a_checkpoint_does_not_move_the_next_training_run(
     tmp_path: Path, documents: list[NDArray[np.uint16]]
 ) -> None:
-    trainer = _trainer(tmp_path, OneOfManyRanks(), max_steps=3)
-    trainer.fit(Recorder(), datamodule=_data(tmp_path))
+    trainer = make_trainer(tmp_path, OneOfManyRanks(), max_steps=3)
+    trainer.fit(Recorder(), datamodule=make_data(tmp_path))
     trainer.save_checkpoint(tmp_path / "end.ckpt")
 
-    data, module = _data(tmp_path), Recorder()
-    trainer = _trainer(tmp_path, OneOfManyRanks(), max_steps=3, limit_val_batches=1.0)
+    data, module = make_data(tmp_path), Recorder()
+    trainer = make_trainer(tmp_path, OneOfManyRanks(), max_steps=3, limit_val_batches=1.0)
     trainer.validate(module, datamodule=data, ckpt_path=str(tmp_path / "end.ckpt"))
     trainer.fit(module, datamodule=data)
 
@@ -299,9 +231,9 @@ def test_evaluation_takes_each_sample_once_and_pads_the_rest(
     seen = []
     for rank in range(2):
         module = Recorder()
-        trainer = _trainer(tmp_path, OneOfManyRanks(dp=2, dp_rank=rank, num_microbatches=2), limit_val_batches=1.0)
+        trainer = make_trainer(tmp_path, OneOfManyRanks(dp=2, dp_rank=rank, num_microbatches=2), limit_val_batches=1.0)
         run = trainer.validate if name == "valid" else trainer.test
-        run(module, datamodule=_data(tmp_path), verbose=False)
+        run(module, datamodule=make_data(tmp_path), verbose=False)
         assert all(batch["text"].shape == (4, SEQ_LENGTH + 1) for batch in module.val_batches)
         assert all(batch["sample_mask"].dtype == torch.float32 for batch in module.val_batches)
         assert len(module.val_batches) == -(-len(expected) // 8)
@@ -316,8 +248,8 @@ def test_evaluation_takes_each_sample_once_and_pads_the_rest(
 
 def test_limit_val_batches_takes_the_first_batches(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
     module = Recorder()
-    _trainer(tmp_path, OneOfManyRanks(), limit_val_batches=2).validate(
-        module, datamodule=_data(tmp_path), verbose=False
+    make_trainer(tmp_path, OneOfManyRanks(), limit_val_batches=2).validate(
+        module, datamodule=make_data(tmp_path), verbose=False
     )
 
     rows = torch.cat([batch["text"] for batch in module.val_batches]).numpy()
@@ -333,7 +265,7 @@ def test_other_ranks_open_no_data_file_and_take_as_many_steps(
 ) -> None:
     options: dict[str, Any] = {"max_steps": 5, "limit_val_batches": 1.0, "num_sanity_val_steps": 0}
     source, source_module = OneOfManyRanks(num_microbatches=2), Recorder()
-    _trainer(tmp_path, source, **options).fit(source_module, datamodule=_data(tmp_path))
+    make_trainer(tmp_path, source, **options).fit(source_module, datamodule=make_data(tmp_path))
     opened: list[str] = []
 
     class Watcher(Recorder):
@@ -343,8 +275,8 @@ def test_other_ranks_open_no_data_file_and_take_as_many_steps(
 
     before = [path for path in _open_files() if "corpus" in path]
     follower_module = Watcher()
-    trainer = _trainer(tmp_path, OneOfManyRanks(num_microbatches=2, replay=list(source.sent)), **options)
-    trainer.fit(follower_module, datamodule=_data(tmp_path))
+    trainer = make_trainer(tmp_path, OneOfManyRanks(num_microbatches=2, replay=list(source.sent)), **options)
+    trainer.fit(follower_module, datamodule=make_data(tmp_path))
 
     assert len(follower_module.train_rows) == len(source_module.train_rows) == 5
     assert len(follower_module.val_batches) == len(source_module.val_batches)
@@ -353,104 +285,20 @@ def test_other_ranks_open_no_data_file_and_take_as_many_steps(
 
 
 def test_reading_draws_nothing_from_the_global_generator(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
-    trainer = _trainer(tmp_path, OneOfManyRanks(), max_steps=3)
+    trainer = make_trainer(tmp_path, OneOfManyRanks(), max_steps=3)
     torch.manual_seed(0)
     before = torch.get_rng_state()
 
-    trainer.fit(Recorder(), datamodule=_data(tmp_path, num_workers=1))
+    trainer.fit(Recorder(), datamodule=make_data(tmp_path, num_workers=1))
 
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_split_without_weight_has_no_loader(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
-    module = Recorder()
-    trainer = _trainer(tmp_path, OneOfManyRanks(), max_steps=2, limit_val_batches=1.0)
+def test_the_order_of_samples_is_kept_in_the_given_folder(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
+    data = make_data(tmp_path, index_cache=str(tmp_path / "cache"))
 
-    trainer.fit(module, datamodule=_data(tmp_path, split="1"))
+    make_trainer(tmp_path, OneOfManyRanks(), max_steps=1).fit(Recorder(), datamodule=data)
 
-    assert len(module.train_rows) == 2
-    assert not module.val_batches
-    with pytest.raises(ConfigError, match="split='1' has weight 0 for valid, which trainer.validate needs"):
-        trainer.validate(module, datamodule=_data(tmp_path, split="1"))
-    with pytest.raises(ConfigError, match="split='1,1' has weight 0 for test, which trainer.test needs"):
-        trainer.test(module, datamodule=_data(tmp_path, split="1,1"))
-
-
-def test_another_strategy_is_refused_by_name(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
-    trainer = Trainer(accelerator="cpu", devices=1, logger=False, max_steps=1, default_root_dir=tmp_path)
-
-    with pytest.raises(ConfigError, match=r"SingleDeviceStrategy .* needs Trainer\(strategy=MegatronStrategy"):
-        trainer.fit(Recorder(), datamodule=_data(tmp_path))
-
-
-def test_settings_that_cannot_take_effect_are_refused(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
-    with pytest.raises(ConfigError, match="overfit_batches=2"):
-        _trainer(tmp_path, OneOfManyRanks(), max_steps=1, overfit_batches=2).fit(Recorder(), datamodule=_data(tmp_path))
-    with pytest.raises(ConfigError, match="reload_dataloaders_every_n_epochs=1"):
-        _trainer(tmp_path, OneOfManyRanks(), max_steps=1, reload_dataloaders_every_n_epochs=1).fit(
-            Recorder(), datamodule=_data(tmp_path)
-        )
-
-
-def test_an_error_on_the_first_rank_is_raised_on_all(tmp_path: Path) -> None:
-    source = OneOfManyRanks()
-    with pytest.raises(DataError, match="missing: .*corpus.idx, .*corpus.bin") as first:
-        _trainer(tmp_path, source, max_steps=1).fit(Recorder(), datamodule=_data(tmp_path))
-
-    with pytest.raises(DataError) as other:
-        _trainer(tmp_path, OneOfManyRanks(replay=list(source.sent)), max_steps=1).fit(
-            Recorder(), datamodule=_data(tmp_path)
-        )
-    assert str(other.value) == str(first.value)
-
-
-CHECK: dict[str, Any] = {"num_microbatches": 2, "data_parallel_size": 2, "sequence_parallel": False, "tp": 1}
-
-
-def test_check_accepts_a_good_dataset(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
-    _data(tmp_path).check(**CHECK, whole_epochs=True, vocab_size=60000)
-    _data(tmp_path).check(**(CHECK | {"sequence_parallel": True, "tp": 4}))
-
-
-def test_check_refuses_a_sequence_that_tp_does_not_divide(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
-    with pytest.raises(ConfigError, match="tp=3 does not divide seq_length=8; choose tp from 1, 2, 4, 8"):
-        _data(tmp_path).check(**(CHECK | {"sequence_parallel": True, "tp": 3}))
-
-
-def test_check_refuses_a_vocabulary_that_the_dataset_exceeds(
-    tmp_path: Path, documents: list[NDArray[np.uint16]]
-) -> None:
-    largest = max(int(tokens.max()) for tokens in documents)
-
-    _data(tmp_path).check(**CHECK, vocab_size=largest + 1)
-    with pytest.raises(DataError, match=f"holds token {largest}, the model's vocab_size={largest} ends at"):
-        _data(tmp_path).check(**CHECK, vocab_size=largest)
-
-
-def test_check_refuses_an_epoch_without_a_whole_step(tmp_path: Path) -> None:
-    write_corpus(tmp_path / "corpus", 6, longest=20)
-    data = _data(tmp_path, split="1", micro_batch_size=8)
-
-    data.check(**CHECK)
-    with pytest.raises(DataError, match=r"one step takes 32 \(micro_batch_size=8 x num_microbatches=2 x"):
-        data.check(**CHECK, whole_epochs=True)
-
-
-def test_check_refuses_a_split_without_a_sample(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
-    with pytest.raises(DataError, match=r"gives test 0 of 63 documents with 0 tokens, one sample of seq_length=8"):
-        _data(tmp_path, split="949,50,1").check(**CHECK)
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ({"seq_length": 0}, "seq_length=0 must be at least 1"),
-        ({"micro_batch_size": 0}, "micro_batch_size=0 must be at least 1"),
-        ({"num_workers": -1}, "num_workers=-1 must be at least 0"),
-        ({"seed": -1}, "seed=-1 must be at least 0"),
-        ({"split": "-1,1"}, "'-1' is not one"),
-    ],
-)
-def test_impossible_arguments_are_refused_at_once(tmp_path: Path, option: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        _data(tmp_path, **option)
+    (folder,) = (tmp_path / "cache").iterdir()
+    assert folder.name.startswith("train-")
+    assert not (tmp_path / "corpus").exists(), "the default place stays unused"

@@ -179,6 +179,19 @@ def test_damage_is_named(tmp_path: Path, idx: bytes, data: bytes, message: str) 
         check_dataset(_golden(tmp_path, idx, data))
 
 
+@pytest.mark.parametrize("chunk", [1, 2, 3])
+def test_damage_is_found_in_any_chunk_of_a_long_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr("lightning_megatron.data.format._CHUNK", chunk)
+
+    assert read_lengths(check_dataset(_golden(tmp_path))).tolist() == [3, 1, 2]
+    for offset, message in ((42, "sequence of -9 tokens"), (62, "points outside it"), (86, "do not ascend")):
+        width = "<i" if offset == 42 else "<q"
+        with pytest.raises(DataError, match=message):
+            check_dataset(_golden(tmp_path, _patched(offset, struct.pack(width, -9))))
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     cut=st.integers(0, len(GOLDEN_IDX)),

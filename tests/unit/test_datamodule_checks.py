@@ -1,0 +1,145 @@
+"""Is every run that cannot work refused before it begins, with the value, the rule and the fix?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from lightning.pytorch import Trainer
+from numpy.typing import NDArray
+
+from lightning_megatron.errors import ConfigError, DataError
+from tests.unit.data.corpus import write_corpus
+from tests.unit.data.one_of_many_ranks import OneOfManyRanks, Recorder, make_data, make_documents, make_trainer
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> list[NDArray[np.uint16]]:
+    return make_documents(tmp_path)
+
+
+def test_a_split_without_weight_has_no_loader(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
+    module = Recorder()
+    trainer = make_trainer(tmp_path, OneOfManyRanks(), max_steps=2, limit_val_batches=1.0)
+
+    trainer.fit(module, datamodule=make_data(tmp_path, split="1"))
+
+    assert len(module.train_rows) == 2
+    assert not module.val_batches
+    with pytest.raises(ConfigError, match="split='1' has weight 0 for valid, which trainer.validate needs"):
+        trainer.validate(module, datamodule=make_data(tmp_path, split="1"))
+    with pytest.raises(ConfigError, match="split='1,1' has weight 0 for test, which trainer.test needs"):
+        trainer.test(module, datamodule=make_data(tmp_path, split="1,1"))
+
+
+def test_another_strategy_is_refused_by_name(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, max_steps=1, default_root_dir=tmp_path)
+
+    with pytest.raises(ConfigError, match=r"SingleDeviceStrategy .* needs Trainer\(strategy=MegatronStrategy"):
+        trainer.fit(Recorder(), datamodule=make_data(tmp_path))
+
+
+def test_settings_that_cannot_take_effect_are_refused(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
+    with pytest.raises(ConfigError, match="overfit_batches=2"):
+        make_trainer(tmp_path, OneOfManyRanks(), max_steps=1, overfit_batches=2).fit(
+            Recorder(), datamodule=make_data(tmp_path)
+        )
+    with pytest.raises(ConfigError, match="reload_dataloaders_every_n_epochs=1"):
+        make_trainer(tmp_path, OneOfManyRanks(), max_steps=1, reload_dataloaders_every_n_epochs=1).fit(
+            Recorder(), datamodule=make_data(tmp_path)
+        )
+
+
+def test_an_error_on_the_first_rank_is_raised_on_all(tmp_path: Path) -> None:
+    source = OneOfManyRanks()
+    with pytest.raises(DataError, match="missing: .*corpus.idx, .*corpus.bin") as first:
+        make_trainer(tmp_path, source, max_steps=1).fit(Recorder(), datamodule=make_data(tmp_path))
+
+    with pytest.raises(DataError) as other:
+        make_trainer(tmp_path, OneOfManyRanks(replay=list(source.sent)), max_steps=1).fit(
+            Recorder(), datamodule=make_data(tmp_path)
+        )
+    assert str(other.value) == str(first.value)
+
+
+def test_an_error_on_another_reading_rank_is_an_error_here(
+    tmp_path: Path, documents: list[NDArray[np.uint16]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy = OneOfManyRanks()
+    asked: list[bool] = []
+
+    def another_rank_failed(decision: bool, all: bool = True) -> bool:
+        asked.append(decision)
+        return False
+
+    monkeypatch.setattr(strategy, "reduce_boolean_decision", another_rank_failed)
+
+    with pytest.raises(DataError, match="cannot be opened on another rank"):
+        make_trainer(tmp_path, strategy, max_steps=1).fit(Recorder(), datamodule=make_data(tmp_path))
+    assert asked == [True]
+
+
+def test_the_models_vocabulary_is_compared_with_the_tokens(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
+    largest = max(int(tokens.max()) for tokens in documents)
+    module = Recorder()
+    module.model_config = SimpleNamespace(vocab_size=largest)  # type: ignore[assignment]
+
+    with pytest.raises(DataError, match=f"holds token {largest}, the model's vocab_size={largest} ends"):
+        make_trainer(tmp_path, OneOfManyRanks(), max_steps=1).fit(module, datamodule=make_data(tmp_path))
+    module.model_config = SimpleNamespace(vocab_size=largest + 1)  # type: ignore[assignment]
+    make_trainer(tmp_path, OneOfManyRanks(), max_steps=1).fit(module, datamodule=make_data(tmp_path))
+
+
+CHECK: dict[str, Any] = {"num_microbatches": 2, "data_parallel_size": 2, "sequence_parallel": False, "tp": 1}
+
+
+def test_check_accepts_a_good_dataset(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
+    make_data(tmp_path).check(**CHECK, whole_epochs=True, vocab_size=60000)
+    make_data(tmp_path).check(**(CHECK | {"sequence_parallel": True, "tp": 4}))
+
+
+def test_check_refuses_a_sequence_that_tp_does_not_divide(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
+    with pytest.raises(ConfigError, match="tp=3 does not divide seq_length=8; choose tp from 1, 2, 4, 8"):
+        make_data(tmp_path).check(**(CHECK | {"sequence_parallel": True, "tp": 3}))
+
+
+def test_check_refuses_a_vocabulary_that_the_dataset_exceeds(
+    tmp_path: Path, documents: list[NDArray[np.uint16]]
+) -> None:
+    largest = max(int(tokens.max()) for tokens in documents)
+
+    make_data(tmp_path).check(**CHECK, vocab_size=largest + 1)
+    with pytest.raises(DataError, match=f"holds token {largest}, the model's vocab_size={largest} ends at"):
+        make_data(tmp_path).check(**CHECK, vocab_size=largest)
+
+
+def test_check_refuses_an_epoch_without_a_whole_step(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus", 6, longest=20)
+    data = make_data(tmp_path, split="1", micro_batch_size=8)
+
+    data.check(**CHECK)
+    with pytest.raises(DataError, match=r"one step takes 32 \(micro_batch_size=8 x num_microbatches=2 x"):
+        data.check(**CHECK, whole_epochs=True)
+
+
+def test_check_refuses_a_split_without_a_sample(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
+    with pytest.raises(DataError, match=r"gives test 0 of 63 documents with 0 tokens, one sample of seq_length=8"):
+        make_data(tmp_path, split="949,50,1").check(**CHECK)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"seq_length": 0}, "seq_length=0 must be at least 1"),
+        ({"micro_batch_size": 0}, "micro_batch_size=0 must be at least 1"),
+        ({"num_workers": -1}, "num_workers=-1 must be at least 0"),
+        ({"seed": -1}, "seed=-1 must be at least 0"),
+        ({"split": "-1,1"}, "'-1' is not one"),
+    ],
+)
+def test_impossible_arguments_are_refused_at_once(tmp_path: Path, option: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_data(tmp_path, **option)
