@@ -185,7 +185,7 @@ def test_a_users_mistake_is_one_line_exit_code_two_and_leaves_no_file(
     [
         ("trainer: [", "Problems parsing config"),
         ("trainer: {max_stepps: 3}\n", "max_stepps"),
-        ("tariner: {}\n", "tariner"),
+        ("tariner: {max_steps: 3}\n", "tariner"),
     ],
     ids=["not YAML", "unknown key", "unknown section"],
 )

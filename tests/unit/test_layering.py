@@ -40,8 +40,10 @@ MAY_IMPORT_TRANSFORMERS = ("convert", "data")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 7
-# Constructors whose parameters are the options of a configuration file, as LightningCLI wants them.
-MANY_PARAMETERS = {"MegatronStrategy.__init__"}
+MANY_PARAMETERS = {
+    "MegatronStrategy.__init__",  # the options of a configuration file, one by one, as LightningCLI wants them
+    "SDPAttention.__init__",  # Megatron-Core calls it as it calls its own core attention
+}
 
 
 def _place(path: Path) -> str:
@@ -73,6 +75,9 @@ def _imports(tree: ast.AST) -> Iterator[tuple[str, bool]]:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name, id(node) in checked
+        elif isinstance(node, ast.ImportFrom) and node.module == "lightning_megatron":
+            for alias in node.names:  # a module of the root, or a public name, which is above everything
+                yield f"lightning_megatron.{alias.name}", id(node) in checked
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.module, id(node) in checked
 

@@ -1,0 +1,137 @@
+"""Is what the README and CONTRIBUTING show still true? Every block of code is executed or parsed."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_megatron.cli.commands import _parser
+from lightning_megatron.cli.help_text import TRAINER_COMMANDS
+from tests.cli.corpus import VOCAB_SIZE, make_corpus
+from tests.ranks import ROOT, run_ranks
+
+README = (ROOT / "README.md").read_text()
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def _blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def _commands(text: str) -> list[list[str]]:
+    """Every shell line of the document, without its comment."""
+    lines = [line for block in _blocks(text, "bash") for line in block.splitlines() if line.strip()]
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+SHOWN = [*_commands(README), *_commands(CONTRIBUTING)]
+
+
+def _run_code(code: str, folder: str, prefix: str) -> int:
+    """Run the Python of the README with a small model, on one process, over a small dataset."""
+    import os
+
+    import torch
+
+    os.chdir(folder)
+    vocabulary = f'"vocab_size": {VOCAB_SIZE}'
+    small = {
+        '"n_layer": 12, "n_embd": 768, "n_head": 12': f'"n_layer": 2, "n_embd": 16, "n_head": 2, {vocabulary}',
+        "corpus_text_document": prefix,
+        "seq_length=1024, micro_batch_size=4": "seq_length=16, micro_batch_size=1, split='80,20,0'",
+        "max_steps=1000": "max_steps=2, limit_val_batches=1, enable_progress_bar=False, logger=False",
+    }
+    for shown, smaller in small.items():
+        assert shown in code, f"the README no longer shows {shown}"
+        code = code.replace(shown, smaller)
+    variables = {"__name__": "__main__"}
+    exec(compile(code, "README.md", "exec"), variables)
+    assert torch.distributed.get_world_size() == 4
+    trainer = variables["trainer"]
+    return int(trainer.global_step)  # type: ignore[attr-defined]
+
+
+def test_the_python_of_the_readme_trains(tmp_path: Path) -> None:
+    (code,) = _blocks(README, "python")
+    prefix = make_corpus(tmp_path)
+    assert run_ranks(_run_code, 4, code, str(tmp_path), str(prefix)) == [2] * 4
+
+
+def test_the_python_of_contributing_is_the_rank_pool_as_it_is() -> None:
+    (code,) = _blocks(CONTRIBUTING, "python")
+    names = {node.name for node in ast.walk(ast.parse(code)) if isinstance(node, ast.FunctionDef)}
+    assert names == {"_world_size", "test_every_rank_sees_the_others"}
+    assert "from tests.ranks import run_ranks" in code
+
+
+def _parse_configuration(text: str, folder: str) -> tuple[int, str]:
+    from pathlib import Path
+
+    from lightning_megatron.cli.training import MegatronCLI
+
+    path = Path(folder) / "model.json"
+    path.write_text('{"model_type": "gpt2"}')
+    shown = Path(folder) / "shown.yaml"
+    shown.write_text(text.replace("path/to/config.json", str(path)))
+    cli = MegatronCLI(
+        args=["--config", str(shown), "--trainer.accelerator", "cpu", "--trainer.logger", "false"], run=False
+    )
+    return cli.trainer.strategy.num_microbatches, type(cli.datamodule).__name__
+
+
+def test_the_yaml_of_the_readme_can_be_instantiated(tmp_path: Path) -> None:
+    (text,) = _blocks(README, "yaml")
+    expected = yaml.safe_load(text)["trainer"]["strategy"]["init_args"]["num_microbatches"]
+    (made,) = run_ranks(_instantiate_outside_torchrun, 1, text, str(tmp_path))
+    assert made == (expected, "IndexedDataModule")
+
+
+def _instantiate_outside_torchrun(text: str, folder: str) -> tuple[int, str]:
+    import os
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        os.environ.pop(name, None)
+    return _parse_configuration(text, folder)
+
+
+@pytest.mark.parametrize("command", SHOWN, ids=" ".join)
+def test_every_shell_command_exists(command: list[str]) -> None:
+    program, *arguments = command
+    if program == "lightning-megatron":
+        if arguments[0] in TRAINER_COMMANDS:
+            assert (ROOT / arguments[arguments.index("--config") + 1]).exists()
+        else:
+            _parser().parse_args(arguments)
+    elif "nox" in arguments and "-s" in arguments:
+        session = arguments[arguments.index("-s") + 1]
+        assert f"\ndef {session}(session" in (ROOT / "noxfile.py").read_text()
+    else:
+        assert "install" in arguments, command
+        assert program == "pip" or command[1:3] == ["-m", "pip"], command
+
+
+def test_the_quickstart_does_what_the_readme_says() -> None:
+    noxfile = (ROOT / "noxfile.py").read_text()
+    for command in _commands(README):
+        if command[0] == "lightning-megatron" and command[1] != "doctor":
+            for word in command[1:]:
+                assert word in noxfile or word.isupper(), f"{word} of the README is not in the noxfile"
+
+
+def test_the_readme_is_short_and_its_links_exist() -> None:
+    assert len(README.splitlines()) <= 200
+    for text in (README, CONTRIBUTING):
+        for target in re.findall(r"\]\((?!http)([^)#]+)\)", text):
+            assert (ROOT / target).exists(), target
+
+
+def test_the_tree_of_the_readme_names_what_there_is() -> None:
+    tree = README.split("## The tree")[1]
+    for folder in (ROOT / "lightning_megatron").iterdir():
+        if folder.is_dir() and folder.name != "__pycache__":
+            assert f"\n  {folder.name}/ " in tree, folder.name
