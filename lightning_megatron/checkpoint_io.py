@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_megatron.engine import checkpoint as engine_checkpoint
 from lightning_megatron.engine.checkpoint import RunState
@@ -54,6 +54,13 @@ def only_weights(lightning_state: Mapping[str, Any]) -> dict[str, Any]:
     """Lightning's dict as of a run that has not begun: no steps, callbacks or schedules."""
     fresh = {k: v for k, v in lightning_state.items() if k not in _TRAINING_STATE}
     return {**fresh, "epoch": 0, "global_step": 0, "lr_schedulers": [], "optimizer_states": []}
+
+
+def loader_state(lightning_state: Mapping[str, Any]) -> dict[str, int] | None:
+    """Where the training data stood, if there was one resumable loader."""
+    fit_loop = lightning_state.get("loops", {}).get("fit_loop", {})
+    states = fit_loop.get("state_dict", {}).get("combined_loader", [])
+    return states[0] if len(states) == 1 and "epoch" in states[0] else None
 
 
 def as_plain_data(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What does a user train? ``MegatronModule``: a Hugging Face model, an objective and an optimizer, without a line of code."""
+"""What does a user train? ``MegatronModule``: a Hugging Face model, an objective and an optimizer, without code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_megatron.convert.registry import HFConfigLike, config_fields, mod
 from lightning_megatron.engine.launch import seed_of_run
 from lightning_megatron.engine.lr_schedule import LRSchedule, check_schedule
 from lightning_megatron.engine.lr_scheduler import MegatronLRScheduler
-from lightning_megatron.engine.optimizer import MegatronOptimizer, OptimizerOptions
+from lightning_megatron.engine.optimizer import OptimizerOptions
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.steps.base import TrainStep
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 class MegatronModule(pl.LightningModule):
     """Trains a Hugging Face architecture from random weights under ``MegatronStrategy``.
 
-    Logs ``train_loss`` (and each of its terms as ``train_<term>``), ``val_loss``, ``test_loss``, ``lr`` and ``grad_norm``,
-    with the same values on all ranks. Subclass it and override any of Lightning's hooks as usual.
+    Logs ``train_loss`` (and each of its terms as ``train_<term>``), ``val_loss``, ``test_loss``, ``lr`` and
+    ``grad_norm``, with the same values on all ranks. Subclass it and override any of Lightning's hooks as usual.
 
     Args:
-        model: A Hugging Face config object, a dict of one (with ``model_type``), a path to a ``config.json``, or a path to
-            a model directory.
+        model: A Hugging Face config object, a dict of one (with ``model_type``), a path to a ``config.json``, or a
+            path to a model directory.
         train_step: The objective, by name or as an object of your own.
         lr: Peak learning rate.
         optimizer: Which optimizer, and its numbers.
@@ -138,7 +138,7 @@ class MegatronModule(pl.LightningModule):
             schedule=self.lr_schedule,
             total_steps=self._total_steps,
         )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}  # type: ignore[return-value]
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
         """Lightning's, except that a step which an overflow skipped does not move the schedule."""
@@ -169,7 +169,7 @@ class MegatronModule(pl.LightningModule):
 
     def _log_losses(self, stage: str, output: StepOutput, *, on_step: bool) -> None:
         """Log the sum and each term; epoch means weigh every batch by its number of targets."""
-        # Lightning weighs with a plain number. In training nothing is averaged over steps, so none is read from the GPU.
+        # Lightning weighs with a plain number; in training nothing is averaged, so none is read from the GPU.
         weight = 1 if on_step else int(output.num_targets[self.train_step.loss_terms[0]].item())
         terms = {f"{stage}_{name}": value for name, value in output.terms.items()}
         self.log(f"{stage}_loss", output.loss, prog_bar=True, on_step=on_step, on_epoch=not on_step, batch_size=weight)

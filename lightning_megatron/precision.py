@@ -37,7 +37,7 @@ class MegatronPrecision(Precision):
 
     def __init__(self, precision: PrecisionName = "32-true") -> None:  # noqa: D107 (described on the class)
         self.dtypes: DtypePolicy = dtype_policy(precision)
-        self.precision = precision  # type: ignore[assignment]
+        self.precision = precision
 
     @classmethod
     def adopt(cls, plugin: Precision | None) -> MegatronPrecision | None:
@@ -50,7 +50,8 @@ class MegatronPrecision(Precision):
             return plugin
         if type(plugin).__module__.split(".")[0] != "lightning":
             raise ConfigError(
-                f"precision plugin {type(plugin).__name__} does not work with MegatronStrategy; use Trainer(precision=...)"
+                f"precision plugin {type(plugin).__name__} does not work with MegatronStrategy; use "
+                "Trainer(precision=...)"
             )
         return cls(plugin.precision)  # type: ignore[arg-type]
 

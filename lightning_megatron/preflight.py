@@ -18,14 +18,18 @@ def check_trainer(trainer: pl.Trainer) -> None:
     """
     if trainer.accumulate_grad_batches != 1:
         raise ConfigError(
-            f"accumulate_grad_batches={trainer.accumulate_grad_batches} does not work with MegatronStrategy, whose batches "
-            "are whole optimizer steps; use MegatronStrategy(num_microbatches="
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches} does not work with MegatronStrategy, whose "
+            "batches are whole optimizer steps; use MegatronStrategy(num_microbatches="
             f"{trainer.accumulate_grad_batches}) and a batch_size that many times as large"
         )
     algorithm = trainer.gradient_clip_algorithm
-    if trainer.gradient_clip_val and algorithm is not None and str(algorithm) not in ("norm", "GradClipAlgorithmType.NORM"):
+    if (
+        trainer.gradient_clip_val
+        and algorithm is not None
+        and str(algorithm) not in ("norm", "GradClipAlgorithmType.NORM")
+    ):
         raise ConfigError(
-            f"gradient_clip_algorithm={str(algorithm)!r} is not supported: Megatron clips by the global norm; use 'norm'"
+            f"gradient_clip_algorithm={str(algorithm)!r} is not supported: Megatron clips by global norm; use 'norm'"
         )
 
 

@@ -1,34 +1,31 @@
-"""How does Lightning's Trainer drive Megatron-Core? ``MegatronStrategy``: Lightning's hooks in the order they are called."""
+"""How does Lightning's Trainer drive Megatron-Core? ``MegatronStrategy``: Lightning's hooks in calling order."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.distributed import (
-    _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
-    _sync_ddp_if_available,
 )
-from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_megatron.checkpoint_io import load_lightning_checkpoint, only_weights, save_lightning_checkpoint
+from lightning_megatron.checkpoint_io import (
+    load_lightning_checkpoint,
+    loader_state,
+    only_weights,
+    save_lightning_checkpoint,
+)
 from lightning_megatron.data.broadcast import broadcast_batch
 from lightning_megatron.data.loaders import EvaluationLoader, ResumableLoader, is_map_style
 from lightning_megatron.engine import checkpoint, groups
@@ -38,17 +35,17 @@ from lightning_megatron.engine.optimizer import (
     MegatronOptimizer,
     OptimizerContext,
     OptimizerOptions,
-    OptimizerReport,
     build_optimizer,
 )
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.engine.runtime import Runtime
-from lightning_megatron.engine.schedule import Schedule, StepOutput, StepShape
-from lightning_megatron.engine.wrap import GradientReduction, connect_schedule, to_16bit, to_ddp
+from lightning_megatron.engine.schedule import StepOutput, StepShape
+from lightning_megatron.engine.stepper import Stepper
+from lightning_megatron.engine.wrap import to_16bit, to_ddp
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.models.transformer_config import EngineSettings, Recompute
-from lightning_megatron.precision import MegatronPrecision
+from lightning_megatron.models.transformer_config import Recompute
 from lightning_megatron.preflight import check_trainer, preflight
+from lightning_megatron.strategy_state import StrategyState, ready
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -60,7 +57,7 @@ __all__ = ["MegatronStrategy", "preflight"]
 _EVALUATING = (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING, RunningStage.TESTING, RunningStage.PREDICTING)
 
 
-class MegatronStrategy(ParallelStrategy):
+class MegatronStrategy(StrategyState):
     """Trains one model with Megatron-Core's tensor, pipeline, sequence and data parallelism.
 
     One batch of the DataLoader is one optimizer step of one data-parallel rank: ``micro_batch_size x num_microbatches``
@@ -105,7 +102,7 @@ class MegatronStrategy(ParallelStrategy):
         load_weights_only: bool = False,
         transformer_config_overrides: dict[str, Any] | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta = default_pg_timeout,
+        timeout: timedelta = timedelta(minutes=30),  # noqa: B008 (immutable)
     ) -> None:
         super().__init__()
         self.parallel = ParallelConfig(
@@ -120,151 +117,12 @@ class MegatronStrategy(ParallelStrategy):
         self._timeout = timeout
         self._topology: Topology | None = None
         self._runtime: Runtime | None = None
-        self._schedule: Schedule | None = None
-        self._train_step: TrainStep | None = None
+        self._stepper: Stepper | None = None
         self._step_shape: StepShape | None = None
-        self._train_rows: int | None = None
+        self._loader_state: dict[str, int] | None = None
         self.num_nodes = 1
 
-    # ---- what the user may ask ------------------------------------------------------------------------------------
-
-    @property
-    def tp(self) -> int:
-        """Tensor parallel size."""
-        return self.parallel.tp
-
-    @property
-    def pp(self) -> int:
-        """Pipeline parallel size."""
-        return self.parallel.pp
-
-    @property
-    def vpp(self) -> int | None:
-        """Model chunks per stage, None for one."""
-        return self.parallel.vpp
-
-    @property
-    def cp(self) -> int:
-        """Context parallel size."""
-        return self.parallel.cp
-
-    @property
-    def sequence_parallel(self) -> bool:
-        """Whether activations are split along the sequence."""
-        return self.parallel.sequence_parallel
-
-    @property
-    def num_microbatches(self) -> int:
-        """Microbatches per optimizer step of one data-parallel rank."""
-        return self.parallel.num_microbatches
-
-    @property
-    def topology(self) -> Topology:
-        """This rank's place on every axis.
-
-        Raises:
-            RuntimeError: Before ``setup_environment``.
-        """
-        return _ready(self._topology, "setup_environment")
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Copies of the model."""
-        return self.parallel.data_parallel_size(self.num_nodes * self.num_processes)
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """Which copy this rank is part of."""
-        return self.topology.dp_rank
-
-    @property
-    def data_parallel_group(self) -> dist.ProcessGroup:
-        """The ranks that hold this rank's shard, one per copy; metrics of batches are synced over them."""
-        return self.topology.dp_group
-
-    @property
-    def is_data_source(self) -> bool:
-        """Whether this rank reads data (tp_rank 0 of the first stage); its batch is broadcast to its copy's ranks."""
-        return self.topology.is_data_source
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether this rank is on the last pipeline stage, which computes the loss."""
-        return self.topology.is_last_stage
-
-    @property
-    def step_shape(self) -> StepShape | None:
-        """Rows and tokens of the last step; None before the first."""
-        return self._step_shape
-
-    @property
-    def global_batch_size(self) -> int:
-        """Rows per optimizer step over all ranks.
-
-        Raises:
-            RuntimeError: Before the first batch, which tells the micro batch size.
-        """
-        return _ready(self._step_shape, "the first batch").global_batch_size
-
-    @property
-    def optimizer_report(self) -> OptimizerReport | None:
-        """Gradient norm, overflow and loss scale of the last optimizer step; None before the first."""
-        optimizer = next((o for o in self.optimizers if isinstance(o, MegatronOptimizer)), None)
-        return optimizer.report if optimizer else None
-
-    @property
-    def settings(self) -> EngineSettings:
-        """Everything but the model itself that Megatron's config depends on."""
-        return EngineSettings(
-            parallel=self.parallel,
-            dtypes=self._megatron_precision.dtypes,
-            device=self.root_device,
-            recompute=self._recompute,
-            overrides=self._overrides,
-        )
-
-    @property
-    def reduction(self) -> GradientReduction:
-        """How gradients travel between the copies of the model."""
-        overlap = self._overlap_communication
-        if overlap is None:
-            overlap = self.root_device.type == "cuda" and self.data_parallel_size > 1
-        return GradientReduction(distributed_optimizer=self.distributed_optimizer, overlap=overlap)
-
-    def engine(self) -> AbstractContextManager[None]:
-        """Where Megatron's modules may be called: slot fillers, random streams and, on a CPU, the emulation are active."""
-        return _ready(self._runtime, "setup_environment").active()
-
     # ---- Lightning: construction and launch -----------------------------------------------------------------------
-
-    @property
-    @override
-    def precision_plugin(self) -> Precision:
-        return self._megatron_precision
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
-        self._precision_plugin = MegatronPrecision.adopt(plugin)
-
-    @property
-    def _megatron_precision(self) -> MegatronPrecision:
-        plugin = self._precision_plugin
-        return plugin if isinstance(plugin, MegatronPrecision) else MegatronPrecision()
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        return _ready(self.parallel_devices, "the Trainer")[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """Ranks on this node."""
-        return len(self.parallel_devices or [])
-
-    @property
-    def process_group_backend(self) -> str | None:
-        """The backend that was asked for; None for the device's own."""
-        return self._process_group_backend
 
     @property
     @override
@@ -273,7 +131,7 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        environment = _ready(self.cluster_environment, "the Trainer")
+        environment = ready(self.cluster_environment, "the Trainer")
         # The first moment at which the world size is known, before any process is started.
         self.parallel.data_parallel_size(self.num_nodes * self.num_processes)
         if not environment.creates_processes_externally:
@@ -287,7 +145,7 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        environment = _ready(self.cluster_environment, "the Trainer")
+        environment = ready(self.cluster_environment, "the Trainer")
         if not environment.creates_processes_externally and self.local_rank > 0:
             die_with_parent()
         reset_seed()
@@ -306,7 +164,7 @@ class MegatronStrategy(ParallelStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     # ---- Lightning: setup -----------------------------------------------------------------------------------------
 
@@ -324,30 +182,29 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        _ready(self.accelerator, "the Trainer").setup(trainer)
+        ready(self.accelerator, "the Trainer").setup(trainer)
         check_trainer(trainer)
-        module = _ready(self.lightning_module, "connect")
+        module = ready(self.lightning_module, "connect")
         if not isinstance(getattr(module, "model_chunks", None), torch.nn.ModuleList):
             raise ConfigError(
                 f"{type(module).__name__} has no model_chunks after configure_model; subclass MegatronModule, or build "
                 "an nn.ModuleList of Megatron chunks there"
             )
-        self._schedule = None
-        self._train_rows = None
         fitting = trainer.state.fn == TrainerFn.FITTING
         with self.engine():
             self.model_to_device()
-            module.model_chunks = to_16bit(module.model_chunks, self.settings.dtypes)  # type: ignore[arg-type, assignment]
+            module.model_chunks = to_16bit(module.model_chunks, self.settings.dtypes)  # type: ignore[arg-type]
             if fitting:
-                module.model_chunks = to_ddp(module.model_chunks, self.reduction)  # type: ignore[arg-type, assignment]
+                module.model_chunks = to_ddp(module.model_chunks, self.reduction)
                 self._reset_optimizers_and_schedulers()
                 self.setup_optimizers(trainer)
+        self._stepper = Stepper(self._chunks, self.topology)
         self.setup_precision_plugin()
         self.barrier()
 
     @override
     def model_to_device(self) -> None:
-        _ready(self.model, "connect").to(self.root_device)
+        ready(self.model, "connect").to(self.root_device)
 
     def build_optimizer(self, options: OptimizerOptions, lr: float) -> MegatronOptimizer:
         """Megatron's optimizer over the module's chunks, for ``configure_optimizers``. Every rank must call.
@@ -355,7 +212,7 @@ class MegatronStrategy(ParallelStrategy):
         Raises:
             ConfigError: If there is no model to train yet, or an option is impossible.
         """
-        module = _ready(self.lightning_module, "connect")
+        module = ready(self.lightning_module, "connect")
         clip = module.trainer.gradient_clip_val
         context = OptimizerContext(
             dtypes=self.settings.dtypes,
@@ -368,17 +225,24 @@ class MegatronStrategy(ParallelStrategy):
             return build_optimizer(self._chunks, options, lr, context)
 
     @property
+    def _steps(self) -> Stepper:
+        return ready(self._stepper, "setup")
+
+    @property
     def _chunks(self) -> list[Any]:
-        return list(_ready(self.lightning_module, "connect").model_chunks)  # type: ignore[arg-type]
+        return list(ready(self.lightning_module, "connect").model_chunks)  # type: ignore[arg-type]
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
         if not is_map_style(dataloader):
             return dataloader
-        trainer = _ready(self.lightning_module, "connect").trainer
+        trainer = ready(self.lightning_module, "connect").trainer
         if trainer.state.stage in _EVALUATING:
             return EvaluationLoader(dataloader)  # type: ignore[arg-type]
-        return ResumableLoader(dataloader, self.topology.dp)  # type: ignore[arg-type]
+        loader = ResumableLoader(dataloader, self.topology.dp, lambda: _batch_limit(trainer))  # type: ignore[arg-type]
+        if self._loader_state is not None:
+            loader.load_state_dict(self._loader_state)
+        return loader
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -403,13 +267,7 @@ class MegatronStrategy(ParallelStrategy):
                 "configure_optimizers returned no Megatron optimizer; make one with strategy.build_optimizer(...)"
             )
         with self.engine():
-            schedule = self._schedule_for(train_step)
-            connect_schedule(self._chunks, schedule.finalize_gradients, optimizer.scale_loss)
-            for chunk in self._chunks:
-                chunk.zero_grad_buffer()
-            optimizer.clear_gradients()
-            prepared = self._whole_microbatches(train_step.prepare_batch(batch), train_step, is_training=True)
-            output = schedule.run(prepared, forward_only=False)
+            output = self._steps.train(batch, train_step, optimizer)
         self._step_shape = output.shape
         return output
 
@@ -417,60 +275,16 @@ class MegatronStrategy(ParallelStrategy):
         """The losses of one local batch without gradients. Every rank must call; ragged batches are filled up."""
         # Megatron caches tensors (rotary angles) for later training steps: they must not be inference tensors.
         with self.engine(), torch.inference_mode(False), torch.no_grad():
-            prepared = self._whole_microbatches(train_step.prepare_batch(batch), train_step, is_training=False)
-            output = self._schedule_for(train_step).run(prepared, forward_only=True)
+            output = self._steps.evaluate(batch, train_step)
         self._step_shape = self._step_shape or output.shape
         return output
 
-    def _schedule_for(self, train_step: TrainStep) -> Schedule:
-        if self._schedule is None or self._train_step is not train_step:
-            self._schedule = Schedule(self._chunks, train_step, self.topology)
-            self._train_step = train_step
-        return self._schedule
-
-    def _whole_microbatches(self, batch: Batch, train_step: TrainStep, *, is_training: bool) -> Batch:
-        """The batch with rows that carry no loss added until ``num_microbatches`` divides them."""
-        rows = next(iter(batch.values())).shape[0]
-        whole = -(-rows // self.num_microbatches) * self.num_microbatches
-        if is_training and self._train_rows is None:
-            self._train_rows = rows
-        if rows == whole:
-            return batch
-        if is_training and rows == self._train_rows:
-            raise ConfigError(
-                f"a batch of {rows} rows cannot be cut into num_microbatches={self.num_microbatches} equal parts; use a "
-                f"batch_size of {whole} (= micro_batch_size x num_microbatches)"
-            )
-        return train_step.pad_rows(batch, whole)
-
     @override
-    def backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def backward(
+        self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         """Nothing: Megatron's schedule has run the backward pass of every microbatch."""
         return closure_loss
-
-    # ---- collectives over all ranks -------------------------------------------------------------------------------
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if not _distributed_is_initialized():
-            return
-        if dist.get_backend() == "nccl":
-            dist.barrier(device_ids=[self.root_device.index])
-        else:
-            dist.barrier()
-
-    @override
-    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        if not _distributed_is_initialized():
-            return obj
-        objects = [obj]
-        dist.broadcast_object_list(objects, src, group=dist.group.WORLD)
-        return objects[0]
-
-    @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        # Losses and metrics of steps are equal on all ranks already, and their mean over the world is the same again.
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, torch.Tensor) else tensor
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -485,12 +299,12 @@ class MegatronStrategy(ParallelStrategy):
         return False
 
     def _run_state(self, *, with_optimizer: bool) -> checkpoint.RunState:
-        module = _ready(self.lightning_module, "connect")
+        module = ready(self.lightning_module, "connect")
         optimizer = next((o for o in self.optimizers if isinstance(o, MegatronOptimizer)), None)
         return checkpoint.RunState(
             chunks=self._chunks,
             optimizer=optimizer if with_optimizer else None,
-            rng=_ready(_ready(self._runtime, "setup_environment").rng, "setup_environment"),
+            rng=ready(ready(self._runtime, "setup_environment").rng, "setup_environment"),
             topology=self.topology,
             model_description=getattr(module, "model_description", {}),
         )
@@ -498,12 +312,12 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Whatever the module holds besides Megatron's chunks (metrics, extra heads): equal on all ranks."""
-        state = _ready(self.lightning_module, "connect").state_dict()
+        state = ready(self.lightning_module, "connect").state_dict()
         return {name: value for name, value in state.items() if not name.startswith("model_chunks.")}
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        _ready(self.lightning_module, "connect").load_state_dict(checkpoint["state_dict"], strict=False)
+        ready(self.lightning_module, "connect").load_state_dict(checkpoint["state_dict"], strict=False)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -526,14 +340,18 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(str(checkpoint_path)))
-        fitting = _ready(self.lightning_module, "connect").trainer.state.fn == TrainerFn.FITTING
+        fitting = ready(self.lightning_module, "connect").trainer.state.fn == TrainerFn.FITTING
         run = self._run_state(with_optimizer=fitting and not self.load_weights_only)
         with self.engine():
             loaded = load_lightning_checkpoint(run, path)
             if fitting and self.load_weights_only:
                 for optimizer in self.optimizers:
                     optimizer.inner.reload_model_params()  # type: ignore[attr-defined]
-        return only_weights(loaded) if fitting and self.load_weights_only else loaded
+        if fitting and self.load_weights_only:
+            return only_weights(loaded)
+        # Lightning itself restores loaders only in the middle of what it counts as an epoch.
+        self._loader_state = loader_state(loaded) if fitting else None
+        return loaded
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
@@ -546,20 +364,12 @@ class MegatronStrategy(ParallelStrategy):
     def teardown(self) -> None:
         # Not super().teardown(): it would move the module and the optimizer to the CPU, out of Megatron's buffers.
         # The process groups stay for the next fit or validate.
-        _ready(self.cluster_environment, "the Trainer").teardown()
+        ready(self.cluster_environment, "the Trainer").teardown()
         self.precision_plugin.teardown()
-        _ready(self.accelerator, "the Trainer").teardown()
+        ready(self.accelerator, "the Trainer").teardown()
 
 
-T = TypeVar("T")
-
-
-def _ready(value: T | None, hook: str) -> T:
-    """``value``, which Lightning sets in ``hook``.
-
-    Raises:
-        RuntimeError: If it is asked for too early.
-    """
-    if value is None:
-        raise RuntimeError(f"this is only known after {hook}; use it from within Trainer.fit, validate or test")
-    return value
+def _batch_limit(trainer: pl.Trainer) -> float:
+    """Batches after which the Trainer ends a training epoch."""
+    limit = trainer.limit_train_batches
+    return limit if isinstance(limit, int) else float("inf")

@@ -78,9 +78,7 @@ DEVICE_PEAKS: tuple[DevicePeak, ...] = (
         fp32=19.5,
         source=_AMPERE,
     ),
-    DevicePeak(
-        names=("NVIDIA L40S",), bf16=362.0, fp16=362.0, tf32=183.0, fp32=91.6, source="NVIDIA L40S datasheet"
-    ),
+    DevicePeak(names=("NVIDIA L40S",), bf16=362.0, fp16=362.0, tf32=183.0, fp32=91.6, source="NVIDIA L40S datasheet"),
     DevicePeak(names=("NVIDIA L40",), bf16=181.0, fp16=181.0, tf32=90.5, fp32=90.5, source="NVIDIA L40 datasheet"),
     DevicePeak(
         names=("NVIDIA L4",),

@@ -24,7 +24,9 @@ HFConfigLike: TypeAlias = "PretrainedConfig | Mapping[str, Any] | str | Path"
 @functools.cache
 def known_families() -> dict[str, Family]:
     """Every family by its ``model_type``, found in ``convert/families``."""
-    modules = [importlib.import_module(f"{families.__name__}.{m.name}") for m in pkgutil.iter_modules(families.__path__)]
+    modules = [
+        importlib.import_module(f"{families.__name__}.{m.name}") for m in pkgutil.iter_modules(families.__path__)
+    ]
     return {module.FAMILY.model_type: module.FAMILY for module in modules}
 
 
@@ -54,9 +56,7 @@ def config_fields(model: HFConfigLike) -> dict[str, Any]:
     else:
         fields = model.to_dict()
     if "model_type" not in fields:
-        raise ConfigError(
-            f"the model config has no 'model_type'; add one of {', '.join(sorted(known_families()))}"
-        )
+        raise ConfigError(f"the model config has no 'model_type'; add one of {', '.join(sorted(known_families()))}")
     return fields
 
 
@@ -105,4 +105,6 @@ def _config_object(fields: Mapping[str, Any], *, check_keys: bool) -> Any:
     try:
         return config_class(**arguments)
     except Exception as error:  # transformers validates with errors of its own
-        raise ConfigError(f"the {fields['model_type']} config is invalid: {str(error).splitlines()[0]}; correct it") from None
+        raise ConfigError(
+            f"the {fields['model_type']} config is invalid: {str(error).splitlines()[0]}; correct it"
+        ) from None

@@ -6,7 +6,7 @@ ranks together have consumed a prefix of the epoch's order, whatever dp is: that
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ class _SkipFirst:
 def _without_first(loader: DataLoader[Any], skipped: int) -> DataLoader[Any]:
     return DataLoader(
         loader.dataset,
-        batch_sampler=_SkipFirst(loader.batch_sampler, skipped),  # type: ignore[arg-type]
+        batch_sampler=_SkipFirst(loader.batch_sampler, skipped),
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
@@ -45,62 +45,59 @@ def _without_first(loader: DataLoader[Any], skipped: int) -> DataLoader[Any]:
 
 
 class ResumableLoader:
-    """A training DataLoader that continues in mid-epoch where a checkpoint was taken, at any dp.
+    """A training DataLoader that continues where a checkpoint was taken, at any dp, in mid-epoch too.
 
-    Its length is that of the whole epoch, as Lightning expects, also after a resume.
+    It counts its own epochs, because Lightning counts an epoch as finished when ``max_steps`` ends it, although samples
+    of it are left. Its length is that of the whole epoch, as Lightning expects, also after a resume.
     """
 
-    def __init__(self, loader: DataLoader[Any], data_parallel_size: int) -> None:
-        """Wrap ``loader``, whose sampler already gives this rank its share of ``data_parallel_size``."""
+    def __init__(self, loader: DataLoader[Any], data_parallel_size: int, limit: Callable[[], float]) -> None:
+        """Wrap ``loader``, whose sampler already gives this rank its share.
+
+        Args:
+            loader: The user's loader.
+            data_parallel_size: Ranks that share the samples of an epoch.
+            limit: Batches after which the Trainer ends an epoch early (``limit_train_batches``).
+        """
         self.loader = loader
+        self.dataset = loader.dataset
+        self.batch_size = loader.batch_size
         self._dp = data_parallel_size
+        self._limit = limit
+        self._epoch = 0
         self._handed_out = 0
-        self._skip = 0
+        self._is_resuming = False
 
     @property
     def _global_batch(self) -> int:
-        return (self.loader.batch_size or 1) * self._dp
+        return (self.batch_size or 1) * self._dp
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        skipped, self._skip = self._skip, 0
-        self._handed_out = skipped
+        if self._handed_out > 0 and not self._is_resuming:
+            self._epoch, self._handed_out = self._epoch + 1, 0
+        self._is_resuming = False
+        if isinstance(self.loader.sampler, DistributedSampler):
+            self.loader.sampler.set_epoch(self._epoch)
+        skipped = self._handed_out
         for batch in _without_first(self.loader, skipped) if skipped else self.loader:
             self._handed_out += 1
             yield batch
 
-    @property
-    def dataset(self) -> Any:
-        """The dataset, where Lightning and callbacks look for it."""
-        return self.loader.dataset
-
-    @property
-    def sampler(self) -> Any:
-        """The sampler, where Lightning sets the epoch."""
-        return self.loader.sampler
-
-    @property
-    def batch_sampler(self) -> Any:
-        """The batch sampler, where Lightning looks for inner samplers."""
-        return self.loader.batch_sampler
-
-    @property
-    def batch_size(self) -> int | None:
-        """Rows per batch of one data-parallel rank."""
-        return self.loader.batch_size
-
     def state_dict(self) -> dict[str, int]:
-        """Samples of this epoch that all ranks together have consumed."""
-        return {"consumed_samples": self._handed_out * self._global_batch}
+        """The epoch, and the samples of it that all ranks together have consumed."""
+        return {"epoch": self._epoch, "consumed_samples": self._handed_out * self._global_batch}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Start the next iteration behind the consumed samples.
 
         A global batch size that does not divide them starts at the last whole batch before, so that nothing is skipped.
         """
-        self._skip = state["consumed_samples"] // self._global_batch
+        self._epoch = state["epoch"]
+        self._handed_out = state["consumed_samples"] // self._global_batch
+        self._is_resuming = self._handed_out < min(len(self), self._limit())
 
 
 class EvaluationLoader:
@@ -132,7 +129,8 @@ class EvaluationLoader:
         if not isinstance(sampler, DistributedSampler) or rows == 0:
             return None
         places = (taken + torch.arange(rows)) * sampler.num_replicas + sampler.rank
-        return (places < len(sampler.dataset)).float()  # type: ignore[arg-type]
+        num_samples: int = len(sampler.dataset)  # type: ignore[arg-type]
+        return (places < num_samples).float()
 
     @property
     def dataset(self) -> Any:

@@ -86,12 +86,13 @@ def read_meta(path: Path) -> dict[str, Any]:
         check_complete(path)
         check_only_data(path)
         meta = load_plain(path / META)
-        if not isinstance(meta, dict) or meta.get("format_version") != _FORMAT_VERSION:
+        version = meta.get("format_version") if isinstance(meta, dict) else None
+        if version != _FORMAT_VERSION:
             raise CheckpointError(
-                f"checkpoint {path} has the format version {meta.get('format_version') if isinstance(meta, dict) else None}"
-                f", and this program reads {_FORMAT_VERSION}; load it with the version that wrote it"
+                f"checkpoint {path} has the format version {version}, and this program reads {_FORMAT_VERSION}; load "
+                "it with the version that wrote it"
             )
-        return meta
+        return dict(meta)
 
     return on_all_ranks_alike(check_and_read)
 
@@ -167,8 +168,8 @@ def _write_meta(meta: dict[str, Any], file: Path) -> None:
         load_plain(temporary)
     except CheckpointError as error:
         raise CheckpointError(
-            f"checkpoint not written: its state must be plain data (numbers, strings, lists, dicts, tensors), but {error}; "
-            "correct the hyper-parameters or the state_dict of the callback, module or datamodule in question"
+            f"checkpoint not written: its state must be plain data (numbers, strings, containers, tensors), but "
+            f"{error}; correct the hyper-parameters or the state_dict of the callback, module or datamodule in question"
         ) from None
     with temporary.open("rb") as stream:
         os.fsync(stream.fileno())
@@ -185,8 +186,14 @@ def _own_meta(run: RunState) -> dict[str, Any]:
         "format_version": _FORMAT_VERSION,
         "layout": _layout(run.topology),
         "has_optimizer": run.optimizer is not None,
+        "optimizer_format": _optimizer_format(run),
         "model_description": dict(run.model_description),
     }
+
+
+def _optimizer_format(run: RunState) -> str | None:
+    """Which of Megatron's optimizers wrote the state; another one cannot read it."""
+    return None if run.optimizer is None else type(run.optimizer.parts[0]).__name__
 
 
 def _rng_file(rank: int) -> str:
@@ -242,4 +249,11 @@ def _check_fits(run: RunState, meta: Mapping[str, Any], path: Path) -> None:
         raise CheckpointError(
             f"checkpoint {path} holds only weights (save_weights_only), so training cannot resume from it; use a full "
             "checkpoint, or start a new run from its weights with MegatronStrategy(load_weights_only=True)"
+        )
+    written, wanted = meta["optimizer_format"], _optimizer_format(run)
+    if run.optimizer is not None and written != wanted:
+        raise CheckpointError(
+            f"checkpoint {path} holds the state of a {written}, and this run has a {wanted}; resume with the same "
+            "distributed_optimizer and precision, or start from its weights with "
+            "MegatronStrategy(load_weights_only=True)"
         )

@@ -21,15 +21,33 @@ META = "meta.pt"
 
 _TABLE_OF_CONTENTS = ".metadata"
 
-_ALLOWED_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-_ALLOWED_NAMES = {
+_DCP = "torch.distributed.checkpoint"
+_TABLE_CLASSES = {
+    *(
+        (f"{_DCP}.metadata", name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    *(
+        (f"{_DCP}.planner", name)
+        for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
+    ),
+    (f"{_DCP}.filesystem", "_StorageInfo"),
+    (f"{_DCP}.filesystem", "_StoragePrefix"),
     ("torch", "Size"),
-    ("torch", "device"),
     ("torch.serialization", "_get_layout"),
     ("collections", "OrderedDict"),
-    ("_codecs", "encode"),
-    ("builtins", "getattr"),
+    ("pathlib", "PosixPath"),
 }
+"""Everything that a table of contents consists of, besides dtypes (torch 2.10 to 2.13)."""
 
 
 class _TableUnpickler(pickle.Unpickler):
@@ -38,9 +56,7 @@ class _TableUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if module in _ALLOWED_MODULES and "." not in name:
-            return super().find_class(module, name)
-        if (module, name) in _ALLOWED_NAMES - {("builtins", "getattr")}:
+        if (module, name) in _TABLE_CLASSES:
             return super().find_class(module, name)
         raise CheckpointError(f"it would run {module}.{name} when loaded")
 
@@ -55,7 +71,7 @@ def check_complete(path: Path) -> None:
         raise CheckpointError(f"checkpoint {path} does not exist; give the path of a *.ckpt directory")
     if not path.is_dir():
         raise CheckpointError(
-            f"checkpoint {path} is a file, not a directory that this strategy wrote; give the path of a *.ckpt directory"
+            f"checkpoint {path} is a file, not a directory that this strategy wrote; give a *.ckpt directory"
         )
     if not (path / META).is_file():
         raise CheckpointError(
@@ -78,7 +94,9 @@ def check_only_data(path: Path) -> None:
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint {path} is not loaded: {error}; do not trust its source") from None
     except Exception as error:  # a damaged pickle raises almost anything
-        raise CheckpointError(f"checkpoint {path} has an unreadable {_TABLE_OF_CONTENTS} ({error}); use an earlier one") from None
+        raise CheckpointError(
+            f"checkpoint {path} has an unreadable {_TABLE_OF_CONTENTS} ({error}); use an earlier one"
+        ) from None
     needed: dict[str, int] = defaultdict(int)
     for place in (getattr(table, "storage_data", None) or {}).values():
         needed[place.relative_path] = max(needed[place.relative_path], place.offset + place.length)

@@ -1,6 +1,6 @@
 """How does an engine that hard-codes CUDA run on a CPU? A table of its CUDA calls and what they mean with gloo.
 
-Megatron-Core asks ``torch.cuda`` for devices, streams, events and random states, and writes ``device="cuda"`` in places.
+Megatron-Core asks ``torch.cuda`` for devices, streams, events and random states, and writes ``device="cuda"``.
 ``emulated_cuda`` answers those calls with the CPU while a strategy runs there, and puts the real functions back after.
 The same schedules, layers and optimizers then run in gloo processes on a laptop.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -153,5 +154,15 @@ CPU_PATCHES: tuple[Patch, ...] = (
 @contextlib.contextmanager
 def emulated_cuda() -> Iterator[None]:
     """While active, the engine's CUDA calls mean the CPU; afterwards torch is as it was."""
-    with active(CPU_PATCHES), _CudaMeansCpu():
-        yield
+    log = logging.getLogger(_RANDOM)
+    log.addFilter(_is_not_about_one_generator)
+    try:
+        with active(CPU_PATCHES), _CudaMeansCpu():
+            yield
+    finally:
+        log.removeFilter(_is_not_about_one_generator)
+
+
+def _is_not_about_one_generator(record: logging.LogRecord) -> bool:
+    """Drop ``CudaRNGStatesTracker.fork``'s warning that GPU code drew from the CPU: here both are one generator."""
+    return "CPU RNG state changed within GPU RNG context" not in record.getMessage()

@@ -1,6 +1,6 @@
 """What must change in Megatron's checkpoint writer and reader? Three rows.
 
-The writer starts a ``spawn`` manager process, which runs the user's script again (it hangs without a ``__main__`` guard),
+The writer starts a ``spawn`` manager process, which runs the user's script again (a hang without ``__main__`` guard),
 and forks the trainer for every file (which doubles its memory). Threads of the trainer itself do the same work here.
 The reader unpickles objects without restriction; here only plain data comes out.
 """
@@ -65,14 +65,16 @@ def _results_queue(original: Any) -> Callable[[], queue.Queue[Any]]:
 
 def _load_only_data(original: Any) -> Any:
     def load_bytes(self: Any, read_item: Any, value: io.BytesIO) -> None:
-        """As torch's, but objects that are more than data are refused."""
+        """As torch's, after the bytes have proved to be only data."""
         try:
-            self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+            torch.load(value, weights_only=True)
         except Exception as error:
             raise CheckpointError(
                 f"checkpoint entry {read_item.dest_index.fqn} is not loaded: it is damaged or holds more than data "
                 f"({type(error).__name__}); do not trust its source"
             ) from None
+        value.seek(0)
+        original(self, read_item, value)
 
     return load_bytes
 

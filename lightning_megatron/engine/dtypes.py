@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
 
 import torch
-from typing_extensions import Literal
 
 from lightning_megatron.errors import ConfigError
 
@@ -46,6 +45,7 @@ def dtype_policy(precision: str) -> DtypePolicy:
     """
     if precision not in _POLICIES:
         raise ConfigError(
-            f"precision={precision!r} is not a mode of the Megatron engine; choose from {', '.join(get_args(PrecisionName))}"
+            f"precision={precision!r} is not a mode of the Megatron engine; choose from "
+            f"{', '.join(get_args(PrecisionName))}"
         )
     return _POLICIES[precision]

@@ -1,4 +1,4 @@
-"""Which processes talk to each other? Creates Megatron's process groups and gives a frozen view of this rank's place."""
+"""Which processes talk to each other? Creates Megatron's process groups and shows this rank's place in them."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _view(parallel: ParallelConfig, mp_header_group: dist.ProcessGroup) -> Topol
 
 def _model_parallel_header_group(parallel: ParallelConfig, timeout: timedelta) -> dist.ProcessGroup:
     """A gloo group over the same ranks as ``mp_group``; gloo never waits for work that is queued on a GPU."""
-    mp_group = parallel_state.get_model_parallel_group()
+    mp_group: dist.ProcessGroup = parallel_state.get_model_parallel_group()
     if dist.get_backend(mp_group) == "gloo":
         return mp_group
     mine = dist.get_process_group_ranks(mp_group)

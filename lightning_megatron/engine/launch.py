@@ -12,7 +12,7 @@ _DEFAULT_SEED = 1234
 
 
 def seed_of_run() -> int:
-    """The seed given to ``seed_everything`` (Lightning hands it to all ranks), else a fixed one, the same everywhere."""
+    """The seed given to ``seed_everything`` (Lightning hands it to all ranks), else a fixed one."""
     return int(os.environ.get("PL_GLOBAL_SEED", _DEFAULT_SEED))
 
 

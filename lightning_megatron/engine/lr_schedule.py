@@ -236,8 +236,7 @@ def _check_lengths(schedule: LRSchedule, warmup: float, decay: int | None) -> No
     source = "decay_steps" if schedule.decay_steps else "trainer.max_steps"
     if warmup >= decay:
         raise ConfigError(
-            f"warmup_steps={schedule.warmup_steps} must be less than {source}={decay}; lower it or raise "
-            f"{source}"
+            f"warmup_steps={schedule.warmup_steps} must be less than {source}={decay}; lower it or raise {source}"
         )
     if schedule.wsd_decay_steps is not None and schedule.wsd_decay_steps > decay - warmup:
         raise ConfigError(

@@ -212,7 +212,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
         return scaled
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run ``closure`` (forward and backward), then clip, update and gather. Every rank must call.
 
         Reading the gradient norm is the one time per step that the host waits for the GPU.

@@ -41,7 +41,7 @@ class ParallelConfig:
                 raise ConfigError(f"{name}={value} must be an integer of at least 1; correct {name}")
         if self.cp > 1:
             raise ConfigError(
-                f"cp={self.cp} needs an attention that splits the sequence (Transformer Engine's), and the attention in "
+                f"cp={self.cp} needs an attention that splits the sequence (Transformer Engine's), and the one in "
                 "use (PyTorch's scaled_dot_product_attention) does not; set cp=1 and raise tp with "
                 "sequence_parallel=True for long sequences"
             )
@@ -103,9 +103,10 @@ class ParallelConfig:
         groups = model.num_query_groups
         # With more ranks than groups, neighbouring ranks hold the same key/value head.
         if groups % self.tp != 0 and self.tp % groups != 0:
+            choices = [d for d in divisors(model.num_attention_heads) if groups % d == 0 or d % groups == 0]
             raise ConfigError(
                 f"tp={self.tp} neither divides num_query_groups={groups} nor is a multiple of it; choose tp from "
-                f"{', '.join(str(d) for d in divisors(model.num_attention_heads) if groups % d == 0 or d % groups == 0)}"
+                f"{', '.join(str(d) for d in choices)}"
             )
         if self.vpp is None:
             require_divides("pp", self.pp, "num_layers", model.num_layers)

@@ -1,6 +1,6 @@
 """Which random numbers does each rank draw, and how do they survive a restart?
 
-Megatron keeps two streams on the device: the default one, equal on all ranks of a TP group (dropout outside TP regions),
+Megatron keeps two streams on the device: the default one, equal on all ranks of a TP group (dropout outside TP),
 and the tracked one, different on each (dropout inside). On a CPU the device's default generator is also the one that
 user code and DataLoaders draw from, which would make TP ranks drift apart, so the engine keeps its own state there and
 swaps it in while it works.
@@ -55,11 +55,18 @@ class EngineRng:
     def state_dict(self) -> dict[str, Any]:
         """All random states of this rank as tensors and plain numbers."""
         kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+        words = np.asarray(keys).astype(np.int64)
         version, internal, gauss = random.getstate()
         device_state = self._default_state if self._on_cpu else torch.cuda.get_rng_state()
         return {
             "python": [version, list(internal), gauss],
-            "numpy": [str(kind), torch.tensor(np.asarray(keys).astype(np.int64)), int(position), int(has_gauss), float(cached)],
+            "numpy": [
+                str(kind),
+                torch.from_numpy(words),
+                int(position),
+                int(has_gauss),
+                float(cached),
+            ],
             "torch": torch.get_rng_state(),
             "device": device_state,
             "tracker": dict(get_cuda_rng_tracker().get_states()),

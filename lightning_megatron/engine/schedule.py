@@ -140,12 +140,11 @@ class Schedule:
     def _scaled_loss(self, loss_func: LossFunc, output: torch.Tensor) -> tuple[torch.Tensor, int, torch.Tensor]:
         """Megatron's 3-tuple (loss, token count, report); the count is ours to keep, so the engine gets 0."""
         terms = loss_func(output)
-        report = torch.stack(
-            [torch.stack([terms[name].sum.detach().float(), terms[name].count.float()]) for name in self._step.loss_terms]
-        )
+        ordered = [terms[name] for name in self._step.loss_terms]
+        report = torch.stack([torch.stack([term.sum.detach().float(), term.targets.float()]) for term in ordered])
         if self._denominators is None:
             (term,) = terms.values()
-            self._targets_seen.append(term.count.detach().float())
+            self._targets_seen.append(term.targets.detach().float())
             return term.sum, 0, report
         loss = torch.stack([terms[name].sum / n for name, n in self._denominators.items()]).sum()
         return loss, 0, report

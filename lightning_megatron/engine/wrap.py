@@ -66,14 +66,14 @@ def _ddp(chunk: torch.nn.Module, reduction: GradientReduction, index: int) -> Di
     return wrapped
 
 
-def connect_schedule(chunks: torch.nn.ModuleList, finalize: Any, scale_loss: Any) -> None:
+def connect_schedule(chunks: list[Any], finalize: Any, scale_loss: Any) -> None:
     """Give every chunk's config the functions that the schedule calls around a step.
 
     Each chunk has its own reference to the config, and the schedule reads the first one's, so all get all.
     """
-    ddp = list(chunks)
-    no_sync = [c.no_sync for c in ddp]
-    for chunk in ddp:
+    no_sync = [c.no_sync for c in chunks]
+
+    for chunk in chunks:
         config = unwrap(chunk).config
         config.finalize_model_grads_func = finalize
         config.grad_scale_func = scale_loss

@@ -89,9 +89,7 @@ class ModelConfig:
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"{name}={value} must be at least 1; correct the model's config")
-        require_divides(
-            "num_query_groups", self.num_query_groups, "num_attention_heads", self.num_attention_heads
-        )
+        require_divides("num_query_groups", self.num_query_groups, "num_attention_heads", self.num_attention_heads)
 
     def padded_vocab_size(self, tp: int) -> int:
         """Rows of the embedding over all ranks: the smallest multiple of ``make_vocab_size_divisible_by * tp``.

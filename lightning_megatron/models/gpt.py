@@ -30,9 +30,7 @@ def build_gpt(model: ModelConfig, settings: EngineSettings) -> torch.nn.ModuleLi
     return torch.nn.ModuleList([_chunk(model, config, settings, vp_stage) for vp_stage in stages])
 
 
-def _chunk(
-    model: ModelConfig, config: TransformerConfig, settings: EngineSettings, vp_stage: int | None
-) -> GPTModel:
+def _chunk(model: ModelConfig, config: TransformerConfig, settings: EngineSettings, vp_stage: int | None) -> GPTModel:
     parallel = settings.parallel
     chunk = GPTModel(
         config=config,

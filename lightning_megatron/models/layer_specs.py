@@ -18,7 +18,7 @@ _CHECKPOINT_NAMES = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-"""Transformer Engine fuses norms into the linear that follows; its names are the ones that Megatron checkpoints carry."""
+"""Transformer Engine fuses norms into the linear that follows; Megatron's checkpoints carry its names."""
 
 
 def gpt_layer_spec() -> ModuleSpec:

@@ -62,7 +62,8 @@ def _activation(name: Activation, fused: bool) -> Callable[[torch.Tensor], torch
     """
     if name == "gelu_tanh":
         return F.gelu if fused else partial(F.gelu, approximate="tanh")
-    return {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}[name]
+    functions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
+    return functions[name]
 
 
 def _fuses_activation(model: ModelConfig, device: torch.device) -> bool:
@@ -84,7 +85,9 @@ def transformer_config(model: ModelConfig, settings: EngineSettings) -> Transfor
     known = {f.name for f in fields(TransformerConfig)}
     for name in settings.overrides:
         if name not in known:
-            raise ConfigError(f"transformer_config_overrides: {name!r} is not a field of Megatron's TransformerConfig; remove it")
+            raise ConfigError(
+                f"transformer_config_overrides: {name!r} is not a field of Megatron's TransformerConfig; remove it"
+            )
     arguments = {
         **_architecture(model, settings.device),
         **_layout(settings.parallel, settings.dtypes.params),
@@ -160,8 +163,8 @@ def _numerics(model: ModelConfig, settings: EngineSettings) -> dict[str, Any]:
 def _leave(weight: torch.Tensor) -> torch.Tensor:
     """Leave a new weight as it is: models/initialization.py fills it, the same on every layout.
 
-    Not ``perform_initialization=False``: megatron-core 0.16.1, tensor_parallel/layers.py, would then not mark the weight
-    as split either, and the gradient norm would miss every shard but the first.
+    Not ``perform_initialization=False``: megatron-core 0.16.1, tensor_parallel/layers.py, would then not mark the
+    weight as split either, and the gradient norm would miss every shard but the first.
     """
     return weight
 

@@ -21,7 +21,7 @@ class LossTerm(NamedTuple):
 
     sum: torch.Tensor
     """[], fp32: the sum over the targets of one microbatch; gradients flow through it."""
-    count: torch.Tensor
+    targets: torch.Tensor
     """[]: how many targets the sum is over."""
 
 
@@ -66,9 +66,7 @@ class TrainStep(ABC):
         return next(data_iterator)
 
     @abstractmethod
-    def forward_step(
-        self, data_iterator: Iterator[Batch], model: torch.nn.Module
-    ) -> tuple[torch.Tensor, LossFunc]:
+    def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, LossFunc]:
         """One forward pass of one microbatch through this rank's model chunk.
 
         Args:

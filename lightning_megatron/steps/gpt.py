@@ -21,7 +21,7 @@ class GPTTrainStep(TrainStep):
 
     Accepts two kinds of batches, [b, s] each:
 
-    * Hugging Face's: ``input_ids`` and, optionally, ``labels`` (at the tokens' own positions, -100 ignored; absent means
+    * Hugging Face's: ``input_ids`` and, optionally, ``labels`` (at the tokens' own positions, -100 ignored; absent:
       every token is a target), ``attention_mask``, ``position_ids``.
     * Megatron's: ``text`` [b, s + 1], whose first s tokens predict the last s; negative numbers are padding.
 
@@ -31,7 +31,7 @@ class GPTTrainStep(TrainStep):
     loss_terms: ClassVar[tuple[str, ...]] = ("lm_loss",)
 
     def prepare_batch(self, batch: Batch) -> Batch:
-        """``tokens``, ``position_ids`` and ``targets``, [b, s] int64; ``loss_mask`` [b, s] fp32; maybe ``attention_mask``.
+        """``tokens``, ``position_ids``, ``targets`` [b, s] int64; ``loss_mask`` [b, s] fp32; maybe ``attention_mask``.
 
         Raises:
             DataError: If there are neither ``input_ids`` nor ``text``, or a key is not understood.
@@ -73,9 +73,7 @@ class GPTTrainStep(TrainStep):
         """The number of targets, known from the masks alone."""
         return {"lm_loss": batch["loss_mask"].sum()}
 
-    def forward_step(
-        self, data_iterator: Iterator[Batch], model: torch.nn.Module
-    ) -> tuple[torch.Tensor, LossFunc]:
+    def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, LossFunc]:
         """Per-token losses [b, s] on the last stage, hidden states before it."""
         batch = self.get_batch(data_iterator)
         mask = batch.get("attention_mask")

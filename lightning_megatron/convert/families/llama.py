@@ -26,8 +26,8 @@ def _rope_scaling(rope: dict[str, Any]) -> RopeScaling | None:
 def _describe(hf: Any) -> ModelConfig:
     if hf.attention_bias != hf.mlp_bias:
         raise ConfigError(
-            f"attention_bias={hf.attention_bias} with mlp_bias={hf.mlp_bias} is not supported: the engine has one switch "
-            "for the biases of the output projection and of the MLP; use the same value for both"
+            f"attention_bias={hf.attention_bias} with mlp_bias={hf.mlp_bias} is not supported: one switch "
+            "of the engine sets the biases of the output projection and of the MLP; use the same value for both"
         )
     rope = dict(hf.rope_parameters)
     return ModelConfig(
