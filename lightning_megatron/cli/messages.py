@@ -20,6 +20,7 @@ _REPEATED_BY_EVERY_RANK = (
     ("When using async grad allreduce", "", "an environment variable for GPUs that Megatron mentions on CPUs too"),
     (r"`torch\.distributed\.\w+` is deprecated", "", "names that Megatron uses and torch 2.13 would rename"),
     (r"`isinstance\(treespec, LeafSpec\)` is deprecated", "", "the same between Lightning and torch"),
+    ("Please use DTensor instead", "", "ShardedTensor, in which Megatron's checkpoints are written"),
     (r"It is recommended to use `self\.log\(", "", "sync_dist: our losses are the same on every rank already"),
 )
 
