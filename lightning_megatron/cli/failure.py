@@ -42,8 +42,10 @@ def users_mistake(error: BaseException) -> str | None:
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
     """The error and what it was raised from, outermost first."""
+    seen: set[int] = set()  # "raise error from error" makes an error its own cause
     current: BaseException | None = error
-    while current is not None:
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
         yield current
         current = current.__cause__
 

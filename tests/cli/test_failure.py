@@ -30,6 +30,11 @@ def test_a_config_error_that_caused_another_error_is_what_is_shown() -> None:
     assert failure.users_mistake(wrapped) == "lr=-1 must be positive"
 
 
+def test_an_error_that_is_its_own_cause_is_shown_once() -> None:
+    error = ConfigError("on all ranks")
+    assert failure.users_mistake(_raised_from(error, error)) == "on all ranks"
+
+
 def test_an_error_met_while_handling_a_config_error_is_a_defect() -> None:
     error: Exception
     try:
