@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_megatron.convert.registry import HFConfigLike, config_fields, model_config
-from lightning_megatron.engine.launch import seed_of_run
+from lightning_megatron.engine.launch import seed_of_run, unchanged_environment
 from lightning_megatron.engine.lr_schedule import LRSchedule, check_schedule
 from lightning_megatron.engine.lr_scheduler import MegatronLRScheduler
 from lightning_megatron.engine.optimizer import OptimizerOptions
@@ -23,6 +24,7 @@ from lightning_megatron.steps.registry import train_step_named
 if TYPE_CHECKING:
     from lightning_megatron.engine.schedule import StepOutput
     from lightning_megatron.models.config import ModelConfig
+    from lightning_megatron.models.transformer_config import EngineSettings
     from lightning_megatron.strategy import MegatronStrategy
 
 
@@ -61,7 +63,7 @@ class MegatronModule(pl.LightningModule):
         self.optimizer_options = optimizer
         self.lr_schedule = lr_schedule
         self.model_chunks: torch.nn.ModuleList | None = None
-        self._built_for: Any = None
+        self.built_for: EngineSettings | None = None
         self.save_hyperparameters({"model": config_fields(model), "lr": lr, "train_step": str(train_step)})
 
     @property
@@ -104,15 +106,19 @@ class MegatronModule(pl.LightningModule):
 
     def configure_model(self) -> None:
         """Build this rank's chunks; again if the layout or the precision is another than last time."""
+        from lightning_megatron.engine.start_report import start_lines
         from lightning_megatron.models.gpt import build_gpt
         from lightning_megatron.models.initialization import initialize_weights
 
         settings = self.megatron.settings
-        if self.model_chunks is not None and self._built_for == settings:
+        if self.model_chunks is not None and self.built_for == settings:
             return
-        self.model_chunks = build_gpt(self.model_config, settings)
+        with unchanged_environment():
+            self.model_chunks = build_gpt(self.model_config, settings)
         initialize_weights(self.model_chunks, self.model_config, seed_of_run())
-        self._built_for = settings
+        self.built_for = settings
+        for line in start_lines(self.model_config, settings):
+            rank_zero_info(line)
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """One optimizer step's gradients; returns the loss, the same on every rank."""

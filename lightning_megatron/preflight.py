@@ -55,6 +55,7 @@ def preflight(trainer: pl.Trainer, model: pl.LightningModule, datamodule: pl.Lig
             data_parallel_size=strategy.data_parallel_size,
             sequence_parallel=strategy.parallel.uses_sequence_parallel,
             tp=strategy.tp,
+            vocab_size=model.model_config.vocab_size if isinstance(model, MegatronModule) else None,
         )
         if isinstance(model, MegatronModule):
             strategy.parallel.check_sequence(datamodule.seq_length, model.model_config.max_position_embeddings)

@@ -30,7 +30,7 @@ from lightning_megatron.data.broadcast import broadcast_batch
 from lightning_megatron.data.loaders import EvaluationLoader, ResumableLoader, is_map_style
 from lightning_megatron.engine import checkpoint, groups
 from lightning_megatron.engine.groups import Topology
-from lightning_megatron.engine.launch import die_with_parent, seed_of_run
+from lightning_megatron.engine.launch import allow_overlap, die_with_parent, seed_of_run
 from lightning_megatron.engine.optimizer import (
     MegatronOptimizer,
     OptimizerContext,
@@ -38,6 +38,7 @@ from lightning_megatron.engine.optimizer import (
     build_optimizer,
 )
 from lightning_megatron.engine.parallel import ParallelConfig
+from lightning_megatron.engine.relayout import read_weights, write_weights
 from lightning_megatron.engine.runtime import Runtime
 from lightning_megatron.engine.schedule import StepOutput, StepShape
 from lightning_megatron.engine.stepper import Stepper
@@ -119,6 +120,7 @@ class MegatronStrategy(StrategyState):
         self._runtime: Runtime | None = None
         self._stepper: Stepper | None = None
         self._step_shape: StepShape | None = None
+        self._weights_of_other_layout: Path | None = None
         self._loader_state: dict[str, int] | None = None
         self.num_nodes = 1
 
@@ -134,6 +136,8 @@ class MegatronStrategy(StrategyState):
         environment = ready(self.cluster_environment, "the Trainer")
         # The first moment at which the world size is known, before any process is started.
         self.parallel.data_parallel_size(self.num_nodes * self.num_processes)
+        if self.root_device.type == "cuda" and self.tp > 1:
+            allow_overlap()
         if not environment.creates_processes_externally:
             self._launcher = _SubprocessScriptLauncher(environment, self.num_processes, self.num_nodes)
 
@@ -155,9 +159,19 @@ class MegatronStrategy(StrategyState):
         _init_dist_connection(
             environment, backend, timeout=self._timeout, device_id=device if device.type == "cuda" else None
         )
-        self._topology = groups.initialize(self.parallel, self._timeout)
         self._runtime = Runtime(device)
+        self._weights_of_other_layout = self._keep_weights()
+        self._topology = groups.initialize(self.parallel, self._timeout)
         self._runtime.seed(seed_of_run(), self._topology.pp_rank)
+
+    def _keep_weights(self) -> Path | None:
+        """Weights of a module that another Trainer has built for another layout, before its groups are gone."""
+        module = ready(self.lightning_module, "connect")
+        built_for = getattr(module, "built_for", None)
+        if built_for is None or built_for == self.settings:
+            return None
+        with self.engine():
+            return write_weights(self._chunks, Path(module.trainer.default_root_dir))
 
     def set_world_ranks(self) -> None:
         """Tell the environment, and Lightning's rank-zero functions, which rank this is."""
@@ -193,6 +207,9 @@ class MegatronStrategy(StrategyState):
         fitting = trainer.state.fn == TrainerFn.FITTING
         with self.engine():
             self.model_to_device()
+            if self._weights_of_other_layout is not None:
+                read_weights(self._chunks, self._weights_of_other_layout)
+                self._weights_of_other_layout = None
             module.model_chunks = to_16bit(module.model_chunks, self.settings.dtypes)  # type: ignore[arg-type]
             if fitting:
                 module.model_chunks = to_ddp(module.model_chunks, self.reduction)

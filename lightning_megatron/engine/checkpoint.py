@@ -17,14 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.distributed import DistributedDataParallel
 
 from lightning_megatron.engine.agreement import on_all_ranks_alike
 from lightning_megatron.engine.checkpoint_safety import META, check_complete, check_only_data, load_plain
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.optimizer import MegatronOptimizer
 from lightning_megatron.engine.rng import EngineRng
-from lightning_megatron.engine.wrap import unwrap
+from lightning_megatron.engine.wrap import finish_parameter_gathers, unwrap
 from lightning_megatron.errors import CheckpointError
 
 _FORMAT_VERSION = 1
@@ -62,7 +61,7 @@ def save(run: RunState, meta: dict[str, Any], path: Path) -> None:
     """
     partial = path.with_name(path.name + _PARTIAL)
     on_all_ranks_alike(lambda: _make_empty(partial) if dist.get_rank() == 0 else None)
-    _finish_parameter_gathers(run.chunks)
+    finish_parameter_gathers(run.chunks)
     dist_checkpointing.save(_sharded_state(run, is_loading=False), str(partial), content_metadata=dict(_SHARDING))
     on_all_ranks_alike(lambda: torch.save(run.rng.state_dict(), partial / _rng_file(dist.get_rank())))
 
@@ -198,13 +197,6 @@ def _optimizer_format(run: RunState) -> str | None:
 
 def _rng_file(rank: int) -> str:
     return f"rng_{rank:05d}.pt"
-
-
-def _finish_parameter_gathers(chunks: list[Any]) -> None:
-    """Overlapped parameter gathers happen in the next forward pass; a checkpoint needs them now."""
-    for chunk in chunks:
-        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
-            chunk.start_param_sync(force_sync=True)
 
 
 def _sharded_state(run: RunState, *, is_loading: bool) -> dict[str, Any]:

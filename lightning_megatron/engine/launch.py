@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
+from collections.abc import Iterator
 
 _PR_SET_PDEATHSIG = 1
 _DEFAULT_SEED = 1234
@@ -14,6 +16,31 @@ _DEFAULT_SEED = 1234
 def seed_of_run() -> int:
     """The seed given to ``seed_everything`` (Lightning hands it to all ranks), else a fixed one."""
     return int(os.environ.get("PL_GLOBAL_SEED", _DEFAULT_SEED))
+
+
+def allow_overlap() -> None:
+    """Let communication start in the order in which it was queued among computation, on GPUs of this process.
+
+    Megatron's tensor parallelism overlaps the two only with one hardware queue. CUDA reads the variable once, when its
+    first context is made, and processes that are launched later inherit it.
+    """
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+@contextlib.contextmanager
+def unchanged_environment() -> Iterator[None]:
+    """Undo what is written to the environment inside.
+
+    megatron-core 0.16.1, models/common/language_module/language_module.py: building a model sets NVTE_FLASH_ATTN and
+    the like for the whole process.
+    """
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def die_with_parent() -> None:

@@ -81,8 +81,8 @@ class OptimizerReport:
     """Global 2-norm of the gradients before clipping; NaN where the step was skipped."""
     skipped: bool
     """Whether an overflow was found and the weights were left alone."""
-    loss_scale: float
-    """The scale that the next step uses; 1 unless ``16-mixed``."""
+    loss_scale: torch.Tensor
+    """[1], fp32: the scale that the next step uses; 1 unless ``16-mixed``. On the device: reading it waits."""
 
 
 def multipliers_of(name: str, parameter: torch.Tensor, options: OptimizerOptions) -> GroupMultipliers:
@@ -226,14 +226,9 @@ class MegatronOptimizer(torch.optim.Optimizer):
             self.report = OptimizerReport(
                 grad_norm=float("nan") if grad_norm is None else float(grad_norm),
                 skipped=not updated,
-                loss_scale=self._loss_scale(),
+                loss_scale=self.inner.get_loss_scale().detach().clone(),
             )
         return loss
-
-    def _loss_scale(self) -> float:
-        scalers = [getattr(o, "grad_scaler", None) for o in self.parts]
-        scaler = next((s for s in scalers if s is not None), None)
-        return 1.0 if scaler is None else float(scaler.scale.item())
 
     @property
     def parts(self) -> list[Any]:

@@ -66,13 +66,19 @@ def _ddp(chunk: torch.nn.Module, reduction: GradientReduction, index: int) -> Di
     return wrapped
 
 
+def finish_parameter_gathers(chunks: list[Any]) -> None:
+    """Gather parameters now that overlapped communication would gather in the next forward pass."""
+    for chunk in chunks:
+        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
+
+
 def connect_schedule(chunks: list[Any], finalize: Any, scale_loss: Any) -> None:
     """Give every chunk's config the functions that the schedule calls around a step.
 
     Each chunk has its own reference to the config, and the schedule reads the first one's, so all get all.
     """
     no_sync = [c.no_sync for c in chunks]
-
     for chunk in chunks:
         config = unwrap(chunk).config
         config.finalize_model_grads_func = finalize

@@ -143,7 +143,7 @@ def _numerics(model: ModelConfig, settings: EngineSettings) -> dict[str, Any]:
         "bf16": dtype is torch.bfloat16,
         "fp16": dtype is torch.float16,
         "bias_dropout_fusion": on_gpu,
-        "gradient_accumulation_fusion": on_gpu,
+        "gradient_accumulation_fusion": True,
         # fusions/fused_cross_entropy.py casts its gradient to bf16 whatever the logits were.
         "cross_entropy_loss_fusion": on_gpu and dtype is torch.bfloat16,
         "cross_entropy_fusion_impl": "native",
