@@ -33,9 +33,11 @@ class EngineRng:
             device: Where the engine computes.
         """
         self._on_cpu = device.type == "cpu"
+        self._is_active = False
         outside = torch.get_rng_state()
         model_parallel_cuda_manual_seed(seed + _PP_STRIDE * pp_rank, force_reset_rng=True)
-        self._default_state = torch.get_rng_state() if self._on_cpu else None
+        # On a CPU: of the engine's default stream and the user's, the one that torch does not hold at the moment.
+        self._parked = torch.get_rng_state()
         torch.set_rng_state(outside)
 
     @contextlib.contextmanager
@@ -44,20 +46,23 @@ class EngineRng:
         if not self._on_cpu:
             yield
             return
-        outside = torch.get_rng_state()
-        torch.set_rng_state(self._default_state)  # type: ignore[arg-type]
+        self._swap()
         try:
             yield
         finally:
-            self._default_state = torch.get_rng_state()
-            torch.set_rng_state(outside)
+            self._swap()
+
+    def _swap(self) -> None:
+        held = torch.get_rng_state()
+        torch.set_rng_state(self._parked)
+        self._parked = held
+        self._is_active = not self._is_active
 
     def state_dict(self) -> dict[str, Any]:
-        """All random states of this rank as tensors and plain numbers."""
+        """All random states of this rank as tensors and plain numbers, whether the engine is active or not."""
         kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
         words = np.asarray(keys).astype(np.int64)
         version, internal, gauss = random.getstate()
-        device_state = self._default_state if self._on_cpu else torch.cuda.get_rng_state()
         return {
             "python": [version, list(internal), gauss],
             "numpy": [
@@ -67,8 +72,8 @@ class EngineRng:
                 int(has_gauss),
                 float(cached),
             ],
-            "torch": torch.get_rng_state(),
-            "device": device_state,
+            "torch": self._parked if self._is_active else torch.get_rng_state(),
+            "device": self._device_state(),
             "tracker": dict(get_cuda_rng_tracker().get_states()),
         }
 
@@ -78,9 +83,18 @@ class EngineRng:
         random.setstate((version, tuple(internal), gauss))
         kind, keys, position, has_gauss, cached = state["numpy"]
         np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+        get_cuda_rng_tracker().set_states(state["tracker"])
+        if self._is_active:
+            self._parked = state["torch"]
+            torch.set_rng_state(state["device"])
+            return
         torch.set_rng_state(state["torch"])
         if self._on_cpu:
-            self._default_state = state["device"]
+            self._parked = state["device"]
         else:
             torch.cuda.set_rng_state(state["device"])
-        get_cuda_rng_tracker().set_states(state["tracker"])
+
+    def _device_state(self) -> torch.Tensor:
+        if not self._on_cpu:
+            return torch.cuda.get_rng_state()
+        return torch.get_rng_state() if self._is_active else self._parked
