@@ -56,21 +56,23 @@ def _no_leaks() -> Iterator[None]:
     assert not leaks, "the test left behind: " + "; ".join(leaks)
 
 
-def _has_cuda() -> bool:
+def _num_cuda_devices() -> int:
     """Look for a device file first: importing torch to learn that there is no GPU costs seconds."""
     if not Path("/dev/nvidiactl").exists() and not Path("/dev/dxg").exists():
-        return False
+        return 0
     import torch
 
-    return torch.cuda.is_available()
+    return torch.cuda.device_count()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` where no CUDA device is."""
-    gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu_tests and not _has_cuda():
-        for item in gpu_tests:
-            item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+    """Skip tests marked ``gpu(count)`` where fewer CUDA devices are; count is 1 if left out."""
+    needed = {item: marker for item in items if (marker := item.get_closest_marker("gpu"))}
+    present = _num_cuda_devices() if needed else 0
+    for item, marker in needed.items():
+        count = marker.args[0] if marker.args else 1
+        if present < count:
+            item.add_marker(pytest.mark.skip(reason=f"needs {count} CUDA devices, {present} on this machine"))
 
 
 def pytest_sessionfinish() -> None:
