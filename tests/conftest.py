@@ -70,7 +70,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     needed = {item: marker for item in items if (marker := item.get_closest_marker("gpu"))}
     present = _num_cuda_devices() if needed else 0
     for item, marker in needed.items():
-        count = marker.args[0] if marker.args else 1
+        count = marker.kwargs.get("count", marker.args[0] if marker.args else 1)
         if present < count:
             item.add_marker(pytest.mark.skip(reason=f"needs {count} CUDA devices, {present} on this machine"))
 
