@@ -1,0 +1,241 @@
+"""What is measured? Models, layouts and batch sizes as data; importing this loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+TargetMetric = Literal["tokens_per_s", "tokens_per_s_per_gpu", "step_seconds", "mfu_causal"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """The figure that a case must reach; a step time from above, everything else from below."""
+
+    metric: TargetMetric
+    """A field of ``Measurement``."""
+    value: float
+    """In the metric's unit."""
+
+    def is_met(self, measured: float | None) -> bool | None:
+        """Whether ``measured`` reaches the target; None if it could not be measured."""
+        if measured is None:
+            return None
+        return measured <= self.value if self.metric == "step_seconds" else measured >= self.value
+
+    def __str__(self) -> str:
+        if self.metric == "step_seconds":
+            return f"<= {self.value:g} s/step"
+        if self.metric == "mfu_causal":
+            return f">= {self.value:.0%} MFU"
+        return f">= {self.value:,.0f} tok/s" + ("/GPU" if self.metric == "tokens_per_s_per_gpu" else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One training run whose steps are timed."""
+
+    name: str
+    """By which it is chosen on the command line."""
+    model: Mapping[str, Any]
+    """Fields of a Hugging Face config."""
+    seq_length: int
+    """Tokens per row."""
+    micro_batch_size: int
+    """Rows of one microbatch."""
+    num_microbatches: int
+    """Microbatches per step of one data-parallel rank."""
+    num_devices: int = 1
+    """GPUs (or CPU processes) of the run."""
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of ``MegatronStrategy`` besides ``num_microbatches``."""
+    precision: str = "bf16-mixed"
+    """Of the Trainer."""
+    accelerator: Literal["gpu", "cpu"] = "gpu"
+    """Of the Trainer."""
+    target: Target | None = None
+    """What must be reached on H200s."""
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Copies of the model."""
+        ranks_of_a_copy: int = self.layout.get("tp", 1) * self.layout.get("pp", 1)
+        return self.num_devices // ranks_of_a_copy
+
+    @property
+    def rows(self) -> int:
+        """Rows that one data-parallel rank trains on in a step."""
+        return self.micro_batch_size * self.num_microbatches
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one step over all ranks."""
+        return self.rows * self.data_parallel_size * self.seq_length
+
+    def __str__(self) -> str:
+        layout = " ".join(f"{name}={value}" for name, value in self.layout.items())
+        batch = f"s{self.seq_length} mb{self.micro_batch_size} x {self.num_microbatches}"
+        return f"{self.num_devices} {self.accelerator}, {batch}, dp={self.data_parallel_size} {layout}".rstrip()
+
+
+LLAMA_1B: Mapping[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    # The published model ties them. A weight more is a little more work, and what peers measured.
+    "tie_word_embeddings": False,
+}
+"""The shape of Llama-3.2-1B (Grattafiori et al. 2024), with an output layer of its own."""
+
+LLAMA_8B: Mapping[str, Any] = {
+    **LLAMA_1B,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "head_dim": 128,
+}
+"""Llama-3-8B (Grattafiori et al. 2024)."""
+
+GPT2_LARGE: Mapping[str, Any] = {
+    "model_type": "gpt2",
+    "vocab_size": 50257,
+    "n_positions": 1024,
+    "n_embd": 1280,
+    "n_layer": 36,
+    "n_head": 20,
+    "embd_pdrop": 0.1,
+    "resid_pdrop": 0.1,
+    "attn_pdrop": 0.1,
+}
+"""GPT-2 large (Radford et al. 2019), with its dropout."""
+
+_GPT2_TINY: Mapping[str, Any] = {
+    **GPT2_LARGE,
+    "vocab_size": 300,
+    "n_positions": 64,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 2,
+}
+
+CASES: tuple[Case, ...] = (
+    Case(
+        name="llama-1b",
+        model=LLAMA_1B,
+        seq_length=4096,
+        micro_batch_size=4,
+        num_microbatches=2,
+        target=Target(metric="tokens_per_s", value=60_000),
+    ),
+    Case(
+        name="gpt2-large",
+        model=GPT2_LARGE,
+        seq_length=1024,
+        micro_batch_size=24,
+        num_microbatches=2,
+        target=Target(metric="tokens_per_s", value=80_000),
+    ),
+    Case(
+        name="llama-8b-8layers",
+        model={**LLAMA_8B, "num_hidden_layers": 8},
+        seq_length=4096,
+        micro_batch_size=2,
+        num_microbatches=8,
+        target=Target(metric="mfu_causal", value=0.58),
+    ),
+    Case(
+        name="gpt2-large-tp2-pp2",
+        model=GPT2_LARGE,
+        seq_length=1024,
+        micro_batch_size=24,
+        num_microbatches=2,
+        num_devices=4,
+        layout={"tp": 2, "pp": 2, "sequence_parallel": True, "distributed_optimizer": True},
+        target=Target(metric="step_seconds", value=0.32),
+    ),
+    Case(
+        name="gpt2-large-dp4",
+        model=GPT2_LARGE,
+        seq_length=1024,
+        micro_batch_size=12,
+        num_microbatches=1,
+        num_devices=4,
+    ),
+    Case(
+        name="llama-8b-tp2-dp2",
+        model=LLAMA_8B,
+        seq_length=4096,
+        micro_batch_size=2,
+        num_microbatches=4,
+        num_devices=4,
+        layout={"tp": 2, "sequence_parallel": True},
+        target=Target(metric="tokens_per_s_per_gpu", value=9_700),
+    ),
+    Case(
+        name="llama-8b-dp4-mb1",
+        model=LLAMA_8B,
+        seq_length=4096,
+        micro_batch_size=1,
+        num_microbatches=8,
+        num_devices=4,
+    ),
+    Case(
+        name="llama-8b-dp4-mb2",
+        model=LLAMA_8B,
+        seq_length=4096,
+        micro_batch_size=2,
+        num_microbatches=4,
+        num_devices=4,
+        target=Target(metric="tokens_per_s_per_gpu", value=11_000),
+    ),
+    Case(
+        name="smoke",
+        model=_GPT2_TINY,
+        seq_length=32,
+        micro_batch_size=2,
+        num_microbatches=2,
+        precision="32-true",
+        accelerator="cpu",
+    ),
+    Case(
+        name="smoke-tp2",
+        model=_GPT2_TINY,
+        seq_length=32,
+        micro_batch_size=2,
+        num_microbatches=2,
+        num_devices=2,
+        layout={"tp": 2, "sequence_parallel": True},
+        precision="32-true",
+        accelerator="cpu",
+    ),
+)
+"""Every case; those called ``smoke`` only prove that the programs run."""
+
+
+def case_named(name: str) -> Case:
+    """The case called ``name``.
+
+    Raises:
+        KeyError: If there is none.
+    """
+    return {case.name: case for case in CASES}[name]
+
+
+def with_batch(case: Case, micro_batch_size: int | None, num_microbatches: int | None) -> Case:
+    """The case with another batch, and then without its target; the same case where both are None."""
+    if micro_batch_size is None and num_microbatches is None:
+        return case
+    return replace(
+        case,
+        micro_batch_size=micro_batch_size or case.micro_batch_size,
+        num_microbatches=num_microbatches or case.num_microbatches,
+        target=None,
+    )

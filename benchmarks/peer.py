@@ -1,0 +1,71 @@
+"""What would the same people use without this package? Lightning's FSDP or DDP on the Hugging Face model, compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from benchmarks.cases import Case
+from lightning_megatron.accounting.parameters import total_parameters
+from lightning_megatron.convert.registry import model_config
+
+_LARGEST_REPLICA_PARAMETERS = 2e9
+"""A larger model is sharded: its fp32 weights, gradients and moments take 16 bytes a parameter."""
+
+_LAYERS: dict[str, type[torch.nn.Module]] = {"gpt2": GPT2Block, "llama": LlamaDecoderLayer}
+"""The unit that is compiled and sharded."""
+
+
+class PeerModule(pl.LightningModule):
+    """A Hugging Face causal language model, trained as its documentation shows."""
+
+    def __init__(self, model: dict[str, Any], lr: float, clip: float, compiled: bool) -> None:
+        super().__init__()
+        fields = {key: value for key, value in model.items() if key != "model_type"}
+        self._config = CONFIG_MAPPING[model["model_type"]](**fields, use_cache=False)
+        self._lr = lr
+        self._clip = clip
+        self._compiled = compiled
+        self.model: torch.nn.Module | None = None
+
+    def configure_model(self) -> None:
+        if self.model is not None:
+            return
+        self.model = AutoModelForCausalLM.from_config(self._config, attn_implementation="sdpa", dtype=torch.float32)
+        if self._compiled:
+            layer_class = _LAYERS[self._config.model_type]
+            for layer in (module for module in self.model.modules() if isinstance(module, layer_class)):
+                layer.compile()
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        assert self.model is not None, "configure_model comes before the first step"
+        loss: torch.Tensor = self.model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=self._lr, fused=True)
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        # Lightning's own clipping does not work with FSDP, whose norm is over the shards of all ranks.
+        wrapped: Any = self.trainer.strategy.model
+        if hasattr(wrapped, "clip_grad_norm_"):
+            wrapped.clip_grad_norm_(self._clip)
+        else:
+            torch.nn.utils.clip_grad_norm_(self.parameters(), self._clip)
+
+
+def peer_strategy(case: Case) -> tuple[Any, str]:
+    """DDP (or a single device) where every GPU can hold all of it, else FSDP that shards everything."""
+    if total_parameters(model_config(case.model)) > _LARGEST_REPLICA_PARAMETERS:
+        layers = {_LAYERS[case.model["model_type"]]}
+        return FSDPStrategy(auto_wrap_policy=layers, sharding_strategy="FULL_SHARD", use_orig_params=True), "FSDP"
+    if case.num_devices == 1:
+        return "auto", "single device"
+    return DDPStrategy(gradient_as_bucket_view=True), "DDP"

@@ -1,0 +1,118 @@
+"""How is one case run? By this package, or by a peer: Lightning's own FSDP or DDP on the Hugging Face model."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from benchmarks.cases import Case
+from benchmarks.measurement import Measurement, StepTimes
+from benchmarks.recorder import Plan, StepRecorder, engine_step
+from benchmarks.tokens import loader
+from lightning_megatron import MegatronModule, MegatronStrategy
+from lightning_megatron.accounting.devices import peak_flops_per_s
+from lightning_megatron.accounting.flops import AttentionCount, model_flops_per_token
+from lightning_megatron.convert.registry import model_config
+
+CLIP = 1.0
+LR = 1e-4
+_PACKAGES = ("torch", "lightning", "megatron-core", "liger-kernel", "transformer-engine", "transformers", "triton")
+
+
+def run_megatron(case: Case, plan: Plan) -> tuple[Measurement, str]:
+    """Measure ``MegatronStrategy``; returns the profile too, empty if none was asked for."""
+    strategy = MegatronStrategy(num_microbatches=case.num_microbatches, **case.layout)
+    module = MegatronModule(model=dict(case.model), lr=LR)
+    recorder = StepRecorder(plan, engine_step)
+    trainer = _trainer(case, strategy, recorder, max_steps=plan.trainer_steps, gradient_clip_val=CLIP)
+    trainer.fit(module, loader(module.model_config.vocab_size, case.seq_length, case.rows))
+    return _measurement(case, "lightning-megatron", recorder), recorder.profile_text
+
+
+def run_peer(case: Case, plan: Plan, compiled: bool) -> tuple[Measurement, str]:
+    """Measure Lightning's FSDP (DDP where one GPU is enough) with the Hugging Face model on all devices.
+
+    The microbatches become accumulated batches, and each device gets as many tokens per step as in the case.
+    """
+    from benchmarks.peer import PeerModule, peer_strategy
+
+    per_device = case.tokens // case.num_devices // case.seq_length
+    accumulated = max(1, per_device // case.micro_batch_size)
+    module = PeerModule(dict(case.model), lr=LR, clip=CLIP, compiled=compiled)
+    recorder = StepRecorder(plan, None)
+    strategy, name = peer_strategy(case)
+    trainer = _trainer(case, strategy, recorder, max_steps=plan.trainer_steps, accumulate_grad_batches=accumulated)
+    vocab_size = model_config(case.model).vocab_size
+    trainer.fit(module, loader(vocab_size, case.seq_length, per_device // accumulated))
+    label = f"Lightning {name} + transformers{' + torch.compile' if compiled else ''}"
+    return _measurement(case, label, recorder), recorder.profile_text
+
+
+def _trainer(case: Case, strategy: Any, recorder: StepRecorder, **options: Any) -> pl.Trainer:
+    pl.seed_everything(1234, verbose=False)
+    return pl.Trainer(
+        accelerator=case.accelerator,
+        devices=case.num_devices,
+        strategy=strategy,
+        precision=case.precision,  # type: ignore[arg-type]
+        callbacks=[recorder],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
+def _measurement(case: Case, implementation: str, recorder: StepRecorder) -> Measurement:
+    steps = StepTimes.of(recorder.seconds)
+    assert steps is not None, "a plan has at least four timed steps"
+    on_gpu = case.accelerator == "gpu"
+    device = torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine()
+    peak = peak_flops_per_s(device, "bf16")
+    causal, full = (_flops_per_s(case, steps.median, attention) for attention in ("causal", "full"))
+    return Measurement(
+        case=case.name,
+        implementation=implementation,
+        description=str(case),
+        device=device,
+        num_devices=case.num_devices,
+        tokens_per_step=case.tokens,
+        steps=steps,
+        bare_steps=StepTimes.of(recorder.bare_seconds),
+        tflops_causal=causal / 1e12,
+        mfu_causal=None if peak is None else causal / peak,
+        mfu_full=None if peak is None else full / peak,
+        peak_allocated_gib=recorder.peak_allocated_gib,
+        peak_reserved_gib=recorder.peak_reserved_gib,
+        loss_first=recorder.losses[0],
+        loss_last=recorder.losses[1],
+        host_waits=recorder.host_waits,
+        versions=_versions(),
+    )
+
+
+def _flops_per_s(case: Case, step_seconds: float, attention: AttentionCount) -> float:
+    """Model FLOP/s of one device."""
+    model = model_config(case.model)
+    per_token = model_flops_per_token(
+        model, case.seq_length, model.padded_vocab_size(case.layout.get("tp", 1)), attention
+    )
+    return case.tokens * per_token / step_seconds / case.num_devices
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    if torch.cuda.is_available():
+        found["cuda"] = str(torch.version.cuda)
+        found["cudnn"] = str(torch.backends.cudnn.version())
+    return found

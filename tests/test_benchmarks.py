@@ -1,0 +1,141 @@
+"""Do the benchmarks run, and do their figures follow from what was measured?"""
+
+from __future__ import annotations
+
+import math
+import re
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.cases import CASES, Target, case_named, with_batch
+from benchmarks.host_waits import attributed
+from benchmarks.measurement import HostWaits, Measurement, StepTimes, markdown_table
+from benchmarks.train_step import main
+from tests.ranks import run_ranks
+
+_STEPS = ("--warmup-steps", "4", "--steps", "6", "--bare-steps", "4")
+
+
+def _measure(case: str, output: str) -> dict[str, Any]:
+    """On each rank: run ``case`` as the command line would, and say what the Trainer's loop left behind."""
+    code = main(["--case", case, "--output", output, *_STEPS])
+    return {"code": code}
+
+
+@pytest.mark.parametrize("name", ["smoke", "smoke-tp2"])
+def test_a_case_runs_and_reports_its_steps(name: str, tmp_path: Path) -> None:
+    case = case_named(name)
+    results = run_ranks(_measure, case.num_devices, name, str(tmp_path / "out.jsonl"))
+    assert [r["code"] for r in results] == [0] * case.num_devices
+    (line,) = (tmp_path / "out.jsonl").read_text().splitlines()
+    measured = Measurement.from_json(line)
+    assert measured.steps.count == 6
+    assert measured.bare_steps is not None
+    assert measured.bare_steps.count == 4
+    assert 0 < measured.steps.p10 <= measured.steps.median <= measured.steps.p90
+    assert measured.tokens_per_step == 2 * 2 * 32
+    # A new model knows nothing: every one of the 300 tokens is as likely as another.
+    assert measured.loss_first == pytest.approx(math.log(300), abs=0.1)
+    # A CPU has no known peak, and no memory that CUDA counts.
+    assert measured.mfu_causal is None
+    assert measured.peak_allocated_gib is None
+    assert Measurement.from_json(measured.to_json()) == measured
+
+
+def _measurement(**changed: Any) -> Measurement:
+    fields: dict[str, Any] = {
+        "case": "gpt2-large-tp2-pp2",
+        "implementation": "lightning-megatron",
+        "description": str(case_named("gpt2-large-tp2-pp2")),
+        "device": "NVIDIA H200",
+        "num_devices": 4,
+        "tokens_per_step": 49152,
+        "steps": StepTimes(median=0.3, p10=0.29, p90=0.31, count=20),
+        "bare_steps": StepTimes(median=0.2970, p10=0.29, p90=0.31, count=20),
+        "tflops_causal": 400.0,
+        "mfu_causal": 0.40,
+        "mfu_full": 0.42,
+        "peak_allocated_gib": 50.0,
+        "peak_reserved_gib": 60.0,
+        "loss_first": 10.8,
+        "loss_last": 10.7,
+        "host_waits": HostWaits(ours=1.0, trainer=2.0, places={"lightning/x.py:1 f": 2.0}),
+        "versions": {},
+    }
+    return Measurement(**{**fields, **changed})
+
+
+def test_speeds_and_overhead_follow_from_the_median() -> None:
+    measured = _measurement()
+    assert measured.tokens_per_s == pytest.approx(163_840)
+    assert measured.tokens_per_s_per_gpu == pytest.approx(40_960)
+    assert measured.trainer_overhead == pytest.approx(0.0101, abs=1e-4)
+    assert _measurement(bare_steps=None).trainer_overhead is None
+
+
+def test_a_line_of_json_gives_the_measurement_back() -> None:
+    for measured in (_measurement(), _measurement(bare_steps=None, host_waits=None)):
+        assert Measurement.from_json(measured.to_json()) == measured
+
+
+def test_the_table_judges_a_case_only_as_it_is_listed_and_on_its_gpu() -> None:
+    assert "<= 0.32 s/step met |" in markdown_table([_measurement()])
+    slow = StepTimes(median=0.33, p10=0.3, p90=0.4, count=20)
+    assert "<= 0.32 s/step MISSED |" in markdown_table([_measurement(steps=slow)])
+    assert "s/step met" not in markdown_table([_measurement(description="another batch")])
+    assert "s/step met" not in markdown_table([_measurement(device="NVIDIA H100 80GB HBM3")])
+
+
+def test_deciles_are_those_of_the_sample() -> None:
+    times = StepTimes.of([float(n) for n in range(11)])
+    assert times == StepTimes(median=5.0, p10=1.0, p90=9.0, count=11)
+    assert StepTimes.of([1.0]) is None
+
+
+def test_a_target_is_a_bound_from_the_right_side() -> None:
+    assert Target(metric="step_seconds", value=0.32).is_met(0.31)
+    assert not Target(metric="step_seconds", value=0.32).is_met(0.33)
+    assert Target(metric="tokens_per_s", value=100.0).is_met(101.0)
+    assert not Target(metric="mfu_causal", value=0.5).is_met(0.49)
+    assert Target(metric="mfu_causal", value=0.5).is_met(None) is None
+
+
+def test_every_case_fits_its_devices() -> None:
+    assert len({case.name for case in CASES}) == len(CASES)
+    for case in CASES:
+        ranks_of_a_copy = case.layout.get("tp", 1) * case.layout.get("pp", 1)
+        assert case.data_parallel_size * ranks_of_a_copy == case.num_devices
+    assert case_named("gpt2-large-tp2-pp2").tokens == 2 * 24 * 1024
+    assert case_named("llama-8b-tp2-dp2").tokens == 2 * 4 * 2 * 4096
+
+
+def test_another_batch_has_no_target() -> None:
+    case = case_named("llama-1b")
+    assert with_batch(case, None, None) is case
+    changed = with_batch(case, 2, None)
+    assert (changed.rows, changed.target) == (4, None)
+
+
+def test_the_list_names_every_case(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [re.split(r"\s+", line)[0] for line in lines] == [case.name for case in CASES]
+
+
+def _stack(*files: str) -> list[traceback.FrameSummary]:
+    return [traceback.FrameSummary(file, line, "f", lookup_line=False) for line, file in enumerate(files, start=1)]
+
+
+def test_a_wait_belongs_to_us_if_our_code_is_in_the_stack() -> None:
+    lightning, torch_file = "/env/lightning/pytorch/loops/fit_loop.py", "/env/torch/_tensor.py"
+    ours, engine = "/src/lightning_megatron/module.py", "/env/megatron/core/optimizer/clip_grads.py"
+    assert attributed(_stack("run.py", lightning, torch_file)) == (False, "lightning/fit_loop.py:2 f")
+    assert attributed(_stack("run.py", lightning, ours, lightning, torch_file)) == (
+        True,
+        "lightning_megatron/module.py:3 f",
+    )
+    assert attributed(_stack(lightning, ours, engine)) == (True, "megatron/clip_grads.py:3 f")
+    assert attributed(_stack("run.py", torch_file)) == (False, "_tensor.py:2 f")
