@@ -106,7 +106,7 @@ class MegatronModule(pl.LightningModule):
 
     def configure_model(self) -> None:
         """Build this rank's chunks; again if the layout or the precision is another than last time."""
-        from lightning_megatron.engine.start_report import start_lines
+        from lightning_megatron.models.start_report import start_lines
         from lightning_megatron.models.gpt import build_gpt
         from lightning_megatron.models.initialization import initialize_weights
 
@@ -154,15 +154,15 @@ class MegatronModule(pl.LightningModule):
         super().lr_scheduler_step(scheduler, metric)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log what the optimizer did; these are plain numbers on every rank already."""
+        """Log what the optimizer did; the host has these numbers already, the same on every rank."""
         report = self.megatron.optimizer_report
         optimizer = self.optimizers()
         rates = [group["lr"] for group in optimizer.param_groups]  # type: ignore[union-attr]
-        self.log("lr", max(rates), batch_size=1)
+        self.log("lr", _on_host(max(rates)), batch_size=1)
         if report is None:
             return
         if math.isfinite(report.grad_norm):
-            self.log("grad_norm", report.grad_norm, batch_size=1)
+            self.log("grad_norm", _on_host(report.grad_norm), batch_size=1)
         if self.megatron.settings.dtypes.dynamic_loss_scale:
             self.log("loss_scale", report.loss_scale, batch_size=1)
 
@@ -180,6 +180,11 @@ class MegatronModule(pl.LightningModule):
         terms = {f"{stage}_{name}": value for name, value in output.terms.items()}
         self.log(f"{stage}_loss", output.loss, prog_bar=True, on_step=on_step, on_epoch=not on_step, batch_size=weight)
         self.log_dict(terms, on_step=on_step, on_epoch=not on_step, batch_size=weight)
+
+
+def _on_host(number: float) -> torch.Tensor:
+    """For ``self.log``: lightning 2.6, core/module.py, copies a plain number to the GPU and waits for all before it."""
+    return torch.tensor(number)
 
 
 def _described(model: HFConfigLike | Mapping[str, Any], make_vocab_size_divisible_by: int) -> ModelConfig:

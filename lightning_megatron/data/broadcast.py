@@ -54,7 +54,7 @@ def broadcast_batch(batch: Any, topology: Topology, device: torch.device) -> dic
         DataError: On the source, if its batch is not a dict of tensors.
     """
     if topology.parallel.model_parallel_size == 1:
-        return {k: v.to(device, non_blocking=True) for k, v in check_batch(batch).items()}
+        return {name: _copied(tensor, device) for name, tensor in check_batch(batch).items()}
     if topology.is_data_source:
         tensors = check_batch(batch)
         _send_header(describe(tensors), topology)
@@ -65,6 +65,14 @@ def broadcast_batch(batch: Any, topology: Topology, device: torch.device) -> dic
     buffer = torch.empty(packed_bytes(header), dtype=torch.uint8, device=device)
     dist.broadcast(buffer, topology.mp_source, group=topology.mp_group)
     return unpack(buffer, header)
+
+
+def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on ``device``; the host does not wait for what the GPU still has to do."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        # From pageable memory CUDA may wait for its stream before it copies. A pinned tensor is returned as it is.
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 Header = list[tuple[str, str, list[int]]]
