@@ -38,6 +38,8 @@ def on_all_ranks_alike(check: Callable[[], T]) -> T:
                 if kind is not None:
                     same_everywhere = len({k[1] for k in kinds if k}) == 1 and all(kinds)
                     raise kind[0](kind[1] if same_everywhere else f"{kind[1]} (on rank {rank})")
+    if isinstance(error, ConfigError):
+        raise error
     if error is not None:
-        raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from error
+        raise ConfigError(str(error)) from error
     return result  # type: ignore[return-value]
