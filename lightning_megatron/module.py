@@ -49,7 +49,7 @@ class MegatronModule(pl.LightningModule):
 
     def __init__(  # noqa: D107 (described on the class)
         self,
-        model: Any,
+        model: str | dict[str, Any] | Any,
         train_step: Literal["gpt"] | TrainStep = "gpt",
         lr: float = 3e-4,
         optimizer: OptimizerOptions = OptimizerOptions(),  # noqa: B008 (frozen)
