@@ -45,9 +45,21 @@ def load_lightning_checkpoint(run: RunState, path: Path) -> dict[str, Any]:
     """
     path = engine_checkpoint.recover(path)
     meta = engine_checkpoint.read_meta(path)
-    engine_checkpoint.load(run, meta, path)
+    has_random_states = engine_checkpoint.load(run, meta, path)
+    if run.optimizer is not None and not has_random_states:
+        here = engine_checkpoint.layout_of(run.topology)
+        rank_zero_warn(
+            f"{path} was written at {_sizes(meta['layout'])} and this run is at {_sizes(here)}: weights, optimizer, "
+            "schedule and order of samples go on, but the random states of the ranks do not, so dropout draws other "
+            "numbers than it would have; resume at the same sizes to go on exactly"
+        )
     lightning_state: dict[str, Any] = meta["lightning"]
+    _close_finished_epoch(lightning_state)
     return lightning_state
+
+
+def _sizes(layout: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={size or 1}" for name, size in layout.items())
 
 
 def only_weights(lightning_state: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,11 +68,26 @@ def only_weights(lightning_state: Mapping[str, Any]) -> dict[str, Any]:
     return {**fresh, "epoch": 0, "global_step": 0, "lr_schedulers": [], "optimizer_states": []}
 
 
-def loader_state(lightning_state: Mapping[str, Any]) -> dict[str, int] | None:
-    """Where the training data stood, if there was one resumable loader."""
+def loader_state(lightning_state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Where the training data stood, if there was one ``ResumableLoader``."""
     fit_loop = lightning_state.get("loops", {}).get("fit_loop", {})
     states = fit_loop.get("state_dict", {}).get("combined_loader", [])
-    return states[0] if len(states) == 1 and "epoch" in states[0] else None
+    return states[0] if len(states) == 1 and "random_state" in states[0] else None
+
+
+def _close_finished_epoch(lightning_state: dict[str, Any]) -> None:
+    """Have the next epoch begin at its first batch, if the last one was finished.
+
+    Lightning 2.6.6 (loops/training_epoch_loop.py:reset) resumes a run that ``max_steps`` ended at an epoch's end with
+    one stray batch of the finished epoch, and begins the next epoch's order anew after it.
+    """
+    if loader_state(lightning_state) is None:
+        return
+    fit_loop = lightning_state["loops"]["fit_loop"]
+    epochs, batches = fit_loop["epoch_progress"]["total"], fit_loop["epoch_loop.batch_progress"]
+    if epochs["completed"] == epochs["ready"] and batches["is_last_batch"]:
+        batches["current"] = dict.fromkeys(batches["current"], 0)
+        batches["is_last_batch"] = False
 
 
 def as_plain_data(value: Any) -> Any:

@@ -121,7 +121,7 @@ class MegatronStrategy(StrategyState):
         self._stepper: Stepper | None = None
         self._step_shape: StepShape | None = None
         self._weights_of_other_layout: Path | None = None
-        self._loader_state: dict[str, int] | None = None
+        self._loader_state: dict[str, Any] | None = None
         self.num_nodes = 1
 
     # ---- Lightning: construction and launch -----------------------------------------------------------------------

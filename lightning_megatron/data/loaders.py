@@ -16,23 +16,26 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 class _SkipFirst:
     """A batch sampler without its first batches, which are never read from the dataset."""
 
-    def __init__(self, batch_sampler: Any, skipped: int) -> None:
+    def __init__(self, batch_sampler: Any, skipped: int, after_skipping: Callable[[], None]) -> None:
         self._batch_sampler = batch_sampler
         self._skipped = skipped
+        self._after_skipping = after_skipping
 
     def __iter__(self) -> Iterator[list[int]]:
-        for index, batch in enumerate(self._batch_sampler):
-            if index >= self._skipped:
-                yield batch
+        batches = iter(self._batch_sampler)
+        for _ in range(self._skipped):
+            next(batches, None)
+        self._after_skipping()
+        yield from batches
 
     def __len__(self) -> int:
         return len(self._batch_sampler) - self._skipped
 
 
-def _without_first(loader: DataLoader[Any], skipped: int) -> DataLoader[Any]:
+def _without_first(loader: DataLoader[Any], skipped: int, after_skipping: Callable[[], None]) -> DataLoader[Any]:
     return DataLoader(
         loader.dataset,
-        batch_sampler=_SkipFirst(loader.batch_sampler, skipped),
+        batch_sampler=_SkipFirst(loader.batch_sampler, skipped, after_skipping),
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
@@ -48,7 +51,8 @@ class ResumableLoader:
     """A training DataLoader that continues where a checkpoint was taken, at any dp, in mid-epoch too.
 
     It counts its own epochs, because Lightning counts an epoch as finished when ``max_steps`` ends it, although samples
-    of it are left. Its length is that of the whole epoch, as Lightning expects, also after a resume.
+    of it are left. Its length is that of the whole epoch, as Lightning expects, also after a resume. Samplers that draw
+    their order from random numbers draw it again from the state that those had when the epoch began.
     """
 
     def __init__(self, loader: DataLoader[Any], data_parallel_size: int, limit: Callable[[], float]) -> None:
@@ -67,6 +71,8 @@ class ResumableLoader:
         self._epoch = 0
         self._handed_out = 0
         self._is_resuming = False
+        self._generator = loader.generator or getattr(loader.sampler, "generator", None)
+        self._random_states: dict[str, torch.Tensor | None] = {"random_state": None, "generator_state": None}
 
     @property
     def _global_batch(self) -> int:
@@ -81,22 +87,37 @@ class ResumableLoader:
         self._is_resuming = False
         if isinstance(self.loader.sampler, DistributedSampler):
             self.loader.sampler.set_epoch(self._epoch)
-        skipped = self._handed_out
-        for batch in _without_first(self.loader, skipped) if skipped else self.loader:
+        for batch in self._rest() if self._handed_out else self._whole():
             self._handed_out += 1
             yield batch
 
-    def state_dict(self) -> dict[str, int]:
-        """The epoch, and the samples of it that all ranks together have consumed."""
-        return {"epoch": self._epoch, "consumed_samples": self._handed_out * self._global_batch}
+    def _whole(self) -> DataLoader[Any]:
+        generator_state = None if self._generator is None else self._generator.get_state()
+        self._random_states = {"random_state": torch.get_rng_state(), "generator_state": generator_state}
+        return self.loader
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def _rest(self) -> DataLoader[Any]:
+        """What follows the batches that were handed out, without moving the user's random numbers once more."""
+        outside = torch.get_rng_state()
+        if self._random_states["random_state"] is not None:
+            torch.set_rng_state(self._random_states["random_state"])
+        if self._generator is not None and self._random_states["generator_state"] is not None:
+            self._generator.set_state(self._random_states["generator_state"])
+        return _without_first(self.loader, self._handed_out, lambda: torch.set_rng_state(outside))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The epoch, the samples of it that all ranks together have consumed, and the random states it began with."""
+        consumed_samples = self._handed_out * self._global_batch
+        return {"epoch": self._epoch, "consumed_samples": consumed_samples, **self._random_states}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Start the next iteration behind the consumed samples.
 
         A global batch size that does not divide them starts at the last whole batch before, so that nothing is skipped.
         """
         self._epoch = state["epoch"]
         self._handed_out = state["consumed_samples"] // self._global_batch
+        self._random_states = {name: state[name] for name in self._random_states}
         self._is_resuming = self._handed_out < min(len(self), self._limit())
 
 

@@ -96,10 +96,13 @@ def read_meta(path: Path) -> dict[str, Any]:
     return on_all_ranks_alike(check_and_read)
 
 
-def load(run: RunState, meta: Mapping[str, Any], path: Path) -> None:
+def load(run: RunState, meta: Mapping[str, Any], path: Path) -> bool:
     """Load weights, and optimizer and random states if ``run`` has an optimizer; every rank must call.
 
     Random states are per rank and only come back on the layout that wrote them.
+
+    Returns:
+        Whether the random states came back.
 
     Raises:
         CheckpointError: If the checkpoint is of another model, or has no optimizer state although one is wanted.
@@ -111,8 +114,10 @@ def load(run: RunState, meta: Mapping[str, Any], path: Path) -> None:
             unwrap(chunk).load_state_dict(loaded[f"model{index}"], strict=True)
         if run.optimizer is not None:
             run.optimizer.inner.load_state_dict(loaded["optimizer"])
-    if run.optimizer is not None and meta["layout"] == _layout(run.topology):
-        run.rng.load_state_dict(load_plain(path / _rng_file(dist.get_rank())))
+    if run.optimizer is None or meta["layout"] != layout_of(run.topology):
+        return False
+    run.rng.load_state_dict(load_plain(path / _rng_file(dist.get_rank())))
+    return True
 
 
 def remove(path: Path) -> None:
@@ -175,7 +180,8 @@ def _write_meta(meta: dict[str, Any], file: Path) -> None:
     temporary.rename(file)
 
 
-def _layout(topology: Topology) -> dict[str, Any]:
+def layout_of(topology: Topology) -> dict[str, Any]:
+    """The sizes on which it depends which rank draws which random numbers."""
     sizes = asdict(topology.parallel)
     return {name: sizes[name] for name in ("tp", "pp", "vpp", "cp")} | {"dp": topology.dp}
 
@@ -183,7 +189,7 @@ def _layout(topology: Topology) -> dict[str, Any]:
 def _own_meta(run: RunState) -> dict[str, Any]:
     return {
         "format_version": _FORMAT_VERSION,
-        "layout": _layout(run.topology),
+        "layout": layout_of(run.topology),
         "has_optimizer": run.optimizer is not None,
         "optimizer_format": _optimizer_format(run),
         "model_description": dict(run.model_description),
