@@ -1,0 +1,87 @@
+"""Does every layout train as one process does? Losses, gradients and weights, tensor by tensor."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.parity.comparison import assert_same_run, assert_same_within_rounding
+from tests.parity.training import Case, Layout, outcome
+
+LAYOUTS = (
+    Layout(num_microbatches=3),
+    Layout(tp=2),
+    Layout(tp=2, sequence_parallel=True, num_microbatches=2),
+    Layout(tp=4, sequence_parallel=True),
+    Layout(pp=2, num_microbatches=3),
+    Layout(pp=4, num_microbatches=4),
+    Layout(pp=2, vpp=2, num_microbatches=4),
+    Layout(dp=2, num_microbatches=2),
+    Layout(dp=2, distributed_optimizer=False),
+    Layout(dp=2, overlap_communication=True),
+    Layout(dp=2, distributed_optimizer=False, overlap_communication=True),
+    Layout(dp=3),
+    Layout(tp=2, pp=2, num_microbatches=2),
+    Layout(tp=2, dp=2, sequence_parallel=True),
+    Layout(pp=2, dp=2, num_microbatches=2),
+)
+EIGHT_RANKS = Layout(tp=2, pp=2, dp=2, sequence_parallel=True, num_microbatches=2)
+WITH_RECOMPUTE = (
+    Layout(recompute="selective"),
+    Layout(recompute="full"),
+    Layout(recompute="full", recompute_method="block"),
+    Layout(tp=2, sequence_parallel=True, recompute="selective"),
+    Layout(pp=2, vpp=2, num_microbatches=2, recompute="full"),
+)
+
+# What differs most between the families, and what labels differ in, is spread over the two.
+GPT2 = Case(model="gpt2", labels="uneven")
+LLAMA = Case(model="llama", labels="all")
+FEW_KEY_VALUE_HEADS = Case(model="llama", labels="uneven", model_fields=(("num_key_value_heads", 1),))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("case", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_a_layout_trains_as_one_process(case: Case, layout: Layout) -> None:
+    assert_same_run(outcome(replace(case, layout=layout)), outcome(case))
+
+
+def test_all_axes_together_on_eight_ranks_train_as_one_process() -> None:
+    assert_same_run(outcome(replace(GPT2, layout=EIGHT_RANKS)), outcome(GPT2))
+
+
+@pytest.mark.parametrize("layout", WITH_RECOMPUTE, ids=str)
+def test_recomputed_activations_give_the_same_run(layout: Layout) -> None:
+    assert_same_run(outcome(replace(GPT2, layout=layout)), outcome(GPT2))
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=4, sequence_parallel=True)], ids=str)
+def test_more_tensor_parallel_ranks_than_key_value_heads_train_as_one_process(layout: Layout) -> None:
+    assert_same_run(outcome(replace(FEW_KEY_VALUE_HEADS, layout=layout)), outcome(FEW_KEY_VALUE_HEADS))
+
+
+def test_clipping_uses_the_norm_over_all_shards() -> None:
+    # Adam would hide a wrong factor; plain gradient descent shows it. The norms are about 3: every step is clipped.
+    descent = replace(GPT2, clip=0.5, lr=0.1, optimizer=(("name", "sgd"), ("weight_decay", 0.0)))
+    layout = Layout(tp=2, pp=2, num_microbatches=2)
+    assert_same_run(outcome(replace(descent, layout=layout)), outcome(descent))
+    assert min(outcome(descent).grad_norms) > 0.5
+
+
+def _on_gpus(layout: Layout) -> object:
+    return pytest.param(layout, marks=pytest.mark.gpu(layout.world_size), id=str(layout))
+
+
+@pytest.mark.parametrize("layout", [_on_gpus(x) for x in (*LAYOUTS, *WITH_RECOMPUTE) if x.world_size <= 4])
+@pytest.mark.parametrize("case", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_a_layout_trains_on_gpus_in_bf16_as_on_one(case: Case, layout: Layout) -> None:
+    exact = replace(case, accelerator="gpu")
+    reference = replace(exact, precision="bf16-mixed")
+    assert_same_within_rounding(outcome(replace(reference, layout=layout)), outcome(reference), outcome(exact))
+
+
+def test_a_layout_trains_in_bf16_as_one_process() -> None:
+    reference = replace(GPT2, precision="bf16-mixed")
+    layout = Layout(tp=2, pp=2, num_microbatches=2)
+    assert_same_within_rounding(outcome(replace(reference, layout=layout)), outcome(reference), outcome(GPT2))

@@ -1,0 +1,277 @@
+"""What does a small training run do, tensor by tensor, whatever layout it runs on?
+
+``outcome(case)`` starts the ranks of a ``Case``; each runs ``train``, a Trainer with MegatronStrategy over a
+MegatronModule. The losses, the gradient norms, the whole gradients of the first step and the whole weights come back,
+so that any layout can be compared with one process.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from tests.parity.sharding import (
+    Shard,
+    Tensors,
+    finish_parameter_gathers,
+    gradients_in_place_of_weights,
+    shards,
+    whole,
+    without_vocabulary_padding,
+)
+from tests.ranks import run_ranks
+
+SEED = 11
+SEQ_LENGTH = 16
+VOCAB_SIZE = 83
+"""A prime: every layout needs padding rows."""
+
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "model_type": "gpt2",
+        "n_layer": 4,
+        "n_embd": 32,
+        "n_head": 4,
+        "n_positions": SEQ_LENGTH,
+        "vocab_size": VOCAB_SIZE,
+        # About 1/sqrt(n_embd): activations of size 1, so that attention and MLP bend as in a real model.
+        "initializer_range": 0.2,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
+    "llama": {
+        "model_type": "llama",
+        "num_hidden_layers": 4,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": SEQ_LENGTH,
+        "vocab_size": VOCAB_SIZE,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": False,
+    },
+}
+MODELS["llama_of_3_1"] = {
+    **MODELS["llama"],
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 100.0,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8,
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How the model is split and copied: arguments of MegatronStrategy, and the copies."""
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int | None = None
+    dp: int = 1
+    sequence_parallel: bool = False
+    num_microbatches: int = 1
+    distributed_optimizer: bool = True
+    overlap_communication: bool | None = None
+    recompute: Literal["selective", "full"] | None = None
+    recompute_method: Literal["uniform", "block"] = "uniform"
+    recompute_num_layers: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def __str__(self) -> str:
+        """What differs from one process, for a test's name."""
+        default = asdict(Layout())
+        changed = {name: value for name, value in asdict(self).items() if value != default[name]}
+        return "-".join(f"{name}={value}" for name, value in changed.items()) or "one_process"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run. Two cases that differ only in their layouts must end alike."""
+
+    layout: Layout = field(default_factory=Layout)
+    model: str = "gpt2"
+    model_fields: tuple[tuple[str, Any], ...] = ()
+    """Changes to the model's config."""
+    make_vocab_size_divisible_by: int = 8
+    labels: Literal["all", "uneven"] = "all"
+    """``uneven``: each row has another number of targets, between none and all."""
+    steps: int = 10
+    global_batch_size: int = 12
+    """A multiple of every dp x num_microbatches of the tests."""
+    lr: float = 5e-3
+    optimizer: tuple[tuple[str, Any], ...] = (("eps", 1e-3), ("weight_decay", 0.1))
+    """Fields of OptimizerOptions. Adam divides by the gradient's size: with the usual eps of 1e-8 it would blow up the
+    rounding of gradients that are zero on paper (that of a key's bias, say) to whole steps of ``lr``."""
+    clip: float | None = None
+    precision: str = "32-true"
+    accelerator: Literal["cpu", "gpu"] = "cpu"
+
+    @property
+    def on_one_process(self) -> Case:
+        """The run that this one must agree with."""
+        return replace(self, layout=Layout())
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOutcome:
+    """What one rank saw, and its shards."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    initial_weights: list[Shard]
+    gradients: list[Shard]
+    weights: list[Shard]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a run did."""
+
+    losses: list[float]
+    """Of each step, before its update."""
+    grad_norms: list[float]
+    """Of each step, before clipping."""
+    initial_weights: Tensors
+    gradients: Tensors
+    """Of the first step, before clipping."""
+    weights: Tensors
+    """After the last step."""
+
+
+@functools.cache
+def outcome(case: Case) -> Outcome:
+    """Run ``case`` on as many ranks as it needs; once per session."""
+    ranks: list[RankOutcome] = run_ranks(train, case.layout.world_size, case, timeout=240)
+    for rank in ranks[1:]:
+        assert rank.losses == ranks[0].losses
+        assert rank.grad_norms == ranks[0].grad_norms
+    # Some CUDA kernels add in a different order each time, in bf16.
+    copies_rtol = 0.0 if case.accelerator == "cpu" else 0.02
+
+    def joined(parts: list[list[Shard]]) -> Tensors:
+        return without_vocabulary_padding(whole(parts, copies_rtol), VOCAB_SIZE)
+
+    return Outcome(
+        losses=ranks[0].losses,
+        grad_norms=ranks[0].grad_norms,
+        initial_weights=joined([rank.initial_weights for rank in ranks]),
+        gradients=joined([rank.gradients for rank in ranks]),
+        weights=joined([rank.weights for rank in ranks]),
+    )
+
+
+# ---- on the ranks ---------------------------------------------------------------------------------------------------
+
+
+class Sentences(Dataset[dict[str, torch.Tensor]]):
+    """Rows of random tokens, the same in every process."""
+
+    def __init__(self, num_rows: int, labels: Literal["all", "uneven"] = "all") -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.tokens = torch.randint(0, VOCAB_SIZE, (num_rows, SEQ_LENGTH), generator=generator)
+        self.labels = self.tokens.clone()
+        if labels == "uneven":
+            for row in range(num_rows):
+                # 0, 7, 14, 4, 11, 1, ... labels are left out.
+                self.labels[row, : (7 * row) % (SEQ_LENGTH + 1)] = -100
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.tokens[index], "labels": self.labels[index]}
+
+
+def train(case: Case) -> RankOutcome:
+    """Train ``case.steps`` steps on this rank."""
+    from lightning.pytorch import Callback
+
+    class Recorder(Callback):
+        """Keeps what a run shows on its way."""
+
+        def __init__(self) -> None:
+            self.losses: list[float] = []
+            self.grad_norms: list[float] = []
+            self.initial_weights: list[Shard] = []
+            self.gradients: list[Shard] = []
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self.initial_weights = shards(pl_module)
+
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            if trainer.global_step == 0:
+                with gradients_in_place_of_weights(pl_module):
+                    self.gradients = shards(pl_module)
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.losses.append(outputs["loss"].item())
+            self.grad_norms.append(trainer.strategy.optimizer_report.grad_norm)
+
+    recorder, module = Recorder(), module_of(case)
+    trainer_of(case, callbacks=[recorder]).fit(module, loader_of(case))
+    finish_parameter_gathers(module)
+    return RankOutcome(
+        losses=recorder.losses,
+        grad_norms=recorder.grad_norms,
+        initial_weights=recorder.initial_weights,
+        gradients=recorder.gradients,
+        weights=shards(module),
+    )
+
+
+def module_of(case: Case, module_class: type | None = None, **options: Any) -> Any:
+    """The MegatronModule of ``case``, or a subclass of it; ``options`` are further arguments of its constructor."""
+    from lightning.pytorch import seed_everything
+
+    from lightning_megatron import MegatronModule
+    from lightning_megatron.engine.optimizer import OptimizerOptions
+
+    seed_everything(SEED, verbose=False)
+    return (module_class or MegatronModule)(
+        model={**MODELS[case.model], **dict(case.model_fields)},
+        lr=case.lr,
+        optimizer=OptimizerOptions(**dict(case.optimizer)),
+        make_vocab_size_divisible_by=case.make_vocab_size_divisible_by,
+        **options,
+    )
+
+
+def trainer_of(case: Case, **options: Any) -> Any:
+    """The Trainer of ``case``, without anything that writes files; ``options`` change or add arguments."""
+    from lightning.pytorch import Trainer
+
+    from lightning_megatron import MegatronStrategy
+
+    layout = {name: value for name, value in asdict(case.layout).items() if name != "dp"}
+    arguments = {
+        "accelerator": case.accelerator,
+        "devices": case.layout.world_size,
+        "strategy": MegatronStrategy(**layout),
+        "precision": case.precision,
+        "gradient_clip_val": case.clip,
+        "max_steps": case.steps,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
+    return Trainer(**{**arguments, **options})
+
+
+def loader_of(case: Case) -> DataLoader[dict[str, torch.Tensor]]:
+    """One epoch of ``case.steps`` global batches, the same ones for every layout."""
+    rows = Sentences(case.steps * case.global_batch_size, case.labels)
+    return DataLoader(rows, batch_size=case.global_batch_size // case.layout.dp)
