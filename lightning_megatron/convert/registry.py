@@ -105,6 +105,5 @@ def _config_object(fields: Mapping[str, Any], *, check_keys: bool) -> Any:
     try:
         return config_class(**arguments)
     except Exception as error:  # transformers validates with errors of its own
-        raise ConfigError(
-            f"the {fields['model_type']} config is invalid: {str(error).splitlines()[0]}; correct it"
-        ) from None
+        reason = " ".join(str(error).split())  # they span lines, and the first one only names the field
+        raise ConfigError(f"the {fields['model_type']} config is invalid: {reason}; correct it") from None
