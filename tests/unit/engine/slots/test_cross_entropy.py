@@ -10,6 +10,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
 from lightning_megatron.engine.patching import active
+from lightning_megatron.engine.slots.compiled_loss import compiled_loss
 from lightning_megatron.engine.slots.cross_entropy import (
     PerTokenLoss,
     cross_entropy_patches,
@@ -58,9 +59,10 @@ def _ours(
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("padded", [VOCAB, 12, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_one_rank_equals_a_dense_softmax(padded: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("per_token_loss", [native_loss, compiled_loss])
+def test_one_rank_equals_a_dense_softmax(padded: int, dtype: torch.dtype, per_token_loss: PerTokenLoss) -> None:
     logits, labels, weights = _case(padded, dtype)
-    losses, gradient = _ours(logits, labels, weights, 0, native_loss)
+    losses, gradient = _ours(logits, labels, weights, 0, per_token_loss)
     expected_losses, expected_gradient = _dense(logits, labels, weights)
     assert losses.dtype == torch.float32
     assert gradient.dtype == dtype
@@ -74,7 +76,7 @@ def test_one_rank_equals_a_dense_softmax(padded: int, dtype: torch.dtype) -> Non
     assert not gradient[5, 2].any()
 
 
-def _split(padded: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _split(padded: int, per_token_loss: PerTokenLoss) -> tuple[torch.Tensor, torch.Tensor]:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
@@ -85,13 +87,16 @@ def _split(padded: int) -> tuple[torch.Tensor, torch.Tensor]:
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
         logits, labels, weights = _case(padded)
         shard = logits.chunk(dist.get_world_size(), dim=-1)[dist.get_rank()].contiguous()
-        return _ours(shard, labels, weights, dist.get_rank(), native_loss)
+        return _ours(shard, labels, weights, dist.get_rank(), per_token_loss)
 
 
 @pytest.mark.parametrize(("tp", "padded"), [(2, 12), (2, 16), (4, 32)])
-def test_a_split_vocabulary_equals_a_dense_softmax_also_where_a_whole_shard_is_padding(tp: int, padded: int) -> None:
+@pytest.mark.parametrize("per_token_loss", [native_loss, compiled_loss])
+def test_a_split_vocabulary_equals_a_dense_softmax_also_where_a_whole_shard_is_padding(
+    tp: int, padded: int, per_token_loss: PerTokenLoss
+) -> None:
     expected_losses, expected_gradient = _dense(*_case(padded))
-    shards = run_ranks(_split, tp, padded)
+    shards = run_ranks(_split, tp, padded, per_token_loss)
     for losses, _ in shards:
         torch.testing.assert_close(losses.double(), expected_losses, rtol=1e-5, atol=1e-5)
     gradient = torch.cat([shard for _, shard in shards], dim=-1)
@@ -169,3 +174,23 @@ def test_the_native_loss_is_right_on_cuda(dtype: torch.dtype) -> None:
 def test_ligers_loss_is_right_on_cuda(dtype: torch.dtype) -> None:
     pytest.importorskip("liger_kernel.ops.vocab_parallel_cross_entropy")
     _cuda_case(liger_loss, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_compiled_loss_is_right_on_cuda(dtype: torch.dtype) -> None:
+    _cuda_case(compiled_loss, dtype)
+
+
+def test_the_compiled_loss_keeps_no_float32_copy_of_the_logits() -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        logits, labels, _ = _case(VOCAB, torch.bfloat16)
+        kept: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+            compiled_loss(logits.requires_grad_(), labels, dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+    assert [x.dtype for x in kept if x.shape == logits.shape] == [torch.bfloat16]
