@@ -142,7 +142,9 @@ class StepRecorder(Callback):
             self._profiler.stop()
             self.profile_text = _profile_text(self._profiler, device)
         if self._loss_first is not None and self._loss_last is not None:
-            self.losses = (float(self._loss_first), float(self._loss_last))
+            # Lightning divides the loss of a batch by the number of batches that it accumulates.
+            batches = trainer.accumulate_grad_batches
+            self.losses = (float(self._loss_first) * batches, float(self._loss_last) * batches)
         if device.type == "cuda":
             self.peak_allocated_gib = _most_gib(torch.cuda.max_memory_allocated(device), device)
             self.peak_reserved_gib = _most_gib(torch.cuda.max_memory_reserved(device), device)
