@@ -19,6 +19,20 @@ def inverse_frequencies(kv_channels: int, base: float, scaling: RopeScaling | No
     return frequencies if scaling is None else llama3_scaled(frequencies, scaling)
 
 
+def angles_at(positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+    """How far each pair of a head turns at each token's position, in Megatron's order.
+
+    Args:
+        positions: [b, s], integers.
+        frequencies: [kv_channels / 2], float32, radians per position.
+
+    Returns:
+        [s, b, 1, kv_channels], float32: the pairs' first halves, then their second halves.
+    """
+    angles = positions.t()[:, :, None, None].float() * frequencies
+    return torch.cat((angles, angles), dim=-1)
+
+
 def llama3_scaled(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     """Slow turns stretched by ``scaling.factor``, fast ones kept, those between blended.
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.steps.base import Batch, LossFunc, LossTerm, TrainStep
-from lightning_megatron.steps.masks import IGNORE_INDEX, causal_padding_mask, positions_like, shift_labels
+from lightning_megatron.steps.masks import IGNORE_INDEX, causal_padding_mask, shift_labels
 
 _KNOWN_KEYS = {"text", "input_ids", "labels", "attention_mask", "position_ids", "sample_mask", "loss_mask"}
 
@@ -31,7 +31,7 @@ class GPTTrainStep(TrainStep):
     loss_terms: ClassVar[tuple[str, ...]] = ("lm_loss",)
 
     def prepare_batch(self, batch: Batch) -> Batch:
-        """``tokens``, ``position_ids``, ``targets`` [b, s] int64; ``loss_mask`` [b, s] fp32; maybe ``attention_mask``.
+        """``tokens``, ``targets`` [b, s] int64; ``loss_mask`` [b, s] fp32; the user's mask and positions, if any.
 
         Raises:
             DataError: If there are neither ``input_ids`` nor ``text``, or a key is not understood.
@@ -50,13 +50,10 @@ class GPTTrainStep(TrainStep):
             loss_mask = loss_mask * batch["sample_mask"].to(loss_mask.dtype)[:, None]
         prepared = {
             "tokens": tokens,
-            "position_ids": batch.get("position_ids", positions_like(tokens)),
             "targets": targets.clamp(min=0),
             "loss_mask": loss_mask,
         }
-        if "attention_mask" in batch:
-            prepared["attention_mask"] = batch["attention_mask"]
-        return prepared
+        return prepared | {name: batch[name] for name in ("attention_mask", "position_ids") if name in batch}
 
     def pad_rows(self, batch: Batch, num_rows: int) -> Batch:
         """Repeat the last row with an empty loss mask."""
@@ -79,7 +76,7 @@ class GPTTrainStep(TrainStep):
         mask = batch.get("attention_mask")
         output = model(
             batch["tokens"],
-            batch["position_ids"],
+            batch.get("position_ids"),
             None if mask is None else causal_padding_mask(mask),
             labels=batch["targets"],
         )

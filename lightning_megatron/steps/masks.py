@@ -37,8 +37,3 @@ def shift_labels(labels: torch.Tensor) -> torch.Tensor:
     shifted = torch.full_like(labels, IGNORE_INDEX)
     shifted[:, :-1] = labels[:, 1:]
     return shifted
-
-
-def positions_like(tokens: torch.Tensor) -> torch.Tensor:
-    """0, 1, ..., s-1 in every row: [b, s], int64."""
-    return torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
