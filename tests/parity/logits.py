@@ -1,0 +1,87 @@
+"""What does the model answer? Whole logits of a few rows, from any layout and from Hugging Face."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from tests.parity.hugging_face import hugging_face_model
+from tests.parity.sharding import Shard, Tensors, shards
+from tests.parity.training import Case, module_of, trainer_of
+
+Rows = list[dict[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What one rank returned for some rows."""
+
+    logits: torch.Tensor | None
+    """[b, s, v/tp], fp32; None before the last stage."""
+    tp_rank: int
+    loss: float
+    weights: list[Shard]
+
+
+def whole_logits(answers: list[Answer]) -> torch.Tensor:
+    """[b, s, padded v], from the ranks of one copy of the model."""
+    parts = sorted((a for a in answers if a.logits is not None), key=lambda a: a.tp_rank)
+    return torch.cat([part.logits for part in parts if part.logits is not None], dim=-1)
+
+
+# ---- on the ranks ---------------------------------------------------------------------------------------------------
+
+
+def answer(case: Case, rows: Rows) -> Answer:
+    """Evaluate ``rows``, as one batch, with fresh weights: once for the logits, once for the loss."""
+    loader: DataLoader[Any] = DataLoader(rows, batch_size=len(rows))  # type: ignore[arg-type]
+    keeping = _keeping_logits()
+    module = module_of(case, train_step=keeping)
+    trainer = trainer_of(case)
+    trainer.validate(module, loader, verbose=False)
+    weights = shards(module)
+    with_loss = module_of(case)
+    (metrics,) = trainer_of(case).validate(with_loss, loader, verbose=False)
+    topology = trainer.strategy.topology
+    return Answer(
+        logits=torch.cat(keeping.logits) if keeping.logits else None,
+        tp_rank=topology.tp_rank,
+        loss=metrics["val_loss"],
+        weights=weights,
+    )
+
+
+def _keeping_logits() -> Any:
+    from lightning_megatron import GPTTrainStep
+    from lightning_megatron.steps.base import Batch, LossFunc, LossTerm
+    from lightning_megatron.steps.masks import causal_padding_mask
+
+    class KeepingLogits(GPTTrainStep):
+        """Asks the model for logits instead of losses."""
+
+        def __init__(self) -> None:
+            self.logits: list[torch.Tensor] = []
+
+        def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, LossFunc]:
+            batch = next(data_iterator)
+            mask = causal_padding_mask(batch["attention_mask"]) if "attention_mask" in batch else None
+            return model(batch["tokens"], batch.get("position_ids"), mask), partial(self.loss_func, batch)
+
+        def loss_func(self, batch: Batch, output: torch.Tensor) -> dict[str, LossTerm]:
+            self.logits.append(output.float())
+            return {"lm_loss": LossTerm(output.new_zeros(()).float(), batch["loss_mask"].sum())}
+
+    return KeepingLogits()
+
+
+def hugging_face_answer(case: Case, weights: Tensors, rows: Rows) -> tuple[torch.Tensor, float]:
+    """Logits [b, s, v] and loss of ``rows`` from Hugging Face's model with ``weights``."""
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    with torch.no_grad():
+        output = hugging_face_model(case, weights).eval()(**batch)
+    return output.logits, output.loss.item()
