@@ -256,7 +256,7 @@ class MegatronStrategy(StrategyState):
         trainer = ready(self.lightning_module, "connect").trainer
         if trainer.state.stage in _EVALUATING:
             return EvaluationLoader(dataloader)  # type: ignore[arg-type]
-        loader = ResumableLoader(dataloader, self.topology.dp, lambda: _batch_limit(trainer))  # type: ignore[arg-type]
+        loader = ResumableLoader(dataloader, self.topology.dp, lambda: trainer.num_training_batches)  # type: ignore[arg-type]
         if self._loader_state is not None:
             loader.load_state_dict(self._loader_state)
         return loader
@@ -384,9 +384,3 @@ class MegatronStrategy(StrategyState):
         ready(self.cluster_environment, "the Trainer").teardown()
         self.precision_plugin.teardown()
         ready(self.accelerator, "the Trainer").teardown()
-
-
-def _batch_limit(trainer: pl.Trainer) -> float:
-    """Batches after which the Trainer ends a training epoch."""
-    limit = trainer.limit_train_batches
-    return limit if isinstance(limit, int) else float("inf")

@@ -61,7 +61,7 @@ class ResumableLoader:
         Args:
             loader: The user's loader.
             data_parallel_size: Ranks that share the samples of an epoch.
-            limit: Batches after which the Trainer ends an epoch early (``limit_train_batches``).
+            limit: Tells after how many batches the Trainer ends an epoch; asked when one begins.
         """
         self.loader = loader
         self.dataset = loader.dataset
@@ -72,7 +72,9 @@ class ResumableLoader:
         self._handed_out = 0
         self._is_resuming = False
         self._generator = loader.generator or getattr(loader.sampler, "generator", None)
-        self._random_states: dict[str, torch.Tensor | None] = {"random_state": None, "generator_state": None}
+        self._random_state: torch.Tensor | None = None
+        self._generator_state: torch.Tensor | None = None
+        """Both as they were when the epoch began."""
 
     @property
     def _global_batch(self) -> int:
@@ -82,7 +84,8 @@ class ResumableLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._handed_out > 0 and not self._is_resuming:
+        is_resuming_in_mid_epoch = self._is_resuming and self._handed_out < min(len(self), self._limit())
+        if self._handed_out > 0 and not is_resuming_in_mid_epoch:
             self._epoch, self._handed_out = self._epoch + 1, 0
         self._is_resuming = False
         if isinstance(self.loader.sampler, DistributedSampler):
@@ -92,23 +95,26 @@ class ResumableLoader:
             yield batch
 
     def _whole(self) -> DataLoader[Any]:
-        generator_state = None if self._generator is None else self._generator.get_state()
-        self._random_states = {"random_state": torch.get_rng_state(), "generator_state": generator_state}
+        self._random_state, self._generator_state = torch.get_rng_state(), _state_of(self._generator)
         return self.loader
 
     def _rest(self) -> DataLoader[Any]:
         """What follows the batches that were handed out, without moving the user's random numbers once more."""
         outside = torch.get_rng_state()
-        if self._random_states["random_state"] is not None:
-            torch.set_rng_state(self._random_states["random_state"])
-        if self._generator is not None and self._random_states["generator_state"] is not None:
-            self._generator.set_state(self._random_states["generator_state"])
+        if self._random_state is not None:
+            torch.set_rng_state(self._random_state)
+        _set_state(self._generator, self._generator_state)
         return _without_first(self.loader, self._handed_out, lambda: torch.set_rng_state(outside))
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, the samples of it that all ranks together have consumed, and the random states it began with."""
-        consumed_samples = self._handed_out * self._global_batch
-        return {"epoch": self._epoch, "consumed_samples": consumed_samples, **self._random_states}
+        """The epoch, the samples of it that all ranks together have consumed, and where its order comes from."""
+        return {
+            "epoch": self._epoch,
+            "consumed_samples": self._handed_out * self._global_batch,
+            "random_state": self._random_state,
+            "generator_state": self._generator_state,
+            "generator_state_now": _state_of(self._generator),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Start the next iteration behind the consumed samples.
@@ -117,8 +123,18 @@ class ResumableLoader:
         """
         self._epoch = state["epoch"]
         self._handed_out = state["consumed_samples"] // self._global_batch
-        self._random_states = {name: state[name] for name in self._random_states}
-        self._is_resuming = self._handed_out < min(len(self), self._limit())
+        self._random_state, self._generator_state = state["random_state"], state["generator_state"]
+        _set_state(self._generator, state["generator_state_now"])
+        self._is_resuming = True
+
+
+def _state_of(generator: torch.Generator | None) -> torch.Tensor | None:
+    return None if generator is None else generator.get_state()
+
+
+def _set_state(generator: torch.Generator | None, state: torch.Tensor | None) -> None:
+    if generator is not None and state is not None:
+        generator.set_state(state)
 
 
 class EvaluationLoader:
@@ -136,7 +152,10 @@ class EvaluationLoader:
 
     def __iter__(self) -> Iterator[Any]:
         taken = 0
-        for batch in self.loader:
+        # A resumed run may skip a validation that was due (Lightning does), and must still draw the same numbers.
+        with torch.random.fork_rng(devices=[]):
+            batches = iter(self.loader)
+        for batch in batches:
             rows = _num_rows(batch)
             mask = self._counts(taken, rows)
             taken += rows

@@ -99,10 +99,11 @@ def read_meta(path: Path) -> dict[str, Any]:
 def load(run: RunState, meta: Mapping[str, Any], path: Path) -> bool:
     """Load weights, and optimizer and random states if ``run`` has an optimizer; every rank must call.
 
-    Random states are per rank and only come back on the layout that wrote them.
+    The engine's random states are per rank and only come back on the layout that wrote them; on another one, the
+    user's streams go on as those of rank 0 did.
 
     Returns:
-        Whether the random states came back.
+        Whether the engine's random states came back.
 
     Raises:
         CheckpointError: If the checkpoint is of another model, or has no optimizer state although one is wanted.
@@ -114,10 +115,15 @@ def load(run: RunState, meta: Mapping[str, Any], path: Path) -> bool:
             unwrap(chunk).load_state_dict(loaded[f"model{index}"], strict=True)
         if run.optimizer is not None:
             run.optimizer.inner.load_state_dict(loaded["optimizer"])
-    if run.optimizer is None or meta["layout"] != layout_of(run.topology):
+    if run.optimizer is None:
         return False
-    run.rng.load_state_dict(load_plain(path / _rng_file(dist.get_rank())))
-    return True
+    same_layout: bool = meta["layout"] == layout_of(run.topology)
+    state = on_all_ranks_alike(lambda: load_plain(path / _rng_file(dist.get_rank() if same_layout else 0)))
+    if same_layout:
+        run.rng.load_state_dict(state)
+    else:
+        run.rng.load_users_state(state)
+    return same_layout
 
 
 def remove(path: Path) -> None:

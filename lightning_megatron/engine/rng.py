@@ -79,20 +79,25 @@ class EngineRng:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue every stream where ``state_dict`` was taken."""
+        self.load_users_state(state)
+        get_cuda_rng_tracker().set_states(state["tracker"])
+        if not self._on_cpu:
+            torch.cuda.set_rng_state(state["device"])
+        elif self._is_active:
+            torch.set_rng_state(state["device"])
+        else:
+            self._parked = state["device"]
+
+    def load_users_state(self, state: dict[str, Any]) -> None:
+        """Continue only the streams that user code draws from; they mean the same on any layout."""
         version, internal, gauss = state["python"]
         random.setstate((version, tuple(internal), gauss))
         kind, keys, position, has_gauss, cached = state["numpy"]
         np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-        get_cuda_rng_tracker().set_states(state["tracker"])
         if self._is_active:
             self._parked = state["torch"]
-            torch.set_rng_state(state["device"])
-            return
-        torch.set_rng_state(state["torch"])
-        if self._on_cpu:
-            self._parked = state["device"]
         else:
-            torch.cuda.set_rng_state(state["device"])
+            torch.set_rng_state(state["torch"])
 
     def _device_state(self) -> torch.Tensor:
         if not self._on_cpu:
