@@ -1,0 +1,216 @@
+"""One small training run on any layout, and everything about it that must come back after a restart.
+
+For rank functions: nothing here is heavy before it is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+SEQ_LENGTH = 16
+GLOBAL_BATCH = 8
+NUM_SAMPLES = 40
+"""Five steps an epoch."""
+VOCAB_SIZE = 100
+
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "n_layer": 4,
+    "n_embd": 32,
+    "n_head": 4,
+    "vocab_size": VOCAB_SIZE,
+    "n_positions": SEQ_LENGTH,
+    "resid_pdrop": 0.1,
+    "embd_pdrop": 0.1,
+    "attn_pdrop": 0.1,
+}
+NO_DROPOUT: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What one ``trainer.fit`` of a test consists of."""
+
+    strategy: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of ``MegatronStrategy``; two microbatches unless they say otherwise."""
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of ``Trainer``."""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the model's config that differ."""
+    module: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of ``MegatronModule``."""
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of ``OptimizerOptions``."""
+    indexed: str | None = None
+    """Prefix of an indexed dataset; None for an ordinary ``DataLoader``."""
+    loader: Callable[[int], Any] | None = None
+    """Makes the training ``DataLoader`` for a data-parallel size; None for ``shuffled_loader``."""
+    validate: bool = False
+    """Whether there is a validation ``DataLoader`` too."""
+    ckpt_path: str | None = None
+    """What to resume from."""
+    seed: int = 7
+    """Of weights, dropout and the order of samples."""
+
+    def but(self, **changes: Any) -> Run:
+        """The same run with ``trainer`` and other fields changed; mappings are merged."""
+        merged = {
+            name: {**getattr(self, name), **value} if isinstance(value, dict) else value
+            for name, value in changes.items()
+        }
+        return replace(self, **merged)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """What a run did on one rank."""
+
+    steps: dict[int, dict[str, Any]]
+    """By global step: loss, learning rates, gradient norm, and the tokens that were trained on."""
+    state: dict[str, Any]
+    """At the end: each weight, moment, step count, learning rate and random state by name."""
+
+
+def rows_dataset(num_samples: int = NUM_SAMPLES, vocab_size: int = VOCAB_SIZE) -> Any:
+    """Rows that tell which sample they are: arithmetic sequences of their own start and stride."""
+    import torch
+
+    index = torch.arange(num_samples)[:, None]
+    ids = (index + (1 + index % 7) * torch.arange(SEQ_LENGTH)) % vocab_size
+    return [{"input_ids": row} for row in ids]
+
+
+def shuffled_loader(dp: int) -> Any:
+    """What a user would write."""
+    from torch.utils.data import DataLoader
+
+    return DataLoader(rows_dataset(), batch_size=GLOBAL_BATCH // dp, shuffle=True)
+
+
+def make_module(run: Run) -> Any:
+    from lightning_megatron.engine.optimizer import OptimizerOptions
+    from lightning_megatron.module import MegatronModule
+
+    options = {"lr": 1e-2, "optimizer": OptimizerOptions(**run.optimizer), **run.module}
+    return MegatronModule(model={**GPT2, **run.model}, **options)
+
+
+def make_trainer(run: Run, *callbacks: Any) -> Any:
+    import os
+
+    import lightning.pytorch as pl
+
+    from lightning_megatron.strategy import MegatronStrategy
+
+    settings = {
+        "accelerator": "cpu",
+        "devices": int(os.environ["WORLD_SIZE"]),
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": any(isinstance(c, pl.callbacks.ModelCheckpoint) for c in callbacks),
+        "gradient_clip_val": 1.0,
+        **run.trainer,
+    }
+    strategy = MegatronStrategy(**{"num_microbatches": 2, **run.strategy})
+    return pl.Trainer(strategy=strategy, callbacks=list(callbacks), **settings)
+
+
+def fit(run: Run, *callbacks: Any) -> tuple[Any, Trace]:
+    """Train; returns the Trainer, whose run may then be saved, and what happened."""
+    import lightning.pytorch as pl
+
+    pl.seed_everything(run.seed, verbose=False)
+    recorder = recorder_callback()
+    trainer = make_trainer(run, recorder, *callbacks)
+    module = make_module(run)
+    trainer.fit(module, ckpt_path=run.ckpt_path, **_data(run, trainer))
+    return trainer, Trace(steps=recorder.steps, state=live_state(trainer))
+
+
+def _data(run: Run, trainer: Any) -> dict[str, Any]:
+    from torch.utils.data import DataLoader
+
+    from lightning_megatron.datamodule import IndexedDataModule
+
+    dp = trainer.strategy.data_parallel_size
+    rows = GLOBAL_BATCH // dp
+    if run.indexed is None:
+        validation = DataLoader(rows_dataset(12), batch_size=rows) if run.validate else None
+        return {"train_dataloaders": (run.loader or shuffled_loader)(dp), "val_dataloaders": validation}
+    data = IndexedDataModule(
+        run.indexed, split="1,0,0", seq_length=SEQ_LENGTH, micro_batch_size=rows // trainer.strategy.num_microbatches
+    )
+    return {"datamodule": data}
+
+
+def recorder_callback() -> Any:
+    import lightning.pytorch as pl
+
+    class Recorder(pl.Callback):
+        """Keeps the numbers of every step."""
+
+        def __init__(self) -> None:
+            self.steps: dict[int, dict[str, Any]] = {}
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.steps[trainer.global_step] = {
+                "loss": float(outputs["loss"]),
+                "lr": [group["lr"] for group in trainer.optimizers[0].param_groups],
+                "grad_norm": trainer.strategy.optimizer_report.grad_norm,
+                "tokens": next(iter(batch.values())).tolist(),
+            }
+
+    return Recorder()
+
+
+def live_state(trainer: Any) -> dict[str, Any]:
+    """Weights, optimizer and random states of this rank as flat names and plain values."""
+    strategy, optimizer = trainer.strategy, trainer.optimizers[0]
+    flat: dict[str, Any] = {}
+    for index, chunk in enumerate(strategy.lightning_module.model_chunks):
+        flat |= {f"weights.{index}.{name}": p.detach().clone() for name, p in chunk.named_parameters()}
+    for index, part in enumerate(optimizer.parts):
+        _flatten(f"optimizer.{index}", part.optimizer.state_dict(), flat)
+        for name in ("shard_fp32_from_float16_groups", "fp32_from_float16_groups"):
+            _flatten(f"masters.{index}.{name}", getattr(part, name, None) or [], flat)
+    _flatten("rng", strategy._runtime.rng.state_dict(), flat)
+    flat["global_step"] = trainer.global_step
+    return flat
+
+
+def _flatten(prefix: str, value: Any, into: dict[str, Any]) -> None:
+    import torch
+
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            _flatten(f"{prefix}.{key}", each, into)
+    elif isinstance(value, (list, tuple)):
+        for index, each in enumerate(value):
+            _flatten(f"{prefix}.{index}", each, into)
+    else:
+        into[prefix] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """Names whose values are not the same to the last bit."""
+    import torch
+
+    names = [name for name in expected if name not in found] + [name for name in found if name not in expected]
+    for name in expected.keys() & found.keys():
+        a, b = expected[name], found[name]
+        same = torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a == b
+        if not same:
+            names.append(name)
+    return sorted(names)
+
+
+def checkpoints_at(folder: Path, **options: Any) -> Any:
+    """Stock ``ModelCheckpoint`` that keeps every checkpoint, named by step."""
+    import lightning.pytorch as pl
+
+    settings = {"save_top_k": -1, "filename": "{step}", "every_n_train_steps": 1, **options}
+    return pl.callbacks.ModelCheckpoint(folder, **settings)

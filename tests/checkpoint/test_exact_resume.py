@@ -1,0 +1,249 @@
+"""Is a run that was interrupted and resumed the same run, to the last digit?
+
+Compared are every loss, gradient norm, learning rate and token of the steps that follow, and at the end each weight,
+moment, step count, learning rate and random state (dropout is on). The reference is the run without interruption.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_megatron.data.format import IndexedDatasetWriter
+from tests.checkpoint.runs import (
+    GLOBAL_BATCH,
+    VOCAB_SIZE,
+    Run,
+    Trace,
+    checkpoints_at,
+    differences,
+    fit,
+    rows_dataset,
+)
+from tests.ranks import run_ranks
+
+STEPS_PER_EPOCH = 5
+
+
+def _train(run: Run) -> Trace:
+    return fit(run)[1]
+
+
+def _train_and_keep(run: Run, folder: Path, options: dict[str, Any]) -> Trace:
+    """Train with a stock ``ModelCheckpoint`` that keeps every checkpoint."""
+    return fit(run, checkpoints_at(folder, **options))[1]
+
+
+def _train_and_save(run: Run, stops: list[int], folder: Path) -> None:
+    """For each of ``stops`` a run that ``max_steps`` ends there, saved the way a script does after ``fit``."""
+    for stop in stops:
+        trainer, _ = fit(run.but(trainer={"max_steps": stop}))
+        trainer.save_checkpoint(folder / f"{stop}.ckpt")
+
+
+def _train_one_epoch_and_save(run: Run, path: Path) -> None:
+    trainer, _ = fit(run.but(trainer={"max_epochs": 1}))
+    trainer.save_checkpoint(path)
+
+
+def _resume_each(run: Run, stops: list[int], folder: Path) -> list[Trace]:
+    return [fit(run.but(ckpt_path=str(folder / f"{stop}.ckpt")))[1] for stop in stops]
+
+
+def _assert_each_goes_on(run: Run, world_size: int, stops: list[int], folder: Path) -> None:
+    whole = run_ranks(_train, world_size, run)
+    run_ranks(_train_and_save, world_size, run, stops, folder)
+    resumed = run_ranks(_resume_each, world_size, run, stops, folder)
+    for index, stop in enumerate(stops):
+        _assert_goes_on_as(whole, [of_rank[index] for of_rank in resumed], after=stop)
+
+
+def _assert_goes_on_as(whole: list[Trace], resumed: list[Trace], after: int) -> None:
+    for rank, (expected, found) in enumerate(zip(whole, resumed, strict=True)):
+        steps = {step: numbers for step, numbers in expected.steps.items() if step > after}
+        assert steps, "nothing is left to compare"
+        assert found.steps == steps, f"rank {rank} took other steps"
+        assert differences(expected.state, found.state) == [], f"rank {rank} ended in another state"
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Prefix of an indexed dataset of 112 samples: eight steps are less than one pass, twenty are two."""
+    prefix = tmp_path_factory.mktemp("corpus") / "corpus"
+    numbers = np.random.default_rng(0)
+    with IndexedDatasetWriter(str(prefix), np.dtype("<u2")) as writer:
+        for _ in range(30):
+            tokens = numbers.integers(0, VOCAB_SIZE, size=60).astype(np.uint16)
+            writer.add_documents(tokens.tobytes(), [len(tokens)])
+    return str(prefix)
+
+
+TP2 = {"tp": 2}
+TP2_SP = {"tp": 2, "sequence_parallel": True}
+PP2_VPP2 = {"pp": 2, "vpp": 2}
+UNSHARDED_OPTIMIZER = {"distributed_optimizer": False}
+BF16 = {"precision": "bf16-mixed"}
+SGD = {"name": "sgd"}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "run"),
+    [
+        pytest.param(1, Run(), id="one rank"),
+        pytest.param(1, Run(strategy=UNSHARDED_OPTIMIZER, optimizer=SGD, trainer=BF16), id="one rank, sgd, bf16"),
+        pytest.param(2, Run(strategy=TP2), id="tp2"),
+        pytest.param(2, Run(strategy=TP2_SP, optimizer=SGD), id="tp2 sp, sgd"),
+        pytest.param(2, Run(strategy=PP2_VPP2), id="pp2 vpp2"),
+        pytest.param(2, Run(), id="dp2"),
+        pytest.param(2, Run(trainer=BF16), id="dp2, bf16"),
+        pytest.param(2, Run(strategy=UNSHARDED_OPTIMIZER), id="dp2, unsharded optimizer"),
+    ],
+)
+def test_a_run_resumed_in_mid_epoch_is_exactly_the_same(tmp_path: Path, world_size: int, run: Run) -> None:
+    from lightning_megatron.engine.lr_schedule import LRSchedule
+
+    schedule = LRSchedule(style="cosine", warmup_steps=2, weight_decay_incr_style="linear", end_weight_decay=0.5)
+    run = run.but(trainer={"max_steps": 7}, module={"lr_schedule": schedule})
+    whole = run_ranks(_train_and_keep, world_size, run, tmp_path, {"every_n_train_steps": 3})
+
+    resumed = run_ranks(_train, world_size, run.but(ckpt_path=str(tmp_path / "step=3.ckpt")))
+
+    _assert_goes_on_as(whole, resumed, after=3)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size"), [({}, 1), (PP2_VPP2, 2), ({}, 2)], ids=["one rank", "pp2 vpp2", "dp2"]
+)
+def test_a_run_on_indexed_data_goes_on_exactly(
+    tmp_path: Path, corpus: str, strategy: dict[str, Any], world_size: int
+) -> None:
+    run = Run(strategy=strategy, indexed=corpus, trainer={"max_steps": 7})
+    whole = run_ranks(_train_and_keep, world_size, run, tmp_path, {"every_n_train_steps": 3})
+
+    resumed = run_ranks(_train, world_size, run.but(ckpt_path=str(tmp_path / "step=3.ckpt")))
+
+    _assert_goes_on_as(whole, resumed, after=3)
+
+
+def test_saving_changes_nothing(tmp_path: Path) -> None:
+    run = Run(trainer={"max_steps": 4})
+    (undisturbed,) = run_ranks(_train, 1, run)
+    (saving,) = run_ranks(_train_and_keep, 1, run, tmp_path, {"every_n_train_steps": 2})
+
+    assert saving.steps == undisturbed.steps
+    assert differences(undisturbed.state, saving.state) == []
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_that_max_steps_ended_goes_on_with_a_larger_max_steps(tmp_path: Path, world_size: int) -> None:
+    run = Run(trainer={"max_steps": 11})
+    _assert_each_goes_on(run, world_size, [3, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 3], tmp_path)
+
+
+def test_a_run_on_indexed_data_that_max_steps_ended_goes_on(tmp_path: Path, corpus: str) -> None:
+    _assert_each_goes_on(Run(indexed=corpus, trainer={"max_steps": 7}), 1, [4], tmp_path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"every_n_train_steps": STEPS_PER_EPOCH}, id="after its last batch"),
+        pytest.param({"every_n_train_steps": None, "save_on_train_epoch_end": True}, id="after the epoch"),
+    ],
+)
+def test_a_run_of_epochs_goes_on_after_an_epoch(tmp_path: Path, options: dict[str, Any]) -> None:
+    run = Run(trainer={"max_epochs": 3})
+    whole = run_ranks(_train_and_keep, 1, run, tmp_path, options)
+
+    resumed = run_ranks(_train, 1, run.but(ckpt_path=str(tmp_path / "step=5.ckpt")))
+
+    _assert_goes_on_as(whole, resumed, after=5)
+
+
+def test_a_run_that_max_epochs_ended_goes_on_with_more_epochs(tmp_path: Path) -> None:
+    run = Run(trainer={"max_epochs": 2})
+    whole = run_ranks(_train, 1, run)
+    run_ranks(_train_one_epoch_and_save, 1, run, tmp_path / "a.ckpt")
+
+    resumed = run_ranks(_train, 1, run.but(ckpt_path=str(tmp_path / "a.ckpt")))
+
+    _assert_goes_on_as(whole, resumed, after=STEPS_PER_EPOCH)
+
+
+@pytest.mark.parametrize("limit", [3, 0.6])
+def test_limit_train_batches_ends_the_same_epochs_after_a_resume(tmp_path: Path, limit: float) -> None:
+    run = Run(trainer={"max_steps": 8, "limit_train_batches": limit})
+    _assert_each_goes_on(run, 1, [2, 3, 4], tmp_path)
+
+
+def test_the_checkpoint_that_save_last_keeps_of_an_unfinished_epoch_goes_on(tmp_path: Path) -> None:
+    run = Run(trainer={"max_steps": 8})
+    whole = run_ranks(_train, 1, run)
+    keep_last = {"every_n_train_steps": None, "save_last": True}
+    run_ranks(_train_and_keep, 1, run.but(trainer={"max_steps": 3}), tmp_path, keep_last)
+
+    resumed = run_ranks(_train, 1, run.but(ckpt_path=str(tmp_path / "last.ckpt")))
+
+    _assert_goes_on_as(whole, resumed, after=3)
+
+
+class _Noisy:
+    """A dataset that draws from every global random stream, as augmentations and random masks do."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        import torch
+
+        ids = self.rows[index]["input_ids"].clone()
+        ids[0] = torch.randint(0, VOCAB_SIZE, ())
+        ids[1] = np.random.randint(0, VOCAB_SIZE)
+        ids[2] = random.randrange(VOCAB_SIZE)
+        return {"input_ids": ids}
+
+
+def _loader_of_random_order(dp: int) -> Any:
+    """The order comes from torch's global stream, as from every loader with ``shuffle=True``."""
+    from torch.utils.data import DataLoader
+
+    return DataLoader(_Noisy(rows_dataset()), batch_size=GLOBAL_BATCH // dp, shuffle=True)
+
+
+def _loader_with_generator(dp: int) -> Any:
+    """The order comes from a stream of the user's own."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    generator = torch.Generator().manual_seed(5)
+    return DataLoader(_Noisy(rows_dataset()), batch_size=GLOBAL_BATCH // dp, shuffle=True, generator=generator)
+
+
+def _loader_with_worker(dp: int) -> Any:
+    from torch.utils.data import DataLoader
+
+    return DataLoader(rows_dataset(), batch_size=GLOBAL_BATCH // dp, shuffle=True, num_workers=1)
+
+
+@pytest.mark.parametrize("loader", [_loader_of_random_order, _loader_with_generator, _loader_with_worker])
+@pytest.mark.parametrize("injected", [True, False], ids=["distributed sampler", "own sampler"])
+def test_random_orders_and_random_samples_go_on(tmp_path: Path, loader: Any, injected: bool) -> None:
+    run = Run(loader=loader, trainer={"max_steps": 11, "use_distributed_sampler": injected})
+    _assert_each_goes_on(run, 1, [3, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 3], tmp_path)
+
+
+@pytest.mark.parametrize("options", [{"every_n_train_steps": 2}, {"every_n_train_steps": None, "monitor": "val_loss"}])
+def test_a_run_with_validation_goes_on(tmp_path: Path, options: dict[str, Any]) -> None:
+    run = Run(validate=True, trainer={"max_steps": 8, "val_check_interval": 2})
+    whole = run_ranks(_train_and_keep, 1, run, tmp_path, options)
+
+    resumed = run_ranks(_train, 1, run.but(ckpt_path=str(tmp_path / "step=4.ckpt")))
+
+    _assert_goes_on_as(whole, resumed, after=4)
