@@ -1,0 +1,90 @@
+"""Are dropout masks different where ranks hold different numbers, and equal where they hold the same ones?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.parity.comparison import assert_same_run
+from tests.parity.dropout_masks import DROPOUT, PROBABILITY, Masks, dropout_masks
+from tests.parity.training import SEQ_LENGTH, Case, Layout, outcome
+from tests.ranks import run_ranks
+
+CASE = Case(model_fields=DROPOUT)
+NUM_LAYERS = 4
+FOUR_RANKS = Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2)
+
+
+def _masks(layout: Layout) -> list[Masks]:
+    return run_ranks(dropout_masks, layout.world_size, replace(CASE, layout=layout))
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Of the numbers dropped in ``a``, the share that is dropped in ``b`` too."""
+    return ((a & b).sum() / a.sum()).item()
+
+
+def _independent(a: torch.Tensor, b: torch.Tensor) -> bool:
+    # Thousands of numbers: the share lies within 0.05 of PROBABILITY if the masks are independent, at 1 if equal.
+    return abs(_overlap(a, b) - PROBABILITY) < 0.05
+
+
+def _visible(mask: torch.Tensor) -> torch.Tensor:
+    """The part of an attention mask that causality leaves."""
+    return mask[..., torch.ones(SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool).tril()]
+
+
+def test_tensor_parallel_ranks_drop_the_same_activations_and_different_attention_weights() -> None:
+    first, second = _masks(Layout(tp=2))
+    assert len(first.activations) == len(second.activations) == 1 + 2 * NUM_LAYERS
+    assert all(torch.equal(a, b) for a, b in zip(first.activations, second.activations, strict=True))
+    assert len(first.attention) == len(second.attention) == NUM_LAYERS
+    assert all(_independent(_visible(a), _visible(b)) for a, b in zip(first.attention, second.attention, strict=True))
+
+
+def test_under_sequence_parallelism_each_rank_drops_its_own_part_of_the_activations() -> None:
+    first, second = _masks(Layout(tp=2, sequence_parallel=True))
+    assert all(mask.shape[0] == SEQ_LENGTH // 2 for mask in first.activations)
+    assert all(_independent(a, b) for a, b in zip(first.activations, second.activations, strict=True))
+    assert all(_independent(_visible(a), _visible(b)) for a, b in zip(first.attention, second.attention, strict=True))
+
+
+def test_stages_and_microbatches_and_layers_drop_different_activations() -> None:
+    first, second = _masks(Layout(pp=2, num_microbatches=2))
+    per_microbatch = len(first.activations) // 2
+    embedding, *blocks = first.activations[:per_microbatch]
+    assert per_microbatch == 1 + NUM_LAYERS
+    assert _independent(blocks[0], blocks[1])
+    assert _independent(embedding, first.activations[per_microbatch])
+    assert all(_independent(a, b) for a, b in zip(blocks, second.activations, strict=False))
+
+
+def test_the_configured_share_is_dropped() -> None:
+    (masks,) = _masks(Layout())
+    for mask in [*masks.activations, *(_visible(m) for m in masks.attention)]:
+        assert mask.float().mean().item() == pytest.approx(PROBABILITY, abs=0.03)
+
+
+def test_nothing_is_dropped_in_validation() -> None:
+    (masks,) = run_ranks(_validation_masks, 1)
+    assert masks.activations == masks.attention == []
+
+
+def _validation_masks() -> Masks:
+    return dropout_masks(CASE, validate=True)
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(tp=2), Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2)], ids=str
+)
+@pytest.mark.parametrize("mode", ["selective", "uniform", "block"])
+def test_recomputed_activations_are_dropped_where_they_were(mode: str, layout: Layout) -> None:
+    # ``outcome`` also checks that ranks with the same weights keep the same weights.
+    if mode == "selective":
+        recomputing = replace(layout, recompute="selective")
+    else:
+        recomputing = replace(layout, recompute="full", recompute_method=mode)
+    case = replace(CASE, layout=layout, steps=3)
+    assert_same_run(outcome(replace(case, layout=recomputing)), outcome(case))

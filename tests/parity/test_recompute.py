@@ -1,0 +1,63 @@
+"""Is exactly what ``recompute`` names computed again in the backward pass?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.parity.training import Case, Layout, loader_of, module_of, trainer_of
+from tests.ranks import run_ranks
+
+NUM_LAYERS = 4
+
+
+def _count_calls(layout: Layout) -> tuple[int, int]:
+    """How often a step calls layers, and core attentions."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    from lightning_megatron.engine.slots.attention import SDPAttention
+
+    case, calls = Case(layout=layout, steps=1), {TransformerLayer: 0, SDPAttention: 0}
+    module = module_of(case)
+
+    class Counter(_callback()):  # type: ignore[misc]
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            for part in pl_module.modules():
+                if type(part) in calls:
+                    part.register_forward_pre_hook(self.count)
+
+        @staticmethod
+        def count(part: Any, arguments: Any) -> None:
+            calls[type(part)] += 1
+
+    trainer_of(case, callbacks=[Counter()]).fit(module, loader_of(case))
+    return calls[TransformerLayer], calls[SDPAttention]
+
+
+def _callback() -> type:
+    from lightning.pytorch import Callback
+
+    return Callback
+
+
+@pytest.mark.parametrize(
+    ("layout", "layer_calls", "attention_calls"),
+    [
+        (Layout(), NUM_LAYERS, NUM_LAYERS),
+        (Layout(recompute="selective"), NUM_LAYERS, 2 * NUM_LAYERS),
+        (Layout(recompute="full"), 2 * NUM_LAYERS, 2 * NUM_LAYERS),
+        (Layout(recompute="full", recompute_num_layers=2), 2 * NUM_LAYERS, 2 * NUM_LAYERS),
+        (Layout(recompute="full", recompute_method="block"), NUM_LAYERS + 1, NUM_LAYERS + 1),
+        (Layout(recompute="full", recompute_method="block", recompute_num_layers=3), NUM_LAYERS + 3, NUM_LAYERS + 3),
+    ],
+    ids=str,
+)
+def test_a_mode_repeats_what_it_names(layout: Layout, layer_calls: int, attention_calls: int) -> None:
+    assert run_ranks(_count_calls, 1, layout) == [(layer_calls, attention_calls)]
+
+
+def test_blocks_are_counted_on_each_stage() -> None:
+    layout = Layout(pp=2, num_microbatches=2, recompute="full", recompute_method="block")
+    per_microbatch = NUM_LAYERS // 2 + 1
+    assert run_ranks(_count_calls, 2, layout) == [(2 * per_microbatch, 2 * per_microbatch)] * 2
