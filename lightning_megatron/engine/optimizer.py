@@ -185,7 +185,8 @@ class MegatronOptimizer(torch.optim.Optimizer):
         """
         self.inner = inner
         self._engine = engine
-        self.defaults: dict[str, Any] = {}
+        # OneCycleLR and CyclicLR look here whether the optimizer has a momentum that they can move in the groups.
+        self.defaults: dict[str, Any] = dict(self.parts[0].optimizer.defaults)
         self.report: OptimizerReport | None = None
 
     @property
