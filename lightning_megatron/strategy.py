@@ -256,9 +256,15 @@ class MegatronStrategy(StrategyState):
         trainer = ready(self.lightning_module, "connect").trainer
         if trainer.state.stage in _EVALUATING:
             return EvaluationLoader(dataloader)  # type: ignore[arg-type]
-        loader = ResumableLoader(dataloader, self.topology.dp, lambda: trainer.num_training_batches)  # type: ignore[arg-type]
+        loader = ResumableLoader(
+            dataloader,  # type: ignore[arg-type]
+            data_parallel_size=self.topology.dp,
+            limit=lambda: trainer.num_training_batches,
+            first_epoch=trainer.current_epoch,
+        )
         if self._loader_state is not None:
             loader.load_state_dict(self._loader_state)
+            self._loader_state = None
         return loader
 
     @override
@@ -357,7 +363,8 @@ class MegatronStrategy(StrategyState):
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(str(checkpoint_path)))
-        fitting = ready(self.lightning_module, "connect").trainer.state.fn == TrainerFn.FITTING
+        trainer = ready(self.lightning_module, "connect").trainer
+        fitting = trainer.state.fn == TrainerFn.FITTING
         run = self._run_state(with_optimizer=fitting and not self.load_weights_only)
         with self.engine():
             loaded = load_lightning_checkpoint(run, path)
@@ -366,9 +373,16 @@ class MegatronStrategy(StrategyState):
                     optimizer.inner.reload_model_params()  # type: ignore[attr-defined]
         if fitting and self.load_weights_only:
             return only_weights(loaded)
-        # Lightning itself restores loaders only in the middle of what it counts as an epoch.
-        self._loader_state = loader_state(loaded) if fitting else None
+        if fitting:
+            self._restore_loader(loader_state(loaded), trainer.train_dataloader)
         return loaded
+
+    def _restore_loader(self, state: dict[str, Any] | None, loader: object) -> None:
+        """Take the training data up; Lightning does so only in the middle of what it counts as an epoch."""
+        if state is not None and isinstance(loader, ResumableLoader):
+            loader.load_state_dict(state)  # someone asked for it already, as for trainer.estimated_stepping_batches
+        else:
+            self._loader_state = state
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:

@@ -55,20 +55,23 @@ class ResumableLoader:
     their order from random numbers draw it again from the state that those had when the epoch began.
     """
 
-    def __init__(self, loader: DataLoader[Any], data_parallel_size: int, limit: Callable[[], float]) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], data_parallel_size: int, limit: Callable[[], float], first_epoch: int = 0
+    ) -> None:
         """Wrap ``loader``, whose sampler already gives this rank its share.
 
         Args:
             loader: The user's loader.
             data_parallel_size: Ranks that share the samples of an epoch.
             limit: Tells after how many batches the Trainer ends an epoch; asked when one begins.
+            first_epoch: The epoch to begin with, on which the order of samples depends.
         """
         self.loader = loader
         self.dataset = loader.dataset
         self.batch_size = loader.batch_size
         self._dp = data_parallel_size
         self._limit = limit
-        self._epoch = 0
+        self._epoch = first_epoch
         self._handed_out = 0
         self._is_resuming = False
         self._generator = loader.generator or getattr(loader.sampler, "generator", None)

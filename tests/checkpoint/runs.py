@@ -90,12 +90,12 @@ def shuffled_loader(dp: int) -> Any:
     return DataLoader(rows_dataset(), batch_size=GLOBAL_BATCH // dp, shuffle=True)
 
 
-def make_module(run: Run) -> Any:
+def make_module(run: Run, module_class: Any = None) -> Any:
     from lightning_megatron.engine.optimizer import OptimizerOptions
     from lightning_megatron.module import MegatronModule
 
     options = {"lr": 1e-2, "optimizer": OptimizerOptions(**run.optimizer), **run.module}
-    return MegatronModule(model={**GPT2, **run.model}, **options)
+    return (module_class or MegatronModule)(model={**GPT2, **run.model}, **options)
 
 
 def make_trainer(run: Run, *callbacks: Any) -> Any:
@@ -119,14 +119,14 @@ def make_trainer(run: Run, *callbacks: Any) -> Any:
     return pl.Trainer(strategy=strategy, callbacks=list(callbacks), **settings)
 
 
-def fit(run: Run, *callbacks: Any) -> tuple[Any, Trace]:
+def fit(run: Run, *callbacks: Any, module_class: Any = None) -> tuple[Any, Trace]:
     """Train; returns the Trainer, whose run may then be saved, and what happened."""
     import lightning.pytorch as pl
 
     pl.seed_everything(run.seed, verbose=False)
     recorder = recorder_callback()
     trainer = make_trainer(run, recorder, *callbacks)
-    module = make_module(run)
+    module = make_module(run, module_class)
     trainer.fit(module, ckpt_path=run.ckpt_path, **_data(run, trainer))
     return trainer, Trace(steps=recorder.steps, state=live_state(trainer))
 

@@ -23,6 +23,7 @@ from tests.checkpoint.runs import (
     differences,
     fit,
     rows_dataset,
+    shuffled_loader,
 )
 from tests.ranks import run_ranks
 
@@ -247,3 +248,43 @@ def test_a_run_with_validation_goes_on(tmp_path: Path, options: dict[str, Any]) 
     resumed = run_ranks(_train, 1, run.but(ckpt_path=str(tmp_path / "step=4.ckpt")))
 
     _assert_goes_on_as(whole, resumed, after=4)
+
+
+def _train_after_an_early_question(run: Run) -> Trace:
+    """Train a module whose schedule needs the number of steps, which has Lightning make the loader early."""
+    from lightning_megatron.module import MegatronModule
+
+    class Asking(MegatronModule):
+        def configure_optimizers(self) -> Any:
+            assert self.trainer.estimated_stepping_batches == 2 * STEPS_PER_EPOCH
+            return super().configure_optimizers()
+
+    return fit(run, module_class=Asking)[1]
+
+
+def test_a_loader_that_was_asked_for_before_the_checkpoint_was_read_goes_on(tmp_path: Path) -> None:
+    run = Run(trainer={"max_epochs": 2})
+    whole = run_ranks(_train_and_keep, 1, run, tmp_path, {"every_n_train_steps": 3})
+
+    resumed = run_ranks(_train_after_an_early_question, 1, run.but(ckpt_path=str(tmp_path / "step=3.ckpt")))
+
+    _assert_goes_on_as(whole, resumed, after=3)
+
+
+def _resume_and_train_on(run: Run) -> Trace:
+    """``fit`` from a checkpoint, and ``fit`` again with the same Trainer for the epochs that follow."""
+    trainer, trace = fit(run)
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(trainer.lightning_module, train_dataloaders=shuffled_loader(1))
+    return trace
+
+
+def test_a_second_fit_of_the_same_trainer_goes_on_with_the_next_epoch(tmp_path: Path) -> None:
+    run = Run(trainer={"max_epochs": 3})
+    (whole,) = run_ranks(_train_and_keep, 1, run, tmp_path, {"every_n_train_steps": 3})
+
+    first_two = run.but(trainer={"max_epochs": 2}, ckpt_path=str(tmp_path / "step=3.ckpt"))
+    (resumed,) = run_ranks(_resume_and_train_on, 1, first_two)
+
+    tokens = {step: numbers["tokens"] for step, numbers in resumed.steps.items()}
+    assert tokens == {step: whole.steps[step]["tokens"] for step in range(4, 16)}
