@@ -27,6 +27,16 @@ GPT2: dict[str, Any] = {
     "embd_pdrop": 0.1,
     "attn_pdrop": 0.1,
 }
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": SEQ_LENGTH,
+}
 NO_DROPOUT: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
@@ -39,7 +49,7 @@ class Run:
     trainer: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of ``Trainer``."""
     model: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the model's config that differ."""
+    """Fields of ``GPT2`` that differ; another model if it names a ``model_type``."""
     module: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of ``MegatronModule``."""
     optimizer: Mapping[str, Any] = field(default_factory=dict)
@@ -95,7 +105,9 @@ def make_module(run: Run, module_class: Any = None) -> Any:
     from lightning_megatron.module import MegatronModule
 
     options = {"lr": 1e-2, "optimizer": OptimizerOptions(**run.optimizer), **run.module}
-    return (module_class or MegatronModule)(model={**GPT2, **run.model}, **options)
+    return (module_class or MegatronModule)(
+        model=run.model if "model_type" in run.model else {**GPT2, **run.model}, **options
+    )
 
 
 def make_trainer(run: Run, *callbacks: Any) -> Any:
@@ -206,6 +218,21 @@ def differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[s
         if not same:
             names.append(name)
     return sorted(names)
+
+
+def read_tensors(path: Path) -> dict[str, Any]:
+    """All tensors of a checkpoint, unsharded, by torch's own reader: nothing of ours or of Megatron's is involved."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    reader = dcp.FileSystemReader(path)
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if hasattr(entry, "size")
+    }
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
 
 
 def checkpoints_at(folder: Path, **options: Any) -> Any:
