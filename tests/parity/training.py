@@ -154,12 +154,16 @@ class Outcome:
 @functools.cache
 def outcome(case: Case) -> Outcome:
     """Run ``case`` on as many ranks as it needs; once per session."""
-    ranks: list[RankOutcome] = run_ranks(train, case.layout.world_size, case, timeout=240)
+    # Some CUDA kernels add in a different order each time, in bf16.
+    copies_rtol = 0.0 if case.accelerator == "cpu" else 0.02
+    return joined_outcome(run_ranks(train, case.layout.world_size, case, timeout=240), copies_rtol)
+
+
+def joined_outcome(ranks: list[RankOutcome], copies_rtol: float = 0.0) -> Outcome:
+    """The whole of what the ranks hold; what they all see must be the same on all."""
     for rank in ranks[1:]:
         assert rank.losses == ranks[0].losses
         assert rank.grad_norms == ranks[0].grad_norms
-    # Some CUDA kernels add in a different order each time, in bf16.
-    copies_rtol = 0.0 if case.accelerator == "cpu" else 0.02
 
     def joined(parts: list[list[Shard]]) -> Tensors:
         return without_vocabulary_padding(whole(parts, copies_rtol), VOCAB_SIZE)

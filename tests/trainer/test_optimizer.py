@@ -1,0 +1,208 @@
+"""Do the optimizer's options, and Lightning's and torch's schedulers, reach the weights?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.comparison import assert_same_tensors
+from tests.parity.sharding import Tensors, shards
+from tests.parity.training import (
+    Case,
+    Layout,
+    Outcome,
+    RankOutcome,
+    joined_outcome,
+    loader_of,
+    module_of,
+    outcome,
+    train,
+    trainer_of,
+)
+from tests.ranks import run_ranks
+
+TWO_STAGES = Layout(pp=2, num_microbatches=2)
+TWO_COPIES = Layout(tp=2, dp=2)
+LR, WEIGHT_DECAY, EPS = 5e-3, 0.3, 1e-3
+
+
+# ---- one step by hand -----------------------------------------------------------------------------------------------
+
+
+def _decayed(name: str, weight: torch.Tensor) -> float:
+    """The weight decay of a tensor of the whole model, whose layers are stacked along the first axis."""
+    return WEIGHT_DECAY if weight.dim() - name.startswith("decoder.layers.") > 1 else 0.0
+
+
+def _one_step(run: Outcome, optimizer: str) -> Tensors:
+    """The first step from zero moments, whose averages are then the gradient and its square."""
+    after = {}
+    for name, weight in run.initial_weights.items():
+        gradient, decay = run.gradients[name], _decayed(name, weight)
+        if optimizer != "adamw":
+            gradient = gradient + decay * weight
+        update = gradient if optimizer == "sgd" else gradient / (gradient.abs() + EPS)
+        if optimizer == "adamw":
+            update = update + decay * weight
+        after[name] = weight - LR * update
+    return after
+
+
+@pytest.mark.parametrize("layout", [TWO_STAGES, TWO_COPIES, Layout(dp=2, distributed_optimizer=False)], ids=str)
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])
+def test_the_first_step_is_the_formula_without_decay_of_biases_and_norms(name: str, layout: Layout) -> None:
+    optimizer = (("name", name), ("weight_decay", WEIGHT_DECAY), ("eps", EPS))
+    run = outcome(Case(layout=layout, steps=1, lr=LR, optimizer=optimizer))
+    assert_same_tensors(run.weights, _one_step(run, name), atol=1e-6)
+
+
+def _train_with_multipliers(case: Case) -> RankOutcome:
+    from lightning_megatron.engine.optimizer import GroupMultipliers
+
+    multipliers = {
+        "*position_embeddings*": GroupMultipliers(lr_mult=0.0),
+        "*linear_fc1.weight": GroupMultipliers(lr_mult=0.5, wd_mult=2.0),
+        "*layernorm.weight": GroupMultipliers(wd_mult=1.0),
+    }
+    return train(replace(case, optimizer=(*case.optimizer, ("multipliers", multipliers))))
+
+
+@pytest.mark.parametrize("layout", [TWO_STAGES, TWO_COPIES], ids=str)
+def test_multipliers_scale_learning_rate_and_decay_of_the_weights_they_name(layout: Layout) -> None:
+    optimizer = (("name", "sgd"), ("weight_decay", WEIGHT_DECAY))
+    case = Case(layout=layout, steps=1, lr=LR, optimizer=optimizer)
+    run = joined_outcome(run_ranks(_train_with_multipliers, layout.world_size, case))
+    expected = _one_step(run, "sgd")
+    for name, weight in run.initial_weights.items():
+        gradient = run.gradients[name]
+        if "position_embeddings" in name:
+            expected[name] = weight
+        elif name.endswith("linear_fc1.weight"):
+            expected[name] = weight - 0.5 * LR * (gradient + 2.0 * WEIGHT_DECAY * weight)
+        elif name.endswith(("layer_norm_weight", "layernorm.weight")):
+            expected[name] = weight - LR * (gradient + WEIGHT_DECAY * weight)
+    assert_same_tensors(run.weights, expected, atol=1e-6)
+
+
+# ---- schedulers -----------------------------------------------------------------------------------------------------
+
+
+def _module_with_scheduler(case: Case, kind: str) -> Any:
+    """A module whose ``configure_optimizers`` is the user's own."""
+    from torch.optim import lr_scheduler
+
+    from lightning_megatron import MegatronModule
+
+    class WithScheduler(MegatronModule):
+        def configure_optimizers(self) -> Any:
+            optimizer = self.megatron.build_optimizer(self.optimizer_options, self.lr)
+            if kind == "plateau":
+                # Nothing improves by 100: one bad epoch is enough.
+                scheduler: Any = lr_scheduler.ReduceLROnPlateau(
+                    optimizer, factor=0.1, patience=0, threshold=100.0, threshold_mode="abs"
+                )
+                return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+            if kind == "lambda":
+                scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: [1.0, 0.5, 0.0, 2.0][step % 4])
+            elif kind == "one_cycle":
+                scheduler = lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=4)
+            else:
+                parts = [lr_scheduler.ConstantLR(optimizer, 0.5, 2), lr_scheduler.ExponentialLR(optimizer, 0.1)]
+                scheduler = lr_scheduler.SequentialLR(optimizer, parts, milestones=[2])
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    return module_of(case, WithScheduler)
+
+
+def _torch_rates(kind: str, num_steps: int) -> list[float]:
+    """What the same scheduler does to one of torch's own optimizers."""
+    from torch.optim import lr_scheduler
+
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=LR)
+    if kind == "one_cycle":
+        scheduler: Any = lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=num_steps)
+    else:
+        parts = [lr_scheduler.ConstantLR(optimizer, 0.5, 2), lr_scheduler.ExponentialLR(optimizer, 0.1)]
+        scheduler = lr_scheduler.SequentialLR(optimizer, parts, milestones=[2])
+    rates = []
+    for _ in range(num_steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+def _rates_and_moves(case: Case, kind: str, epochs: int) -> tuple[list[float], list[float]]:
+    """The learning rate that each step used, and by how much it moved this rank's weights at most."""
+    from lightning.pytorch import Callback
+
+    rates, moves = [], []
+
+    class Watch(Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            self.before = [shard.data for shard in shards(pl_module)]
+            (rate,) = {group["lr"] for group in trainer.strategy.optimizers[0].inner.param_groups}
+            rates.append(rate)
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            after = [shard.data for shard in shards(pl_module)]
+            moves.append(max((a - b).abs().max().item() for a, b in zip(after, self.before, strict=True)))
+
+    module = _module_with_scheduler(case, kind)
+    trainer = trainer_of(case, callbacks=[Watch()], max_steps=-1, max_epochs=epochs)
+    trainer.fit(module, loader_of(case), loader_of(replace(case, steps=1)))
+    return rates, moves
+
+
+@pytest.mark.parametrize("layout", [TWO_STAGES, TWO_COPIES], ids=str)
+def test_a_lambda_schedule_moves_the_weights_by_its_rates(layout: Layout) -> None:
+    case = Case(layout=layout, steps=4, lr=LR, optimizer=(("eps", EPS), ("weight_decay", 0.0)))
+    for rates, moves in run_ranks(_rates_and_moves, layout.world_size, case, "lambda", 1):
+        assert rates == pytest.approx([LR, 0.5 * LR, 0.0, 2 * LR])
+        assert moves[2] == 0.0
+        # Adam's steps are about as large as the rate.
+        assert [move / rate for move, rate in zip(moves, rates, strict=True) if rate] == pytest.approx([1] * 3, abs=0.5)
+
+
+@pytest.mark.parametrize("kind", ["one_cycle", "sequential"])
+def test_torch_schedulers_do_what_they_do_to_a_torch_optimizer(kind: str) -> None:
+    case = Case(layout=TWO_STAGES, steps=4, lr=LR)
+    for rates, _ in run_ranks(_rates_and_moves, 2, case, kind, 1):
+        assert rates == pytest.approx(_torch_rates(kind, 4))
+
+
+@pytest.mark.parametrize("layout", [TWO_STAGES, TWO_COPIES], ids=str)
+def test_the_rate_is_reduced_on_a_plateau_on_all_ranks(layout: Layout) -> None:
+    case = Case(layout=layout, steps=1, lr=LR)
+    for rates, _ in run_ranks(_rates_and_moves, layout.world_size, case, "plateau", 4):
+        assert rates == pytest.approx([LR, LR, 0.1 * LR, 0.01 * LR])
+
+
+def _rates_of_megatron_schedule(case: Case) -> tuple[list[float], list[float]]:
+    from lightning.pytorch import Callback
+
+    from lightning_megatron import LRSchedule
+
+    used, logged = [], []
+
+    class Watch(Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            used.append([group["lr"] for group in trainer.strategy.optimizers[0].inner.param_groups][0])
+
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            logged.append(trainer.callback_metrics["lr"].item())
+
+    module = module_of(case, lr_schedule=LRSchedule(style="linear", warmup_steps=2, min_lr=LR / 10))
+    trainer_of(case, callbacks=[Watch()]).fit(module, loader_of(case))
+    return used, logged
+
+
+def test_the_schedule_of_the_module_ends_at_max_steps() -> None:
+    # Warm-up 0, 1/2, then from 1 to a tenth in the 4 steps that max_steps=6 leaves; the last value is for a step 7.
+    expected = [LR * share for share in (0, 0.5, 1, 0.775, 0.55, 0.325, 0.1)]
+    for used, logged in run_ranks(_rates_of_megatron_schedule, 2, Case(layout=TWO_STAGES, steps=6, lr=LR)):
+        assert used == pytest.approx(expected[:-1])
+        assert logged == pytest.approx(expected[-1:])

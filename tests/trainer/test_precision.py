@@ -1,0 +1,200 @@
+"""Which numbers are kept in which format, and what happens when fp16 overflows?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from tests.parity.comparison import assert_same_within_rounding
+from tests.parity.sharding import shards
+from tests.parity.training import Case, Layout, loader_of, module_of, outcome, trainer_of
+from tests.ranks import run_ranks
+
+Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed"]
+FOUR_RANKS = Layout(tp=2, pp=2, num_microbatches=2)
+TWO_COPIES = Layout(tp=2, dp=2, sequence_parallel=True)
+
+
+def _trainer(case: Case, precision: Precision, **options: Any) -> Any:
+    """As by ``precision=``; Lightning itself would turn 16-mixed into bf16-mixed on a CPU."""
+    from lightning_megatron import MegatronPrecision
+
+    if precision == "16-mixed":
+        return trainer_of(case, precision=None, plugins=[MegatronPrecision("16-mixed")], **options)
+    return trainer_of(case, precision=precision, **options)
+
+
+def _formats(layout: Layout, precision: Precision) -> dict[str, set[torch.dtype]]:
+    """Formats of everything that training keeps on this rank."""
+    case = Case(layout=layout, steps=2, optimizer=(("initial_loss_scale", 2.0**10),))
+    module = module_of(case)
+    trainer = _trainer(case, precision)
+    trainer.fit(module, loader_of(case))
+    parameters = list(module.model_chunks.parameters())
+    (part,) = trainer.strategy.optimizers[0].parts
+    return {
+        "weights": {p.dtype for p in parameters},
+        "main gradients": {p.main_grad.dtype for p in parameters},
+        "master weights": {p.dtype for group in part.optimizer.param_groups for p in group["params"]},
+        "moments": {v.dtype for state in part.optimizer.state.values() for v in state.values() if v.numel() > 1},
+    }
+
+
+@pytest.mark.parametrize("distributed_optimizer", [True, False])
+@pytest.mark.parametrize(
+    ("precision", "weights"),
+    [
+        ("32-true", torch.float32),
+        ("bf16-mixed", torch.bfloat16),
+        ("bf16-true", torch.bfloat16),
+        ("16-mixed", torch.float16),
+    ],
+)
+def test_gradients_master_weights_and_moments_are_fp32_in_every_mode(
+    precision: Precision, weights: torch.dtype, distributed_optimizer: bool
+) -> None:
+    layout = Layout(dp=2, distributed_optimizer=distributed_optimizer)
+    fp32 = {torch.float32}
+    for formats in run_ranks(_formats, 2, layout, precision):
+        assert formats == {"weights": {weights}, "main gradients": fp32, "master weights": fp32, "moments": fp32}
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_bf16_trains_as_fp32_up_to_its_rounding(precision: str) -> None:
+    exact, rounded = outcome(Case(labels="uneven")), outcome(Case(labels="uneven", precision=precision))
+    # bf16 keeps 8 bits: 0.4 % for each number, less for the mean of a hundred losses.
+    torch.testing.assert_close(rounded.losses, exact.losses, rtol=4e-3, atol=0)
+    assert rounded.losses != exact.losses
+
+
+def test_several_ranks_train_in_bf16_as_one() -> None:
+    case = Case(labels="uneven", precision="bf16-mixed")
+    exact = replace(case, precision="32-true")
+    assert_same_within_rounding(outcome(replace(case, layout=FOUR_RANKS)), outcome(case), outcome(exact))
+
+
+# ---- fp16 -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What one optimizer step of a 16-mixed run did."""
+
+    skipped: bool
+    loss: float
+    loss_scale: float
+    """After the step."""
+    lr: float
+    """For the next step."""
+    grad_norm: float
+    weights_changed: bool
+    logged: dict[str, float]
+
+
+def _steps_in_fp16(layout: Layout, initial_scale: float, overflow_at: int | None = None) -> list[Step]:
+    """Train in fp16 with a warm-up, so that every step has another learning rate.
+
+    Args:
+        layout: The layout.
+        initial_scale: Of the loss.
+        overflow_at: The step at which the last rank, and only that one, gets infinite gradients.
+    """
+    from lightning.pytorch import Callback
+
+    from lightning_megatron import LRSchedule
+
+    steps: list[Step] = []
+
+    class Watch(Callback):
+        def __init__(self) -> None:
+            self.weights: list[torch.Tensor] = []
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self.weights = [shard.data for shard in shards(pl_module)]
+
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            if trainer.global_step == overflow_at and trainer.global_rank == trainer.world_size - 1:
+                for parameter in pl_module.model_chunks.parameters():
+                    parameter.main_grad.fill_(torch.inf)
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            before, self.weights = self.weights, [shard.data for shard in shards(pl_module)]
+            report = trainer.strategy.optimizer_report
+            steps.append(
+                Step(
+                    skipped=report.skipped,
+                    loss=outputs["loss"].item(),
+                    loss_scale=report.loss_scale,
+                    lr=trainer.optimizers[0].param_groups[0]["lr"],
+                    grad_norm=report.grad_norm,
+                    weights_changed=any(not torch.equal(a, b) for a, b in zip(before, self.weights, strict=True)),
+                    logged={name: float(value) for name, value in trainer.callback_metrics.items()},
+                )
+            )
+
+    optimizer = (("initial_loss_scale", initial_scale), ("loss_scale_window", 4), ("eps", 1e-3))
+    case = Case(layout=layout, steps=10, labels="uneven", optimizer=optimizer)
+    module = module_of(case, lr_schedule=LRSchedule(warmup_steps=9, init_lr=case.lr / 10))
+    _trainer(case, "16-mixed", callbacks=[Watch()]).fit(module, loader_of(case))
+    return steps
+
+
+def _lr_after(num_updates: int) -> float:
+    """Of the warm-up in ``_steps_in_fp16``: in nine steps from a tenth to the whole."""
+    return Case().lr * (1 + num_updates) / 10
+
+
+def _loss_scales(initial: float, skipped: list[bool]) -> list[float]:
+    """After each step: halved by every overflow but the first (loss_scale_hysteresis=2), doubled by four good steps."""
+    scale, good, tolerated, scales = initial, 0, 1, []
+    for overflow in skipped:
+        good = 0 if overflow else good + 1
+        if overflow and not tolerated:
+            scale /= 2
+        elif overflow:
+            tolerated = 0
+        elif good == 4:
+            scale, good, tolerated = scale * 2, 0, 1
+        scales.append(scale)
+    return scales
+
+
+@pytest.mark.parametrize("layout", [Layout(), FOUR_RANKS, TWO_COPIES], ids=str)
+def test_steps_that_overflow_change_nothing_but_the_loss_scale(layout: Layout) -> None:
+    # Times 2**22 the gradients are beyond fp16's 65504, times 2**16 they are not.
+    ranks = run_ranks(_steps_in_fp16, layout.world_size, layout, 2.0**22)
+    steps = ranks[0]
+    assert [step.skipped for step in steps[:2]] == [True, True]
+    assert not all(step.skipped for step in steps)
+    assert [step.loss_scale for step in steps] == _loss_scales(2.0**22, [step.skipped for step in steps])
+    updates = 0
+    for step in steps:
+        updates += not step.skipped
+        assert step.weights_changed == (not step.skipped)
+        assert step.lr == pytest.approx(_lr_after(updates))
+    for rank in ranks[1:]:
+        assert [(s.skipped, s.loss_scale, s.lr) for s in rank] == [(s.skipped, s.loss_scale, s.lr) for s in steps]
+
+
+@pytest.mark.parametrize("layout", [FOUR_RANKS, TWO_COPIES], ids=str)
+def test_an_overflow_on_one_rank_is_skipped_by_all(layout: Layout) -> None:
+    for steps in run_ranks(_steps_in_fp16, 4, layout, 2.0**10, 2):
+        assert [step.skipped for step in steps] == [False, False, True] + [False] * 7
+        assert [step.weights_changed for step in steps] == [not step.skipped for step in steps]
+        assert [step.loss_scale for step in steps] == [2.0**10] * 6 + [2.0**11] * 4
+        assert [step.lr for step in steps[1:4]] == pytest.approx([_lr_after(2), _lr_after(2), _lr_after(3)])
+
+
+def test_fp16_trains_as_fp32_up_to_its_rounding() -> None:
+    exact = outcome(Case(labels="uneven"))
+    for layout in (Layout(), FOUR_RANKS):
+        first, second, *_ = run_ranks(_steps_in_fp16, layout.world_size, layout, 2.0**10)[0]
+        # fp16 keeps 11 bits: 0.05 % for each number. The norm is that of the gradients without the loss scale.
+        assert first.loss == pytest.approx(exact.losses[0], rel=5e-4)
+        assert first.grad_norm == pytest.approx(exact.grad_norms[0], rel=2e-3)
+        # Lightning calls the module's hook, which logs, after the callbacks'.
+        assert second.logged["loss_scale"] == 2.0**10
+        assert second.logged["grad_norm"] == pytest.approx(first.grad_norm)
