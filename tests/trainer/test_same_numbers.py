@@ -1,0 +1,196 @@
+"""Does every rank see the same numbers, and do Lightning's own callbacks and loggers work with them, each file once?"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from tests.parity.training import Case, Layout, loader_of, module_of, trainer_of
+from tests.ranks import run_ranks
+
+TWO_STAGES = Layout(pp=2, num_microbatches=2)
+EIGHT_RANKS = Layout(tp=2, pp=2, dp=2, sequence_parallel=True, num_microbatches=2)
+STEPS = 3
+Metrics = dict[str, float]
+
+
+def _metrics_on_the_way(case: Case) -> list[Metrics]:
+    """Everything that callbacks can see, after each training step and after each validation."""
+    from lightning.pytorch import Callback
+
+    seen: list[Metrics] = []
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            seen.append({name: value.item() for name, value in trainer.callback_metrics.items()})
+
+        def on_validation_end(self, trainer: Any, *args: Any) -> None:
+            seen.append({name: value.item() for name, value in trainer.callback_metrics.items()})
+
+    trainer = trainer_of(case, callbacks=[Watch()], max_steps=-1, max_epochs=2)
+    trainer.fit(module_of(case), loader_of(case), loader_of(replace(case, steps=2)))
+    return seen
+
+
+@pytest.mark.parametrize("layout", [TWO_STAGES, EIGHT_RANKS], ids=str)
+def test_all_ranks_see_the_same_metrics_as_one_process(layout: Layout) -> None:
+    case = Case(layout=layout, labels="uneven", steps=STEPS, clip=1.0)
+    first, *others = run_ranks(_metrics_on_the_way, layout.world_size, case, timeout=240)
+    assert all(other == first for other in others)
+    assert set(first[-1]) == {"train_loss", "train_lm_loss", "val_loss", "val_lm_loss", "lr", "grad_norm"}
+    (alone,) = run_ranks(_metrics_on_the_way, 1, case.on_one_process)
+    # A loss of 5 has a last place of 5e-7; norms differ more after some steps (comparison.py).
+    assert [m.keys() for m in first] == [m.keys() for m in alone]
+    for ours, theirs in zip(first, alone, strict=True):
+        assert ours == pytest.approx(theirs, rel=5e-5)
+
+
+# ---- callbacks and loggers ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What one rank saw of a run with Lightning's own callbacks and loggers."""
+
+    printed: str
+    summary: str
+    val_losses: list[float]
+    best_path: str
+    best_score: float
+    kept: dict[str, float]
+    """The checkpoints that ModelCheckpoint kept, with their val_loss."""
+    stopped_epoch: int
+
+
+def _with_everything(case: Case, folder: Path, bar: Literal["tqdm", "rich"]) -> tuple[Report, float]:
+    """The report, and the ``val_loss`` of ``validate(ckpt_path="best")``."""
+    from lightning.pytorch import callbacks, loggers
+
+    val_losses: list[float] = []
+
+    class Watch(callbacks.Callback):
+        def on_validation_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.state.fn == "fit" and not trainer.sanity_checking:
+                val_losses.append(trainer.callback_metrics["val_loss"].item())
+
+    name = "{epoch}-{step}-{val_loss:.4f}"
+    # The loss falls. For mode="max" the first epoch is the best, so that the best weights are not those of the end.
+    checkpoints = callbacks.ModelCheckpoint(
+        folder / "kept", name, monitor="val_loss", mode="max", save_top_k=2, save_last=True
+    )
+    stopping = callbacks.EarlyStopping("val_loss", mode="max", patience=2)
+    progress = callbacks.TQDMProgressBar() if bar == "tqdm" else callbacks.RichProgressBar()
+    trainer = trainer_of(
+        case,
+        callbacks=[
+            Watch(),
+            checkpoints,
+            stopping,
+            progress,
+            callbacks.LearningRateMonitor(),
+            callbacks.ModelSummary(max_depth=3),
+        ],
+        logger=[loggers.CSVLogger(folder, "csv"), loggers.TensorBoardLogger(folder, "tensorboard")],
+        enable_progress_bar=True,
+        enable_model_summary=True,
+        enable_checkpointing=True,
+        log_every_n_steps=1,
+        max_steps=-1,
+        max_epochs=10,
+    )
+    module, validation = module_of(case), loader_of(replace(case, steps=1))
+    with contextlib.redirect_stdout(io.StringIO()) as printed, _captured_summary() as summary:
+        trainer.fit(module, loader_of(case), validation)
+    report = Report(
+        printed=printed.getvalue(),
+        summary=summary.getvalue(),
+        val_losses=val_losses,
+        best_path=checkpoints.best_model_path,
+        best_score=checkpoints.best_model_score.item(),
+        kept={path: score.item() for path, score in checkpoints.best_k_models.items()},
+        stopped_epoch=stopping.stopped_epoch,
+    )
+    # Afterwards, since loading a checkpoint sets callbacks back too.
+    (best_again,) = trainer.validate(module, validation, ckpt_path="best", verbose=False)
+    return report, best_again["val_loss"]
+
+
+@contextlib.contextmanager
+def _captured_summary() -> Any:
+    text = io.StringIO()
+    handler, log = logging.StreamHandler(text), logging.getLogger("lightning.pytorch.callbacks.model_summary")
+    log.addHandler(handler)
+    try:
+        yield text
+    finally:
+        log.removeHandler(handler)
+
+
+@pytest.mark.parametrize("bar", ["tqdm", "rich"])
+def test_lightnings_callbacks_and_loggers_work_under_pipeline_parallelism(tmp_path: Path, bar: str) -> None:
+    case = Case(layout=TWO_STAGES, steps=STEPS)
+    (first, best_again), (second, best_on_second) = run_ranks(_with_everything, 2, case, tmp_path, bar)
+
+    # Two epochs are waited for after the first.
+    assert first.stopped_epoch == second.stopped_epoch == 2
+    assert first.val_losses == second.val_losses
+    assert len(first.val_losses) == 3
+    _check_checkpoints(first, tmp_path / "kept")
+    assert (second.kept, second.best_path) == (first.kept, first.best_path)
+    # The loaded weights are the same, and so is every addition.
+    assert best_again == best_on_second == first.best_score
+
+    assert "train_loss" in first.printed
+    assert "val_loss" in first.printed
+    assert second.printed == ""
+    assert "model_chunks.0" in first.summary
+    assert second.summary == ""
+    # The validation of the best checkpoint is logged as well.
+    _check_csv(tmp_path, [*first.val_losses, best_again])
+    _check_tensorboard(tmp_path, [*first.val_losses, best_again])
+
+
+def _check_checkpoints(report: Report, folder: Path) -> None:
+    best_two = sorted(report.val_losses)[:-3:-1]
+    assert sorted(report.kept.values(), reverse=True) == best_two
+    expected = {
+        f"epoch={epoch}-step={(epoch + 1) * STEPS}-val_loss={loss:.4f}.ckpt"
+        for epoch, loss in enumerate(report.val_losses)
+        if loss in best_two
+    }
+    assert {path.name for path in folder.iterdir()} == expected | {"last.ckpt"}
+    assert {Path(path).name for path in report.kept} == expected
+    assert report.best_score == best_two[0]
+    assert f"val_loss={best_two[0]:.4f}" in report.best_path
+
+
+def _check_csv(folder: Path, val_losses: list[float]) -> None:
+    (file,) = folder.glob("csv/**/*.csv")
+    with file.open() as stream:
+        rows = list(csv.DictReader(stream))
+    train_steps = [int(row["step"]) for row in rows if row["train_loss"]]
+    assert train_steps == list(range(3 * STEPS))
+    assert [float(row["val_loss"]) for row in rows if row["val_loss"]] == pytest.approx(val_losses)
+    assert {name for name in rows[0] if name.startswith("lr-")} == {
+        "lr-MegatronOptimizer/pg1",
+        "lr-MegatronOptimizer/pg2",
+    }
+
+
+def _check_tensorboard(folder: Path, val_losses: list[float]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    files = sorted(folder.glob("tensorboard/**/events.out.tfevents.*"))
+    # Their names end with the process that wrote them, and how many it had written before.
+    assert len({file.name.split(".")[-2] for file in files}) == 1
+    scalars = EventAccumulator(str(files[0].parent)).Reload()
+    assert [event.step for event in scalars.Scalars("train_loss")] == list(range(3 * STEPS))
+    assert [event.value for event in scalars.Scalars("val_loss")] == pytest.approx(val_losses)
+    assert len(scalars.Scalars("grad_norm")) == 3 * STEPS
