@@ -62,9 +62,15 @@ def _sizes(layout: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={size or 1}" for name, size in layout.items())
 
 
-def only_weights(lightning_state: Mapping[str, Any]) -> dict[str, Any]:
-    """Lightning's dict as of a run that has not begun: no steps, callbacks or schedules."""
-    fresh = {k: v for k, v in lightning_state.items() if k not in _TRAINING_STATE}
+def only_weights(lightning_state: Mapping[str, Any], datamodule: object) -> dict[str, Any]:
+    """Lightning's dict as of a run that has not begun: no steps, callbacks, schedules or place in the data.
+
+    Args:
+        lightning_state: The dict of a checkpoint.
+        datamodule: This run's, whose state in the dict is its place in the data; None if there is none.
+    """
+    dropped = (*_TRAINING_STATE, type(datamodule).__qualname__)
+    fresh = {k: v for k, v in lightning_state.items() if k not in dropped}
     return {**fresh, "epoch": 0, "global_step": 0, "lr_schedulers": [], "optimizer_states": []}
 
 

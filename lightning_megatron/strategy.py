@@ -372,7 +372,7 @@ class MegatronStrategy(StrategyState):
                 for optimizer in self.optimizers:
                     optimizer.inner.reload_model_params()  # type: ignore[attr-defined]
         if fitting and self.load_weights_only:
-            return only_weights(loaded)
+            return only_weights(loaded, getattr(trainer, "datamodule", None))
         if fitting:
             self._restore_loader(loader_state(loaded), trainer.train_dataloader)
         return loaded

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_megatron.data.format import IndexedDatasetWriter
+from tests.checkpoint.corpus import make_corpus
 from tests.checkpoint.runs import (
     GLOBAL_BATCH,
     VOCAB_SIZE,
@@ -73,14 +73,7 @@ def _assert_goes_on_as(whole: list[Trace], resumed: list[Trace], after: int) -> 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Prefix of an indexed dataset of 112 samples: eight steps are less than one pass, twenty are two."""
-    prefix = tmp_path_factory.mktemp("corpus") / "corpus"
-    numbers = np.random.default_rng(0)
-    with IndexedDatasetWriter(str(prefix), np.dtype("<u2")) as writer:
-        for _ in range(30):
-            tokens = numbers.integers(0, VOCAB_SIZE, size=60).astype(np.uint16)
-            writer.add_documents(tokens.tobytes(), [len(tokens)])
-    return str(prefix)
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 TP2 = {"tp": 2}

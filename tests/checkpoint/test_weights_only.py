@@ -1,0 +1,179 @@
+"""What comes back from a checkpoint when only its weights count?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.corpus import make_corpus
+from tests.checkpoint.runs import (
+    GLOBAL_BATCH,
+    NO_DROPOUT,
+    Run,
+    Trace,
+    fit,
+    live_state,
+    make_module,
+    make_trainer,
+    read_tensors,
+    rows_dataset,
+)
+from tests.ranks import RankError, run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+
+SHARDED: dict[str, Any] = {}
+UNSHARDED: dict[str, Any] = {"distributed_optimizer": False}
+
+
+def _train(run: Run) -> Trace:
+    return fit(run)[1]
+
+
+def _evaluation_loader(rank_rows: int) -> Any:
+    from torch.utils.data import DataLoader
+
+    return DataLoader(rows_dataset(12), batch_size=rank_rows)
+
+
+def _train_and_save_both_ways(run: Run, folder: Path) -> float:
+    """``full.ckpt`` and ``weights.ckpt`` of the same moment, and the loss there."""
+    trainer, _ = fit(run)
+    trainer.save_checkpoint(folder / "full.ckpt")
+    trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
+    rows = GLOBAL_BATCH // trainer.strategy.data_parallel_size
+    (metrics,) = trainer.validate(trainer.lightning_module, _evaluation_loader(rows), verbose=False)
+    return float(metrics["val_loss"])
+
+
+def _evaluate(run: Run, path: Path) -> list[float]:
+    trainer, module = make_trainer(run), make_module(run)
+    loader = _evaluation_loader(GLOBAL_BATCH // trainer.strategy.data_parallel_size)
+    (validated,) = trainer.validate(module, loader, ckpt_path=path, verbose=False)
+    (tested,) = trainer.test(module, loader, ckpt_path=path, verbose=False)
+    return [validated["val_loss"], tested["test_loss"]]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_both_kinds_of_checkpoint_evaluate_to_the_loss_of_their_moment(tmp_path: Path, precision: str) -> None:
+    run = Run(strategy={"tp": 2}, trainer={"max_steps": 3, "precision": precision})
+    loss, _ = run_ranks(_train_and_save_both_ways, 2, run, tmp_path)
+
+    for name in ("full.ckpt", "weights.ckpt"):
+        assert run_ranks(_evaluate, 2, run, tmp_path / name) == [[loss, loss]] * 2
+
+
+def test_a_checkpoint_of_weights_holds_no_optimizer_state(tmp_path: Path) -> None:
+    run_ranks(_train_and_save_both_ways, 1, Run(trainer={"max_steps": 1}), tmp_path)
+
+    weights, full = read_tensors(tmp_path / "weights.ckpt"), read_tensors(tmp_path / "full.ckpt")
+
+    assert weights.keys() == {name for name in full if not name.startswith("optimizer.")}
+    assert all(tensor.equal(full[name]) for name, tensor in weights.items())
+
+
+def test_resuming_from_weights_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    run = Run(trainer={"max_steps": 1})
+    run_ranks(_train_and_save_both_ways, 1, run, tmp_path)
+
+    with pytest.raises(RankError, match="holds only weights .* so training cannot resume from it") as caught:
+        run_ranks(_train, 2, run.but(ckpt_path=str(tmp_path / "weights.ckpt")))
+
+    assert caught.value.error_type == "CheckpointError"
+    assert "load_weights_only=True" in str(caught.value)
+
+
+def _ordered_loader(dp: int) -> Any:
+    from torch.utils.data import DataLoader
+
+    return DataLoader(rows_dataset(12)[:GLOBAL_BATCH], batch_size=GLOBAL_BATCH // dp)
+
+
+def _loss_of_ordered_loader(run: Run, path: Path) -> float:
+    trainer, module = make_trainer(run), make_module(run)
+    loader = _ordered_loader(trainer.strategy.data_parallel_size)
+    (metrics,) = trainer.validate(module, loader, ckpt_path=path, verbose=False)
+    return float(metrics["val_loss"])
+
+
+@pytest.mark.parametrize("name", ["full.ckpt", "weights.ckpt"])
+@pytest.mark.parametrize(("world_size", "strategy"), [(2, SHARDED), (2, {"tp": 2}), (1, UNSHARDED)])
+def test_load_weights_only_begins_a_new_run_from_the_weights(
+    tmp_path: Path, name: str, world_size: int, strategy: dict[str, Any]
+) -> None:
+    from lightning_megatron.engine.lr_schedule import LRSchedule
+
+    schedule = LRSchedule(warmup_steps=2, init_lr=1e-3)
+    run = Run(model=NO_DROPOUT, trainer={"max_steps": 4}, module={"lr_schedule": schedule})
+    run_ranks(_train_and_save_both_ways, 1, run, tmp_path)
+    (loss,) = run_ranks(_loss_of_ordered_loader, 1, run, tmp_path / name)
+
+    fresh = run.but(
+        strategy={**strategy, "load_weights_only": True},
+        trainer={"max_steps": 3},
+        loader=_ordered_loader,
+        ckpt_path=str(tmp_path / name),
+    )
+    for trace in run_ranks(_train, world_size, fresh):
+        assert list(trace.steps) == [1, 2, 3]
+        assert trace.steps[1]["loss"] == pytest.approx(loss, rel=1e-6)
+        # Recorded after the step, so it is the next one's.
+        assert [trace.steps[step]["lr"][0] for step in (1, 2)] == pytest.approx([5.5e-3, 1e-2])
+        assert trace.state["optimizer.0.param_groups.0.step"] == 3
+
+
+def test_load_weights_only_begins_at_the_first_sample_of_indexed_data(tmp_path: Path) -> None:
+    run = Run(indexed=make_corpus(tmp_path), trainer={"max_steps": 3})
+    (first,) = run_ranks(_train, 1, run)
+    run_ranks(_train_and_save_indexed, 1, run, tmp_path / "a.ckpt")
+
+    fresh = run.but(strategy={"load_weights_only": True}, ckpt_path=str(tmp_path / "a.ckpt"))
+    (second,) = run_ranks(_train, 1, fresh)
+
+    assert [n["tokens"] for n in second.steps.values()] == [n["tokens"] for n in first.steps.values()]
+
+
+def _train_and_save_indexed(run: Run, path: Path) -> None:
+    trainer, _ = fit(run)
+    trainer.save_checkpoint(path)
+
+
+def _weights_around_a_step_at_rate_zero(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Weights as they were loaded, and after an optimizer step that must not move them."""
+    import lightning.pytorch as pl
+
+    class Before(pl.Callback):
+        weights: dict[str, Any]
+
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            self.weights = _weights(live_state(trainer))
+
+    before = Before()
+    _, trace = fit(run.but(module={"lr": 0.0}), before)
+    return before.weights, _weights(trace.state)
+
+
+def _weights(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name.startswith("weights.")}
+
+
+@pytest.mark.parametrize("strategy", [SHARDED, UNSHARDED], ids=["distributed optimizer", "unsharded optimizer"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_the_optimizers_own_copy_of_the_weights_follows_what_was_loaded(
+    tmp_path: Path, precision: str, strategy: dict[str, Any]
+) -> None:
+    """An optimizer that keeps fp32 masters of the random weights would bring those back at its first step."""
+    run = Run(trainer={"max_steps": 1, "precision": precision}, strategy=strategy)
+    run_ranks(_train_and_save_both_ways, 1, run, tmp_path)
+    (trained,) = run_ranks(_final_weights, 1, run)
+
+    fresh = run.but(strategy={"load_weights_only": True}, seed=99, ckpt_path=str(tmp_path / "weights.ckpt"))
+    for before, after in run_ranks(_weights_around_a_step_at_rate_zero, 2, fresh):
+        assert all(before[name].equal(trained[name]) for name in trained)
+        assert all(after[name].equal(trained[name]) for name in trained)
+
+
+def _final_weights(run: Run) -> dict[str, Any]:
+    return _weights(fit(run)[1].state)
