@@ -201,6 +201,11 @@ class Sentences(Dataset[dict[str, torch.Tensor]]):
 
 def train(case: Case) -> RankOutcome:
     """Train ``case.steps`` steps on this rank."""
+    return train_module(module_of(case), case, loader_of(case))
+
+
+def train_module(module: Any, case: Case, loader: Any) -> RankOutcome:
+    """Train a module of one's own on data of one's own."""
     from lightning.pytorch import Callback
 
     class Recorder(Callback):
@@ -224,8 +229,8 @@ def train(case: Case) -> RankOutcome:
             self.losses.append(outputs["loss"].item())
             self.grad_norms.append(trainer.strategy.optimizer_report.grad_norm)
 
-    recorder, module = Recorder(), module_of(case)
-    trainer_of(case, callbacks=[recorder]).fit(module, loader_of(case))
+    recorder = Recorder()
+    trainer_of(case, callbacks=[recorder]).fit(module, loader)
     finish_parameter_gathers(module)
     return RankOutcome(
         losses=recorder.losses,

@@ -1,0 +1,257 @@
+"""Does an ordinary DataLoader train and validate every layout on exactly the rows that it should?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from tests.parity.comparison import assert_same_run
+from tests.parity.training import (
+    SEQ_LENGTH,
+    VOCAB_SIZE,
+    Case,
+    Layout,
+    RankOutcome,
+    Sentences,
+    joined_outcome,
+    loader_of,
+    module_of,
+    outcome,
+    train_module,
+    trainer_of,
+)
+from tests.ranks import run_ranks
+
+Rows = list[dict[str, torch.Tensor]]
+COPIES_OF_TWO_RANKS = (Layout(tp=2, dp=2), Layout(pp=2, dp=2, num_microbatches=2))
+
+
+# ---- which rows -----------------------------------------------------------------------------------------------------
+
+
+class Numbered(Dataset[dict[str, torch.Tensor]]):
+    """Each row consists of its own number."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.full((SEQ_LENGTH,), index)}
+
+
+def _rows_seen(layout: Layout, loader_options: dict[str, Any], epochs: int = 1) -> tuple[int, list[list[int]]]:
+    """This rank's copy of the model, and the numbers of the rows that it trained on, by epoch."""
+    from lightning_megatron import MegatronModule
+
+    seen: list[list[int]] = []
+
+    class Watching(MegatronModule):
+        def on_train_epoch_start(self) -> None:
+            seen.append([])
+
+        def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+            seen[-1] += batch["input_ids"][:, 0].tolist()
+            return super().training_step(batch, batch_idx)
+
+    case = Case(layout=layout)
+    trainer = trainer_of(case, max_steps=-1, max_epochs=epochs)
+    trainer.fit(module_of(case, Watching), DataLoader(Numbered(24), batch_size=4, **loader_options))
+    return trainer.strategy.data_parallel_rank, seen
+
+
+@pytest.mark.parametrize("layout", COPIES_OF_TWO_RANKS, ids=str)
+@pytest.mark.parametrize("options", [{"shuffle": True}, {}, {"shuffle": True, "num_workers": 1}], ids=str)
+def test_copies_share_an_epoch_and_the_ranks_of_a_copy_see_the_same(layout: Layout, options: dict[str, Any]) -> None:
+    by_copy: dict[int, list[list[int]]] = {}
+    for copy, seen in run_ranks(_rows_seen, 4, layout, options, 2):
+        assert by_copy.setdefault(copy, seen) == seen
+    epochs = [first + second for first, second in zip(by_copy[0], by_copy[1], strict=True)]
+    # Lightning shuffles training data for every distributed strategy, whatever the loader says.
+    assert [sorted(rows) for rows in epochs] == [list(range(24))] * 2
+    assert epochs[0] != epochs[1]
+    assert epochs[0] != list(range(24))
+
+
+def _rows_seen_in_own_order() -> list[int]:
+    from lightning_megatron import MegatronModule
+
+    seen: list[int] = []
+
+    class InOrder(MegatronModule):
+        def train_dataloader(self) -> DataLoader[Any]:
+            rows = Numbered(16)
+            place = {"num_replicas": self.megatron.data_parallel_size, "rank": self.megatron.data_parallel_rank}
+            return DataLoader(rows, batch_size=4, sampler=DistributedSampler(rows, shuffle=False, **place))
+
+        def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+            seen.extend(batch["input_ids"][:, 0].tolist())
+            return super().training_step(batch, batch_idx)
+
+    case = Case(layout=Layout(tp=2, dp=2))
+    trainer_of(case, max_steps=-1, max_epochs=1).fit(module_of(case, InOrder))
+    return seen
+
+
+def test_a_sampler_of_ones_own_is_left_alone() -> None:
+    even, odd = list(range(0, 16, 2)), list(range(1, 16, 2))
+    assert run_ranks(_rows_seen_in_own_order, 4) == [even, even, odd, odd]
+
+
+class _Stream(IterableDataset[dict[str, torch.Tensor]]):
+    """The rows of a loader where they count, and noise of another length elsewhere."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.is_data_source = True
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        if self.is_data_source:
+            yield from iter(Sentences(self.case.steps * self.case.global_batch_size))
+        else:
+            for _ in range(self.case.steps * self.case.global_batch_size):
+                yield {"input_ids": torch.randint(0, VOCAB_SIZE, (3,))}
+
+
+def _train_on_a_stream(case: Case) -> RankOutcome:
+    from lightning_megatron import MegatronModule
+
+    stream = _Stream(case)
+
+    class Streaming(MegatronModule):
+        def train_dataloader(self) -> DataLoader[Any]:
+            stream.is_data_source = self.megatron.is_data_source
+            return DataLoader(stream, batch_size=case.global_batch_size)
+
+    return train_module(module_of(case, Streaming), case, None)
+
+
+def test_only_the_batches_of_the_first_rank_of_a_copy_count() -> None:
+    layout = Layout(tp=2, pp=2, num_microbatches=2)
+    case = Case(layout=layout, steps=4)
+    assert_same_run(
+        joined_outcome(run_ranks(_train_on_a_stream, 4, case)),
+        joined_outcome(run_ranks(_train_on_a_stream, 1, case.on_one_process)),
+    )
+
+
+# ---- ragged batches -------------------------------------------------------------------------------------------------
+
+
+def _val_loss(layout: Layout, rows: Rows, batch_size: int) -> float:
+    case = Case(layout=layout)
+    loader: DataLoader[Any] = DataLoader(rows, batch_size=batch_size)  # type: ignore[arg-type]
+    (metrics,) = trainer_of(case).validate(module_of(case), loader, verbose=False)
+    return metrics["val_loss"]
+
+
+def _assert_val_loss(layout: Layout, rows: Rows, batch_size: int, same_rows: Rows) -> None:
+    """``rows`` have on every rank the loss that one process finds for ``same_rows``, given as one batch."""
+    (expected,) = run_ranks(_val_loss, 1, Layout(), same_rows, len(same_rows))
+    losses = run_ranks(_val_loss, layout.world_size, layout, rows, batch_size)
+    assert losses == pytest.approx([expected] * layout.world_size, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("layout", "batch_size"),
+    [
+        (Layout(), 4),
+        (Layout(num_microbatches=3), 3),
+        (Layout(dp=2), 3),
+        (Layout(dp=3), 2),
+        (Layout(tp=2, dp=2, num_microbatches=2), 4),
+        (Layout(pp=2, dp=2, num_microbatches=2), 4),
+        (Layout(pp=2, vpp=2, num_microbatches=4), 4),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("num_rows", [11, 1])
+def test_validation_is_the_mean_over_all_targets_of_all_rows(layout: Layout, batch_size: int, num_rows: int) -> None:
+    # Rows have 0 to 15 targets; 11 of them fit none of the layouts, and a single one is on one copy only.
+    rows = list(Sentences(num_rows, "uneven"))
+    _assert_val_loss(layout, rows, batch_size, rows)
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(dp=2)], ids=str)
+def test_batches_without_a_target_do_not_count_in_validation(layout: Layout) -> None:
+    rows = list(Sentences(8))
+    without_targets = [{**row, "labels": torch.full((SEQ_LENGTH,), -100)} for row in rows[4:]]
+    _assert_val_loss(layout, [*rows[:4], *without_targets], 4 // layout.dp, rows[:4])
+
+
+def _train_with_a_ragged_last_batch(case: Case) -> RankOutcome:
+    rows = Sentences(2 * case.global_batch_size + 2, "uneven")
+    return train_module(module_of(case), case, DataLoader(rows, batch_size=case.global_batch_size // case.layout.dp))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(num_microbatches=4), Layout(dp=2, num_microbatches=3), Layout(tp=2, pp=2, num_microbatches=4)],
+    ids=str,
+)
+def test_a_ragged_last_training_batch_trains_on_its_rows_alone(layout: Layout) -> None:
+    case = Case(steps=3, layout=layout)
+    assert_same_run(
+        joined_outcome(run_ranks(_train_with_a_ragged_last_batch, layout.world_size, case)),
+        joined_outcome(run_ranks(_train_with_a_ragged_last_batch, 1, case.on_one_process)),
+    )
+
+
+# ---- what a batch may hold ------------------------------------------------------------------------------------------
+
+
+def test_a_text_batch_is_shifted_once_and_its_negative_tokens_are_no_targets() -> None:
+    rows = list(Sentences(4))
+    as_text = [{"text": row["input_ids"].clone()} for row in rows]
+    as_text[1]["text"][-4:] = -1
+    rows[1]["labels"][-4:] = -100
+    # The last token of ``text`` is only a target; in Hugging Face's batch it is fed too, but predicts nothing.
+    _assert_val_loss(Layout(pp=2, num_microbatches=2), as_text, 4, rows)
+
+
+def test_masks_leave_out_rows_and_tokens() -> None:
+    rows = list(Sentences(4))
+    masks = [{"sample_mask": torch.tensor(1.0), "loss_mask": torch.ones(SEQ_LENGTH)} for _ in rows]
+    masked = [{"input_ids": row["input_ids"], **mask} for row, mask in zip(rows, masks, strict=True)]
+    masked[2]["sample_mask"].zero_()
+    rows[2]["labels"][:] = -100
+    # ``loss_mask`` stands at the position that predicts, a label at the one that is predicted.
+    masked[0]["loss_mask"][4:] = 0
+    rows[0]["labels"][5:] = -100
+    _assert_val_loss(Layout(tp=2), masked, 4, rows)
+
+
+def _train_without_counts(case: Case) -> RankOutcome:
+    from lightning_megatron import GPTTrainStep
+
+    class Uncounted(GPTTrainStep):
+        """Learns only in the loss how many targets there are, so that gradients are divided afterwards."""
+
+        def counts(self, batch: dict[str, torch.Tensor]) -> None:
+            return None
+
+    return train_module(module_of(case, train_step=Uncounted()), case, loader_of(case))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(),
+        Layout(dp=2, num_microbatches=2),
+        Layout(dp=2, distributed_optimizer=False, overlap_communication=True),
+        Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2),
+        Layout(pp=2, vpp=2, num_microbatches=2),
+    ],
+    ids=str,
+)
+def test_a_step_that_cannot_count_in_advance_trains_the_same(layout: Layout) -> None:
+    case = Case(layout=layout, labels="uneven")
+    assert_same_run(
+        joined_outcome(run_ranks(_train_without_counts, layout.world_size, case)), outcome(case.on_one_process)
+    )
