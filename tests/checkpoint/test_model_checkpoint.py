@@ -1,0 +1,129 @@
+"""Does Lightning's own ``ModelCheckpoint`` keep, link, find and delete checkpoints that are folders?"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.runs import GLOBAL_BATCH, Run, checkpoints_at, fit, rows_dataset
+from tests.ranks import run_ranks
+
+PP2 = {"pp": 2}
+EVERY_TWO_STEPS = {"val_check_interval": 2, "check_val_every_n_epoch": None}
+
+
+def _losses_callback() -> Any:
+    import lightning.pytorch as pl
+
+    class Losses(pl.Callback):
+        """The validation losses by step."""
+
+        def __init__(self) -> None:
+            self.seen: dict[int, float] = {}
+
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            if trainer.state.fn == "fit" and not trainer.sanity_checking:
+                self.seen[trainer.global_step] = float(trainer.callback_metrics["val_loss"])
+
+    return Losses()
+
+
+def _keeper(folder: Path, save_last: bool | str) -> Any:
+    return checkpoints_at(
+        folder,
+        monitor="val_loss",
+        mode="max",  # the loss falls, so the best is the first and each later one competes for the second place
+        save_top_k=2,
+        save_last=save_last,
+        filename="{step}-{val_loss:.3f}",
+        every_n_train_steps=None,
+    )
+
+
+def _train_then_evaluate_best_and_last(run: Run, folder: Path, save_last: bool | str) -> dict[str, Any]:
+    from torch.utils.data import DataLoader
+
+    losses, keeper = _losses_callback(), _keeper(folder, save_last)
+    trainer, _ = fit(run, losses, keeper)
+    listing = {path.name: os.readlink(path) if path.is_symlink() else path.is_dir() for path in folder.iterdir()}
+    trainer.strategy.barrier()
+    loader = DataLoader(rows_dataset(12), batch_size=GLOBAL_BATCH // trainer.strategy.data_parallel_size)
+    evaluated = {}
+    for name in ("best", "last"):
+        (validated,) = trainer.validate(dataloaders=loader, ckpt_path=name, verbose=False)
+        (tested,) = trainer.test(dataloaders=loader, ckpt_path=name, verbose=False)
+        evaluated[name] = (validated["val_loss"], tested["test_loss"])
+    return {
+        "losses": losses.seen,
+        "best": Path(keeper.best_model_path).name,
+        "best_score": float(keeper.best_model_score),
+        "listing": listing,
+        "evaluated": evaluated,
+    }
+
+
+@pytest.mark.parametrize("save_last", [True, "link"])
+@pytest.mark.parametrize("strategy", [PP2, {}], ids=["pp2", "dp2"])
+def test_top_k_best_and_last_are_kept_and_found_alike_on_all_ranks(
+    tmp_path: Path, strategy: dict[str, Any], save_last: bool | str
+) -> None:
+    run = Run(strategy=strategy, validate=True, trainer={"max_steps": 6, **EVERY_TWO_STEPS})
+
+    result, other = run_ranks(_train_then_evaluate_best_and_last, 2, run, tmp_path, save_last)
+
+    assert result == other
+    losses = result["losses"]
+    assert losses[2] > losses[4] > losses[6]
+    names = {step: f"step={step}-val_loss={loss:.3f}.ckpt" for step, loss in losses.items()}
+    # The third was worse than both, so it was not kept, and Lightning renews the last one only when it keeps one.
+    last: Any = True if save_last is True else names[4]
+    assert result["listing"] == {names[2]: True, names[4]: True, "last.ckpt": last}
+    assert (result["best"], result["best_score"]) == (names[2], losses[2])
+    assert result["evaluated"] == {
+        "best": (losses[2], losses[2]),
+        "last": (losses[4], losses[4]),
+    }
+
+
+def _train_with_keeper(run: Run, folder: Path, save_last: bool | str) -> tuple[list[int], list[str]]:
+    _, trace = fit(run, checkpoints_at(folder, save_top_k=1, save_last=save_last, every_n_train_steps=2))
+    return sorted(trace.steps), sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("save_last", [True, "link"])
+def test_a_new_trainer_finds_the_last_checkpoint_and_old_ones_are_deleted(
+    tmp_path: Path, save_last: bool | str
+) -> None:
+    run = Run(strategy=PP2, trainer={"max_steps": 5})
+    first = run_ranks(_train_with_keeper, 2, run, tmp_path, save_last)
+    assert first == [([1, 2, 3, 4, 5], ["last.ckpt", "step=4.ckpt"])] * 2
+
+    second = run_ranks(_train_with_keeper, 2, run.but(trainer={"max_steps": 7}, ckpt_path="last"), tmp_path, save_last)
+
+    # The step after the last checkpoint is done again; of the folders and the link, the newest are left.
+    assert second == [([5, 6, 7], ["last.ckpt", "step=6.ckpt"])] * 2
+    assert (tmp_path / "last.ckpt").is_symlink() == (save_last == "link")
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "file"])
+def test_removing_a_checkpoint_removes_what_it_is_and_nothing_else(tmp_path: Path, kind: str) -> None:
+    from lightning_megatron.engine import checkpoint
+
+    (tmp_path / "kept.ckpt").mkdir()
+    (tmp_path / "kept.ckpt" / "meta.pt").touch()
+    path = tmp_path / "removed.ckpt"
+    if kind == "folder":
+        path.mkdir()
+        (path / "meta.pt").touch()
+        (path / "__0_0.distcp").touch()
+    elif kind == "link":
+        path.symlink_to("kept.ckpt")
+    else:
+        path.touch()
+
+    checkpoint.remove(path)
+
+    assert sorted(each.name for each in tmp_path.rglob("*")) == ["kept.ckpt", "meta.pt"]
