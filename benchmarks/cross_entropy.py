@@ -5,19 +5,33 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 
 from lightning_megatron.engine.slots.compiled_loss import compiled_loss
-from lightning_megatron.engine.slots.cross_entropy import PerTokenLoss, liger_loss, native_loss
 
 SHAPES = ((4096, 4, 128256), (1024, 24, 50304), (1024, 24, 25216), (4096, 2, 64128))
 """[s, b, v/tp] of llama-1b, gpt2-large, and the shards of gpt2-large and Llama-3-8B at tp=2."""
 
+PerTokenLoss = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
+"""(logits [s, b, v/tp], labels [s, b], tp_group) -> loss [s, b], fp32."""
+
 _REPEATS = 15
 _CHECKED_ROWS = 64
+
+
+def liger_loss(logits: torch.Tensor, labels: torch.Tensor, tp_group: Any) -> torch.Tensor:
+    """liger-kernel's vocab-parallel cross-entropy."""
+    from liger_kernel.ops.vocab_parallel_cross_entropy import LigerVocabParallelCEFunction
+
+    loss: torch.Tensor = LigerVocabParallelCEFunction.apply(
+        logits, labels, tp_group, -100, 0.0, "megatron", "partition"
+    )
+    return loss
 
 
 def _milliseconds(step: Callable[[], object]) -> float:
@@ -67,7 +81,11 @@ def main() -> int:
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     for shape in SHAPES:
-        for name, function in (("native", native_loss), ("liger", liger_loss), ("compiled", compiled_loss)):
+        for name, function in (
+            ("native", fused_vocab_parallel_cross_entropy),
+            ("liger", liger_loss),
+            ("compiled", compiled_loss),
+        ):
             print(_measure(name, function, shape), flush=True)
             torch.cuda.empty_cache()
     dist.destroy_process_group()

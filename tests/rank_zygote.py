@@ -17,8 +17,10 @@ import importlib
 import os
 import pickle
 import random
+import shutil
 import signal
 import sys
+import threading
 import traceback
 from pathlib import Path
 from typing import Any
@@ -124,9 +126,14 @@ def _check_fork_safety() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         raise SystemExit("an import has initialised CUDA: forked ranks could not use it; preload less")
+    # Python threads may hold a lock that a forked rank then waits for; idle threads of native libraries (a GPU machine
+    # has some after importing torch) hold none.
+    if threading.active_count() > 1:
+        names = ", ".join(thread.name for thread in threading.enumerate())
+        raise SystemExit(f"an import has started a thread ({names}): a fork could deadlock; preload less")
     tasks = Path("/proc/self/task")
-    if tasks.exists() and len(list(tasks.iterdir())) > 1:
-        raise SystemExit("an import has started a thread: a fork could deadlock; preload less")
+    if tasks.exists() and len(list(tasks.iterdir())) > 1 and shutil.which("nvidia-smi") is None:
+        raise SystemExit("an import has started a native thread: a fork could deadlock; preload less")
 
 
 def main() -> None:

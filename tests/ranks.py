@@ -18,6 +18,7 @@ import atexit
 import contextlib
 import os
 import pickle
+import random
 import shutil
 import signal
 import socket
@@ -222,11 +223,18 @@ class RankPool:
         raise RankError(_failure_message(job, fn, failure), rank=failure.rank, error_type=failure.error_type)
 
 
+def _free_port() -> int:
+    """A free port below those that the kernel gives to outgoing connections, one of which could take it meanwhile."""
+    while True:
+        port = random.randrange(15_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 def _torchrun_environment(world_size: int) -> dict[str, str]:
     """What torchrun exports, apart from the ranks, which are set in each process."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = _free_port()
     return {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),

@@ -101,7 +101,8 @@ def gradients_in_place_of_weights(module: Any) -> Iterator[None]:
     parameters = [p for chunk in module.model_chunks for p in chunk.parameters()]
     weights = [p.data for p in parameters]
     for parameter in parameters:
-        parameter.data = parameter.main_grad
+        # Of the weights' dtype: another one would make torch forget the hook that reduces the gradient from then on.
+        parameter.data = parameter.main_grad.to(parameter.dtype)
     try:
         yield
     finally:

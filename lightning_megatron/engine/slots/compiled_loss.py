@@ -90,6 +90,6 @@ class VocabParallelLoss(torch.autograd.Function):
 
 
 def compiled_loss(logits: Tensor, labels: Tensor, tp_group: Any) -> Tensor:
-    """Cross-entropy of each token: [s, b], float32; see ``cross_entropy.PerTokenLoss``."""
+    """Cross-entropy of each token: [s, b], float32, of logits [s, b, v/tp] and labels [s, b]."""
     loss: Tensor = VocabParallelLoss.apply(logits, labels, tp_group)  # type: ignore[no-untyped-call]
     return loss

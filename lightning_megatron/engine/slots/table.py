@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_megatron.engine.patching import Patch
-from lightning_megatron.engine.slots.cross_entropy import cross_entropy_patches, liger_loss, native_loss
+from lightning_megatron.engine.slots.cross_entropy import CROSS_ENTROPY_PATCHES
 from lightning_megatron.engine.slots.multi_tensor import COPY_PATCHES, MULTI_TENSOR_PATCHES
 from lightning_megatron.engine.slots.optimizers import ADAM_PATCHES, SGD_PATCHES
 from lightning_megatron.engine.slots.report import DeviceType, fillers
@@ -19,8 +19,7 @@ def patches(device_type: DeviceType) -> tuple[Patch, ...]:
     They must be active from the construction of the model to the last optimizer step.
     """
     choice = fillers(device_type)
-    per_token_loss = liger_loss if choice.liger else native_loss
-    rows = SGD_PATCHES + SHARD_PATCHES + COPY_PATCHES + cross_entropy_patches(per_token_loss)
+    rows = SGD_PATCHES + SHARD_PATCHES + COPY_PATCHES + CROSS_ENTROPY_PATCHES
     if choice.native_adam:
         rows += ADAM_PATCHES
     if choice.native_multi_tensor:

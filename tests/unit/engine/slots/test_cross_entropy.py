@@ -12,11 +12,8 @@ from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_ent
 from lightning_megatron.engine.patching import active
 from lightning_megatron.engine.slots.compiled_loss import compiled_loss
 from lightning_megatron.engine.slots.cross_entropy import (
-    PerTokenLoss,
-    cross_entropy_patches,
+    CROSS_ENTROPY_PATCHES,
     hide_padded_vocab_,
-    liger_loss,
-    native_loss,
     token_losses,
 )
 from tests.ranks import run_ranks
@@ -44,14 +41,14 @@ def _dense(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) ->
 
 
 def _ours(
-    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, tp_rank: int, per_token_loss: PerTokenLoss
+    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, tp_rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from megatron.core import parallel_state
 
     leaf = logits.clone().requires_grad_()
     # The product stands for the output layer: its result is no leaf, as in a model.
     shard = hide_padded_vocab_(leaf * 1.0, VOCAB, tp_rank)
-    losses = token_losses(shard, labels, parallel_state.get_tensor_model_parallel_group(), per_token_loss)
+    losses = token_losses(shard, labels, parallel_state.get_tensor_model_parallel_group())
     (gradient,) = torch.autograd.grad((losses * weights).sum(), leaf)
     return losses.detach(), gradient
 
@@ -59,10 +56,9 @@ def _ours(
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("padded", [VOCAB, 12, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("per_token_loss", [native_loss, compiled_loss])
-def test_one_rank_equals_a_dense_softmax(padded: int, dtype: torch.dtype, per_token_loss: PerTokenLoss) -> None:
+def test_one_rank_equals_a_dense_softmax(padded: int, dtype: torch.dtype) -> None:
     logits, labels, weights = _case(padded, dtype)
-    losses, gradient = _ours(logits, labels, weights, 0, per_token_loss)
+    losses, gradient = _ours(logits, labels, weights, 0)
     expected_losses, expected_gradient = _dense(logits, labels, weights)
     assert losses.dtype == torch.float32
     assert gradient.dtype == dtype
@@ -76,7 +72,7 @@ def test_one_rank_equals_a_dense_softmax(padded: int, dtype: torch.dtype, per_to
     assert not gradient[5, 2].any()
 
 
-def _split(padded: int, per_token_loss: PerTokenLoss) -> tuple[torch.Tensor, torch.Tensor]:
+def _split(padded: int) -> tuple[torch.Tensor, torch.Tensor]:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
@@ -87,16 +83,13 @@ def _split(padded: int, per_token_loss: PerTokenLoss) -> tuple[torch.Tensor, tor
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
         logits, labels, weights = _case(padded)
         shard = logits.chunk(dist.get_world_size(), dim=-1)[dist.get_rank()].contiguous()
-        return _ours(shard, labels, weights, dist.get_rank(), per_token_loss)
+        return _ours(shard, labels, weights, dist.get_rank())
 
 
 @pytest.mark.parametrize(("tp", "padded"), [(2, 12), (2, 16), (4, 32)])
-@pytest.mark.parametrize("per_token_loss", [native_loss, compiled_loss])
-def test_a_split_vocabulary_equals_a_dense_softmax_also_where_a_whole_shard_is_padding(
-    tp: int, padded: int, per_token_loss: PerTokenLoss
-) -> None:
+def test_a_split_vocabulary_equals_a_dense_softmax_also_where_a_whole_shard_is_padding(tp: int, padded: int) -> None:
     expected_losses, expected_gradient = _dense(*_case(padded))
-    shards = run_ranks(_split, tp, padded, per_token_loss)
+    shards = run_ranks(_split, tp, padded)
     for losses, _ in shards:
         torch.testing.assert_close(losses.double(), expected_losses, rtol=1e-5, atol=1e-5)
     gradient = torch.cat([shard for _, shard in shards], dim=-1)
@@ -120,7 +113,7 @@ def test_a_language_model_of_the_engine_computes_this_loss(monkeypatch: pytest.M
     config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1)
     model = LanguageModule(config, ProcessGroupCollection.use_mpu_process_groups())
     logits, labels, weights = _case(VOCAB)
-    with active(cross_entropy_patches(native_loss)):
+    with active(CROSS_ENTROPY_PATCHES):
         losses = model.compute_language_model_loss(labels.T.contiguous(), logits.clone())
     torch.testing.assert_close(losses.T.double(), _dense(logits, labels, weights)[0], rtol=1e-5, atol=1e-5)
 
@@ -143,7 +136,7 @@ def test_upstreams_fused_gradient_is_still_bfloat16() -> None:
     assert gradient.dtype == torch.bfloat16
 
 
-def _cuda_case(per_token_loss: PerTokenLoss, dtype: torch.dtype) -> None:
+def _cuda_case(dtype: torch.dtype) -> None:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
@@ -151,7 +144,7 @@ def _cuda_case(per_token_loss: PerTokenLoss, dtype: torch.dtype) -> None:
     try:
         parallel_state.initialize_model_parallel()
         logits, labels, weights = (x.cuda() for x in _case(16, dtype))
-        losses, gradient = _ours(logits, labels, weights, 0, per_token_loss)
+        losses, gradient = _ours(logits, labels, weights, 0)
         expected_losses, expected_gradient = _dense(logits, labels, weights)
         tolerance = max(1e-5, 2 * torch.finfo(dtype).eps)
         torch.testing.assert_close(losses.double(), expected_losses, rtol=1e-5, atol=1e-5)
@@ -165,21 +158,8 @@ def _cuda_case(per_token_loss: PerTokenLoss, dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_the_native_loss_is_right_on_cuda(dtype: torch.dtype) -> None:
-    _cuda_case(native_loss, dtype)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_ligers_loss_is_right_on_cuda(dtype: torch.dtype) -> None:
-    pytest.importorskip("liger_kernel.ops.vocab_parallel_cross_entropy")
-    _cuda_case(liger_loss, dtype)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_compiled_loss_is_right_on_cuda(dtype: torch.dtype) -> None:
-    _cuda_case(compiled_loss, dtype)
+    _cuda_case(dtype)
 
 
 def test_the_compiled_loss_keeps_no_float32_copy_of_the_logits() -> None:
