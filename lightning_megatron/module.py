@@ -106,9 +106,9 @@ class MegatronModule(pl.LightningModule):
 
     def configure_model(self) -> None:
         """Build this rank's chunks; again if the layout or the precision is another than last time."""
-        from lightning_megatron.models.start_report import start_lines
         from lightning_megatron.models.gpt import build_gpt
         from lightning_megatron.models.initialization import initialize_weights
+        from lightning_megatron.models.start_report import start_lines
 
         settings = self.megatron.settings
         if self.model_chunks is not None and self.built_for == settings:

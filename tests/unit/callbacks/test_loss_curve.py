@@ -75,9 +75,7 @@ def test_the_same_callback_in_a_new_run_starts_a_new_curve(tmp_path: Path) -> No
     assert curve.resumed_at == []
 
 
-def test_a_missing_matplotlib_is_an_error_before_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_matplotlib_is_an_error_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_megatron.callbacks.loss_curve.has_matplotlib", lambda: False)
     with pytest.raises(ConfigError, match=r"loss_curve.png cannot be drawn without matplotlib; pip install"):
         toy_trainer(tmp_path, [LossCurve()]).fit(ToyModule(LOSSES), loader(6))

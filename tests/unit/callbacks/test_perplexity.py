@@ -29,9 +29,7 @@ def test_the_line_has_perplexity_before_and_after(tmp_path: Path, capsys: pytest
     assert trainer.callback_metrics["val_perplexity"].item() == pytest.approx(61.3, rel=1e-5)
 
 
-def test_a_partial_validation_before_training_is_called_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_partial_validation_before_training_is_called_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _fit(tmp_path, PerplexityReport(), [math.log(50.0), 3.0, 3.0, math.log(8.0)], num_sanity_val_steps=2)
     assert "perplexity: 50.0 before (on the first batches only), 8.0 after 6 steps" in capsys.readouterr().out
 
@@ -60,9 +58,7 @@ def test_a_resumed_run_still_knows_the_before(tmp_path: Path, capsys: pytest.Cap
     assert "validation perplexity: 900.0 before, 7.0 after 10 steps" in capsys.readouterr().out
 
 
-def test_the_same_callback_in_a_new_run_forgets_the_old_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_same_callback_in_a_new_run_forgets_the_old_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = PerplexityReport()
     _fit(tmp_path, report, [1.0, 1.0, 1.0, 1.0], num_sanity_val_steps=-1)
     toy_trainer(tmp_path, [report]).fit(ToyModule([1.0] * 6), loader(6))

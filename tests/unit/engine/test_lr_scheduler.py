@@ -85,9 +85,7 @@ def test_groups_of_megatrons_optimizer_are_honoured_as_its_own_scheduler_does() 
 
 def test_an_unset_minimum_in_a_group_means_the_schedules() -> None:
     optimizer = _optimizer({"max_lr": 4.0, "min_lr": None, "default_config": False})
-    scheduler = MegatronLRScheduler(
-        optimizer, schedule=LRSchedule(style="linear", min_lr=0.5), lr=1.0, total_steps=2
-    )
+    scheduler = MegatronLRScheduler(optimizer, schedule=LRSchedule(style="linear", min_lr=0.5), lr=1.0, total_steps=2)
     assert [lr for (lr,) in _run(scheduler, 3)] == pytest.approx([4.0, 2.25, 0.5])
 
 
