@@ -126,11 +126,11 @@ class MegatronModule(pl.LightningModule):
         self._log_losses("train", output, on_step=True)
         return output.loss
 
-    def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+    def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
         """The loss of one batch; ``val_loss`` is the mean over all targets of the epoch."""
         return self._evaluate("val", batch)
 
-    def test_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+    def test_step(self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
         """The loss of one batch; ``test_loss`` is the mean over all targets of the epoch."""
         return self._evaluate("test", batch)
 

@@ -255,3 +255,17 @@ def test_a_step_that_cannot_count_in_advance_trains_the_same(layout: Layout) -> 
     assert_same_run(
         joined_outcome(run_ranks(_train_without_counts, layout.world_size, case)), outcome(case.on_one_process)
     )
+
+
+def _validate_on_two(case: Case) -> dict[str, float]:
+    loaders = [DataLoader(Sentences(num_rows, "uneven"), batch_size=4) for num_rows in (6, 11)]
+    trainer = trainer_of(case)
+    trainer.fit(module_of(case), loader_of(case), loaders)
+    return {name: value.item() for name, value in trainer.callback_metrics.items() if name.startswith("val_loss")}
+
+
+def test_each_of_several_validation_loaders_has_a_loss_of_its_own() -> None:
+    case = Case(layout=Layout(pp=2, num_microbatches=2), steps=1)
+    (alone,) = run_ranks(_validate_on_two, 1, case.on_one_process)
+    assert alone.keys() == {"val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1"}
+    assert run_ranks(_validate_on_two, 2, case) == [pytest.approx(alone, rel=1.5e-6)] * 2
