@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    Callback,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+
 from lightning_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,6 +38,33 @@ def check_trainer(trainer: pl.Trainer) -> None:
     ):
         raise ConfigError(
             f"gradient_clip_algorithm={str(algorithm)!r} is not supported: Megatron clips by global norm; use 'norm'"
+        )
+
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        _check_callback(callback)
+
+
+def _check_callback(callback: Callback) -> None:
+    """Refuse Lightning's callbacks that would do something else here than they promise, most of them silently.
+
+    Raises:
+        ConfigError: With the callback, the reason and what to use instead.
+    """
+    name = type(callback).__name__
+    if isinstance(callback, GradientAccumulationScheduler) and callback.going_to_accumulate_grad_batches():
+        raise ConfigError(
+            f"{name} does not work with MegatronStrategy, whose batches are whole optimizer steps; use "
+            "MegatronStrategy(num_microbatches=...) and a larger batch_size"
+        )
+    if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+        raise ConfigError(
+            f"{name} copies the module before its weights exist, and would average nothing; remove it, and average "
+            "checkpoints instead"
+        )
+    if isinstance(callback, BaseFinetuning):
+        raise ConfigError(
+            f"{name} adds parameters to the optimizer while training, and Megatron's buffers are laid out once; freeze "
+            "with requires_grad_(False) in configure_model instead"
         )
 
 
