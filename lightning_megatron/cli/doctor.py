@@ -38,7 +38,7 @@ _OPTIONAL = (
     _Optional(
         name="liger-kernel",
         present=features.has_liger,
-        purpose="fused SwiGLU and vocab-parallel cross-entropy on a GPU",
+        purpose="fused SwiGLU on a GPU",
         install="pip install 'lightning-megatron[gpu]'",
     ),
     _Optional(
