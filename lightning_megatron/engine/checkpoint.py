@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
 from lightning_megatron.engine.agreement import on_all_ranks_alike
+from lightning_megatron.engine.checkpoint_failures import failures_as_errors
 from lightning_megatron.engine.checkpoint_safety import META, check_complete, check_only_data, load_plain
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.optimizer import MegatronOptimizer
@@ -27,12 +28,14 @@ from lightning_megatron.engine.wrap import finish_parameter_gathers, unwrap
 from lightning_megatron.errors import CheckpointError
 
 _FORMAT_VERSION = 1
+_OWN_KEYS = {"format_version", "layout", "has_optimizer", "optimizer_format", "model_description"}
 
 _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
 """megatron-core 0.16.1, optimizer/distrib_optimizer.py: the default type raises on every save."""
 
 _PARTIAL = ".partial"
 _REPLACED = ".replaced"
+_UNFINISHED_META = "meta.tmp"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,21 +60,24 @@ def save(run: RunState, meta: dict[str, Any], path: Path) -> None:
         path: The final name, by convention ``*.ckpt``; an existing checkpoint of that name is replaced at the end.
 
     Raises:
-        CheckpointError: If ``meta`` holds something that could not be loaded again as plain data.
+        CheckpointError: If ``meta`` holds something that could not be loaded again as plain data, or the files cannot
+            be written; ``path`` is then as it was.
     """
     partial = path.with_name(path.name + _PARTIAL)
-    on_all_ranks_alike(lambda: _make_empty(partial) if dist.get_rank() == 0 else None)
-    finish_parameter_gathers(run.chunks)
-    dist_checkpointing.save(_sharded_state(run, is_loading=False), str(partial), content_metadata=dict(_SHARDING))
-    on_all_ranks_alike(lambda: torch.save(run.rng.state_dict(), partial / _rng_file(dist.get_rank())))
-
-    def finish() -> None:
-        if dist.get_rank() != 0:
-            return
-        _write_meta({**meta, **_own_meta(run)}, partial / META)
-        _swap_in(partial, path)
-
-    on_all_ranks_alike(finish)
+    refusal = f"checkpoint {path} is not written"
+    try:
+        # First, because it is the only part that a user's own state can spoil.
+        _on_rank_0(lambda: _begin(partial, {**meta, **_own_meta(run)}), refusal)
+        finish_parameter_gathers(run.chunks)
+        state = _sharded_state(run, is_loading=False)
+        with failures_as_errors(refusal):
+            dist_checkpointing.save(state, str(partial), content_metadata=dict(_SHARDING))
+        on_all_ranks_alike(lambda: _write_random_states(run.rng, partial / _rng_file(dist.get_rank()), refusal))
+        _on_rank_0(lambda: _finish(partial, path), refusal)
+    except CheckpointError:
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def read_meta(path: Path) -> dict[str, Any]:
@@ -85,13 +91,15 @@ def read_meta(path: Path) -> dict[str, Any]:
         check_complete(path)
         check_only_data(path)
         meta = load_plain(path / META)
-        version = meta.get("format_version") if isinstance(meta, dict) else None
+        if not isinstance(meta, dict) or not meta.keys() >= _OWN_KEYS:
+            raise CheckpointError(f"checkpoint {path} was written by another strategy; give one of MegatronStrategy's")
+        version = meta["format_version"]
         if version != _FORMAT_VERSION:
             raise CheckpointError(
                 f"checkpoint {path} has the format version {version}, and this program reads {_FORMAT_VERSION}; load "
                 "it with the version that wrote it"
             )
-        return dict(meta)
+        return meta
 
     return on_all_ranks_alike(check_and_read)
 
@@ -108,21 +116,28 @@ def load(run: RunState, meta: Mapping[str, Any], path: Path) -> bool:
     Raises:
         CheckpointError: If the checkpoint is of another model, or has no optimizer state although one is wanted.
     """
-    on_all_ranks_alike(lambda: _check_fits(run, meta, path))
+    same_layout: bool = meta["layout"] == layout_of(run.topology)
+
+    def check_and_read_random_states() -> dict[str, Any]:
+        _check_fits(run, meta, path)
+        rank = dist.get_rank() if same_layout else 0
+        return {} if run.optimizer is None else dict(load_plain(path / _rng_file(rank)))
+
+    random_states = on_all_ranks_alike(check_and_read_random_states)
     with torch.no_grad():
-        loaded = dist_checkpointing.load(_sharded_state(run, is_loading=True), str(path))
+        state = _sharded_state(run, is_loading=True)
+        with failures_as_errors(f"checkpoint {path} does not fit this run, or is damaged"):
+            loaded = dist_checkpointing.load(state, str(path))
         for index, chunk in enumerate(run.chunks):
             unwrap(chunk).load_state_dict(loaded[f"model{index}"], strict=True)
         if run.optimizer is not None:
             run.optimizer.inner.load_state_dict(loaded["optimizer"])
     if run.optimizer is None:
         return False
-    same_layout: bool = meta["layout"] == layout_of(run.topology)
-    state = on_all_ranks_alike(lambda: load_plain(path / _rng_file(dist.get_rank() if same_layout else 0)))
     if same_layout:
-        run.rng.load_state_dict(state)
+        run.rng.load_state_dict(random_states)
     else:
-        run.rng.load_users_state(state)
+        run.rng.load_users_state(random_states)
     return same_layout
 
 
@@ -142,10 +157,46 @@ def recover(path: Path) -> Path:
     return replaced if not path.exists() and replaced.is_dir() else path
 
 
-def _make_empty(path: Path) -> None:
-    if path.exists():
-        shutil.rmtree(path)
-    path.mkdir(parents=True)
+def _on_rank_0(work: Callable[[], None], refusal: str) -> None:
+    """Do ``work`` on rank 0, and raise what it raises on all ranks."""
+
+    def only_there() -> None:
+        if dist.get_rank() == 0:
+            with failures_as_errors(refusal):
+                work()
+
+    on_all_ranks_alike(only_there)
+
+
+def _begin(partial: Path, meta: dict[str, Any]) -> None:
+    """Make the folder, with nothing in it but ``meta`` under a name that does not count yet."""
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    file = partial / _UNFINISHED_META
+    torch.save(meta, file)
+    _sync(file)
+    try:
+        load_plain(file)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"its state must be plain data (numbers, strings, containers, tensors), but {error}; correct the "
+            "hyper-parameters or the state_dict of the callback, module or datamodule in question"
+        ) from None
+
+
+def _write_random_states(rng: EngineRng, file: Path, refusal: str) -> None:
+    with failures_as_errors(refusal):
+        torch.save(rng.state_dict(), file)
+        _sync(file)
+
+
+def _finish(partial: Path, path: Path) -> None:
+    """Give ``meta.pt`` and then the folder their names; everything else is on the disk already."""
+    (partial / _UNFINISHED_META).rename(partial / META)
+    check_complete(partial)
+    _sync(partial)
+    _swap_in(partial, path)
 
 
 def _swap_in(partial: Path, path: Path) -> None:
@@ -158,32 +209,18 @@ def _swap_in(partial: Path, path: Path) -> None:
     elif path.exists():
         path.rename(replaced)
     partial.rename(path)
-    _sync_directory(path.parent)
+    _sync(path.parent)
     if replaced.exists():
         shutil.rmtree(replaced)
 
 
-def _sync_directory(path: Path) -> None:
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, have reached the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _write_meta(meta: dict[str, Any], file: Path) -> None:
-    temporary = file.with_suffix(".tmp")
-    torch.save(meta, temporary)
-    try:
-        load_plain(temporary)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"checkpoint not written: its state must be plain data (numbers, strings, containers, tensors), but "
-            f"{error}; correct the hyper-parameters or the state_dict of the callback, module or datamodule in question"
-        ) from None
-    with temporary.open("rb") as stream:
-        os.fsync(stream.fileno())
-    temporary.rename(file)
 
 
 def layout_of(topology: Topology) -> dict[str, Any]:
@@ -202,9 +239,18 @@ def _own_meta(run: RunState) -> dict[str, Any]:
     }
 
 
-def _optimizer_format(run: RunState) -> str | None:
-    """Which of Megatron's optimizers wrote the state; another one cannot read it."""
-    return None if run.optimizer is None else type(run.optimizer.parts[0]).__name__
+def _optimizer_format(run: RunState) -> dict[str, Any] | None:
+    """What must be the same for one optimizer to read another one's state."""
+    if run.optimizer is None:
+        return None
+    part = run.optimizer.parts[0]
+    has_momentum = part.config.optimizer != "sgd" or part.config.sgd_momentum > 0
+    groups = {(float(group["lr_mult"]), float(group["wd_mult"])) for group in run.optimizer.param_groups}
+    return {
+        "implementation": type(part).__name__,
+        "algorithm": part.config.optimizer + ("" if has_momentum else " without momentum"),
+        "multipliers of lr and weight decay": [list(group) for group in sorted(groups)],
+    }
 
 
 def _rng_file(rank: int) -> str:
@@ -233,31 +279,43 @@ _STRUCTURE = (
     "kv_channels",
     "vocab_size",
     "normalization",
+    "layernorm_epsilon",
+    "activation",
     "gated_linear_unit",
     "add_bias_linear",
     "add_qkv_bias",
     "position_embedding_type",
     "share_embeddings_and_output_weights",
 )
+"""A model that differs here is another one, whatever its weights."""
+
+_MAY_BE_STRETCHED = ("rotary_base", "rope_scaling")
+"""A new run may begin with the weights and other rotary frequencies; a run does not change them on the way."""
 
 
 def _check_fits(run: RunState, meta: Mapping[str, Any], path: Path) -> None:
-    saved = meta["model_description"]
-    for name in _STRUCTURE:
-        if name in saved and name in run.model_description and saved[name] != run.model_description[name]:
+    saved, wanted = meta["model_description"], run.model_description
+    for name in _STRUCTURE + (_MAY_BE_STRETCHED if run.optimizer is not None else ()):
+        if name in saved and name in wanted and saved[name] != wanted[name]:
             raise CheckpointError(
-                f"checkpoint {path} is of another model: {name}={saved[name]} there and {run.model_description[name]} "
-                "here; give the model's config the checkpoint's values"
+                f"checkpoint {path} is of another model: {name}={saved[name]} there and {wanted[name]} here; give the "
+                "model's config the checkpoint's values"
             )
-    if run.optimizer is not None and not meta["has_optimizer"]:
+    if run.optimizer is not None:
+        _check_optimizer_fits(_optimizer_format(run) or {}, meta, path)
+
+
+def _check_optimizer_fits(wanted: Mapping[str, Any], meta: Mapping[str, Any], path: Path) -> None:
+    if not meta["has_optimizer"]:
         raise CheckpointError(
             f"checkpoint {path} holds only weights (save_weights_only), so training cannot resume from it; use a full "
             "checkpoint, or start a new run from its weights with MegatronStrategy(load_weights_only=True)"
         )
-    written, wanted = meta["optimizer_format"], _optimizer_format(run)
-    if run.optimizer is not None and written != wanted:
-        raise CheckpointError(
-            f"checkpoint {path} holds the state of a {written}, and this run has a {wanted}; resume with the same "
-            "distributed_optimizer and precision, or start from its weights with "
-            "MegatronStrategy(load_weights_only=True)"
-        )
+    for name, value in wanted.items():
+        written = meta["optimizer_format"].get(name)
+        if written != value:
+            raise CheckpointError(
+                f"checkpoint {path} holds the state of another optimizer: {name} {written} there and {value} here; "
+                "resume with the same optimizer options, distributed_optimizer and precision, or start from its "
+                "weights with MegatronStrategy(load_weights_only=True)"
+            )

@@ -7,7 +7,9 @@ read here first, by an unpickler that knows the few classes such a table consist
 from __future__ import annotations
 
 import io
+import json
 import pickle
+import re
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,12 @@ from lightning_megatron.errors import CheckpointError
 META = "meta.pt"
 """Lightning's own state and the description of the run; written last, so its presence means "complete"."""
 
+COMMON = "common.pt"
+"""What Megatron does not shard: parameter groups and step counts."""
+
 _TABLE_OF_CONTENTS = ".metadata"
+_BACKENDS = "metadata.json"
+_KNOWN_BACKENDS = {"sharded_backend": "torch_dist", "common_backend": "torch"}
 
 _DCP = "torch.distributed.checkpoint"
 _TABLE_CLASSES = {
@@ -77,31 +84,56 @@ def check_complete(path: Path) -> None:
         raise CheckpointError(
             f"checkpoint {path} has no {META}: it was never finished, or another program wrote it; use an earlier one"
         )
-    for name in (_TABLE_OF_CONTENTS, "metadata.json", "common.pt"):
+    for name in (_TABLE_OF_CONTENTS, _BACKENDS, COMMON):
         if not (path / name).is_file():
-            raise CheckpointError(f"checkpoint {path} lacks its file {name}: it is damaged; use an earlier one")
+            raise CheckpointError(
+                f"checkpoint {path} lacks its file {name}: it is damaged, or another strategy wrote it; use an earlier "
+                "one that MegatronStrategy wrote"
+            )
 
 
 def check_only_data(path: Path) -> None:
     """Raise if loading the checkpoint could run code, or if a data file is shorter than the table of contents says.
 
     Raises:
-        CheckpointError: If the table of contents names anything but data, cannot be read, or a file is truncated.
+        CheckpointError: If a file names anything but data, cannot be read, or is truncated.
     """
-    raw = (path / _TABLE_OF_CONTENTS).read_bytes()
+    _check_backends(path)
+    load_plain(path / COMMON)
+    for name, length in _lengths_needed(path).items():
+        _check_file(path, name, length)
+
+
+def _check_backends(path: Path) -> None:
+    """Megatron picks the code that reads the rest by this file."""
     try:
-        table = _TableUnpickler(io.BytesIO(raw)).load()
+        backends = json.loads((path / _BACKENDS).read_bytes())
+        known = all(backends[name] == value for name, value in _KNOWN_BACKENDS.items())
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"checkpoint {path} has an unreadable {_BACKENDS} ({error!r}); use an earlier one"
+        ) from None
+    if not known:
+        raise CheckpointError(
+            f"checkpoint {path} has the format {backends}, and this program reads {_KNOWN_BACKENDS}; give one that "
+            "MegatronStrategy wrote"
+        )
+
+
+def _lengths_needed(path: Path) -> dict[str, int]:
+    """Bytes that each data file must have, as the table of contents says."""
+    needed: dict[str, int] = defaultdict(int)
+    try:
+        table = _TableUnpickler(io.BytesIO((path / _TABLE_OF_CONTENTS).read_bytes())).load()
+        for place in table.storage_data.values():
+            needed[place.relative_path] = max(needed[place.relative_path], place.offset + place.length)
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint {path} is not loaded: {error}; do not trust its source") from None
     except Exception as error:  # a damaged pickle raises almost anything
         raise CheckpointError(
-            f"checkpoint {path} has an unreadable {_TABLE_OF_CONTENTS} ({error}); use an earlier one"
+            f"checkpoint {path} has an unreadable {_TABLE_OF_CONTENTS} ({error!r}); use an earlier one"
         ) from None
-    needed: dict[str, int] = defaultdict(int)
-    for place in (getattr(table, "storage_data", None) or {}).values():
-        needed[place.relative_path] = max(needed[place.relative_path], place.offset + place.length)
-    for name, length in needed.items():
-        _check_file(path, name, length)
+    return needed
 
 
 def _check_file(path: Path, name: str, length: int) -> None:
@@ -126,7 +158,14 @@ def load_plain(file: Path) -> Any:
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()[0]
-        raise CheckpointError(f"{file} is not loaded because it holds more than data ({reason})") from None
+        raise CheckpointError(f"{file} is not loaded: {more_than_data(error)}") from None
+    except FileNotFoundError:
+        raise CheckpointError(f"{file} is missing: the checkpoint is damaged; use an earlier one") from None
     except Exception as error:  # torch raises RuntimeError, EOFError, KeyError ... on damaged archives
         raise CheckpointError(f"{file} is damaged ({type(error).__name__}); use an earlier checkpoint") from None
+
+
+def more_than_data(error: pickle.UnpicklingError) -> str:
+    """What a file holds that torch refused; torch's own text advises to load it nevertheless."""
+    found = re.search(r"GLOBAL ([\w.]+)", str(error))
+    return f"it holds more than data ({found.group(1)})" if found else "it holds more than data, or is damaged"

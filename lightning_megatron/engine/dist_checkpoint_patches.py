@@ -1,4 +1,4 @@
-"""What must change in Megatron's checkpoint writer and reader? Three rows.
+"""What must change in Megatron's checkpoint writer and reader? A row for each function.
 
 The writer starts a ``spawn`` manager process, which runs the user's script again (a hang without ``__main__`` guard),
 and forks the trainer for every file (which doubles its memory). Threads of the trainer itself do the same work here.
@@ -8,6 +8,7 @@ The reader unpickles objects without restriction; here only plain data comes out
 from __future__ import annotations
 
 import io
+import pickle
 import queue
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,9 @@ from typing import Any
 
 import torch
 
+from lightning_megatron.engine.agreement import on_all_ranks_alike
+from lightning_megatron.engine.checkpoint_failures import failures_as_errors
+from lightning_megatron.engine.checkpoint_safety import more_than_data
 from lightning_megatron.engine.patching import Patch
 from lightning_megatron.errors import CheckpointError
 
@@ -63,16 +67,27 @@ def _results_queue(original: Any) -> Callable[[], queue.Queue[Any]]:
     return lambda: shared
 
 
+def _write_common_alike(original: Any) -> Any:
+    def save_common(self: Any, common_state_dict: Any, checkpoint_dir: Any) -> None:
+        def write() -> None:
+            with failures_as_errors("common.pt"):
+                original(self, common_state_dict, checkpoint_dir)
+
+        on_all_ranks_alike(write)
+
+    return save_common
+
+
 def _load_only_data(original: Any) -> Any:
     def load_bytes(self: Any, read_item: Any, value: io.BytesIO) -> None:
         """As torch's, after the bytes have proved to be only data."""
+        name = read_item.dest_index.fqn
         try:
             torch.load(value, weights_only=True)
-        except Exception as error:
-            raise CheckpointError(
-                f"checkpoint entry {read_item.dest_index.fqn} is not loaded: it is damaged or holds more than data "
-                f"({type(error).__name__}); do not trust its source"
-            ) from None
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(f"its entry {name}: {more_than_data(error)}; do not trust its source") from None
+        except Exception as error:  # torch raises RuntimeError, EOFError, KeyError ... on damaged archives
+            raise CheckpointError(f"its entry {name} is damaged ({type(error).__name__})") from None
         value.seek(0)
         original(self, read_item, value)
 
@@ -93,6 +108,13 @@ DIST_CHECKPOINT_PATCHES: tuple[Patch, ...] = (
         replacement=_write_in_threads,
         engine="megatron-core 0.16.1",
         reason="it forks the trainer, with its threads and its GPU context, for every file",
+    ),
+    Patch(
+        module="megatron.core.dist_checkpointing.strategies.common",
+        attribute="TorchCommonSaveStrategy.save_common",
+        replacement=_write_common_alike,
+        engine="megatron-core 0.16.1",
+        reason="rank 0 writes, and where the disk is full it raises alone while the others wait for it",
     ),
     Patch(
         module="megatron.core.dist_checkpointing.strategies.torch",
