@@ -178,7 +178,11 @@ class MegatronModule(pl.LightningModule):
         # Lightning weighs with a plain number; in training nothing is averaged, so none is read from the GPU.
         weight = 1 if on_step else int(output.num_targets[self.train_step.loss_terms[0]].item())
         terms = {f"{stage}_{name}": value for name, value in output.terms.items()}
-        self.log(f"{stage}_loss", output.loss, prog_bar=True, on_step=on_step, on_epoch=not on_step, batch_size=weight)
+        # Lightning reads what is meant for a progress bar from the GPU at every step, bar or not.
+        has_bar = self.trainer.progress_bar_callback is not None
+        self.log(
+            f"{stage}_loss", output.loss, prog_bar=has_bar, on_step=on_step, on_epoch=not on_step, batch_size=weight
+        )
         self.log_dict(terms, on_step=on_step, on_epoch=not on_step, batch_size=weight)
 
 
