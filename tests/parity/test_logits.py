@@ -15,7 +15,7 @@ from tests.parity.training import VOCAB_SIZE, Case, Layout, Sentences, outcome, 
 from tests.ranks import run_ranks
 
 LENGTHS = (16, 9, 1, 12)
-FOUR_RANKS = Layout(tp=2, pp=2, num_microbatches=2)
+FOUR_RANKS = Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2)
 
 # The logits are about 1 in size and come out of four layers in another order of additions.
 ATOL = 5e-6

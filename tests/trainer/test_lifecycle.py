@@ -49,11 +49,15 @@ def test_phases_may_come_in_any_order(layout: Layout) -> None:
     assert _same_on_all(case, ("test", "validate", "fit", "test")) == [untrained, untrained, fitted, trained]
 
 
-def test_phases_may_come_in_any_order_in_bf16_too() -> None:
-    case = replace(CASE, layout=Layout(dp=2, overlap_communication=True), precision="bf16-mixed")
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu(2))])
+def test_phases_may_come_in_any_order_in_bf16_too(accelerator: Any) -> None:
+    layout = Layout(dp=2, overlap_communication=True)
+    case = replace(CASE, layout=layout, precision="bf16-mixed", accelerator=accelerator)
     untrained, fitted, trained, tested = _same_on_all(case, ("validate", "fit", "validate", "test"))
     assert trained == tested != untrained
-    assert _same_on_all(case, ("fit", "test")) == [fitted, trained]
+    # On GPUs some kernels add in another order each time.
+    rel = 0.0 if accelerator == "cpu" else 1e-3
+    assert _same_on_all(case, ("fit", "test")) == pytest.approx([fitted, trained], rel=rel, abs=0.0)
 
 
 def _same_on_all(case: Case, phases: tuple[str, ...]) -> list[float]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from tests.parity.comparison import assert_same_run
+from tests.parity.comparison import assert_same_run, assert_same_tensors
 from tests.parity.training import (
     SEQ_LENGTH,
     VOCAB_SIZE,
@@ -201,6 +201,43 @@ def test_a_ragged_last_training_batch_trains_on_its_rows_alone(layout: Layout) -
         joined_outcome(run_ranks(_train_with_a_ragged_last_batch, layout.world_size, case)),
         joined_outcome(run_ranks(_train_with_a_ragged_last_batch, 1, case.on_one_process)),
     )
+
+
+def _train_on_batches_of_several_lengths(case: Case) -> RankOutcome:
+    sentences = Sentences(case.steps * case.global_batch_size, "uneven")
+    batches = []
+    for step, length in zip(range(case.steps), (16, 10, 4, 12), strict=True):
+        rows = slice(step * case.global_batch_size, (step + 1) * case.global_batch_size)
+        batches.append({"input_ids": sentences.tokens[rows, :length], "labels": sentences.labels[rows, :length]})
+    return train_module(module_of(case), case, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2), Layout(pp=2, vpp=2, num_microbatches=2)],
+    ids=str,
+)
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_batches_may_have_different_lengths(model: str, layout: Layout) -> None:
+    case = Case(model=model, layout=layout, steps=4)
+    assert_same_run(
+        joined_outcome(run_ranks(_train_on_batches_of_several_lengths, layout.world_size, case)),
+        joined_outcome(run_ranks(_train_on_batches_of_several_lengths, 1, case.on_one_process)),
+    )
+
+
+def _train_without_targets(case: Case) -> RankOutcome:
+    row = {"input_ids": torch.arange(SEQ_LENGTH), "labels": torch.full((SEQ_LENGTH,), -100)}
+    loader: DataLoader[Any] = DataLoader([row] * 12, batch_size=6)  # type: ignore[arg-type]
+    return train_module(module_of(case), case, loader)
+
+
+def test_a_step_without_a_target_has_the_loss_zero_and_leaves_the_weights() -> None:
+    layout = Layout(pp=2, dp=2, num_microbatches=2)
+    case = Case(layout=layout, steps=1, optimizer=(("weight_decay", 0.0),))
+    run = joined_outcome(run_ranks(_train_without_targets, 4, case))
+    assert (run.losses, run.grad_norms) == ([0.0], [0.0])
+    assert_same_tensors(run.weights, run.initial_weights, atol=0.0)
 
 
 # ---- what a batch may hold ------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ def _trainer(case: Case, precision: Precision, **options: Any) -> Any:
     """As by ``precision=``; Lightning itself would turn 16-mixed into bf16-mixed on a CPU."""
     from lightning_megatron import MegatronPrecision
 
-    if precision == "16-mixed":
+    if precision == "16-mixed" and case.accelerator == "cpu":
         return trainer_of(case, precision=None, plugins=[MegatronPrecision("16-mixed")], **options)
     return trainer_of(case, precision=precision, **options)
 
@@ -94,13 +94,19 @@ class Step:
     logged: dict[str, float]
 
 
-def _steps_in_fp16(layout: Layout, initial_scale: float, overflow_at: int | None = None) -> list[Step]:
+def _steps_in_fp16(
+    layout: Layout,
+    initial_scale: float,
+    overflow_at: int | None = None,
+    accelerator: Literal["cpu", "gpu"] = "cpu",
+) -> list[Step]:
     """Train in fp16 with a warm-up, so that every step has another learning rate.
 
     Args:
         layout: The layout.
         initial_scale: Of the loss.
         overflow_at: The step at which the last rank, and only that one, gets infinite gradients.
+        accelerator: Where to train.
     """
     from lightning.pytorch import Callback
 
@@ -136,7 +142,7 @@ def _steps_in_fp16(layout: Layout, initial_scale: float, overflow_at: int | None
             )
 
     optimizer = (("initial_loss_scale", initial_scale), ("loss_scale_window", 4), ("eps", 1e-3))
-    case = Case(layout=layout, steps=10, labels="uneven", optimizer=optimizer)
+    case = Case(layout=layout, steps=10, labels="uneven", optimizer=optimizer, accelerator=accelerator)
     module = module_of(case, lr_schedule=LRSchedule(warmup_steps=9, init_lr=case.lr / 10))
     _trainer(case, "16-mixed", callbacks=[Watch()]).fit(module, loader_of(case))
     return steps
@@ -179,9 +185,13 @@ def test_steps_that_overflow_change_nothing_but_the_loss_scale(layout: Layout) -
         assert [(s.skipped, s.loss_scale, s.lr) for s in rank] == [(s.skipped, s.loss_scale, s.lr) for s in steps]
 
 
-@pytest.mark.parametrize("layout", [FOUR_RANKS, TWO_COPIES], ids=str)
-def test_an_overflow_on_one_rank_is_skipped_by_all(layout: Layout) -> None:
-    for steps in run_ranks(_steps_in_fp16, 4, layout, 2.0**10, 2):
+@pytest.mark.parametrize(
+    ("layout", "accelerator"),
+    [(FOUR_RANKS, "cpu"), (TWO_COPIES, "cpu"), pytest.param(FOUR_RANKS, "gpu", marks=pytest.mark.gpu(4))],
+    ids=str,
+)
+def test_an_overflow_on_one_rank_is_skipped_by_all(layout: Layout, accelerator: str) -> None:
+    for steps in run_ranks(_steps_in_fp16, 4, layout, 2.0**10, 2, accelerator):
         assert [step.skipped for step in steps] == [False, False, True] + [False] * 7
         assert [step.weights_changed for step in steps] == [not step.skipped for step in steps]
         assert [step.loss_scale for step in steps] == [2.0**10] * 6 + [2.0**11] * 4

@@ -52,6 +52,14 @@ def test_all_ranks_see_the_same_metrics_as_one_process(layout: Layout) -> None:
         assert ours == pytest.approx(theirs, rel=5e-5)
 
 
+@pytest.mark.gpu(4)
+def test_all_gpus_see_the_same_metrics() -> None:
+    layout = Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2)
+    case = Case(layout=layout, labels="uneven", steps=STEPS, precision="bf16-mixed", accelerator="gpu")
+    first, *others = run_ranks(_metrics_on_the_way, 4, case)
+    assert all(other == first for other in others)
+
+
 # ---- callbacks and loggers ------------------------------------------------------------------------------------------
 
 
