@@ -7,12 +7,14 @@ renamed when it is complete, so a crash at any moment leaves the previous checkp
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +22,13 @@ from megatron.core import dist_checkpointing
 
 from lightning_megatron.engine.agreement import on_all_ranks_alike
 from lightning_megatron.engine.checkpoint_failures import failures_as_errors
-from lightning_megatron.engine.checkpoint_safety import META, check_complete, check_only_data, load_plain
+from lightning_megatron.engine.checkpoint_safety import (
+    META,
+    check_complete,
+    check_only_data,
+    load_plain,
+    more_than_data,
+)
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.optimizer import MegatronOptimizer
 from lightning_megatron.engine.rng import EngineRng
@@ -67,14 +75,15 @@ def save(run: RunState, meta: dict[str, Any], path: Path) -> None:
     refusal = f"checkpoint {path} is not written"
     try:
         # First, because it is the only part that a user's own state can spoil.
-        _on_rank_0(lambda: _begin(partial, {**meta, **_own_meta(run)}), refusal)
+        meta_bytes = _on_rank_0(lambda: _plain_bytes({**meta, **_own_meta(run)}), refusal)
+        _on_rank_0(lambda: _make_empty(partial), refusal)
         finish_parameter_gathers(run.chunks)
         state = _sharded_state(run, is_loading=False)
         with failures_as_errors(refusal):
             dist_checkpointing.save(state, str(partial), content_metadata=dict(_SHARDING))
         on_all_ranks_alike(lambda: _write_random_states(run.rng, partial / _rng_file(dist.get_rank()), refusal))
-        _on_rank_0(lambda: _finish(partial, path), refusal)
-    except CheckpointError:
+        _on_rank_0(lambda: _finish(partial, path, meta_bytes), refusal)
+    except Exception:
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -142,13 +151,15 @@ def load(run: RunState, meta: Mapping[str, Any], path: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint, a link to one, or a file, whichever ``path`` is."""
+    """Delete a checkpoint, a link to one, or a file, whichever ``path`` is, and what a crash left beside it."""
     if path.is_symlink() or path.is_file():
         path.unlink()
-    elif path.is_dir():
-        # Without its meta.pt the rest is recognised as incomplete, should the deletion be interrupted.
-        (path / META).unlink(missing_ok=True)
-        shutil.rmtree(path)
+        return
+    for folder in (path, path.with_name(path.name + _REPLACED), path.with_name(path.name + _PARTIAL)):
+        if folder.is_dir():
+            # Without its meta.pt the rest is recognised as incomplete, should the deletion be interrupted.
+            (folder / META).unlink(missing_ok=True)
+            shutil.rmtree(folder)
 
 
 def recover(path: Path) -> Path:
@@ -157,32 +168,40 @@ def recover(path: Path) -> Path:
     return replaced if not path.exists() and replaced.is_dir() else path
 
 
-def _on_rank_0(work: Callable[[], None], refusal: str) -> None:
-    """Do ``work`` on rank 0, and raise what it raises on all ranks."""
-
-    def only_there() -> None:
-        if dist.get_rank() == 0:
-            with failures_as_errors(refusal):
-                work()
-
-    on_all_ranks_alike(only_there)
+T = TypeVar("T")
 
 
-def _begin(partial: Path, meta: dict[str, Any]) -> None:
-    """Make the folder, with nothing in it but ``meta`` under a name that does not count yet."""
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
-    file = partial / _UNFINISHED_META
-    torch.save(meta, file)
-    _sync(file)
+def _on_rank_0(work: Callable[[], T], refusal: str) -> T:
+    """The result of ``work`` on rank 0 (None elsewhere); what it raises there is raised on all ranks."""
+
+    def only_there() -> T:
+        if dist.get_rank() != 0:
+            return None  # type: ignore[return-value]
+        with failures_as_errors(refusal):
+            return work()
+
+    return on_all_ranks_alike(only_there)
+
+
+def _plain_bytes(meta: dict[str, Any]) -> bytes:
+    stream = io.BytesIO()
     try:
-        load_plain(file)
-    except CheckpointError as error:
+        torch.save(meta, stream)
+        stream.seek(0)
+        torch.load(stream, weights_only=True)
+    except (pickle.PickleError, AttributeError, TypeError) as error:
+        reason = more_than_data(error) if isinstance(error, pickle.UnpicklingError) else str(error)
         raise CheckpointError(
-            f"its state must be plain data (numbers, strings, containers, tensors), but {error}; correct the "
+            f"its state must be plain data (numbers, strings, containers, tensors), but {reason}; correct the "
             "hyper-parameters or the state_dict of the callback, module or datamodule in question"
         ) from None
+    return stream.getvalue()
+
+
+def _make_empty(path: Path) -> None:
+    if path.exists():
+        shutil.rmtree(path)
+    path.mkdir(parents=True)
 
 
 def _write_random_states(rng: EngineRng, file: Path, refusal: str) -> None:
@@ -191,22 +210,28 @@ def _write_random_states(rng: EngineRng, file: Path, refusal: str) -> None:
         _sync(file)
 
 
-def _finish(partial: Path, path: Path) -> None:
-    """Give ``meta.pt`` and then the folder their names; everything else is on the disk already."""
-    (partial / _UNFINISHED_META).rename(partial / META)
+def _finish(partial: Path, path: Path, meta: bytes) -> None:
+    """Write ``meta.pt``, which says that all the rest is there, and give the folder its name."""
+    unfinished = partial / _UNFINISHED_META
+    unfinished.write_bytes(meta)
+    _sync(unfinished)
+    unfinished.rename(partial / META)
     check_complete(partial)
     _sync(partial)
     _swap_in(partial, path)
 
 
 def _swap_in(partial: Path, path: Path) -> None:
-    """Give ``partial`` its final name; at every moment the old or the new checkpoint exists whole."""
+    """Give ``partial`` its final name; at every moment the old or the new checkpoint exists whole.
+
+    If ``path`` does not exist, what an interrupted swap left beside it may be the only one, and stays until the end.
+    """
     replaced = path.with_name(path.name + _REPLACED)
-    if replaced.exists():
-        shutil.rmtree(replaced)
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.exists():
+        if replaced.exists():
+            shutil.rmtree(replaced)
         path.rename(replaced)
     partial.rename(path)
     _sync(path.parent)
