@@ -128,6 +128,7 @@ class StrategyState(ParallelStrategy):
             parallel=self.parallel,
             dtypes=self._megatron_precision.dtypes,
             device=self.root_device,
+            reduction=self.reduction,
             recompute=self._recompute,
             overrides=self._overrides,
         )

@@ -13,6 +13,7 @@ from megatron.core.transformer import TransformerConfig
 
 from lightning_megatron.engine.dtypes import DtypePolicy
 from lightning_megatron.engine.parallel import ParallelConfig
+from lightning_megatron.engine.wrap import GradientReduction
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import Activation, ModelConfig
 
@@ -44,11 +45,12 @@ class Recompute:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """Everything about a run that shapes the engine's config but not the model's mathematics."""
+    """Everything about a run that shapes the engine but not the model's mathematics; other settings, other chunks."""
 
     parallel: ParallelConfig
     dtypes: DtypePolicy
     device: torch.device
+    reduction: GradientReduction = field(default_factory=GradientReduction)
     recompute: Recompute = field(default_factory=Recompute)
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """Fields of Megatron's ``TransformerConfig`` that the user sets by hand."""
