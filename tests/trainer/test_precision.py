@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import pytest
 import torch
 
-from tests.parity.comparison import assert_same_within_rounding
 from tests.parity.sharding import shards
 from tests.parity.training import Case, Layout, loader_of, module_of, outcome, trainer_of
 from tests.ranks import run_ranks
@@ -68,12 +67,6 @@ def test_bf16_trains_as_fp32_up_to_its_rounding(precision: str) -> None:
     # bf16 keeps 8 bits: 0.4 % for each number, less for the mean of a hundred losses.
     torch.testing.assert_close(rounded.losses, exact.losses, rtol=4e-3, atol=0)
     assert rounded.losses != exact.losses
-
-
-def test_several_ranks_train_in_bf16_as_one() -> None:
-    case = Case(labels="uneven", precision="bf16-mixed")
-    exact = replace(case, precision="32-true")
-    assert_same_within_rounding(outcome(replace(case, layout=FOUR_RANKS)), outcome(case), outcome(exact))
 
 
 # ---- fp16 -----------------------------------------------------------------------------------------------------------
