@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
@@ -177,13 +178,13 @@ class MegatronModule(pl.LightningModule):
         """Log the sum and each term; epoch means weigh every batch by its number of targets."""
         # Lightning weighs with a plain number; in training nothing is averaged, so none is read from the GPU.
         weight = 1 if on_step else int(output.num_targets[self.train_step.loss_terms[0]].item())
-        terms = {f"{stage}_{name}": value for name, value in output.terms.items()}
         # Lightning reads what is meant for a progress bar from the GPU at every step, bar or not.
         has_bar = self.trainer.progress_bar_callback is not None
-        self.log(
-            f"{stage}_loss", output.loss, prog_bar=has_bar, on_step=on_step, on_epoch=not on_step, batch_size=weight
-        )
-        self.log_dict(terms, on_step=on_step, on_epoch=not on_step, batch_size=weight)
+        # The ranks agree already; to sync once an epoch only spares users Lightning's advice to do it.
+        log = partial(self.log, on_step=on_step, on_epoch=not on_step, sync_dist=not on_step, batch_size=weight)
+        log(f"{stage}_loss", output.loss, prog_bar=has_bar)
+        for name, value in output.terms.items():
+            log(f"{stage}_{name}", value)
 
 
 def _on_host(number: float) -> torch.Tensor:
