@@ -9,10 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.fabric.utilities.distributed import (
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-)
+from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device, _init_dist_connection
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
@@ -41,6 +38,7 @@ from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.engine.relayout import read_weights, write_weights
 from lightning_megatron.engine.runtime import Runtime
 from lightning_megatron.engine.schedule import StepOutput, StepShape
+from lightning_megatron.engine.signals import DeferredSignals
 from lightning_megatron.engine.stepper import Stepper
 from lightning_megatron.engine.wrap import to_16bit, to_ddp
 from lightning_megatron.errors import ConfigError
@@ -122,6 +120,7 @@ class MegatronStrategy(StrategyState):
         self._step_shape: StepShape | None = None
         self._weights_of_other_layout: Path | None = None
         self._loader_state: dict[str, Any] | None = None
+        self._signals: DeferredSignals | None = None
         self.num_nodes = 1
 
     # ---- Lightning: construction and launch -----------------------------------------------------------------------
@@ -163,6 +162,7 @@ class MegatronStrategy(StrategyState):
         self._weights_of_other_layout = self._keep_weights()
         self._topology = groups.initialize(self.parallel, self._timeout)
         self._runtime.seed(seed_of_run(), self._topology.pp_rank)
+        self._signals = DeferredSignals(self._signums, groups.host_group(self._timeout))
 
     def _keep_weights(self) -> Path | None:
         """Weights of a module that another Trainer has built for another layout, before its groups are gone."""
@@ -269,6 +269,7 @@ class MegatronStrategy(StrategyState):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        ready(self._signals, "setup_environment").deliver()
         with torch.inference_mode(False):
             return broadcast_batch(batch, self.topology, device or self.root_device)
 
@@ -284,8 +285,7 @@ class MegatronStrategy(StrategyState):
         Returns:
             The losses, the same on every rank, without a graph.
         """
-        optimizer = next((o for o in self.optimizers if isinstance(o, MegatronOptimizer)), None)
-        if optimizer is None:
+        if (optimizer := self._megatron_optimizer) is None:
             raise ConfigError(
                 "configure_optimizers returned no Megatron optimizer; make one with strategy.build_optimizer(...)"
             )
@@ -323,10 +323,9 @@ class MegatronStrategy(StrategyState):
 
     def _run_state(self, *, with_optimizer: bool) -> checkpoint.RunState:
         module = ready(self.lightning_module, "connect")
-        optimizer = next((o for o in self.optimizers if isinstance(o, MegatronOptimizer)), None)
         return checkpoint.RunState(
             chunks=self._chunks,
-            optimizer=optimizer if with_optimizer else None,
+            optimizer=self._megatron_optimizer if with_optimizer else None,
             rng=ready(ready(self._runtime, "setup_environment").rng, "setup_environment"),
             topology=self.topology,
             model_description=getattr(module, "model_description", {}),

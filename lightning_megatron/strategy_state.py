@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.distributed import _distributed_is_initialized, _sync_ddp_if_available
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
@@ -118,8 +120,20 @@ class StrategyState(ParallelStrategy):
     @property
     def optimizer_report(self) -> OptimizerReport | None:
         """Gradient norm, overflow and loss scale of the last optimizer step; None before the first."""
-        optimizer = next((o for o in self.optimizers if isinstance(o, MegatronOptimizer)), None)
+        optimizer = self._megatron_optimizer
         return optimizer.report if optimizer else None
+
+    @property
+    def _signums(self) -> list[int]:
+        """Signals for which Lightning registers handlers that communicate."""
+        environment = self.cluster_environment
+        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and environment.requeue_signal:
+            return [signal.SIGTERM, environment.requeue_signal]
+        return [signal.SIGTERM]
+
+    @property
+    def _megatron_optimizer(self) -> MegatronOptimizer | None:
+        return next((o for o in self.optimizers if isinstance(o, MegatronOptimizer)), None)
 
     @property
     def settings(self) -> EngineSettings:

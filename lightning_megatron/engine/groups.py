@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -120,6 +121,19 @@ def _model_parallel_header_group(parallel: ParallelConfig, timeout: timedelta) -
         if list(ranks) == mine:
             header_group = group
     return header_group
+
+
+_host: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+
+
+def host_group(timeout: timedelta) -> dist.ProcessGroup:
+    """All ranks over gloo, which never waits for work that is queued on a GPU; every rank must call."""
+    global _host
+    world: Any = dist.group.WORLD
+    if _host is None or _host[0] is not world:
+        group: Any = world if dist.get_backend(world) == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+        _host = (world, group)
+    return _host[1]
 
 
 def destroy() -> None:
