@@ -73,18 +73,27 @@ def _read_json(path: Path) -> dict[str, Any]:
     return fields
 
 
-def model_config(model: HFConfigLike) -> ModelConfig:
+def model_config(model: HFConfigLike, task: str | None = None) -> ModelConfig:
     """Megatron's description of a Hugging Face model.
 
     Args:
         model: A config object, a dict of one, a path to a ``config.json``, or a path to a model directory.
+        task: Which head, one of the family's ``architectures``; None for the one that the config names.
 
     Raises:
         ConfigError: If the family is unknown, a key does not exist, or a field cannot be honoured.
     """
-    fields = config_fields(model)
-    family = family_of(fields["model_type"])
-    return family.model_config(_config_object(fields, check_keys=isinstance(model, Mapping)))
+    family = family_of(config_fields(model)["model_type"])
+    return family.model_config(config_object(model), task)
+
+
+def config_object(model: HFConfigLike) -> Any:
+    """The Hugging Face config object of ``model``, whatever form it was given in.
+
+    Raises:
+        ConfigError: If transformers refuses a field, or a key of a dict does not exist.
+    """
+    return _config_object(config_fields(model), check_keys=isinstance(model, Mapping))
 
 
 def _config_object(fields: Mapping[str, Any], *, check_keys: bool) -> Any:

@@ -8,30 +8,56 @@ from typing import Any, Literal
 from lightning_megatron.errors import ConfigError, require_divides
 
 Activation = Literal["gelu", "gelu_tanh", "relu", "silu"]
+Architecture = Literal["gpt", "bert", "t5"]
+PositionEmbedding = Literal["learned_absolute", "rope", "alibi", "relative"]
+ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Llama-3's frequency scaling of rotary embeddings (Llama 3.1 reference code, ``apply_scaling``)."""
+    """How rotary frequencies are changed for contexts longer than those of the first training.
 
+    The fields are those of Hugging Face's ``rope_parameters``; ``models/rotary.py`` names each method's source.
+    """
+
+    rope_type: Literal["linear", "dynamic", "yarn", "longrope", "llama3"] = "llama3"
+    """Which method."""
     factor: float = 8.0
     """How much longer the context is than the original."""
-    low_freq_factor: float = 1.0
-    """Wavelengths longer than ``original_max_position / low_freq_factor`` are divided by ``factor``."""
-    high_freq_factor: float = 4.0
-    """Wavelengths shorter than ``original_max_position / high_freq_factor`` are kept."""
     original_max_position_embeddings: int = 8192
     """Context length of the first training, in tokens."""
+    low_freq_factor: float = 1.0
+    """llama3: wavelengths longer than ``original_max_position / low_freq_factor`` are divided by ``factor``."""
+    high_freq_factor: float = 4.0
+    """llama3: wavelengths shorter than ``original_max_position / high_freq_factor`` are kept."""
+    attention_factor: float = 1.0
+    """yarn, longrope: what sines and cosines are multiplied by (derived from ``factor`` where the config is silent)."""
+    beta_fast: float = 32.0
+    """yarn: pairs that turn more often than this over the original context are kept."""
+    beta_slow: float = 1.0
+    """yarn: pairs that turn less often than this over the original context are divided by ``factor``."""
+    truncate: bool = True
+    """yarn: whether the borders of the blend are rounded to whole pairs."""
+    short_factor: tuple[float, ...] = ()
+    """longrope: divisor of each pair's frequency for sequences within the original context."""
+    long_factor: tuple[float, ...] = ()
+    """longrope: the same for longer sequences."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape and the mathematics of a GPT-like model; the same for every parallel layout."""
+    """The shape and the mathematics of a GPT, BERT or T5; the same for every parallel layout."""
 
     family: str
     """Hugging Face ``model_type`` that this model was described by, e.g. ``gpt2``."""
+    architecture: Architecture = "gpt"
+    """Decoder only, encoder only, or encoder and decoder."""
+    task: str = "causal_lm"
+    """What the head is for; one of the keys of the family's ``architectures``."""
     num_layers: int
-    """Transformer layers."""
+    """Transformer layers; for T5 those of the encoder."""
+    num_decoder_layers: int = 0
+    """T5: layers of the decoder."""
     hidden_size: int
     """Width h of the residual stream."""
     ffn_hidden_size: int
@@ -58,12 +84,44 @@ class ModelConfig:
     """Biases of the output projection and of the MLP."""
     add_qkv_bias: bool = True
     """Biases of the query, key and value projections."""
-    position_embedding_type: Literal["learned_absolute", "rope"] = "learned_absolute"
+    qk_layernorm: bool = False
+    """Whether each head's queries and keys are normalized before positions enter (Qwen 3)."""
+    embedding_layernorm: bool = False
+    """Whether the embeddings are normalized (Bloom)."""
+    parallel_attention: bool = False
+    """Whether attention and MLP both read the layer's input and are added to it together (Falcon)."""
+    parallel_attention_norms: Literal[1, 2] = 1
+    """For ``parallel_attention``: whether both read the same normalized input, or each has a norm of its own."""
+    position_embedding_type: PositionEmbedding = "learned_absolute"
     """How positions enter."""
     rotary_base: float = 10000.0
     """Theta of rotary embeddings."""
     rope_scaling: RopeScaling | None = None
-    """Llama-3 scaling of the rotary frequencies; None leaves them."""
+    """Scaling of the rotary frequencies; None leaves them."""
+    alibi_scaled: bool = False
+    """ALiBi: whether the bias is divided by sqrt(kv_channels) with the scores, in bf16 steps (Falcon), or not (Bloom)."""
+    relative_attention_num_buckets: int = 32
+    """T5: rows of the table of relative positions."""
+    relative_attention_max_distance: int = 128
+    """T5: distances from here on share one row."""
+    softmax_scale: float | None = None
+    """What scores are multiplied by; None for 1 / sqrt(kv_channels)."""
+    sliding_window: int | None = None
+    """How many tokens back, itself included, a token sees; None for all."""
+    sliding_window_layers: tuple[int, ...] | None = None
+    """Layers (from 0) with the window; None for all."""
+    num_tokentypes: int = 0
+    """BERT: kinds of segments; 0 for no such embedding."""
+    num_labels: int = 2
+    """Classification: width of the head."""
+    problem_type: ProblemType | None = None
+    """Sequence classification: which loss; None: as Hugging Face tells it from ``num_labels`` and the labels' dtype."""
+    scale_decoder_outputs: bool = False
+    """T5: whether the decoder's output is multiplied by 1 / sqrt(hidden_size) before the head."""
+    decoder_start_token_id: int = 0
+    """T5: the token that stands before the first target."""
+    pad_token_id: int = 0
+    """T5: what stands for ignored labels in the decoder's input."""
     share_embeddings_and_output_weights: bool = True
     """Whether the output layer uses the input embedding."""
     embedding_dropout: float = 0.0
@@ -72,6 +130,10 @@ class ModelConfig:
     """Probability after each attention and MLP block."""
     attention_dropout: float = 0.0
     """Probability on the attention weights."""
+    activation_dropout: float = 0.0
+    """Probability inside the MLP, after its non-linearity (T5)."""
+    classifier_dropout: float = 0.0
+    """Probability before a classification head."""
     init_method_std: float = 0.02
     """Standard deviation of the random initial weights."""
     scaled_residual_init: bool = True

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
+from torchmetrics import Metric
+
+from lightning_megatron.models.config import ModelConfig
 
 Batch: TypeAlias = dict[str, torch.Tensor]
 
@@ -25,7 +28,10 @@ class LossTerm(NamedTuple):
     """[]: how many targets the sum is over."""
 
 
-LossFunc: TypeAlias = Callable[[torch.Tensor], dict[str, LossTerm]]
+Output: TypeAlias = Any
+"""What the last stage's model returns: a tensor, or what the architecture's ``forward`` says."""
+
+LossFunc: TypeAlias = Callable[[Output], dict[str, LossTerm]]
 
 
 class TrainStep(ABC):
@@ -33,6 +39,28 @@ class TrainStep(ABC):
 
     loss_terms: ClassVar[tuple[str, ...]]
     """Names of the terms that ``loss_func`` returns; the training loss is the sum of their means."""
+
+    def bind(self, model: ModelConfig) -> None:
+        """Learn which model is to be trained; called once, before anything else, when a module takes the step.
+
+        Raises:
+            ConfigError: If this objective cannot train that model.
+        """
+        self.model = model
+
+    def check_batch(self, batch: Batch) -> None:
+        """Look at the numbers of a batch while it is still on the host, on the one rank that reads data.
+
+        What it raises is raised on every rank that shares this copy of the model. A step whose batches never leave
+        their range need not look.
+
+        Args:
+            batch: As the DataLoader yields it, on the CPU.
+
+        Raises:
+            DataError: If a token or a label is out of range, with its name, value and the rule.
+        """
+        del batch
 
     @abstractmethod
     def prepare_batch(self, batch: Batch) -> Batch:
@@ -66,7 +94,7 @@ class TrainStep(ABC):
         return next(data_iterator)
 
     @abstractmethod
-    def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, LossFunc]:
+    def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[Output, LossFunc]:
         """One forward pass of one microbatch through this rank's model chunk.
 
         Args:
@@ -78,10 +106,27 @@ class TrainStep(ABC):
         """
 
     @abstractmethod
-    def loss_func(self, batch: Batch, output: torch.Tensor) -> dict[str, LossTerm]:
+    def loss_func(self, batch: Batch, output: Output) -> dict[str, LossTerm]:
         """The loss terms of one microbatch, on the last stage.
 
         Args:
             batch: The microbatch that ``output`` was computed from.
             output: What the last stage's model returned.
         """
+
+    def metrics(self) -> dict[str, Metric]:
+        """New metrics of validation and test, by the name that follows ``val_`` and ``test_`` in the log.
+
+        They are updated on the last stage only, and synchronized over the data-parallel ranks of it when an epoch ends.
+        """
+        return {}
+
+    def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Output) -> None:
+        """Take one microbatch of an evaluation into ``metrics``, on the last stage; rows without loss must not count.
+
+        Args:
+            metrics: What ``metrics()`` returned.
+            batch: The prepared microbatch.
+            output: What the last stage's model returned.
+        """
+        del metrics, batch, output

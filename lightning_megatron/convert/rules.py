@@ -1,0 +1,55 @@
+"""How does one Megatron tensor come from Hugging Face's? Rules: which tensors, and which row becomes which.
+
+A rule is data that works in both directions, for weights and for gradients, and for any slice: a rank reads only the rows
+that it holds. Whatever two namings disagree on is a concatenation along the first axis, an order of rows, or a transposition.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+LAYER = "{layer}"
+"""Stands for the layer's number (from 0) in Hugging Face's names."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rule:
+    """One tensor (of every layer, if its name says so) in both namings."""
+
+    megatron: str
+    """Key in Megatron's sharded checkpoints without the layer's number: ``decoder.layers.mlp.linear_fc1.weight``."""
+    hugging_face: tuple[str, ...]
+    """Names, with ``LAYER`` where the number stands; they are concatenated along the first axis of Megatron's tensor."""
+    rows: tuple[int, ...] = ()
+    """Rows of each of several tensors; empty for one, which has all."""
+    order: torch.Tensor | None = None
+    """[rows], int64: which row of the concatenation is Megatron's i-th row; None if they are the same."""
+    transposed: bool = False
+    """Whether Hugging Face keeps the matrix transposed (GPT-2's Conv1D)."""
+
+
+def qkv_order(num_attention_heads: int, num_query_groups: int, kv_channels: int) -> torch.Tensor:
+    """From all queries, all keys, all values to Megatron's order: each group's queries, then its key, then its value.
+
+    Returns:
+        [(heads + 2 * groups) * kv_channels], int64, for ``Rule.order``.
+    """
+    per_group = num_attention_heads // num_query_groups
+    queries = torch.arange(num_attention_heads).view(num_query_groups, per_group)
+    keys = num_attention_heads + torch.arange(num_query_groups)[:, None]
+    values = keys + num_query_groups
+    heads = torch.cat([queries, keys, values], dim=1).flatten()
+    return (heads[:, None] * kv_channels + torch.arange(kv_channels)).flatten()
+
+
+def kv_order(num_attention_heads: int, kv_channels: int) -> torch.Tensor:
+    """From all keys, all values to Megatron's order in cross-attention: each head's key, then its value.
+
+    Returns:
+        [2 * heads * kv_channels], int64, for ``Rule.order``.
+    """
+    keys = torch.arange(num_attention_heads)
+    heads = torch.stack([keys, keys + num_attention_heads], dim=1).flatten()
+    return (heads[:, None] * kv_channels + torch.arange(kv_channels)).flatten()
