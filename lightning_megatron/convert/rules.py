@@ -1,7 +1,7 @@
 """How does one Megatron tensor come from Hugging Face's? Rules: which tensors, and which row becomes which.
 
-A rule is data that works in both directions, for weights and for gradients, and for any slice: a rank reads only the rows
-that it holds. Whatever two namings disagree on is a concatenation along the first axis, an order of rows, or a transposition.
+A rule is data that works in both directions, for weights and for gradients, and for any slice: a rank reads only the
+rows that it holds. Two namings disagree on a concatenation along the first axis, an order of rows, or a transposition.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Rule:
     megatron: str
     """Key in Megatron's sharded checkpoints without the layer's number: ``decoder.layers.mlp.linear_fc1.weight``."""
     hugging_face: tuple[str, ...]
-    """Names, with ``LAYER`` where the number stands; they are concatenated along the first axis of Megatron's tensor."""
+    """Names, with ``LAYER`` where the number stands; concatenated along the first axis they are Megatron's tensor."""
     rows: tuple[int, ...] = ()
     """Rows of each of several tensors; empty for one, which has all."""
     order: torch.Tensor | None = None

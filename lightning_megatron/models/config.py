@@ -99,7 +99,7 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     """Scaling of the rotary frequencies; None leaves them."""
     alibi_scaled: bool = False
-    """ALiBi: whether the bias is divided by sqrt(kv_channels) with the scores, in bf16 steps (Falcon), or not (Bloom)."""
+    """ALiBi: whether the bias is scaled with the scores and rounded to bf16 (Falcon), or neither (Bloom)."""
     relative_attention_num_buckets: int = 32
     """T5: rows of the table of relative positions."""
     relative_attention_max_distance: int = 128

@@ -10,12 +10,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from typing_extensions import override
 
-from lightning_megatron.engine.parallel import ParallelConfig
-from lightning_megatron.engine.slots.cross_entropy import hide_padded_vocab_
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.layer_specs import gpt_block_spec
 from lightning_megatron.models.rotary import angles_at, inverse_frequencies
 from lightning_megatron.models.transformer_config import EngineSettings, transformer_config
+from lightning_megatron.models.vocabulary import silence_padding
 
 
 class PositionedGPT(GPTModel):
@@ -70,24 +69,10 @@ def _chunk(
     if chunk.pre_process:
         chunk.embedding.embedding_dropout.p = model.embedding_dropout
     if chunk.post_process:
-        _silence_padding(chunk.output_layer, model, parallel)
+        silence_padding(chunk.output_layer, model, parallel.tp)
     if model.position_embedding_type == "rope":
         # The engine knows only the constants of Llama 3.1; the config may say others.
         frequencies = inverse_frequencies(model.kv_channels, model.rotary_base, model.rope_scaling)
         chunk.rotary_pos_emb.inv_freq = frequencies.to(settings.device)
     chunk.to(settings.device)
     return chunk
-
-
-def _silence_padding(output_layer: torch.nn.Module, model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Make the logits of padding rows -inf, so that they never win and their gradients are exactly zero."""
-    tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    padded = model.padded_vocab_size(parallel.tp)
-    if padded == model.vocab_size:
-        return
-
-    def silence(module: torch.nn.Module, args: Any, output: tuple[torch.Tensor, Any]) -> None:
-        is_gathered = output[0].shape[-1] == padded
-        hide_padded_vocab_(output[0], model.vocab_size, 0 if is_gathered else tp_rank)
-
-    output_layer.register_forward_hook(silence)
