@@ -81,9 +81,11 @@ class ModelConfig:
     gated_linear_unit: bool = False
     """Whether the MLP multiplies a gate branch with an up branch (SwiGLU if ``activation`` is silu)."""
     add_bias_linear: bool = True
-    """Biases of the output projection and of the MLP."""
+    """Biases of the MLP, and of the attention's output projection unless ``add_attention_output_bias`` is set."""
     add_qkv_bias: bool = True
     """Biases of the query, key and value projections."""
+    add_attention_output_bias: bool | None = None
+    """Bias of the attention's output projection; None: as ``add_bias_linear``."""
     qk_layernorm: bool = False
     """Whether each head's queries and keys are normalized before positions enter (Qwen 3)."""
     embedding_layernorm: bool = False
@@ -128,6 +130,8 @@ class ModelConfig:
     """Probability after the embeddings."""
     hidden_dropout: float = 0.0
     """Probability after each attention and MLP block."""
+    attention_output_dropout: float | None = None
+    """Probability after each attention block; None: ``hidden_dropout`` (Falcon uses that of the attention weights)."""
     attention_dropout: float = 0.0
     """Probability on the attention weights."""
     activation_dropout: float = 0.0
