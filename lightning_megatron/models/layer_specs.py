@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from lightning_megatron.engine.slots.attention import SDPAttention
 from lightning_megatron.engine.slots.norm import Norm
 
-_CHECKPOINT_NAMES = {
+CHECKPOINT_NAMES = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
@@ -43,7 +43,7 @@ def gpt_layer_spec() -> ModuleSpec:
                 submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
             ),
             mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=dict(_CHECKPOINT_NAMES),
+            sharded_state_dict_keys_map=dict(CHECKPOINT_NAMES),
         ),
     )
 

@@ -56,16 +56,24 @@ class EngineSettings:
     """Fields of Megatron's ``TransformerConfig`` that the user sets by hand."""
 
 
+def activation_function(name: Activation) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The non-linearity of that name."""
+    functions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "gelu": F.gelu,
+        "gelu_tanh": partial(F.gelu, approximate="tanh"),
+        "relu": F.relu,
+        "silu": F.silu,
+    }
+    return functions[name]
+
+
 def _activation(name: Activation, fused: bool) -> Callable[[torch.Tensor], torch.Tensor]:
     """The engine's activation function.
 
     megatron-core 0.16.1, fusions/fused_bias_gelu.py: the fused bias-GELU is the tanh approximation whatever function is
     configured, so the exact GELU is never fused and the approximate one always may be.
     """
-    if name == "gelu_tanh":
-        return F.gelu if fused else partial(F.gelu, approximate="tanh")
-    functions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
-    return functions[name]
+    return F.gelu if fused and name == "gelu_tanh" else activation_function(name)
 
 
 def _fuses_activation(model: ModelConfig, device: torch.device) -> bool:
