@@ -14,6 +14,10 @@ from lightning_megatron.registration import register_strategies
 if TYPE_CHECKING:
     from lightning_megatron.callbacks import LossCurve, PerplexityReport, ThroughputMonitor
     from lightning_megatron.datamodule import IndexedDataModule
+    from lightning_megatron.engine.data_parallel import (
+        avg_losses_across_data_parallel_group,
+        gather_across_data_parallel_groups,
+    )
     from lightning_megatron.engine.lr_schedule import LRSchedule
     from lightning_megatron.engine.optimizer import OptimizerOptions
     from lightning_megatron.errors import CheckpointError, ConfigError, DataError
@@ -40,6 +44,8 @@ _HOMES = {
     "PerplexityReport": "lightning_megatron.callbacks",
     "ThroughputMonitor": "lightning_megatron.callbacks",
     "TrainStep": "lightning_megatron.steps.base",
+    "avg_losses_across_data_parallel_group": "lightning_megatron.engine.data_parallel",
+    "gather_across_data_parallel_groups": "lightning_megatron.engine.data_parallel",
 }
 """Public name -> the module that defines it."""
 
@@ -58,6 +64,8 @@ __all__ = [
     "PerplexityReport",
     "ThroughputMonitor",
     "TrainStep",
+    "avg_losses_across_data_parallel_group",
+    "gather_across_data_parallel_groups",
 ]
 
 

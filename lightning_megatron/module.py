@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
@@ -12,17 +14,21 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_megatron.convert.registry import HFConfigLike, config_fields, model_config
+from lightning_megatron.convert.registry import HFConfigLike, config_fields, config_object, model_config
+from lightning_megatron.engine.data_parallel import computed_metrics
 from lightning_megatron.engine.launch import seed_of_run, unchanged_environment
 from lightning_megatron.engine.lr_schedule import LRSchedule, check_schedule
 from lightning_megatron.engine.lr_scheduler import MegatronLRScheduler
 from lightning_megatron.engine.optimizer import OptimizerOptions
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.models.variants import AttentionHeads, Positions, with_variant
 from lightning_megatron.steps.base import TrainStep
 from lightning_megatron.steps.registry import train_step_named
 
 if TYPE_CHECKING:
+    from torchmetrics import Metric
+
     from lightning_megatron.engine.schedule import StepOutput
     from lightning_megatron.models.config import ModelConfig
     from lightning_megatron.models.transformer_config import EngineSettings
@@ -30,15 +36,22 @@ if TYPE_CHECKING:
 
 
 class MegatronModule(pl.LightningModule):
-    """Trains a Hugging Face architecture from random weights under ``MegatronStrategy``.
+    """Trains a Hugging Face model under ``MegatronStrategy``, from its weights or from random ones.
 
     Logs ``train_loss`` (and each of its terms as ``train_<term>``), ``val_loss``, ``test_loss``, ``lr`` and
-    ``grad_norm``, with the same values on all ranks. Subclass it and override any of Lightning's hooks as usual.
+    ``grad_norm``, and the objective's metrics (``val_perplexity``, ``val_accuracy``, ...), with the same values on all
+    ranks. Subclass it and override any of Lightning's hooks as usual.
 
     Args:
         model: A Hugging Face config object, a dict of one (with ``model_type``), a path to a ``config.json``, or a
             path to a model directory.
-        train_step: The objective, by name or as an object of your own.
+        train_step: The objective: ``gpt``, ``bert``, ``t5``, or an object of your own; None for the architecture's.
+        pretrained: Start from the weights in the directory ``model``, each rank reading only its own part.
+        task: Which head the model has, e.g. ``sequence_classification``; None for the one that its config names.
+        position_embedding_type: For a GPT from scratch: ``absolute``, ``rotary`` or ``alibi``; None keeps its own.
+        attention_head_type: For a GPT from scratch: ``multihead`` or ``multiquery``; None keeps its own.
+        model_provider: Builds the chunks in place of this package: called with the model's description and the engine's
+            settings, returns an ``nn.ModuleList`` with one Megatron model per virtual stage.
         lr: Peak learning rate.
         optimizer: Which optimizer, and its numbers.
         lr_schedule: How the learning rate and the weight decay move.
@@ -51,20 +64,36 @@ class MegatronModule(pl.LightningModule):
     def __init__(  # noqa: D107 (described on the class)
         self,
         model: str | dict[str, Any] | Any,
-        train_step: Literal["gpt"] | TrainStep = "gpt",
+        train_step: Literal["gpt", "bert", "t5"] | TrainStep | None = None,
+        pretrained: bool = False,
+        task: str | None = None,
+        position_embedding_type: Positions | None = None,
+        attention_head_type: AttentionHeads | None = None,
+        model_provider: Callable[..., torch.nn.ModuleList] | None = None,
         lr: float = 3e-4,
         optimizer: OptimizerOptions = OptimizerOptions(),  # noqa: B008 (frozen)
         lr_schedule: LRSchedule = LRSchedule(),  # noqa: B008 (frozen)
         make_vocab_size_divisible_by: int = 128,
     ) -> None:
         super().__init__()
-        self.model_config: ModelConfig = _described(model, make_vocab_size_divisible_by)
-        self.train_step = train_step if isinstance(train_step, TrainStep) else train_step_named(train_step)
+        described = _described(model, task, make_vocab_size_divisible_by)
+        self.model_config: ModelConfig = with_variant(described, position_embedding_type, attention_head_type)
+        self.pretrained_path: Path | None = _weights_directory(model) if pretrained else None
+        if pretrained and self.model_config != described:
+            raise ConfigError(
+                "pretrained=True keeps the model's own positions and heads; leave out position_embedding_type and "
+                "attention_head_type, or train from scratch with pretrained=False"
+            )
+        self.is_variant = self.model_config != described
+        self.model_provider = model_provider
+        self.train_step = _bound(train_step, self.model_config)
         self.lr = lr
         self.optimizer_options = optimizer
         self.lr_schedule = lr_schedule
         self.model_chunks: torch.nn.ModuleList | None = None
         self.built_for: EngineSettings | None = None
+        self._metrics: dict[str, dict[str, Metric]] = {}
+        self._model = model
         self.save_hyperparameters({"model": config_fields(model), "lr": lr, "train_step": str(train_step)})
 
     @property
@@ -103,11 +132,50 @@ class MegatronModule(pl.LightningModule):
         """The Trainer's ``max_steps``; None if it counts epochs instead."""
         return None if self.trainer.max_steps in (None, -1) else self.trainer.max_steps
 
+    def check_batch(self, batch: dict[str, torch.Tensor]) -> None:
+        """Refuse a batch with wrong numbers; called on the rank that has read it, before the others get it.
+
+        Raises:
+            DataError: With the key, the value and the rule.
+        """
+        self.train_step.check_batch(batch)
+
+    def save_pretrained(self, save_directory: str | Path, max_shard_size: str | int = "5GB") -> None:
+        """Write the model as a Hugging Face directory, which ``AutoModelFor*.from_pretrained`` loads.
+
+        Every rank must call, within or after ``fit``. The weights are those that the model computes with (bf16 under
+        ``bf16-mixed``); no rank holds more than one file's part of them at a time.
+
+        Args:
+            save_directory: Where to; made if it does not exist. Only rank 0 writes.
+            max_shard_size: Largest weight file, e.g. ``200MB``, or bytes.
+
+        Raises:
+            ConfigError: If there is no model yet, or no Hugging Face class computes it.
+            CheckpointError: If the directory cannot be written, on all ranks alike.
+        """
+        from lightning_megatron.convert.save import save_hugging_face
+        from lightning_megatron.engine.wrap import finish_parameter_gathers
+
+        if self.model_chunks is None:
+            raise ConfigError("there is no model to save before Trainer.fit (or validate) has built it; call it then")
+        if self.is_variant or self.model_provider is not None:
+            raise ConfigError(
+                f"no Hugging Face {self.model_config.family} model computes this one (position_embedding_type, "
+                "attention_head_type or model_provider are given); save a checkpoint with trainer.save_checkpoint"
+            )
+        directory = Path(self.megatron.broadcast(str(save_directory)))
+        with self.megatron.engine():
+            finish_parameter_gathers(list(self.model_chunks))
+            save_hugging_face(
+                list(self.model_chunks), self.model_config, config_object(self._model), directory, max_shard_size
+            )
+
     # ---- Lightning's hooks ----------------------------------------------------------------------------------------
 
     def configure_model(self) -> None:
         """Build this rank's chunks; again if the layout or the precision is another than last time."""
-        from lightning_megatron.models.gpt import build_gpt
+        from lightning_megatron.models.build import build_chunks
         from lightning_megatron.models.initialization import initialize_weights
         from lightning_megatron.models.start_report import start_lines
 
@@ -115,8 +183,12 @@ class MegatronModule(pl.LightningModule):
         if self.model_chunks is not None and self.built_for == settings:
             return
         with unchanged_environment():
-            self.model_chunks = build_gpt(self.model_config, settings)
+            self.model_chunks = (self.model_provider or build_chunks)(self.model_config, settings)
         initialize_weights(self.model_chunks, self.model_config, seed_of_run())
+        if self.pretrained_path is not None:
+            from lightning_megatron.convert.load import load_hugging_face
+
+            load_hugging_face(self.model_chunks, self.model_config, self.pretrained_path)
         self.built_for = settings
         for line in start_lines(self.model_config, settings):
             rank_zero_info(line)
@@ -134,6 +206,14 @@ class MegatronModule(pl.LightningModule):
     def test_step(self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
         """The loss of one batch; ``test_loss`` is the mean over all targets of the epoch."""
         return self._evaluate("test", batch)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the objective's metrics of the validation set."""
+        self._log_metrics("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Log the objective's metrics of the test set."""
+        self._log_metrics("test")
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Megatron's optimizer and the schedule, stepped after every optimizer step."""
@@ -170,9 +250,26 @@ class MegatronModule(pl.LightningModule):
     # ---- logging --------------------------------------------------------------------------------------------------
 
     def _evaluate(self, stage: str, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        output = self.megatron.forward_only(batch, self.train_step)
+        def observe(microbatch: dict[str, torch.Tensor], output: Any) -> None:
+            self.train_step.update_metrics(self._metrics_of(stage), microbatch, output)
+
+        output = self.megatron.forward_only(batch, self.train_step, observe)
         self._log_losses(stage, output, on_step=False)
         return output.loss
+
+    def _metrics_of(self, stage: str) -> dict[str, Metric]:
+        """The metrics of the epoch that runs; made when first asked for, when the objective has seen a batch."""
+        if stage not in self._metrics:
+            made = self.train_step.metrics()
+            self._metrics[stage] = {name: metric.to(self.megatron.root_device) for name, metric in made.items()}
+        return self._metrics[stage]
+
+    def _log_metrics(self, stage: str) -> None:
+        metrics = self._metrics_of(stage)
+        for name, value in computed_metrics(metrics, self.megatron.topology, self.megatron.root_device).items():
+            self.log(f"{stage}_{name}", value, on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
+        for metric in metrics.values():
+            metric.reset()
 
     def _log_losses(self, stage: str, output: StepOutput, *, on_step: bool) -> None:
         """Log the sum and each term; epoch means weigh every batch by its number of targets."""
@@ -192,11 +289,26 @@ def _on_host(number: float) -> torch.Tensor:
     return torch.tensor(number)
 
 
-def _described(model: HFConfigLike | Mapping[str, Any], make_vocab_size_divisible_by: int) -> ModelConfig:
-    from dataclasses import replace
+def _described(model: HFConfigLike | Mapping[str, Any], task: str | None, divisible_by: int) -> ModelConfig:
+    if divisible_by < 1:
+        raise ConfigError(f"make_vocab_size_divisible_by={divisible_by} must be at least 1; Megatron's default is 128")
+    return replace(model_config(model, task), make_vocab_size_divisible_by=divisible_by)
 
-    if make_vocab_size_divisible_by < 1:
-        raise ConfigError(
-            f"make_vocab_size_divisible_by={make_vocab_size_divisible_by} must be at least 1; Megatron's default is 128"
-        )
-    return replace(model_config(model), make_vocab_size_divisible_by=make_vocab_size_divisible_by)
+
+def _bound(train_step: str | TrainStep | None, model: ModelConfig) -> TrainStep:
+    """The objective, told which model it is for."""
+    step = train_step if isinstance(train_step, TrainStep) else train_step_named(train_step or model.architecture)
+    step.bind(model)
+    return step
+
+
+def _weights_directory(model: Any) -> Path:
+    """The directory that ``pretrained=True`` reads.
+
+    Raises:
+        ConfigError: If ``model`` is no directory.
+    """
+    if not isinstance(model, (str, Path)) or not Path(model).is_dir():
+        given = repr(model) if isinstance(model, (str, Path)) else f"a {type(model).__name__}"
+        raise ConfigError(f"pretrained=True needs a model directory with weights, and model is {given}; give its path")
+    return Path(model)

@@ -68,6 +68,22 @@ def _check_callback(callback: Callback) -> None:
         )
 
 
+def _check_objective(model: pl.LightningModule) -> None:
+    """Refuse to train a BERT or T5 on samples made for a GPT.
+
+    Raises:
+        ConfigError: With the architecture and what to use instead.
+    """
+    from lightning_megatron.module import MegatronModule
+
+    if isinstance(model, MegatronModule) and model.model_config.architecture != "gpt":
+        raise ConfigError(
+            f"IndexedDataModule makes samples for GPTs, and {model.model_config.family} is a "
+            f"{model.model_config.architecture.upper()}; give a LightningDataModule of your own, such as the ones in "
+            "examples/"
+        )
+
+
 def preflight(trainer: pl.Trainer, model: pl.LightningModule, datamodule: pl.LightningDataModule | None) -> None:
     """Check the parts of a run against each other; does nothing for other strategies. No communication.
 
@@ -85,6 +101,7 @@ def preflight(trainer: pl.Trainer, model: pl.LightningModule, datamodule: pl.Lig
     if isinstance(model, MegatronModule):
         model.check(strategy.parallel)
     if isinstance(datamodule, IndexedDataModule):
+        _check_objective(model)
         datamodule.check(
             num_microbatches=strategy.num_microbatches,
             data_parallel_size=strategy.data_parallel_size,

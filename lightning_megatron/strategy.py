@@ -13,7 +13,6 @@ from lightning.fabric.utilities.distributed import _get_default_process_group_ba
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -49,6 +48,7 @@ from lightning_megatron.strategy_state import StrategyState, ready
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+    from lightning_megatron.engine.schedule import Observer
     from lightning_megatron.steps.base import Batch, TrainStep
 
 __all__ = ["MegatronStrategy", "preflight"]
@@ -173,13 +173,6 @@ class MegatronStrategy(StrategyState):
         with self.engine():
             return write_weights(self._chunks, Path(module.trainer.default_root_dir))
 
-    def set_world_ranks(self) -> None:
-        """Tell the environment, and Lightning's rank-zero functions, which rank this is."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
-
     # ---- Lightning: setup -----------------------------------------------------------------------------------------
 
     @contextmanager
@@ -270,8 +263,9 @@ class MegatronStrategy(StrategyState):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         ready(self._signals, "setup_environment").deliver()
+        check = getattr(self.lightning_module, "check_batch", None)
         with torch.inference_mode(False):
-            return broadcast_batch(batch, self.topology, device or self.root_device)
+            return broadcast_batch(batch, self.topology, device or self.root_device, check)
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
@@ -294,11 +288,17 @@ class MegatronStrategy(StrategyState):
         self._step_shape = output.shape
         return output
 
-    def forward_only(self, batch: Batch, train_step: TrainStep) -> StepOutput:
-        """The losses of one local batch without gradients. Every rank must call; ragged batches are filled up."""
+    def forward_only(self, batch: Batch, train_step: TrainStep, observe: Observer | None = None) -> StepOutput:
+        """The losses of one local batch without gradients. Every rank must call; ragged batches are filled up.
+
+        Args:
+            batch: As the DataLoader yields it.
+            train_step: The objective.
+            observe: Called on the last stage with each prepared microbatch and what the model returned for it.
+        """
         # Megatron caches tensors (rotary angles) for later training steps: they must not be inference tensors.
         with self.engine(), torch.inference_mode(False), torch.no_grad():
-            output = self._steps.evaluate(batch, train_step)
+            output = self._steps.evaluate(batch, train_step, observe)
         self._step_shape = self._step_shape or output.shape
         return output
 

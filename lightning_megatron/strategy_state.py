@@ -13,6 +13,7 @@ from lightning.fabric.utilities.distributed import _distributed_is_initialized, 
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
+from lightning_utilities.core.rank_zero import rank_zero_only
 from typing_extensions import override
 
 from lightning_megatron.engine.groups import Topology
@@ -187,6 +188,13 @@ class StrategyState(ParallelStrategy):
     def process_group_backend(self) -> str | None:
         """The backend that was asked for; None for the device's own."""
         return self._process_group_backend
+
+    def set_world_ranks(self) -> None:
+        """Tell the environment, and Lightning's rank-zero functions, which rank this is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     # ---- collectives over all ranks -------------------------------------------------------------------------------
 

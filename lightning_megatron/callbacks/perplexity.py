@@ -10,7 +10,7 @@ from typing_extensions import override
 
 
 class PerplexityReport(Callback):
-    """Logs ``val_perplexity`` and says at the end of ``fit`` what it was before and after.
+    """Says at the end of ``fit`` what the validation perplexity was before and after; ``val_perplexity`` is in the log.
 
     "Before" is the validation that the Trainer runs before the first step; ``Trainer(num_sanity_val_steps=-1)`` makes
     it the whole validation set. A resumed run still knows it. The loss must be logged by ``validation_step``.
@@ -33,13 +33,6 @@ class PerplexityReport(Callback):
         """Forget another run's figures; those of a resumed run are loaded later."""
         if stage == "fit" and trainer.global_step == 0:
             self._before, self._before_is_partial, self._after, self._after_step = None, False, None, 0
-
-    @override
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the perplexity of the validation that just ran."""
-        loss = self._loss(trainer)
-        if loss is not None:
-            pl_module.log("val_perplexity", perplexity(loss), on_step=False, on_epoch=True)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

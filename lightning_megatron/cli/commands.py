@@ -6,6 +6,7 @@ Only the standard library is imported before a command runs, so that help and wr
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -137,6 +138,8 @@ def _run_trainer_command(arguments: list[str]) -> int:
     from lightning_megatron.cli.messages import hide_known_warnings
 
     hide_known_warnings()  # before the imports that cause some of them
+    # As with `python -m`: a configuration may name classes in the user's own files.
+    sys.path.insert(0, os.getcwd())
     from lightning_megatron.cli.training import run
 
     run([command, *("--help" if option == "--help-all" else option for option in options)])

@@ -8,7 +8,7 @@ make the ranks of one model drift apart.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -42,21 +42,32 @@ def check_batch(batch: Any) -> dict[str, torch.Tensor]:
     return dict(batch)
 
 
-def broadcast_batch(batch: Any, topology: Topology, device: torch.device) -> dict[str, torch.Tensor]:
+Check = Callable[[dict[str, torch.Tensor]], None]
+"""Raises if the numbers of a batch are wrong."""
+
+
+def broadcast_batch(
+    batch: Any, topology: Topology, device: torch.device, check: Check | None = None
+) -> dict[str, torch.Tensor]:
     """The source rank's batch, on ``device``, on every rank of its model-parallel group; each of them must call.
 
     Args:
         batch: This rank's batch; only the source's is read.
         topology: Tells the source and the groups.
         device: Where the batch shall be.
+        check: Called with the source's batch if it is still on the host, where looking at numbers costs nothing.
 
     Raises:
-        DataError: On the source, if its batch is not a dict of tensors.
+        DataError: On all of these ranks, if the source's batch is not a dict of tensors or ``check`` refuses it.
     """
     if topology.parallel.model_parallel_size == 1:
-        return {name: _copied(tensor, device) for name, tensor in check_batch(batch).items()}
+        return {name: _copied(tensor, device) for name, tensor in _checked(batch, check).items()}
     if topology.is_data_source:
-        tensors = check_batch(batch)
+        try:
+            tensors = _checked(batch, check)
+        except Exception as error:
+            _send_refusal(str(error) if isinstance(error, DataError) else repr(error), topology)
+            raise
         _send_header(describe(tensors), topology)
         buffer = pack(tensors).to(device, non_blocking=True)
         dist.broadcast(buffer, topology.mp_source, group=topology.mp_group)
@@ -65,6 +76,13 @@ def broadcast_batch(batch: Any, topology: Topology, device: torch.device) -> dic
     buffer = torch.empty(packed_bytes(header), dtype=torch.uint8, device=device)
     dist.broadcast(buffer, topology.mp_source, group=topology.mp_group)
     return unpack(buffer, header)
+
+
+def _checked(batch: Any, check: Check | None) -> dict[str, torch.Tensor]:
+    tensors = check_batch(batch)
+    if check is not None and all(tensor.device.type == "cpu" for tensor in tensors.values()):
+        check(tensors)
+    return tensors
 
 
 def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -127,9 +145,18 @@ def unpack(buffer: torch.Tensor, header: Header) -> dict[str, torch.Tensor]:
 def _send_header(header: Header, topology: Topology) -> None:
     text = json.dumps(header).encode()
     if len(text) > _HEADER_BYTES:
-        raise DataError(
-            f"a batch of {len(header)} tensors needs a header of {len(text)} bytes, more than {_HEADER_BYTES}"
-        )
+        refusal = f"a batch of {len(header)} tensors needs a header of {len(text)} bytes, more than {_HEADER_BYTES}"
+        _send_refusal(refusal, topology)
+        raise DataError(refusal)
+    _send(text, topology)
+
+
+def _send_refusal(reason: str, topology: Topology) -> None:
+    """Tell the ranks that wait for a header that there will be no batch, and why."""
+    _send(json.dumps(reason[: _HEADER_BYTES // 8]).encode(), topology)
+
+
+def _send(text: bytes, topology: Topology) -> None:
     buffer = torch.frombuffer(bytearray(text.ljust(_HEADER_BYTES)), dtype=torch.uint8)
     dist.broadcast(buffer, topology.mp_source, group=topology.mp_header_group)
 
@@ -137,4 +164,7 @@ def _send_header(header: Header, topology: Topology) -> None:
 def _receive_header(topology: Topology) -> Header:
     buffer = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
     dist.broadcast(buffer, topology.mp_source, group=topology.mp_header_group)
-    return [(name, dtype, shape) for name, dtype, shape in json.loads(bytes(buffer.tolist()).decode())]
+    header = json.loads(bytes(buffer.tolist()).decode())
+    if isinstance(header, str):
+        raise DataError(header)
+    return [(name, dtype, shape) for name, dtype, shape in header]

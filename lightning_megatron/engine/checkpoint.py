@@ -296,7 +296,10 @@ def _sharded_state(run: RunState, *, is_loading: bool) -> dict[str, Any]:
 
 
 _STRUCTURE = (
+    "architecture",
+    "task",
     "num_layers",
+    "num_decoder_layers",
     "hidden_size",
     "ffn_hidden_size",
     "num_attention_heads",
@@ -309,13 +312,24 @@ _STRUCTURE = (
     "gated_linear_unit",
     "add_bias_linear",
     "add_qkv_bias",
+    "qk_layernorm",
+    "embedding_layernorm",
+    "parallel_attention",
+    "parallel_attention_norms",
     "position_embedding_type",
+    "alibi_scaled",
+    "relative_attention_num_buckets",
+    "relative_attention_max_distance",
+    "softmax_scale",
+    "num_tokentypes",
+    "num_labels",
+    "scale_decoder_outputs",
     "share_embeddings_and_output_weights",
 )
 """A model that differs here is another one, whatever its weights."""
 
-_MAY_BE_STRETCHED = ("rotary_base", "rope_scaling")
-"""A new run may begin with the weights and other rotary frequencies; a run does not change them on the way."""
+_MAY_BE_STRETCHED = ("rotary_base", "rope_scaling", "sliding_window", "sliding_window_layers")
+"""A new run may begin with the weights and another reach of positions; a run does not change it on the way."""
 
 
 def _check_fits(run: RunState, meta: Mapping[str, Any], path: Path) -> None:

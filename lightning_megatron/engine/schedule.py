@@ -8,7 +8,7 @@ any dp give the same numbers, for uneven masks too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,9 @@ from lightning_megatron.engine.groups import Topology
 from lightning_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lightning_megatron.steps.base import Batch, LossFunc, TrainStep
+    from lightning_megatron.steps.base import Batch, LossFunc, Output, TrainStep
+
+    Observer = Callable[[Batch, Output], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,14 +89,17 @@ class Schedule:
         self._topology = topology
         self._denominators: dict[str, torch.Tensor] | None = None
         self._targets_seen: list[torch.Tensor] = []
+        self._observe: Observer | None = None
 
-    def run(self, batch: Batch, *, forward_only: bool) -> StepOutput:
+    def run(self, batch: Batch, *, forward_only: bool, observe: Observer | None = None) -> StepOutput:
         """Forward (and backward) over the whole local batch.
 
         Args:
             batch: A prepared batch whose rows are a multiple of the number of microbatches.
             forward_only: Whether to leave the gradients alone.
+            observe: Called on the last stage with each microbatch and what the model returned for it.
         """
+        self._observe = observe
         parallel = self._topology.parallel
         shape = StepShape(
             micro_batch_size=next(iter(batch.values())).shape[0] // parallel.num_microbatches,
@@ -133,11 +138,18 @@ class Schedule:
         # A batch without a target has the loss 0, not 0/0.
         return dict(zip(self._step.loss_terms, packed.clamp(min=1.0), strict=True))
 
-    def _forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-        output, loss_func = self._step.forward_step(data_iterator, model)
-        return output, lambda out: self._scaled_loss(loss_func, out)
+    def _forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[Output, Any]:
+        microbatch = next(data_iterator)
+        output, loss_func = self._step.forward_step(iter([microbatch]), model)
 
-    def _scaled_loss(self, loss_func: LossFunc, output: torch.Tensor) -> tuple[torch.Tensor, int, torch.Tensor]:
+        def report(output: Output) -> tuple[torch.Tensor, int, torch.Tensor]:
+            if self._observe is not None:
+                self._observe(microbatch, output)
+            return self._scaled_loss(loss_func, output)
+
+        return output, report
+
+    def _scaled_loss(self, loss_func: LossFunc, output: Output) -> tuple[torch.Tensor, int, torch.Tensor]:
         """Megatron's 3-tuple (loss, token count, report); the count is ours to keep, so the engine gets 0."""
         terms = loss_func(output)
         ordered = [terms[name] for name in self._step.loss_terms]

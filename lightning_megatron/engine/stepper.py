@@ -11,6 +11,7 @@ from lightning_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
     from lightning_megatron.engine.optimizer import MegatronOptimizer
+    from lightning_megatron.engine.schedule import Observer
     from lightning_megatron.steps.base import Batch, TrainStep
 
 
@@ -44,10 +45,16 @@ class Stepper:
             self._check_divisible(rows)
         return schedule.run(self._filled_up(prepared, train_step), forward_only=False)
 
-    def evaluate(self, batch: Batch, train_step: TrainStep) -> StepOutput:
-        """The losses of ``batch``, whatever its number of rows. Every rank must call."""
+    def evaluate(self, batch: Batch, train_step: TrainStep, observe: Observer | None = None) -> StepOutput:
+        """The losses of ``batch``, whatever its number of rows. Every rank must call.
+
+        Args:
+            batch: As the DataLoader yields it.
+            train_step: The objective.
+            observe: Called on the last stage with each microbatch and what the model returned for it.
+        """
         prepared = self._filled_up(train_step.prepare_batch(batch), train_step)
-        return self._schedule_for(train_step).run(prepared, forward_only=True)
+        return self._schedule_for(train_step).run(prepared, forward_only=True, observe=observe)
 
     def _schedule_for(self, train_step: TrainStep) -> Schedule:
         if self._schedule is None or self._train_step is not train_step:

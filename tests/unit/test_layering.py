@@ -42,6 +42,7 @@ MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 7
 MANY_PARAMETERS = {
     "MegatronStrategy.__init__",  # the options of a configuration file, one by one, as LightningCLI wants them
+    "MegatronModule.__init__",  # likewise
     "SDPAttention.__init__",  # Megatron-Core calls it as it calls its own core attention
 }
 

@@ -24,9 +24,8 @@ def _fit(folder: Path, report: PerplexityReport, val_losses: list[float], **opti
 
 
 def test_the_line_has_perplexity_before_and_after(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer = _fit(tmp_path, PerplexityReport(), [math.log(4187.2), 6.0, 5.0, math.log(61.3)], num_sanity_val_steps=-1)
+    _fit(tmp_path, PerplexityReport(), [math.log(4187.2), 6.0, 5.0, math.log(61.3)], num_sanity_val_steps=-1)
     assert "validation perplexity: 4187.2 before, 61.3 after 6 steps\n" in capsys.readouterr().out
-    assert trainer.callback_metrics["val_perplexity"].item() == pytest.approx(61.3, rel=1e-5)
 
 
 def test_a_partial_validation_before_training_is_called_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
