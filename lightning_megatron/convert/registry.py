@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lightning_megatron.convert import families
 from lightning_megatron.convert.family import Family
+from lightning_megatron.convert.refused import REFUSED
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig
 
@@ -34,8 +35,13 @@ def family_of(model_type: str) -> Family:
     """The family of a Hugging Face ``model_type``.
 
     Raises:
-        ConfigError: If it is not known; the message lists the known ones.
+        ConfigError: If it is not known, or its mathematics cannot be computed; the message lists the known ones.
     """
+    if model_type in REFUSED:
+        raise ConfigError(
+            f"model_type={model_type!r} cannot be computed: {REFUSED[model_type]} (known families: "
+            f"{', '.join(sorted(known_families()))})"
+        )
     if model_type not in known_families():
         raise ConfigError(
             f"model_type={model_type!r} is not a known model family; choose from {', '.join(sorted(known_families()))}"

@@ -1,8 +1,8 @@
 """What stands on top of a BERT's last layer? Small heads, the same on all tensor-parallel ranks.
 
 With sequence parallelism a rank has a part of the sequence. A head that reads every token works on that part, so that
-its weights' gradients are sums over the ranks (``sequence_parallel``); a head that reads the first token reads it on all
-ranks alike.
+the gradients of its weights are sums over the ranks (``sequence_parallel``); a head that reads the first token reads it
+on all ranks alike.
 """
 
 from __future__ import annotations
