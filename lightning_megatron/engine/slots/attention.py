@@ -7,10 +7,12 @@ Megatron-Core's own ``DotProductAttention`` (megatron-core 0.16.1, transformer/d
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
@@ -19,19 +21,19 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lightning_megatron.engine.slots import flex
+from lightning_megatron.engine.slots.alibi import Alibi, AlibiKind, key_biases, key_biases_without_mask, relative
+from lightning_megatron.engine.slots.attention_masks import MASKED_SCORE as MASKED_SCORE
+from lightning_megatron.engine.slots.attention_masks import Pattern, PerMask, added_scores, hidden_keys, pattern_of
 from lightning_megatron.errors import ConfigError
-
-MASKED_SCORE = -10000.0
-"""Added to a masked score, as in Megatron (transformer/utils.py:attention_mask_func).
-
-Finite, because BERT masks every key of a padded query, and a softmax over nothing but -inf is NaN in some kernels;
-large enough that exp() of it is exactly 0 beside any real score; small enough for float16.
-"""
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 _BACKENDS_WITH_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Without cuDNN: with an explicit mask its backward returns NaN at s % 128 == 64 (pytorch#196678, torch 2.11)."""
+
+_PER_MASK = PerMask()
+"""Dense scores, block masks and ALiBi's biases of the masks that are alive, shared by all layers."""
 
 
 class SDPAttention(MegatronModule):
@@ -51,16 +53,37 @@ class SDPAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        *,
+        sliding_window: int | None = None,
+        alibi: AlibiKind | None = None,
     ) -> None:
-        """Take what ``megatron.core.transformer.attention.Attention`` passes to its core attention.
+        """Take what ``megatron.core.transformer.attention.Attention`` passes to its core attention, and two more.
+
+        The last two are for ``functools.partial`` in a layer's spec.
+
+        Args:
+            config: Of the layer.
+            layer_number: From 1.
+            attn_mask_type: What is hidden where a call says nothing else.
+            attention_type: ``self`` or ``cross``.
+            attention_dropout: Replaces the config's.
+            softmax_scale: What scores are multiplied by; None for 1 / sqrt(head width).
+            cp_comm_type: Unused.
+            pg_collection: Tells the TP group; None for Megatron's.
+            sliding_window: How many tokens back, itself included, a token sees; None for all.
+            alibi: Whose linear biases are added; None for none.
 
         Raises:
             ConfigError: If the config asks for an attention that this one does not compute.
         """
         super().__init__(config=config)
-        _check(config)
+        _check(config, sliding_window)
         self.attn_mask_type = attn_mask_type
+        self.is_cross: bool = attention_type == "cross"
         self.softmax_scale: float | None = softmax_scale
+        self.sliding_window = sliding_window
+        self.alibi: AlibiKind | None = alibi
+        self.tp_rank: int = 0 if alibi is None else _tp_rank(config, pg_collection)
         self.dropout: float = config.attention_dropout if attention_dropout is None else attention_dropout
         # With sequence parallelism the whole layer already runs in the fork (transformer/transformer_block.py).
         self.forks_rng: bool = config.tensor_model_parallel_size > 1 and not config.sequence_parallel
@@ -81,7 +104,8 @@ class SDPAttention(MegatronModule):
             query: [sq, b, np, hn].
             key: [sk, b, ng, hn]; ng divides np.
             value: [sk, b, ng, hn].
-            attention_mask: bool [b or 1, 1, sq or 1, sk], True where a key must not be seen; None for no mask.
+            attention_mask: Integers [b, sk], the segment of each key (``attention_masks.py``); or bool
+                [b or 1, 1, sq or 1, sk], True where a key must not be seen; None for no mask.
             attn_mask_type: Replaces the layer's mask type for this call.
             attention_bias: Added to the scores, [b or 1, np or 1, sq or 1, sk].
             packed_seq_params: Must be None.
@@ -90,52 +114,125 @@ class SDPAttention(MegatronModule):
             [sq, b, np * hn].
 
         Raises:
-            ConfigError: If packed sequences are passed.
+            ConfigError: If packed sequences are passed, or a mask of another shape.
         """
         if packed_seq_params is not None:
             raise ConfigError("packed_seq_params is set, but SDPAttention has no packed sequences; pad them instead")
         sq, b, np, hn = query.shape
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        causal = mask_type in _CAUSAL and sq > 1
-        hidden = None if mask_type == AttnMaskType.no_mask else attention_mask
+        pattern = pattern_of(
+            sq, k.shape[2], causal=mask_type in _CAUSAL, window=self.sliding_window, cross=self.is_cross
+        )
+        mask = None if mask_type == AttnMaskType.no_mask else attention_mask
+        if mask is not None and mask.dim() == 2 and mask.shape != (b, k.shape[2]):
+            raise ConfigError(
+                f"attention_mask has the shape {list(mask.shape)}; give each key one number: {[b, k.shape[2]]}"
+            )
         dropout = self.dropout if self.training else 0.0
         # Forking the tracker copies random states on the host: only where a mask is really drawn.
         fork = get_cuda_rng_tracker().fork() if dropout > 0.0 and self.forks_rng else contextlib.nullcontext()
         with fork:
-            if hidden is None and attention_bias is None and (not causal or sq == k.shape[2]):
+            if _is_plain(pattern, mask, attention_bias) and self.alibi is None:
                 out = F.scaled_dot_product_attention(
-                    q, k, v, dropout_p=dropout, is_causal=causal, scale=self.softmax_scale, enable_gqa=np != k.shape[1]
+                    q, k, v, None, dropout, pattern.causal, scale=self.softmax_scale, enable_gqa=np != k.shape[1]
                 )
+            elif dropout == 0.0 and attention_bias is None and _is_flat(mask) and flex.can_attend(q, k):
+                out = self._attend_by_blocks(q, k, v, mask, pattern)
             else:
-                scores = _added_scores(q, k, hidden, attention_bias, causal)
+                scores = self._scores(q, mask, pattern, attention_bias)
                 out = _attend_with_mask(q, k, v, scores, dropout, self.softmax_scale)
         return out.permute(2, 0, 1, 3).reshape(sq, b, np * hn)
 
+    def _attend_by_blocks(self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, pattern: Pattern) -> Tensor:
+        if segments is None:
+            blocks = flex.block_mask_without_segments(pattern, q.device)
+        else:
+            blocks = _PER_MASK.get(segments, pattern, lambda own: flex.block_mask(own, pattern, own.device))
+        biases = _key_biases(self._alibi_of(q), segments, pattern, q.device)
+        return flex.attend(q, k, v, blocks, pattern, biases, self.softmax_scale)
 
-def _check(config: TransformerConfig) -> None:
+    def _scores(self, q: Tensor, mask: Tensor | None, pattern: Pattern, bias: Tensor | None) -> Tensor:
+        """What is added to the scores where a dense tensor must say it, [b or 1, np or 1, sq or 1, sk] in q's dtype."""
+        alibi = self._alibi_of(q)
+        if mask is None or not _is_flat(mask):
+            hidden = hidden_keys(None, pattern, q.device)
+            hidden = mask if hidden is None else hidden if mask is None else mask | hidden
+            return added_scores(hidden, _sum_of(bias, _linear_bias(alibi, None, pattern, q.device)), q.dtype)
+        if bias is None:
+            return _PER_MASK.get(mask, (pattern, alibi, q.dtype), partial(_own_scores, pattern, alibi, q.dtype))
+        hidden = _PER_MASK.get(mask, (pattern, "hidden"), lambda own: hidden_keys(own, pattern, own.device))
+        return added_scores(hidden, _sum_of(bias, _linear_bias(alibi, mask, pattern, q.device)), q.dtype)
+
+    def _alibi_of(self, q: Tensor) -> Alibi | None:
+        """The linear biases of the heads of ``q``: [b, np, sq, hn]."""
+        if self.alibi is None:
+            return None
+        # Not num_attention_heads_per_partition: with fewer groups than ranks that counts the heads of a group.
+        return Alibi(
+            kind=self.alibi,
+            num_heads=self.config.num_attention_heads,
+            first_head=self.tp_rank * q.shape[1],
+            num_local_heads=q.shape[1],
+            scale=q.shape[3] ** -0.5 if self.softmax_scale is None else self.softmax_scale,
+        )
+
+
+def _own_scores(pattern: Pattern, alibi: Alibi | None, dtype: torch.dtype, segments: Tensor) -> Tensor:
+    """What a mask of segments and ALiBi add to the scores, made once for all layers."""
+    hidden = hidden_keys(segments, pattern, segments.device)
+    return added_scores(hidden, _linear_bias(alibi, segments, pattern, segments.device), dtype)
+
+
+def _key_biases(alibi: Alibi | None, segments: Tensor | None, pattern: Pattern, device: torch.device) -> Tensor | None:
+    """ALiBi's biases of the keys: [b, np, sk] or [np, sk], fp32."""
+    if alibi is None:
+        return None
+    if segments is None:
+        return key_biases_without_mask(alibi, pattern.num_keys, device)
+    return _PER_MASK.get(segments, alibi, lambda own: key_biases(alibi, own, pattern.num_keys, device))
+
+
+def _linear_bias(alibi: Alibi | None, segments: Tensor | None, pattern: Pattern, device: torch.device) -> Tensor | None:
+    """ALiBi's biases of all pairs: [b or 1, np, sq, sk], fp32."""
+    biases = _key_biases(alibi, segments, pattern, device)
+    return None if biases is None else relative(biases, pattern.num_queries)
+
+
+def _sum_of(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b
+
+
+def _is_flat(mask: Tensor | None) -> bool:
+    """Whether a mask, if any, is one of segments."""
+    return mask is None or mask.dim() == 2
+
+
+def _is_plain(pattern: Pattern, mask: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether torch's kernels need no mask: nothing is hidden, or only the future, from the first key on."""
+    is_square = pattern.num_queries == pattern.num_keys
+    return mask is None and bias is None and pattern.window is None and (not pattern.causal or is_square)
+
+
+def _tp_rank(config: TransformerConfig, pg_collection: ProcessGroupCollection | None) -> int:
+    if config.tensor_model_parallel_size == 1:
+        return 0
+    group = parallel_state.get_tensor_model_parallel_group() if pg_collection is None else pg_collection.tp
+    rank: int = group.rank()
+    return rank
+
+
+def _check(config: TransformerConfig, sliding_window: int | None) -> None:
     if config.context_parallel_size > 1:
         raise ConfigError(f"cp={config.context_parallel_size} needs Transformer Engine's attention; use cp=1")
     if config.window_size is not None:
-        raise ConfigError(f"window_size={config.window_size} is not computed by SDPAttention; leave window_size out")
+        raise ConfigError(
+            f"window_size={config.window_size} is Transformer Engine's; give SDPAttention its sliding_window instead"
+        )
     if config.softmax_type != "vanilla":
         raise ConfigError(f"softmax_type={config.softmax_type!r} is not computed by SDPAttention; use 'vanilla'")
-
-
-def _added_scores(q: Tensor, k: Tensor, hidden: Tensor | None, bias: Tensor | None, causal: bool) -> Tensor:
-    """The bias plus MASKED_SCORE where a key must not be seen, [b or 1, np or 1, sq or 1, sk] in q's dtype."""
-    if causal:
-        sq, sk = q.shape[2], k.shape[2]
-        # With cached keys the last query sees the last key: the diagonal starts at sk - sq.
-        future = torch.ones(sq, sk, dtype=torch.bool, device=q.device).triu_(1 + sk - sq)
-        hidden = future[None, None] if hidden is None else hidden | future
-    if hidden is None:
-        assert bias is not None, "without mask and bias the caller needs no scores"
-        return bias.to(q.dtype)
-    if bias is None:
-        return torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, MASKED_SCORE)
-    # Overwritten, not added: the sum of a large bias and MASKED_SCORE could be seen again, or overflow in float16.
-    return bias.to(q.dtype).masked_fill(hidden, MASKED_SCORE)
+    if sliding_window is not None and sliding_window < 1:
+        raise ConfigError(f"sliding_window={sliding_window} would hide a token from itself; give at least 1")
 
 
 def _attend_with_mask(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, dropout: float, scale: float | None) -> Tensor:
