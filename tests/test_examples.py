@@ -38,4 +38,4 @@ def test_pretrain_gpt_trains_in_four_processes_and_leaves_a_checkpoint(corpus: P
 
 def test_examples_are_short_enough_to_be_read_at_once() -> None:
     for path in (ROOT / "examples").glob("*.py"):
-        assert len(path.read_text().splitlines()) <= 80, path.name
+        assert len(path.read_text().splitlines()) <= 100, path.name

@@ -1,0 +1,83 @@
+"""An objective of your own: samples that contain key tokens count more.
+
+    python examples/custom_train_step.py --data-path corpus_text_document --vocab-size 4096 --key-tokens 17 301
+
+Or by configuration: lightning-megatron fit --config configs/custom_train_step.yaml --data.data_path PREFIX
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_megatron import GPTTrainStep, IndexedDataModule, MegatronModule, MegatronStrategy
+from lightning_megatron.steps.base import Batch, LossTerm
+
+
+class KeyTokenTrainStep(GPTTrainStep):
+    """The mean loss of each sample, times ``1 + alpha * key tokens in it``, averaged over the samples.
+
+    Args:
+        key_tokens: Tokens that make a sample worth more.
+        alpha: How much more each of them makes it worth.
+    """
+
+    def __init__(self, key_tokens: Sequence[int], alpha: float = 0.25) -> None:
+        super().__init__()
+        self.key_tokens = torch.tensor(list(key_tokens))
+        self.alpha = alpha
+
+    def counts(self, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """The loss is a mean over samples, not over tokens; how many is known before the forward pass."""
+        return {"lm_loss": (batch["loss_mask"].sum(1) > 0).sum()}
+
+    def loss_func(self, batch: Batch, output: torch.Tensor) -> dict[str, LossTerm]:
+        """A sum over samples and their number; the engine divides once, over all microbatches and ranks.
+
+        Args:
+            batch: ``tokens``, ``loss_mask``: [b, s].
+            output: Per-token cross-entropy, [b, s], fp32.
+        """
+        loss_mask = batch["loss_mask"]
+        targets = loss_mask.sum(1)
+        loss_of_sample = (output * loss_mask).sum(1) / targets.clamp(min=1)
+        is_key_token = torch.isin(batch["tokens"], self.key_tokens.to(batch["tokens"].device))
+        weight = 1 + self.alpha * is_key_token.sum(1)
+        return {"lm_loss": LossTerm((loss_of_sample * weight).sum(), (targets > 0).sum())}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-path", required=True, help="indexed dataset, without .bin")
+    parser.add_argument("--vocab-size", type=int, required=True, help="entries of the tokenizer")
+    parser.add_argument("--key-tokens", type=int, nargs="+", required=True, help="numbers of tokens that count more")
+    parser.add_argument("--max-steps", type=int, default=100)
+    parser.add_argument("--output", default="runs/custom_train_step", help="folder for the log")
+    arguments = parser.parse_args()
+
+    seed_everything(1234, workers=True)
+    shape = {"n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 2}
+    model = MegatronModule(
+        model={"model_type": "gpt2", "vocab_size": arguments.vocab_size, **shape},
+        train_step=KeyTokenTrainStep(arguments.key_tokens),
+        lr=3e-3,
+    )
+    data = IndexedDataModule(data_path=arguments.data_path, split="90,10,0", seq_length=64, micro_batch_size=4)
+    strategy = MegatronStrategy(tp=2, num_microbatches=2)
+    logger = CSVLogger(arguments.output)
+    Trainer(
+        accelerator="auto",
+        devices=2,
+        strategy=strategy,
+        max_steps=arguments.max_steps,
+        logger=logger,
+        log_every_n_steps=5,
+        limit_val_batches=0,
+        default_root_dir=arguments.output,
+    ).fit(model, datamodule=data)
+
+
+if __name__ == "__main__":  # Lightning starts the other process by running this file again
+    main()
