@@ -123,7 +123,7 @@ class ModelConfig:
     decoder_start_token_id: int = 0
     """T5: the token that stands before the first target."""
     pad_token_id: int = 0
-    """T5: what stands for ignored labels in the decoder's input. BERT: the token whose embedding does not learn from where
+    """T5: what stands for ignored labels in the decoder's input. BERT: the token whose embedding does not learn where
     it is looked up, as in Hugging Face; -1 for none."""
     share_embeddings_and_output_weights: bool = True
     """Whether the output layer uses the input embedding."""
