@@ -108,7 +108,9 @@ class ParallelConfig:
                 f"tp={self.tp} neither divides num_query_groups={groups} nor is a multiple of it; choose tp from "
                 f"{', '.join(str(d) for d in choices)}"
             )
-        if self.vpp is None:
+        if model.architecture == "t5":
+            self._check_joint_stack(model)
+        elif self.vpp is None:
             require_divides("pp", self.pp, "num_layers", model.num_layers)
         elif model.num_layers % (self.pp * self.vpp) != 0:
             raise ConfigError(
@@ -117,6 +119,16 @@ class ParallelConfig:
             )
         if self.uses_sequence_parallel and model.hidden_size % self.tp != 0:
             require_divides("tp", self.tp, "hidden_size", model.hidden_size)
+
+    def _check_joint_stack(self, model: ModelConfig) -> None:
+        """T5's encoder and decoder layers are one stack, which is cut anywhere."""
+        layers = model.num_layers + model.num_decoder_layers
+        if layers < self.pp * self.num_model_chunks:
+            raise ConfigError(
+                f"pp={self.pp} x vpp={self.num_model_chunks} = {self.pp * self.num_model_chunks} chunks are more than "
+                f"the {layers} layers of this model (num_layers={model.num_layers} in its encoder and "
+                f"num_decoder_layers={model.num_decoder_layers}); use fewer, a chunk without layers would only wait"
+            )
 
     def check_sequence(self, seq_length: int, max_position_embeddings: int | None = None) -> None:
         """Raise unless sequences of ``seq_length`` tokens can be split this way and the model has positions for them.

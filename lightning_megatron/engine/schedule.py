@@ -18,6 +18,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from lightning_megatron.engine.groups import Topology
+from lightning_megatron.engine.replicas import add_replicas
 from lightning_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -191,6 +192,7 @@ class Schedule:
         host wait for the GPU; here the division stays on the device, and only happens when the count was not known.
         """
         finalize_model_grads(chunks, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+        add_replicas(chunks, self._topology.pp_group)
         if self._denominators is not None:
             return
         topology = self._topology

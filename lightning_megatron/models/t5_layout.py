@@ -1,0 +1,125 @@
+"""Which layers of an encoder-decoder does each pipeline chunk hold? Pure arithmetic on one joint stack.
+
+The layers of the encoder and then those of the decoder are one sequence, which is cut anywhere: a chunk may hold layers
+of both, and the encoder need not end where a stage ends.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_megatron.errors import ConfigError
+
+ENCODER_COST = 2
+DECODER_COST = 3
+"""Cross-attention makes a decoder layer of T5 about 1.5 times as large as one of the encoder."""
+
+OVERRIDE = "pipeline_model_parallel_layout"
+"""Field of Megatron's ``TransformerConfig`` that says a cut by hand; the engine knows no encoder layers in it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What one chunk holds; the numbers count from 0 in the whole encoder, and in the whole decoder."""
+
+    encoder: range
+    decoder: range
+    ends_encoder: bool
+    """Whether the encoder's final norm stands here: where its last layer is."""
+    is_first: bool
+    """Whether the embedding is here."""
+    is_last: bool
+    """Whether the output layer is here."""
+
+
+def shares(num_encoder_layers: int, layout: Sequence[int]) -> list[Share]:
+    """What each chunk of ``layout`` holds, in the order of the pipeline."""
+    borders = list(itertools.accumulate(layout, initial=0))
+    split = num_encoder_layers
+    found = []
+    for place, (start, end) in enumerate(itertools.pairwise(borders)):
+        encoder = range(min(start, split), min(end, split))
+        found.append(
+            Share(
+                encoder=encoder,
+                decoder=range(max(start, split) - split, max(end, split) - split),
+                ends_encoder=split - 1 in encoder,
+                is_first=place == 0,
+                is_last=place == len(layout) - 1,
+            )
+        )
+    return found
+
+
+@functools.cache
+def balanced_layout(num_encoder_layers: int, num_decoder_layers: int, num_chunks: int) -> tuple[int, ...]:
+    """Layers per chunk such that the slowest chunk is as fast as possible, and the others are as equal as possible.
+
+    Args:
+        num_encoder_layers: Layers of the encoder.
+        num_decoder_layers: Layers of the decoder.
+        num_chunks: Into how many parts; no more than layers, so that none is empty.
+    """
+    costs = [ENCODER_COST] * num_encoder_layers + [DECODER_COST] * num_decoder_layers
+    total = list(itertools.accumulate(costs, initial=0))
+    # best[n]: the first n layers in as many chunks as rounds were made: slowest, sum of squares, layers per chunk.
+    best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
+    for _ in range(num_chunks):
+        best = {
+            end: min(
+                (max(slowest, cost), squares + cost * cost, (*cut, end - start))
+                for start, (slowest, squares, cut) in best.items()
+                if start <= end
+                for cost in [total[end] - total[start]]
+            )
+            for end in range(len(costs) + 1)
+        }
+    return best[len(costs)][2]
+
+
+def layout_by_hand(given: object) -> tuple[int, ...]:
+    """Layers per chunk as a user writes them.
+
+    Args:
+        given: Numbers, ``[2, 5]``, or Megatron's notation, ``Et*2|t*5L``, in which ``t`` is a layer of either stack.
+
+    Raises:
+        ConfigError: If it is neither.
+    """
+    if isinstance(given, str):
+        from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+        chunks = PipelineParallelLayerLayout.parse_str_to_list(given)
+        return tuple(sum(layer in ("t", "decoder") for layer in chunk) for chunk in chunks)
+    if isinstance(given, Sequence) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in given):
+        return tuple(given)
+    raise ConfigError(
+        f"{OVERRIDE}={given!r} does not say how many layers each chunk holds; give numbers, e.g. [2, 5], or Megatron's "
+        "notation, e.g. 'Et*2|t*5L'"
+    )
+
+
+def check_layout(layout: Sequence[int], num_encoder_layers: int, num_decoder_layers: int, num_chunks: int) -> None:
+    """Raise unless ``layout`` cuts exactly these layers into exactly these chunks.
+
+    Raises:
+        ConfigError: With the numbers that do not agree.
+    """
+    if len(layout) != num_chunks:
+        raise ConfigError(
+            f"{OVERRIDE}={list(layout)} has {len(layout)} parts, but pp x vpp = {num_chunks} chunks; give one number "
+            "for each, in the order of the pipeline"
+        )
+    if sum(layout) != num_encoder_layers + num_decoder_layers:
+        raise ConfigError(
+            f"{OVERRIDE}={list(layout)} has {sum(layout)} layers, but the model has {num_encoder_layers} in its "
+            f"encoder and {num_decoder_layers} in its decoder; correct the numbers"
+        )
+    if 0 in layout[1:-1]:
+        raise ConfigError(
+            f"{OVERRIDE}={list(layout)} leaves a chunk without weights; only the first, which holds the embedding, and "
+            "the last, which holds the output layer, may be without layers"
+        )
