@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_megatron.convert.registry import HFConfigLike, config_fields, config_object, model_config
+from lightning_megatron.convert.registry import HFConfigLike, config_fields, config_object, model_config, with_weights
 from lightning_megatron.engine.data_parallel import computed_metrics
 from lightning_megatron.engine.launch import seed_of_run, unchanged_environment
 from lightning_megatron.engine.lr_schedule import LRSchedule, check_schedule
@@ -77,6 +77,8 @@ class MegatronModule(pl.LightningModule):
     ) -> None:
         super().__init__()
         described = _described(model, task, make_vocab_size_divisible_by)
+        if pretrained:
+            described = with_weights(described, _weights_directory(model))
         self.model_config: ModelConfig = with_variant(described, position_embedding_type, attention_head_type)
         self.pretrained_path: Path | None = _weights_directory(model) if pretrained else None
         if pretrained and self.model_config != described:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_megatron.convert.rules import Rule
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import Activation, ModelConfig
+
+if TYPE_CHECKING:
+    from lightning_megatron.convert.hugging_face_files import WeightFiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,8 @@ class Family:
     """What stands before the names of the headless model in files of a model with a head, e.g. ``transformer.``."""
     buffers: tuple[str, ...] = ()
     """Globs of tensors that old files contain and that are no weights."""
+    describe_weights: Callable[[ModelConfig, WeightFiles], ModelConfig] | None = None
+    """A description corrected by what only the weight files tell; None if the config says everything."""
 
     def task_of(self, hf_config: Any, task: str | None = None) -> str:
         """``task`` if it is given, else what the config's ``architectures`` says, else the family's first one.

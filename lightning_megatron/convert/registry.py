@@ -93,6 +93,18 @@ def model_config(model: HFConfigLike, task: str | None = None) -> ModelConfig:
     return family.model_config(config_object(model), task)
 
 
+def with_weights(model: ModelConfig, directory: Path) -> ModelConfig:
+    """``model`` corrected by what only the weight files in ``directory`` tell.
+
+    Raises:
+        CheckpointError: If they cannot be read.
+    """
+    from lightning_megatron.convert.hugging_face_files import open_weights
+
+    correct = family_of(model.family).describe_weights
+    return model if correct is None else correct(model, open_weights(directory))
+
+
 def config_object(model: HFConfigLike) -> Any:
     """The Hugging Face config object of ``model``, whatever form it was given in.
 
