@@ -157,6 +157,15 @@ class ModelConfig:
             if value < 1:
                 raise ConfigError(f"{name}={value} must be at least 1; correct the model's config")
         require_divides("num_query_groups", self.num_query_groups, "num_attention_heads", self.num_attention_heads)
+        if self.position_embedding_type == "rope" and self.kv_channels % 2 != 0:
+            raise ConfigError(
+                f"kv_channels={self.kv_channels} is odd, and rotary positions turn pairs of numbers; use an even width"
+            )
+
+    @property
+    def has_attention_output_bias(self) -> bool:
+        """Whether the attention's output projection has a bias."""
+        return self.add_bias_linear if self.add_attention_output_bias is None else self.add_attention_output_bias
 
     def padded_vocab_size(self, tp: int) -> int:
         """Rows of the embedding over all ranks: the smallest multiple of ``make_vocab_size_divisible_by * tp``.

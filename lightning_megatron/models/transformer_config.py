@@ -16,6 +16,7 @@ from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.engine.wrap import GradientReduction
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import Activation, ModelConfig
+from lightning_megatron.models.rotary import rope_softmax_scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +86,16 @@ def _fuses_activation(model: ModelConfig, device: torch.device) -> bool:
     return model.activation == "gelu_tanh" and model.add_bias_linear
 
 
-def transformer_config(model: ModelConfig, settings: EngineSettings) -> TransformerConfig:
+def transformer_config(
+    model: ModelConfig, settings: EngineSettings, differences: Mapping[str, Any] | None = None
+) -> TransformerConfig:
     """Megatron's config of ``model`` under ``settings``.
+
+    Args:
+        model: The description.
+        settings: Everything else.
+        differences: Fields of the engine's config that an architecture sets in its own way, e.g. T5 its layers, which
+            it cuts into stages itself; what the user overrides stays overridden.
 
     Raises:
         ConfigError: If the model cannot be split that way or an override is not a field of the engine's.
@@ -103,6 +112,7 @@ def transformer_config(model: ModelConfig, settings: EngineSettings) -> Transfor
         **_layout(settings.parallel, settings.dtypes.params),
         **_numerics(model, settings),
         **_recompute(settings.recompute),
+        **(differences or {}),
         **settings.overrides,
     }
     return TransformerConfig(**arguments)
@@ -124,9 +134,17 @@ def _architecture(model: ModelConfig, device: torch.device) -> dict[str, Any]:
         "gated_linear_unit": model.gated_linear_unit,
         "add_bias_linear": model.add_bias_linear,
         "add_qkv_bias": model.add_qkv_bias,
+        "qk_layernorm": model.qk_layernorm,
+        "softmax_scale": _softmax_scale(model),
         "hidden_dropout": model.hidden_dropout,
         "attention_dropout": model.attention_dropout,
     }
+
+
+def _softmax_scale(model: ModelConfig) -> float | None:
+    """What scores are multiplied by; None for 1 / sqrt(kv_channels)."""
+    scaling = model.rope_scaling if model.position_embedding_type == "rope" else None
+    return rope_softmax_scale(model.softmax_scale, model.kv_channels, scaling)
 
 
 def _layout(parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, Any]:

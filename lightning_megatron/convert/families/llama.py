@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from lightning_megatron.convert.family import Family
-from lightning_megatron.convert.gpt_rules import llama_config, llama_rules
+from lightning_megatron.convert.gpt_configs import llama_config
+from lightning_megatron.convert.gpt_rules import llama_rules
 from lightning_megatron.models.config import ModelConfig
 
 
 def _describe(hf: Any) -> ModelConfig:
-    return llama_config(
-        hf,
-        "llama",
+    return replace(
+        llama_config(hf, "llama"),
         add_bias_linear=hf.mlp_bias,
         add_qkv_bias=hf.attention_bias,
         add_attention_output_bias=hf.attention_bias,

@@ -1,0 +1,98 @@
+"""Falcon (Almazrouei et al. 2023): attention beside the MLP, few key/value heads, rotary positions or ALiBi."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from lightning_megatron.convert.family import Family, activation
+from lightning_megatron.convert.gpt_configs import rope_fields
+from lightning_megatron.convert.gpt_rules import FusedNames, fused_rules
+from lightning_megatron.convert.rules import Rule
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.models.config import ModelConfig
+
+
+def _describe(hf: Any) -> ModelConfig:
+    _check(hf)
+    model = ModelConfig(
+        family="falcon",
+        num_layers=hf.num_hidden_layers,
+        hidden_size=hf.hidden_size,
+        ffn_hidden_size=hf.ffn_hidden_size,
+        num_attention_heads=hf.num_attention_heads,
+        num_query_groups=_groups(hf),
+        kv_channels=hf.hidden_size // hf.num_attention_heads,
+        vocab_size=hf.vocab_size,
+        max_position_embeddings=hf.max_position_embeddings,
+        layernorm_epsilon=hf.layer_norm_epsilon,
+        activation=activation(hf.activation),
+        add_bias_linear=bool(hf.bias),
+        add_qkv_bias=bool(hf.bias),
+        parallel_attention=bool(hf.parallel_attn),
+        parallel_attention_norms=_norms(hf),
+        share_embeddings_and_output_weights=hf.tie_word_embeddings,
+        hidden_dropout=hf.hidden_dropout,
+        # Hugging Face drops what attention returns with the probability for attention weights, unless the two blocks
+        # are parallel, and attention weights with ALiBi only.
+        attention_output_dropout=None if hf.parallel_attn else hf.attention_dropout,
+        attention_dropout=hf.attention_dropout if hf.alibi else 0.0,
+        init_method_std=hf.initializer_range,
+        scaled_residual_init=False,
+    )
+    if hf.alibi:
+        return replace(model, position_embedding_type="alibi", alibi_scaled=True)
+    return replace(model, position_embedding_type="rope", **rope_fields(hf))
+
+
+def _groups(hf: Any) -> int:
+    if hf.new_decoder_architecture:
+        return int(hf.num_kv_heads)
+    return 1 if hf.multi_query else int(hf.num_attention_heads)
+
+
+def _norms(hf: Any) -> Any:
+    if not hf.new_decoder_architecture:
+        return 1
+    return 2 if hf.num_ln_in_parallel_attn is None else hf.num_ln_in_parallel_attn
+
+
+def _check(hf: Any) -> None:
+    """Refuse combinations for which Hugging Face's own model fails."""
+    if hf.new_decoder_architecture and not hf.parallel_attn:
+        raise ConfigError(
+            "parallel_attn=False with new_decoder_architecture=True is not supported, nor computed by Hugging Face; "
+            "use parallel_attn=True"
+        )
+    choices = (None, 1, 2) if hf.new_decoder_architecture else (None, 1)
+    if hf.num_ln_in_parallel_attn not in choices:
+        raise ConfigError(
+            f"num_ln_in_parallel_attn={hf.num_ln_in_parallel_attn} with new_decoder_architecture="
+            f"{hf.new_decoder_architecture} is not supported, nor computed by Hugging Face; use one of {choices}"
+        )
+    many = not (hf.new_decoder_architecture or hf.multi_query)
+    if many and hf.num_kv_heads != hf.num_attention_heads:
+        raise ConfigError(
+            f"num_kv_heads={hf.num_kv_heads} is not num_attention_heads={hf.num_attention_heads}, with neither "
+            "multi_query nor new_decoder_architecture; leave num_kv_heads out"
+        )
+
+
+def _rules(model: ModelConfig) -> list[Rule]:
+    # query_key_value is in Megatron's order in each of the three architectures.
+    names = FusedNames()
+    if model.parallel_attention:
+        names = replace(names, mlp_norm=None)
+        if model.parallel_attention_norms == 2:
+            names = replace(names, input_norm="ln_attn", mlp_norm="ln_mlp")
+    return fused_rules(names, model)
+
+
+FAMILY = Family(
+    model_type="falcon",
+    describe=_describe,
+    rules=_rules,
+    architectures={"causal_lm": "FalconForCausalLM"},
+    base_prefix="transformer.",
+    required={},
+)

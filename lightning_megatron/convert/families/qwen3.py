@@ -1,0 +1,32 @@
+"""Qwen 3 (Yang et al. 2025): Llama that normalizes each head's queries and keys, with heads of any width."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from lightning_megatron.convert.family import Family
+from lightning_megatron.convert.gpt_configs import llama_config, window_fields
+from lightning_megatron.convert.gpt_rules import llama_rules
+from lightning_megatron.models.config import ModelConfig
+
+
+def _describe(hf: Any) -> ModelConfig:
+    return replace(
+        llama_config(hf, "qwen3"),
+        add_qkv_bias=hf.attention_bias,
+        add_attention_output_bias=hf.attention_bias,
+        qk_layernorm=True,
+        **window_fields(hf),
+    )
+
+
+FAMILY = Family(
+    model_type="qwen3",
+    describe=_describe,
+    required={},
+    rules=llama_rules,
+    architectures={"causal_lm": "Qwen3ForCausalLM"},
+    base_prefix="model.",
+    buffers=("*.rotary_emb.inv_freq",),
+)

@@ -1,0 +1,136 @@
+"""How are the weights of a decoder named here and there? The pieces that several GPT families share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lightning_megatron.convert.rules import LAYER, Rule, qkv_order
+from lightning_megatron.models.config import ModelConfig
+
+_LAYERS = "decoder.layers."
+_ATTENTION, _MLP = _LAYERS + "self_attention.", _LAYERS + "mlp."
+_INPUT_NORM, _MLP_NORM = _ATTENTION + "linear_qkv.layer_norm_", _MLP + "linear_fc1.layer_norm_"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedNames:
+    """Hugging Face's names in a decoder that keeps queries, keys and values in one matrix, without ``.weight``."""
+
+    embedding: str = "transformer.word_embeddings"
+    final_norm: str = "transformer.ln_f"
+    layer: str = f"transformer.h.{LAYER}."
+    """What the following names begin with."""
+    input_norm: str = "input_layernorm"
+    mlp_norm: str | None = "post_attention_layernorm"
+    """None if the MLP shares the attention's norm."""
+    qkv: str = "self_attention.query_key_value"
+    proj: str = "self_attention.dense"
+    fc1: str = "mlp.dense_h_to_4h"
+    fc2: str = "mlp.dense_4h_to_h"
+
+
+GPT2_NAMES = FusedNames(
+    embedding="transformer.wte",
+    input_norm="ln_1",
+    mlp_norm="ln_2",
+    qkv="attn.c_attn",
+    proj="attn.c_proj",
+    fc1="mlp.c_fc",
+    fc2="mlp.c_proj",
+)
+
+
+def fused_rules(
+    names: FusedNames, model: ModelConfig, order: torch.Tensor | None = None, *, transposed: bool = False
+) -> list[Rule]:
+    """All weights of a decoder with one matrix for queries, keys and values.
+
+    Args:
+        names: The family's.
+        model: The description.
+        order: Of the rows of the matrix for queries, keys and values; None if it is Megatron's.
+        transposed: Whether the layers' matrices are kept transposed.
+    """
+    hf = names.layer
+    rules = [
+        Rule(megatron="embedding.word_embeddings.weight", hugging_face=(names.embedding + ".weight",)),
+        *norm("decoder.final_layernorm.", names.final_norm, model),
+        *norm(_INPUT_NORM, hf + names.input_norm, model),
+        *linear(_ATTENTION + "linear_qkv", (hf + names.qkv,), model.add_qkv_bias, order=order, transposed=transposed),
+        *linear(_ATTENTION + "linear_proj", (hf + names.proj,), model.has_attention_output_bias, transposed=transposed),
+        *linear(_MLP + "linear_fc1", (hf + names.fc1,), model.add_bias_linear, transposed=transposed),
+        *linear(_MLP + "linear_fc2", (hf + names.fc2,), model.add_bias_linear, transposed=transposed),
+        *_head(model),
+    ]
+    if names.mlp_norm is not None:
+        rules += norm(_MLP_NORM, hf + names.mlp_norm, model)
+    return rules
+
+
+def llama_rules(model: ModelConfig) -> list[Rule]:
+    """All weights of a decoder with three matrices for queries, keys and values, and a gated MLP."""
+    hf = f"model.layers.{LAYER}."
+    queries, keys = model.num_attention_heads * model.kv_channels, model.num_query_groups * model.kv_channels
+    rules = [
+        Rule(megatron="embedding.word_embeddings.weight", hugging_face=("model.embed_tokens.weight",)),
+        *norm("decoder.final_layernorm.", "model.norm", model),
+        *norm(_INPUT_NORM, hf + "input_layernorm", model),
+        *linear(
+            _ATTENTION + "linear_qkv",
+            tuple(f"{hf}self_attn.{name}_proj" for name in "qkv"),
+            model.add_qkv_bias,
+            rows=(queries, keys, keys),
+            order=qkv_order(model.num_attention_heads, model.num_query_groups, model.kv_channels),
+        ),
+        *linear(_ATTENTION + "linear_proj", (hf + "self_attn.o_proj",), model.has_attention_output_bias),
+        *norm(_MLP_NORM, hf + "post_attention_layernorm", model),
+        *linear(
+            _MLP + "linear_fc1",
+            (hf + "mlp.gate_proj", hf + "mlp.up_proj"),
+            model.add_bias_linear,
+            rows=(model.ffn_hidden_size, model.ffn_hidden_size),
+        ),
+        *linear(_MLP + "linear_fc2", (hf + "mlp.down_proj",), model.add_bias_linear),
+        *_head(model),
+    ]
+    if model.qk_layernorm:
+        rules += norm(_ATTENTION + "q_layernorm.", hf + "self_attn.q_norm", model)
+        rules += norm(_ATTENTION + "k_layernorm.", hf + "self_attn.k_norm", model)
+    return rules
+
+
+def linear(
+    megatron: str,
+    hugging_face: tuple[str, ...],
+    has_bias: bool,
+    *,
+    rows: tuple[int, ...] = (),
+    order: torch.Tensor | None = None,
+    transposed: bool = False,
+) -> list[Rule]:
+    """A matrix and, if it has one, its bias; the arguments are those of ``Rule``, names without ``.weight``."""
+    weights, biases = (tuple(f"{name}.{kind}" for name in hugging_face) for kind in ("weight", "bias"))
+    rules = [Rule(megatron=megatron + ".weight", hugging_face=weights, rows=rows, order=order, transposed=transposed)]
+    if has_bias:
+        rules.append(Rule(megatron=megatron + ".bias", hugging_face=biases, rows=rows, order=order))
+    return rules
+
+
+def norm(megatron: str, hugging_face: str, model: ModelConfig) -> list[Rule]:
+    """A norm's weight and, for LayerNorm, its bias; ``megatron`` ends where ``weight`` begins."""
+    kinds = ("weight", "bias") if model.normalization == "LayerNorm" else ("weight",)
+    return [Rule(megatron=megatron + kind, hugging_face=(f"{hugging_face}.{kind}",)) for kind in kinds]
+
+
+def absolute_positions(name: str) -> list[Rule]:
+    """The table of learned positions, called ``name`` there, without ``.weight``."""
+    return [Rule(megatron="embedding.position_embeddings.weight", hugging_face=(name + ".weight",))]
+
+
+def _head(model: ModelConfig) -> list[Rule]:
+    """The output layer, if it is not the embedding."""
+    if model.share_embeddings_and_output_weights:
+        return []
+    return [Rule(megatron="output_layer.weight", hugging_face=("lm_head.weight",))]
