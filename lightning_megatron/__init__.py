@@ -24,12 +24,14 @@ if TYPE_CHECKING:
     from lightning_megatron.module import MegatronModule
     from lightning_megatron.precision import MegatronPrecision
     from lightning_megatron.steps.base import TrainStep
+    from lightning_megatron.steps.bert import BertTrainStep
     from lightning_megatron.steps.gpt import GPTTrainStep
     from lightning_megatron.strategy import MegatronStrategy
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "BertTrainStep": "lightning_megatron.steps.bert",
     "CheckpointError": "lightning_megatron.errors",
     "ConfigError": "lightning_megatron.errors",
     "DataError": "lightning_megatron.errors",
@@ -50,6 +52,7 @@ _HOMES = {
 """Public name -> the module that defines it."""
 
 __all__ = [
+    "BertTrainStep",
     "CheckpointError",
     "ConfigError",
     "DataError",

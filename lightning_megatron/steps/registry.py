@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.steps.base import TrainStep
+from lightning_megatron.steps.bert import BertTrainStep
 from lightning_megatron.steps.gpt import GPTTrainStep
 
-_STEPS: dict[str, type[TrainStep]] = {"gpt": GPTTrainStep}
+_STEPS: dict[str, type[TrainStep]] = {"bert": BertTrainStep, "gpt": GPTTrainStep}
 
 
 def train_step_named(name: str) -> TrainStep:
