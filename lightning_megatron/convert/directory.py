@@ -1,0 +1,195 @@
+"""How is a Hugging Face model directory written, so that nothing half-written carries a final name?
+
+Files are written into a folder of another name and moved at the end. What ``from_pretrained`` looks for first (the
+single file, or the index) leaves first and arrives last: a directory is the old model, the new one, or none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from lightning_megatron.convert.hugging_face_files import INDEX_FILE, SAFETENSORS_NAMES, WEIGHTS_FILE
+from lightning_megatron.errors import CheckpointError, ConfigError
+
+Contents = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype of each tensor."""
+
+_CONFIG_FILE = "config.json"
+_GENERATION_CONFIG_FILE = "generation_config.json"
+_ENTRY_FILES = (WEIGHTS_FILE, INDEX_FILE)
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def size_in_bytes(size: str | int) -> int:
+    """Bytes of ``200MB``, ``5GB``, ``1.5GiB`` or a number.
+
+    Raises:
+        ConfigError: If it is not a positive size.
+    """
+    parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
+    if isinstance(size, bool) or not parts or parts[2].upper() not in _UNITS or float(parts[1]) <= 0:
+        raise ConfigError(f"max_shard_size={size!r} is not a size; use e.g. '200MB', '5GB', or a number of bytes")
+    return max(1, int(float(parts[1]) * _UNITS[parts[2].upper()]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightFile:
+    """One safetensors file that is to be written."""
+
+    name: str
+    contents: Contents
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of its tensors, in their order."""
+        return tuple(self.contents)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its tensors."""
+        return sum(_num_bytes(*entry) for entry in self.contents.values())
+
+    @property
+    def header(self) -> bytes:
+        """Everything before the tensors' bytes."""
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        start = 0
+        for name, (shape, dtype) in self.contents.items():
+            stop = start + _num_bytes(shape, dtype)
+            entries[name] = {"dtype": SAFETENSORS_NAMES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
+            start = stop
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+
+def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+def files_of(contents: Contents, largest: int) -> list[WeightFile]:
+    """Cut the tensors, in their order, into files of at most ``largest`` bytes or one tensor."""
+    parts: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = []
+    filled = 0
+    for name, entry in contents.items():
+        size = _num_bytes(*entry)
+        if not parts or filled + size > largest:
+            parts.append({})
+            filled = 0
+        parts[-1][name] = entry
+        filled += size
+    if len(parts) == 1:
+        return [WeightFile(name=WEIGHTS_FILE, contents=parts[0])]
+    count = len(parts)
+    return [WeightFile(name=f"model-{i:05}-of-{count:05}.safetensors", contents=p) for i, p in enumerate(parts, 1)]
+
+
+class Directory:
+    """Rank 0's writer of a model directory: ``begin``, ``write`` every tensor in order, ``finish``, ``discard``."""
+
+    def __init__(self, path: Path, files: list[WeightFile]) -> None:
+        self._path = path.absolute()
+        self._files = files
+        # Inside what exists: that is surely the same disk, and its parent need not be ours.
+        beside = self._path.with_name(f".{self._path.name}.partial")
+        self._staged = self._path / ".partial" if self._path.is_dir() else beside
+        self._remaining = iter([(file, name) for file in files for name in file.names])
+        self._open: BinaryIO | None = None
+
+    def begin(self) -> None:
+        """Make sure that the directory can be written."""
+        with _disk_errors(self._path):
+            if self._path.exists() and not self._path.is_dir():
+                raise CheckpointError(f"{self._path} is a file; give the name of a directory to save the model in")
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(self._staged, ignore_errors=True)
+            self._staged.mkdir()
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Append the next tensor; at the end of a file it is forced to the disk."""
+        file, expected = next(self._remaining)
+        assert name == expected
+        shape, dtype = file.contents[name]
+        assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype), name
+        with _disk_errors(self._path):
+            if name == file.names[0]:
+                self._open = (self._staged / file.name).open("wb")
+                self._open.write(file.header)
+            assert self._open is not None
+            self._open.write(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
+            if name == file.names[-1]:
+                self._close(self._open)
+                self._open = None
+
+    def finish(self, config: Any, source: Path | None) -> None:
+        """Write the small files and give everything its final name."""
+        with _disk_errors(self._path):
+            if len(self._files) > 1:
+                self._write_json(INDEX_FILE, self._index())
+            config.save_pretrained(self._staged)
+            if source is not None and (source / _GENERATION_CONFIG_FILE).is_file():
+                shutil.copyfile(source / _GENERATION_CONFIG_FILE, self._staged / _GENERATION_CONFIG_FILE)
+            self._move()
+
+    def discard(self) -> None:
+        """Remove what has no final name yet."""
+        if self._open is not None:
+            with contextlib.suppress(OSError):
+                self._open.close()
+        shutil.rmtree(self._staged, ignore_errors=True)
+
+    def _index(self) -> dict[str, Any]:
+        total = sum(file.num_bytes for file in self._files)
+        parameters = sum(math.prod(shape) for file in self._files for shape, _ in file.contents.values())
+        return {
+            "metadata": {"total_size": total, "total_parameters": parameters},
+            "weight_map": {name: file.name for file in self._files for name in file.names},
+        }
+
+    def _write_json(self, name: str, content: dict[str, Any]) -> None:
+        with (self._staged / name).open("wb") as file:
+            file.write(json.dumps(content, indent=2, sort_keys=True).encode() + b"\n")
+
+    def _close(self, file: BinaryIO) -> None:
+        file.flush()
+        os.fsync(file.fileno())
+        file.close()
+
+    def _move(self) -> None:
+        """The moment of change: short, and never with the old entry before the new files."""
+        if not self._path.exists():
+            self._staged.rename(self._path)
+            return
+        for name in _ENTRY_FILES:
+            (self._path / name).unlink(missing_ok=True)
+        new = sorted((file.name for file in self._staged.iterdir()), key=lambda name: name in _ENTRY_FILES)
+        for name in new:
+            (self._staged / name).replace(self._path / name)
+        for file in self._path.iterdir():
+            if _SHARD.fullmatch(file.name) and file.name not in new:
+                file.unlink()
+        self._staged.rmdir()
+
+
+@contextlib.contextmanager
+def _disk_errors(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"model directory {directory} cannot be written ({error}); choose a directory that can be written, with "
+            "enough space"
+        ) from error

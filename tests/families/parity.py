@@ -1,0 +1,310 @@
+"""Does a family equal Hugging Face, in any layout? One call compares everything.
+
+``check_family`` takes a tiny Hugging Face model with random weights and a batch, and compares, on a layout's ranks: the
+logits, the loss, the gradient of every parameter (under its Hugging Face name), and the weights that ``save_pretrained``
+writes (bit for bit, and loaded by transformers again). A family's test is::
+
+    @functools.cache
+    def _model() -> Any:
+        return tiny_model(AutoModelForCausalLM, Qwen3Config(vocab_size=83, hidden_size=32, ...))
+
+    @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+    def test_qwen3_equals_hugging_face_in_every_layout(layout: Layout) -> None:
+        check_family(_model(), layout, padded_sentences())
+
+The model: fp32, few layers (a multiple of 4 for ``LAYOUTS``), sizes other than the defaults, a prime vocabulary, every
+dropout 0. The rows are what a DataLoader yields one by one; Hugging Face gets them stacked, as its keyword arguments,
+with its own loss. So the rows have Hugging Face's names, which the train step must understand. Further heads::
+
+    check_family(model_with_head, layout, rows, task="token_classification")
+
+Logits come from the model's last stage: the step runs as ever, but the model is asked without its ``labels``. They are
+compared at real positions, that is where ``attention_mask`` is 1, or where an encoder-decoder's ``labels`` are targets.
+A model whose embedding has a ``padding_idx`` must not see that token at a real position: torch drops its gradient.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from tests.parity.comparison import relative_error
+from tests.parity.sharding import Tensors, gradients_in_place_of_weights
+from tests.parity.training import Case, Layout, trainer_of
+from tests.ranks import run_ranks
+
+Rows = list[dict[str, torch.Tensor]]
+
+LAYOUTS = (
+    Layout(),
+    Layout(tp=2),
+    Layout(pp=2, num_microbatches=2),
+    Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2),
+    Layout(pp=2, vpp=2, num_microbatches=2),
+)
+"""Each way of splitting a model once; the rows must divide into two microbatches, the sequence into two parts."""
+
+VOCAB_SIZE = 83
+"""A prime: every layout needs padding rows."""
+
+MAKE_VOCAB_SIZE_DIVISIBLE_BY = 8
+
+# Logits are of size 1 to 10 and come out of four layers in another order of additions.
+_LOGITS_ATOL = 2e-5
+_LOSS_RTOL = 2e-6
+# Of each gradient's norm; and of the norm over all, for gradients that are zero on paper (that of a key's bias).
+_GRADIENT_RTOL = 2e-5
+_GRADIENT_ATOL = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyAnswer:
+    """What one rank returned."""
+
+    outputs: list[torch.Tensor]
+    """Of the last stage, rows first, fp32; empty before it."""
+    tp_rank: int
+    dp_rank: int
+    loss: float
+    gradients: Tensors
+    """Whole, in Hugging Face's names; on rank 0 only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Reference:
+    """What Hugging Face's model answers."""
+
+    outputs: list[torch.Tensor]
+    loss: float
+    gradients: Tensors
+
+
+def tiny_model(auto_class: Any, config: Any, seed: int = 3) -> Any:
+    """A model with weights of a trained one's variety: no norm is 1, no bias 0, no two rows alike."""
+    torch.manual_seed(seed)
+    model = auto_class.from_config(config, attn_implementation="eager") if _is_auto(auto_class) else auto_class(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+            else:
+                # About 1/sqrt(h): activations of size 1, so that attention and MLP bend as in a real model.
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model.float().eval()
+
+
+def _is_auto(model_class: Any) -> bool:
+    return hasattr(model_class, "_model_mapping")
+
+
+def padded_sentences(
+    lengths: tuple[int, ...] = (16, 9, 5, 12), seq_length: int = 16, vocab_size: int = VOCAB_SIZE, side: str = "right"
+) -> Rows:
+    """Rows of ``input_ids``, ``attention_mask`` and ``labels`` (-100 on and right after padding), for causal models."""
+    tokens = torch.randint(1, vocab_size, (len(lengths), seq_length), generator=torch.Generator().manual_seed(5))
+    rows = []
+    for row, length in zip(tokens, lengths, strict=True):
+        mask = torch.zeros_like(row)
+        mask[slice(None, length) if side == "right" else slice(-length, None)] = 1
+        is_target = (mask == 1) & (mask.roll(1) == 1)
+        rows.append({"input_ids": row, "attention_mask": mask, "labels": row.masked_fill(~is_target, -100)})
+    return rows
+
+
+def check_family(
+    hf_model: Any, layout: Layout, rows: Rows, *, task: str | None = None, train_step: Any = None, logits: bool = True
+) -> list[FamilyAnswer]:
+    """Assert that ``hf_model`` and this package's model with its weights do the same on ``layout``.
+
+    Args:
+        hf_model: The Hugging Face model with its head; see ``tiny_model``.
+        layout: How this package's is split; up to four ranks.
+        rows: A whole batch; each row with the names that the Hugging Face model takes.
+        task: As for ``MegatronModule``; None for the one that the model's class has.
+        train_step: As for ``MegatronModule`` (picklable); None for the architecture's.
+        logits: Whether to compare logits; False where Hugging Face's differ by design.
+
+    Returns:
+        What each rank answered, for further checks.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="family_"))
+    try:
+        hf_model.save_pretrained(directory / "source")
+        case = Case(layout=layout, steps=1)
+        arguments = (str(directory), case, rows, task, train_step)
+        answers: list[FamilyAnswer] = run_ranks(answer_of_family, layout.world_size, *arguments)
+        reference = _reference(hf_model, rows)
+        if logits:
+            _compare_outputs(answers, reference, _real_positions(hf_model, rows), layout)
+        for answer in answers:
+            torch.testing.assert_close(answer.loss, reference.loss, rtol=_LOSS_RTOL, atol=0.0)
+        _compare_gradients(answers[0].gradients, reference.gradients)
+        _compare_saved(directory / "saved", hf_model)
+    finally:
+        shutil.rmtree(directory)
+    return answers
+
+
+def _reference(hf_model: Any, rows: Rows) -> _Reference:
+    hf_model.zero_grad(set_to_none=True)
+    output = hf_model(**{name: torch.stack([row[name] for row in rows]) for name in rows[0]})
+    output.loss.backward()
+    # A parameter that takes no part in the loss has no gradient there and a zero here.
+    gradients = {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        for name, parameter in hf_model.named_parameters()
+    }
+    named = ("logits", "prediction_logits", "seq_relationship_logits")
+    outputs = [output[name].detach() for name in named if output.get(name) is not None]
+    if "start_logits" in output:
+        outputs.append(torch.stack([output.start_logits, output.end_logits], dim=-1).detach())
+    return _Reference(outputs=outputs, loss=output.loss.item(), gradients=gradients)
+
+
+def _real_positions(hf_model: Any, rows: Rows) -> torch.Tensor | None:
+    if hf_model.config.is_encoder_decoder:
+        return torch.stack([row["labels"] for row in rows]) != -100
+    if "attention_mask" not in rows[0]:
+        return None
+    return torch.stack([row["attention_mask"] for row in rows]).bool()
+
+
+def _compare_outputs(
+    answers: list[FamilyAnswer], reference: _Reference, real: torch.Tensor | None, layout: Layout
+) -> None:
+    last = sorted((a for a in answers if a.outputs), key=lambda a: (a.dp_rank, a.tp_rank))
+    assert {len(answer.outputs) for answer in last} == {len(reference.outputs)}
+    for i, expected in enumerate(reference.outputs):
+        copies = [last[n : n + layout.tp] for n in range(0, len(last), layout.tp)]
+        of_copies = [_joined_over_tp([a.outputs[i] for a in copy], expected.shape[-1]) for copy in copies]
+        # Rows are dealt to the copies of the model in turn.
+        actual = torch.stack(of_copies, dim=1).flatten(0, 1)
+        assert actual.shape == expected.shape
+        if real is not None and actual.dim() == 3:
+            actual, expected = actual[real], expected[real]
+        torch.testing.assert_close(actual, expected, rtol=0.0, atol=_LOGITS_ATOL)
+
+
+def _joined_over_tp(parts: list[torch.Tensor], width: int) -> torch.Tensor:
+    if parts[0].shape[-1] == width:  # not split
+        assert all(torch.equal(part, parts[0]) for part in parts)
+        return parts[0]
+    whole = torch.cat(parts, dim=-1)
+    assert (whole[..., width:] == -torch.inf).all(), "padding of the vocabulary could win"
+    return whole[..., :width]
+
+
+def _compare_gradients(actual: Tensors, expected: Tensors) -> None:
+    assert actual.keys() == expected.keys(), sorted(actual.keys() ^ expected.keys())
+    total = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    errors = {}
+    for name, gradient in expected.items():
+        assert actual[name].shape == gradient.shape, name
+        limit = _GRADIENT_RTOL * gradient.norm() + _GRADIENT_ATOL * total
+        errors[name] = float((actual[name] - gradient).norm() / limit)
+    wrong = [f"{n}: {relative_error(actual[n], expected[n]):.2g}" for n, error in errors.items() if error > 1]
+    assert not wrong, f"gradients differ, relative to their norms: {', '.join(wrong)}"
+
+
+def _compare_saved(directory: Path, hf_model: Any) -> None:
+    """What was saved is what was loaded, has no tensor more or less, and transformers finds nothing to complain of."""
+    loaded, report = type(hf_model).from_pretrained(directory, output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    expected, actual = hf_model.state_dict(), loaded.state_dict()
+    assert actual.keys() == expected.keys()
+    different = [name for name, tensor in expected.items() if not torch.equal(actual[name], tensor)]
+    assert not different, f"weights differ: {', '.join(different)}"
+    assert loaded.config.architectures == [type(hf_model).__name__]
+
+
+# ---- on the ranks ---------------------------------------------------------------------------------------------------
+
+
+def answer_of_family(directory: str, case: Case, rows: Rows, task: str | None, train_step: Any) -> FamilyAnswer:
+    """Load ``directory/source``, answer the rows, train one step on them, and save as ``directory/saved``."""
+    from lightning.pytorch import Callback
+
+    from lightning_megatron.convert.save import hugging_face_tensors
+
+    class Recorder(Callback):
+        """Saves the loaded weights and keeps the first gradients."""
+
+        gradients: Tensors = {}
+        loss = torch.nan
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            pl_module.save_pretrained(Path(directory) / "saved")
+
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            with gradients_in_place_of_weights(pl_module), pl_module.megatron.engine():
+                self.gradients = dict(hugging_face_tensors(pl_module.model_chunks, pl_module.model_config))
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.loss = outputs["loss"].item()
+
+    loader: DataLoader[Any] = DataLoader(rows, batch_size=len(rows) // case.layout.dp)  # type: ignore[arg-type]
+    answering = pretrained_module(directory + "/source", task=task, train_step=train_step)
+    answering.train_step = keeping = _keeping_outputs(answering.train_step)
+    trainer = trainer_of(case)
+    trainer.validate(answering, loader, verbose=False)
+    topology = trainer.strategy.topology
+    recorder = Recorder()
+    training = pretrained_module(directory + "/source", task=task, train_step=train_step)
+    trainer_of(case, callbacks=[recorder]).fit(training, loader)
+    return FamilyAnswer(
+        outputs=[torch.cat(parts) for parts in zip(*keeping.outputs, strict=True)],
+        tp_rank=topology.tp_rank,
+        dp_rank=topology.dp_rank,
+        loss=recorder.loss,
+        gradients=recorder.gradients,
+    )
+
+
+def pretrained_module(directory: str, **options: Any) -> Any:
+    """A module with the weights of ``directory``."""
+    from lightning_megatron import MegatronModule
+
+    options.setdefault("make_vocab_size_divisible_by", MAKE_VOCAB_SIZE_DIVISIBLE_BY)
+    return MegatronModule(model=directory, pretrained=True, **options)
+
+
+def _keeping_outputs(train_step: Any) -> Any:
+    """``train_step``, but the model is asked for logits and they are kept."""
+    from functools import partial
+
+    from lightning_megatron.steps.base import Batch, LossFunc, LossTerm
+
+    step_class: Any = type(train_step)
+
+    class KeepingOutputs(step_class):  # type: ignore[misc]
+        """Asks the model without labels."""
+
+        def __init__(self) -> None:
+            self.__dict__.update(train_step.__dict__)
+            self.outputs: list[list[torch.Tensor]] = []
+
+        def forward_step(self, data_iterator: Iterator[Batch], model: Any) -> tuple[Any, LossFunc]:
+            def without_labels(*args: Any, **kwargs: Any) -> Any:
+                return model(*args, **{k: None if k == "labels" else v for k, v in kwargs.items()})
+
+            output, _ = super().forward_step(data_iterator, without_labels)
+            return output, partial(self.loss_func, {})
+
+        def loss_func(self, batch: Batch, output: Any) -> dict[str, LossTerm]:
+            parts = output if isinstance(output, tuple | list) else (output,)
+            self.outputs.append([part.float().cpu() for part in parts if part is not None])
+            zero = torch.zeros((), device=self.outputs[-1][0].device)
+            return {name: LossTerm(zero, zero + 1) for name in self.loss_terms}
+
+        def metrics(self) -> dict[str, Any]:
+            return {}
+
+    return KeepingOutputs()
