@@ -130,16 +130,23 @@ class ParallelConfig:
                 f"num_decoder_layers={model.num_decoder_layers}); use fewer, a chunk without layers would only wait"
             )
 
-    def check_sequence(self, seq_length: int, max_position_embeddings: int | None = None) -> None:
+    def check_sequence(
+        self, seq_length: int, max_position_embeddings: int | None = None, *, name: str = "seq_length"
+    ) -> None:
         """Raise unless sequences of ``seq_length`` tokens can be split this way and the model has positions for them.
+
+        Args:
+            seq_length: Tokens.
+            max_position_embeddings: How many the model has positions for; None for any number.
+            name: What the error calls the length.
 
         Raises:
             ConfigError: If sequence parallelism cannot split the sequence evenly, or it is longer than the model's.
         """
         if self.uses_sequence_parallel and seq_length % self.tp != 0:
             raise ConfigError(
-                f"seq_length={seq_length} is not a multiple of tp={self.tp}, which sequence_parallel=True splits it "
-                f"by; use seq_length={math.ceil(seq_length / self.tp) * self.tp} or sequence_parallel=False"
+                f"{name}={seq_length} is not a multiple of tp={self.tp}, which sequence_parallel=True splits it "
+                f"by; use {name}={math.ceil(seq_length / self.tp) * self.tp} or sequence_parallel=False"
             )
         if max_position_embeddings is not None and seq_length > max_position_embeddings:
             raise ConfigError(

@@ -108,7 +108,8 @@ class Schedule:
             seq_length=self._step.seq_length(batch),
             data_parallel_size=self._topology.dp,
         )
-        parallel.check_sequence(shape.seq_length)
+        for name, length in self._step.split_lengths(batch).items():
+            parallel.check_sequence(length, name=name)
         self._denominators = self._global_counts(batch)
         self._targets_seen = []
         microbatches = split_rows(batch, parallel.num_microbatches)

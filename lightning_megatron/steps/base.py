@@ -81,6 +81,10 @@ class TrainStep(ABC):
     def seq_length(self, batch: Batch) -> int:
         """Tokens per row of a prepared batch: the length of what pipeline stages send to each other."""
 
+    def split_lengths(self, batch: Batch) -> Mapping[str, int]:
+        """Every length that sequence parallelism must be able to split, by what an error calls it; usually one."""
+        return {"seq_length": self.seq_length(batch)}
+
     def counts(self, batch: Batch) -> Mapping[str, torch.Tensor] | None:
         """How many targets each term has in a prepared batch, if that is known before the forward pass.
 

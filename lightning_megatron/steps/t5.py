@@ -1,0 +1,223 @@
+"""How does a T5 learn? Cross-entropy of the decoder's tokens, on Hugging Face batches and on Megatron's samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import ClassVar, cast
+
+import torch
+from torchmetrics import Metric
+
+from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.steps.base import Batch, LossFunc, LossTerm, TrainStep
+from lightning_megatron.steps.checks import check_labels, check_numbers
+from lightning_megatron.steps.masks import IGNORE_INDEX
+from lightning_megatron.steps.metrics import Perplexity
+
+_EITHER = ("labels", "loss_mask", "sample_mask")
+_HUGGING_FACE = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
+_MEGATRON = {
+    "text_enc": "input_ids",
+    "text_dec": "decoder_input_ids",
+    "enc_mask": "attention_mask",
+    "dec_mask": "decoder_attention_mask",
+    "enc_dec_mask": "cross_mask",
+    "truncated": "truncated",
+}
+"""What Megatron's samples call what Hugging Face calls otherwise; whether a sample was cut short changes nothing."""
+
+
+class T5TrainStep(TrainStep):
+    """Cross-entropy of the decoder's next token, averaged over the targets of the global batch.
+
+    Accepts two kinds of batches:
+
+    * Hugging Face's: ``input_ids`` [b, s_enc] and ``labels`` [b, s_dec] (-100 ignored) and, optionally,
+      ``attention_mask`` [b, s_enc], ``decoder_input_ids`` and ``decoder_attention_mask`` [b, s_dec]. Without
+      ``decoder_input_ids`` the decoder reads the labels shifted to the right by one.
+    * Megatron's: ``text_enc``, ``text_dec``, ``labels`` (-1 ignored) and, optionally, ``enc_mask``, ``dec_mask``,
+      ``enc_dec_mask``: 1 where something is to be seen, [b, keys] or [b, queries, keys], causal or not.
+
+    Padding of the encoder is hidden from both stacks; the decoder sees backwards only, its own padding too unless a
+    mask hides it. Either kind may carry ``loss_mask`` [b, s_dec] and ``sample_mask`` [b]: the loss of a token, and of a
+    row, counts this much.
+    """
+
+    loss_terms: ClassVar[tuple[str, ...]] = ("lm_loss",)
+
+    def bind(self, model: ModelConfig) -> None:
+        """Learn which tokens start and pad.
+
+        Raises:
+            ConfigError: If the model is no T5.
+        """
+        if model.architecture != "t5":
+            raise ConfigError(
+                f"T5TrainStep trains T5s, and {model.family} is a {model.architecture.upper()}; use "
+                f"train_step={model.architecture!r}"
+            )
+        super().bind(model)
+
+    def check_batch(self, batch: Batch) -> None:
+        """Refuse unknown keys, wrong shapes, numbers out of range, and masks that contradict each other.
+
+        Raises:
+            DataError: With the key, the value and the rule.
+        """
+        named = _named(batch)
+        _check_shapes(named)
+        vocab_size = self.model.vocab_size
+        for name in ("input_ids", "decoder_input_ids"):
+            if name in named:
+                check_numbers(_given_name(name, batch), named[name].long(), vocab_size, "vocab_size")
+        check_labels("labels", named["labels"].long(), vocab_size, "vocab_size")
+        if "cross_mask" in named:
+            encoder = named.get("attention_mask")
+            seen = named["input_ids"].new_ones(named["input_ids"].shape) if encoder is None else _visible_keys(encoder)
+            # Rows of padding in the decoder may be told to see nothing.
+            if not torch.equal(_visible_keys(named["cross_mask"]).bool(), seen.bool()):
+                raise DataError(
+                    "enc_dec_mask shows the decoder other tokens of the encoder than enc_mask shows the encoder; give "
+                    "the padding of text_enc in both, or leave enc_dec_mask out"
+                )
+
+    def prepare_batch(self, batch: Batch) -> Batch:
+        """``encoder_ids``, ``decoder_ids``, ``targets`` int64, ``loss_mask`` fp32, and the masks [b, s] that there are.
+
+        Raises:
+            DataError: If a key is missing or not understood.
+        """
+        named = _named(batch)
+        labels = named["labels"].long()
+        # Megatron's -1, too: no token is negative.
+        labels = labels.masked_fill(labels < 0, IGNORE_INDEX)
+        decoder_ids = named["decoder_input_ids"].long() if "decoder_input_ids" in named else self._shifted(labels)
+        loss_mask = (labels != IGNORE_INDEX).float()
+        if "loss_mask" in named:
+            loss_mask = loss_mask * named["loss_mask"].float()
+        if "sample_mask" in named:
+            loss_mask = loss_mask * named["sample_mask"].float()[:, None]
+        prepared = {
+            "encoder_ids": named["input_ids"].long(),
+            "decoder_ids": decoder_ids,
+            "targets": labels.clamp(min=0),
+            "loss_mask": loss_mask,
+        }
+        for ours, theirs in (("encoder_mask", "attention_mask"), ("decoder_mask", "decoder_attention_mask")):
+            if theirs in named:
+                prepared[ours] = _visible_keys(named[theirs])
+        return prepared
+
+    def _shifted(self, labels: torch.Tensor) -> torch.Tensor:
+        """The labels one to the right, after the start token; padding where there is no label."""
+        shifted = labels.roll(1, dims=1)
+        shifted[:, 0] = self.model.decoder_start_token_id
+        return shifted.masked_fill(shifted == IGNORE_INDEX, self.model.pad_token_id)
+
+    def pad_rows(self, batch: Batch, num_rows: int) -> Batch:
+        """Repeat the last row with an empty loss mask."""
+        missing = num_rows - batch["targets"].shape[0]
+        padded = {k: torch.cat([v, v[-1:].expand(missing, *v.shape[1:])]) for k, v in batch.items()}
+        padded["loss_mask"][-missing:] = 0
+        return padded
+
+    def seq_length(self, batch: Batch) -> int:
+        """Tokens per row of both stacks: stages send the states of encoder and decoder in one message."""
+        return sum(self.split_lengths(batch).values())
+
+    def split_lengths(self, batch: Batch) -> Mapping[str, int]:
+        """Tokens of the encoder and of the decoder, each of which sequence parallelism splits."""
+        return {
+            "length of input_ids": batch["encoder_ids"].shape[1],
+            "length of labels": batch["decoder_ids"].shape[1],
+        }
+
+    def counts(self, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """The number of targets, known from the masks alone."""
+        return {"lm_loss": batch["loss_mask"].sum()}
+
+    def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, LossFunc]:
+        """Per-token losses [b, s_dec] on the last stage, packed hidden states before it."""
+        batch = self.get_batch(data_iterator)
+        output = model(
+            batch["encoder_ids"],
+            batch["decoder_ids"],
+            batch.get("encoder_mask"),
+            batch.get("decoder_mask"),
+            labels=batch["targets"],
+        )
+        return output, partial(self.loss_func, batch)
+
+    def loss_func(self, batch: Batch, output: torch.Tensor) -> dict[str, LossTerm]:
+        """The masked sum of the per-token losses.
+
+        Args:
+            batch: The prepared microbatch.
+            output: Per-token cross-entropy, [b, s_dec], fp32.
+        """
+        loss_mask = batch["loss_mask"]
+        return {"lm_loss": LossTerm((output.float() * loss_mask).sum(), loss_mask.sum())}
+
+    def metrics(self) -> dict[str, Metric]:
+        """``perplexity`` of the decoder's tokens."""
+        return {"perplexity": Perplexity()}
+
+    def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: torch.Tensor) -> None:
+        """Take in the losses of one microbatch, each with its weight."""
+        cast("Perplexity", metrics["perplexity"]).update(output.float(), batch["loss_mask"])
+
+
+def _named(batch: Batch) -> Batch:
+    """The batch by Hugging Face's names.
+
+    Raises:
+        DataError: If a key is missing or not understood, or the two kinds are mixed.
+    """
+    is_megatrons = "text_enc" in batch
+    names = _MEGATRON if is_megatrons else {name: name for name in _HUGGING_FACE}
+    names = {**names, **{name: name for name in _EITHER}}
+    for key in batch:
+        if key not in names:
+            raise DataError(
+                f"batch key {key!r} is not understood by T5TrainStep; use {', '.join(names)} (or Megatron's names, "
+                "text_enc and so on), or override prepare_batch"
+            )
+    for name in ("text_enc", "text_dec", "labels") if is_megatrons else ("input_ids", "labels"):
+        if name not in batch:
+            raise DataError(f"batch keys {', '.join(sorted(batch))} have no {name!r}, which a T5 learns from; add it")
+    return {names[key]: tensor for key, tensor in batch.items()}
+
+
+def _given_name(name: str, batch: Batch) -> str:
+    """What the user calls it."""
+    return next(key for key in (name, *(k for k, v in _MEGATRON.items() if v == name)) if key in batch)
+
+
+def _check_shapes(named: Batch) -> None:
+    encoder, decoder = named["input_ids"].shape, named["labels"].shape
+    for name in ("input_ids", "labels"):
+        if named[name].dim() != 2:
+            raise DataError(f"{name} have the shape {list(named[name].shape)}; give them as [rows, tokens]")
+    allowed: dict[str, tuple[tuple[int, ...], ...]] = {
+        "decoder_input_ids": (decoder,),
+        "loss_mask": (decoder,),
+        "sample_mask": (decoder[:1],),
+        "attention_mask": (encoder, (*encoder, encoder[1])),
+        "decoder_attention_mask": (decoder, (*decoder, decoder[1])),
+        "cross_mask": (encoder, (*decoder, encoder[1])),
+    }
+    for name, shapes in allowed.items():
+        if name in named and tuple(named[name].shape) not in shapes:
+            expected = " or ".join(str(list(shape)) for shape in shapes)
+            raise DataError(
+                f"{name} has the shape {list(named[name].shape)} and must have {expected}, as the tokens that it is "
+                "about; correct it"
+            )
+
+
+def _visible_keys(mask: torch.Tensor) -> torch.Tensor:
+    """1 for keys that any query sees, else 0: [b, keys] int64, of a mask [b, keys] or [b, queries, keys]."""
+    visible = mask > 0.5 if mask.is_floating_point() else mask != 0
+    return (visible.any(dim=1) if visible.dim() == 3 else visible).long()
