@@ -124,6 +124,7 @@ def _config_object(fields: Mapping[str, Any], *, check_keys: bool) -> Any:
         default = config_class()
         known = set(default.to_dict()) | set(config_class.attribute_map) | set(vars(default))
         known |= {"rope_theta", "rope_scaling"} if "rope_parameters" in known else set()
+        known.add("num_labels")  # kept as the length of id2label
         for key in arguments:
             if key not in known:
                 raise ConfigError(

@@ -307,4 +307,7 @@ def _keeping_outputs(train_step: Any) -> Any:
         def metrics(self) -> dict[str, Any]:
             return {}
 
+        def update_metrics(self, metrics: Any, batch: Batch, output: Any) -> None:
+            """There are none."""
+
     return KeepingOutputs()

@@ -106,8 +106,7 @@ FAMILY = Family(
         "question_answering": "MegatronBertForQuestionAnswering",
     },
     base_prefix="bert.",
-    # Copies of the tied word embeddings and of cls.predictions.bias, which some files contain.
-    buffers=("*embeddings.position_ids", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias"),
+    buffers=("*embeddings.position_ids",),
     required={
         "is_decoder": (False,),
         "add_cross_attention": (False,),
