@@ -41,11 +41,13 @@ class Case:
     model: Mapping[str, Any]
     """Fields of a Hugging Face config."""
     seq_length: int
-    """Tokens per row."""
+    """Tokens per row; of the encoder for a T5."""
     micro_batch_size: int
     """Rows of one microbatch."""
     num_microbatches: int
     """Microbatches per step of one data-parallel rank."""
+    decoder_seq_length: int = 0
+    """Tokens per row of a T5's decoder."""
     num_devices: int = 1
     """GPUs (or CPU processes) of the run."""
     layout: Mapping[str, Any] = field(default_factory=dict)
@@ -71,11 +73,12 @@ class Case:
     @property
     def tokens(self) -> int:
         """Tokens of one step over all ranks."""
-        return self.rows * self.data_parallel_size * self.seq_length
+        return self.rows * self.data_parallel_size * (self.seq_length + self.decoder_seq_length)
 
     def __str__(self) -> str:
         layout = " ".join(f"{name}={value}" for name, value in self.layout.items())
-        batch = f"s{self.seq_length} mb{self.micro_batch_size} x {self.num_microbatches}"
+        decoder = f"+{self.decoder_seq_length}" if self.decoder_seq_length else ""
+        batch = f"s{self.seq_length}{decoder} mb{self.micro_batch_size} x {self.num_microbatches}"
         return f"{self.num_devices} {self.accelerator}, {batch}, dp={self.data_parallel_size} {layout}".rstrip()
 
 
@@ -116,6 +119,30 @@ GPT2_LARGE: Mapping[str, Any] = {
     "attn_pdrop": 0.1,
 }
 """GPT-2 large (Radford et al. 2019), with its dropout."""
+
+BERT_LARGE: Mapping[str, Any] = {
+    "model_type": "megatron-bert",
+    "vocab_size": 29056,
+    "hidden_size": 1024,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "intermediate_size": 4096,
+    "max_position_embeddings": 512,
+}
+"""BERT-large (Devlin et al. 2018) with Megatron's order of norms (Shoeybi et al. 2019), with its dropout."""
+
+T5_LARGE: Mapping[str, Any] = {
+    "model_type": "t5",
+    "vocab_size": 32128,
+    "d_model": 1024,
+    "d_kv": 64,
+    "d_ff": 4096,
+    "num_layers": 24,
+    "num_heads": 16,
+}
+"""T5-large (Raffel et al. 2020), version 1.0, with its dropout."""
+
+_TP2_PP2: Mapping[str, Any] = {"tp": 2, "pp": 2, "sequence_parallel": True}
 
 _GPT2_TINY: Mapping[str, Any] = {
     **GPT2_LARGE,
@@ -195,6 +222,55 @@ CASES: tuple[Case, ...] = (
         num_microbatches=4,
         num_devices=4,
         target=Target(metric="tokens_per_s_per_gpu", value=11_000),
+    ),
+    Case(name="bert-large", model=BERT_LARGE, seq_length=512, micro_batch_size=32, num_microbatches=2),
+    Case(
+        name="bert-large-tp2-pp2",
+        model=BERT_LARGE,
+        seq_length=512,
+        micro_batch_size=32,
+        num_microbatches=8,
+        num_devices=4,
+        layout=_TP2_PP2,
+    ),
+    Case(
+        name="t5-large",
+        model=T5_LARGE,
+        seq_length=512,
+        decoder_seq_length=128,
+        micro_batch_size=32,
+        num_microbatches=2,
+    ),
+    Case(
+        name="t5-large-tp2-pp2",
+        model=T5_LARGE,
+        seq_length=512,
+        decoder_seq_length=128,
+        micro_batch_size=32,
+        num_microbatches=8,
+        num_devices=4,
+        layout=_TP2_PP2,
+    ),
+    Case(
+        name="smoke-bert",
+        model={**BERT_LARGE, **dict.fromkeys(("hidden_size", "intermediate_size"), 32), "vocab_size": 300}
+        | {"num_hidden_layers": 2, "num_attention_heads": 2},
+        seq_length=32,
+        micro_batch_size=2,
+        num_microbatches=2,
+        precision="32-true",
+        accelerator="cpu",
+    ),
+    Case(
+        name="smoke-t5",
+        model={**T5_LARGE, **dict.fromkeys(("d_model", "d_ff"), 32), "vocab_size": 300, "d_kv": 16}
+        | {"num_layers": 2, "num_heads": 2},
+        seq_length=32,
+        decoder_seq_length=16,
+        micro_batch_size=2,
+        num_microbatches=2,
+        precision="32-true",
+        accelerator="cpu",
     ),
     Case(
         name="smoke",

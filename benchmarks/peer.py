@@ -7,9 +7,16 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForPreTraining,
+    AutoModelForSeq2SeqLM,
+)
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.megatron_bert.modeling_megatron_bert import MegatronBertLayer
+from transformers.models.t5.modeling_t5 import T5Block
 
 from benchmarks.cases import Case
 from lightning_megatron.accounting.parameters import total_parameters
@@ -18,17 +25,26 @@ from lightning_megatron.convert.registry import model_config
 _LARGEST_REPLICA_PARAMETERS = 2e9
 """A larger model is sharded: its fp32 weights, gradients and moments take 16 bytes a parameter."""
 
-_LAYERS: dict[str, type[torch.nn.Module]] = {"gpt2": GPT2Block, "llama": LlamaDecoderLayer}
+_LAYERS: dict[str, type[torch.nn.Module]] = {
+    "gpt2": GPT2Block,
+    "llama": LlamaDecoderLayer,
+    "megatron-bert": MegatronBertLayer,
+    "t5": T5Block,
+}
 """The unit that is compiled and sharded."""
+
+_MODELS: dict[str, Any] = {"megatron-bert": AutoModelForPreTraining, "t5": AutoModelForSeq2SeqLM}
+"""What has the head that is trained, where it is not a causal one."""
 
 
 class PeerModule(pl.LightningModule):
-    """A Hugging Face causal language model, trained as its documentation shows."""
+    """A Hugging Face language model, trained as its documentation shows."""
 
     def __init__(self, model: dict[str, Any], lr: float, clip: float, compiled: bool) -> None:
         super().__init__()
         fields = {key: value for key, value in model.items() if key != "model_type"}
         self._config = CONFIG_MAPPING[model["model_type"]](**fields, use_cache=False)
+        self._model_class = _MODELS.get(model["model_type"], AutoModelForCausalLM)
         self._lr = lr
         self._clip = clip
         self._compiled = compiled
@@ -37,7 +53,7 @@ class PeerModule(pl.LightningModule):
     def configure_model(self) -> None:
         if self.model is not None:
             return
-        self.model = AutoModelForCausalLM.from_config(self._config, attn_implementation="sdpa", dtype=torch.float32)
+        self.model = self._model_class.from_config(self._config, dtype=torch.float32)
         if self._compiled:
             layer_class = _LAYERS[self._config.model_type]
             for layer in (module for module in self.model.modules() if isinstance(module, layer_class)):
@@ -45,7 +61,7 @@ class PeerModule(pl.LightningModule):
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         assert self.model is not None, "configure_model comes before the first step"
-        loss: torch.Tensor = self.model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
+        loss: torch.Tensor = self.model(**{"labels": batch["input_ids"], **batch}).loss
         self.log("train_loss", loss)
         return loss
 

@@ -29,7 +29,7 @@ def run_megatron(case: Case, plan: Plan) -> tuple[Measurement, str]:
     module = MegatronModule(model=dict(case.model), lr=LR)
     recorder = StepRecorder(plan, engine_step)
     trainer = _trainer(case, strategy, recorder, max_steps=plan.trainer_steps, gradient_clip_val=CLIP)
-    trainer.fit(module, loader(module.model_config.vocab_size, case.seq_length, case.rows))
+    trainer.fit(module, loader(case, module.model_config, case.rows))
     return _measurement(case, "lightning-megatron", recorder), recorder.profile_text
 
 
@@ -40,14 +40,13 @@ def run_peer(case: Case, plan: Plan, compiled: bool) -> tuple[Measurement, str]:
     """
     from benchmarks.peer import PeerModule, peer_strategy
 
-    per_device = case.tokens // case.num_devices // case.seq_length
+    per_device = case.rows * case.data_parallel_size // case.num_devices
     accumulated = max(1, per_device // case.micro_batch_size)
     module = PeerModule(dict(case.model), lr=LR, clip=CLIP, compiled=compiled)
     recorder = StepRecorder(plan, None)
     strategy, name = peer_strategy(case)
     trainer = _trainer(case, strategy, recorder, max_steps=plan.trainer_steps, accumulate_grad_batches=accumulated)
-    vocab_size = model_config(case.model).vocab_size
-    trainer.fit(module, loader(vocab_size, case.seq_length, per_device // accumulated))
+    trainer.fit(module, loader(case, model_config(case.model), per_device // accumulated))
     label = f"Lightning {name} + transformers{' + torch.compile' if compiled else ''}"
     return _measurement(case, label, recorder), recorder.profile_text
 

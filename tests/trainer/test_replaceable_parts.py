@@ -1,0 +1,81 @@
+"""Can each part of a training step, and the model itself, be replaced alone?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.training import Case, Layout, loader_of, module_of, train_module
+from tests.ranks import run_ranks
+
+CASE = Case(layout=Layout(tp=2, pp=2, num_microbatches=2), steps=2, global_batch_size=4)
+
+
+def _losses(case: Case, part: str) -> list[float]:
+    """The losses of a run in which ``part`` is replaced."""
+    from lightning_megatron import GPTTrainStep
+    from lightning_megatron.models.build import build_chunks
+    from lightning_megatron.models.config import ModelConfig
+    from lightning_megatron.models.transformer_config import EngineSettings
+    from lightning_megatron.steps.base import Batch, LossFunc, LossTerm
+
+    class Doubled(GPTTrainStep):
+        def loss_func(self, batch: Batch, output: torch.Tensor) -> dict[str, LossTerm]:
+            (term,) = super().loss_func(batch, output).values()
+            return {"lm_loss": LossTerm(2 * term.sum, term.targets)}
+
+    class ZeroTokens(GPTTrainStep):
+        def get_batch(self, data_iterator: Iterator[Batch]) -> Batch:
+            batch = super().get_batch(data_iterator)
+            return {**batch, "tokens": torch.zeros_like(batch["tokens"])}
+
+    class Unmasked(GPTTrainStep):
+        def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[Any, LossFunc]:
+            batch = self.get_batch(data_iterator)
+            output = model(batch["tokens"], None, None, labels=batch["targets"])
+            return output, lambda losses: {"lm_loss": LossTerm(losses.sum(), torch.tensor(losses.numel()))}
+
+        def counts(self, batch: Batch) -> None:
+            return None
+
+    def with_relu(model: ModelConfig, settings: EngineSettings) -> torch.nn.ModuleList:
+        return build_chunks(replace(model, activation="relu"), settings)
+
+    options: dict[str, dict[str, Any]] = {
+        "nothing": {},
+        "loss_func": {"train_step": Doubled()},
+        "get_batch": {"train_step": ZeroTokens()},
+        "forward_step": {"train_step": Unmasked()},
+        "model": {"model_provider": with_relu},
+    }
+    return train_module(module_of(case, **options[part]), case, loader_of(case)).losses
+
+
+@pytest.fixture(scope="module")
+def original() -> list[float]:
+    losses: list[float] = run_ranks(_losses, 4, CASE, "nothing")[0]
+    return losses
+
+
+def test_the_loss_alone(original: list[float]) -> None:
+    for losses in run_ranks(_losses, 4, CASE, "loss_func"):
+        assert losses[0] == pytest.approx(2 * original[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("part", ["get_batch", "forward_step"])
+def test_the_batch_or_the_forward_pass_alone(part: str, original: list[float]) -> None:
+    on_four = run_ranks(_losses, 4, CASE, part)
+    (on_one,) = run_ranks(_losses, 1, CASE.on_one_process, part)
+    assert on_one[0] != pytest.approx(original[0], rel=1e-3)
+    for losses in on_four:
+        assert losses == pytest.approx(on_one, rel=1.5e-6)
+
+
+def test_the_model_alone(original: list[float]) -> None:
+    relu = replace(CASE, model_fields=(("activation_function", "relu"),))
+    assert run_ranks(_losses, 4, CASE, "model") == run_ranks(_losses, 4, relu, "nothing")
+    assert run_ranks(_losses, 4, relu, "nothing")[0] != original
