@@ -170,7 +170,12 @@ class MegatronModule(pl.LightningModule):
         with self.megatron.engine():
             finish_parameter_gathers(list(self.model_chunks))
             save_hugging_face(
-                list(self.model_chunks), self.model_config, config_object(self._model), directory, max_shard_size
+                list(self.model_chunks),
+                self.model_config,
+                config_object(self._model),
+                directory,
+                max_shard_size,
+                source=self.pretrained_path,
             )
 
     # ---- Lightning's hooks ----------------------------------------------------------------------------------------
@@ -178,7 +183,6 @@ class MegatronModule(pl.LightningModule):
     def configure_model(self) -> None:
         """Build this rank's chunks; again if the layout or the precision is another than last time."""
         from lightning_megatron.models.build import build_chunks
-        from lightning_megatron.models.initialization import initialize_weights
         from lightning_megatron.models.start_report import start_lines
 
         settings = self.megatron.settings
@@ -186,14 +190,21 @@ class MegatronModule(pl.LightningModule):
             return
         with unchanged_environment():
             self.model_chunks = (self.model_provider or build_chunks)(self.model_config, settings)
-        initialize_weights(self.model_chunks, self.model_config, seed_of_run())
-        if self.pretrained_path is not None:
-            from lightning_megatron.convert.load import load_hugging_face
-
-            load_hugging_face(self.model_chunks, self.model_config, self.pretrained_path)
+        self._fill_weights(self.model_chunks)
         self.built_for = settings
         for line in start_lines(self.model_config, settings):
             rank_zero_info(line)
+
+    def _fill_weights(self, chunks: torch.nn.ModuleList) -> None:
+        """From the model directory, and what it does not have (a new head, or everything) at random."""
+        from lightning_megatron.models.initialization import initialize_weights
+
+        without_file = None
+        if self.pretrained_path is not None:
+            from lightning_megatron.convert.load import load_hugging_face
+
+            without_file = load_hugging_face(chunks, self.model_config, self.pretrained_path)
+        initialize_weights(chunks, self.model_config, seed_of_run(), only=without_file)
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """One optimizer step's gradients; returns the loss, the same on every rank."""

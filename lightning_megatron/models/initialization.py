@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -21,19 +21,22 @@ _RESIDUAL_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")
 
 
 @torch.no_grad()
-def initialize_weights(chunks: Iterable[torch.nn.Module], model: ModelConfig, seed: int) -> None:
+def initialize_weights(
+    chunks: Iterable[torch.nn.Module], model: ModelConfig, seed: int, only: Collection[str] | None = None
+) -> None:
     """Fill the matrices with normal numbers and the biases with zeros; norms keep their ones.
 
     Args:
         chunks: This rank's unwrapped model chunks.
         model: The description that they were built from.
         seed: The run's seed.
+        only: Megatron's keys of the weights to fill, those that no file had; None for all.
     """
     for chunk in chunks:
         state = chunk.sharded_state_dict()  # type: ignore[operator]
         apply_factories(state)
         for shard in nested_values(state):
-            if isinstance(shard, ShardedTensor):
+            if isinstance(shard, ShardedTensor) and (only is None or shard.key in only):
                 _fill(shard, model, seed)
 
 
