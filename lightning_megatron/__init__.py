@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lightning_megatron.steps.base import TrainStep
     from lightning_megatron.steps.bert import BertTrainStep
     from lightning_megatron.steps.gpt import GPTTrainStep
+    from lightning_megatron.steps.t5 import T5TrainStep
     from lightning_megatron.strategy import MegatronStrategy
 
 __version__ = "0.1.0"
@@ -44,6 +45,7 @@ _HOMES = {
     "MegatronStrategy": "lightning_megatron.strategy",
     "OptimizerOptions": "lightning_megatron.engine.optimizer",
     "PerplexityReport": "lightning_megatron.callbacks",
+    "T5TrainStep": "lightning_megatron.steps.t5",
     "ThroughputMonitor": "lightning_megatron.callbacks",
     "TrainStep": "lightning_megatron.steps.base",
     "avg_losses_across_data_parallel_group": "lightning_megatron.engine.data_parallel",
@@ -65,6 +67,7 @@ __all__ = [
     "MegatronStrategy",
     "OptimizerOptions",
     "PerplexityReport",
+    "T5TrainStep",
     "ThroughputMonitor",
     "TrainStep",
     "avg_losses_across_data_parallel_group",
