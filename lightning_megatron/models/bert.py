@@ -19,6 +19,7 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType, ModelType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import (
     TransformerBlock,
     TransformerBlockSubmodules,
@@ -29,18 +30,16 @@ from torch import Tensor
 
 from lightning_megatron.engine.slots.attention import SDPAttention
 from lightning_megatron.engine.slots.norm import Norm
-from lightning_megatron.models.bert_heads import (
-    MaskedLMHead,
-    Pooler,
-    RowClassifier,
-    TokenClassifier,
-    has_lm_head,
-    has_pooler,
-)
+from lightning_megatron.models.bert_heads import MaskedLMHead, Pooler, RowClassifier, TokenClassifier
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.layer_specs import CHECKPOINT_NAMES
 from lightning_megatron.models.transformer_config import EngineSettings, transformer_config
 from lightning_megatron.models.vocabulary import silence_padding
+
+LM_TASKS = ("pretraining", "masked_lm")
+"""Tasks in which tokens are predicted."""
+POOLED_TASKS = ("pretraining", "sequence_classification")
+"""Tasks that need a summary of the whole row."""
 
 
 def build_bert(model: ModelConfig, settings: EngineSettings) -> torch.nn.ModuleList:
@@ -99,7 +98,7 @@ class BertChunk(LanguageModule):
         self.vp_stage = vp_stage
         self.pre_process: bool = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         self.post_process: bool = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-        self.share_embeddings_and_output_weights = has_lm_head(model) and model.share_embeddings_and_output_weights
+        self.share_embeddings_and_output_weights = model.task in LM_TASKS and model.share_embeddings_and_output_weights
         if self.pre_process:
             self.embedding = _embedding(model, config)
         num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
@@ -113,12 +112,12 @@ class BertChunk(LanguageModule):
         self._task = model.task
         if self.post_process:
             self._create_head(model)
-        if has_lm_head(model) and (self.pre_process or self.post_process):
+        if model.task in LM_TASKS and (self.pre_process or self.post_process):
             self.setup_embeddings_and_output_layer()
 
     def _create_head(self, model: ModelConfig) -> None:
         config = self.config
-        if has_pooler(model):
+        if model.task in POOLED_TASKS:
             self.pooler = Pooler(model, config)
         if model.task == "pretraining":
             self.binary_head = torch.nn.Linear(model.hidden_size, 2, dtype=config.params_dtype)
@@ -126,7 +125,7 @@ class BertChunk(LanguageModule):
             self.classification_head = RowClassifier(model, config)
         if model.task in ("token_classification", "question_answering"):
             self.token_head = TokenClassifier(model, config)
-        if has_lm_head(model):
+        if model.task in LM_TASKS:
             tp = config.tensor_model_parallel_size
             self.lm_head = MaskedLMHead(model, config)
             self.output_layer = ColumnParallelLinear(
@@ -143,6 +142,17 @@ class BertChunk(LanguageModule):
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
         """Take what the stage before sent: [s or s/tp, b, h]."""
         self.encoder.set_input_tensor(input_tensor[0] if isinstance(input_tensor, list) else input_tensor)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Where this rank's weights lie in the whole model, by Megatron's checkpoint names."""
+        state: dict[str, Any]
+        if self._task in LM_TASKS:
+            state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        else:  # megatron-core 0.16.1, language_module.py: a last stage without an output layer is a KeyError
+            state = MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
+        return state
 
     def forward(
         self,

@@ -8,7 +8,6 @@ on all ranks alike.
 from __future__ import annotations
 
 import contextlib
-from typing import Literal
 
 import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, get_cuda_rng_tracker
@@ -19,18 +18,6 @@ from torch import Tensor
 from lightning_megatron.engine.slots.norm import Norm
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.transformer_config import activation_function
-
-BertHead = Literal["pretraining", "masked_lm", "sequence_classification", "token_classification", "question_answering"]
-
-
-def has_lm_head(model: ModelConfig) -> bool:
-    """Whether the model predicts tokens."""
-    return model.task in ("pretraining", "masked_lm")
-
-
-def has_pooler(model: ModelConfig) -> bool:
-    """Whether the model has a summary of the whole row."""
-    return model.task in ("pretraining", "sequence_classification")
 
 
 def _whole_sequence(part: Tensor) -> Tensor:
