@@ -17,7 +17,7 @@ from lightning_megatron.models.config import ModelConfig
 AttentionCount = Literal["causal", "full"]
 """Whether the half of the attention matrix that a causal mask removes counts. Published figures use either."""
 
-_TRAINING_OVER_FORWARD = 3
+TRAINING_OVER_FORWARD = 3
 """For each product of the forward pass the backward pass has two: the gradients of the input and of the weight."""
 
 
@@ -27,23 +27,34 @@ def forward_flops_per_token(
     """Operations of the forward pass on one token, over all ranks.
 
     With q = heads x head width and k = v = key/value groups x head width, a token's multiply-adds are
-    ``L * (h * (q + k + v) + q * h + h * ffn * (3 if gated else 2) + q * s * (1 if causal else 2)) + h * V``.
+    ``L * (h * (q + k + v) + q * h + h * ffn * (3 if gated else 2) + q * s * (1 if causal else 2)) + h * V``; a layer with
+    a sliding window of w < s tokens has ``w * (1 - w / (2 s))`` (or w) keys in the place of s / 2 (or s).
 
     Args:
         model: Its shape.
         seq_length: Tokens s of one sequence.
         padded_vocab_size: Rows V of the output layer that is really computed, see ``ModelConfig.padded_vocab_size``.
-        attention: ``causal`` counts s / 2 keys for each query, ``full`` all s.
+        attention: ``causal`` counts the keys that a query sees, on average s / 2, ``full`` all s, or its whole window.
     """
     h = model.hidden_size
     q = model.num_attention_heads * model.kv_channels
     kv = model.num_query_groups * model.kv_channels
     projections = h * (q + 2 * kv) + q * h
     mlp = h * model.ffn_hidden_size * (3 if model.gated_linear_unit else 2)
-    keys = seq_length / 2 if attention == "causal" else seq_length
+    keys = sum(_keys_per_query(model, layer, seq_length, attention) for layer in range(model.num_layers))
     scores_and_values = 2 * q * keys
-    multiply_adds = model.num_layers * (projections + mlp + scores_and_values) + h * padded_vocab_size
+    multiply_adds = model.num_layers * (projections + mlp) + scores_and_values + h * padded_vocab_size
     return 2.0 * multiply_adds
+
+
+def _keys_per_query(model: ModelConfig, layer: int, seq_length: int, attention: AttentionCount) -> float:
+    """How many keys a query of one layer sees, on average over the sequence."""
+    is_windowed = model.sliding_window_layers is None or layer in model.sliding_window_layers
+    window = min(seq_length, model.sliding_window or seq_length) if is_windowed else seq_length
+    if attention == "full":
+        return window
+    # A triangle of the first ``window`` queries, then rows of ``window`` keys.
+    return window * (1 - window / (2 * seq_length))
 
 
 def model_flops_per_token(
@@ -57,7 +68,7 @@ def model_flops_per_token(
         padded_vocab_size: Rows of the output layer that is really computed.
         attention: Whether causal attention counts half; say which when you publish a figure.
     """
-    return _TRAINING_OVER_FORWARD * forward_flops_per_token(model, seq_length, padded_vocab_size, attention)
+    return TRAINING_OVER_FORWARD * forward_flops_per_token(model, seq_length, padded_vocab_size, attention)
 
 
 def model_flops_per_step(

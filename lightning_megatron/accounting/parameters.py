@@ -14,7 +14,7 @@ def total_parameters(model: ModelConfig) -> int:
     embedding = model.vocab_size * model.hidden_size
     head = 0 if model.share_embeddings_and_output_weights else embedding
     layers = model.num_layers * _layer_parameters(model, tp=1)
-    return embedding + _position_parameters(model) + layers + _norm_parameters(model) + head
+    return embedding + _input_parameters(model) + layers + _norm_parameters(model) + head
 
 
 def chunk_parameters(model: ModelConfig, *, tp: int, num_chunks: int, chunk: int) -> int:
@@ -30,7 +30,7 @@ def chunk_parameters(model: ModelConfig, *, tp: int, num_chunks: int, chunk: int
     is_first, is_last = chunk == 0, chunk == num_chunks - 1
     count = model.num_layers // num_chunks * _layer_parameters(model, tp)
     if is_first:
-        count += embedding_shard + _position_parameters(model)
+        count += embedding_shard + _input_parameters(model)
     if is_last:
         count += _norm_parameters(model)
         # A tied output layer on another stage than the embedding is a copy, kept equal by an all-reduce of gradients.
@@ -53,42 +53,54 @@ def rank_parameters(model: ModelConfig, *, tp: int, pp: int, pp_rank: int, vpp: 
     return sum(chunk_parameters(model, tp=tp, num_chunks=pp * (vpp or 1), chunk=chunk) for chunk in chunks)
 
 
+def vocabulary_line(model: ModelConfig, tp: int) -> str:
+    """The log's line about the vocabulary."""
+    padded = model.padded_vocab_size(tp)
+    return (
+        f"Padded vocabulary: {model.vocab_size} tokens + {padded - model.vocab_size} dummy tokens = {padded} "
+        f"(a multiple of make_vocab_size_divisible_by={model.make_vocab_size_divisible_by} x tp={tp})"
+    )
+
+
 def parameter_lines(model: ModelConfig, *, tp: int, pp: int, vpp: int | None = None) -> list[str]:
     """The log's lines about the vocabulary and the parameters of every (tensor, pipeline) rank."""
-    padded = model.padded_vocab_size(tp)
-    lines = [
-        f"Padded vocabulary: {model.vocab_size} tokens + {padded - model.vocab_size} dummy tokens = {padded} "
-        f"(a multiple of make_vocab_size_divisible_by={model.make_vocab_size_divisible_by} x tp={tp})",
-        f"Number of parameters of the model: {total_parameters(model)}",
-    ]
+    lines = [vocabulary_line(model, tp), f"Number of parameters of the model: {total_parameters(model)}"]
     for pp_rank in range(pp):
         count = rank_parameters(model, tp=tp, pp=pp, pp_rank=pp_rank, vpp=vpp)
         lines += [f"Number of parameters on (tensor, pipeline) rank ({t}, {pp_rank}): {count}" for t in range(tp)]
     return lines
 
 
-def _position_parameters(model: ModelConfig) -> int:
-    if model.position_embedding_type != "learned_absolute":
-        return 0
-    return model.max_position_embeddings * model.hidden_size
+def _input_parameters(model: ModelConfig) -> int:
+    """What stands beside the embedding of tokens: learned positions, and its norm."""
+    count = _norm_parameters(model) if model.embedding_layernorm else 0
+    if model.position_embedding_type == "learned_absolute":
+        count += model.max_position_embeddings * model.hidden_size
+    return count
 
 
-def _norm_parameters(model: ModelConfig) -> int:
-    return model.hidden_size * (2 if model.normalization == "LayerNorm" else 1)
+def _norm_parameters(model: ModelConfig, width: int | None = None) -> int:
+    """One norm, over the hidden size if no other width is given."""
+    return (model.hidden_size if width is None else width) * (2 if model.normalization == "LayerNorm" else 1)
 
 
 def _layer_parameters(model: ModelConfig, tp: int) -> int:
     """One layer on one of ``tp`` ranks: the linears are split, norms and biases of row-parallel linears are not."""
     h, ffn = model.hidden_size, model.ffn_hidden_size
     q = model.num_attention_heads * model.kv_channels
+    # Fewer key/value heads than ranks are split, too: each rank keeps a part of their rows.
     qkv = q + 2 * model.num_query_groups * model.kv_channels
     up = ffn * (2 if model.gated_linear_unit else 1)
     split = qkv * h + q * h + up * h + ffn * h
-    whole = 2 * _norm_parameters(model)
-    # megatron-core 0.16.1, transformer/attention.py: add_bias_linear also gives the projection of q, k, v a bias.
-    if model.add_qkv_bias or model.add_bias_linear:
+    num_norms = model.parallel_attention_norms if model.parallel_attention else 2
+    whole = num_norms * _norm_parameters(model)
+    if model.qk_layernorm:
+        whole += 2 * _norm_parameters(model, model.kv_channels)
+    if model.add_qkv_bias:
         split += qkv
+    if model.has_attention_output_bias:
+        whole += h
     if model.add_bias_linear:
         split += up
-        whole += 2 * h
+        whole += h
     return split // tp + whole

@@ -108,6 +108,9 @@ class ParallelConfig:
                 f"tp={self.tp} neither divides num_query_groups={groups} nor is a multiple of it; choose tp from "
                 f"{', '.join(str(d) for d in choices)}"
             )
+        # Of more ranks than groups each keeps a part of the rows, which may end within a head.
+        rows = (model.num_attention_heads + 2 * groups) * model.kv_channels
+        require_divides("tp", self.tp, "(num_attention_heads + 2 * num_query_groups) * kv_channels", rows)
         if model.architecture == "t5":
             self._check_joint_stack(model)
         elif self.vpp is None:

@@ -26,7 +26,7 @@ def with_variant(
             one); None keeps the model's.
 
     Raises:
-        ConfigError: If a name is unknown, or the model is no GPT.
+        ConfigError: If a name is unknown, the model is no GPT, or its heads cannot be rotated.
     """
     if position_embedding_type is None and attention_head_type is None:
         return model
@@ -40,7 +40,10 @@ def with_variant(
             raise ConfigError(
                 f"position_embedding_type={position_embedding_type!r} is unknown; choose from {', '.join(_POSITIONS)}"
             )
-        model = replace(model, position_embedding_type=_POSITIONS[position_embedding_type])
+        positions = _POSITIONS[position_embedding_type]
+        # The scaling of rotary frequencies is nobody else's.
+        scaling = model.rope_scaling if positions == "rope" else None
+        model = replace(model, position_embedding_type=positions, rope_scaling=scaling)
     if attention_head_type is not None:
         groups = {"multihead": model.num_attention_heads, "multiquery": 1}
         if attention_head_type not in groups:
