@@ -45,8 +45,8 @@ SAFETENSORS_NAMES = {
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 _LARGEST_HEADER_BYTES = 100_000_000
 """As in the safetensors library."""
-_MAPPED_BYTES = 64 << 20
-"""After reading so much of a mapped file it is mapped anew."""
+_MAPPED_BYTES = 16 << 20
+"""After reading so much of a mapped file, or its largest tensor, it is mapped anew."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,6 +222,7 @@ class _Pickled(WeightFiles):
         self._file: Path | None = None
         self._loaded: dict[str, torch.Tensor] = {}
         self._read_bytes = 0
+        self._most_bytes = max((_MAPPED_BYTES, *(tensor.num_bytes for tensor in tensors.values())))
 
     @classmethod
     def open(cls, directory: Path, files: list[Path], promised: tuple[str, ...]) -> _Pickled:
@@ -235,7 +236,7 @@ class _Pickled(WeightFiles):
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         file = self.tensors[name].file
-        if file != self._file or self._read_bytes > _MAPPED_BYTES:
+        if file != self._file or self._read_bytes >= self._most_bytes:
             self._loaded = {}  # before the next one is mapped
             self._loaded, self._file, self._read_bytes = _load_pickled(file), file, 0
         self._read_bytes += (stop - start) * self.tensors[name].row_bytes

@@ -1,8 +1,8 @@
 """Does a family equal Hugging Face, in any layout? One call compares everything.
 
-``check_family`` takes a tiny Hugging Face model with random weights and a batch, and compares, on a layout's ranks: the
-logits, the loss, the gradient of every parameter (under its Hugging Face name), and the weights that ``save_pretrained``
-writes (bit for bit, and loaded by transformers again). A family's test is::
+``check_family`` takes a tiny Hugging Face model with random weights and a batch. On a layout's ranks it compares the
+logits, the loss, the gradient of every parameter (under its Hugging Face name), and what ``save_pretrained`` writes, bit
+for bit. A family's test is::
 
     @functools.cache
     def _model() -> Any:
@@ -284,7 +284,7 @@ def _keeping_outputs(train_step: Any) -> Any:
 
     step_class: Any = type(train_step)
 
-    class KeepingOutputs(step_class):  # type: ignore[misc]
+    class KeepingOutputs(step_class):
         """Asks the model without labels."""
 
         def __init__(self) -> None:
