@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
 from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.models.t5_initialization import t5_scale
 
 _VOCAB_ROWS = ("word_embeddings.weight", "output_layer.weight")
 _RESIDUAL_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")
@@ -46,6 +47,8 @@ def _fill(shard: ShardedTensor, model: ModelConfig, seed: int) -> None:
     if len(global_shape) < 2:
         if shard.key.endswith("bias"):
             shard.data.zero_()
+        elif model.architecture == "t5":
+            shard.data.fill_(model.init_method_std)  # initializer_factor scales norms, too
         return
     layer = tuple(shard.global_offset)[:layer_axes]
     if shard.key.endswith(_VOCAB_ROWS):
@@ -57,6 +60,8 @@ def _fill(shard: ShardedTensor, model: ModelConfig, seed: int) -> None:
     generator = torch.Generator(device=shard.data.device).manual_seed(_seed_of(shard.key, layer, seed))
     whole = torch.empty(global_shape, dtype=torch.float32, device=shard.data.device)
     whole.normal_(0.0, std, generator=generator)
+    if model.architecture == "t5":
+        whole *= torch.as_tensor(t5_scale(shard.key, model), device=whole.device)
     _copy_slice(whole, shard, layer_axes)
 
 

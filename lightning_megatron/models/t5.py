@@ -17,11 +17,10 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import ModelType
 from torch import Tensor
 
-from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.engine.replicas import Replicated, mark_replica
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig
-from lightning_megatron.models.t5_layout import OVERRIDE, Share, balanced_layout, check_layout, layout_by_hand, shares
+from lightning_megatron.models.t5_layout import OVERRIDE, Share, shares, t5_layout
 from lightning_megatron.models.t5_stack import T5Stack
 from lightning_megatron.models.transformer_config import EngineSettings, transformer_config
 from lightning_megatron.models.vocabulary import silence_padding
@@ -58,20 +57,6 @@ def build_t5(model: ModelConfig, settings: EngineSettings) -> torch.nn.ModuleLis
     stages: list[int | None] = list(range(settings.parallel.vpp)) if settings.parallel.vpp else [None]
     held = shares(model.num_layers, layout)
     return torch.nn.ModuleList([T5Chunk(model, config, held, stage).to(settings.device) for stage in stages])
-
-
-def t5_layout(model: ModelConfig, parallel: ParallelConfig, by_hand: object = None) -> tuple[int, ...]:
-    """Layers of the joint stack in each chunk.
-
-    Raises:
-        ConfigError: If what is given by hand does not fit.
-    """
-    num_chunks = parallel.pp * parallel.num_model_chunks
-    layout = balanced_layout(model.num_layers, model.num_decoder_layers, num_chunks)
-    if by_hand is not None:
-        layout = layout_by_hand(by_hand)
-    check_layout(layout, model.num_layers, model.num_decoder_layers, num_chunks)
-    return layout
 
 
 class T5Chunk(LanguageModule):

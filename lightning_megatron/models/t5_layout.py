@@ -11,7 +11,9 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.models.config import ModelConfig
 
 ENCODER_COST = 2
 DECODER_COST = 3
@@ -54,6 +56,20 @@ def shares(num_encoder_layers: int, layout: Sequence[int]) -> list[Share]:
     return found
 
 
+def t5_layout(model: ModelConfig, parallel: ParallelConfig, by_hand: object = None) -> tuple[int, ...]:
+    """Layers of the joint stack in each chunk.
+
+    Raises:
+        ConfigError: If what is given by hand does not fit.
+    """
+    num_chunks = parallel.pp * parallel.num_model_chunks
+    layout = balanced_layout(model.num_layers, model.num_decoder_layers, num_chunks)
+    if by_hand is not None:
+        layout = layout_by_hand(by_hand)
+    check_layout(layout, model.num_layers, model.num_decoder_layers, num_chunks)
+    return layout
+
+
 @functools.cache
 def balanced_layout(num_encoder_layers: int, num_decoder_layers: int, num_chunks: int) -> tuple[int, ...]:
     """Layers per chunk such that the slowest chunk is as fast as possible, and the others are as equal as possible.
@@ -92,8 +108,11 @@ def layout_by_hand(given: object) -> tuple[int, ...]:
     if isinstance(given, str):
         from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-        chunks = PipelineParallelLayerLayout.parse_str_to_list(given)
-        return tuple(sum(layer in ("t", "decoder") for layer in chunk) for chunk in chunks)
+        try:
+            chunks = PipelineParallelLayerLayout.parse_str_to_list(given)
+        except AssertionError as error:
+            raise ConfigError(f"{OVERRIDE}={given!r} is not in Megatron's notation ({error}); correct it") from None
+        return tuple(sum(layer.name == "decoder" for layer in chunk) for chunk in chunks)
     if isinstance(given, Sequence) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in given):
         return tuple(given)
     raise ConfigError(
