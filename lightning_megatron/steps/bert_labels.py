@@ -22,7 +22,7 @@ from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.models.config import ModelConfig, ProblemType
 from lightning_megatron.steps.base import Batch, LossTerm, Output
 from lightning_megatron.steps.bert_objectives import Objective, token_labels, token_targets
-from lightning_megatron.steps.checks import check_floats, check_integers, check_labels, check_shape
+from lightning_megatron.steps.checks import check_floats, check_integers, check_labels, check_rows
 from lightning_megatron.steps.masks import IGNORE_INDEX
 
 
@@ -106,11 +106,11 @@ class RowLabels(Objective):
         rule = f"num_labels={n}, problem_type={problem!r}"
         if problem == "single_label_classification":
             check_integers("labels", labels, rule)
-            check_shape("labels", labels.view(rows, -1), (rows, 1), f"one per row: {rule}")
+            check_rows("labels", labels, rows, 1, f"one per row: {rule}")
             check_labels("labels", labels, n, "num_labels")
             return
         check_floats("labels", labels, rule)
-        check_shape("labels", labels.view(rows, -1), (rows, n), rule)
+        check_rows("labels", labels, rows, n, rule)
         if problem == "multi_label_classification" and ((labels < 0) | (labels > 1)).any():
             wrong = labels[(labels < 0) | (labels > 1)][0].item()
             raise DataError(f"labels contain {wrong} and must be in 0..1 ({rule}); correct the data")
@@ -120,9 +120,9 @@ class RowLabels(Objective):
         labels = batch["labels"]
         self.problem = self._problem_of(labels)
         if self.problem == "single_label_classification":
-            classes = labels.long().view(-1)
+            classes = labels.long().reshape(-1)
             return {"labels": classes.clamp(min=0), "row_mask": (classes >= 0) * rows}
-        return {"labels": labels.float().view(-1, self._num_labels), "row_mask": rows}
+        return {"labels": labels.float().reshape(-1, self._num_labels), "row_mask": rows}
 
     @override
     def counts(self, batch: Batch) -> dict[str, torch.Tensor]:
@@ -196,7 +196,7 @@ class AnswerSpan(Objective):
         rows = batch["input_ids"].shape[0]
         for name in self.needed:
             check_integers(name, batch[name], "a place in the row")
-            check_shape(name, batch[name].view(rows, -1), (rows, 1), "one per row")
+            check_rows(name, batch[name], rows, 1, "one per row")
 
     @override
     def targets(self, batch: Batch, rows: torch.Tensor) -> Batch:
@@ -204,7 +204,7 @@ class AnswerSpan(Objective):
         prepared = {}
         for side in ("start", "end"):
             # What lies before the row counts as its start, what lies after it is ignored: Hugging Face's rule.
-            place = batch[f"{side}_positions"].long().view(-1).clamp(0, length)
+            place = batch[f"{side}_positions"].long().reshape(-1).clamp(0, length)
             prepared[side] = place.clamp(max=length - 1)
             prepared[f"{side}_mask"] = (place < length) * rows
         return prepared

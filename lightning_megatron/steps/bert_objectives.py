@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.steps.base import Batch, LossTerm, Output
-from lightning_megatron.steps.checks import check_integers, check_labels, check_shape
+from lightning_megatron.steps.checks import check_integers, check_labels, check_rows, check_shape
 from lightning_megatron.steps.masks import IGNORE_INDEX
 from lightning_megatron.steps.metrics import Perplexity
 
@@ -117,14 +117,14 @@ class MaskedTokens(Objective):
         if self._learns_order:
             order = batch["next_sentence_label"]
             check_integers("next_sentence_label", order, "0: in order, 1: not")
-            check_shape("next_sentence_label", order.view(order.shape[0], -1), (labels.shape[0], 1), "one per row")
+            check_rows("next_sentence_label", order, labels.shape[0], 1, "one per row")
             check_labels("next_sentence_label", order, 2, "kinds of order")
 
     @override
     def targets(self, batch: Batch, rows: torch.Tensor) -> Batch:
         prepared = token_targets(batch, rows)
         if self._learns_order:
-            order = batch["next_sentence_label"].long().view(-1)
+            order = batch["next_sentence_label"].long().reshape(-1)
             prepared |= {"order": order.clamp(min=0), "order_mask": (order >= 0) * rows}
         return prepared
 

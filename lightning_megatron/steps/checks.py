@@ -59,6 +59,16 @@ def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...], rule: s
         raise DataError(f"{name} has the shape {list(tensor.shape)} and must have {list(shape)} ({rule}); correct it")
 
 
+def check_rows(name: str, tensor: torch.Tensor, rows: int, width: int, rule: str) -> None:
+    """Raise unless ``tensor`` has ``width`` numbers for each row: [rows, width], or [rows] for one.
+
+    Raises:
+        DataError: With both shapes and what sets the right one.
+    """
+    if width != 1 or tensor.dim() != 1 or len(tensor) != rows:
+        check_shape(name, tensor, (rows, width), rule)
+
+
 def check_integers(name: str, tensor: torch.Tensor, rule: str) -> None:
     """Raise unless ``tensor`` has an integer dtype.
 

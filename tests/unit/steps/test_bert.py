@@ -1,0 +1,390 @@
+"""Are BERT's targets, losses, refusals and metrics those of arithmetic by hand?"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.steps.bert import BertTrainStep
+
+MODEL = ModelConfig(
+    family="megatron-bert",
+    architecture="bert",
+    task="pretraining",
+    num_layers=1,
+    hidden_size=4,
+    ffn_hidden_size=4,
+    num_attention_heads=1,
+    num_query_groups=1,
+    kv_channels=4,
+    vocab_size=7,
+    max_position_embeddings=4,
+    num_tokentypes=2,
+)
+IDS = torch.tensor([[1, 2, 3], [4, 5, 0]])
+
+
+def _step(task: str, *, binary_head: bool = True, **fields: Any) -> BertTrainStep:
+    step = BertTrainStep(binary_head)
+    step.bind(replace(MODEL, task=task, **fields))
+    return step
+
+
+def _terms(step: BertTrainStep, batch: dict[str, torch.Tensor], output: Any) -> dict[str, tuple[float, float]]:
+    step.check_batch(batch)
+    prepared = step.prepare_batch(batch)
+    terms = step.loss_func(prepared, output)
+    assert tuple(terms) == step.loss_terms
+    counts = step.counts(prepared)
+    assert counts.keys() == terms.keys()
+    assert all(counts[name] == term.targets for name, term in terms.items())
+    return {name: (term.sum.item(), term.targets.item()) for name, term in terms.items()}
+
+
+def _softmax_loss(logits: list[float], label: int) -> float:
+    return math.log(sum(math.exp(x) for x in logits)) - logits[label]
+
+
+# ---- losses ---------------------------------------------------------------------------------------------------------
+
+LABELS = torch.tensor([[-100, 2, -100], [6, -100, 0]])
+TOKEN_LOSSES = torch.tensor([[9.0, 1.0, 9.0], [2.0, 9.0, 4.0]])
+ORDER_LOGITS = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
+
+
+def test_pretraining_sums_the_losses_of_labelled_tokens_and_of_the_order_apart() -> None:
+    batch = {"input_ids": IDS, "labels": LABELS, "next_sentence_label": torch.tensor([1, 1])}
+    order = _softmax_loss([0.0, 1.0], 1) + _softmax_loss([2.0, 0.0], 1)
+    terms = _terms(_step("pretraining"), batch, (TOKEN_LOSSES, ORDER_LOGITS))
+    assert terms == {"lm_loss": (7.0, 3.0), "sop_loss": (pytest.approx(order), 2.0)}
+
+
+@pytest.mark.parametrize("ignored", [-100, -1])
+def test_an_ignored_order_of_sentences_is_no_target(ignored: int) -> None:
+    batch = {"input_ids": IDS, "labels": LABELS, "next_sentence_label": torch.tensor([0, ignored])}
+    terms = _terms(_step("pretraining"), batch, (TOKEN_LOSSES, ORDER_LOGITS))
+    assert terms["sop_loss"] == (pytest.approx(_softmax_loss([0.0, 1.0], 0)), 1.0)
+
+
+def test_without_the_binary_head_only_tokens_count_and_its_weights_get_a_zero_gradient() -> None:
+    step = _step("pretraining", binary_head=False)
+    batch = {"input_ids": IDS, "labels": LABELS}
+    logits = ORDER_LOGITS.clone().requires_grad_()
+    assert _terms(step, batch, (TOKEN_LOSSES, logits)) == {"lm_loss": (7.0, 3.0)}
+    step.loss_func(step.prepare_batch(batch), (TOKEN_LOSSES, logits))["lm_loss"].sum.backward()
+    assert logits.grad is not None
+    assert (logits.grad == 0).all()
+
+
+def test_megatrons_samples_mean_the_same() -> None:
+    hugging_face = {
+        "input_ids": IDS,
+        "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]]),
+        "token_type_ids": torch.tensor([[0, 0, 1], [0, 1, 0]]),
+        "labels": torch.tensor([[-100, 2, -100], [6, -100, -100]]),
+        "next_sentence_label": torch.tensor([1, 0]),
+    }
+    megatron = {
+        "text": IDS,
+        "padding_mask": hugging_face["attention_mask"],
+        "types": hugging_face["token_type_ids"],
+        "labels": torch.tensor([[-1, 2, -1], [6, 5, -1]]),
+        "loss_mask": torch.tensor([[0, 1, 0], [1, 0, 0]]),
+        "is_random": hugging_face["next_sentence_label"],
+        "truncated": torch.tensor([0, 1]),
+    }
+    prepared, expected = _step("pretraining").prepare_batch(megatron), _step("pretraining").prepare_batch(hugging_face)
+    assert prepared.keys() == expected.keys()
+    weighed = expected["loss_mask"] > 0
+    assert torch.equal(prepared.pop("targets")[weighed], expected.pop("targets")[weighed])
+    assert all(torch.equal(prepared[name], expected[name]) for name in expected)
+
+
+def test_masked_lm_has_one_term() -> None:
+    terms = _terms(_step("masked_lm"), {"input_ids": IDS, "labels": LABELS}, (TOKEN_LOSSES, None))
+    assert terms == {"lm_loss": (7.0, 3.0)}
+
+
+def test_loss_mask_and_sample_mask_weigh_tokens_and_rows() -> None:
+    batch = {
+        "input_ids": IDS,
+        "labels": LABELS,
+        "loss_mask": torch.tensor([[1.0, 0.5, 1.0], [1.0, 1.0, 0.0]]),
+        "sample_mask": torch.tensor([1.0, 0.25]),
+    }
+    terms = _terms(_step("masked_lm"), batch, (TOKEN_LOSSES, None))
+    assert terms == {"lm_loss": (0.5 * 1.0 + 0.25 * 2.0, 0.75)}
+
+
+def test_regression_of_one_value_is_the_squared_error() -> None:
+    batch = {"input_ids": IDS, "labels": torch.tensor([0.5, -1.0])}
+    terms = _terms(_step("sequence_classification", num_labels=1), batch, torch.tensor([[1.0], [1.0]]))
+    assert terms == {"label_loss": (0.25 + 4.0, 2.0)}
+
+
+def test_regression_of_several_values_is_a_mean_over_all_of_them() -> None:
+    step = _step("sequence_classification", num_labels=2, problem_type="regression")
+    batch = {"input_ids": IDS, "labels": torch.tensor([[0.0, 1.0], [2.0, 3.0]]), "sample_mask": torch.tensor([1, 0])}
+    terms = _terms(step, batch, torch.tensor([[1.0, 3.0], [9.0, 9.0]]))
+    assert terms == {"label_loss": (1.0 + 4.0, 2.0)}
+
+
+def test_integer_labels_are_classes() -> None:
+    logits = [[0.0, 1.0, 2.0], [1.0, 1.0, 0.0]]
+    batch = {"input_ids": IDS, "labels": torch.tensor([2, -100])}
+    terms = _terms(_step("sequence_classification", num_labels=3), batch, torch.tensor(logits))
+    assert terms == {"label_loss": (pytest.approx(_softmax_loss(logits[0], 2)), 1.0)}
+
+
+def test_float_labels_are_several_at_once() -> None:
+    batch = {"input_ids": IDS, "labels": torch.tensor([[1.0, 0.0], [0.0, 0.25]])}
+    terms = _terms(_step("sequence_classification", num_labels=2), batch, torch.tensor([[0.0, 1.0], [2.0, -1.0]]))
+    losses = [math.log(2), math.log1p(math.e), math.log1p(math.exp(2)), math.log1p(math.exp(-1)) + 0.25]
+    assert terms == {"label_loss": (pytest.approx(sum(losses)), 4.0)}
+
+
+def test_the_first_batch_tells_the_kind_of_labels_for_all() -> None:
+    step = _step("sequence_classification", num_labels=3)
+    step.prepare_batch({"input_ids": IDS, "labels": torch.tensor([2, 1])})
+    with pytest.raises(DataError, match=r"labels is torch.float32 .* problem_type='single_label_classification'"):
+        step.check_batch({"input_ids": IDS, "labels": torch.zeros(2, 3)})
+
+
+def test_token_classification_leaves_out_tokens_without_a_class() -> None:
+    logits = torch.zeros(2, 3, 5)
+    logits[0, 1, 4] = 1.0
+    batch = {"input_ids": IDS, "labels": torch.tensor([[-100, 4, -100], [0, -100, -100]])}
+    loss = _softmax_loss([0, 0, 0, 0, 1], 4) + math.log(5)
+    terms = _terms(_step("token_classification", num_labels=5), batch, logits)
+    assert terms == {"label_loss": (pytest.approx(loss), 2.0)}
+
+
+def test_question_answering_halves_both_sides_and_ignores_answers_after_the_row() -> None:
+    logits = torch.tensor([[[0.0, 1.0], [1.0, 0.0], [0.0, 0.0]], [[0.0, 0.0], [2.0, 0.0], [0.0, 3.0]]])
+    batch = {"input_ids": IDS, "start_positions": torch.tensor([1, 77]), "end_positions": torch.tensor([[-5], [2]])}
+    ends = _softmax_loss([1, 0, 0], 0) + _softmax_loss([0, 0, 3], 2)
+    assert _terms(_step("question_answering"), batch, logits) == {
+        "start_loss": (pytest.approx(0.5 * _softmax_loss([0, 1, 0], 1)), 1.0),
+        "end_loss": (pytest.approx(0.5 * ends), 2.0),
+    }
+
+
+@pytest.mark.parametrize(
+    ("task", "labels"),
+    [
+        ("pretraining", {"labels": LABELS, "next_sentence_label": torch.tensor([1, 1])}),
+        ("sequence_classification", {"labels": torch.tensor([1, 0])}),
+        ("token_classification", {"labels": torch.tensor([[0, 1, 0], [1, 1, 1]])}),
+        ("question_answering", {"start_positions": torch.tensor([0, 1]), "end_positions": torch.tensor([2, 2])}),
+    ],
+)
+def test_rows_that_fill_up_a_batch_have_no_targets(task: str, labels: dict[str, torch.Tensor]) -> None:
+    step = _step(task)
+    prepared = step.prepare_batch({"input_ids": IDS, "attention_mask": torch.ones_like(IDS), **labels})
+    before = dict(step.counts(prepared))
+    padded = step.pad_rows(prepared, 5)
+    assert all(tensor.shape[0] == 5 for tensor in padded.values())
+    assert step.counts(padded) == before
+    assert torch.equal(padded["tokens"][2:], IDS[1:].expand(3, 3))
+    assert (padded["attention_mask"] == 1).all()
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
+
+LM = {"input_ids": IDS, "labels": LABELS}
+PRETRAINING = {**LM, "next_sentence_label": torch.tensor([0, 1])}
+REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, torch.Tensor], str]] = {
+    "unknown_key": ("masked_lm", {}, {**LM, "lables": LABELS}, "batch key 'lables' is not understood .* use .*labels"),
+    "key_of_another_task": ("masked_lm", {}, {**LM, "start_positions": LABELS[:, 0]}, "'start_positions' is not"),
+    "twofold_key": ("masked_lm", {}, {**LM, "text": IDS}, "'input_ids' and 'text' mean the same"),
+    "no_labels": ("masked_lm", {}, {"input_ids": IDS}, "have no 'labels'"),
+    "no_tokens": ("masked_lm", {}, {"labels": LABELS}, "have no 'input_ids'"),
+    "no_order": ("pretraining", {}, LM, r"no 'next_sentence_label'.*binary_head=False"),
+    "token": ("masked_lm", {}, {**LM, "input_ids": IDS + 2}, r"input_ids\[1, 1\] is 7 .* 0..6 \(vocab_size=7\)"),
+    "negative_token": ("masked_lm", {}, {**LM, "input_ids": IDS - 1}, r"input_ids\[1, 2\] is -1"),
+    "float_tokens": ("masked_lm", {}, {**LM, "input_ids": IDS.float()}, "input_ids is torch.float32"),
+    "one_row": ("masked_lm", {}, {"input_ids": IDS[0], "labels": LABELS[0]}, r"shape \[3\]"),
+    "long_row": ("masked_lm", {}, {"input_ids": IDS.repeat(1, 2), "labels": LABELS}, "6 tokens .*embeddings=4"),
+    "types": ("masked_lm", {}, {**LM, "token_type_ids": IDS}, r"token_type_ids\[0, 1\] is 2 .* \(type_vocab_size=2\)"),
+    "positions": ("masked_lm", {}, {**LM, "position_ids": IDS}, r"position_ids\[1, 0\] is 4"),
+    "mask": ("masked_lm", {}, {**LM, "attention_mask": IDS[:, :2]}, r"attention_mask .* \[2, 2\] .* \[2, 3\]"),
+    "negative_mask": ("masked_lm", {}, {**LM, "attention_mask": -IDS}, r"attention_mask\[0, 0\] is -1"),
+    "sample_mask": ("masked_lm", {}, {**LM, "sample_mask": IDS}, r"sample_mask has the shape \[2, 3\]"),
+    "left_padding": ("pretraining", {}, {**PRETRAINING, "attention_mask": 1 - IDS // 4}, r"\[1, 0\] is 0.*right"),
+    "lm_label": ("masked_lm", {}, {**LM, "labels": LABELS + 1}, r"labels\[0, 0\] is -99 .* -100 for no target"),
+    "lm_float_label": ("masked_lm", {}, {**LM, "labels": LABELS.float()}, "labels is torch.float32"),
+    "lm_shape": ("masked_lm", {}, {**LM, "labels": LABELS[:, :2]}, r"labels has the shape \[2, 2\]"),
+    "order": (
+        "pretraining",
+        {},
+        {**LM, "next_sentence_label": torch.tensor([0, 2])},
+        r"next_sentence_label\[1\] is 2 and must be in 0..1",
+    ),
+    "class": (
+        "sequence_classification",
+        {"num_labels": 3},
+        {"input_ids": IDS, "labels": torch.tensor([0, 3])},
+        r"labels\[1\] is 3 and must be in 0..2 \(num_labels=3\)",
+    ),
+    "float_class": (
+        "sequence_classification",
+        {"num_labels": 3, "problem_type": "single_label_classification"},
+        {"input_ids": IDS, "labels": torch.tensor([0.0, 1.0])},
+        r"labels is torch.float32 and must be an integer type .* labels.long\(\)",
+    ),
+    "integer_value": (
+        "sequence_classification",
+        {"num_labels": 1},
+        {"input_ids": IDS, "labels": torch.tensor([0, 1])},
+        r"labels is torch.int64 and must be a float type \(num_labels=1, problem_type='regression'\)",
+    ),
+    "integer_labels": (
+        "sequence_classification",
+        {"num_labels": 2, "problem_type": "multi_label_classification"},
+        {"input_ids": IDS, "labels": torch.tensor([[0, 1], [1, 1]])},
+        "labels is torch.int64 and must be a float type",
+    ),
+    "one_label_of_several": (
+        "sequence_classification",
+        {"num_labels": 2},
+        {"input_ids": IDS, "labels": torch.tensor([0.0, 1.0])},
+        r"labels has the shape \[2\] and must have \[2, 2\]",
+    ),
+    "rows_of_labels": (
+        "sequence_classification",
+        {"num_labels": 3},
+        {"input_ids": IDS, "labels": torch.tensor([0, 1, 2])},
+        r"labels has the shape \[3\] and must have \[2, 1\]",
+    ),
+    "label_above_one": (
+        "sequence_classification",
+        {"num_labels": 2},
+        {"input_ids": IDS, "labels": torch.tensor([[0.0, 1.0], [2.0, 1.0]])},
+        "labels contain 2.0 and must be in 0..1",
+    ),
+    "value_that_is_none": (
+        "sequence_classification",
+        {"num_labels": 1},
+        {"input_ids": IDS, "labels": torch.tensor([0.0, math.nan])},
+        r"labels\[1\] is nan and must be finite",
+    ),
+    "class_of_token": (
+        "token_classification",
+        {"num_labels": 3},
+        {"input_ids": IDS, "labels": IDS},
+        r"labels\[0, 2\] is 3 and must be in 0..2",
+    ),
+    "float_position": (
+        "question_answering",
+        {},
+        {"input_ids": IDS, "start_positions": torch.tensor([0.0, 1.0]), "end_positions": torch.tensor([1, 1])},
+        "start_positions is torch.float32",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_wrong_batch_is_refused_with_key_value_rule_and_fix(what: str) -> None:
+    task, fields, batch, message = REFUSED[what]
+    with pytest.raises(DataError, match=message):
+        _step(task, **fields).check_batch(batch)
+
+
+def test_labels_that_the_loss_mask_leaves_out_may_be_anything() -> None:
+    labels = torch.tensor([[-7, 2, 99], [6, -100, 0]])
+    _step("masked_lm").check_batch({**LM, "labels": labels, "loss_mask": torch.tensor([[0, 1, 0], [1, 1, 1]])})
+
+
+def test_rows_that_do_not_count_may_be_all_padding() -> None:
+    masks = {"attention_mask": torch.tensor([[1, 1, 1], [0, 0, 0]]), "sample_mask": torch.tensor([1, 0])}
+    _step("pretraining").check_batch({**PRETRAINING, **masks})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"architecture": "gpt"}, "BertTrainStep trains BERTs, and .* use train_step='gpt'"),
+        ({"task": "question_answering", "num_labels": 3}, "num_labels=3 .* use num_labels=2"),
+        ({"task": "token_classification", "num_labels": 1}, "num_labels=1 leaves nothing to choose"),
+        (
+            {"task": "sequence_classification", "num_labels": 1, "problem_type": "single_label_classification"},
+            "num_labels=1 leaves nothing to choose",
+        ),
+    ],
+)
+def test_a_model_that_this_objective_cannot_train_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        BertTrainStep().bind(replace(MODEL, **fields))
+
+
+# ---- metrics --------------------------------------------------------------------------------------------------------
+
+
+def _measured(step: BertTrainStep, batch: dict[str, torch.Tensor], output: Any) -> dict[str, float]:
+    prepared = step.prepare_batch(batch)
+    metrics = step.metrics()
+    step.update_metrics(metrics, prepared, output)
+    # Filled-up rows must not count: copies of the last one.
+    last = {name: tensor[-1:] for name, tensor in prepared.items()}
+    filled_up = {name: tensor[1:] for name, tensor in step.pad_rows(last, 4).items()}
+    step.update_metrics(metrics, filled_up, _copies_of_last_row(output, 3))
+    return {name: float(metric.compute()) for name, metric in metrics.items()}
+
+
+def _copies_of_last_row(output: Any, number: int) -> Any:
+    if isinstance(output, tuple):
+        return tuple(_copies_of_last_row(part, number) for part in output)
+    return output[-1:].expand(number, *output.shape[1:])
+
+
+def test_masked_tokens_are_measured_by_perplexity_and_order() -> None:
+    measured = _measured(_step("pretraining"), PRETRAINING, (TOKEN_LOSSES, ORDER_LOGITS))
+    assert measured == {"perplexity": pytest.approx(math.exp(7 / 3)), "sop_accuracy": 0.0}
+
+
+def test_classes_are_measured_by_accuracy_and_macro_f1() -> None:
+    ids = IDS.repeat(3, 1)
+    labels, guesses = [0, 1, 2, 2, 1, -100], [0, 2, 2, 1, 1, 0]
+    logits = torch.nn.functional.one_hot(torch.tensor(guesses), 3).float()
+    step = _step("sequence_classification", num_labels=3)
+    measured = _measured(step, {"input_ids": ids, "labels": torch.tensor(labels)}, logits)
+    assert measured == {"accuracy": pytest.approx(3 / 5), "f1": pytest.approx((1 + 1 / 2 + 1 / 2) / 3)}
+
+
+def test_classes_of_tokens_are_measured_where_there_are_any() -> None:
+    labels = torch.tensor([[-100, 1, 0], [0, -100, 1]])
+    logits = torch.nn.functional.one_hot(torch.tensor([[1, 1, 1], [0, 0, 1]]), 2).float()
+    measured = _measured(_step("token_classification"), {"input_ids": IDS, "labels": labels}, logits)
+    assert measured == {"accuracy": pytest.approx(3 / 4), "f1": pytest.approx((2 / 3 + 4 / 5) / 2)}
+
+
+def test_several_labels_are_measured_by_the_sign_of_their_logits() -> None:
+    # All in 0..1: torchmetrics would take such logits for probabilities.
+    logits = torch.tensor([[0.1, -0.1], [0.2, 0.3]])
+    labels = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    measured = _measured(_step("sequence_classification"), {"input_ids": IDS, "labels": labels}, logits)
+    assert measured == {"accuracy": pytest.approx(3 / 4), "f1": pytest.approx((2 / 3 + 1) / 2)}
+
+
+def test_one_label_out_of_one_is_measured_too() -> None:
+    step = _step("sequence_classification", num_labels=1, problem_type="multi_label_classification")
+    measured = _measured(step, {"input_ids": IDS, "labels": torch.tensor([[1.0], [0.0]])}, torch.tensor([[0.1], [0.2]]))
+    assert measured == {"accuracy": pytest.approx(1 / 2), "f1": pytest.approx(2 / 3)}
+
+
+def test_values_are_measured_by_their_squared_error() -> None:
+    step = _step("sequence_classification", num_labels=1)
+    measured = _measured(step, {"input_ids": IDS, "labels": torch.tensor([0.5, -1.0])}, torch.tensor([[1.0], [1.0]]))
+    assert measured == {"mse": pytest.approx(4.25 / 2)}
+
+
+def test_answers_are_right_if_both_their_ends_are() -> None:
+    logits = torch.nn.functional.one_hot(torch.tensor([[0, 2], [1, 2]]), 3).transpose(1, 2).float()
+    batch = {"input_ids": IDS, "start_positions": torch.tensor([0, 0]), "end_positions": torch.tensor([2, 2])}
+    assert _measured(_step("question_answering"), batch, logits) == {"exact_match": pytest.approx(1 / 2)}
