@@ -1,8 +1,8 @@
 """Does a family equal Hugging Face, in any layout? One call compares everything.
 
 ``check_family`` takes a tiny Hugging Face model with random weights and a batch. On a layout's ranks it compares the
-logits, the loss, the gradient of every parameter (under its Hugging Face name), and what ``save_pretrained`` writes, bit
-for bit. A family's test is::
+logits, the loss, the gradient of every parameter (under its Hugging Face name), and what ``save_pretrained`` writes.
+A family's test is::
 
     @functools.cache
     def _model() -> Any:

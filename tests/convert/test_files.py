@@ -1,0 +1,159 @@
+"""Is every tensor of a model directory found and read in parts, and every damage named?"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from lightning_megatron.convert.hugging_face_files import open_weights
+from lightning_megatron.errors import CheckpointError
+from tests.convert.directories import FORMATS, Format, save_as, tiny_gpt2, tiny_llama
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("make", [tiny_gpt2, tiny_llama])
+def test_every_format_gives_every_row_of_every_tensor(tmp_path: Path, make: Any, kind: Format) -> None:
+    expected = save_as(make(), tmp_path / "model", kind)
+    files = open_weights(tmp_path / "model")
+    assert {name: tensor.shape for name, tensor in files.tensors.items()} == {
+        name: tuple(tensor.shape) for name, tensor in expected.items()
+    }
+    for name, tensor in expected.items():
+        assert files.tensors[name].dtype is tensor.dtype
+        assert torch.equal(files.rows(name, 0, len(tensor)), tensor)
+        assert torch.equal(files.rows(name, 3, 7), tensor[3:7])
+        assert files.rows(name, 5, 5).shape == (0, *tensor.shape[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
+def test_dtypes_are_the_files_own(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensor = torch.arange(12).reshape(4, 3).to(dtype)
+    save_file({"x": tensor}, tmp_path / "model.safetensors")
+    files = open_weights(tmp_path)
+    assert files.tensors["x"].dtype is dtype
+    assert torch.equal(files.rows("x", 1, 3).float(), tensor[1:3].float())
+
+
+def test_safetensors_are_preferred(tmp_path: Path) -> None:
+    save_file({"x": torch.ones(2)}, tmp_path / "model.safetensors")
+    torch.save({"x": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
+    assert torch.equal(open_weights(tmp_path).rows("x", 0, 2), torch.ones(2))
+
+
+def test_returned_rows_outlive_the_mapping_of_a_pickled_file(tmp_path: Path) -> None:
+    tensors = {f"x{i}": torch.full((2048, 1024), float(i)) for i in range(4)}  # 8 MB each; mapped anew after 16
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    files = open_weights(tmp_path)
+    read = {name: files.rows(name, 0, 2048) for name in tensors}
+    del files
+    assert all(torch.equal(read[name], tensors[name]) for name in tensors)
+
+
+# ---- damage ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    save_as(tiny_llama(), tmp_path / "model", "sharded_safetensors")
+    return tmp_path / "model"
+
+
+def _refused(directory: Path, *words: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        open_weights(directory)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
+    _refused(tmp_path / "nowhere", "nowhere", "does not exist")
+    _refused(tmp_path, str(tmp_path), "model.safetensors", "pytorch_model.bin", "pretrained=False")
+
+
+def test_all_missing_files_are_named(sharded: Path) -> None:
+    first, second = sorted(sharded.glob("model-*.safetensors"))[:2]
+    first.unlink()
+    second.unlink()
+    _refused(sharded, first.name, second.name, "fetch")
+
+
+@pytest.mark.parametrize("outside", ["../other.safetensors", "/etc/passwd", "a/../../b.safetensors", "..\\b", "C:/b"])
+def test_an_index_may_not_leave_its_folder(sharded: Path, outside: str) -> None:
+    index = sharded / "model.safetensors.index.json"
+    fields = json.loads(index.read_text())
+    fields["weight_map"]["lm_head.weight"] = outside
+    index.write_text(json.dumps(fields))
+    _refused(sharded, "lm_head.weight", "outside")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"x": 3}}'])
+def test_a_damaged_index_is_refused(sharded: Path, text: str) -> None:
+    (sharded / "model.safetensors.index.json").write_text(text)
+    _refused(sharded, "model.safetensors.index.json", "fetch it again")
+
+
+def test_an_index_that_promises_too_much_is_refused(sharded: Path) -> None:
+    index = sharded / "model.safetensors.index.json"
+    fields = json.loads(index.read_text())
+    file = next(iter(fields["weight_map"].values()))
+    index.write_text(json.dumps({"weight_map": {**fields["weight_map"], "one.more": file}}))
+    _refused(sharded, "one.more", "none of its files")
+
+
+@pytest.mark.parametrize("kept", [0, 4, 100, -1])
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_truncated_file_is_refused(tmp_path: Path, name: str, kept: int) -> None:
+    save_as(tiny_gpt2(), tmp_path / "model", "bin" if name.endswith("bin") else "safetensors")
+    file = tmp_path / "model" / name
+    os.truncate(file, kept if kept >= 0 else file.stat().st_size - 1)
+    _refused(tmp_path / "model", name, "fetch")
+
+
+def _safetensors(header: object, data: bytes = b"") -> bytes:
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"not a safetensors file, but long enough for one",
+        _safetensors([1, 2, 3]),
+        _safetensors({"x": 3}),
+        _safetensors({"x": {"dtype": "F32", "shape": [2]}}, bytes(8)),
+        _safetensors({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, bytes(8)),
+        _safetensors({"x": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}, bytes(8)),
+        _safetensors({"x": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}}, bytes(8)),
+    ],
+)
+def test_a_damaged_header_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    _refused(tmp_path, "model.safetensors", "fetch it again")
+
+
+class _Malicious:
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.file,)
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_no_code_of_a_pickled_file_runs(tmp_path: Path, is_new: bool) -> None:
+    content = {"x": torch.ones(2), "y": _Malicious(tmp_path / "it_ran")}
+    torch.save(content, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=is_new)
+    _refused(tmp_path, "pytorch_model.bin")
+    assert not (tmp_path / "it_ran").exists()
+
+
+@pytest.mark.parametrize("content", [torch.ones(2), {"state_dict": {"x": torch.ones(2)}}])
+def test_a_pickled_file_of_another_kind_is_refused(tmp_path: Path, content: object) -> None:
+    torch.save(content, tmp_path / "pytorch_model.bin")
+    _refused(tmp_path, "pytorch_model.bin", "state_dict()")
