@@ -75,8 +75,12 @@ def main() -> None:
         enable_checkpointing=False,
         default_root_dir=arguments.output,
     )
-    trainer.fit(model, datamodule=Instructions(arguments.model))
-    model.save_pretrained(Path(arguments.output) / "model")  # AutoModelForCausalLM.from_pretrained loads it
+    data = Instructions(arguments.model)
+    trainer.fit(model, datamodule=data)
+    folder = Path(arguments.output) / "model"  # AutoModelForCausalLM.from_pretrained loads it
+    model.save_pretrained(folder)  # on all ranks: each sends its part
+    if trainer.is_global_zero:
+        data.tokenizer.save_pretrained(folder)
 
 
 if __name__ == "__main__":  # Lightning starts the other processes by running this file again
