@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
+from lightning_megatron.convert.registry import model_config
+from lightning_megatron.errors import ConfigError
 from tests.families.parity import LAYOUTS, VOCAB_SIZE, Rows, check_family, tiny_model
-from tests.parity.training import Layout
+from tests.parity.sharding import whole
+from tests.parity.training import Case, Layout, RankOutcome, train_module
+from tests.ranks import run_ranks
 
 LENGTHS = (16, 9, 5, 12)
 PAD = 3
 TOKEN_TYPES = 3
 NUM_LABELS = 5
 FOUR_RANKS = Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2)
-ONE_AND_FOUR_RANKS = (Layout(), FOUR_RANKS)
+TWO_COPIES = Layout(dp=2, num_microbatches=2)
+"""One row per microbatch: means of means would differ from Hugging Face's mean over the batch."""
+ONE_TO_FOUR_RANKS = (Layout(), FOUR_RANKS, TWO_COPIES)
 
 
 @functools.cache
@@ -68,12 +74,15 @@ def _pretraining_rows() -> Rows:
     return _sentences(labels=_labels_of_tokens(VOCAB_SIZE), next_sentence_label=torch.tensor([1, 0, -100, 1]))
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, Layout(tp=2, sequence_parallel=True)], ids=str)
+RECOMPUTED = Layout(tp=2, sequence_parallel=True, recompute="full")
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, TWO_COPIES, RECOMPUTED, Layout(recompute="selective")], ids=str)
 def test_pretraining_equals_hugging_face_in_every_layout(layout: Layout) -> None:
     check_family(_model("PreTraining"), layout, _pretraining_rows())
 
 
-@pytest.mark.parametrize("layout", ONE_AND_FOUR_RANKS, ids=str)
+@pytest.mark.parametrize("layout", ONE_TO_FOUR_RANKS, ids=str)
 def test_masked_lm_equals_hugging_face(layout: Layout) -> None:
     check_family(_model("MaskedLM"), layout, _sentences(labels=_labels_of_tokens(VOCAB_SIZE)))
 
@@ -86,20 +95,105 @@ ROW_LABELS = {
 }
 
 
-@pytest.mark.parametrize("layout", ONE_AND_FOUR_RANKS, ids=str)
-@pytest.mark.parametrize("kind", ROW_LABELS)
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("classes", Layout()), ("classes", FOUR_RANKS), *((kind, TWO_COPIES) for kind in ROW_LABELS)],
+    ids=str,
+)
 def test_sequence_classification_equals_hugging_face(kind: str, layout: Layout) -> None:
     num_labels, problem_type, labels = ROW_LABELS[kind]
     check_family(_model("SequenceClassification", num_labels, problem_type), layout, _sentences(labels=labels))
 
 
-@pytest.mark.parametrize("layout", ONE_AND_FOUR_RANKS, ids=str)
+@pytest.mark.parametrize("layout", ONE_TO_FOUR_RANKS, ids=str)
 def test_token_classification_equals_hugging_face(layout: Layout) -> None:
     rows = _sentences(labels=_labels_of_tokens(NUM_LABELS))
     check_family(_model("TokenClassification", NUM_LABELS), layout, rows)
 
 
-@pytest.mark.parametrize("layout", ONE_AND_FOUR_RANKS, ids=str)
+@pytest.mark.parametrize("layout", ONE_TO_FOUR_RANKS, ids=str)
 def test_question_answering_equals_hugging_face_with_answers_outside_the_row(layout: Layout) -> None:
     starts, ends = torch.tensor([0, 3, 16, 15]), torch.tensor([4, 8, 99, 15])
     check_family(_model("QuestionAnswering"), layout, _sentences(start_positions=starts, end_positions=ends))
+
+
+def test_positions_may_be_given() -> None:
+    rows = [{**row, "position_ids": (torch.arange(16) * 5 + i) % 24} for i, row in enumerate(_pretraining_rows())]
+    check_family(_model("PreTraining"), FOUR_RANKS, rows)
+
+
+# ---- without a counterpart in Hugging Face --------------------------------------------------------------------------
+
+FIELDS = {
+    "model_type": "megatron-bert",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 16,
+    "type_vocab_size": TOKEN_TYPES,
+    "initializer_range": 0.2,
+}
+
+
+def _train(
+    case: Case, rows: Rows, task: str, dropout: float, binary_head: bool
+) -> tuple[RankOutcome, dict[str, float]]:
+    from lightning.pytorch import seed_everything
+
+    from lightning_megatron import BertTrainStep, MegatronModule
+
+    seed_everything(1, verbose=False)
+    fields = {**FIELDS, "hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    module = MegatronModule(model=fields, task=task, train_step=BertTrainStep(binary_head), lr=case.lr)
+    loader: DataLoader[Any] = DataLoader(rows * case.steps, batch_size=len(rows) // case.layout.dp)  # type: ignore[arg-type]
+    outcome = train_module(module, case, loader)
+    return outcome, {name: float(value) for name, value in module.trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=2, sequence_parallel=True)], ids=str)
+@pytest.mark.parametrize("task", ["sequence_classification", "token_classification"])
+def test_dropout_leaves_weights_that_all_ranks_hold_alike(task: str, layout: Layout) -> None:
+    labels = torch.tensor([1, 0, 1, 1]) if task == "sequence_classification" else _labels_of_tokens(2)
+    case, rows = Case(layout=layout, steps=3), _sentences(labels=labels)
+    trained = run_ranks(_train, 2, case, rows, task, 0.3, True)
+    whole([outcome.weights for outcome, _ in trained])  # compares the copies, bit for bit
+    without = run_ranks(_train, 2, case, rows, task, 0.0, True)
+    assert trained[0][0].losses[0] != pytest.approx(without[0][0].losses[0], rel=1e-3)
+
+
+def test_pretraining_without_the_binary_head_learns_the_tokens_alone() -> None:
+    # With overlapped communication the engine waits for the gradient of each weight, that of the unused head too.
+    layout = Layout(dp=2, pp=2, num_microbatches=2, overlap_communication=True)
+    arguments = (Case(layout=layout, steps=1), _pretraining_rows(), "pretraining", 0.0)
+    both = run_ranks(_train, 4, *arguments, True)
+    tokens = run_ranks(_train, 4, *arguments, False)
+    for (_, terms), (outcome, alone) in zip(both, tokens, strict=True):
+        assert terms["train_loss"] == pytest.approx(terms["train_lm_loss"] + terms["train_sop_loss"])
+        assert outcome.losses == [pytest.approx(terms["train_lm_loss"])]
+        assert "train_sop_loss" not in alone
+    gradients = whole([outcome.gradients for outcome, _ in tokens])
+    unused = [name for name, gradient in gradients.items() if (gradient == 0).all()]
+    assert sorted(unused) == ["binary_head.bias", "binary_head.weight", "pooler.dense.bias", "pooler.dense.weight"]
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "albert"])
+def test_a_bert_with_norms_after_its_blocks_is_refused_with_the_reason(family: str) -> None:
+    with pytest.raises(ConfigError, match=r"post-LN.*model_type='megatron-bert'.*known families: .*llama"):
+        model_config({"model_type": family})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("is_decoder", True), ("add_cross_attention", True), ("tie_word_embeddings", False)]
+)
+def test_what_cannot_be_honoured_is_refused_by_name(field: str, value: bool) -> None:
+    with pytest.raises(ConfigError, match=f"{field}={value} of this megatron-bert config"):
+        model_config({**FIELDS, field: value})
+
+
+def test_dropouts_and_the_head_are_those_of_the_config() -> None:
+    fields = {**FIELDS, "hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.3, "num_labels": 7}
+    model = model_config({**fields, "pad_token_id": None}, "sequence_classification")
+    assert (model.embedding_dropout, model.hidden_dropout, model.classifier_dropout) == (0.2, 0.2, 0.2)
+    assert (model.attention_dropout, model.num_labels, model.pad_token_id) == (0.3, 7, -1)
