@@ -50,7 +50,7 @@ def test_pretrain_gpt_trains_in_four_processes_and_leaves_a_checkpoint(corpus: P
 def test_custom_train_step_trains_with_its_own_loss(corpus: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    of_every_word = AutoTokenizer.from_pretrained(corpus.parent / "tok")("w")["input_ids"]
+    of_every_word = AutoTokenizer.from_pretrained(corpus.parent / "tok")(" w")["input_ids"]
     common = ("--data-path", corpus, "--vocab-size", VOCAB_SIZE, "--output", tmp_path)
     _run("custom_train_step.py", *common, "--max-steps", 20, "--key-tokens", *of_every_word)
     losses = _train_losses(tmp_path)
