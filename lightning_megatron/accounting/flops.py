@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from lightning_megatron.accounting.bert import bert_head_multiply_adds_per_token
 from lightning_megatron.models.config import ModelConfig
 
 AttentionCount = Literal["causal", "full"]
@@ -27,14 +28,15 @@ def forward_flops_per_token(
     """Operations of the forward pass on one token, over all ranks.
 
     With q = heads x head width and k = v = key/value groups x head width, a token's multiply-adds are
-    ``L * (h * (q + k + v) + q * h + h * ffn * (3 if gated else 2) + q * s * (1 if causal else 2)) + h * V``; a layer with
-    a sliding window of w < s tokens has ``w * (1 - w / (2 s))`` (or w) keys in the place of s / 2 (or s).
+    ``L * (h * (q + k + v) + q * h + h * ffn * (3 if gated else 2) + q * s * (1 if causal else 2)) + h * V``; a layer
+    with a sliding window of w < s tokens has ``w * (1 - w / (2 s))`` (or w) keys in the place of s / 2 (or s).
 
     Args:
         model: Its shape.
         seq_length: Tokens s of one sequence.
         padded_vocab_size: Rows V of the output layer that is really computed, see ``ModelConfig.padded_vocab_size``.
         attention: ``causal`` counts the keys that a query sees, on average s / 2, ``full`` all s, or its whole window.
+            The queries of a BERT see all keys, and count so either way.
     """
     h = model.hidden_size
     q = model.num_attention_heads * model.kv_channels
@@ -43,15 +45,17 @@ def forward_flops_per_token(
     mlp = h * model.ffn_hidden_size * (3 if model.gated_linear_unit else 2)
     keys = sum(_keys_per_query(model, layer, seq_length, attention) for layer in range(model.num_layers))
     scores_and_values = 2 * q * keys
-    multiply_adds = model.num_layers * (projections + mlp) + scores_and_values + h * padded_vocab_size
-    return 2.0 * multiply_adds
+    head: float = h * padded_vocab_size
+    if model.architecture == "bert":
+        head = bert_head_multiply_adds_per_token(model, seq_length, padded_vocab_size)
+    return 2.0 * (model.num_layers * (projections + mlp) + scores_and_values + head)
 
 
 def _keys_per_query(model: ModelConfig, layer: int, seq_length: int, attention: AttentionCount) -> float:
     """How many keys a query of one layer sees, on average over the sequence."""
     is_windowed = model.sliding_window_layers is None or layer in model.sliding_window_layers
     window = min(seq_length, model.sliding_window or seq_length) if is_windowed else seq_length
-    if attention == "full":
+    if attention == "full" or model.architecture == "bert":
         return window
     # A triangle of the first ``window`` queries, then rows of ``window`` keys.
     return window * (1 - window / (2 * seq_length))

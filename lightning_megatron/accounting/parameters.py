@@ -6,13 +6,15 @@ weight exists. Layers are split evenly over stages and chunks; ``ParallelConfig.
 
 from __future__ import annotations
 
+from lightning_megatron.accounting.bert import bert_head_parameters
 from lightning_megatron.models.config import ModelConfig
 
 
 def total_parameters(model: ModelConfig) -> int:
     """Parameters of the whole model, each counted once: no padding of the vocabulary, no copy of a tied embedding."""
     embedding = model.vocab_size * model.hidden_size
-    head = 0 if model.share_embeddings_and_output_weights else embedding
+    is_copy = model.share_embeddings_and_output_weights or not model.has_output_layer
+    head = _head_parameters(model, model.vocab_size) + (0 if is_copy else embedding)
     layers = model.num_layers * _layer_parameters(model, tp=1)
     return embedding + _input_parameters(model) + layers + _norm_parameters(model) + head
 
@@ -32,9 +34,9 @@ def chunk_parameters(model: ModelConfig, *, tp: int, num_chunks: int, chunk: int
     if is_first:
         count += embedding_shard + _input_parameters(model)
     if is_last:
-        count += _norm_parameters(model)
+        count += _norm_parameters(model) + _head_parameters(model, model.padded_vocab_size(tp) // tp)
         # A tied output layer on another stage than the embedding is a copy, kept equal by an all-reduce of gradients.
-        if not (model.share_embeddings_and_output_weights and is_first):
+        if model.has_output_layer and not (model.share_embeddings_and_output_weights and is_first):
             count += embedding_shard
     return count
 
@@ -72,11 +74,18 @@ def parameter_lines(model: ModelConfig, *, tp: int, pp: int, vpp: int | None = N
 
 
 def _input_parameters(model: ModelConfig) -> int:
-    """What stands beside the embedding of tokens: learned positions, and its norm."""
-    count = _norm_parameters(model) if model.embedding_layernorm else 0
+    """What stands beside the embedding of tokens: learned positions, types of tokens, and its norm."""
+    count = model.num_tokentypes * model.hidden_size
+    if model.embedding_layernorm:
+        count += _norm_parameters(model)
     if model.position_embedding_type == "learned_absolute":
         count += model.max_position_embeddings * model.hidden_size
     return count
+
+
+def _head_parameters(model: ModelConfig, vocab_rows: int) -> int:
+    """What follows the final norm, but for the weight of the output layer."""
+    return bert_head_parameters(model, vocab_rows) if model.architecture == "bert" else 0
 
 
 def _norm_parameters(model: ModelConfig, width: int | None = None) -> int:

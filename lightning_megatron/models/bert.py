@@ -36,11 +36,6 @@ from lightning_megatron.models.layer_specs import CHECKPOINT_NAMES
 from lightning_megatron.models.transformer_config import EngineSettings, transformer_config
 from lightning_megatron.models.vocabulary import silence_padding
 
-LM_TASKS = ("pretraining", "masked_lm")
-"""Tasks in which tokens are predicted."""
-POOLED_TASKS = ("pretraining", "sequence_classification")
-"""Tasks that need a summary of the whole row."""
-
 
 def build_bert(model: ModelConfig, settings: EngineSettings) -> torch.nn.ModuleList:
     """This rank's model chunks (one per virtual stage), on ``settings.device``, weights not yet filled.
@@ -98,7 +93,7 @@ class BertChunk(LanguageModule):
         self.vp_stage = vp_stage
         self.pre_process: bool = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         self.post_process: bool = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-        self.share_embeddings_and_output_weights = model.task in LM_TASKS and model.share_embeddings_and_output_weights
+        self.share_embeddings_and_output_weights = model.has_output_layer and model.share_embeddings_and_output_weights
         if self.pre_process:
             self.embedding = _embedding(model, config)
         num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
@@ -110,14 +105,15 @@ class BertChunk(LanguageModule):
             vp_stage=vp_stage,
         )
         self._task = model.task
+        self._predicts_tokens = model.has_output_layer
         if self.post_process:
             self._create_head(model)
-        if model.task in LM_TASKS and (self.pre_process or self.post_process):
+        if model.has_output_layer and (self.pre_process or self.post_process):
             self.setup_embeddings_and_output_layer()
 
     def _create_head(self, model: ModelConfig) -> None:
         config = self.config
-        if model.task in POOLED_TASKS:
+        if model.has_pooler:
             self.pooler = Pooler(model, config)
         if model.task == "pretraining":
             self.binary_head = torch.nn.Linear(model.hidden_size, 2, dtype=config.params_dtype)
@@ -125,7 +121,7 @@ class BertChunk(LanguageModule):
             self.classification_head = RowClassifier(model, config)
         if model.task in ("token_classification", "question_answering"):
             self.token_head = TokenClassifier(model, config)
-        if model.task in LM_TASKS:
+        if model.has_output_layer:
             tp = config.tensor_model_parallel_size
             self.lm_head = MaskedLMHead(model, config)
             self.output_layer = ColumnParallelLinear(
@@ -148,7 +144,7 @@ class BertChunk(LanguageModule):
     ) -> dict[str, Any]:
         """Where this rank's weights lie in the whole model, by Megatron's checkpoint names."""
         state: dict[str, Any]
-        if self._task in LM_TASKS:
+        if self._predicts_tokens:
             state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         else:  # megatron-core 0.16.1, language_module.py: a last stage without an output layer is a KeyError
             state = MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)

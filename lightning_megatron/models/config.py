@@ -167,6 +167,16 @@ class ModelConfig:
         """Whether the attention's output projection has a bias."""
         return self.add_bias_linear if self.add_attention_output_bias is None else self.add_attention_output_bias
 
+    @property
+    def has_output_layer(self) -> bool:
+        """Whether the model predicts tokens; a BERT may have another head instead."""
+        return self.architecture != "bert" or self.task in ("pretraining", "masked_lm")
+
+    @property
+    def has_pooler(self) -> bool:
+        """Whether a BERT's head reads a summary of the whole row."""
+        return self.architecture == "bert" and self.task in ("pretraining", "sequence_classification")
+
     def padded_vocab_size(self, tp: int) -> int:
         """Rows of the embedding over all ranks: the smallest multiple of ``make_vocab_size_divisible_by * tp``.
 
