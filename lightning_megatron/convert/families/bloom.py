@@ -7,10 +7,16 @@ from typing import Any
 from lightning_megatron.convert.family import Family
 from lightning_megatron.convert.gpt_rules import FusedNames, fused_rules, norm
 from lightning_megatron.convert.rules import Rule
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig
 
 
 def _describe(hf: Any) -> ModelConfig:
+    if hf.slow_but_exact and hf.pretraining_tp > 1:
+        raise ConfigError(
+            f"slow_but_exact=True with pretraining_tp={hf.pretraining_tp} is not supported: Hugging Face leaves out the "
+            "biases of the output projections there; use slow_but_exact=False"
+        )
     return ModelConfig(
         family="bloom",
         num_layers=hf.n_layer,
@@ -45,6 +51,5 @@ FAMILY = Family(
     rules=_rules,
     architectures={"causal_lm": "BloomForCausalLM"},
     base_prefix="transformer.",
-    # pretraining_tp and slow_but_exact change the order of additions only.
     required={"apply_residual_connection_post_layernorm": (False,)},
 )
