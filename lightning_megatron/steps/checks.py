@@ -31,14 +31,23 @@ def check_numbers(name: str, values: torch.Tensor, limit: int | None, rule: str)
     raise DataError(f"{name}{place} is {value} and must be {allowed}; correct the data")
 
 
-def check_labels(name: str, labels: torch.Tensor, limit: int, rule: str) -> None:
+def check_labels(
+    name: str, labels: torch.Tensor, limit: int, rule: str, ignored: tuple[int, ...] = IGNORED_LABELS
+) -> None:
     """Raise unless all ``labels`` are in 0..limit-1 or ignored ones.
+
+    Args:
+        name: The batch's key.
+        labels: Of any shape, integers.
+        limit: Smallest number that is too large.
+        rule: What sets the limit, e.g. ``vocab_size``.
+        ignored: The labels for "no target here".
 
     Raises:
         DataError: With the first label that is neither.
     """
-    ignored = torch.isin(labels, torch.tensor(IGNORED_LABELS, dtype=labels.dtype))
-    wrong = ~ignored & ((labels < 0) | (labels >= limit))
+    is_ignored = torch.isin(labels, torch.tensor(ignored, dtype=labels.dtype))
+    wrong = ~is_ignored & ((labels < 0) | (labels >= limit))
     if not wrong.any():
         return
     place = wrong.nonzero()[0].tolist()

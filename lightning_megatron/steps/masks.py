@@ -8,21 +8,40 @@ IGNORE_INDEX = -100
 """Hugging Face's label for "no target here"."""
 
 
-def causal_padding_mask(attention_mask: torch.Tensor) -> torch.Tensor:
-    """Who is hidden from whom in a causal model with padding.
-
-    Every token sees itself, padding too: a row that sees nothing would turn into NaN and spread.
+def document_numbers(tokens: torch.Tensor, eod_token: int) -> torch.Tensor:
+    """Which document of its row each token is in: [b, s] int64, from 1; an ``eod_token`` ends its document.
 
     Args:
-        attention_mask: [b, s], 1 for tokens and 0 for padding.
-
-    Returns:
-        [b, 1, s, s], bool, True where the query (third axis) may not see the key (fourth axis): Megatron's convention.
+        tokens: [b, s].
+        eod_token: What stands at the end of each document.
     """
-    seq_length = attention_mask.shape[1]
-    future = torch.ones(seq_length, seq_length, dtype=torch.bool, device=attention_mask.device).triu(1)
-    hidden = future | (attention_mask == 0)[:, None, None, :]
-    return hidden & ~torch.eye(seq_length, dtype=torch.bool, device=attention_mask.device)
+    is_end = (tokens == eod_token).long()
+    return 1 + is_end.cumsum(-1) - is_end
+
+
+def document_positions(tokens: torch.Tensor, eod_token: int) -> torch.Tensor:
+    """Where in its document each token is: [b, s] int64, from 0.
+
+    Args:
+        tokens: [b, s].
+        eod_token: What stands at the end of each document.
+    """
+    places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    starts = torch.zeros_like(tokens)
+    starts[:, 1:] = torch.where(tokens[:, :-1] == eod_token, places[:, 1:], 0)
+    return places - starts.cummax(-1).values
+
+
+def joint_segments(documents: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """Segments within which tokens are of the same document and, as the mask says, of the same segment: [b, s] int64.
+
+    Args:
+        documents: [b, s], at least 1 and at most s.
+        attention_mask: [b, s], 0 for padding, which stays padding; None for no mask.
+    """
+    if attention_mask is None:
+        return documents
+    return (attention_mask * (documents.shape[1] + 1) + documents).masked_fill(attention_mask == 0, 0)
 
 
 def shift_labels(labels: torch.Tensor) -> torch.Tensor:
@@ -37,3 +56,21 @@ def shift_labels(labels: torch.Tensor) -> torch.Tensor:
     shifted = torch.full_like(labels, IGNORE_INDEX)
     shifted[:, :-1] = labels[:, 1:]
     return shifted
+
+
+def next_tokens(tokens: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """The target of each position when every token is one, but neither padding nor what would follow from padding.
+
+    Padding is told by its position, not by its token: a model whose padding is the end-of-text token learns that too.
+
+    Args:
+        tokens: [b, s].
+        attention_mask: [b, s], 0 for padding; None for no mask.
+
+    Returns:
+        [b, s]: the token one to the right, ``IGNORE_INDEX`` where there is no target.
+    """
+    if attention_mask is None:
+        return shift_labels(tokens)
+    is_padding = attention_mask == 0
+    return shift_labels(tokens.masked_fill(is_padding, IGNORE_INDEX)).masked_fill(is_padding, IGNORE_INDEX)

@@ -59,22 +59,28 @@ def answer(case: Case, rows: Rows) -> Answer:
 def _keeping_logits() -> Any:
     from lightning_megatron import GPTTrainStep
     from lightning_megatron.steps.base import Batch, LossFunc, LossTerm
-    from lightning_megatron.steps.masks import causal_padding_mask
 
     class KeepingLogits(GPTTrainStep):
         """Asks the model for logits instead of losses."""
 
         def __init__(self) -> None:
+            super().__init__()
             self.logits: list[torch.Tensor] = []
 
         def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, LossFunc]:
             batch = next(data_iterator)
-            mask = causal_padding_mask(batch["attention_mask"]) if "attention_mask" in batch else None
-            return model(batch["tokens"], batch.get("position_ids"), mask), partial(self.loss_func, batch)
+            logits = model(batch["tokens"], batch.get("position_ids"), batch.get("attention_mask"))
+            return logits, partial(self.loss_func, batch)
 
         def loss_func(self, batch: Batch, output: torch.Tensor) -> dict[str, LossTerm]:
             self.logits.append(output.float())
             return {"lm_loss": LossTerm(output.new_zeros(()).float(), batch["loss_mask"].sum())}
+
+        def metrics(self) -> dict[str, Any]:
+            return {}
+
+        def update_metrics(self, metrics: Any, batch: Batch, output: Any) -> None:
+            """There are none."""
 
     return KeepingLogits()
 

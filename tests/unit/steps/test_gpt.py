@@ -1,0 +1,221 @@
+"""Does a GPT batch become the tokens, targets, segments and positions that Megatron and Hugging Face make of it?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from jsonargparse import ArgumentParser
+from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
+
+from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.steps.base import Batch, TrainStep
+from lightning_megatron.steps.gpt import GPTTrainStep
+
+VOCAB, EOD, LENGTH = 11, 3, 24
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 8,
+    "num_layers": 1,
+    "ffn_hidden_size": 8,
+    "num_attention_heads": 2,
+    "num_query_groups": 2,
+    "kv_channels": 4,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": LENGTH,
+}
+
+
+def _step(positions: str = "learned_absolute", **options: Any) -> GPTTrainStep:
+    step = GPTTrainStep(**options)
+    step.bind(ModelConfig(family="gpt2", **{**SIZES, "position_embedding_type": positions}))
+    return step
+
+
+def _texts(rows: int = 6) -> torch.Tensor:
+    """[rows, LENGTH + 1], with ends of documents at either end, in pairs, and nowhere."""
+    text = torch.randint(0, VOCAB, (rows, LENGTH + 1), generator=torch.Generator().manual_seed(4))
+    text[0] = text[0].masked_fill(text[0] == EOD, EOD + 1)
+    text[1, 0] = text[1, 5] = text[1, 6] = text[1, LENGTH - 1] = text[1, LENGTH] = EOD
+    return text
+
+
+def _seen(prepared: Batch) -> torch.Tensor:
+    """Who sees whom in a causal model: bool [b, s, s]."""
+    causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    if "attention_mask" not in prepared:
+        return causal.expand(prepared["tokens"].shape[0], -1, -1)
+    segments = prepared["attention_mask"]
+    return (segments[:, :, None] == segments[:, None, :]) & causal
+
+
+SWITCHES = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+
+
+@pytest.mark.parametrize("switches", [tuple(bool(n & bit) for bit in (1, 2, 4)) for n in range(8)])
+@pytest.mark.parametrize("is_text", [True, False])
+def test_ends_of_documents_mean_what_they_mean_in_megatron(switches: tuple[bool, ...], is_text: bool) -> None:
+    text = _texts()
+    step = _step(eod_token=EOD, **dict(zip(SWITCHES, switches, strict=True)))
+    prepared = step.prepare_batch({"text": text} if is_text else {"input_ids": text[:, :-1]})
+    positions = prepared.get("position_ids", torch.arange(LENGTH).expand_as(prepared["tokens"]))
+    for row, tokens in enumerate(text[:, :-1]):
+        hidden, loss_mask, position_ids = _get_ltor_masks_and_position_ids(tokens, EOD, *switches, True)
+        assert torch.equal(_seen(prepared)[row], ~hidden[0])
+        assert torch.equal(positions[row], position_ids)
+        # What the last token of Hugging Face's rows predicts is not in the row.
+        predicts = slice(None) if is_text else slice(None, -1)
+        assert torch.equal(prepared["loss_mask"][row, predicts], loss_mask[predicts])
+    assert torch.equal(prepared["targets"][:, :-1], text[:, 1:-1])
+    assert prepared.keys() - {"tokens", "targets", "loss_mask"} == {
+        name for name, switch in zip(("position_ids", "attention_mask"), switches, strict=False) if switch
+    }
+
+
+def test_documents_and_padding_are_hidden_from_each_other() -> None:
+    text = _texts()
+    mask = torch.ones(6, LENGTH, dtype=torch.int64)
+    mask[:, LENGTH - 5 :] = 0
+    mask[2, :4], mask[3, 6:10], mask[4, 4:9] = 0, 2, 0
+    prepared = _step(eod_token=EOD, reset_attention_mask=True).prepare_batch(
+        {"input_ids": text[:, :-1], "attention_mask": mask}
+    )
+    assert torch.equal(prepared["attention_mask"] == 0, mask == 0)
+    apart = _step(eod_token=EOD, reset_attention_mask=True).prepare_batch({"input_ids": text[:, :-1]})
+    both = _seen(apart) & (mask[:, :, None] == mask[:, None, :])
+    is_token = mask[0] != 0
+    assert torch.equal(_seen(prepared)[:, is_token], both[:, is_token])
+
+
+def test_padding_that_is_the_end_of_text_is_no_target_but_the_end_is() -> None:
+    tokens = torch.tensor([[5, 6, EOD, EOD, EOD], [EOD, EOD, 5, 6, EOD]])
+    mask = torch.tensor([[1, 1, 1, 0, 0], [0, 0, 1, 1, 1]])
+    prepared = _step().prepare_batch({"input_ids": tokens, "attention_mask": mask})
+    assert prepared["loss_mask"].tolist() == [[1, 1, 0, 0, 0], [0, 0, 1, 1, 0]]
+    assert prepared["targets"][prepared["loss_mask"] == 1].tolist() == [6, EOD, 6, EOD]
+
+
+def test_given_labels_count_exactly_whatever_the_mask_says() -> None:
+    tokens = torch.tensor([[5, 6, 7, 8]])
+    batch = {"input_ids": tokens, "attention_mask": torch.tensor([[0, 0, 1, 1]])}
+    prepared = _step().prepare_batch({**batch, "labels": torch.tensor([[5, 6, -100, 8]])})
+    assert prepared["loss_mask"].tolist() == [[1, 0, 1, 0]]
+    assert prepared["targets"][0, [0, 2]].tolist() == [6, 8]
+
+
+@pytest.mark.parametrize("option", SWITCHES)
+def test_what_happens_at_the_end_of_a_document_needs_to_know_where_it_is(option: str) -> None:
+    with pytest.raises(ConfigError, match=f"{option}=True .*eod_token"):
+        GPTTrainStep(**{option: True})
+
+
+def test_a_model_that_is_no_gpt_and_an_end_outside_of_the_vocabulary_are_refused() -> None:
+    with pytest.raises(ConfigError, match="GPTTrainStep trains GPTs, and t5 is a T5; use train_step='t5'"):
+        GPTTrainStep().bind(ModelConfig(family="t5", architecture="t5", **SIZES))
+    with pytest.raises(ConfigError, match=f"eod_token=50256 must be in 0..{VOCAB - 1}"):
+        _step(eod_token=50256)
+
+
+def test_options_can_be_set_by_name() -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(TrainStep, "step")
+    options = {"eod_token": EOD, "reset_position_ids": True, "eod_mask_loss": True}
+    spec = {"class_path": "lightning_megatron.GPTTrainStep", "init_args": options}
+    step = parser.instantiate_classes(parser.parse_object({"step": spec})).step
+    assert isinstance(step, GPTTrainStep)
+    assert {name: getattr(step, name) for name in options} == options
+    assert step.reset_attention_mask is False
+
+
+IDS = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(5))
+
+
+def _with(value: Any, place: tuple[int, int] = (1, 7), base: torch.Tensor = IDS) -> torch.Tensor:
+    changed = base.clone()
+    changed[place] = value
+    return changed
+
+
+ONES = torch.ones(2, LENGTH, dtype=torch.int64)
+
+WRONG: dict[str, tuple[Mapping[str, torch.Tensor], str]] = {
+    "unknown key": ({"input_ids": IDS, "token_types": IDS}, "'token_types' is not understood.*attention_mask"),
+    "no tokens": ({"labels": IDS}, "have no 'input_ids'"),
+    "two kinds": ({"text": IDS, "labels": IDS}, "'text' and 'labels' both"),
+    "token": ({"input_ids": _with(VOCAB)}, rf"input_ids\[1, 7\] is {VOCAB} and must be in 0..{VOCAB - 1}"),
+    "negative token": ({"input_ids": _with(-1)}, r"input_ids\[1, 7\] is -1"),
+    "token of text": ({"text": _with(VOCAB + 5)}, rf"text\[1, 7\] is {VOCAB + 5}"),
+    "float tokens": ({"input_ids": IDS.float()}, "input_ids is torch.float32"),
+    "one row": ({"input_ids": IDS[0]}, rf"input_ids has the shape \[{LENGTH}\]"),
+    "nothing to predict": ({"text": IDS[:, :1]}, "text has no token to predict from"),
+    "too long": ({"input_ids": torch.cat([IDS, IDS], 1)}, f"{2 * LENGTH} tokens per row.*max_position_embeddings"),
+    "label": ({"input_ids": IDS, "labels": _with(VOCAB)}, rf"labels\[1, 7\] is {VOCAB}.*-100 for no target"),
+    "Megatron's label": ({"input_ids": IDS, "labels": _with(-1)}, r"labels\[1, 7\] is -1"),
+    "float labels": ({"input_ids": IDS, "labels": IDS.float()}, "labels is torch.float32"),
+    "label's shape": ({"input_ids": IDS, "labels": IDS[:, 1:]}, rf"labels has the shape \[2, {LENGTH - 1}\]"),
+    "position": ({"input_ids": IDS, "position_ids": _with(LENGTH)}, rf"position_ids\[1, 7\] is {LENGTH}"),
+    "mask": ({"input_ids": IDS, "attention_mask": _with(-1, base=ONES)}, r"attention_mask\[1, 7\] is -1"),
+    "fraction": ({"input_ids": IDS, "attention_mask": _with(0.5, base=ONES.float())}, "attention_mask has fractions"),
+    "mask's shape": ({"input_ids": IDS, "attention_mask": ONES[:, None]}, r"attention_mask has the shape \[2, 1, "),
+    "loss mask": ({"text": IDS, "loss_mask": ONES}, rf"loss_mask has the shape .* must have \[2, {LENGTH - 1}\]"),
+    "sample mask": ({"input_ids": IDS, "sample_mask": ONES}, r"sample_mask has the shape .* must have \[2\]"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_numbers_are_refused_by_name(case: str) -> None:
+    batch, message = WRONG[case]
+    with pytest.raises(DataError, match=message):
+        _step().check_batch(dict(batch))
+
+
+def test_given_positions_cannot_be_reset() -> None:
+    batch = {"input_ids": IDS, "position_ids": ONES}
+    with pytest.raises(DataError, match="reset_position_ids=True would replace them"):
+        _step(eod_token=EOD, reset_position_ids=True).check_batch(batch)
+
+
+def test_right_numbers_are_accepted_and_a_mask_that_hides_nothing_is_dropped() -> None:
+    batch = {"input_ids": IDS, "labels": _with(-100), "position_ids": _with(LENGTH - 1), "attention_mask": ONES}
+    _step().check_batch(batch)
+    assert "attention_mask" not in batch
+    _step().check_batch({"text": _with(-1), "sample_mask": torch.ones(2)})
+    kept = {"input_ids": IDS, "attention_mask": _with(0, base=ONES).bool()}
+    _step().check_batch(kept)
+    assert "attention_mask" in kept
+    # Rotary positions have no table that ends.
+    _step(positions="rope").check_batch({"input_ids": torch.cat([IDS, IDS], 1)})
+
+
+def test_a_subclass_with_batches_of_its_own_is_not_told_which_keys_to_use() -> None:
+    class Own(GPTTrainStep):
+        def prepare_batch(self, batch: Batch) -> Batch:
+            return super().prepare_batch({"input_ids": batch["mine"]})
+
+    step = Own()
+    step.bind(_step().model)
+    step.check_batch({"mine": IDS})
+    assert torch.equal(step.prepare_batch({"mine": IDS})["tokens"], IDS)
+
+
+def test_perplexity_is_of_the_targets_alone_over_all_batches() -> None:
+    step = _step()
+    metrics = step.metrics()
+    logits = torch.randn(2, 2, LENGTH, VOCAB, generator=torch.Generator().manual_seed(6))
+    losses, weights = [], []
+    for i, labels in enumerate((_with(-100), _with(-100, (0, 3)))):
+        prepared = step.prepare_batch({"input_ids": IDS, "labels": labels})
+        prepared = step.pad_rows(prepared, 5)
+        output = F.cross_entropy(logits[i].transpose(1, 2), prepared["targets"][:2], reduction="none")
+        output = torch.cat([output, torch.full((3, LENGTH), 100.0)])
+        step.update_metrics(metrics, prepared, output)
+        losses.append(output[:2])
+        weights.append(prepared["loss_mask"][:2])
+    loss, weight = torch.cat(losses), torch.cat(weights)
+    assert weight.sum() == 2 * (2 * (LENGTH - 1) - 1)
+    expected = torch.exp((loss * weight).sum() / weight.sum())
+    torch.testing.assert_close(metrics["perplexity"].compute().float(), expected)
