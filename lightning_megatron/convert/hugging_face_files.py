@@ -1,8 +1,7 @@
 """Which tensors does a Hugging Face model directory hold, and how is a part of one read without reading the rest?
 
-Safetensors files are read with plain file reads at the offsets of their header, not mapped: mapped pages count as
-memory of this process for as long as the file is open, and a rank would come to hold its shard twice. Pickled files
-(``.bin``) are mapped by torch, and mapped anew now and then for the same reason.
+Files are read with plain reads at the offsets of their header, not mapped: mapped pages count as memory of this process
+for as long as the file is open, and a rank would come to hold its shard twice.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ from __future__ import annotations
 import json
 import math
 import zipfile
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -45,8 +43,6 @@ SAFETENSORS_NAMES = {
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 _LARGEST_HEADER_BYTES = 100_000_000
 """As in the safetensors library."""
-_MAPPED_BYTES = 16 << 20
-"""After reading so much of a mapped file, or its largest tensor, it is mapped anew."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +55,8 @@ class StoredTensor:
     """None if torch has no such dtype."""
     dtype_name: str
     """For messages."""
-    offset: int = 0
-    """Safetensors: where in the file its first byte is."""
+    offset: int | None
+    """Where in the file its first byte is; None if its rows do not lie there one after the other."""
 
     @property
     def row_bytes(self) -> int:
@@ -73,20 +69,35 @@ class StoredTensor:
         return math.prod(self.shape) * (self.dtype.itemsize if self.dtype else 1)
 
 
-class WeightFiles(ABC):
+class WeightFiles:
     """The tensors of one model directory; nothing of them is read until ``rows`` is called."""
 
     def __init__(self, directory: Path, tensors: Mapping[str, StoredTensor]) -> None:
         self.directory = directory
         self.tensors = tensors
+        self._whole: tuple[Path, dict[str, torch.Tensor]] | None = None
 
-    @abstractmethod
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows ``start`` to ``stop`` of the tensor ``name``, on the CPU, in the file's dtype: [stop - start, ...].
 
         Raises:
             CheckpointError: If the file cannot be read, or ends too early.
         """
+        tensor = self.tensors[name]
+        assert tensor.dtype is not None
+        if tensor.offset is None:
+            return self._load(tensor.file)[name].detach()[start:stop].clone(memory_format=torch.contiguous_format)
+        buffer = torch.empty((stop - start) * tensor.row_bytes, dtype=torch.uint8)
+        if buffer.numel():
+            _read_into(buffer, tensor.file, tensor.offset + start * tensor.row_bytes)
+        return buffer.view(tensor.dtype).view(stop - start, *tensor.shape[1:])
+
+    def _load(self, file: Path) -> dict[str, torch.Tensor]:
+        """A pickled file as a whole, kept until another one is asked for."""
+        if self._whole is None or self._whole[0] != file:
+            self._whole = None  # before the next one comes
+            self._whole = (file, _unpickle(file))
+        return self._whole[1]
 
 
 def open_weights(directory: str | Path) -> WeightFiles:
@@ -98,23 +109,33 @@ def open_weights(directory: str | Path) -> WeightFiles:
     directory = Path(directory)
     if not directory.is_dir():
         raise CheckpointError(f"model directory {directory} does not exist; give a folder with {WEIGHTS_FILE}")
-    for single, index, kind in (
-        (WEIGHTS_FILE, INDEX_FILE, _Safetensors),
-        (_PICKLED_FILE, _PICKLED_INDEX_FILE, _Pickled),
+    for single, index, read in (
+        (WEIGHTS_FILE, INDEX_FILE, _safetensors),
+        (_PICKLED_FILE, _PICKLED_INDEX_FILE, _pickled),
     ):
         if (directory / single).is_file():
-            return kind.open(directory, [directory / single], ())
+            return WeightFiles(directory, read(directory / single))
         if (directory / index).is_file():
-            names = _weight_map(directory / index)
-            files = [directory / file for file in sorted(set(names.values()))]
-            missing = ", ".join(file.name for file in files if not file.is_file())
-            if missing:
-                raise CheckpointError(f"{directory / index} names files that are missing: {missing}; fetch them again")
-            return kind.open(directory, files, tuple(names))
+            return WeightFiles(directory, _of_index(directory / index, read))
     raise CheckpointError(
         f"model directory {directory} has no weights: none of {WEIGHTS_FILE}, {INDEX_FILE}, {_PICKLED_FILE}, "
         f"{_PICKLED_INDEX_FILE}; save them with save_pretrained, or train from random weights with pretrained=False"
     )
+
+
+def _of_index(index: Path, read: Callable[[Path], dict[str, StoredTensor]]) -> dict[str, StoredTensor]:
+    names = _weight_map(index)
+    files = [index.parent / file for file in sorted(set(names.values()))]
+    missing = ", ".join(file.name for file in files if not file.is_file())
+    if missing:
+        raise CheckpointError(f"{index} names files that are missing: {missing}; fetch them again")
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        tensors |= read(file)
+    absent = ", ".join(name for name in names if name not in tensors)
+    if absent:
+        raise CheckpointError(f"{index} promises tensors that are in none of its files: {absent}; fetch them again")
+    return tensors
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -134,36 +155,6 @@ def _weight_map(index: Path) -> dict[str, str]:
     return names
 
 
-def _check_index(directory: Path, promised: tuple[str, ...], tensors: Mapping[str, StoredTensor]) -> None:
-    missing = [name for name in promised if name not in tensors]
-    if missing:
-        raise CheckpointError(
-            f"the index of {directory} promises tensors that are in none of its files: {', '.join(missing)}; fetch the "
-            "files again"
-        )
-
-
-# ---- safetensors ----------------------------------------------------------------------------------------------------
-
-
-class _Safetensors(WeightFiles):
-    @classmethod
-    def open(cls, directory: Path, files: list[Path], promised: tuple[str, ...]) -> _Safetensors:
-        tensors: dict[str, StoredTensor] = {}
-        for file in files:
-            tensors |= _read_header(file)
-        _check_index(directory, promised, tensors)
-        return cls(directory, tensors)
-
-    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        tensor = self.tensors[name]
-        assert tensor.dtype is not None
-        buffer = torch.empty((stop - start) * tensor.row_bytes, dtype=torch.uint8)
-        if buffer.numel():
-            _read_into(buffer, tensor.file, tensor.offset + start * tensor.row_bytes)
-        return buffer.view(tensor.dtype).view(stop - start, *tensor.shape[1:])
-
-
 def _read_into(buffer: torch.Tensor, file: Path, offset: int) -> None:
     view, done = memoryview(buffer.numpy()), 0
     try:
@@ -178,7 +169,10 @@ def _read_into(buffer: torch.Tensor, file: Path, offset: int) -> None:
         raise CheckpointError(f"weights file {file} cannot be read ({error}); check the disk") from error
 
 
-def _read_header(file: Path) -> dict[str, StoredTensor]:
+# ---- safetensors ----------------------------------------------------------------------------------------------------
+
+
+def _safetensors(file: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file: 8 bytes of length, a JSON object, then the bytes that it refers to."""
     try:
         size = file.stat().st_size
@@ -194,14 +188,14 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         entries = {name: _entry(file, 8 + length, fields) for name, fields in header.items() if name != "__metadata__"}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"the header of weights file {file} is damaged ({error}); fetch it again") from None
-    end = max((tensor.offset + length for tensor, length in entries.values()), default=0)
+    end = max((stop for _, stop in entries.values()), default=0)
     if end > size:
         raise CheckpointError(f"weights file {file} is truncated: {size} of {end} bytes are there; fetch it again")
     return {name: tensor for name, (tensor, _) in entries.items()}
 
 
 def _entry(file: Path, data_start: int, fields: dict[str, Any]) -> tuple[StoredTensor, int]:
-    """One tensor and the length of its bytes, which must be what its shape and dtype take."""
+    """One tensor, whose bytes must be as many as its shape and dtype take, and where in the file it ends."""
     start, stop = (int(offset) for offset in fields["data_offsets"])
     shape = tuple(int(size) for size in fields["shape"])
     dtype = _DTYPES.get(fields["dtype"])
@@ -210,41 +204,43 @@ def _entry(file: Path, data_start: int, fields: dict[str, Any]) -> tuple[StoredT
     )
     if min((start, *shape)) < 0 or stop < start or (dtype is not None and tensor.num_bytes != stop - start):
         raise ValueError(f"{stop - start} bytes for the shape {list(shape)} of {fields['dtype']}")
-    return tensor, stop - start
+    return tensor, data_start + stop
 
 
 # ---- pickled --------------------------------------------------------------------------------------------------------
 
 
-class _Pickled(WeightFiles):
-    def __init__(self, directory: Path, tensors: Mapping[str, StoredTensor]) -> None:
-        super().__init__(directory, tensors)
-        self._file: Path | None = None
-        self._loaded: dict[str, torch.Tensor] = {}
-        self._read_bytes = 0
-        self._most_bytes = max((_MAPPED_BYTES, *(tensor.num_bytes for tensor in tensors.values())))
+def _pickled(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of a file of ``torch.save``, whose bytes are not read."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
-    @classmethod
-    def open(cls, directory: Path, files: list[Path], promised: tuple[str, ...]) -> _Pickled:
-        tensors: dict[str, StoredTensor] = {}
-        for file in files:
-            for name, tensor in _load_pickled(file).items():
-                shape, dtype = tuple(tensor.shape), tensor.dtype
-                tensors[name] = StoredTensor(file=file, shape=shape, dtype=dtype, dtype_name=str(dtype))
-        _check_index(directory, promised, tensors)
-        return cls(directory, tensors)
-
-    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        file = self.tensors[name].file
-        if file != self._file or self._read_bytes >= self._most_bytes:
-            self._loaded = {}  # before the next one is mapped
-            self._loaded, self._file, self._read_bytes = _load_pickled(file), file, 0
-        self._read_bytes += (stop - start) * self.tensors[name].row_bytes
-        return self._loaded[name].detach()[start:stop].clone(memory_format=torch.contiguous_format)
+    with FakeTensorMode():
+        tensors = _unpickle(file)
+    is_plain = zipfile.is_zipfile(file) and all(
+        record.compress_type == zipfile.ZIP_STORED for record in zipfile.ZipFile(file).infolist()
+    )
+    return {
+        name: StoredTensor(
+            file=file,
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            dtype_name=str(tensor.dtype),
+            offset=_offset(tensor) if is_plain else None,
+        )
+        for name, tensor in tensors.items()
+    }
 
 
-def _load_pickled(file: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a pickled file, mapped; files of torch before 1.6 cannot be mapped and are read whole."""
+def _offset(tensor: torch.Tensor) -> int | None:
+    """Torch notes a storage's place in the file when it loads one without its bytes (serialization.py, load_tensor)."""
+    start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+    if start is None or not tensor.is_contiguous():
+        return None
+    return int(start) + tensor.storage_offset() * tensor.element_size()
+
+
+def _unpickle(file: Path) -> dict[str, torch.Tensor]:
+    """A dict of tensors, mapped into memory; files of torch before 1.6 cannot be mapped and are read whole."""
     with failures_as_errors(f"weights file {file} cannot be read (fetch it again)"):
         tensors = torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=True)
     if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):

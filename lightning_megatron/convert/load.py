@@ -26,8 +26,8 @@ from lightning_megatron.engine.groups import host_group
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.models.config import ModelConfig
 
-BLOCK_BYTES = 32 << 20
-"""What is read, and held besides the parameters, at a time."""
+BLOCK_BYTES = 8 << 20
+"""What is read at a time; taking rows from it and converting them may hold three times as much besides."""
 BAR_FROM_BYTES = 10**9
 """Smaller models are there before anyone would look at a progress bar."""
 

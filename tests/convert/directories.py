@@ -60,7 +60,7 @@ def save_as(model: Any, directory: Path, kind: Format) -> dict[str, torch.Tensor
     """Save ``model``; returns the tensors that the files hold."""
     if kind in ("safetensors", "sharded_safetensors"):
         model.save_pretrained(directory, max_shard_size="20KB" if kind == "sharded_safetensors" else "1GB")
-        tied = {} if not model.config.tie_word_embeddings else model._tied_weights_keys
+        tied = (model._tied_weights_keys or {}) if model.config.tie_word_embeddings else {}
         return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     directory.mkdir()
     model.config.architectures = [type(model).__name__]

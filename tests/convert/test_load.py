@@ -1,0 +1,245 @@
+"""Do weights of another model, or of another head, or of another precision, become what transformers makes of them?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.convert.directories import FORMATS, Format, save_as, save_pickled, tiny_bert, tiny_gpt2, tiny_llama
+from tests.families.parity import pretrained_module
+from tests.parity.training import Case, Layout, Sentences, trainer_of
+from tests.ranks import RankError, run_ranks
+
+FOUR_RANKS = Layout(tp=2, pp=2, num_microbatches=2)
+TWO_RANKS = Layout(tp=2)
+
+
+# ---- on the ranks ---------------------------------------------------------------------------------------------------
+
+
+def loaded(directory: str, layout: Layout, precision: str = "32-true", task: str | None = None) -> dict[str, Any]:
+    """Load in a fit of one step; what rank 0 then has under Hugging Face's names, its warnings and master weights."""
+    import logging
+
+    from lightning.pytorch import Callback
+    from torch.utils.data import DataLoader
+
+    from lightning_megatron.convert.save import hugging_face_tensors
+
+    class Recorder(Callback):
+        """Looks at the weights before the first step."""
+
+        tensors: dict[str, torch.Tensor] = {}
+        masters_differ: list[str] = []
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            with pl_module.megatron.engine():
+                self.tensors = dict(hugging_face_tensors(pl_module.model_chunks, pl_module.model_config))
+            for name, parameter in pl_module.model_chunks.named_parameters():
+                master = getattr(parameter, "main_param", None)
+                if master is not None and not torch.equal(master.view(-1), parameter.detach().float().view(-1)):
+                    self.masters_differ.append(name)
+            self.num_masters = sum(hasattr(p, "main_param") for p in pl_module.model_chunks.parameters())
+
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lightning_megatron.convert.load").addHandler(handler)
+    case = Case(layout=layout, precision=precision, steps=1)
+    recorder = Recorder()
+    module = pretrained_module(directory, task=task)
+    rows: Any = Sentences(4)
+    if module.model_config.architecture == "bert":
+        rows = [{"input_ids": row["input_ids"], "labels": torch.tensor(0)} for row in Sentences(4)]
+    trainer_of(case, callbacks=[recorder]).fit(module, DataLoader(rows, batch_size=4))
+    return {
+        "tensors": recorder.tensors,
+        "masters_differ": recorder.masters_differ,
+        "num_masters": recorder.num_masters,
+        "messages": messages,
+    }
+
+
+def _loaded(directory: Path, layout: Layout, *options: Any) -> dict[str, Any]:
+    answers = run_ranks(loaded, layout.world_size, str(directory), layout, *options)
+    assert not any(answer["masters_differ"] for answer in answers)
+    assert not any(answer["messages"] for answer in answers[1:])
+    return answers[0]
+
+
+def _refusal(directory: Path, layout: Layout = TWO_RANKS, task: str | None = None) -> str:
+    with pytest.raises(RankError) as caught:
+        run_ranks(loaded, layout.world_size, str(directory), layout, "32-true", task)
+    assert caught.value.error_type == "CheckpointError"
+    # Every rank raised the same: otherwise the others' tracebacks would follow, or they would have been killed.
+    assert "failed too" not in str(caught.value)
+    assert "killed" not in str(caught.value)
+    lines = [line for line in str(caught.value).splitlines() if "CheckpointError: " in line]
+    return lines[-1].split("CheckpointError: ")[1]
+
+
+def _change(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+# ---- all formats ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_every_format_is_loaded_bit_for_bit(tmp_path: Path, kind: Format) -> None:
+    expected = save_as(tiny_llama(), tmp_path / "model", kind)
+    tensors = _loaded(tmp_path / "model", FOUR_RANKS)["tensors"]
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+
+
+def test_a_pickled_tied_model_may_hold_the_output_layer_twice(tmp_path: Path) -> None:
+    expected = save_as(tiny_gpt2(), tmp_path / "model", "bin")
+    assert "lm_head.weight" in expected
+    result = _loaded(tmp_path / "model", TWO_RANKS)
+    assert expected.keys() - result["tensors"].keys() == {"lm_head.weight"}
+    assert result["messages"] == []
+
+
+def test_a_tied_model_may_hold_the_output_layer_only(tmp_path: Path) -> None:
+    expected = save_as(tiny_gpt2(), tmp_path / "model", "safetensors")
+    _change(tmp_path / "model", lambda t: t.update({"lm_head.weight": t.pop("transformer.wte.weight")}))
+    tensors = _loaded(tmp_path / "model", TWO_RANKS)["tensors"]
+    assert torch.equal(tensors["transformer.wte.weight"], expected["transformer.wte.weight"])
+
+
+def test_buffers_of_old_files_are_left_out(tmp_path: Path) -> None:
+    save_as(tiny_gpt2(), tmp_path / "model", "safetensors")
+    _change(tmp_path / "model", lambda t: t.update({"transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4).bool()}))
+    assert _loaded(tmp_path / "model", TWO_RANKS)["messages"] == []
+
+
+# ---- precision ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("safetensors", torch.float16), ("bin", torch.bfloat16), ("safetensors", torch.float64)]
+)
+def test_files_of_any_precision_are_loaded_into_fp32(tmp_path: Path, kind: Format, dtype: torch.dtype) -> None:
+    expected = save_as(tiny_llama().to(dtype), tmp_path / "model", kind)
+    tensors = _loaded(tmp_path / "model", TWO_RANKS)["tensors"]
+    assert all(torch.equal(tensors[name], expected[name].float()) for name in expected)
+
+
+@pytest.mark.parametrize("layout", [Layout(), TWO_RANKS, Layout(dp=2, distributed_optimizer=False)], ids=str)
+def test_master_weights_are_the_files(tmp_path: Path, layout: Layout) -> None:
+    expected = save_as(tiny_llama().to(torch.bfloat16), tmp_path / "model", "safetensors")
+    result = _loaded(tmp_path / "model", layout, "bf16-mixed")
+    assert result["num_masters"] > 0
+    assert all(torch.equal(result["tensors"][name], expected[name]) for name in expected)
+
+
+def test_fp32_files_are_rounded_to_the_models_precision(tmp_path: Path) -> None:
+    expected = save_as(tiny_llama(), tmp_path / "model", "safetensors")
+    tensors = _loaded(tmp_path / "model", TWO_RANKS, "bf16-mixed")["tensors"]
+    assert all(torch.equal(tensors[name], expected[name].to(torch.bfloat16)) for name in expected)
+
+
+# ---- heads ----------------------------------------------------------------------------------------------------------
+
+
+def test_files_of_the_headless_model_fit(tmp_path: Path) -> None:
+    model = tiny_gpt2()
+    model.transformer.save_pretrained(tmp_path / "model")
+    result = _loaded(tmp_path / "model", TWO_RANKS)
+    expected = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    assert all(torch.equal(result["tensors"][name], expected[name]) for name in expected)
+    assert result["messages"] == []
+
+
+def test_an_output_layer_that_a_headless_model_lacks_is_new(tmp_path: Path) -> None:
+    tiny_llama().model.save_pretrained(tmp_path / "model")
+    result = _loaded(tmp_path / "model", TWO_RANKS)
+    (message,) = result["messages"]
+    assert "newly initialised: lm_head.weight" in message
+    assert result["tensors"]["lm_head.weight"].std() > 0
+
+
+@pytest.mark.parametrize("layout", [TWO_RANKS, FOUR_RANKS], ids=str)
+def test_a_classifier_on_a_pretrained_bert_is_new_and_said_so(tmp_path: Path, layout: Layout) -> None:
+    model = tiny_bert("PreTraining")
+    expected = save_as(model, tmp_path / "model", "safetensors")
+    result = _loaded(tmp_path / "model", layout, "32-true", "sequence_classification")
+    new, ignored = result["messages"]
+    assert new.endswith("newly initialised: classifier.weight, classifier.bias")
+    assert "cls.predictions.transform.dense.weight" in ignored
+    assert "cls.seq_relationship.weight" in ignored
+    body = {name for name in expected if name.startswith("bert.")}
+    assert result["tensors"].keys() == body | {"classifier.weight", "classifier.bias"}
+    assert all(torch.equal(result["tensors"][name], expected[name]) for name in body)
+    assert result["tensors"]["classifier.weight"].std() > 0
+    assert (result["tensors"]["classifier.bias"] == 0).all()
+
+
+def test_half_a_head_is_an_error(tmp_path: Path) -> None:
+    save_as(tiny_bert("SequenceClassification"), tmp_path / "model", "safetensors")
+    _change(tmp_path / "model", lambda t: t.pop("classifier.bias"))
+    assert "'classifier.bias' is missing" in _refusal(tmp_path / "model")
+
+
+def test_a_lost_output_layer_is_an_error(tmp_path: Path) -> None:
+    save_as(tiny_llama(), tmp_path / "model", "safetensors")
+    _change(tmp_path / "model", lambda t: t.pop("lm_head.weight"))
+    assert "1 problem: 'lm_head.weight' is missing" in _refusal(tmp_path / "model")
+
+
+# ---- files of another model -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", [Layout(), FOUR_RANKS], ids=str)
+def test_all_problems_are_named_at_once_on_all_ranks(tmp_path: Path, layout: Layout) -> None:
+    save_as(tiny_llama(), tmp_path / "model", "safetensors")
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["model.layers.0.mlp.up_proj.weight"]
+        del tensors["model.layers.3.self_attn.k_proj.weight"]
+        tensors["model.layers.4.mlp.up_proj.weight"] = torch.ones(48, 32)
+        tensors["foreign.weight"] = torch.ones(3)
+        tensors["model.embed_tokens.weight"] = torch.ones(88, 32)
+        tensors["model.layers.1.mlp.down_proj.weight"] = torch.ones(48, 32)
+        tensors["model.layers.2.self_attn.q_proj.weight"] = torch.ones(32, 32, dtype=torch.int8)
+        tensors["model.norm.weight"] = torch.ones(32, dtype=torch.float8_e4m3fn)
+
+    _change(tmp_path / "model", spoil)
+    message = _refusal(tmp_path / "model", layout)
+    for problem in (
+        "8 problems",
+        "'model.layers.0.mlp.up_proj.weight' is missing",
+        "'model.layers.3.self_attn.k_proj.weight' is missing",
+        "'model.layers.4.mlp.up_proj.weight' is not part of the model",
+        "'foreign.weight' is not part of the model",
+        "'model.embed_tokens.weight' has the shape [88, 32] in the file, not [83, 32]",
+        "'model.layers.1.mlp.down_proj.weight' has the shape [48, 32] in the file, not [32, 48]",
+        "'model.layers.2.self_attn.q_proj.weight' is int8",
+        "'model.norm.weight' is float8_e4m3fn",
+    ):
+        assert problem in message
+
+
+def test_tied_tensors_that_differ_are_an_error(tmp_path: Path) -> None:
+    tensors = save_as(tiny_gpt2(), tmp_path / "model", "bin")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].clone()
+    tensors["lm_head.weight"][50] += 1
+    save_pickled(tensors, tmp_path / "model", "bin")
+    message = _refusal(tmp_path / "model", FOUR_RANKS)
+    assert "'lm_head.weight' differs from 'transformer.wte.weight'" in message
+    assert "tie_word_embeddings" in message
+
+
+def test_damaged_files_are_an_error_on_all_ranks(tmp_path: Path) -> None:
+    save_as(tiny_llama(), tmp_path / "model", "sharded_safetensors")
+    file = sorted((tmp_path / "model").glob("model-*.safetensors"))[2]
+    file.write_bytes(file.read_bytes()[:-10])
+    assert f"{file} is truncated" in _refusal(tmp_path / "model", FOUR_RANKS)

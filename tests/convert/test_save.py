@@ -1,0 +1,280 @@
+"""Does a model saved from any layout load elsewhere, in files of the size asked for, and never half-written?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lightning_megatron.convert.directory import Directory, WeightFile, files_of, size_in_bytes
+from lightning_megatron.errors import CheckpointError, ConfigError
+from tests.convert.directories import save_as, tiny_bert, tiny_gpt2, tiny_llama
+from tests.families.parity import pretrained_module
+from tests.parity.training import Case, Layout, Sentences, trainer_of
+from tests.ranks import RankError, run_ranks
+
+FOUR_RANKS = Layout(tp=2, pp=2, num_microbatches=2)
+TWO_RANKS = Layout(tp=2)
+
+
+# ---- on the ranks ---------------------------------------------------------------------------------------------------
+
+
+def _validated(source: str, layout: Layout, precision: str = "32-true") -> Any:
+    from torch.utils.data import DataLoader
+
+    module = pretrained_module(source)
+    rows: Any = Sentences(4)
+    if module.model_config.architecture == "bert":
+        rows = [{"input_ids": row["input_ids"], "labels": torch.tensor(1)} for row in Sentences(4)]
+    loader: Any = DataLoader(rows, batch_size=4)
+    trainer_of(Case(layout=layout, precision=precision)).validate(module, loader, verbose=False)
+    return module
+
+
+def saved(source: str, target: str, layout: Layout, max_shard_size: str | int, precision: str = "32-true") -> None:
+    """Load ``source`` and save it as ``target``."""
+    _validated(source, layout, precision).save_pretrained(target, max_shard_size=max_shard_size)
+
+
+def saved_on_a_full_disk(source: str, target: str, layout: Layout) -> str:
+    """The error of a save when no file may grow past 20 kB; the same save must work afterwards."""
+    import resource
+
+    module = _validated(source, layout)
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        module.save_pretrained(target)
+    except CheckpointError as error:
+        message = str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    if "full" not in Path(target).name:
+        module.save_pretrained(target)
+    return message
+
+
+def killed_while_saving(source: str, target: str, layout: Layout) -> None:
+    """End rank 0 without a word when a part of the files is written."""
+    import os
+    from unittest.mock import patch
+
+    module = _validated(source, layout)
+    write = Directory.write
+
+    def write_and_die(self: Directory, name: str, tensor: torch.Tensor) -> None:
+        write(self, name, tensor)
+        if name.endswith("layers.1.mlp.down_proj.weight"):
+            os._exit(9)
+
+    with patch.object(Directory, "write", write_and_die):
+        module.save_pretrained(target, max_shard_size="20KB")
+
+
+# ---- tests ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", [Layout(), FOUR_RANKS], ids=str)
+def test_files_are_no_larger_than_asked_for(tmp_path: Path, layout: Layout) -> None:
+    model = tiny_llama()
+    save_as(model, tmp_path / "source", "safetensors")
+    (tmp_path / "source" / "generation_config.json").write_text(json.dumps({"temperature": 0.7, "do_sample": True}))
+    run_ranks(saved, layout.world_size, str(tmp_path / "source"), str(tmp_path / "target"), layout, "20KB")
+    files = sorted((tmp_path / "target").glob("*.safetensors"))
+    assert [file.name for file in files] == [
+        f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))
+    ]
+    assert len(files) > 3
+    assert all(sum(t.nbytes for t in load_file(file).values()) <= 20_000 for file in files)
+    index = json.loads((tmp_path / "target" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(4 * p.numel() for p in model.parameters())
+    loaded, report = type(model).from_pretrained(tmp_path / "target", output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+    assert loaded.generation_config.temperature == 0.7
+
+
+def test_weights_in_bf16_are_saved_in_bf16(tmp_path: Path) -> None:
+    model = tiny_gpt2()
+    save_as(model, tmp_path / "source", "safetensors")
+    run_ranks(saved, 2, str(tmp_path / "source"), str(tmp_path / "target"), TWO_RANKS, "5GB", "bf16-mixed")
+    assert json.loads((tmp_path / "target" / "config.json").read_text())["dtype"] == "bfloat16"
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+    assert all(torch.equal(loaded.state_dict()[n], t.to(torch.bfloat16)) for n, t in model.state_dict().items())
+
+
+def test_a_classifier_is_saved_with_its_labels(tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    model = tiny_bert("SequenceClassification", id2label={0: "bad", 1: "fair", 2: "good"})
+    save_as(model, tmp_path / "source", "safetensors")
+    run_ranks(saved, 2, str(tmp_path / "source"), str(tmp_path / "target"), TWO_RANKS, "5GB")
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "target")
+    assert type(loaded) is type(model)
+    assert loaded.config.id2label == {0: "bad", 1: "fair", 2: "good"}
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_directory_that_exists_gets_the_new_model_and_keeps_other_files(tmp_path: Path) -> None:
+    save_as(tiny_llama(), tmp_path / "source", "safetensors")
+    save_as(tiny_llama(hidden_size=64), tmp_path / "target", "sharded_safetensors")
+    (tmp_path / "target" / "tokenizer.json").write_text("{}")
+    run_ranks(saved, 1, str(tmp_path / "source"), str(tmp_path / "target"), Layout(), "30KB")
+    run_ranks(saved, 1, str(tmp_path / "source"), str(tmp_path / "target"), Layout(), 10**6)
+    names = {file.name for file in (tmp_path / "target").iterdir()}
+    assert names == {"model.safetensors", "config.json", "tokenizer.json", "generation_config.json"}
+    assert load_file(tmp_path / "target" / "model.safetensors")["model.norm.weight"].shape == (32,)
+
+
+def test_a_full_disk_is_an_error_on_all_ranks_and_the_old_model_stays(tmp_path: Path) -> None:
+    save_as(tiny_llama(), tmp_path / "source", "safetensors")
+    expected = save_as(tiny_llama(hidden_size=64), tmp_path / "full", "safetensors")
+    arguments = (str(tmp_path / "source"), str(tmp_path / "full"), FOUR_RANKS)
+    messages = run_ranks(saved_on_a_full_disk, 4, *arguments)
+    assert all("full cannot be written" in message and "File too large" in message for message in messages)
+    assert {file.name for file in (tmp_path / "full").iterdir()} == {
+        "model.safetensors",
+        "config.json",
+        "generation_config.json",
+    }
+    kept = load_file(tmp_path / "full" / "model.safetensors")
+    assert all(torch.equal(kept[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_save_can_be_repeated_after_it_failed(tmp_path: Path) -> None:
+    expected = save_as(tiny_llama(), tmp_path / "source", "safetensors")
+    arguments = (str(tmp_path / "source"), str(tmp_path / "target"), TWO_RANKS)
+    assert all("cannot be written" in message for message in run_ranks(saved_on_a_full_disk, 2, *arguments))
+    kept = load_file(tmp_path / "target" / "model.safetensors")
+    assert all(torch.equal(kept[name], tensor) for name, tensor in expected.items())
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "target"}
+
+
+def test_a_killed_save_leaves_nothing_of_its_own_under_a_final_name(tmp_path: Path) -> None:
+    save_as(tiny_llama(), tmp_path / "source", "safetensors")
+    save_as(tiny_llama(hidden_size=64), tmp_path / "old", "sharded_safetensors")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "old").iterdir()}
+    for target in ("old", "new"):
+        with pytest.raises(RankError, match="died without a result"):
+            run_ranks(killed_while_saving, 2, str(tmp_path / "source"), str(tmp_path / target), TWO_RANKS)
+    assert not (tmp_path / "new").exists()
+    after = {file.name: file.read_bytes() for file in (tmp_path / "old").iterdir() if file.is_file()}
+    assert after == before
+    run_ranks(saved, 2, str(tmp_path / "source"), str(tmp_path / "new"), TWO_RANKS, "20KB")
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "old", "new"}
+
+
+def test_a_file_where_the_directory_should_be_is_refused(tmp_path: Path) -> None:
+    save_as(tiny_gpt2(), tmp_path / "source", "safetensors")
+    (tmp_path / "target").write_text("")
+    with pytest.raises(RankError, match="is a file") as caught:
+        run_ranks(saved, 2, str(tmp_path / "source"), str(tmp_path / "target"), TWO_RANKS, "5GB")
+    assert caught.value.error_type == "CheckpointError"
+
+
+# ---- without ranks --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("200MB", 200_000_000), ("5GB", 5 * 10**9), ("1.5 GiB", 3 << 29), ("10kb", 10_000), (1000, 1000), ("7", 7)],
+)
+def test_sizes(text: str | int, expected: int) -> None:
+    assert size_in_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "large", "5 apples", "-1GB", 0, -5, True, "0GB"])
+def test_no_sizes(text: str | int) -> None:
+    with pytest.raises(ConfigError, match="max_shard_size"):
+        size_in_bytes(text)
+
+
+def test_a_tensor_larger_than_a_file_has_a_file_of_its_own() -> None:
+    contents = {name: ((size,), torch.uint8) for name, size in (("a", 3), ("b", 20), ("c", 4), ("d", 6), ("e", 1))}
+    assert [file.names for file in files_of(contents, 10)] == [("a",), ("b",), ("c", "d"), ("e",)]
+
+
+def test_a_header_is_what_safetensors_writes(tmp_path: Path) -> None:
+    tensors = {"x": torch.arange(6.0).reshape(2, 3), "y": torch.ones(5, dtype=torch.bfloat16)}
+    file = WeightFile(name="f", contents={n: (tuple(t.shape), t.dtype) for n, t in tensors.items()})
+    data = b"".join(bytes(t.view(-1).view(torch.uint8).numpy()) for t in tensors.values())
+    (tmp_path / "f").write_bytes(file.header + data)
+    assert all(torch.equal(load_file(tmp_path / "f")[name], tensor) for name, tensor in tensors.items())
+
+
+class _Config:
+    """Writes which model the directory is of."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def save_pretrained(self, directory: Path) -> None:
+        (directory / "config.json").write_text(str(self.value))
+
+
+def _write(directory: Path, value: int, num_files: int) -> None:
+    tensors = {f"x{i}": torch.full((4,), float(value)) for i in range(num_files)}
+    contents = {name: ((4,), tensor.dtype) for name, tensor in tensors.items()}
+    writer = Directory(directory, files_of(contents, 16))
+    writer.begin()
+    for name, tensor in tensors.items():
+        writer.write(name, tensor)
+    writer.finish(_Config(value), None)
+
+
+@pytest.mark.parametrize(("num_old", "num_new"), [(1, 1), (1, 3), (3, 1), (3, 3), (2, 3)])
+def test_a_directory_is_the_old_model_or_the_new_one_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_old: int, num_new: int
+) -> None:
+    seen = set()
+    for moment in range(20):  # of the process's death, counted in changes of the directory
+        directory = tmp_path / str(moment)
+        _write(directory, 1, num_old)
+        left = [moment]
+        with monkeypatch.context() as patches:
+            for name in ("replace", "unlink"):
+                patches.setattr(Path, name, _dying(getattr(Path, name), left))
+            try:
+                _write(directory, 2, num_new)
+            except _Death:
+                pass
+            else:
+                break
+        seen.add(_model_in(directory))
+    assert {1, None} <= seen
+    assert _model_in(directory) == 2
+
+
+class _Death(BaseException):
+    """Nothing runs after it."""
+
+
+def _dying(function: Any, left: list[int]) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if left[0] == 0:
+            raise _Death
+        left[0] -= 1
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _model_in(directory: Path) -> int | None:
+    """What transformers would find: 1 or 2, or None if it finds no weights; a mixture fails."""
+    if (directory / "model.safetensors").exists():
+        files = ["model.safetensors"]
+    elif (directory / "model.safetensors.index.json").exists():
+        index = json.loads((directory / "model.safetensors.index.json").read_text())
+        files = sorted(set(index["weight_map"].values()))
+    else:
+        return None
+    values = {int(tensor[0]) for file in files for tensor in load_file(directory / file).values()}
+    (value,) = values | {int((directory / "config.json").read_text())}
+    return value
