@@ -61,7 +61,7 @@ def _recording(masks: Masks) -> Iterator[None]:
         return out
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if kwargs.get("dropout_p", 0.0) > 0:
+        if kwargs.get("dropout_p", args[1] if len(args) > 1 else 0.0) > 0:
             state = torch.get_rng_state()
             identity = torch.eye(k.shape[-2]).expand(*k.shape[:-1], k.shape[-2])
             with torch.no_grad():
