@@ -14,8 +14,8 @@ from lightning_megatron.models.config import ModelConfig
 def _describe(hf: Any) -> ModelConfig:
     if hf.slow_but_exact and hf.pretraining_tp > 1:
         raise ConfigError(
-            f"slow_but_exact=True with pretraining_tp={hf.pretraining_tp} is not supported: Hugging Face leaves out the "
-            "biases of the output projections there; use slow_but_exact=False"
+            f"slow_but_exact=True with pretraining_tp={hf.pretraining_tp} is not supported: Hugging Face then leaves "
+            "out the biases of the output projections; use slow_but_exact=False"
         )
     return ModelConfig(
         family="bloom",

@@ -1,0 +1,126 @@
+"""GPTs with other positions and heads than their family's: are they what another family is, and alike in layouts?"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from lightning_megatron.convert.registry import model_config
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.models.variants import with_variant
+from tests.families.gpt_rows import FOUR_RANKS
+from tests.parity.training import Case, Layout, loader_of, module_of, trainer_of
+from tests.ranks import run_ranks
+
+POSITIONS = ("absolute", "rotary", "alibi")
+HEADS = ("multihead", "multiquery")
+BLOOM = {"n_layer": 4, "hidden_size": 32, "n_head": 4, "vocab_size": 83, "initializer_range": 0.2}
+
+_GPT2: dict[str, Any] = {"model_type": "gpt2", "n_layer": 2, "n_embd": 24, "n_head": 4, "vocab_size": 83}
+_NO_DROPOUT = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
+_LIKE_GPT2: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 24,
+    "num_attention_heads": 4,
+    "vocab_size": 83,
+    "max_position_embeddings": 1024,
+    "activation": "gelu_new",
+    "bias": True,
+    "parallel_attn": False,
+}
+"""A Falcon that differs from GPT-2 in its positions only."""
+
+
+def _of_no_family(model: Any) -> dict[str, Any]:
+    """What a model computes, without its name, its first weights and dropouts."""
+    cleared = replace(model, family="", scaled_residual_init=True, attention_output_dropout=None)
+    return asdict(cleared)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_a_rotary_gpt2_is_a_falcon_without_parallel_attention(heads: str) -> None:
+    # tests/families/test_falcon.py compares that one with Hugging Face.
+    ours = with_variant(model_config({**_GPT2, **_NO_DROPOUT}), "rotary", heads)
+    theirs = model_config({"model_type": "falcon", **_LIKE_GPT2, "multi_query": heads == "multiquery"})
+    assert _of_no_family(ours) == _of_no_family(theirs)
+
+
+def test_a_gpt2_with_alibi_is_a_falcon_with_blooms_biases() -> None:
+    ours = with_variant(model_config({**_GPT2, **_NO_DROPOUT}), "alibi", None)
+    theirs = model_config({"model_type": "falcon", **_LIKE_GPT2, "multi_query": False, "alibi": True})
+    assert _of_no_family(ours) == _of_no_family(replace(theirs, alibi_scaled=False))
+
+
+def test_a_gpt2_with_one_key_is_a_gpt_bigcode() -> None:
+    ours = with_variant(model_config(_GPT2), "absolute", "multiquery")
+    theirs = model_config({**_GPT2, "model_type": "gpt_bigcode", "activation_function": "gelu_new"})
+    assert _of_no_family(ours) == _of_no_family(theirs)
+
+
+def test_nothing_given_changes_nothing() -> None:
+    model = model_config(_GPT2)
+    assert with_variant(model, None, None) == model
+
+
+def test_only_rotary_positions_keep_the_scaling_of_their_frequencies() -> None:
+    # Yarn's attention factor would else scale the scores of a model that rotates nothing.
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+    model = model_config({"model_type": "llama", "rope_parameters": rope})
+    assert with_variant(model, "rotary", "multiquery").rope_scaling == model.rope_scaling
+    assert with_variant(model, "alibi", None).rope_scaling is None
+
+
+def test_unknown_names_other_architectures_and_odd_heads_are_refused() -> None:
+    with pytest.raises(ConfigError, match="position_embedding_type='learned'.*absolute, rotary, alibi"):
+        with_variant(model_config(_GPT2), "learned", None)
+    with pytest.raises(ConfigError, match="attention_head_type='grouped'.*multihead, multiquery"):
+        with_variant(model_config(_GPT2), None, "grouped")
+    with pytest.raises(ConfigError, match="kv_channels=3 is odd"):
+        with_variant(model_config({**_GPT2, "n_embd": 12}), "rotary", None)
+    with pytest.raises(ConfigError, match="are for GPTs"):
+        with_variant(model_config({"model_type": "t5"}), "rotary", None)
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama", "bloom"])
+def test_every_combination_is_the_same_on_four_ranks_and_like_no_other(model: str) -> None:
+    # The first losses are of the same random weights, those of later steps tell whether the gradients were right.
+    (alone,) = run_ranks(_losses_of_combinations, 1, model, Layout())
+    for rank in run_ranks(_losses_of_combinations, 4, model, FOUR_RANKS):
+        for combination, losses in rank.items():
+            assert losses == pytest.approx(alone[combination], rel=5e-6), combination
+    assert len({losses[0] for losses in alone.values()}) == len(POSITIONS) * len(HEADS)
+
+
+def _losses_of_combinations(model: str, layout: Layout) -> dict[tuple[str, str], list[float]]:
+    return {(positions, heads): _losses(model, layout, positions, heads) for positions in POSITIONS for heads in HEADS}
+
+
+def _losses(model: str, layout: Layout, positions: str, heads: str) -> list[float]:
+    from lightning.pytorch import Callback
+
+    losses = []
+
+    class Recorder(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            losses.append(outputs["loss"].item())
+
+    case = Case(layout=layout, model="gpt2" if model == "bloom" else model, steps=3)
+    options = {"position_embedding_type": positions, "attention_head_type": heads}
+    module = module_of(case, **options) if model != "bloom" else _bloom(case, options)
+    trainer_of(case, callbacks=[Recorder()]).fit(module, loader_of(case))
+    return losses
+
+
+def _bloom(case: Case, options: dict[str, Any]) -> Any:
+    from lightning_megatron import MegatronModule
+    from lightning_megatron.engine.optimizer import OptimizerOptions
+
+    return MegatronModule(
+        model={"model_type": "bloom", **BLOOM},
+        lr=case.lr,
+        optimizer=OptimizerOptions(**dict(case.optimizer)),
+        make_vocab_size_divisible_by=case.make_vocab_size_divisible_by,
+        **options,
+    )
