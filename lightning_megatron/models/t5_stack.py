@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -206,7 +207,8 @@ class T5Stack(MegatronModule):
             state.update(table)
         if self.final_layernorm is not None:
             norm = f"{prefix}final_layernorm."
-            state.update(sharded_state_dict_default(self.final_layernorm, norm, sharded_offsets, metadata))
+            tp_group = parallel_state.get_tensor_model_parallel_group()
+            state.update(sharded_state_dict_default(self.final_layernorm, norm, (), metadata, tp_group))
         return state
 
 

@@ -68,6 +68,19 @@ MODELS["llama_of_3_1"] = {
         "original_max_position_embeddings": 8,
     },
 }
+MODELS["t5"] = {
+    "model_type": "t5",
+    "num_layers": 3,
+    "num_decoder_layers": 4,
+    "d_model": 32,
+    "d_kv": 12,
+    "d_ff": 48,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 12,
+    "vocab_size": VOCAB_SIZE,
+    "dropout_rate": 0.0,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +98,7 @@ class Layout:
     recompute: Literal["selective", "full"] | None = None
     recompute_method: Literal["uniform", "block"] = "uniform"
     recompute_num_layers: int = 1
+    transformer_config_overrides: tuple[tuple[str, Any], ...] = ()
 
     @property
     def world_size(self) -> int:
