@@ -76,3 +76,22 @@ def test_full_attention_equals_equation_3_of_the_megatron_paper_without_recomput
 def test_full_attention_of_llama_3_8b_at_8192_is_the_published_figure() -> None:
     full = model_flops_per_token(LLAMA_3_8B, 8192, LLAMA_3_8B.padded_vocab_size(1), attention="full")
     assert full / 1e9 == pytest.approx(57.91, abs=0.006)
+
+
+def test_a_window_leaves_out_the_keys_before_it() -> None:
+    from dataclasses import replace
+
+    whole = gpt2(3, 24, 4)
+    # Of 8 queries the first four see 1, 2, 3, 4 keys and the others 4 each; as elsewhere half of the diagonal counts:
+    # 8 * 4 - 4 * 4 / 2 = 24 pairs instead of 8 * 8 / 2 = 32.
+    pairs = {"causal": (24 / 8, 32 / 8), "full": (4, 8)}
+    for attention, (seen, all_keys) in pairs.items():
+        difference = 2 * 2 * 24 * (all_keys - seen)
+
+        def flops(model: ModelConfig, attention: str = attention) -> float:
+            return forward_flops_per_token(model, 8, 128, attention)  # type: ignore[arg-type]
+
+        assert flops(whole) - flops(replace(whole, sliding_window=4)) == pytest.approx(3 * difference)
+        in_one_layer = replace(whole, sliding_window=4, sliding_window_layers=(1,))
+        assert flops(whole) - flops(in_one_layer) == pytest.approx(difference)
+        assert flops(replace(whole, sliding_window=8)) == flops(replace(whole, sliding_window=99)) == flops(whole)

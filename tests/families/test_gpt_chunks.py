@@ -1,0 +1,57 @@
+"""What do the ranks of every GPT hold: as many parameters as are counted, with the first values of a new model?"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from torch.utils.data import DataLoader
+
+from lightning_megatron.accounting.parameters import rank_parameters
+from tests.families.gpt_rows import FOUR_RANKS
+from tests.families.parity import padded_sentences
+from tests.parity.training import Case, Layout, trainer_of
+from tests.ranks import run_ranks
+from tests.unit.convert.gpt_configs import CONFIGS
+
+_RESIDUAL_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=4), FOUR_RANKS], ids=str)
+def test_chunks_have_the_counted_parameters_and_the_first_values_of_a_new_model(layout: Layout) -> None:
+    for wrong in run_ranks(_wrong_of_all, layout.world_size, layout):
+        assert not wrong
+
+
+def _wrong_of_all(layout: Layout) -> list[str]:
+    return [problem for name in CONFIGS for problem in _wrong(name, layout)]
+
+
+def _wrong(name: str, layout: Layout) -> list[str]:
+    """What is not as it should be on this rank."""
+    from lightning_megatron import MegatronModule
+    from tests.parity.sharding import shards
+
+    module = MegatronModule(model={**CONFIGS[name], "initializer_range": 0.1}, make_vocab_size_divisible_by=8)
+    trainer = trainer_of(Case(layout=layout))
+    trainer.validate(module, DataLoader(padded_sentences(), batch_size=4), verbose=False)  # type: ignore[arg-type]
+    assert module.model_chunks is not None
+    count = sum(parameter.numel() for chunk in module.model_chunks for parameter in chunk.parameters())
+    pp_rank, model = trainer.strategy.topology.pp_rank, module.model_config
+    expected = rank_parameters(model, tp=layout.tp, pp=layout.pp, pp_rank=pp_rank)
+    wrong = [] if count == expected else [f"{name}: {count} parameters on stage {pp_rank}, {expected} counted"]
+    for shard in shards(module):
+        std = 0.1
+        if model.scaled_residual_init and shard.key.endswith(_RESIDUAL_OUTPUTS):
+            std /= math.sqrt(2 * model.num_layers)
+        if shard.key.endswith("bias"):
+            is_right = bool((shard.data == 0).all())
+        elif "norm" in shard.key:
+            is_right = bool((shard.data == 1).all())
+        else:
+            # Hundreds of numbers at least, of which some pad the vocabulary.
+            drawn = shard.data[shard.data != 0]
+            is_right = drawn.numel() == 0 or abs(drawn.std().item() / std - 1) < 0.2
+        if not is_right:
+            wrong.append(f"{name}: {shard.key} has the mean {shard.data.mean():.3g} and std {shard.data.std():.3g}")
+    return wrong
