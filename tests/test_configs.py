@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.cli.corpus import make_corpus
 from tests.ranks import ROOT, run_ranks
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -32,11 +33,24 @@ def _instantiate(config: str, overrides: list[str]) -> dict[str, Any]:
     }
 
 
+def _with_model_directory(fields: dict[str, Any], folder: Path) -> list[str]:
+    """Where a config starts from a model's directory: one with a tokenizer and a config of the defaults' shape."""
+    if not isinstance(fields["model"]["init_args"]["model"], str):
+        return []
+    from transformers import LlamaConfig, MegatronBertConfig
+
+    config_class = MegatronBertConfig if "task" in fields["model"]["init_args"] else LlamaConfig
+    directory = make_corpus(folder).parent / "tok"
+    config_class().save_pretrained(directory)
+    return ["--model.model", str(directory), "--data.tokenizer", str(directory)]
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_a_config_can_be_instantiated_and_its_layout_fits_its_model(config: Path, tmp_path: Path) -> None:
     fields = yaml.safe_load(config.read_text())
     # The machine of the tests has no GPU; everything else stays as it is written.
-    (made,) = run_ranks(_instantiate, 1, str(config), ["--trainer.accelerator", "cpu"])
+    overrides = ["--trainer.accelerator", "cpu", *_with_model_directory(fields, tmp_path)]
+    (made,) = run_ranks(_instantiate, 1, str(config), overrides)
     trainer = fields["trainer"]
     layout = trainer["strategy"]["init_args"]
     assert made["world_size"] == trainer["devices"]

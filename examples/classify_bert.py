@@ -1,0 +1,99 @@
+"""Fine-tune a BERT: is a line of Python code, or is it a comment or a part of a docstring?
+
+    python examples/classify_bert.py --model runs/pretrain_bert/model --output runs/classify_bert
+
+``--model`` is a Hugging Face directory with a tokenizer, such as examples/pretrain_bert.py leaves. Or by configuration:
+lightning-megatron fit --config configs/classify_bert.yaml --model.model DIR --data.tokenizer DIR
+"""
+
+import argparse
+import ast
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from lightning.pytorch import LightningDataModule, Trainer, seed_everything
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader, random_split
+from transformers import AutoTokenizer
+
+from lightning_megatron import MegatronModule, MegatronStrategy
+
+
+def labelled_lines(source: str) -> Iterator[tuple[str, int]]:
+    """Lines without the marks that would give them away; 1 for comments and docstrings, 0 for code."""
+    prose: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            prose.update(range(node.lineno, node.end_lineno + 1))
+    for number, line in enumerate(source.splitlines(), start=1):
+        text = line.strip(" \t#\"'")
+        if len(text) > 8:
+            yield text, int(number in prose or line.lstrip().startswith("#"))
+
+
+class LabelledLines(LightningDataModule):
+    """As many lines of code as of prose, from the .py files of a folder."""
+
+    def __init__(
+        self, tokenizer: str, text: str | None = None, seq_length: int = 32, batch_size: int = 16, max_files: int = 40
+    ) -> None:
+        super().__init__()
+        self.path, self.text, self.max_files = tokenizer, text or sysconfig.get_path("stdlib"), max_files
+        self.seq_length, self.batch_size = seq_length, batch_size
+
+    def encode(self, text: str, label: int) -> dict[str, torch.Tensor]:
+        """One row; the class is an integer, so that the loss is that of single-label classification."""
+        tokenizer, room = self.tokenizer, self.seq_length - 2
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"][:room]
+        tokens = [tokenizer.cls_token_id, *tokens, tokenizer.sep_token_id]
+        padding = self.seq_length - len(tokens)
+        padded = torch.tensor(tokens + [tokenizer.pad_token_id] * padding)
+        mask = torch.tensor([1] * len(tokens) + [0] * padding)
+        return {"input_ids": padded, "attention_mask": mask, "labels": torch.tensor(label)}
+
+    def setup(self, stage: str) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(self.path)
+        lines: tuple[list[str], list[str]] = ([], [])
+        for file in sorted(Path(self.text).glob("*.py"))[: self.max_files]:
+            for text, label in labelled_lines(file.read_text(encoding="utf-8")):
+                lines[label].append(text)
+        rows = [self.encode(text, label) for pair in zip(*lines, strict=False) for label, text in enumerate(pair)]
+        generator = torch.Generator().manual_seed(0)
+        self.train_rows, self.val_rows = random_split(rows, [0.95, 0.05], generator)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.train_rows, batch_size=self.batch_size, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(self.val_rows, batch_size=self.batch_size)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="Hugging Face directory of a Megatron-BERT with its tokenizer")
+    parser.add_argument("--text", help="folder with .py files; Python's library if left out")
+    parser.add_argument("--max-steps", type=int, default=100)
+    parser.add_argument("--output", default="runs/classify_bert", help="folder for the log")
+    arguments = parser.parse_args()
+
+    seed_everything(1234, workers=True)
+    # The classifier is new; all else comes from the directory. Validation logs val_accuracy and val_f1.
+    model = MegatronModule(model=arguments.model, pretrained=True, task="sequence_classification", lr=1e-3)
+    trainer = Trainer(
+        devices=2,
+        strategy=MegatronStrategy(tp=2),
+        max_steps=arguments.max_steps,
+        val_check_interval=arguments.max_steps,
+        check_val_every_n_epoch=None,
+        gradient_clip_val=1.0,
+        logger=CSVLogger(arguments.output),
+        log_every_n_steps=10,
+        enable_checkpointing=False,
+    )
+    trainer.fit(model, datamodule=LabelledLines(arguments.model, arguments.text))
+
+
+if __name__ == "__main__":  # Lightning starts the other processes by running this file again
+    main()
