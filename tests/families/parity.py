@@ -300,8 +300,9 @@ def _keeping_outputs(train_step: Any) -> Any:
 
         def loss_func(self, batch: Batch, output: Any) -> dict[str, LossTerm]:
             parts = output if isinstance(output, tuple | list) else (output,)
-            self.outputs.append([part.float().cpu() for part in parts if part is not None])
-            zero = torch.zeros((), device=self.outputs[-1][0].device)
+            given = [part for part in parts if part is not None]
+            self.outputs.append([part.float().cpu() for part in given])
+            zero = torch.zeros((), device=given[0].device)
             return {name: LossTerm(zero, zero + 1) for name in self.loss_terms}
 
         def metrics(self) -> dict[str, Any]:
