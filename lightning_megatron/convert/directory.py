@@ -25,7 +25,6 @@ from lightning_megatron.errors import CheckpointError, ConfigError
 Contents = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of each tensor."""
 
-_CONFIG_FILE = "config.json"
 _GENERATION_CONFIG_FILE = "generation_config.json"
 _ENTRY_FILES = (WEIGHTS_FILE, INDEX_FILE)
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -109,14 +108,33 @@ class Directory:
         self._remaining = iter([(file, name) for file in files for name in file.names])
         self._open: BinaryIO | None = None
 
-    def begin(self) -> None:
-        """Make sure that the directory can be written."""
+    def begin(self, config: Any, source: Path | None) -> None:
+        """Write the small files: what cannot be written is better known before the weights are.
+
+        Args:
+            config: A Hugging Face config object.
+            source: A model directory whose generation config is taken over, if it has one.
+        """
         with _disk_errors(self._path):
             if self._path.exists() and not self._path.is_dir():
                 raise CheckpointError(f"{self._path} is a file; give the name of a directory to save the model in")
             self._path.parent.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(self._staged, ignore_errors=True)
             self._staged.mkdir()
+            self._write_config(config)
+            if len(self._files) > 1:
+                self._write_json(INDEX_FILE, self._index())
+            if source is not None and (source / _GENERATION_CONFIG_FILE).is_file():
+                shutil.copyfile(source / _GENERATION_CONFIG_FILE, self._staged / _GENERATION_CONFIG_FILE)
+
+    def _write_config(self, config: Any) -> None:
+        try:
+            config.save_pretrained(self._staged)
+        except OSError:
+            raise
+        except Exception as error:  # transformers validates with errors of its own
+            reason = " ".join(str(error).split())
+            raise CheckpointError(f"transformers does not save this model's config: {reason}; correct it") from error
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Append the next tensor; at the end of a file it is forced to the disk."""
@@ -129,20 +147,26 @@ class Directory:
                 self._open = (self._staged / file.name).open("wb")
                 self._open.write(file.header)
             assert self._open is not None
-            self._open.write(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
+            self._open.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
             if name == file.names[-1]:
                 self._close(self._open)
                 self._open = None
 
-    def finish(self, config: Any, source: Path | None) -> None:
-        """Write the small files and give everything its final name."""
+    def finish(self) -> None:
+        """Give everything its final name: short, and never with the old entry beside new files."""
         with _disk_errors(self._path):
-            if len(self._files) > 1:
-                self._write_json(INDEX_FILE, self._index())
-            config.save_pretrained(self._staged)
-            if source is not None and (source / _GENERATION_CONFIG_FILE).is_file():
-                shutil.copyfile(source / _GENERATION_CONFIG_FILE, self._staged / _GENERATION_CONFIG_FILE)
-            self._move()
+            if not self._path.exists():
+                self._staged.rename(self._path)
+                return
+            for name in _ENTRY_FILES:
+                (self._path / name).unlink(missing_ok=True)
+            new = sorted((file.name for file in self._staged.iterdir()), key=lambda name: name in _ENTRY_FILES)
+            for name in new:
+                (self._staged / name).replace(self._path / name)
+            for file in self._path.iterdir():
+                if _SHARD.fullmatch(file.name) and file.name not in new:
+                    file.unlink()
+            self._staged.rmdir()
 
     def discard(self) -> None:
         """Remove what has no final name yet."""
@@ -167,21 +191,6 @@ class Directory:
         file.flush()
         os.fsync(file.fileno())
         file.close()
-
-    def _move(self) -> None:
-        """The moment of change: short, and never with the old entry before the new files."""
-        if not self._path.exists():
-            self._staged.rename(self._path)
-            return
-        for name in _ENTRY_FILES:
-            (self._path / name).unlink(missing_ok=True)
-        new = sorted((file.name for file in self._staged.iterdir()), key=lambda name: name in _ENTRY_FILES)
-        for name in new:
-            (self._staged / name).replace(self._path / name)
-        for file in self._path.iterdir():
-            if _SHARD.fullmatch(file.name) and file.name not in new:
-                file.unlink()
-        self._staged.rmdir()
 
 
 @contextlib.contextmanager

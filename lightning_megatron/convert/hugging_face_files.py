@@ -156,7 +156,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _read_into(buffer: torch.Tensor, file: Path, offset: int) -> None:
-    view, done = memoryview(buffer.numpy()), 0
+    view, done = memoryview(buffer.numpy().data), 0
     try:
         with file.open("rb", buffering=0) as opened:
             opened.seek(offset)
@@ -236,7 +236,7 @@ def _offset(tensor: torch.Tensor) -> int | None:
     start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     if start is None or not tensor.is_contiguous():
         return None
-    return int(start) + tensor.storage_offset() * tensor.element_size()
+    return int(start) + int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _unpickle(file: Path) -> dict[str, torch.Tensor]:

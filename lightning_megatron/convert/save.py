@@ -75,8 +75,9 @@ def save_hugging_face(
     gathering = _Gathering(chunks, model)
     files = files_of(gathering.contents, largest)
     target = Directory(Path(directory), files) if dist.get_rank() == 0 else None
-    on_all_ranks_alike(lambda: target.begin() if target else None)
+    config = _saved_config(hf_config, model, gathering.dtype)
     try:
+        on_all_ranks_alike(lambda: target.begin(config, source) if target else None)
         with progress_bar("saving weights", sum(file.num_bytes for file in files)) as bar:
             for file in files:
                 failure: Exception | None = None
@@ -90,8 +91,7 @@ def save_hugging_face(
                         failure = error
                     bar.update(tensor.numel() * tensor.element_size())
                 on_all_ranks_alike(lambda error=failure: _raise(error))  # type: ignore[misc]
-        config = _saved_config(hf_config, model, gathering.dtype)
-        on_all_ranks_alike(lambda: target.finish(config, source) if target else None)
+        on_all_ranks_alike(lambda: target.finish() if target else None)
     finally:
         if target is not None:
             target.discard()

@@ -73,7 +73,7 @@ def save_pickled(tensors: dict[str, torch.Tensor], directory: Path, kind: Format
     if kind != "sharded_bin":
         torch.save(tensors, directory / "pytorch_model.bin", _use_new_zipfile_serialization=kind == "bin")
         return tensors
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i in range(3):
         file = f"pytorch_model-{i + 1:05}-of-00003.bin"
         part = {name: tensor for n, (name, tensor) in enumerate(tensors.items()) if n % 3 == i}

@@ -55,7 +55,10 @@ def loaded(directory: str, layout: Layout, precision: str = "32-true", task: str
     module = pretrained_module(directory, task=task)
     rows: Any = Sentences(4)
     if module.model_config.architecture == "bert":
-        rows = [{"input_ids": row["input_ids"], "labels": torch.tensor(0)} for row in Sentences(4)]
+        rows = [
+            {"input_ids": row["input_ids"], "labels": torch.tensor(0)}
+            for row in map(Sentences(4).__getitem__, range(4))
+        ]
     trainer_of(case, callbacks=[recorder]).fit(module, DataLoader(rows, batch_size=4))
     return {
         "tensors": recorder.tensors,
@@ -66,7 +69,7 @@ def loaded(directory: str, layout: Layout, precision: str = "32-true", task: str
 
 
 def _loaded(directory: Path, layout: Layout, *options: Any) -> dict[str, Any]:
-    answers = run_ranks(loaded, layout.world_size, str(directory), layout, *options)
+    answers: list[dict[str, Any]] = run_ranks(loaded, layout.world_size, str(directory), layout, *options)
     assert not any(answer["masters_differ"] for answer in answers)
     assert not any(answer["messages"] for answer in answers[1:])
     return answers[0]

@@ -19,7 +19,7 @@ _LAYERS, _HIDDEN, _FFN, _VOCAB = 24, 512, 4096, 4096
 
 
 def _write_model(directory: Path, kind: str) -> tuple[int, int]:
-    """About 340 MB of bf16 Llama; returns the size of the whole in fp32, as it is loaded, and of the largest in bf16."""
+    """About 340 MB of bf16 Llama; returns the size of all tensors in fp32, as loaded, and of the largest in bf16."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -67,7 +67,7 @@ def memory_of_loading(directory: str, layout: Layout) -> tuple[int, int]:
 
     module = pretrained_module(directory)
     with patch.object(load, "load_hugging_face", measuring):
-        trainer_of(Case(layout=layout)).validate(module, DataLoader(Sentences(2), batch_size=2), verbose=False)  # type: ignore[arg-type]
+        trainer_of(Case(layout=layout)).validate(module, DataLoader(Sentences(2), batch_size=2), verbose=False)
     return measured["own"], measured["rise"]
 
 

@@ -30,7 +30,10 @@ def _validated(source: str, layout: Layout, precision: str = "32-true") -> Any:
     module = pretrained_module(source)
     rows: Any = Sentences(4)
     if module.model_config.architecture == "bert":
-        rows = [{"input_ids": row["input_ids"], "labels": torch.tensor(1)} for row in Sentences(4)]
+        rows = [
+            {"input_ids": row["input_ids"], "labels": torch.tensor(1)}
+            for row in map(Sentences(4).__getitem__, range(4))
+        ]
     loader: Any = DataLoader(rows, batch_size=4)
     trainer_of(Case(layout=layout, precision=precision)).validate(module, loader, verbose=False)
     return module
@@ -171,6 +174,18 @@ def test_a_killed_save_leaves_nothing_of_its_own_under_a_final_name(tmp_path: Pa
     assert {path.name for path in tmp_path.iterdir()} == {"source", "old", "new"}
 
 
+def test_a_config_that_cannot_be_saved_is_known_before_any_weight_is_written(tmp_path: Path) -> None:
+    class Invalid:
+        def save_pretrained(self, directory: Path) -> None:
+            raise ValueError("no such\n  field")
+
+    writer = Directory(tmp_path / "model", [])
+    with pytest.raises(CheckpointError, match="this model's config: no such field; correct it"):
+        writer.begin(Invalid(), None)
+    writer.discard()
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_file_where_the_directory_should_be_is_refused(tmp_path: Path) -> None:
     save_as(tiny_gpt2(), tmp_path / "source", "safetensors")
     (tmp_path / "target").write_text("")
@@ -223,10 +238,10 @@ def _write(directory: Path, value: int, num_files: int) -> None:
     tensors = {f"x{i}": torch.full((4,), float(value)) for i in range(num_files)}
     contents = {name: ((4,), tensor.dtype) for name, tensor in tensors.items()}
     writer = Directory(directory, files_of(contents, 16))
-    writer.begin()
+    writer.begin(_Config(value), None)
     for name, tensor in tensors.items():
         writer.write(name, tensor)
-    writer.finish(_Config(value), None)
+    writer.finish()
 
 
 @pytest.mark.parametrize(("num_old", "num_new"), [(1, 1), (1, 3), (3, 1), (3, 3), (2, 3)])
