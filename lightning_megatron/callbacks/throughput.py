@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -12,9 +12,13 @@ from typing_extensions import override
 
 from lightning_megatron.accounting.devices import Precision, peak_flops_per_s
 from lightning_megatron.accounting.flops import model_flops_per_token
+from lightning_megatron.accounting.t5 import t5_model_flops_per_row
 from lightning_megatron.callbacks.interval import check_interval, is_due
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from lightning_megatron.engine.schedule import StepShape
 
 
 class ThroughputMonitor(Callback):
@@ -83,7 +87,7 @@ class ThroughputMonitor(Callback):
         shape = getattr(trainer.strategy, "step_shape", None)
         if shape is None:  # no step has run: there is nothing to count
             return
-        flops_per_token = _flops_per_token(trainer, pl_module, shape.seq_length)
+        flops_per_token = _flops_per_token(trainer, pl_module, shape)
         self._clock.mark(tokens=shape.tokens, flops=shape.tokens * flops_per_token)
         if is_due(trainer, self.every_n_steps):
             self._report(trainer, pl_module)
@@ -199,13 +203,18 @@ def window_metrics(window: Window, world_size: int, peak_flops: float | None) ->
     return metrics
 
 
-def _flops_per_token(trainer: Trainer, pl_module: LightningModule, seq_length: int) -> float:
+def _flops_per_token(trainer: Trainer, pl_module: LightningModule, shape: StepShape) -> float:
     """Model FLOPs of one token; 0 if the module does not tell its shape."""
     model = getattr(pl_module, "model_config", None)
     if not isinstance(model, ModelConfig):
         return 0.0
     tp = int(getattr(trainer.strategy, "tp", 1))
-    return model_flops_per_token(model, seq_length, model.padded_vocab_size(tp))
+    padded_vocab_size = model.padded_vocab_size(tp)
+    if model.architecture != "t5":
+        return model_flops_per_token(model, shape.seq_length, padded_vocab_size)
+    if len(shape.lengths) != 2:  # an objective of the user's, which tells only their sum
+        return 0.0
+    return t5_model_flops_per_row(model, *shape.lengths, padded_vocab_size) / shape.seq_length
 
 
 def _device_peak(device: torch.device, precision: str) -> float | None:

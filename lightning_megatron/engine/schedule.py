@@ -39,6 +39,8 @@ class StepShape:
     """Tokens per row."""
     data_parallel_size: int
     """Data-parallel ranks."""
+    lengths: tuple[int, ...] = ()
+    """Tokens per row of each sequence if there are several: of T5's encoder and decoder."""
 
     @property
     def global_batch_size(self) -> int:
@@ -102,14 +104,16 @@ class Schedule:
         """
         self._observe = observe
         parallel = self._topology.parallel
+        lengths = self._step.split_lengths(batch)
+        for name, length in lengths.items():
+            parallel.check_sequence(length, name=name)
         shape = StepShape(
             micro_batch_size=next(iter(batch.values())).shape[0] // parallel.num_microbatches,
             num_microbatches=parallel.num_microbatches,
             seq_length=self._step.seq_length(batch),
             data_parallel_size=self._topology.dp,
+            lengths=tuple(lengths.values()) if len(lengths) > 1 else (),
         )
-        for name, length in self._step.split_lengths(batch).items():
-            parallel.check_sequence(length, name=name)
         self._denominators = self._global_counts(batch)
         self._targets_seen = []
         microbatches = split_rows(batch, parallel.num_microbatches)

@@ -1,0 +1,61 @@
+"""Does each distance find the row of the table that Hugging Face's T5 finds? And on a GPU, its gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_megatron.models.relative_bias import relative_buckets
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (8, 12), (7, 20), (64, 1000)])
+def test_buckets_are_those_of_hugging_face(num_buckets: int, max_distance: int, bidirectional: bool) -> None:
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    position = torch.arange(300)
+    expected = T5Attention._relative_position_bucket(
+        position[None, :] - position[:, None], bidirectional, num_buckets, max_distance
+    )
+    ours = relative_buckets(300, bidirectional=bidirectional, num_buckets=num_buckets, max_distance=max_distance)
+    assert torch.equal(ours, expected)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("length", [128, 75])
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_the_kernel_that_adds_a_bias_gives_it_the_right_gradient(length: int, bidirectional: bool) -> None:
+    # As RelativeBias makes it: rows of a multiple of 16 numbers, cut to the length, one tensor for two layers.
+    import torch.nn.functional as F
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    generator = torch.Generator(device="cuda").manual_seed(3)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", generator=generator)
+
+    padded = -(-length // 16) * 16
+    rows = relative_buckets(padded, bidirectional=bidirectional, num_buckets=32, max_distance=128)[:length].cuda()
+    hidden = torch.zeros(2, 1, length, padded, dtype=torch.bool, device="cuda")
+    hidden[1, ..., length - 20 :] = True
+    if not bidirectional:
+        hidden |= torch.ones(length, padded, dtype=torch.bool, device="cuda").triu(1)
+    q, k, v, out_gradient = (random(2, 4, length, 64) for _ in range(4))
+    table = random(32, 4)
+
+    def gradient(dtype: torch.dtype, backend: SDPBackend) -> torch.Tensor:
+        weight = table.to(dtype).requires_grad_()
+        bias = F.embedding(rows, weight).permute(2, 0, 1)[None].contiguous()
+        bias = bias.masked_fill(hidden, -10000.0)[..., :length]
+        with sdpa_kernel(backend):
+            for scale in (1.0, 0.5):
+                first = F.scaled_dot_product_attention(q.to(dtype) / 8, k.to(dtype), v.to(dtype), bias, scale=scale)
+                first.backward(out_gradient.to(dtype), retain_graph=True)
+        assert weight.grad is not None
+        return weight.grad.double()
+
+    exact = gradient(torch.float64, SDPBackend.MATH)
+    for dtype, error in ((torch.float32, 1e-4), (torch.bfloat16, 3e-2)):
+        # In bfloat16 each product is rounded to 8 bits; their sum over thousands of pairs is more exact than one.
+        actual = gradient(dtype, SDPBackend.EFFICIENT_ATTENTION)
+        assert (actual - exact).norm() / exact.norm() < error, dtype

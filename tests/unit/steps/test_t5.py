@@ -1,0 +1,183 @@
+"""Are T5's inputs, targets, masks and losses those of arithmetic by hand, and what is refused?"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.steps.registry import train_step_named
+from lightning_megatron.steps.t5 import T5TrainStep
+from tests.unit.models.test_t5_layout import MODEL
+
+START, PAD = 5, 3
+IDS = torch.tensor([[1, 2, 9, 0], [4, 6, 7, 8]])
+LABELS = torch.tensor([[11, -100, 12], [13, 14, -100]])
+BATCH = {"input_ids": IDS, "labels": LABELS}
+
+
+def _step() -> T5TrainStep:
+    step = T5TrainStep()
+    step.bind(replace(MODEL, decoder_start_token_id=START, pad_token_id=PAD))
+    return step
+
+
+def _prepared(**changes: torch.Tensor) -> dict[str, torch.Tensor]:
+    step, batch = _step(), {**BATCH, **changes}
+    step.check_batch(batch)
+    return step.prepare_batch(batch)
+
+
+def test_labels_are_shifted_right_with_the_start_token_and_padding() -> None:
+    prepared = _prepared()
+    assert prepared["encoder_ids"].equal(IDS)
+    assert prepared["decoder_ids"].tolist() == [[START, 11, PAD], [START, 13, 14]]
+    assert prepared["targets"].tolist() == [[11, 0, 12], [13, 14, 0]]
+    assert prepared["loss_mask"].tolist() == [[1, 0, 1], [1, 1, 0]]
+    assert prepared.keys() == {"encoder_ids", "decoder_ids", "targets", "loss_mask"}
+
+
+def test_shifted_labels_are_those_of_hugging_face() -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    with torch.device("meta"):
+        model = T5ForConditionalGeneration(T5Config(decoder_start_token_id=START, pad_token_id=PAD, num_layers=1))
+    assert _prepared()["decoder_ids"].equal(model._shift_right(LABELS))
+
+
+def test_given_decoder_input_is_not_shifted() -> None:
+    given = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    assert _prepared(decoder_input_ids=given)["decoder_ids"].equal(given)
+
+
+def test_the_loss_is_a_weighted_sum() -> None:
+    weights = torch.tensor([[0.5, 1.0, 2.0], [1.0, 1.0, 1.0]])
+    prepared = _prepared(loss_mask=weights, sample_mask=torch.tensor([1.0, 0.25]))
+    assert prepared["loss_mask"].tolist() == [[0.5, 0, 2.0], [0.25, 0.25, 0]]
+    term = _step().loss_func(prepared, torch.tensor([[2.0, 99.0, 3.0], [4.0, 8.0, 99.0]]))["lm_loss"]
+    assert term.sum.item() == 0.5 * 2 + 2 * 3 + 0.25 * 12
+    assert term.targets.item() == 3.0
+    assert _step().counts(prepared)["lm_loss"].item() == 3.0
+
+
+def test_perplexity_weighs_tokens() -> None:
+    step = _step()
+    metrics = step.metrics()
+    step.update_metrics(metrics, _prepared(), torch.tensor([[2.0, 99.0, 3.0], [4.0, 8.0, 99.0]]))
+    assert metrics["perplexity"].compute().item() == pytest.approx(math.exp(17 / 4))
+
+
+def test_added_rows_carry_no_loss() -> None:
+    padded = _step().pad_rows(_prepared(attention_mask=torch.ones_like(IDS)), 4)
+    assert all(tensor.shape[0] == 4 for tensor in padded.values())
+    assert padded["loss_mask"].sum(1).tolist() == [2, 2, 0, 0]
+
+
+def test_stages_send_both_sequences() -> None:
+    prepared = _prepared()
+    assert _step().seq_length(prepared) == 7
+    assert list(_step().split_lengths(prepared).values()) == [4, 3]
+
+
+# ---- Megatron's samples ---------------------------------------------------------------------------------------------
+
+ENCODER_MASK = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
+DECODER_MASK = torch.tensor([[1, 0, 0], [1, 1, 1]])
+
+
+def _megatrons(**changes: Any) -> dict[str, torch.Tensor]:
+    return {
+        "text_enc": IDS,
+        "text_dec": torch.tensor([[1, 11, 2], [1, 13, 14]]),
+        "labels": torch.tensor([[11, -1, -1], [13, 14, 12]]),
+        "loss_mask": torch.tensor([[1, 1, 1], [1, 0, 1]]),
+        "enc_mask": ENCODER_MASK,
+        "dec_mask": DECODER_MASK,
+        **changes,
+    }
+
+
+def _outer(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    return queries[:, :, None] * keys[:, None, :]
+
+
+@pytest.mark.parametrize("as_float", [False, True])
+def test_megatrons_masks_may_be_of_keys_or_of_pairs(as_float: bool) -> None:
+    square = {
+        "enc_mask": _outer(ENCODER_MASK, ENCODER_MASK),
+        "dec_mask": _outer(DECODER_MASK, DECODER_MASK).tril(),
+        "enc_dec_mask": _outer(DECODER_MASK, ENCODER_MASK),
+    }
+    if as_float:
+        square = {name: mask.float() for name, mask in square.items()}
+    step = _step()
+    for batch in (_megatrons(), _megatrons(**square), _megatrons(enc_dec_mask=ENCODER_MASK)):
+        step.check_batch(batch)
+        prepared = step.prepare_batch(batch)
+        assert prepared["encoder_mask"].equal(ENCODER_MASK)
+        assert prepared["decoder_mask"].equal(DECODER_MASK)
+        assert prepared["loss_mask"].tolist() == [[1, 0, 0], [1, 0, 1]]
+        assert prepared["decoder_ids"].tolist() == [[1, 11, 2], [1, 13, 14]]
+
+
+def test_what_megatrons_dataset_yields_is_understood() -> None:
+    # megatron-core 0.16.1, datasets/t5_dataset.py:__getitem__
+    batch = _megatrons(truncated=torch.tensor([0, 1]))
+    _step().check_batch(batch)
+    assert "truncated" not in _step().prepare_batch(batch)
+
+
+def test_the_decoder_must_see_what_the_encoder_sees() -> None:
+    with pytest.raises(DataError, match="enc_dec_mask shows the decoder other tokens"):
+        _step().check_batch(_megatrons(enc_dec_mask=torch.ones(2, 4)))
+    without = {name: tensor for name, tensor in _megatrons(enc_dec_mask=ENCODER_MASK).items() if name != "enc_mask"}
+    with pytest.raises(DataError, match="enc_dec_mask shows the decoder other tokens"):
+        _step().check_batch(without)
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"input_ids": IDS + 90}, r"input_ids\[0, 2\] is 99 and must be in 0..96 \(vocab_size=97\)"),
+        ({"labels": LABELS + 90}, r"labels\[0, 0\] is 101"),
+        ({"labels": LABELS - 20}, r"labels\[0, 0\] is -9 "),
+        ({"decoder_input_ids": LABELS}, r"decoder_input_ids\[0, 1\] is -100"),
+        ({"labels": LABELS[0]}, "give them as"),
+        ({"attention_mask": torch.ones(2, 3)}, r"attention_mask has the shape \[2, 3\] and must have \[2, 4\]"),
+        ({"decoder_attention_mask": torch.ones(2, 4)}, r"must have \[2, 3\] or \[2, 3, 3\]"),
+        ({"sample_mask": torch.ones(2, 1)}, r"sample_mask has the shape \[2, 1\]"),
+        ({"position_ids": IDS}, "batch key 'position_ids' is not understood by T5TrainStep"),
+        ({"text_enc": IDS}, "batch key 'input_ids' is not understood"),
+    ],
+)
+def test_wrong_batches_are_refused_by_name(changes: dict[str, torch.Tensor], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        _step().check_batch({**BATCH, **changes})
+
+
+def test_targets_are_needed() -> None:
+    with pytest.raises(DataError, match="have no 'labels'"):
+        _step().check_batch({"input_ids": IDS})
+    with pytest.raises(DataError, match="have no 'text_dec'"):
+        _step().check_batch({"text_enc": IDS, "labels": LABELS})
+
+
+def test_megatrons_names_are_those_of_the_message() -> None:
+    with pytest.raises(DataError, match=r"text_enc\[0, 2\] is 99"):
+        _step().check_batch(_megatrons(text_enc=IDS + 90))
+
+
+def test_other_models_are_refused() -> None:
+    with pytest.raises(ConfigError, match="use train_step='gpt'"):
+        T5TrainStep().bind(replace(MODEL, architecture="gpt"))
+
+
+def test_it_is_known_by_its_name() -> None:
+    assert isinstance(train_step_named("t5"), T5TrainStep)
