@@ -142,8 +142,10 @@ class T5Chunk(LanguageModule):
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits, _ = self.output_layer(decoder, weight=tied)
         if labels is None:
-            return logits.transpose(0, 1).contiguous()
-        return self.compute_language_model_loss(labels, logits)
+            logits_of_rows: Tensor = logits.transpose(0, 1).contiguous()
+            return logits_of_rows
+        losses: Tensor = self.compute_language_model_loss(labels, logits)
+        return losses
 
     def _inputs(self, encoder_ids: Tensor, decoder_ids: Tensor) -> tuple[Tensor, Tensor]:
         if self.pre_process:

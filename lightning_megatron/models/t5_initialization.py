@@ -21,9 +21,9 @@ def t5_scale(key: str, model: ModelConfig) -> float | torch.Tensor:
     Returns:
         A number; for queries, keys and values in one matrix [rows, 1], fp32, on the CPU.
     """
-    into_hidden = model.hidden_size**-0.5
+    into_hidden: float = model.hidden_size**-0.5
     # Scores are multiplied by 1, so queries start smaller instead.
-    of_queries = (model.hidden_size * model.kv_channels) ** -0.5
+    of_queries: float = (model.hidden_size * model.kv_channels) ** -0.5
     if key.endswith("linear_qkv.weight"):
         of_head = torch.tensor([of_queries, into_hidden, into_hidden]).repeat_interleave(model.kv_channels)
         return of_head.repeat(model.num_attention_heads)[:, None]
