@@ -16,6 +16,7 @@ from benchmarks.tokens import loader
 from lightning_megatron import MegatronModule, MegatronStrategy
 from lightning_megatron.accounting.devices import peak_flops_per_s
 from lightning_megatron.accounting.flops import AttentionCount, model_flops_per_token
+from lightning_megatron.accounting.t5 import t5_model_flops_per_row
 from lightning_megatron.convert.registry import model_config
 
 CLIP = 1.0
@@ -98,10 +99,12 @@ def _measurement(case: Case, implementation: str, recorder: StepRecorder) -> Mea
 def _flops_per_s(case: Case, step_seconds: float, attention: AttentionCount) -> float:
     """Model FLOP/s of one device."""
     model = model_config(case.model)
-    per_token = model_flops_per_token(
-        model, case.seq_length, model.padded_vocab_size(case.layout.get("tp", 1)), attention
-    )
-    return case.tokens * per_token / step_seconds / case.num_devices
+    padded = model.padded_vocab_size(case.layout.get("tp", 1))
+    if case.decoder_seq_length:
+        per_row = t5_model_flops_per_row(model, case.seq_length, case.decoder_seq_length, padded, attention)
+    else:
+        per_row = case.seq_length * model_flops_per_token(model, case.seq_length, padded, attention)
+    return case.rows * case.data_parallel_size * per_row / step_seconds / case.num_devices
 
 
 def _versions() -> dict[str, str]:

@@ -25,7 +25,7 @@ def _measure(case: str, output: str) -> dict[str, Any]:
     return {"code": code}
 
 
-@pytest.mark.parametrize("name", ["smoke", "smoke-tp2"])
+@pytest.mark.parametrize("name", ["smoke", "smoke-tp2", "smoke-bert", "smoke-t5"])
 def test_a_case_runs_and_reports_its_steps(name: str, tmp_path: Path) -> None:
     case = case_named(name)
     results = run_ranks(_measure, case.num_devices, name, str(tmp_path / "out.jsonl"))
@@ -36,9 +36,11 @@ def test_a_case_runs_and_reports_its_steps(name: str, tmp_path: Path) -> None:
     assert measured.bare_steps is not None
     assert measured.bare_steps.count == 4
     assert 0 < measured.steps.p10 <= measured.steps.median <= measured.steps.p90
-    assert measured.tokens_per_step == 2 * 2 * 32
-    # A new model knows nothing: every one of the 300 tokens is as likely as another.
-    assert measured.loss_first == pytest.approx(math.log(300), abs=0.1)
+    assert measured.tokens_per_step == 2 * 2 * (32 + case.decoder_seq_length)
+    # A new model knows nothing: every one of the 300 tokens is as likely as another; a BERT's two orders likewise. A T5
+    # starts with large weights, as in transformers.
+    ignorant = math.log(300) + (math.log(2) if name == "smoke-bert" else 0)
+    assert measured.loss_first == pytest.approx(ignorant, abs=1.5 if name == "smoke-t5" else 0.1)
     # A CPU has no known peak, and no memory that CUDA counts.
     assert measured.mfu_causal is None
     assert measured.peak_allocated_gib is None
