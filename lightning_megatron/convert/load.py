@@ -97,13 +97,17 @@ def _gathered(mine: Any) -> list[Any]:
     return parts
 
 
+def _of_all_ranks(mine: list[str]) -> list[str]:
+    return list(dict.fromkeys(problem for theirs in _gathered(mine) for problem in theirs))
+
+
 def _check(matched: Match, files: WeightFiles, model: ModelConfig) -> None:
     """Raise on all ranks alike if anything is wrong; say what is left out."""
-    problems = list(matched.problems)
-    # Tied copies are compared only where the rest is right, each rank a part of the rows.
-    unequal = [] if problems else on_all_ranks_alike(lambda: _unequal_copies(matched, files))
-    for theirs in _gathered(problems + unequal):
-        problems += [problem for problem in theirs if problem not in problems]
+    # Nodes with disks of their own may see other files.
+    problems = _of_all_ranks(matched.problems)
+    if not problems:
+        # Tied copies are compared only where the rest is right, each rank a part of the rows.
+        problems = _of_all_ranks(on_all_ranks_alike(lambda: _unequal_copies(matched, files)))
     if problems:
         counted = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
         raise CheckpointError(
