@@ -18,7 +18,7 @@ FURTHER_LAYOUTS = (
     Layout(dp=2, pp=2, num_microbatches=2),
 )
 RECOMPUTED = (
-    Layout(tp=2, pp=2, vpp=None, sequence_parallel=True, num_microbatches=2, recompute="full"),
+    Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2, recompute="full"),
     Layout(pp=2, vpp=2, num_microbatches=2, recompute="full", recompute_method="block"),
 )
 
@@ -109,7 +109,7 @@ def test_t5_equals_hugging_face_in_every_layout(layout: Layout) -> None:
     check_family(_t5(), layout, _pairs())
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, Layout(pp=4, num_microbatches=2)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS[-3:], ids=str)
 def test_gated_untied_t5_equals_hugging_face_in_every_layout(layout: Layout) -> None:
     check_family(_t5_1_1(), layout, _pairs(side="left"))
 

@@ -14,7 +14,7 @@ from tests.checkpoint.runs import GLOBAL_BATCH, Run, Trace, fit, rows_dataset
 from tests.parity.comparison import assert_same_run, assert_same_within_rounding
 from tests.parity.dropout_masks import PROBABILITY, Masks, dropout_masks
 from tests.parity.sharding import Tensors
-from tests.parity.training import MODELS, SEQ_LENGTH, Case, Layout, module_of, outcome, trainer_of
+from tests.parity.training import MODELS, SEQ_LENGTH, Case, Layout, joined_outcome, module_of, outcome, trainer_of
 from tests.ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
@@ -83,6 +83,29 @@ def _table_gradients(case: Case, is_summed: bool) -> Tensors:
     with nullcontext() if is_summed else nothing:
         trainer_of(case, callbacks=[Recorder()]).fit(module_of(case), loader_of(case))
     return found
+
+
+def _train_on_changing_lengths(case: Case) -> Any:
+    from torch.utils.data import DataLoader
+
+    from tests.parity.training import Sentences, train_module
+
+    def cut(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        shorter = int(rows[0]["input_ids"].sum()) % 4  # as the first row says
+        stacked = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        ids, labels = stacked["input_ids"][:, 2 * shorter :], stacked["labels"][:, : SEQ_LENGTH - 4 * shorter]
+        return {"input_ids": ids, "labels": labels}
+
+    rows = Sentences(case.steps * case.global_batch_size, case.labels)
+    loader = DataLoader(rows, batch_size=case.global_batch_size, collate_fn=cut)
+    return train_module(module_of(case), case, loader)
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2, vpp=2, num_microbatches=2), FOUR_RANKS], ids=str)
+def test_sequences_of_other_lengths_in_each_step_train_as_on_one_process(layout: Layout) -> None:
+    ranks = run_ranks(_train_on_changing_lengths, layout.world_size, replace(T5, layout=layout))
+    alone = run_ranks(_train_on_changing_lengths, 1, T5)
+    assert_same_run(joined_outcome(ranks), joined_outcome(alone))
 
 
 # ---- dropout --------------------------------------------------------------------------------------------------------
@@ -185,6 +208,31 @@ def test_a_checkpoint_goes_on_in_other_layouts(tmp_path: Path) -> None:
                 assert trace.steps[step]["loss"] == pytest.approx(whole.steps[step]["loss"], rel=1e-5)
                 # The norm of small gradients has fewer digits than the loss.
                 assert trace.steps[step]["grad_norm"] == pytest.approx(whole.steps[step]["grad_norm"], rel=1e-4)
+
+
+def _warnings_of_saving(run: Run, path: Path, is_corrected: bool) -> list[str]:
+    import logging
+    from contextlib import nullcontext
+
+    found: list[str] = []
+
+    class Recorder(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    logging.getLogger("megatron.core.optimizer.distrib_optimizer").addHandler(Recorder())
+    nothing = patch("lightning_megatron.engine.wrap._count_inner_padding", lambda wrapped: None)
+    with nullcontext() if is_corrected else nothing:
+        _train_and_save(run, path)
+    return [message for message in found if "exceeds unpadded buffer" in message]
+
+
+def test_the_engine_still_miscounts_the_padding_between_buckets(tmp_path: Path) -> None:
+    # If this fails, engine/wrap.py:_count_inner_padding is no longer needed.
+    run = RUN.but(strategy={"pp": 2}, trainer={"max_steps": 1})
+    for is_corrected in (False, True):
+        warnings = run_ranks(_warnings_of_saving, 2, run, tmp_path / f"{is_corrected}.ckpt", is_corrected)
+        assert bool(warnings[0]) is not is_corrected
 
 
 # ---- random weights -------------------------------------------------------------------------------------------------
