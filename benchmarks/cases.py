@@ -139,6 +139,7 @@ T5_LARGE: Mapping[str, Any] = {
     "d_ff": 4096,
     "num_layers": 24,
     "num_heads": 16,
+    "decoder_start_token_id": 0,
 }
 """T5-large (Raffel et al. 2020), version 1.0, with its dropout."""
 

@@ -49,7 +49,9 @@ def test_the_kernel_that_adds_a_bias_gives_it_the_right_gradient(length: int, bi
         bias = bias.masked_fill(hidden, -10000.0)[..., :length]
         with sdpa_kernel(backend):
             for scale in (1.0, 0.5):
-                first = F.scaled_dot_product_attention(q.to(dtype) / 8, k.to(dtype), v.to(dtype), bias, scale=scale)
+                # Queries have a gradient, as in a model: without one torch keeps nothing for the backward pass.
+                queries = (q.to(dtype) / 8).requires_grad_()
+                first = F.scaled_dot_product_attention(queries, k.to(dtype), v.to(dtype), bias, scale=scale)
                 first.backward(out_gradient.to(dtype), retain_graph=True)
         assert weight.grad is not None
         return weight.grad.double()
