@@ -9,6 +9,7 @@ import pytest
 from tests.families.gpt_rows import FOUR_RANKS, INTERLEAVED, assert_refused, sentences_with_positions
 from tests.families.parity import VOCAB_SIZE, check_family, padded_sentences, tiny_model
 from tests.parity.training import Layout
+from tests.ranks import RankError, run_ranks
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "7b": {},
@@ -57,6 +58,22 @@ def test_more_ranks_than_key_value_heads_share_the_heads(variant: str) -> None:
 def test_parallel_layers_can_be_recomputed(variant: str, recompute: Any) -> None:
     layout = Layout(tp=2, sequence_parallel=True, recompute=recompute)
     check_family(_model(**VARIANTS[variant]), layout, padded_sentences(side="left"))
+
+
+def test_parts_of_a_parallel_layer_that_it_does_not_recompute_are_refused() -> None:
+    with pytest.raises(RankError, match="recompute_modules=.*'mlp'.* is not supported by a layer with parallel"):
+        run_ranks(_recompute_the_mlp, 1)
+
+
+def _recompute_the_mlp() -> None:
+    from lightning.pytorch import Trainer
+
+    from lightning_megatron import MegatronModule, MegatronStrategy
+
+    model = {"model_type": "falcon", "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4}
+    strategy = MegatronStrategy(recompute="selective", transformer_config_overrides={"recompute_modules": ["mlp"]})
+    trainer = Trainer(accelerator="cpu", devices=1, strategy=strategy, logger=False, enable_checkpointing=False)
+    trainer.validate(MegatronModule(model=model), padded_sentences())  # type: ignore[arg-type]
 
 
 def test_given_positions_are_used() -> None:
