@@ -13,7 +13,7 @@ from lightning_megatron.convert.registry import model_config
 from lightning_megatron.errors import ConfigError
 from tests.families.parity import LAYOUTS, VOCAB_SIZE, Rows, check_family, tiny_model
 from tests.parity.sharding import whole
-from tests.parity.training import Case, Layout, RankOutcome, train_module
+from tests.parity.training import Case, Layout, RankOutcome, train_module, trainer_of
 from tests.ranks import run_ranks
 
 LENGTHS = (16, 9, 5, 12)
@@ -176,6 +176,35 @@ def test_pretraining_without_the_binary_head_learns_the_tokens_alone() -> None:
     gradients = whole([outcome.gradients for outcome, _ in tokens])
     unused = [name for name, gradient in gradients.items() if (gradient == 0).all()]
     assert sorted(unused) == ["binary_head.bias", "binary_head.weight", "pooler.dense.bias", "pooler.dense.weight"]
+
+
+def _validate(layout: Layout, rows: Rows, task: str, precision: str) -> dict[str, float]:
+    from lightning.pytorch import seed_everything
+
+    from lightning_megatron import MegatronModule
+
+    seed_everything(1, verbose=False)
+    module = MegatronModule(model={**FIELDS, "num_labels": NUM_LABELS}, task=task)
+    loader: DataLoader[Any] = DataLoader(rows, batch_size=4 // layout.dp)  # type: ignore[arg-type]
+    (metrics,) = trainer_of(Case(layout=layout, precision=precision)).validate(module, loader, verbose=False)
+    return dict(metrics)
+
+
+@pytest.mark.parametrize("task", ["pretraining", "sequence_classification", "token_classification"])
+def test_losses_and_metrics_are_those_of_one_process_for_rows_that_do_not_divide(task: str) -> None:
+    rows = _pretraining_rows()
+    if task == "sequence_classification":
+        rows = _sentences(labels=torch.tensor([4, 0, -100, 2]))
+    elif task == "token_classification":
+        rows = _sentences(labels=_labels_of_tokens(NUM_LABELS))
+    rows = (rows + rows)[:7]
+    (expected,) = run_ranks(_validate, 1, Layout(), rows, task, "32-true")
+    for layout in (Layout(dp=2, num_microbatches=2), FOUR_RANKS):
+        ranks = run_ranks(_validate, layout.world_size, layout, rows, task, "32-true")
+        assert ranks == [{name: pytest.approx(value, rel=1e-5) for name, value in expected.items()}] * len(ranks)
+    # 8 bits of mantissa: about 1 % of the logits.
+    for rank in run_ranks(_validate, 4, FOUR_RANKS, rows, task, "bf16-mixed"):
+        assert rank["val_loss"] == pytest.approx(expected["val_loss"], rel=0.02)
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "albert"])
