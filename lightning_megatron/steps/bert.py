@@ -86,11 +86,16 @@ class BertTrainStep(TrainStep):
         return self.objective
 
     def check_batch(self, batch: Batch) -> None:
-        """Refuse unknown keys, wrong shapes and numbers out of range.
+        """Refuse unknown keys, wrong shapes and numbers out of range; drop a mask that hides nothing.
+
+        Attention without a mask is faster, and on the host it costs nothing to see that there is none. A subclass that
+        prepares batches in its own way is expected to have keys of its own, which are not looked at.
 
         Raises:
             DataError: With the key, the value, the rule and the fix.
         """
+        if type(self).prepare_batch is not BertTrainStep.prepare_batch:
+            return
         named = self._named(batch)
         tokens, model = named["input_ids"], self.model
         if tokens.dim() != 2:
@@ -116,11 +121,20 @@ class BertTrainStep(TrainStep):
                 check_integers(name, named[name], "they number rows of a table")
         if "sample_mask" in named:
             check_shape("sample_mask", named["sample_mask"], (rows,), "one weight per row")
-        self._check_first_tokens(named)
+        self._check_mask(named)
         self._bound.check(named)
+        if "attention_mask" in named and bool((named["attention_mask"] == 1).all()):
+            del batch["attention_mask" if "attention_mask" in batch else "padding_mask"]
 
-    def _check_first_tokens(self, named: Batch) -> None:
-        if not self._bound.reads_first_token or "attention_mask" not in named:
+    def _check_mask(self, named: Batch) -> None:
+        if "attention_mask" not in named:
+            return
+        mask = named["attention_mask"]
+        if not torch.equal(mask.long().to(mask.dtype), mask):
+            raise DataError(
+                "attention_mask has fractions; give 1 for tokens and 0 for padding, or whole numbers of segments"
+            )
+        if not self._bound.reads_first_token:
             return
         counted = named["sample_mask"] != 0 if "sample_mask" in named else True
         padded = (named["attention_mask"][:, 0] == 0) & counted

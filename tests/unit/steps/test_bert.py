@@ -215,6 +215,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, torch.Tensor], str]] = {
     "positions": ("masked_lm", {}, {**LM, "position_ids": IDS}, r"position_ids\[1, 0\] is 4"),
     "mask": ("masked_lm", {}, {**LM, "attention_mask": IDS[:, :2]}, r"attention_mask .* \[2, 2\] .* \[2, 3\]"),
     "negative_mask": ("masked_lm", {}, {**LM, "attention_mask": -IDS}, r"attention_mask\[0, 0\] is -1"),
+    "fraction": ("masked_lm", {}, {**LM, "attention_mask": IDS / 2}, "attention_mask has fractions"),
     "sample_mask": ("masked_lm", {}, {**LM, "sample_mask": IDS}, r"sample_mask has the shape \[2, 3\]"),
     "left_padding": ("pretraining", {}, {**PRETRAINING, "attention_mask": 1 - IDS // 4}, r"\[1, 0\] is 0.*right"),
     "lm_label": ("masked_lm", {}, {**LM, "labels": LABELS + 1}, r"labels\[0, 0\] is -99 .* -100 for no target"),
@@ -299,6 +300,28 @@ def test_a_wrong_batch_is_refused_with_key_value_rule_and_fix(what: str) -> None
 def test_labels_that_the_loss_mask_leaves_out_may_be_anything() -> None:
     labels = torch.tensor([[-7, 2, 99], [6, -100, 0]])
     _step("masked_lm").check_batch({**LM, "labels": labels, "loss_mask": torch.tensor([[0, 1, 0], [1, 1, 1]])})
+
+
+@pytest.mark.parametrize("name", ["attention_mask", "padding_mask"])
+def test_a_mask_that_hides_nothing_is_dropped(name: str) -> None:
+    batch = {**LM, name: torch.ones_like(IDS)}
+    _step("masked_lm").check_batch(batch)
+    assert batch.keys() == LM.keys()
+    padded = {**LM, name: torch.tensor([[1, 1, 1], [1, 1, 0]])}
+    _step("masked_lm").check_batch(padded)
+    assert name in padded
+
+
+def test_a_step_that_prepares_batches_itself_may_have_keys_of_its_own() -> None:
+    class Own(BertTrainStep):
+        def prepare_batch(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return super().prepare_batch({"input_ids": batch["words"], "labels": batch["hidden"]})
+
+    step = Own()
+    step.bind(replace(MODEL, task="masked_lm"))
+    batch = {"words": IDS, "hidden": LABELS}
+    step.check_batch(batch)
+    assert step.counts(step.prepare_batch(batch))["lm_loss"] == 3
 
 
 def test_rows_that_do_not_count_may_be_all_padding() -> None:
