@@ -46,6 +46,11 @@ def test_a_layout_trains_as_one_process(layout: Layout) -> None:
     assert_same_run(outcome(replace(T5, layout=layout)), outcome(T5))
 
 
+def test_a_layout_trains_in_bf16_as_one_process() -> None:
+    reference = replace(T5, precision="bf16-mixed")
+    assert_same_within_rounding(outcome(replace(reference, layout=FOUR_RANKS)), outcome(reference), outcome(T5))
+
+
 def test_clipping_counts_each_copied_weight_once() -> None:
     descent = replace(T5, clip=0.5, lr=0.1, optimizer=(("name", "sgd"), ("weight_decay", 0.0)))
     layout = Layout(pp=2, vpp=2, num_microbatches=2)
@@ -106,6 +111,27 @@ def test_sequences_of_other_lengths_in_each_step_train_as_on_one_process(layout:
     ranks = run_ranks(_train_on_changing_lengths, layout.world_size, replace(T5, layout=layout))
     alone = run_ranks(_train_on_changing_lengths, 1, T5)
     assert_same_run(joined_outcome(ranks), joined_outcome(alone))
+
+
+def _num_parameters(case: Case) -> tuple[int, int]:
+    from lightning_megatron.accounting.t5 import t5_rank_parameters
+    from lightning_megatron.models.t5_layout import t5_layout
+    from tests.parity.training import loader_of
+
+    module, trainer = module_of(case), trainer_of(case, max_steps=1)
+    trainer.fit(module, loader_of(case))
+    strategy, model = trainer.strategy, module.model_config
+    by_hand = dict(case.layout.transformer_config_overrides).get("pipeline_model_parallel_layout")
+    layout = t5_layout(model, strategy.parallel, by_hand)
+    pp_rank = strategy.topology.pp_rank
+    expected = t5_rank_parameters(model, layout, tp=case.layout.tp, pp=case.layout.pp, pp_rank=pp_rank)
+    return sum(parameter.numel() for parameter in module.model_chunks.parameters()), expected
+
+
+@pytest.mark.parametrize("layout", [Layout(), LAYOUTS[1], LAYOUTS[3], FOUR_RANKS], ids=str)
+def test_ranks_hold_as_many_parameters_as_the_arithmetic_says(layout: Layout) -> None:
+    for held, expected in run_ranks(_num_parameters, layout.world_size, replace(T5, layout=layout)):
+        assert held == expected
 
 
 # ---- dropout --------------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def test_the_kernel_that_adds_a_bias_gives_it_the_right_gradient(length: int, bi
         return weight.grad.double()
 
     exact = gradient(torch.float64, SDPBackend.MATH)
-    for dtype, error in ((torch.float32, 1e-4), (torch.bfloat16, 3e-2)):
-        # In bfloat16 each product is rounded to 8 bits; their sum over thousands of pairs is more exact than one.
+    # Products may be rounded to TF32's 11 bits, or bfloat16's 8; sums over thousands of pairs are more exact than one.
+    for dtype, error in ((torch.float32, 2e-3), (torch.bfloat16, 3e-2)):
         actual = gradient(dtype, SDPBackend.EFFICIENT_ATTENTION)
         assert (actual - exact).norm() / exact.norm() < error, dtype
