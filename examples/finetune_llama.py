@@ -14,9 +14,9 @@ import torch
 from lightning.pytorch import LightningDataModule, Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer
 
 from lightning_megatron import MegatronModule, MegatronStrategy
+from lightning_megatron.data.tokenizer import load_tokenizer
 
 
 class Instructions(LightningDataModule):
@@ -31,7 +31,7 @@ class Instructions(LightningDataModule):
     ) -> None:
         super().__init__()
         self.path, self.seq_length, self.batch_size = path, seq_length, batch_size
-        self.tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        self.tokenizer = load_tokenizer(tokenizer)
 
     def encode(self, prompt: str, completion: str) -> dict[str, torch.Tensor]:
         """One row: [s] each. The end token is a target, also where it is the padding token: positions decide."""

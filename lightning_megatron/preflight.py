@@ -110,4 +110,8 @@ def preflight(trainer: pl.Trainer, model: pl.LightningModule, datamodule: pl.Lig
             vocab_size=model.model_config.vocab_size if isinstance(model, MegatronModule) else None,
         )
         if isinstance(model, MegatronModule):
-            strategy.parallel.check_sequence(datamodule.seq_length, model.model_config.max_position_embeddings)
+            config = model.model_config
+            # Rotary positions and ALiBi go on where the table of learned ones ends.
+            has_table = config.position_embedding_type == "learned_absolute"
+            limit = config.max_position_embeddings if has_table else None
+            strategy.parallel.check_sequence(datamodule.seq_length, limit)
