@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_megatron.accounting.flops import model_flops_per_token
+from lightning_megatron.accounting.t5 import t5_model_flops_per_row
 from lightning_megatron.callbacks import ThroughputMonitor
 from lightning_megatron.callbacks.throughput import StepClock, Window, window_metrics
 from lightning_megatron.errors import ConfigError
@@ -118,6 +120,18 @@ def test_a_module_of_unknown_shape_has_no_flops(tmp_path: Path, monkeypatch: pyt
     trainer.fit(ToyModule([1.0] * 6), loader(6))
     assert trainer.callback_metrics["tokens_per_s"].item() == 64.0
     assert "model_tflops_per_s_per_device" not in trainer.callback_metrics
+
+
+def test_a_t5_counts_both_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    t5 = replace(MODEL, architecture="t5", num_decoder_layers=3)
+    slow = _Slow(_Time(monkeypatch), [1.0] * 6)
+    trainer = toy_trainer(tmp_path, [ThroughputMonitor(), slow])
+    trainer.strategy.step_shape = SimpleNamespace(tokens=64, seq_length=16, lengths=(12, 4))
+    module = ToyModule([1.0] * 6)
+    module.model_config = t5
+    trainer.fit(module, loader(6))
+    flops = t5_model_flops_per_row(t5, 12, 4, 384) * 4  # four rows of 16 tokens
+    assert trainer.callback_metrics["model_tflops_per_s_per_device"].item() == pytest.approx(flops / 1e12, rel=1e-6)
 
 
 def test_another_strategy_is_refused_before_training(tmp_path: Path) -> None:
