@@ -186,9 +186,9 @@ class GPTTrainStep(TrainStep):
             loss_mask = loss_mask * batch["loss_mask"]
         if "sample_mask" in batch:
             loss_mask = loss_mask * batch["sample_mask"].to(loss_mask.dtype)[:, None]
-        if self.eod_mask_loss:
+        if self.eod_token is not None and self.eod_mask_loss:
             loss_mask = loss_mask.masked_fill(tokens == self.eod_token, 0.0)
-        prepared = {"tokens": tokens, "targets": targets.clamp(min=0), "loss_mask": loss_mask, **given}
+        prepared: Batch = {"tokens": tokens, "targets": targets.clamp(min=0), "loss_mask": loss_mask, **given}
         if self.eod_token is not None and self.reset_attention_mask:
             documents = document_numbers(tokens, self.eod_token)
             prepared["attention_mask"] = joint_segments(documents, given.get("attention_mask"))

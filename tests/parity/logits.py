@@ -37,15 +37,20 @@ def whole_logits(answers: list[Answer]) -> torch.Tensor:
 # ---- on the ranks ---------------------------------------------------------------------------------------------------
 
 
-def answer(case: Case, rows: Rows) -> Answer:
-    """Evaluate ``rows``, as one batch, with fresh weights: once for the logits, once for the loss."""
+def answer(case: Case, rows: Rows, options: dict[str, Any] | None = None) -> Answer:
+    """Evaluate ``rows``, as one batch, with fresh weights: once for the logits, once for the loss.
+
+    ``options`` are those of ``GPTTrainStep``.
+    """
+    from lightning_megatron import GPTTrainStep
+
     loader: DataLoader[Any] = DataLoader(rows, batch_size=len(rows))  # type: ignore[arg-type]
-    keeping = _keeping_logits()
+    keeping = _keeping_logits(options or {})
     module = module_of(case, train_step=keeping)
     trainer = trainer_of(case)
     trainer.validate(module, loader, verbose=False)
     weights = shards(module)
-    with_loss = module_of(case)
+    with_loss = module_of(case, train_step=GPTTrainStep(**(options or {})))
     (metrics,) = trainer_of(case).validate(with_loss, loader, verbose=False)
     topology = trainer.strategy.topology
     return Answer(
@@ -56,7 +61,7 @@ def answer(case: Case, rows: Rows) -> Answer:
     )
 
 
-def _keeping_logits() -> Any:
+def _keeping_logits(options: dict[str, Any]) -> Any:
     from lightning_megatron import GPTTrainStep
     from lightning_megatron.steps.base import Batch, LossFunc, LossTerm
 
@@ -64,7 +69,7 @@ def _keeping_logits() -> Any:
         """Asks the model for logits instead of losses."""
 
         def __init__(self) -> None:
-            super().__init__()
+            super().__init__(**options)
             self.logits: list[torch.Tensor] = []
 
         def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, LossFunc]:

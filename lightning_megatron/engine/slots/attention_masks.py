@@ -1,8 +1,8 @@
 """Which keys does a query see? Segments, causality and windows, as one dense mask that all layers share.
 
 A mask is an integer tensor [b, sk] of segment numbers: 0 is padding, tokens of one segment see each other, and nothing
-else. Hugging Face's 0/1 padding masks are such tensors; the documents of a packed row are 1, 2, 3 and so on. Padding
-sees padding, so that no row is empty, which some kernels turn into NaN.
+else. Hugging Face's 0/1 padding masks are such tensors; the documents of a packed row are 1, 2, 3 and so on. A token of
+padding sees itself alone: some kernels turn a row that sees nothing into NaN, and what it sees is computed in vain.
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ def sides(segments: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:
         keys = (segments != 0).int()
         return keys.new_ones(keys.shape[0], pattern.num_queries), keys
     keys = segments.int()
+    alone = torch.arange(-1, -1 - pattern.num_keys, -1, dtype=torch.int32, device=keys.device)
+    keys = torch.where(keys == 0, alone, keys)
     return keys[:, pattern.first_query :], keys
 
 

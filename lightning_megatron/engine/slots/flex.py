@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import types
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ BLOCK = 128
 
 SHORTEST = 512
 """Below this many queries or keys a dense mask is small, and compiling takes longer than it saves."""
+
+
+_NUMBERS = itertools.count()
 
 
 def can_attend(q: Tensor, k: Tensor) -> bool:
@@ -56,8 +59,7 @@ def attend(
         scale: What the scores are multiplied by; None for 1 / sqrt(hn).
     """
     of_queries = None if biases is None else biases[..., pattern.first_query :]
-    kind = (pattern.causal, pattern.window, pattern.cross, biases is None, torch.is_grad_enabled())
-    function = _compiled(kind) if q.is_cuda else _attend
+    function = _compiled(_kind(q, k, pattern, biases, scale)) if q.is_cuda else _attend
     out: Tensor = function(q, k, v, mask, biases, of_queries, scale)
     return out
 
@@ -86,13 +88,20 @@ def _attend(
     return out
 
 
+def _kind(q: Tensor, k: Tensor, pattern: Pattern, biases: Tensor | None, scale: float | None) -> Hashable:
+    """What a graph is compiled for, except lengths: two layers of a kind share one."""
+    heads = (q.shape[0], q.shape[1], k.shape[1], q.shape[3], q.dtype, scale)
+    seen = (pattern.causal, pattern.window, pattern.cross, None if biases is None else biases.dim())
+    return (*heads, *seen, torch.is_grad_enabled())
+
+
 @functools.cache
-def _compiled(kind: tuple[Any, ...]) -> Callable[..., Tensor]:
+def _compiled(kind: Hashable) -> Callable[..., Tensor]:
     """Compiled once per kind of attention, for all lengths: the second length makes the graph dynamic.
 
     Each kind has a code object of its own, because torch counts graphs by it and gives up, uncompiled, after eight.
     """
-    name = "_attend_" + "_".join(str(part) for part in kind)
+    name = f"_attend_{next(_NUMBERS)}"
     function = types.FunctionType(_attend.__code__.replace(co_name=name), globals(), name)
     compiled: Callable[..., Tensor] = torch.compile(function)
     return compiled

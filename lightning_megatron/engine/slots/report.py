@@ -59,7 +59,11 @@ def slot_report(device_type: DeviceType) -> tuple[SlotLine, ...]:
     on_cpu_or = "runs on the CPU" if device_type == "cpu" else "{} is not installed"
     liger_missing = on_cpu_or.format("liger-kernel")
     return (
-        SlotLine(slot="core attention", filler="torch SDPA", reason="takes masks, biases and grouped heads"),
+        SlotLine(
+            slot="core attention",
+            filler="torch SDPA" if device_type == "cpu" else "torch SDPA, FlexAttention where a mask hides tokens",
+            reason="takes masks, biases and grouped heads",
+        ),
         SlotLine(slot="norm", filler="torch layer_norm and rms_norm", reason="allow sequence parallelism"),
         _line("weight gradient", choice.native_wgrad, "torch addmm into fp32", on_cpu_or.format("Apex"), "NVIDIA Apex"),
         _line("Adam", choice.native_adam, "torch fused kernel", absent, fused_library),
