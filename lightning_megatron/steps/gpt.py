@@ -178,7 +178,7 @@ class GPTTrainStep(TrainStep):
             DataError: If there are neither ``input_ids`` nor ``text``, a key is not understood, or two contradict.
         """
         self._check_keys(batch)
-        given = {name: batch[name].long() for name in ("attention_mask", "position_ids") if name in batch}
+        given: Batch = {name: batch[name].long() for name in ("attention_mask", "position_ids") if name in batch}
         tokens, targets = _tokens_and_targets(batch, given.get("attention_mask"))
         # No token is negative, so neither is a label that nobody has checked.
         loss_mask = (targets >= 0).float()
