@@ -43,12 +43,7 @@ def build_t5(model: ModelConfig, settings: EngineSettings) -> torch.nn.ModuleLis
         )
     overrides = dict(settings.overrides)
     layout = t5_layout(model, settings.parallel, overrides.pop(OVERRIDE, None))
-    config = transformer_config(
-        model,
-        replace(settings, overrides=overrides),
-        # pipeline_parallel/schedules.py:pp_pre_forward frees what the interleaved schedule still sends.
-        {"deallocate_pipeline_outputs": False} if settings.parallel.vpp else None,
-    )
+    config = transformer_config(model, replace(settings, overrides=overrides))
     if config.distribute_saved_activations:
         raise ConfigError(
             "transformer_config_overrides: distribute_saved_activations=True cannot be used with T5, whose encoder and "

@@ -86,16 +86,8 @@ def _fuses_activation(model: ModelConfig, device: torch.device) -> bool:
     return model.activation == "gelu_tanh" and model.add_bias_linear
 
 
-def transformer_config(
-    model: ModelConfig, settings: EngineSettings, differences: Mapping[str, Any] | None = None
-) -> TransformerConfig:
+def transformer_config(model: ModelConfig, settings: EngineSettings) -> TransformerConfig:
     """Megatron's config of ``model`` under ``settings``.
-
-    Args:
-        model: The description.
-        settings: Everything else.
-        differences: Fields of the engine's config that an architecture sets in its own way, e.g. T5 its layers, which
-            it cuts into stages itself; what the user overrides stays overridden.
 
     Raises:
         ConfigError: If the model cannot be split that way or an override is not a field of the engine's.
@@ -112,7 +104,6 @@ def transformer_config(
         **_layout(settings.parallel, settings.dtypes.params),
         **_numerics(model, settings),
         **_recompute(settings.recompute),
-        **(differences or {}),
         **settings.overrides,
     }
     return TransformerConfig(**arguments)
@@ -178,8 +169,9 @@ def _numerics(model: ModelConfig, settings: EngineSettings) -> dict[str, Any]:
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
         "apply_rope_fusion": False,
-        # Freed stage outputs keep their gloo message alive only by chance: gloo sends from the tensor itself.
-        "deallocate_pipeline_outputs": on_gpu,
+        # pipeline_parallel/schedules.py:pp_pre_forward frees what the interleaved schedule still sends; and gloo always
+        # sends from the tensor itself.
+        "deallocate_pipeline_outputs": on_gpu and settings.parallel.vpp is None,
         # The loss is a sum; it is divided by the number of targets of the global batch, exactly, by engine/schedule.py.
         "calculate_per_token_loss": True,
         "init_method": _leave,
