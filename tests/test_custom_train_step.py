@@ -21,7 +21,7 @@ def test_the_loss_is_what_one_gets_by_hand() -> None:
     }
     losses = torch.tensor([[2.0, 4.0, 100.0, 100.0], [1.0, 2.0, 3.0, 6.0], [50.0, 50.0, 50.0, 50.0]])
     term = step.loss_func(batch, losses)["lm_loss"]
-    # First row: mean (2 + 4) / 2 = 3, three key tokens: times 2.5. Second: (1 + 2 + 3 + 6) / 4 = 3, none. Third: no targets.
+    # First row: mean (2 + 4) / 2 = 3, three key tokens: times 2.5. Second: (1 + 2 + 3 + 6) / 4 = 3. Third: no targets.
     assert term.sum.item() == pytest.approx(3 * 2.5 + 3)
     assert term.targets.item() == 2
     assert step.counts(batch)["lm_loss"].item() == 2

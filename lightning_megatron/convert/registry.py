@@ -22,6 +22,14 @@ if TYPE_CHECKING:
 HFConfigLike: TypeAlias = "PretrainedConfig | Mapping[str, Any] | str | Path"
 
 
+_KEYS_OF_ANY_MODEL = {
+    "num_labels",  # kept as the length of id2label
+    *("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "tie_word_embeddings"),
+    *("is_encoder_decoder", "decoder_start_token_id", "bos_token_id", "eos_token_id", "pad_token_id"),
+}
+"""Keys that a ``config.json`` may have though the class does not list them (transformers moved some to generation)."""
+
+
 @functools.cache
 def known_families() -> dict[str, Family]:
     """Every family by its ``model_type``, found in ``convert/families``."""
@@ -124,7 +132,7 @@ def _config_object(fields: Mapping[str, Any], *, check_keys: bool) -> Any:
         default = config_class()
         known = set(default.to_dict()) | set(config_class.attribute_map) | set(vars(default))
         known |= {"rope_theta", "rope_scaling"} if "rope_parameters" in known else set()
-        known.add("num_labels")  # kept as the length of id2label
+        known |= _KEYS_OF_ANY_MODEL
         for key in arguments:
             if key not in known:
                 raise ConfigError(

@@ -55,7 +55,8 @@ class TrainStep(ABC):
         their range need not look.
 
         Args:
-            batch: As the DataLoader yields it, on the CPU.
+            batch: As the DataLoader yields it, on the CPU; what says nothing, like a mask that hides nothing, may be
+                taken out.
 
         Raises:
             DataError: If a token or a label is out of range, with its name, value and the rule.
