@@ -44,7 +44,7 @@ def test_the_kernel_that_adds_a_bias_gives_it_the_right_gradient(length: int, bi
     table = random(32, 4)
 
     def gradient(dtype: torch.dtype, backend: SDPBackend) -> torch.Tensor:
-        weight = table.to(dtype).requires_grad_()
+        weight = table.to(dtype, copy=True).requires_grad_()
         bias = F.embedding(rows, weight).permute(2, 0, 1)[None].contiguous()
         bias = bias.masked_fill(hidden, -10000.0)[..., :length]
         with sdpa_kernel(backend):
