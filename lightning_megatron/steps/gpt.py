@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
-from typing import ClassVar, cast
 
 import torch
-import torch.nn.functional as F
-from torchmetrics import Metric
 
 from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.models.config import ModelConfig
-from lightning_megatron.steps.base import Batch, LossFunc, LossTerm, TrainStep
+from lightning_megatron.steps.base import Batch, LossFunc
 from lightning_megatron.steps.checks import check_integers, check_labels, check_numbers, check_shape
 from lightning_megatron.steps.masks import (
     IGNORE_INDEX,
@@ -22,12 +19,12 @@ from lightning_megatron.steps.masks import (
     next_tokens,
     shift_labels,
 )
-from lightning_megatron.steps.metrics import Perplexity
+from lightning_megatron.steps.token_loss import TokenLossStep
 
 _KNOWN_KEYS = {"text", "input_ids", "labels", "attention_mask", "position_ids", "sample_mask", "loss_mask"}
 
 
-class GPTTrainStep(TrainStep):
+class GPTTrainStep(TokenLossStep):
     """Cross-entropy of the next token, averaged over the targets of the global batch.
 
     Accepts two kinds of batches, [b, s] each:
@@ -46,8 +43,6 @@ class GPTTrainStep(TrainStep):
         reset_attention_mask: Whether tokens see only their own document.
         eod_mask_loss: Whether what follows an end of document is no target.
     """
-
-    loss_terms: ClassVar[tuple[str, ...]] = ("lm_loss",)
 
     # Here too for subclasses whose __init__ does not call this one.
     eod_token: int | None = None
@@ -196,44 +191,15 @@ class GPTTrainStep(TrainStep):
             prepared["position_ids"] = document_positions(tokens, self.eod_token)
         return prepared
 
-    def pad_rows(self, batch: Batch, num_rows: int) -> Batch:
-        """Repeat the last row with an empty loss mask."""
-        missing = num_rows - batch["tokens"].shape[0]
-        padded = {k: torch.cat([v, v[-1:].expand(missing, *v.shape[1:])]) for k, v in batch.items()}
-        padded["loss_mask"] = F.pad(batch["loss_mask"], (0, 0, 0, missing))
-        return padded
-
     def seq_length(self, batch: Batch) -> int:
         """Tokens per row."""
         return batch["tokens"].shape[1]
-
-    def counts(self, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """The number of targets, known from the masks alone."""
-        return {"lm_loss": batch["loss_mask"].sum()}
 
     def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, LossFunc]:
         """Per-token losses [b, s] on the last stage, hidden states before it."""
         batch = self.get_batch(data_iterator)
         output = model(batch["tokens"], batch.get("position_ids"), batch.get("attention_mask"), labels=batch["targets"])
         return output, partial(self.loss_func, batch)
-
-    def loss_func(self, batch: Batch, output: torch.Tensor) -> dict[str, LossTerm]:
-        """The masked sum of the per-token losses.
-
-        Args:
-            batch: The prepared microbatch.
-            output: Per-token cross-entropy, [b, s], fp32.
-        """
-        loss_mask = batch["loss_mask"]
-        return {"lm_loss": LossTerm((output.float() * loss_mask).sum(), loss_mask.sum())}
-
-    def metrics(self) -> dict[str, Metric]:
-        """``perplexity`` of the targets."""
-        return {"perplexity": Perplexity()}
-
-    def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: torch.Tensor) -> None:
-        """Take in the losses of one microbatch, each with its weight."""
-        cast("Perplexity", metrics["perplexity"]).update(output.float(), batch["loss_mask"])
 
 
 def _tokens_and_targets(batch: Batch, attention_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import ClassVar, cast
 
 import torch
-from torchmetrics import Metric
 
 from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.models.config import ModelConfig
-from lightning_megatron.steps.base import Batch, LossFunc, LossTerm, TrainStep
+from lightning_megatron.steps.base import Batch, LossFunc
 from lightning_megatron.steps.checks import check_labels, check_numbers
 from lightning_megatron.steps.masks import IGNORE_INDEX
-from lightning_megatron.steps.metrics import Perplexity
+from lightning_megatron.steps.token_loss import TokenLossStep
 
 _EITHER = ("labels", "loss_mask", "sample_mask")
 _HUGGING_FACE = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
@@ -29,7 +27,7 @@ _MEGATRON = {
 """What Megatron's samples call what Hugging Face calls otherwise; whether a sample was cut short changes nothing."""
 
 
-class T5TrainStep(TrainStep):
+class T5TrainStep(TokenLossStep):
     """Cross-entropy of the decoder's next token, averaged over the targets of the global batch.
 
     Accepts two kinds of batches:
@@ -44,8 +42,6 @@ class T5TrainStep(TrainStep):
     mask hides it. Either kind may carry ``loss_mask`` [b, s_dec] and ``sample_mask`` [b]: the loss of a token, and of a
     row, counts this much.
     """
-
-    loss_terms: ClassVar[tuple[str, ...]] = ("lm_loss",)
 
     def bind(self, model: ModelConfig) -> None:
         """Learn which tokens start and pad.
@@ -116,13 +112,6 @@ class T5TrainStep(TrainStep):
         shifted[:, 0] = self.model.decoder_start_token_id
         return shifted.masked_fill(shifted == IGNORE_INDEX, self.model.pad_token_id)
 
-    def pad_rows(self, batch: Batch, num_rows: int) -> Batch:
-        """Repeat the last row with an empty loss mask."""
-        missing = num_rows - batch["targets"].shape[0]
-        padded = {k: torch.cat([v, v[-1:].expand(missing, *v.shape[1:])]) for k, v in batch.items()}
-        padded["loss_mask"][-missing:] = 0
-        return padded
-
     def seq_length(self, batch: Batch) -> int:
         """Tokens per row of both stacks: stages send the states of encoder and decoder in one message."""
         return sum(self.split_lengths(batch).values())
@@ -133,10 +122,6 @@ class T5TrainStep(TrainStep):
             "length of input_ids": batch["encoder_ids"].shape[1],
             "length of labels": batch["decoder_ids"].shape[1],
         }
-
-    def counts(self, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """The number of targets, known from the masks alone."""
-        return {"lm_loss": batch["loss_mask"].sum()}
 
     def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, LossFunc]:
         """Per-token losses [b, s_dec] on the last stage, packed hidden states before it."""
@@ -149,24 +134,6 @@ class T5TrainStep(TrainStep):
             labels=batch["targets"],
         )
         return output, partial(self.loss_func, batch)
-
-    def loss_func(self, batch: Batch, output: torch.Tensor) -> dict[str, LossTerm]:
-        """The masked sum of the per-token losses.
-
-        Args:
-            batch: The prepared microbatch.
-            output: Per-token cross-entropy, [b, s_dec], fp32.
-        """
-        loss_mask = batch["loss_mask"]
-        return {"lm_loss": LossTerm((output.float() * loss_mask).sum(), loss_mask.sum())}
-
-    def metrics(self) -> dict[str, Metric]:
-        """``perplexity`` of the decoder's tokens."""
-        return {"perplexity": Perplexity()}
-
-    def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: torch.Tensor) -> None:
-        """Take in the losses of one microbatch, each with its weight."""
-        cast("Perplexity", metrics["perplexity"]).update(output.float(), batch["loss_mask"])
 
 
 def _named(batch: Batch) -> Batch:
