@@ -56,8 +56,40 @@ def _run_code(code: str, folder: str, prefix: str) -> int:
     return int(trainer.global_step)  # type: ignore[attr-defined]
 
 
+def _run_finetuning(code: str, folder: str) -> bool:
+    """Run the README's lines about Hugging Face weights with a small Llama, on two ranks."""
+    import os
+
+    import torch
+    from lightning.pytorch import Trainer
+    from torch.utils.data import DataLoader
+    from transformers import AutoModelForCausalLM
+
+    from lightning_megatron import MegatronModule, MegatronStrategy
+
+    os.chdir(folder)
+    rows = [{name: torch.arange(8) for name in ("input_ids", "labels")} for _ in range(4)]
+    options = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    trainer = Trainer(accelerator="cpu", devices=2, strategy=MegatronStrategy(tp=2), max_steps=1, **options)
+    exec(
+        compile(code, "README.md", "exec"),
+        {"MegatronModule": MegatronModule, "trainer": trainer, "loader": DataLoader(rows, batch_size=4)},  # type: ignore[arg-type]
+    )
+    before, after = (AutoModelForCausalLM.from_pretrained(name) for name in ("path/to/llama", "tuned"))
+    return not torch.equal(before.lm_head.weight, after.lm_head.weight)
+
+
+def test_the_readme_goes_from_hugging_face_weights_and_back(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=50, **sizes)).save_pretrained(tmp_path / "path/to/llama")
+    _, code = _blocks(README, "python")
+    assert run_ranks(_run_finetuning, 2, code, str(tmp_path)) == [True, True]
+
+
 def test_the_python_of_the_readme_trains(tmp_path: Path) -> None:
-    (code,) = _blocks(README, "python")
+    code, _ = _blocks(README, "python")
     prefix = make_corpus(tmp_path)
     assert run_ranks(_run_code, 4, code, str(tmp_path), str(prefix)) == [2] * 4
 
