@@ -10,7 +10,7 @@ import torch
 from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.steps.base import Batch, LossFunc
-from lightning_megatron.steps.checks import check_labels, check_numbers
+from lightning_megatron.steps.checks import check_integers, check_labels, check_numbers
 from lightning_megatron.steps.masks import IGNORE_INDEX
 from lightning_megatron.steps.token_loss import TokenLossStep
 
@@ -57,18 +57,24 @@ class T5TrainStep(TokenLossStep):
         super().bind(model)
 
     def check_batch(self, batch: Batch) -> None:
-        """Refuse unknown keys, wrong shapes, numbers out of range, and masks that contradict each other.
+        """Refuse unknown keys, wrong shapes and kinds, numbers out of range, and masks that contradict each other.
+
+        A subclass that prepares batches in its own way is expected to have keys of its own, which are not looked at.
 
         Raises:
             DataError: With the key, the value and the rule.
         """
+        if type(self).prepare_batch is not T5TrainStep.prepare_batch:
+            return
         named = _named(batch)
         _check_shapes(named)
         vocab_size = self.model.vocab_size
         for name in ("input_ids", "decoder_input_ids"):
             if name in named:
-                check_numbers(_given_name(name, batch), named[name].long(), vocab_size, "vocab_size")
-        check_labels("labels", named["labels"].long(), vocab_size, "vocab_size")
+                check_integers(_given_name(name, batch), named[name], "they number rows of the embedding")
+                check_numbers(_given_name(name, batch), named[name], vocab_size, "vocab_size")
+        check_integers("labels", named["labels"], "they are tokens")
+        check_labels("labels", named["labels"], vocab_size, "vocab_size")
         if "cross_mask" in named:
             encoder = named.get("attention_mask")
             seen = named["input_ids"].new_ones(named["input_ids"].shape) if encoder is None else _visible_keys(encoder)
