@@ -150,6 +150,8 @@ def test_the_decoder_must_see_what_the_encoder_sees() -> None:
         ({"labels": LABELS - 20}, r"labels\[0, 0\] is -9 "),
         ({"decoder_input_ids": LABELS}, r"decoder_input_ids\[0, 1\] is -100"),
         ({"labels": LABELS[0]}, "give them as"),
+        ({"labels": LABELS.float()}, r"labels is torch.float32 and must be an integer type"),
+        ({"input_ids": IDS.float()}, r"input_ids is torch.float32 and must be an integer type"),
         ({"attention_mask": torch.ones(2, 3)}, r"attention_mask has the shape \[2, 3\] and must have \[2, 4\]"),
         ({"decoder_attention_mask": torch.ones(2, 4)}, r"must have \[2, 3\] or \[2, 3, 3\]"),
         ({"sample_mask": torch.ones(2, 1)}, r"sample_mask has the shape \[2, 1\]"),
@@ -160,6 +162,17 @@ def test_the_decoder_must_see_what_the_encoder_sees() -> None:
 def test_wrong_batches_are_refused_by_name(changes: dict[str, torch.Tensor], message: str) -> None:
     with pytest.raises(DataError, match=message):
         _step().check_batch({**BATCH, **changes})
+
+
+def test_a_step_that_prepares_batches_itself_has_keys_of_its_own() -> None:
+    class Weighted(T5TrainStep):
+        def prepare_batch(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            batch = dict(batch)
+            return super().prepare_batch({**batch, "loss_mask": batch.pop("weights")})
+
+    step = Weighted()
+    step.bind(MODEL)
+    step.check_batch({**BATCH, "weights": torch.ones(2, 3)})
 
 
 def test_targets_are_needed() -> None:
