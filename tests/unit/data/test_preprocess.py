@@ -193,7 +193,11 @@ def test_an_interrupt_leaves_no_dataset_and_no_process(
     (tmp_path / "a.txt").write_text("one two three\n" * 100)
     arguments = [str(tmp_path / "a.txt"), str(tmp_path / "out" / "x"), str(tokenizer), str(workers)]
     process = subprocess.Popen(
-        [sys.executable, "-c", RUN_FOREVER, *arguments], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        [sys.executable, "-c", RUN_FOREVER, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        # A shell has its background jobs ignore the interrupt, and so would what they start.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
         assert process.stdout is not None
