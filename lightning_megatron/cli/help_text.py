@@ -39,6 +39,8 @@ Options are read from left to right; a later one wins, also over the file. Every
   --model CLASS           LightningModule to train (default: MegatronModule)
   --model.KEY VALUE       an argument of it, e.g.
       --model.model PATH                 Hugging Face config.json, or a folder that holds one
+      --model.pretrained true            start from the weights in that folder
+      --model.task NAME                  its head, e.g. sequence_classification; the config's own if left out
       --model.lr X                       learning rate
 
   --data CLASS            LightningDataModule, e.g. IndexedDataModule
