@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device, _init_dist_connection
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -26,7 +25,7 @@ from lightning_megatron.data.broadcast import broadcast_batch
 from lightning_megatron.data.loaders import EvaluationLoader, ResumableLoader, is_map_style
 from lightning_megatron.engine import checkpoint, groups
 from lightning_megatron.engine.groups import Topology
-from lightning_megatron.engine.launch import allow_overlap, die_with_parent, seed_of_run
+from lightning_megatron.engine.launch import allow_overlap, die_with_launcher, seed_of_run
 from lightning_megatron.engine.optimizer import (
     MegatronOptimizer,
     OptimizerContext,
@@ -41,6 +40,7 @@ from lightning_megatron.engine.signals import DeferredSignals
 from lightning_megatron.engine.stepper import Stepper
 from lightning_megatron.engine.wrap import to_16bit, to_ddp
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.launcher import ScriptLauncher
 from lightning_megatron.models.transformer_config import Recompute
 from lightning_megatron.preflight import check_trainer, preflight
 from lightning_megatron.strategy_state import StrategyState, ready
@@ -104,6 +104,7 @@ class MegatronStrategy(StrategyState):
         timeout: timedelta = timedelta(minutes=30),  # noqa: B008 (immutable)
     ) -> None:
         super().__init__()
+        die_with_launcher()
         self.parallel = ParallelConfig(
             tp=tp, pp=pp, vpp=vpp, cp=cp, sequence_parallel=sequence_parallel, num_microbatches=num_microbatches
         )
@@ -138,7 +139,7 @@ class MegatronStrategy(StrategyState):
         if self.root_device.type == "cuda" and self.tp > 1:
             allow_overlap()
         if not environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(environment, self.num_processes, self.num_nodes)
+            self._launcher = ScriptLauncher(environment, self.num_processes, self.num_nodes)
 
     @override
     def connect(self, model: pl.LightningModule) -> None:
@@ -149,8 +150,6 @@ class MegatronStrategy(StrategyState):
     def setup_environment(self) -> None:
         super().setup_environment()
         environment = ready(self.cluster_environment, "the Trainer")
-        if not environment.creates_processes_externally and self.local_rank > 0:
-            die_with_parent()
         reset_seed()
         self.set_world_ranks()
         device = self.root_device

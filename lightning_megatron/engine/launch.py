@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator
 
 _PR_SET_PDEATHSIG = 1
+_LAUNCHER = "LIGHTNING_MEGATRON_LAUNCHER"
+"""Environment variable: process id of the rank that started the others of its machine."""
 _DEFAULT_SEED = 1234
 
 
@@ -43,14 +45,21 @@ def unchanged_environment() -> Iterator[None]:
         os.environ.update(before)
 
 
-def die_with_parent() -> None:
-    """Have the kernel end this rank when the process that launched it dies, however it dies (Linux only).
+def announce_launcher() -> None:
+    """Tell the ranks that this process is about to start who started them."""
+    os.environ[_LAUNCHER] = str(os.getpid())
 
-    A child that waits in a collective for a killed rank 0 would otherwise wait until the timeout, holding its GPU.
+
+def die_with_launcher() -> None:
+    """Have the kernel end this rank when the rank that launched it dies, however it dies (Linux only).
+
+    A child that waits in a collective for a killed rank 0 would otherwise wait until the timeout, holding its GPU. Does
+    nothing in rank 0, and where torchrun or a scheduler started the processes.
     """
-    if not sys.platform.startswith("linux"):
+    launcher = int(os.environ.get(_LAUNCHER, os.getpid()))
+    if launcher == os.getpid() or not sys.platform.startswith("linux"):
         return
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died in between
+    if os.getppid() == launcher:
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if not os.path.exists(f"/proc/{launcher}"):  # it died while this rank was importing
         os._exit(1)
