@@ -10,32 +10,36 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 
 class _SkipFirst:
-    """A batch sampler without its first batches, which are never read from the dataset."""
+    """A batch sampler (or a sampler of whole batches) without its first ones, never read from the dataset."""
 
-    def __init__(self, batch_sampler: Any, skipped: int, after_skipping: Callable[[], None]) -> None:
-        self._batch_sampler = batch_sampler
+    def __init__(self, sampler: Any, skipped: int, after_skipping: Callable[[], None]) -> None:
+        self._sampler = sampler
         self._skipped = skipped
         self._after_skipping = after_skipping
 
-    def __iter__(self) -> Iterator[list[int]]:
-        batches = iter(self._batch_sampler)
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self._sampler)
         for _ in range(self._skipped):
             next(batches, None)
         self._after_skipping()
         yield from batches
 
     def __len__(self) -> int:
-        return len(self._batch_sampler) - self._skipped
+        return len(self._sampler) - self._skipped
 
 
 def _without_first(loader: DataLoader[Any], skipped: int, after_skipping: Callable[[], None]) -> DataLoader[Any]:
+    rest = _SkipFirst(loader.batch_sampler or loader.sampler, skipped, after_skipping)
+    order: dict[str, Any] = {"batch_sampler": rest}
+    if loader.batch_sampler is None:
+        order = {"batch_size": None, "sampler": rest}
     return DataLoader(
         loader.dataset,
-        batch_sampler=_SkipFirst(loader.batch_sampler, skipped, after_skipping),
+        **order,
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
@@ -160,18 +164,20 @@ class EvaluationLoader:
             batches = iter(self.loader)
         for batch in batches:
             rows = _num_rows(batch)
-            mask = self._counts(taken, rows)
-            taken += rows
+            # A dataset of whole batches has one sample for all of their rows.
+            samples = 1 if self.loader.batch_sampler is None else rows
+            mask = self._counts(taken, samples)
+            taken += samples
             if mask is not None and not bool(mask.all()):
                 batch = {**batch, "sample_mask": batch.get("sample_mask", torch.ones(rows)) * mask}
             yield batch
 
-    def _counts(self, taken: int, rows: int) -> torch.Tensor | None:
-        """1 for each row whose place in the epoch's order is a first visit, else 0: [rows], fp32."""
+    def _counts(self, taken: int, samples: int) -> torch.Tensor | None:
+        """1 for each sample whose place in the epoch's order is a first visit, else 0: [samples], fp32."""
         sampler = self.loader.sampler
-        if not isinstance(sampler, DistributedSampler) or rows == 0:
+        if not isinstance(sampler, DistributedSampler) or samples == 0:
             return None
-        places = (taken + torch.arange(rows)) * sampler.num_replicas + sampler.rank
+        places = (taken + torch.arange(samples)) * sampler.num_replicas + sampler.rank
         num_samples: int = len(sampler.dataset)  # type: ignore[arg-type]
         return (places < num_samples).float()
 
@@ -202,5 +208,7 @@ def _num_rows(batch: Any) -> int:
 
 
 def is_map_style(loader: object) -> bool:
-    """Whether ``loader`` is a DataLoader with an index order, which can be skipped and counted."""
-    return isinstance(loader, DataLoader) and isinstance(loader.batch_sampler, BatchSampler)
+    """Whether ``loader`` is a DataLoader with an order of samples or of whole batches, to be skipped and counted."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    return loader.batch_sampler is None or isinstance(loader.batch_sampler, BatchSampler)

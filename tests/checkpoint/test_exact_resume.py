@@ -226,7 +226,19 @@ def _loader_with_worker(dp: int) -> Any:
     return DataLoader(rows_dataset(), batch_size=GLOBAL_BATCH // dp, shuffle=True, num_workers=1)
 
 
-@pytest.mark.parametrize("loader", [_loader_of_random_order, _loader_with_generator, _loader_with_worker])
+def _loader_of_whole_batches(dp: int) -> Any:
+    """A dataset whose samples are batches of another length each."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    rows = torch.stack([row["input_ids"] for row in rows_dataset()])
+    batches = [{"input_ids": part[:, i:]} for i, part in enumerate(rows.split(GLOBAL_BATCH // dp))]
+    return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "loader", [_loader_of_random_order, _loader_with_generator, _loader_with_worker, _loader_of_whole_batches]
+)
 @pytest.mark.parametrize("injected", [True, False], ids=["distributed sampler", "own sampler"])
 def test_random_orders_and_random_samples_go_on(tmp_path: Path, loader: Any, injected: bool) -> None:
     run = Run(loader=loader, trainer={"max_steps": 11, "use_distributed_sampler": injected})

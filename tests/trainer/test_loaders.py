@@ -144,14 +144,14 @@ def test_only_the_batches_of_the_first_rank_of_a_copy_count() -> None:
 # ---- ragged batches -------------------------------------------------------------------------------------------------
 
 
-def _val_loss(layout: Layout, rows: Rows, batch_size: int) -> float:
+def _val_loss(layout: Layout, rows: Rows, batch_size: int | None) -> float:
     case = Case(layout=layout)
     loader: DataLoader[Any] = DataLoader(rows, batch_size=batch_size)  # type: ignore[arg-type]
     (metrics,) = trainer_of(case).validate(module_of(case), loader, verbose=False)
     return metrics["val_loss"]
 
 
-def _assert_val_loss(layout: Layout, rows: Rows, batch_size: int, same_rows: Rows) -> None:
+def _assert_val_loss(layout: Layout, rows: Rows, batch_size: int | None, same_rows: Rows) -> None:
     """``rows`` have on every rank the loss that one process finds for ``same_rows``, given as one batch."""
     (expected,) = run_ranks(_val_loss, 1, Layout(), same_rows, len(same_rows))
     losses = run_ranks(_val_loss, layout.world_size, layout, rows, batch_size)
@@ -176,6 +176,14 @@ def test_validation_is_the_mean_over_all_targets_of_all_rows(layout: Layout, bat
     # Rows have 0 to 15 targets; 11 of them fit none of the layouts, and a single one is on one copy only.
     rows = list(Sentences(num_rows, "uneven"))
     _assert_val_loss(layout, rows, batch_size, rows)
+
+
+def test_a_batch_that_is_repeated_for_the_other_rank_does_not_count_twice() -> None:
+    rows = list(Sentences(11, "uneven"))
+    batches = [
+        {name: torch.stack([row[name] for row in part]) for name in rows[0]} for part in (rows[:4], rows[4:8], rows[8:])
+    ]
+    _assert_val_loss(Layout(dp=2), batches, None, rows)
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(dp=2)], ids=str)
