@@ -61,14 +61,21 @@ def config_fields(model: HFConfigLike) -> dict[str, Any]:
     """Plain data of a config, whatever form it has: an object, a dict, a ``config.json`` or a model directory.
 
     Raises:
-        ConfigError: If the path does not exist, is not JSON, or names no ``model_type``.
+        ConfigError: If it is none of these, the path does not exist, is not JSON, or names no ``model_type``.
     """
+    from transformers import PretrainedConfig
+
     if isinstance(model, (str, Path)):
         fields = _read_json(Path(model))
     elif isinstance(model, Mapping):
         fields = dict(model)
-    else:
+    elif isinstance(model, PretrainedConfig):
         fields = model.to_dict()
+    else:
+        raise ConfigError(
+            f"model is a {type(model).__name__}; give a Hugging Face config object, a dict of one, or the path of a "
+            "model directory or a config.json"
+        )
     if "model_type" not in fields:
         raise ConfigError(f"the model config has no 'model_type'; add one of {', '.join(sorted(known_families()))}")
     return fields

@@ -98,8 +98,10 @@ class BertTrainStep(TrainStep):
             return
         named = self._named(batch)
         tokens, model = named["input_ids"], self.model
-        if tokens.dim() != 2:
-            raise DataError(f"input_ids have the shape {list(tokens.shape)}; give them as [rows, tokens]")
+        if tokens.dim() != 2 or tokens.shape[1] < 1:
+            raise DataError(
+                f"input_ids have the shape {list(tokens.shape)}; give them as [rows, tokens], at least one token each"
+            )
         rows, length = tokens.shape
         if length > model.max_position_embeddings:
             raise DataError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
@@ -82,11 +82,15 @@ class RowLabels(Objective):
         """Take the number of classes, and the kind of problem if the config tells it.
 
         Raises:
-            ConfigError: If there is only one class to choose from.
+            ConfigError: If there is only one class to choose from, or the kind of problem is unknown.
         """
         self._num_labels = model.num_labels
         self.problem: ProblemType | None = model.problem_type
         """Told by the config, else by the first batch, as Hugging Face does."""
+        if self.problem is not None and self.problem not in get_args(ProblemType):
+            raise ConfigError(
+                f"problem_type={self.problem!r} is unknown; use one of {', '.join(get_args(ProblemType))}"
+            )
         if self.problem == "single_label_classification":
             _check_choice(model)
 

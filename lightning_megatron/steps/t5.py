@@ -75,6 +75,9 @@ class T5TrainStep(TokenLossStep):
                 check_numbers(_given_name(name, batch), named[name], vocab_size, "vocab_size")
         check_integers("labels", named["labels"], "they are tokens")
         check_labels("labels", named["labels"], vocab_size, "vocab_size")
+        for name in ("attention_mask", "decoder_attention_mask", "cross_mask"):
+            if name in named:
+                _check_mask(_given_name(name, batch), named[name])
         if "cross_mask" in named:
             encoder = named.get("attention_mask")
             seen = named["input_ids"].new_ones(named["input_ids"].shape) if encoder is None else _visible_keys(encoder)
@@ -171,8 +174,10 @@ def _given_name(name: str, batch: Batch) -> str:
 def _check_shapes(named: Batch) -> None:
     encoder, decoder = named["input_ids"].shape, named["labels"].shape
     for name in ("input_ids", "labels"):
-        if named[name].dim() != 2:
-            raise DataError(f"{name} have the shape {list(named[name].shape)}; give them as [rows, tokens]")
+        if named[name].dim() != 2 or named[name].shape[1] < 1:
+            raise DataError(
+                f"{name} have the shape {list(named[name].shape)}; give them as [rows, tokens], at least one token each"
+            )
     allowed: dict[str, tuple[tuple[int, ...], ...]] = {
         "decoder_input_ids": (decoder,),
         "loss_mask": (decoder,),
@@ -188,6 +193,13 @@ def _check_shapes(named: Batch) -> None:
                 f"{name} has the shape {list(named[name].shape)} and must have {expected}, as the tokens that it is "
                 "about; correct it"
             )
+
+
+def _check_mask(name: str, mask: torch.Tensor) -> None:
+    wrong = (mask != 0) & (mask != 1)
+    if wrong.any():
+        place = wrong.nonzero()[0].tolist()
+        raise DataError(f"{name}{place} is {mask[tuple(place)].item()} and must be 1 to be seen or 0; correct the data")
 
 
 def _visible_keys(mask: torch.Tensor) -> torch.Tensor:

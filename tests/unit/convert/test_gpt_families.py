@@ -116,3 +116,11 @@ def test_the_error_of_an_unknown_family_lists_the_known_ones() -> None:
 
     with pytest.raises(ConfigError, match="bloom, falcon, gpt2, gpt_bigcode, llama, .*mistral, .*qwen2, qwen3"):
         model_config({"model_type": "mamba"})
+
+
+@pytest.mark.parametrize("model", [None, 5, [], object()])
+def test_what_is_no_config_is_refused_with_what_is_one(model: Any) -> None:
+    from lightning_megatron.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=f"model is a {type(model).__name__}; give a Hugging Face config object"):
+        model_config(model)

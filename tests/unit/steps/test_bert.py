@@ -209,6 +209,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, torch.Tensor], str]] = {
     "token": ("masked_lm", {}, {**LM, "input_ids": IDS + 2}, r"input_ids\[1, 1\] is 7 .* 0..6 \(vocab_size=7\)"),
     "negative_token": ("masked_lm", {}, {**LM, "input_ids": IDS - 1}, r"input_ids\[1, 2\] is -1"),
     "float_tokens": ("masked_lm", {}, {**LM, "input_ids": IDS.float()}, "input_ids is torch.float32"),
+    "no_token": ("masked_lm", {}, {"input_ids": IDS[:, :0], "labels": LABELS[:, :0]}, "at least one token each"),
     "one_row": ("masked_lm", {}, {"input_ids": IDS[0], "labels": LABELS[0]}, r"shape \[3\]"),
     "long_row": ("masked_lm", {}, {"input_ids": IDS.repeat(1, 2), "labels": LABELS}, "6 tokens .*embeddings=4"),
     "types": ("masked_lm", {}, {**LM, "token_type_ids": IDS}, r"token_type_ids\[0, 1\] is 2 .* \(type_vocab_size=2\)"),
@@ -334,6 +335,7 @@ def test_rows_that_do_not_count_may_be_all_padding() -> None:
     [
         ({"architecture": "gpt"}, "BertTrainStep trains BERTs, and .* use train_step='gpt'"),
         ({"task": "question_answering", "num_labels": 3}, "num_labels=3 .* use num_labels=2"),
+        ({"task": "sequence_classification", "problem_type": "multi"}, "problem_type='multi' is unknown; use one of"),
         ({"task": "token_classification", "num_labels": 1}, "num_labels=1 leaves nothing to choose"),
         (
             {"task": "sequence_classification", "num_labels": 1, "problem_type": "single_label_classification"},
