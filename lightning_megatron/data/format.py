@@ -11,31 +11,32 @@ Source: megatron-core 0.16.1, datasets/indexed_dataset.py:_IndexWriter and _Inde
 
 from __future__ import annotations
 
-import os
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_megatron.data.index_files import (
+    INTEGER_CODES,
+    LEGACY_MAGIC,
+    MMAP_MAGIC,
+    StagedPair,
+    check_document_bounds,
+    existing_pair,
+    read_chunks,
+)
 from lightning_megatron.errors import DataError
 
-MAGIC = b"MMIDIDX\x00\x00"
-OLD_MAGIC = b"TNTIDX\x00\x00"
 HEADER_BYTES = 34
 UINT16_VOCAB_LIMIT = 65500
 """Vocabularies below this are stored as uint16, larger ones as int32: Megatron's rule (``DType.optimal_dtype``)."""
 
-_DTYPES: dict[int, np.dtype[Any]] = {
-    code: np.dtype(name) for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()
-}
-_FLOAT_CODES = (6, 7)
-_CHUNK = 1 << 20
+_FLOAT_CODES = {6: np.dtype("<f8"), 7: np.dtype("<f4")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,7 @@ def read_header(prefix: str) -> IndexHeader:
     Raises:
         DataError: If a file is missing or is not of this format, or the ``.idx`` has not the size that it announces.
     """
-    idx_path, bin_path = _existing_files(prefix)
+    idx_path, bin_path = existing_pair(prefix, "data_path")
     size = idx_path.stat().st_size
     with open(idx_path, "rb") as stream:
         head = stream.read(HEADER_BYTES)
@@ -78,7 +79,7 @@ def read_header(prefix: str) -> IndexHeader:
     version, code, num_sequences, num_bounds = struct.unpack("<QBQQ", head[9:])
     if version != 1:
         raise DataError(f"{idx_path} says version {version}, the only version is 1: damaged or foreign; {_AGAIN}")
-    if code not in _DTYPES:
+    if code not in INTEGER_CODES:
         kind = "floating-point tokens" if code in _FLOAT_CODES else "an unknown token type"
         raise DataError(f"{idx_path} says token type {code} ({kind}), tokens are integers (1-5, 8); {_AGAIN}")
     expected = HEADER_BYTES + 12 * num_sequences + 8 * num_bounds
@@ -89,7 +90,9 @@ def read_header(prefix: str) -> IndexHeader:
         )
     if num_sequences == 0:
         raise DataError(f"{idx_path} holds no sequence; preprocess inputs that contain text into {prefix}")
-    return IndexHeader(prefix=prefix, dtype=_DTYPES[code], num_sequences=num_sequences, num_document_bounds=num_bounds)
+    return IndexHeader(
+        prefix=prefix, dtype=INTEGER_CODES[code], num_sequences=num_sequences, num_document_bounds=num_bounds
+    )
 
 
 def check_dataset(prefix: str) -> IndexHeader:
@@ -100,7 +103,7 @@ def check_dataset(prefix: str) -> IndexHeader:
             the documents are not in order.
     """
     header = read_header(prefix)
-    idx_path, bin_path = _existing_files(prefix)
+    idx_path, bin_path = existing_pair(prefix, "data_path")
     bin_bytes = bin_path.stat().st_size
     total = 0
     for lengths, positions in zip(_lengths(header), _positions(header), strict=True):
@@ -119,7 +122,9 @@ def check_dataset(prefix: str) -> IndexHeader:
             f"{bin_path} has {bin_bytes} bytes, {idx_path.name} accounts for {total * header.dtype.itemsize}:"
             f" the two files do not belong together; {_AGAIN}"
         )
-    _check_document_bounds(header, idx_path)
+    offset = HEADER_BYTES + 12 * header.num_sequences
+    bounds = read_chunks(idx_path, "<i8", header.num_document_bounds, offset)
+    check_document_bounds(bounds, header.num_sequences, idx_path, _AGAIN)
     return header
 
 
@@ -138,21 +143,15 @@ def largest_token_at_the_ends(header: IndexHeader, num_tokens: int = 1 << 20) ->
     return max((int(tokens.max()) for tokens in ends if tokens.size), default=0)
 
 
-class IndexedDatasetWriter:
-    """Writes one dataset; it appears under its name only when it is complete.
-
-    Use as a context manager: leaving it normally publishes the files, leaving it by an exception removes them. A killed
-    process leaves only files whose names begin with a dot. ``.idx`` appears last, so it vouches for ``.bin``.
-    """
+class IndexedDatasetWriter(StagedPair):
+    """Writes a dataset of documents."""
 
     def __init__(self, prefix: str, dtype: np.dtype[Any]) -> None:
-        self._prefix = Path(prefix)
+        super().__init__(prefix)
         self._dtype = dtype
         self._lengths = array("i")
-        self._prefix.parent.mkdir(parents=True, exist_ok=True)
-        self._bin_staging = self._staging_path(".bin")
-        self._idx_staging = self._staging_path(".idx")
-        self._stream = open(self._bin_staging, "wb")  # noqa: SIM115 (closed by __exit__)
+        self._bounds: array[int] | None = None
+        """None as long as every document is one sequence, which is what most corpora are: 8 bytes less for each."""
 
     def add_documents(self, tokens: bytes, lengths: Sequence[int]) -> None:
         """Append documents of one sequence each.
@@ -161,125 +160,95 @@ class IndexedDatasetWriter:
             tokens: The tokens of all of them, in the dataset's type.
             lengths: Tokens of each.
         """
-        self._stream.write(tokens)
+        self.write(tokens)
         self._lengths.extend(lengths)
+        if self._bounds is not None:
+            self._bounds.extend(range(len(self._lengths) - len(lengths) + 1, len(self._lengths) + 1))
+
+    def add_document(self, tokens: bytes, lengths: Sequence[int]) -> None:
+        """Append one document of several sequences, e.g. sentences.
+
+        Args:
+            tokens: The tokens of all of them, in the dataset's type.
+            lengths: Tokens of each.
+        """
+        if self._bounds is None:
+            self._bounds = array("q", range(len(self._lengths) + 1))
+        self.write(tokens)
+        self._lengths.extend(lengths)
+        self._bounds.append(len(self._lengths))
 
     @property
     def num_documents(self) -> int:
         """Documents written so far."""
-        return len(self._lengths)
+        return len(self._lengths) if self._bounds is None else len(self._bounds) - 1
 
-    def __enter__(self) -> Self:
-        return self
+    def _written_lengths(self) -> NDArray[np.int32]:
+        return np.array(self._lengths, dtype="<i4")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                self._publish()
-        finally:
-            self._stream.close()
-            self._bin_staging.unlink(missing_ok=True)
-            self._idx_staging.unlink(missing_ok=True)
-
-    def _staging_path(self, suffix: str) -> Path:
-        return self._prefix.with_name(f".{self._prefix.name}{suffix}.{os.getpid()}.partial")
-
-    def _publish(self) -> None:
-        _sync_and_close(self._stream)
-        with open(self._idx_staging, "wb") as stream:
-            for part in self._index_parts():
-                stream.write(part)
-            _sync_and_close(stream)
-        idx_path, bin_path = Path(f"{self._prefix}.idx"), Path(f"{self._prefix}.bin")
-        # An old index must not meet the new tokens, not even for a moment.
-        idx_path.unlink(missing_ok=True)
-        os.replace(self._bin_staging, bin_path)
-        os.replace(self._idx_staging, idx_path)
-        _sync_folder(self._prefix.parent)
+    def _written_bounds(self) -> NDArray[np.int64]:
+        if self._bounds is None:
+            return np.arange(len(self._lengths) + 1, dtype="<i8")
+        return np.array(self._bounds, dtype="<i8")
 
     def _index_parts(self) -> Iterator[bytes]:
-        lengths = np.frombuffer(self._lengths, dtype=np.int32) if self._lengths else np.empty(0, np.int32)
-        positions = np.zeros(len(lengths), dtype="<i8")
-        np.cumsum(lengths[:-1], out=positions[1:])
-        code = next(code for code, dtype in _DTYPES.items() if dtype == self._dtype)
-        yield MAGIC + struct.pack("<QBQQ", 1, code, len(lengths), len(lengths) + 1)
-        yield lengths.astype("<i4").tobytes()
-        yield (positions * self._dtype.itemsize).tobytes()
-        yield np.arange(len(lengths) + 1, dtype="<i8").tobytes()
+        lengths, bounds = self._written_lengths(), self._written_bounds()
+        header = index_header(self._dtype, len(lengths), len(bounds))
+        return index_parts(header, self._dtype.itemsize, lambda: iter((lengths,)), iter((bounds,)))
+
+
+def index_header(dtype: np.dtype[Any], num_sequences: int, num_document_bounds: int) -> bytes:
+    """The first bytes of ``.idx``."""
+    code = next(code for code, each in (INTEGER_CODES | _FLOAT_CODES).items() if each == dtype)
+    return MMAP_MAGIC + struct.pack("<QBQQ", 1, code, num_sequences, num_document_bounds)
+
+
+def index_parts(
+    header: bytes,
+    itemsize: int,
+    lengths: Callable[[], Iterator[NDArray[Any]]],
+    bounds: Iterator[NDArray[np.int64]],
+) -> Iterator[bytes]:
+    """The bytes of ``.idx``.
+
+    Args:
+        header: What ``index_header`` gave.
+        itemsize: Bytes of a token.
+        lengths: Gives the lengths of the sequences in chunks, each time from the first; none exceeds int32.
+        bounds: The document bounds in chunks.
+    """
+    yield header
+    for chunk in lengths():
+        yield chunk.astype("<i4").tobytes()
+    begin = 0
+    for chunk in lengths():
+        ends = begin + np.cumsum(chunk, dtype="<i8")
+        yield ((ends - chunk) * itemsize).tobytes()
+        begin = int(ends[-1]) if len(ends) else begin
+    for chunk in bounds:
+        yield chunk.astype("<i8").tobytes()
 
 
 _AGAIN = "run preprocess again"
 
 
-def _existing_files(prefix: str) -> tuple[Path, Path]:
-    idx_path, bin_path = Path(prefix + ".idx"), Path(prefix + ".bin")
-    for suffix in (".bin", ".idx"):
-        if prefix.endswith(suffix):
-            raise DataError(f"data_path={prefix} is a file, it must be the prefix; write {prefix.removesuffix(suffix)}")
-    missing = [str(path) for path in (idx_path, bin_path) if not path.is_file()]
-    if missing:
-        raise DataError(
-            f"data_path={prefix} needs two files, missing: {', '.join(missing)}; give the prefix that preprocess"
-            " printed, e.g. data/corpus_text_document"
-        )
-    return idx_path, bin_path
-
-
 def _require_magic(idx_path: Path, head: bytes) -> None:
-    if head[:9] == MAGIC:
+    if head[:9] == MMAP_MAGIC:
         return
-    if head[:8] == OLD_MAGIC:
+    if head[:8] == LEGACY_MAGIC:
         raise DataError(
             f"{idx_path} is in Megatron's old cached/lazy format (TNTIDX), only mmap (MMIDIDX) is read; {_AGAIN}"
         )
-    if MAGIC.startswith(head):
-        raise DataError(f"{idx_path} ends within its first {len(MAGIC)} bytes: truncated; {_AGAIN}")
-    raise DataError(f"{idx_path} begins with {head[:9]!r}, an index begins with {MAGIC!r}: foreign file; {_AGAIN}")
-
-
-def _read_array(header: IndexHeader, dtype: str, count: int, offset: int) -> Iterator[NDArray[Any]]:
-    """An array of the index in chunks: a corpus of a billion documents has an index of 20 GB."""
-    itemsize = np.dtype(dtype).itemsize
-    with open(header.prefix + ".idx", "rb") as stream:
-        stream.seek(offset)
-        for begin in range(0, count, _CHUNK):
-            wanted = min(_CHUNK, count - begin)
-            yield np.frombuffer(stream.read(wanted * itemsize), dtype=dtype)
+    if MMAP_MAGIC.startswith(head):
+        raise DataError(f"{idx_path} ends within its first {len(MMAP_MAGIC)} bytes: truncated; {_AGAIN}")
+    raise DataError(f"{idx_path} begins with {head[:9]!r}, an index begins with {MMAP_MAGIC!r}: foreign file; {_AGAIN}")
 
 
 def _lengths(header: IndexHeader) -> Iterator[NDArray[np.int32]]:
-    return _read_array(header, "<i4", header.num_sequences, HEADER_BYTES)
+    return read_chunks(Path(header.prefix + ".idx"), "<i4", header.num_sequences, HEADER_BYTES)
 
 
 def _positions(header: IndexHeader) -> Iterator[NDArray[np.int64]]:
-    return _read_array(header, "<i8", header.num_sequences, HEADER_BYTES + 4 * header.num_sequences)
-
-
-def _check_document_bounds(header: IndexHeader, idx_path: Path) -> None:
-    last = 0
-    bounds = _read_array(header, "<i8", header.num_document_bounds, HEADER_BYTES + 12 * header.num_sequences)
-    for number, chunk in enumerate(bounds):
-        begins_right = number > 0 or chunk[0] == 0
-        if not begins_right or chunk[0] < last or (np.diff(chunk) < 0).any():
-            raise DataError(f"{idx_path} has document bounds that do not ascend from 0: damaged; {_AGAIN}")
-        last = int(chunk[-1])
-    if last != header.num_sequences:
-        raise DataError(
-            f"{idx_path} ends its last document at sequence {last} of {header.num_sequences}: damaged; {_AGAIN}"
-        )
-
-
-def _sync_and_close(stream: Any) -> None:
-    stream.flush()
-    os.fsync(stream.fileno())
-    stream.close()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return read_chunks(
+        Path(header.prefix + ".idx"), "<i8", header.num_sequences, HEADER_BYTES + 4 * header.num_sequences
+    )

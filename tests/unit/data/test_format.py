@@ -100,6 +100,26 @@ def test_modes_of_multimodal_datasets_are_accepted(tmp_path: Path) -> None:
     assert check_dataset(_golden(tmp_path, GOLDEN_IDX + b"\0\0\0")).num_sequences == 3
 
 
+def test_documents_of_several_sequences_are_those_of_the_engines_builder(tmp_path: Path) -> None:
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    documents = [[[5]], [[1, 2], [3]], [[4], [5, 6], [7]], [[8, 9]], [[10]]]
+    builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.uint16)
+    with IndexedDatasetWriter(str(tmp_path / "ours"), np.dtype("<u2")) as writer:
+        for sentences in documents:
+            flat, lengths = [token for each in sentences for token in each], [len(each) for each in sentences]
+            builder.add_document(torch.tensor(flat), lengths)
+            add = writer.add_documents if len(lengths) == 1 else writer.add_document
+            add(np.array(flat, dtype="<u2").tobytes(), lengths)
+        assert writer.num_documents == 5
+    builder.finalize(str(tmp_path / "theirs.idx"))
+
+    for suffix in (".idx", ".bin"):
+        assert (tmp_path / f"ours{suffix}").read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
+    assert check_dataset(str(tmp_path / "ours")).num_documents == 5
+
+
 def test_an_interrupted_writer_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         _write_and_interrupt(tmp_path / "x")
@@ -156,7 +176,11 @@ def _patched(offset: int, data: bytes) -> bytes:
     [
         (b"", GOLDEN_BIN, "ends within its first 9 bytes: truncated"),
         (GOLDEN_IDX[:20], GOLDEN_BIN, "has 20 bytes, its header alone needs 34"),
-        (b"TNTIDX\0\0" + GOLDEN_IDX[8:], GOLDEN_BIN, r"old cached/lazy format \(TNTIDX\)"),
+        (
+            b"TNTIDX\0\0" + GOLDEN_IDX[8:],
+            GOLDEN_BIN,
+            r"old cached/lazy format \(TNTIDX\)",
+        ),
         (b"PK\x03\x04" * 30, GOLDEN_BIN, "foreign file"),
         (_patched(9, struct.pack("<Q", 2)), GOLDEN_BIN, "says version 2"),
         (_patched(17, b"\x07"), GOLDEN_BIN, r"token type 7 \(floating-point tokens\)"),
@@ -183,7 +207,7 @@ def test_damage_is_named(tmp_path: Path, idx: bytes, data: bytes, message: str) 
 def test_damage_is_found_in_any_chunk_of_a_long_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
-    monkeypatch.setattr("lightning_megatron.data.format._CHUNK", chunk)
+    monkeypatch.setattr("lightning_megatron.data.index_files.CHUNK", chunk)
 
     assert read_lengths(check_dataset(_golden(tmp_path))).tolist() == [3, 1, 2]
     for offset, message in ((42, "sequence of -9 tokens"), (62, "points outside it"), (86, "do not ascend")):
