@@ -124,7 +124,7 @@ def config_object(model: HFConfigLike) -> Any:
     """The Hugging Face config object of ``model``, whatever form it was given in.
 
     Raises:
-        ConfigError: If transformers refuses a field, or a key of a dict does not exist.
+        ConfigError: If transformers refuses a field, a key of a dict does not exist, or the weights are quantized.
     """
     return _config_object(config_fields(model), check_keys=isinstance(model, Mapping))
 
@@ -134,6 +134,12 @@ def _config_object(fields: Mapping[str, Any], *, check_keys: bool) -> Any:
 
     config_class = CONFIG_MAPPING[fields["model_type"]]
     arguments = {k: v for k, v in fields.items() if k != "model_type"}
+    if quantization := arguments.pop("quantization_config", None):
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+        raise ConfigError(
+            f"quantization_config of the {fields['model_type']} config ({method}) is not supported: weights are "
+            "trained in floating point; use the model that it was made from"
+        )
     if check_keys:
         # transformers keeps unknown keys as attributes, so that a misspelt one silently leaves the default.
         default = config_class()

@@ -124,3 +124,15 @@ def test_what_is_no_config_is_refused_with_what_is_one(model: Any) -> None:
 
     with pytest.raises(ConfigError, match=f"model is a {type(model).__name__}; give a Hugging Face config object"):
         model_config(model)
+
+
+def test_a_quantized_model_is_refused_in_any_form() -> None:
+    from transformers import LlamaConfig
+
+    from lightning_megatron.errors import ConfigError
+
+    fields = {"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}}
+    for model in (fields, LlamaConfig(**{k: v for k, v in fields.items() if k != "model_type"})):
+        with pytest.raises(ConfigError, match=r"quantization_config of the llama config \(gptq\) is not supported"):
+            model_config(model)
+    model_config({**fields, "quantization_config": None})
