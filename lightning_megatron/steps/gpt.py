@@ -37,6 +37,9 @@ class GPTTrainStep(TokenLossStep):
     Either may carry ``loss_mask`` [b, s]: the loss of what a position predicts counts this much; and ``sample_mask``
     [b]: the loss of a row does (0 for repeated or filled-in rows).
 
+    With padding on the left, give the first token of a row the label -100: what padding predicts says nothing, and
+    Hugging Face's implementations of attention do not agree on it either.
+
     Args:
         eod_token: The token that ends each document of a row, for the following three.
         reset_position_ids: Whether positions count from 0 in each document.
