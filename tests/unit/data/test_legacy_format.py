@@ -1,0 +1,312 @@
+"""Are Megatron's older datasets read as what they hold, written as Megatron wrote them, and converted unchanged?"""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_megatron.data.convert_dataset import convert_dataset
+from lightning_megatron.data.format import check_dataset, index_header, index_parts
+from lightning_megatron.data.index_files import LEGACY_MAGIC
+from lightning_megatron.data.legacy_format import LegacyDataset, LegacyDatasetWriter, check_legacy_dataset
+from lightning_megatron.errors import DataError
+
+# Documents of sequences, as sentences make them; an empty document and an empty sequence are among them.
+DOCUMENTS = [[[5, 6, 7], [1]], [[127]], [], [[], [2, 3]]]
+
+# (code, element size, struct's letter of a token, elements of a token, the engine's name of the type)
+KINDS = [
+    (1, 1, "B", 1, "uint8"),
+    (2, 1, "b", 1, "int8"),
+    (3, 2, "h", 1, "int16"),
+    (4, 4, "i", 1, "int32"),
+    (5, 8, "q", 1, "int64"),
+    (6, 4, "d", 2, "float64"),  # np.float until 2022: 8 bytes, counted in fours
+    (6, 8, "d", 1, "float64"),
+    (7, 8, "d", 1, "float64"),  # np.double until 2022
+    (7, 4, "f", 1, "float32"),  # since 2023
+    (8, 2, "H", 1, "uint16"),
+]
+
+
+def _longs(values: list[int]) -> bytes:
+    return struct.pack(f"<{len(values)}q", *values)
+
+
+def _write_by_hand(prefix: Path, kind: tuple[int, int, str, int, str], documents: list[list[list[int]]]) -> str:
+    """The files as the description of the format has them, byte by byte."""
+    code, element_size, letter, elements, _ = kind
+    data, ends, sizes, bounds = b"", [0], [], [0]
+    for document in documents:
+        for tokens in document:
+            data += struct.pack(f"<{len(tokens)}{letter}", *tokens)
+            ends.append(ends[-1] + len(tokens) * elements)
+            sizes.append(len(tokens))
+        bounds.append(len(sizes))
+    index = b"TNTIDX\0\0" + struct.pack("<QQQ", 1, code, element_size)
+    index += struct.pack("<QQQ", len(sizes), len(sizes), len(bounds))
+    index += _longs(list(range(len(sizes) + 1))) + _longs(ends) + _longs(sizes) + _longs(bounds)
+    Path(f"{prefix}.idx").write_bytes(index)
+    Path(f"{prefix}.bin").write_bytes(data)
+    return str(prefix)
+
+
+def _read(prefix: str) -> list[list[list[Any]]]:
+    return [[tokens.tolist() for tokens in document] for document in LegacyDataset(prefix).documents()]
+
+
+def _read_by_the_engine(prefix: str) -> tuple[list[list[list[Any]]], str]:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    dataset = IndexedDataset(prefix)
+    bounds = dataset.document_indices.tolist()
+    documents = [[dataset[i].tolist() for i in range(*pair)] for pair in zip(bounds, bounds[1:], strict=False)]
+    return documents, dataset[0].dtype.name
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0]}-of-{kind[1]}")
+@pytest.mark.parametrize("chunk", [1, 3, 1 << 20])
+def test_every_type_of_token_is_read_and_converted_to_what_it_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: tuple[int, int, str, int, str], chunk: int
+) -> None:
+    monkeypatch.setattr("lightning_megatron.data.index_files.CHUNK", chunk)
+    prefix = _write_by_hand(tmp_path / "old", kind, DOCUMENTS)
+    before = [(tmp_path / f"old{suffix}").read_bytes() for suffix in (".idx", ".bin")]
+
+    assert _read(prefix) == DOCUMENTS
+    assert LegacyDataset(prefix)[0].dtype.name == kind[4]
+    result = convert_dataset(prefix, str(tmp_path / "new"))
+
+    assert _read_by_the_engine(result.prefix) == (DOCUMENTS, kind[4])
+    assert (result.documents, result.sequences, result.tokens) == (4, 5, 7)
+    assert [(tmp_path / f"old{suffix}").read_bytes() for suffix in (".idx", ".bin")] == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new.bin", "new.idx", "old.bin", "old.idx"]
+    if "float" not in kind[4]:  # our training reads integers only
+        assert check_dataset(result.prefix).num_documents == 4
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind[:2] not in ((6, 4), (7, 8))], ids=lambda kind: kind[4])
+def test_written_files_are_those_of_the_description(tmp_path: Path, kind: tuple[int, int, str, int, str]) -> None:
+    _write_by_hand(tmp_path / "theirs", kind, DOCUMENTS)
+    dtype = np.dtype(kind[4])
+    with LegacyDatasetWriter(str(tmp_path / "ours"), dtype) as writer:
+        for document in DOCUMENTS:
+            flat = [token for tokens in document for token in tokens]
+            writer.add_document(np.array(flat, dtype=dtype).tobytes(), [len(tokens) for tokens in document])
+
+    for suffix in (".idx", ".bin"):
+        assert (tmp_path / f"ours{suffix}").read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
+
+
+def test_documents_of_one_sequence_come_back(tmp_path: Path) -> None:
+    with LegacyDatasetWriter(str(tmp_path / "x"), np.dtype("<i4")) as writer:
+        writer.add_documents(np.array([70000, 2, 3], dtype="<i4").tobytes(), [1, 2])
+
+    assert _read(str(tmp_path / "x")) == [[[70000]], [[2, 3]]]
+
+
+def test_an_item_outside_the_dataset_is_an_index_error(tmp_path: Path) -> None:
+    dataset = LegacyDataset(_write_by_hand(tmp_path / "x", KINDS[3], DOCUMENTS))
+
+    assert len(dataset) == 5
+    for index in (-1, 5):
+        with pytest.raises(IndexError, match=f"sequence {index} of 5"):
+            dataset[index]
+
+
+def _interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_writer_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LegacyDatasetWriter, "_index_parts", _interrupted)
+    with pytest.raises(KeyboardInterrupt), LegacyDatasetWriter(str(tmp_path / "x"), np.dtype("<i4")):
+        pass
+
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("moment", ["index_parts", "_pieces"])
+def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    prefix = _write_by_hand(tmp_path / "old", KINDS[3], DOCUMENTS)
+    monkeypatch.setattr(f"lightning_megatron.data.convert_dataset.{moment}", _interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        convert_dataset(prefix, str(tmp_path / "new"))
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["old.bin", "old.idx"]
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    prefix = _write_by_hand(tmp_path / "old", KINDS[3], DOCUMENTS)
+    (tmp_path / "new.bin").write_bytes(b"precious")
+
+    for output in ("old", "new"):
+        with pytest.raises(DataError, match=rf"output_prefix=\S+ would overwrite .*/{output}\.bin; choose another"):
+            convert_dataset(prefix, str(tmp_path / output))
+    assert (tmp_path / "new.bin").read_bytes() == b"precious"
+    assert _read(prefix) == DOCUMENTS
+
+
+def test_outputs_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    prefix = _write_by_hand(tmp_path / "old", KINDS[3], DOCUMENTS)
+
+    with pytest.raises(DataError, match=r"must be the prefix of two; write \S+/new$"):
+        convert_dataset(prefix, str(tmp_path / "new.bin"))
+    with pytest.raises(DataError, match=r"names no file; add one, e\.g\. \S+/corpus"):
+        convert_dataset(prefix, f"{tmp_path}/folder/")
+    with pytest.raises(DataError, match=r"cannot be converted to .*File exists.*; give an output prefix"):
+        convert_dataset(prefix, str(tmp_path / "old.bin" / "new"))
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = _write_by_hand(tmp_path / "old", KINDS[3], DOCUMENTS)
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(DataError, match=r"No space left on device.*; give an output prefix"):
+        convert_dataset(prefix, str(tmp_path / "new"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["old.bin", "old.idx"]
+
+
+def test_a_file_that_shrinks_meanwhile_is_not_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = _write_by_hand(tmp_path / "old", KINDS[3], DOCUMENTS)
+    monkeypatch.setattr("lightning_megatron.data.convert_dataset._require_short_sequences", lambda header: None)
+    monkeypatch.setattr("lightning_megatron.data.convert_dataset.os.path.getsize", lambda path: 40)
+    with pytest.raises(DataError, match=r"old\.bin has changed while it was read"):
+        convert_dataset(prefix, str(tmp_path / "new"))
+    assert not (tmp_path / "new.idx").exists()
+
+
+def test_a_sequence_beyond_int32_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = _write_by_hand(tmp_path / "old", KINDS[0], [[]])
+    # A file of 2**31 tokens that takes no room: a hole.
+    long = 2**31
+    index = b"TNTIDX\0\0" + struct.pack("<QQQQQQ", 1, 1, 1, 1, 1, 2)
+    Path(f"{prefix}.idx").write_bytes(index + _longs([0, 1, 0, long, long, 0, 1]))
+    os.truncate(f"{prefix}.bin", long)
+
+    with pytest.raises(DataError, match=r"a sequence of 2147483648 tokens, the mmap format holds at most 2147483647"):
+        convert_dataset(prefix, str(tmp_path / "new"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["old.bin", "old.idx"]
+
+
+def test_positions_beyond_int32_are_written_in_64_bits() -> None:
+    lengths = np.array([2**31 - 1, 2**31 - 1, 5])
+    header = index_header(np.dtype("<i4"), 3, 4)
+    parts = list(index_parts(header, 4, lambda: iter((lengths[:2], lengths[2:])), iter((np.arange(4),))))
+
+    positions = np.frombuffer(b"".join(parts)[34 + 12 : 34 + 36], "<i8")
+    assert positions.tolist() == [0, 4 * (2**31 - 1), 8 * (2**31 - 1)]
+
+
+GOLDEN_IDX = (
+    b"TNTIDX\0\0"
+    + struct.pack("<QQQQQQ", 1, 4, 4, 3, 3, 4)
+    + _longs([0, 1, 2, 3] + [0, 3, 4, 6] + [3, 1, 2] + [0, 1, 2, 3])
+)
+GOLDEN_BIN = struct.pack("<6i", 5, 6, 7, 65535, 1, 2)
+
+
+def _golden(folder: Path, idx: bytes = GOLDEN_IDX, data: bytes = GOLDEN_BIN) -> str:
+    (folder / "x.idx").write_bytes(idx)
+    (folder / "x.bin").write_bytes(data)
+    return str(folder / "x")
+
+
+def _patched(offset: int, *numbers: int) -> bytes:
+    data = struct.pack(f"<{len(numbers)}q", *numbers)
+    return GOLDEN_IDX[:offset] + data + GOLDEN_IDX[offset + len(data) :]
+
+
+@pytest.mark.parametrize(
+    ("idx", "data", "message"),
+    [
+        (b"", GOLDEN_BIN, "ends within its first 8 bytes: truncated"),
+        (GOLDEN_IDX[:50], GOLDEN_BIN, "has 50 bytes, its header alone needs 56"),
+        (b"MMIDIDX\0\0" + GOLDEN_IDX[9:], GOLDEN_BIN, r"is in the mmap format \(MMIDIDX\) already; use"),
+        (b"PK\x03\x04" * 30, GOLDEN_BIN, "foreign file; give the prefix"),
+        (_patched(8, 2), GOLDEN_BIN, "says version 2, the only version is 1"),
+        (_patched(16, 99), GOLDEN_BIN, r"token type 99 of 4 bytes, there are 1 of 1, .*6 of 4, 6 of 8"),
+        (_patched(24, 8), GOLDEN_BIN, "token type 4 of 8 bytes"),
+        (GOLDEN_IDX[:-1], GOLDEN_BIN, "has 175 bytes, 3 sequences, 3 axes and 4 document bounds need 176"),
+        (_patched(32, 2**62), GOLDEN_BIN, "truncated or damaged"),
+        (_patched(40, 2**62), GOLDEN_BIN, "truncated or damaged"),
+        (_patched(40, 4, 3), GOLDEN_BIN, "has 4 axes for 3 sequences"),
+        (GOLDEN_IDX[:48] + GOLDEN_IDX[56:-32], GOLDEN_BIN, "does not say where documents begin"),
+        (GOLDEN_IDX[:32] + struct.pack("<QQQ", 0, 0, 1) + _longs([0, 0, 0]), b"", "holds no sequence"),
+        (_patched(64, 2), GOLDEN_BIN, "sequences of other than one axis"),
+        (_patched(88, 1), GOLDEN_BIN, "does not begin with the first token"),
+        (_patched(96, -1), GOLDEN_BIN, "a sequence that ends at element -1, .bin has 6 elements"),
+        (_patched(96, 2**63 - 1), GOLDEN_BIN, "a sequence that ends at element 9223372036854775807"),
+        (_patched(96, 4), GOLDEN_BIN, "a sequence of 3 tokens of 4 bytes in 4 elements of 4"),
+        (_patched(96, 5), GOLDEN_BIN, "a sequence of 3 tokens of 4 bytes in 5 elements"),
+        (_patched(120, -3), GOLDEN_BIN, "a sequence of -3 tokens"),
+        (_patched(120, 2**62), GOLDEN_BIN, "a sequence of 4611686018427387904 tokens"),
+        (GOLDEN_IDX, GOLDEN_BIN[:-4], "ends at element 6, .bin has 5 elements"),
+        (GOLDEN_IDX, GOLDEN_BIN + b"\0", "has 25 bytes, x.idx accounts for 24"),
+        (_patched(144, 1), GOLDEN_BIN, "document bounds that do not ascend from 0"),
+        (_patched(152, 3), GOLDEN_BIN, "document bounds that do not ascend from 0"),
+        (_patched(168, 2), GOLDEN_BIN, "ends its last document at sequence 2 of 3"),
+    ],
+)
+def test_damage_is_named(tmp_path: Path, idx: bytes, data: bytes, message: str) -> None:
+    with pytest.raises(DataError, match=message) as refused:
+        check_legacy_dataset(_golden(tmp_path, idx, data))
+    assert str(tmp_path / "x") in str(refused.value)
+    assert "; " in str(refused.value)
+
+
+def test_floats_of_four_bytes_under_the_old_code_are_not_taken_for_eight(tmp_path: Path) -> None:
+    # Torch's own readers meant float32 by 6; Megatron never wrote it, and half as many tokens would be read.
+    with pytest.raises(DataError, match="3 tokens of 8 bytes in 3 elements of 4"):
+        check_legacy_dataset(_golden(tmp_path, _patched(16, 6)))
+
+
+def test_missing_files_and_suffixes_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"input=\S+/x needs two files, missing: \S+x\.idx, \S+x\.bin"):
+        check_legacy_dataset(str(tmp_path / "x"))
+    prefix = _golden(tmp_path)
+    with pytest.raises(DataError, match=r"it must be the prefix; write \S+/x$"):
+        check_legacy_dataset(prefix + ".idx")
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    cut=st.integers(len(LEGACY_MAGIC), len(GOLDEN_IDX)),
+    changes=st.dictionaries(st.integers(0, len(GOLDEN_IDX) - 1), st.integers(0, 255), max_size=6),
+    words=st.dictionaries(st.integers(1, 21), st.integers(-(2**63), 2**63 - 1) | st.integers(-1, 8), max_size=3),
+    tail=st.binary(max_size=40),
+)
+def test_any_damage_is_either_refused_or_harmless(
+    tmp_path_factory: pytest.TempPathFactory, cut: int, changes: dict[int, int], words: dict[int, int], tail: bytes
+) -> None:
+    damaged = bytearray(GOLDEN_IDX)
+    for place, word in words.items():
+        struct.pack_into("<q", damaged, 8 * place, word)
+    for offset, value in changes.items():
+        damaged[offset] = value
+    folder = tmp_path_factory.mktemp("fuzz")
+    # Whole words more often than not: a file of another length is refused before anything else is looked at.
+    prefix = _golden(folder, bytes(damaged if len(tail) % 2 == 0 else damaged[:cut] + tail))
+
+    try:
+        documents = _read(prefix)
+    except DataError:
+        return
+    # What is accepted are the bytes of .bin, each once and in order.
+    dtype = LegacyDataset(prefix).header.dtype
+    flat = [token for document in documents for tokens in document for token in tokens]
+    assert np.array(flat, dtype=dtype).tobytes() == GOLDEN_BIN
+    converted = convert_dataset(prefix, str(folder / "new"))
+    assert converted.tokens * dtype.itemsize == len(GOLDEN_BIN)
