@@ -21,8 +21,11 @@ import numpy as np
 
 from lightning_megatron.data.documents import PLAIN_TEXT_KEY, Piece, cut_into_pieces, find_files, read_documents
 from lightning_megatron.data.format import IndexedDatasetWriter, token_dtype
+from lightning_megatron.data.legacy_format import TOKEN_DTYPE, LegacyDatasetWriter
 from lightning_megatron.data.tokenizer import load_tokenizer
 from lightning_megatron.errors import ConfigError, DataError
+
+_WRITERS = {"mmap": IndexedDatasetWriter, "cached": LegacyDatasetWriter, "lazy": LegacyDatasetWriter}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +44,8 @@ class PreprocessOptions:
     """End every document with the tokenizer's end-of-sequence token."""
     workers: int = 1
     """Processes that tokenize; the output does not depend on it."""
-    dataset_impl: Literal["mmap"] = "mmap"
-    """Format of the output: the one that Megatron-Core maps into memory."""
+    dataset_impl: Literal["mmap", "cached", "lazy"] = "mmap"
+    """Format of the output: the one that Megatron-Core maps into memory, or, under two names, that of Megatron 1.x."""
 
     def __post_init__(self) -> None:
         """Check what can be known before anything is read.
@@ -55,8 +58,8 @@ class PreprocessOptions:
         if not self.json_keys or len(set(self.json_keys)) != len(self.json_keys):
             keys = " ".join(self.json_keys)
             raise ConfigError(f"json_keys={keys!r} must name at least one key, each once; correct the list")
-        if self.dataset_impl != "mmap":
-            raise ConfigError(f"dataset_impl={self.dataset_impl} is not written; choose mmap")
+        if self.dataset_impl not in _WRITERS:
+            raise ConfigError(f"dataset_impl={self.dataset_impl} is not written; choose from {', '.join(_WRITERS)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +102,11 @@ def preprocess(options: PreprocessOptions) -> PreprocessResult:
     files = find_files(options.input)
     encoder = _Encoder(options)
     prefixes = tuple(f"{options.output_prefix}_{key}_document" for key in options.json_keys)
+    writer_of = _WRITERS[options.dataset_impl]
     num_tokens = num_empty = 0
     total_bytes = sum(path.stat().st_size for path in files)
     with contextlib.ExitStack() as stack:
-        writers = [stack.enter_context(IndexedDatasetWriter(prefix, encoder.dtype)) for prefix in prefixes]
+        writers = [stack.enter_context(writer_of(prefix, encoder.dtype)) for prefix in prefixes]
         encoded = stack.enter_context(_encode_all(files, encoder, options))
         bar = stack.enter_context(_progress_bar(total_bytes))
         for piece, parts in encoded:
@@ -141,7 +145,7 @@ class _Encoder:
                     " tokenizer_config.json or leave --append-eod out"
                 )
             self._suffix = [tokenizer.eos_token_id]
-        self.dtype = token_dtype(len(tokenizer))
+        self.dtype = token_dtype(len(tokenizer)) if options.dataset_impl == "mmap" else TOKEN_DTYPE
 
     def __call__(self, piece: Piece) -> list[_Encoded]:
         """The tokens of ``piece``, one entry a key."""

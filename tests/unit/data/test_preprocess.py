@@ -16,6 +16,7 @@ import pytest
 
 from lightning_megatron.data import preprocess as module
 from lightning_megatron.data.format import check_dataset
+from lightning_megatron.data.legacy_format import LegacyDataset
 from lightning_megatron.data.preprocess import PreprocessOptions, PreprocessResult, preprocess
 from lightning_megatron.data.tokenizer import TokenizerTrainingOptions, load_tokenizer, train_tokenizer
 from lightning_megatron.errors import ConfigError, DataError
@@ -51,6 +52,19 @@ def _write_inputs(folder: Path) -> list[str]:
     (folder / "in" / "a.jsonl").write_text("\n".join(lines[:120]) + "\n")
     (folder / "in" / "b.jsonl").write_text("\n".join(lines[120:]))
     return texts
+
+
+@pytest.mark.parametrize("name", ["cached", "lazy"])
+def test_the_older_format_holds_the_same_documents_as_int32(tmp_path: Path, tokenizer: Path, name: str) -> None:
+    _write_inputs(tmp_path)
+    (new,) = _run(tmp_path, tokenizer).prefixes
+    result = _run(tmp_path, tokenizer, output_prefix=tmp_path / "old", dataset_impl=name, workers=2)
+
+    old = LegacyDataset(result.prefixes[0])
+
+    assert [[tokens.tolist()] for (tokens,) in old.documents()] == [[tokens] for tokens in _documents(new)]
+    assert old.header.dtype == np.dtype("<i4")
+    assert (result.documents, result.tokens) == (200, sum(map(len, _documents(new))))
 
 
 @pytest.mark.parametrize("append_eod", [False, True])
@@ -159,7 +173,7 @@ def test_impossible_options_are_refused_at_once(tmp_path: Path, tokenizer: Path)
         ({"workers": 0}, "workers=0 must be at least 1"),
         ({"json_keys": ()}, "must name at least one key"),
         ({"json_keys": ("a", "a")}, "json_keys='a a' must name at least one key, each once"),
-        ({"dataset_impl": "lazy"}, "dataset_impl=lazy is not written; choose mmap"),
+        ({"dataset_impl": "infer"}, "dataset_impl=infer is not written; choose from mmap, cached, lazy"),
     ):
         with pytest.raises(ConfigError, match=message):
             _run(tmp_path, tokenizer, **options)
