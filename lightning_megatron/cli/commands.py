@@ -65,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser(name, help=summary)  # for the list in --help; main() runs them
     _add_train_tokenizer(commands)
     _add_preprocess(commands)
+    _add_convert_dataset(commands)
     _add_doctor(commands)
     return parser
 
@@ -117,11 +118,26 @@ def _add_preprocess(commands: argparse._SubParsersAction[_OneLineErrorParser]) -
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes that tokenize (default: 1)")
     parser.add_argument(
         "--dataset-impl",
-        choices=("mmap",),
+        choices=("mmap", "cached", "lazy"),
         default="mmap",
-        help="format of the files: the one that Megatron-Core maps into memory (default: mmap)",
+        help="format: mmap for Megatron-Core and IndexedDataModule; cached and lazy, two names of one format,"
+        " for Megatron 1.x and 2.x (default: mmap)",
     )
     parser.set_defaults(run=_preprocess)
+
+
+def _add_convert_dataset(commands: argparse._SubParsersAction[_OneLineErrorParser]) -> None:
+    summary = "turn an indexed dataset of Megatron 1.x or 2.x (cached, lazy) into mmap"
+    parser = commands.add_parser(
+        "convert-dataset",
+        help=summary,
+        description=f"{summary}. Checks all of the old index; documents and tokens stay as they are.",
+    )
+    parser.add_argument("--input", required=True, metavar="PREFIX", help="dataset to read, without .bin")
+    parser.add_argument(
+        "--output-prefix", required=True, metavar="PREFIX", help="dataset to write, without .bin; must not exist"
+    )
+    parser.set_defaults(run=_convert_dataset)
 
 
 def _add_doctor(commands: argparse._SubParsersAction[_OneLineErrorParser]) -> None:
@@ -172,6 +188,17 @@ def _preprocess(parsed: argparse.Namespace) -> int:
     )
     names = ", ".join(result.prefixes)
     print(f"{names}: {result.documents:,} documents, {result.tokens:,} tokens from {result.bytes:,} bytes")
+    return DONE
+
+
+def _convert_dataset(parsed: argparse.Namespace) -> int:
+    from lightning_megatron.data.convert_dataset import convert_dataset
+
+    result = convert_dataset(parsed.input, parsed.output_prefix)
+    print(
+        f"{result.prefix}: {result.documents:,} documents, {result.sequences:,} sequences, {result.tokens:,} tokens"
+        f" from {parsed.input}"
+    )
     return DONE
 
 

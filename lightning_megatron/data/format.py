@@ -11,6 +11,7 @@ Source: megatron-core 0.16.1, datasets/indexed_dataset.py:_IndexWriter and _Inde
 
 from __future__ import annotations
 
+import shlex
 import struct
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -232,12 +233,18 @@ def index_parts(
 _AGAIN = "run preprocess again"
 
 
+def conversion_command(prefix: str) -> str:
+    """What to type to get the legacy dataset at ``prefix`` in this format."""
+    return "lightning-megatron convert-dataset " + shlex.join(["--input", prefix, "--output-prefix", f"{prefix}_mmap"])
+
+
 def _require_magic(idx_path: Path, head: bytes) -> None:
     if head[:9] == MMAP_MAGIC:
         return
     if head[:8] == LEGACY_MAGIC:
         raise DataError(
-            f"{idx_path} is in Megatron's old cached/lazy format (TNTIDX), only mmap (MMIDIDX) is read; {_AGAIN}"
+            f"{idx_path} is in Megatron's old cached/lazy format (TNTIDX), only mmap (MMIDIDX) is read; run:"
+            f" {conversion_command(str(idx_path.with_suffix('')))}"
         )
     if MMAP_MAGIC.startswith(head):
         raise DataError(f"{idx_path} ends within its first {len(MMAP_MAGIC)} bytes: truncated; {_AGAIN}")

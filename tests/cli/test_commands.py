@@ -13,7 +13,7 @@ import pytest
 from lightning_megatron.cli import main
 from tests.ranks import ROOT
 
-COMMANDS = ("fit", "validate", "test", "predict", "train-tokenizer", "preprocess", "doctor")
+COMMANDS = ("fit", "validate", "test", "predict", "train-tokenizer", "preprocess", "convert-dataset", "doctor")
 
 
 def _run(*arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
@@ -43,7 +43,7 @@ def test_help_lists_every_command_and_nothing_that_does_not_exist(capsys: pytest
     assert ended.value.code == 0
     text = capsys.readouterr().out
     assert [name for name in COMMANDS if f"\n    {name} " not in text and f"\n    {name}\n" not in text] == []
-    assert "convert" not in text
+    assert "merge" not in text
 
 
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
@@ -71,6 +71,15 @@ def test_help_of_trainer_commands_names_what_others_rely_on(command: str, capsys
         (
             ["preprocess", "--input", "x", "--output-prefix", "p", "--tokenizer", "t", "--workers", "0"],
             "error: workers=0 must be at least 1",
+        ),
+        (
+            ["preprocess", "--input", "x", "--output-prefix", "p", "--tokenizer", "t", "--dataset-impl", "infer"],
+            "error: argument --dataset-impl: invalid choice: 'infer'",
+        ),
+        (["convert-dataset", "--input", "x"], "error: the following arguments are required: --output-prefix; see"),
+        (
+            ["convert-dataset", "--input", "nowhere", "--output-prefix", "y"],
+            "error: input=nowhere needs two files, missing: nowhere.idx, nowhere.bin",
         ),
         (
             ["train-tokenizer", "--input", "nowhere", "--vocab-size", "300", "--output", "y"],
@@ -102,6 +111,44 @@ def test_tokenizer_and_dataset_can_be_read_back(corpus: Path) -> None:
     tokens = dataset[3]
     assert tokens[-1] == tokenizer.eos_token_id
     assert tokenizer.decode(numpy.asarray(tokens[:-1])) == (corpus.parent / "text" / "03.txt").read_text()
+
+
+@pytest.mark.parametrize("command", ["preprocess", "convert-dataset"])
+def test_help_of_dataset_commands_names_the_formats(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    for word in ("mmap", "cached", "lazy", "--output-prefix"):
+        assert word in text
+
+
+def test_a_legacy_dataset_is_refused_with_the_command_that_converts_it(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import shlex
+
+    from megatron.core.datasets.indexed_dataset import IndexedDataset  # the engine's own reader
+
+    from lightning_megatron import IndexedDataModule
+    from lightning_megatron.errors import DataError
+
+    names = ["--input", str(corpus.parent / "text"), "--tokenizer", str(corpus.parent / "tok"), "--append-eod"]
+    prefix = tmp_path / "a b" / "old"
+    assert main(["preprocess", *names, "--output-prefix", str(prefix), "--dataset-impl", "lazy"]) == 0
+    data = IndexedDataModule(data_path=f"{prefix}_text_document", seq_length=8, micro_batch_size=1)
+    with pytest.raises(DataError, match="old cached/lazy format") as refused:
+        data.check(tp=1, sequence_parallel=False, num_microbatches=1, data_parallel_size=1)
+
+    program, *arguments = shlex.split(str(refused.value).split("run: ")[1])
+    capsys.readouterr()
+    assert program == "lightning-megatron"
+    assert main(arguments) == 0
+    converted = f"{prefix}_text_document_mmap"
+    assert capsys.readouterr().out.startswith(f"{converted}: 60 documents, 60 sequences, ")
+    expected, read = IndexedDataset(str(corpus)), IndexedDataset(converted)
+    assert [read[i].tolist() for i in range(len(read))] == [expected[i].tolist() for i in range(len(expected))]
+    assert main(arguments) == 2
+    assert "would overwrite" in capsys.readouterr().err
 
 
 def test_doctor_shows_versions_devices_slots_and_what_is_optional(capsys: pytest.CaptureFixture[str]) -> None:

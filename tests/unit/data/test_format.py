@@ -179,7 +179,7 @@ def _patched(offset: int, data: bytes) -> bytes:
         (
             b"TNTIDX\0\0" + GOLDEN_IDX[8:],
             GOLDEN_BIN,
-            r"old cached/lazy format \(TNTIDX\)",
+            r"old cached/lazy format \(TNTIDX\).*run: lightning-megatron conv",
         ),
         (b"PK\x03\x04" * 30, GOLDEN_BIN, "foreign file"),
         (_patched(9, struct.pack("<Q", 2)), GOLDEN_BIN, "says version 2"),
