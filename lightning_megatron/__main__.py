@@ -1,8 +1,6 @@
 """What does ``python -m lightning_megatron`` do? The same as the command ``lightning-megatron``."""
 
-import sys
-
-from lightning_megatron.cli import main
+from lightning_megatron.cli import program
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

@@ -1,5 +1,6 @@
 """What does the command ``lightning-megatron`` offer? ``main`` and, one file a topic, what its sub-commands need."""
 
 from lightning_megatron.cli.commands import main
+from lightning_megatron.cli.program import program
 
-__all__ = ["main"]
+__all__ = ["main", "program"]

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_megatron.cli import failure
 from lightning_megatron.errors import ConfigError, DataError
-from tests.ranks import ROOT
+from tests.ranks import ROOT, RankError, run_ranks
 
 
 def _raised_from(outer: Exception, cause: Exception) -> Exception:
@@ -91,3 +91,24 @@ def test_another_rank_is_silent_when_rank_zero_has_ended() -> None:
     # stderr is a pipe that both hold: run() returns when the child, too, has ended.
     done = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, timeout=30, cwd=ROOT)
     assert done.stderr == ""
+
+
+def _fail_while_connected() -> None:
+    import atexit
+    from unittest.mock import patch
+
+    import torch.distributed as dist
+
+    from lightning_megatron.cli.program import program
+
+    dist.init_process_group("gloo")
+    atexit.register(print, "the interpreter took itself apart")
+    with patch("lightning_megatron.cli.program.main", lambda: 2):
+        program()
+
+
+def test_a_failed_rank_ends_at_once_and_leaves_nothing_to_its_threads() -> None:
+    # It leaves no result either: os._exit skips whatever would have written one.
+    with pytest.raises(RankError, match="died without a result") as caught:
+        run_ranks(_fail_while_connected, 2)
+    assert "took itself apart" not in str(caught.value)

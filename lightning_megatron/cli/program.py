@@ -1,0 +1,29 @@
+"""How does the command end? With the exit code of ``main``, whatever threads are still connected to other ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import NoReturn
+
+from lightning_megatron.cli.commands import main
+from lightning_megatron.cli.failure import DONE
+
+
+def program() -> NoReturn:
+    """Run the command line of this process and end it."""
+    code = main()
+    if code != DONE and _is_connected():
+        # gloo's threads wait for ranks that have ended too; destroying them with the interpreter can abort (code 134).
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _is_connected() -> bool:
+    if "torch.distributed" not in sys.modules:  # nor can it be without torch, which takes seconds to import
+        return False
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized()
