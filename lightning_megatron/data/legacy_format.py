@@ -48,6 +48,7 @@ _DTYPES: dict[tuple[int, int], np.dtype[Any]] = {
 }
 """Type of a token by its number and element size."""
 _FIX = "copy both files again from their source"
+_FIX_OF_BOUNDS = f"{_FIX}, or preprocess the text again if Megatron merged them: some versions lost the documents"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +151,7 @@ def check_legacy_dataset(prefix: str) -> LegacyHeader:
             f"{bin_path} has {bin_bytes} bytes, {idx_path.name} accounts for {end}: the two files do not belong"
             f" together; {_FIX}"
         )
-    check_document_bounds(header.document_bounds(), header.num_sequences, idx_path, _FIX)
+    check_document_bounds(header.document_bounds(), header.num_sequences, idx_path, _FIX_OF_BOUNDS)
     return header
 
 
