@@ -77,16 +77,16 @@ class MegatronModule(pl.LightningModule):
     ) -> None:
         super().__init__()
         described = _described(model, task, make_vocab_size_divisible_by)
-        if pretrained:
-            described = with_weights(described, _weights_directory(model))
-        self.model_config: ModelConfig = with_variant(described, position_embedding_type, attention_head_type)
         self.pretrained_path: Path | None = _weights_directory(model) if pretrained else None
-        if pretrained and self.model_config != described:
+        if self.pretrained_path is not None:
+            described = with_weights(described, self.pretrained_path)
+        self.model_config: ModelConfig = with_variant(described, position_embedding_type, attention_head_type)
+        self.is_variant = self.model_config != described
+        if pretrained and self.is_variant:
             raise ConfigError(
                 "pretrained=True keeps the model's own positions and heads; leave out position_embedding_type and "
                 "attention_head_type, or train from scratch with pretrained=False"
             )
-        self.is_variant = self.model_config != described
         self.model_provider = model_provider
         self.train_step = _bound(train_step, self.model_config)
         self.lr = lr

@@ -104,8 +104,9 @@ def model_config(model: HFConfigLike, task: str | None = None) -> ModelConfig:
     Raises:
         ConfigError: If the family is unknown, a key does not exist, or a field cannot be honoured.
     """
-    family = family_of(config_fields(model)["model_type"])
-    return family.model_config(config_object(model), task)
+    fields = config_fields(model)
+    family = family_of(fields["model_type"])
+    return family.model_config(_config_object(fields, check_keys=isinstance(model, Mapping)), task)
 
 
 def with_weights(model: ModelConfig, directory: Path) -> ModelConfig:
