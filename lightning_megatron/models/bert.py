@@ -16,7 +16,6 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType, ModelType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
@@ -28,11 +27,10 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
-from lightning_megatron.engine.slots.attention import SDPAttention
 from lightning_megatron.engine.slots.norm import Norm
 from lightning_megatron.models.bert_heads import MaskedLMHead, Pooler, RowClassifier, TokenClassifier
 from lightning_megatron.models.config import ModelConfig
-from lightning_megatron.models.layer_specs import CHECKPOINT_NAMES
+from lightning_megatron.models.layer_specs import CHECKPOINT_NAMES, self_attention_spec
 from lightning_megatron.models.transformer_config import EngineSettings, transformer_config
 from lightning_megatron.models.vocabulary import silence_padding
 
@@ -56,15 +54,7 @@ def bert_layer_spec() -> ModuleSpec:
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=Norm,
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.padding},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=ColumnParallelLinear,
-                    core_attention=SDPAttention,
-                    linear_proj=RowParallelLinear,
-                ),
-            ),
+            self_attention=self_attention_spec(AttnMaskType.padding),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=Norm,
             mlp=ModuleSpec(

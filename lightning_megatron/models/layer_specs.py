@@ -46,6 +46,17 @@ class _RowParallelLinearWithoutBias(RowParallelLinear):
         super().__init__(*args, **{**kwargs, "bias": False})
 
 
+def self_attention_spec(attn_mask_type: AttnMaskType) -> ModuleSpec:
+    """Self-attention whose linears have the biases that the engine's config says; BERT's and T5's."""
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": attn_mask_type},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear, core_attention=SDPAttention, linear_proj=RowParallelLinear
+        ),
+    )
+
+
 def gpt_layer_spec(model: ModelConfig, layer: int) -> ModuleSpec:
     """One pre-norm decoder layer: causal self-attention, then (or beside it) the MLP.
 

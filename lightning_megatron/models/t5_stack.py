@@ -23,8 +23,6 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import (
     CrossAttention,
     CrossAttentionSubmodules,
-    SelfAttention,
-    SelfAttentionSubmodules,
 )
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
@@ -42,7 +40,7 @@ from torch import Tensor
 from lightning_megatron.engine.slots.attention import SDPAttention
 from lightning_megatron.engine.slots.norm import Norm
 from lightning_megatron.models.config import ModelConfig
-from lightning_megatron.models.layer_specs import CHECKPOINT_NAMES
+from lightning_megatron.models.layer_specs import CHECKPOINT_NAMES, self_attention_spec
 from lightning_megatron.models.relative_bias import RelativeBias
 
 
@@ -82,14 +80,8 @@ def t5_layer_spec(model: ModelConfig, *, is_decoder: bool) -> ModuleSpec:
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=Norm,
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                # Padding and causality are in the bias already.
-                params={"attn_mask_type": AttnMaskType.no_mask},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=ColumnParallelLinear, core_attention=SDPAttention, linear_proj=RowParallelLinear
-                ),
-            ),
+            # Padding and causality are in the bias already.
+            self_attention=self_attention_spec(AttnMaskType.no_mask),
             self_attn_bda=get_bias_dropout_add,
             pre_cross_attn_layernorm=Norm if is_decoder else IdentityOp,
             cross_attention=cross if is_decoder else IdentityOp,

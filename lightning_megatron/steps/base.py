@@ -34,6 +34,12 @@ Output: TypeAlias = Any
 LossFunc: TypeAlias = Callable[[Output], dict[str, LossTerm]]
 
 
+def with_last_row_repeated(batch: Batch, num_rows: int) -> Batch:
+    """A copy of ``batch`` grown to ``num_rows`` rows, for ``pad_rows``, which then takes their loss away."""
+    missing = num_rows - next(iter(batch.values())).shape[0]
+    return {k: torch.cat([v, v[-1:].expand(missing, *v.shape[1:])]) for k, v in batch.items()}
+
+
 class TrainStep(ABC):
     """From a batch to a loss. Subclass it, or subclass ``GPTTrainStep`` and override the one method that differs."""
 

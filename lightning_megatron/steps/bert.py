@@ -10,7 +10,7 @@ from torchmetrics import Metric
 
 from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.models.config import ModelConfig
-from lightning_megatron.steps.base import Batch, LossFunc, LossTerm, Output, TrainStep
+from lightning_megatron.steps.base import Batch, LossFunc, LossTerm, Output, TrainStep, with_last_row_repeated
 from lightning_megatron.steps.bert_labels import AnswerSpan, RowLabels, TokenLabels
 from lightning_megatron.steps.bert_objectives import MaskedTokens, Objective
 from lightning_megatron.steps.checks import check_integers, check_numbers, check_shape
@@ -188,10 +188,9 @@ class BertTrainStep(TrainStep):
 
     def pad_rows(self, batch: Batch, num_rows: int) -> Batch:
         """Repeat the last row without targets."""
-        missing = num_rows - batch["tokens"].shape[0]
-        padded = {k: torch.cat([v, v[-1:].expand(missing, *v.shape[1:])]) for k, v in batch.items()}
+        padded = with_last_row_repeated(batch, num_rows)
         for name in self._bound.masks:
-            padded[name][-missing:] = 0
+            padded[name][batch[name].shape[0] :] = 0
         return padded
 
     def seq_length(self, batch: Batch) -> int:

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import ClassVar, cast
 
 import torch
-import torch.nn.functional as F
 from torchmetrics import Metric
 
-from lightning_megatron.steps.base import Batch, LossTerm, TrainStep
+from lightning_megatron.steps.base import Batch, LossTerm, TrainStep, with_last_row_repeated
 from lightning_megatron.steps.metrics import Perplexity
 
 
@@ -20,9 +19,8 @@ class TokenLossStep(TrainStep):
 
     def pad_rows(self, batch: Batch, num_rows: int) -> Batch:
         """Repeat the last row with an empty loss mask."""
-        missing = num_rows - batch["loss_mask"].shape[0]
-        padded = {k: torch.cat([v, v[-1:].expand(missing, *v.shape[1:])]) for k, v in batch.items()}
-        padded["loss_mask"] = F.pad(batch["loss_mask"], (0, 0, 0, missing))
+        padded = with_last_row_repeated(batch, num_rows)
+        padded["loss_mask"][batch["loss_mask"].shape[0] :] = 0
         return padded
 
     def counts(self, batch: Batch) -> Mapping[str, torch.Tensor]:
