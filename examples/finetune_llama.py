@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from lightning_megatron import MegatronModule, MegatronStrategy
-from lightning_megatron.data.tokenizer import load_tokenizer
+from lightning_megatron.data.corpus.tokenizer import load_tokenizer
 
 
 class Instructions(LightningDataModule):

@@ -10,8 +10,8 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from lightning_megatron.data.format import check_dataset, largest_token_at_the_ends
-from lightning_megatron.data.indexed import (
+from lightning_megatron.data.formats.mmap import check_dataset, largest_token_at_the_ends
+from lightning_megatron.data.samples.gpt import (
     IndexedSamples,
     IndexRequest,
     SampleOrder,
@@ -19,9 +19,9 @@ from lightning_megatron.data.indexed import (
     cache_folder,
     open_samples,
 )
-from lightning_megatron.data.indexed_loader import IndexedEvaluationLoader, IndexedTrainLoader
-from lightning_megatron.data.sampler import BatchShape, TrainSampler
-from lightning_megatron.data.split import SPLIT_NAMES, SplitName, parse_split, split_sizes
+from lightning_megatron.data.samples.split import SPLIT_NAMES, SplitName, parse_split, split_sizes
+from lightning_megatron.data.serving.sampler import BatchShape, TrainSampler
+from lightning_megatron.data.serving.served_loader import IndexedEvaluationLoader, IndexedTrainLoader
 from lightning_megatron.errors import ConfigError, DataError, require_divides
 
 _T = TypeVar("_T")

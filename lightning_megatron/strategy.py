@@ -21,8 +21,8 @@ from lightning_megatron.checkpoint_io import (
     only_weights,
     save_lightning_checkpoint,
 )
-from lightning_megatron.data.broadcast import broadcast_batch
-from lightning_megatron.data.loaders import EvaluationLoader, ResumableLoader, is_map_style
+from lightning_megatron.data.serving.broadcast import broadcast_batch
+from lightning_megatron.data.serving.loaders import EvaluationLoader, ResumableLoader, is_map_style
 from lightning_megatron.engine import checkpoint, groups
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.launch import allow_overlap, die_with_launcher, seed_of_run

@@ -163,7 +163,7 @@ def _run_trainer_command(arguments: list[str]) -> int:
 
 
 def _train_tokenizer(parsed: argparse.Namespace) -> int:
-    from lightning_megatron.data.tokenizer import TokenizerTrainingOptions, train_tokenizer
+    from lightning_megatron.data.corpus.tokenizer import TokenizerTrainingOptions, train_tokenizer
 
     result = train_tokenizer(
         TokenizerTrainingOptions(input=parsed.input, vocab_size=parsed.vocab_size, output=parsed.output)
@@ -173,7 +173,7 @@ def _train_tokenizer(parsed: argparse.Namespace) -> int:
 
 
 def _preprocess(parsed: argparse.Namespace) -> int:
-    from lightning_megatron.data.preprocess import PreprocessOptions, preprocess
+    from lightning_megatron.data.corpus.preprocess import PreprocessOptions, preprocess
 
     result = preprocess(
         PreprocessOptions(
@@ -192,7 +192,7 @@ def _preprocess(parsed: argparse.Namespace) -> int:
 
 
 def _convert_dataset(parsed: argparse.Namespace) -> int:
-    from lightning_megatron.data.convert_dataset import convert_dataset
+    from lightning_megatron.data.formats.convert import convert_dataset
 
     result = convert_dataset(parsed.input, parsed.output_prefix)
     print(

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from numpy.typing import NDArray
 
-from lightning_megatron.data.split import split_ranges
+from lightning_megatron.data.samples.split import split_ranges
 from tests.unit.data.corpus import megatron_samples
 from tests.unit.data.one_of_many_ranks import (
     SEQ_LENGTH,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_megatron.data.documents import cut_into_pieces, find_files, read_documents
+from lightning_megatron.data.corpus.documents import cut_into_pieces, find_files, read_documents
 from lightning_megatron.errors import DataError
 
 

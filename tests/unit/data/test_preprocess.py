@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_megatron.data import preprocess as module
-from lightning_megatron.data.format import check_dataset
-from lightning_megatron.data.legacy_format import LegacyDataset
-from lightning_megatron.data.preprocess import PreprocessOptions, PreprocessResult, preprocess
-from lightning_megatron.data.tokenizer import TokenizerTrainingOptions, load_tokenizer, train_tokenizer
+from lightning_megatron.data.corpus import preprocess as module
+from lightning_megatron.data.corpus.preprocess import PreprocessOptions, PreprocessResult, preprocess
+from lightning_megatron.data.corpus.tokenizer import TokenizerTrainingOptions, load_tokenizer, train_tokenizer
+from lightning_megatron.data.formats.legacy import LegacyDataset
+from lightning_megatron.data.formats.mmap import check_dataset
 from lightning_megatron.errors import ConfigError, DataError
 
 
@@ -181,8 +181,8 @@ def test_impossible_options_are_refused_at_once(tmp_path: Path, tokenizer: Path)
 
 RUN_FOREVER = """
 import sys
-from lightning_megatron.data import preprocess as module
-from lightning_megatron.data.documents import Piece
+from lightning_megatron.data.corpus import preprocess as module
+from lightning_megatron.data.corpus.documents import Piece
 
 def endless(files):
     print("started", flush=True)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_megatron.data.sampler import (
+from lightning_megatron.data.serving.sampler import (
     PADDING_ROW,
     BatchShape,
     TrainSampler,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_megatron.data.format import IndexedDatasetWriter, IndexHeader, check_dataset
-from lightning_megatron.data.split import SPLIT_NAMES, canonical_split, parse_split, split_ranges, split_sizes
+from lightning_megatron.data.formats.mmap import IndexedDatasetWriter, IndexHeader, check_dataset
+from lightning_megatron.data.samples.split import SPLIT_NAMES, canonical_split, parse_split, split_ranges, split_sizes
 from lightning_megatron.errors import ConfigError, DataError
 
 

@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.data.tokenizer import END_OF_TEXT, TokenizerTrainingOptions, load_tokenizer, train_tokenizer
+from lightning_megatron.data.corpus.tokenizer import (
+    END_OF_TEXT,
+    TokenizerTrainingOptions,
+    load_tokenizer,
+    train_tokenizer,
+)
 from lightning_megatron.errors import ConfigError, DataError
 
 TEXT = "the cat sat on the mat; the dog sat on the log. " * 20

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.data.documents import PLAIN_TEXT_KEY, Piece, cut_into_pieces, find_files, read_documents
+from lightning_megatron.data.corpus.documents import PLAIN_TEXT_KEY, Piece, cut_into_pieces, find_files, read_documents
 from lightning_megatron.errors import ConfigError, DataError
 
 END_OF_TEXT = "<|endoftext|>"

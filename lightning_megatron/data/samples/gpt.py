@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_megatron.data.format import read_header
-from lightning_megatron.data.sampler import PADDING_ROW
-from lightning_megatron.data.split import SplitName, canonical_split, split_ranges
+from lightning_megatron.data.formats.mmap import read_header
+from lightning_megatron.data.samples.split import SplitName, canonical_split, split_ranges
+from lightning_megatron.data.serving.sampler import PADDING_ROW
 from lightning_megatron.errors import DataError
 
 _log = logging.getLogger(__name__)

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_megatron.data.convert_dataset import convert_dataset
-from lightning_megatron.data.format import check_dataset, index_header, index_parts
-from lightning_megatron.data.index_files import LEGACY_MAGIC
-from lightning_megatron.data.legacy_format import LegacyDataset, LegacyDatasetWriter, check_legacy_dataset
+from lightning_megatron.data.formats.convert import convert_dataset
+from lightning_megatron.data.formats.index_files import LEGACY_MAGIC
+from lightning_megatron.data.formats.legacy import LegacyDataset, LegacyDatasetWriter, check_legacy_dataset
+from lightning_megatron.data.formats.mmap import check_dataset, index_header, index_parts
 from lightning_megatron.errors import DataError
 
 # Documents of sequences, as sentences make them; an empty document and an empty sequence are among them.
@@ -76,7 +76,7 @@ def _read_by_the_engine(prefix: str) -> tuple[list[list[list[Any]]], str]:
 def test_every_type_of_token_is_read_and_converted_to_what_it_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: tuple[int, int, str, int, str], chunk: int
 ) -> None:
-    monkeypatch.setattr("lightning_megatron.data.index_files.CHUNK", chunk)
+    monkeypatch.setattr("lightning_megatron.data.formats.index_files.CHUNK", chunk)
     prefix = _write_by_hand(tmp_path / "old", kind, DOCUMENTS)
     before = [(tmp_path / f"old{suffix}").read_bytes() for suffix in (".idx", ".bin")]
 
@@ -136,7 +136,7 @@ def test_an_interrupted_writer_leaves_nothing(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("moment", ["index_parts", "_pieces"])
 def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     prefix = _write_by_hand(tmp_path / "old", KINDS[3], DOCUMENTS)
-    monkeypatch.setattr(f"lightning_megatron.data.convert_dataset.{moment}", _interrupted)
+    monkeypatch.setattr(f"lightning_megatron.data.formats.convert.{moment}", _interrupted)
     with pytest.raises(KeyboardInterrupt):
         convert_dataset(prefix, str(tmp_path / "new"))
 
@@ -179,8 +179,8 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path, monkeypatch: py
 
 def test_a_file_that_shrinks_meanwhile_is_not_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prefix = _write_by_hand(tmp_path / "old", KINDS[3], DOCUMENTS)
-    monkeypatch.setattr("lightning_megatron.data.convert_dataset._require_short_sequences", lambda header: None)
-    monkeypatch.setattr("lightning_megatron.data.convert_dataset.os.path.getsize", lambda path: 40)
+    monkeypatch.setattr("lightning_megatron.data.formats.convert._require_short_sequences", lambda header: None)
+    monkeypatch.setattr("lightning_megatron.data.formats.convert.os.path.getsize", lambda path: 40)
     with pytest.raises(DataError, match=r"old\.bin has changed while it was read"):
         convert_dataset(prefix, str(tmp_path / "new"))
     assert not (tmp_path / "new.idx").exists()

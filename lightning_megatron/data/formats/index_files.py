@@ -1,6 +1,6 @@
 """What do all formats of indexed datasets share: how is a pair ``PREFIX.bin``, ``PREFIX.idx`` published and checked?
 
-The formats differ in the layout of ``.idx``: ``format.py`` has Megatron-Core's, ``legacy_format.py`` the older one.
+The formats differ in the layout of ``.idx``: ``mmap.py`` has Megatron-Core's, ``legacy.py`` the older one.
 """
 
 from __future__ import annotations

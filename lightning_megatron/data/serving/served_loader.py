@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_megatron.data.indexed import IndexedSamples
-from lightning_megatron.data.sampler import BatchShape, TrainSampler, evaluation_batches, num_evaluation_steps
+from lightning_megatron.data.samples.gpt import IndexedSamples
+from lightning_megatron.data.serving.sampler import BatchShape, TrainSampler, evaluation_batches, num_evaluation_steps
 
 
 class IndexedTrainLoader:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_megatron.data.format import (
+from lightning_megatron.data.formats.mmap import (
     IndexedDatasetWriter,
     check_dataset,
     largest_token_at_the_ends,
@@ -207,7 +207,7 @@ def test_damage_is_named(tmp_path: Path, idx: bytes, data: bytes, message: str) 
 def test_damage_is_found_in_any_chunk_of_a_long_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
-    monkeypatch.setattr("lightning_megatron.data.index_files.CHUNK", chunk)
+    monkeypatch.setattr("lightning_megatron.data.formats.index_files.CHUNK", chunk)
 
     assert read_lengths(check_dataset(_golden(tmp_path))).tolist() == [3, 1, 2]
     for offset, message in ((42, "sequence of -9 tokens"), (62, "points outside it"), (86, "do not ascend")):

@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_megatron.data.format import IndexedDatasetWriter
-from lightning_megatron.data.index_files import (
+from lightning_megatron.data.formats.index_files import (
     INTEGER_CODES,
     LEGACY_MAGIC,
     MMAP_MAGIC,
@@ -32,6 +31,7 @@ from lightning_megatron.data.index_files import (
     existing_pair,
     read_chunks,
 )
+from lightning_megatron.data.formats.mmap import IndexedDatasetWriter
 from lightning_megatron.errors import DataError
 
 HEADER_BYTES = 56

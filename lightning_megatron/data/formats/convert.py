@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from lightning_megatron.data.format import index_header, index_parts
-from lightning_megatron.data.index_files import StagedPair
-from lightning_megatron.data.legacy_format import LegacyHeader, check_legacy_dataset
+from lightning_megatron.data.formats.index_files import StagedPair
+from lightning_megatron.data.formats.legacy import LegacyHeader, check_legacy_dataset
+from lightning_megatron.data.formats.mmap import index_header, index_parts
 from lightning_megatron.errors import DataError
 
 _PIECE_BYTES = 1 << 23

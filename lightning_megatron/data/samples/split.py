@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from lightning_megatron.data.format import IndexHeader, read_lengths
+from lightning_megatron.data.formats.mmap import IndexHeader, read_lengths
 from lightning_megatron.errors import ConfigError, DataError
 
 SplitName: TypeAlias = Literal["train", "valid", "test"]

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_megatron.data.indexed import IndexRequest, build_index, cache_folder, open_samples
-from lightning_megatron.data.sampler import PADDING_ROW
-from lightning_megatron.data.split import split_ranges
+from lightning_megatron.data.samples.gpt import IndexRequest, build_index, cache_folder, open_samples
+from lightning_megatron.data.samples.split import split_ranges
+from lightning_megatron.data.serving.sampler import PADDING_ROW
 from lightning_megatron.errors import DataError
 from tests.unit.data.corpus import megatron_samples, write_corpus
 

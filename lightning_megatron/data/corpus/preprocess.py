@@ -19,10 +19,10 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from lightning_megatron.data.documents import PLAIN_TEXT_KEY, Piece, cut_into_pieces, find_files, read_documents
-from lightning_megatron.data.format import IndexedDatasetWriter, token_dtype
-from lightning_megatron.data.legacy_format import TOKEN_DTYPE, LegacyDatasetWriter
-from lightning_megatron.data.tokenizer import load_tokenizer
+from lightning_megatron.data.corpus.documents import PLAIN_TEXT_KEY, Piece, cut_into_pieces, find_files, read_documents
+from lightning_megatron.data.corpus.tokenizer import load_tokenizer
+from lightning_megatron.data.formats.legacy import TOKEN_DTYPE, LegacyDatasetWriter
+from lightning_megatron.data.formats.mmap import IndexedDatasetWriter, token_dtype
 from lightning_megatron.errors import ConfigError, DataError
 
 _WRITERS = {"mmap": IndexedDatasetWriter, "cached": LegacyDatasetWriter, "lazy": LegacyDatasetWriter}

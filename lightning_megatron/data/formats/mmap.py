@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_megatron.data.index_files import (
+from lightning_megatron.data.formats.index_files import (
     INTEGER_CODES,
     LEGACY_MAGIC,
     MMAP_MAGIC,

@@ -1,0 +1,1 @@
+"""How does text become an indexed dataset: inputs, tokenizer, preprocessing?"""

@@ -1,0 +1,1 @@
+"""How do samples reach the ranks: place in the run, loaders, broadcast?"""
