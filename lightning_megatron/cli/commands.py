@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from lightning_megatron.cli.dataset_commands import add_dataset_commands
 from lightning_megatron.cli.failure import DONE, UsageError, report, users_mistake
 from lightning_megatron.cli.help_text import TRAINER_COMMANDS, trainer_help
 
@@ -65,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser(name, help=summary)  # for the list in --help; main() runs them
     _add_train_tokenizer(commands)
     _add_preprocess(commands)
-    _add_convert_dataset(commands)
+    add_dataset_commands(commands)
     _add_doctor(commands)
     return parser
 
@@ -126,20 +127,6 @@ def _add_preprocess(commands: argparse._SubParsersAction[_OneLineErrorParser]) -
     parser.set_defaults(run=_preprocess)
 
 
-def _add_convert_dataset(commands: argparse._SubParsersAction[_OneLineErrorParser]) -> None:
-    summary = "turn an indexed dataset of Megatron 1.x or 2.x (cached, lazy) into mmap"
-    parser = commands.add_parser(
-        "convert-dataset",
-        help=summary,
-        description=f"{summary}. Checks all of the old index; documents and tokens stay as they are.",
-    )
-    parser.add_argument("--input", required=True, metavar="PREFIX", help="dataset to read, without .bin")
-    parser.add_argument(
-        "--output-prefix", required=True, metavar="PREFIX", help="dataset to write, without .bin; must not exist"
-    )
-    parser.set_defaults(run=_convert_dataset)
-
-
 def _add_doctor(commands: argparse._SubParsersAction[_OneLineErrorParser]) -> None:
     summary = "show versions, devices, and what fills each slot of the engine"
     parser = commands.add_parser("doctor", help=summary, description=summary)
@@ -188,17 +175,6 @@ def _preprocess(parsed: argparse.Namespace) -> int:
     )
     names = ", ".join(result.prefixes)
     print(f"{names}: {result.documents:,} documents, {result.tokens:,} tokens from {result.bytes:,} bytes")
-    return DONE
-
-
-def _convert_dataset(parsed: argparse.Namespace) -> int:
-    from lightning_megatron.data.formats.convert import convert_dataset
-
-    result = convert_dataset(parsed.input, parsed.output_prefix)
-    print(
-        f"{result.prefix}: {result.documents:,} documents, {result.sequences:,} sequences, {result.tokens:,} tokens"
-        f" from {parsed.input}"
-    )
     return DONE
 
 
