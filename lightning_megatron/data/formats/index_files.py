@@ -1,16 +1,18 @@
-"""What do all formats of indexed datasets share: how is a pair ``PREFIX.bin``, ``PREFIX.idx`` published and checked?
+"""What do all formats of indexed datasets share: what does an index say, how is it read, and when is it sound?
 
-The formats differ in the layout of ``.idx``: ``mmap.py`` has Megatron-Core's, ``legacy.py`` the older one.
+A dataset is a pair ``PREFIX.bin`` (tokens) and ``PREFIX.idx`` (where sequences and documents begin). The formats differ
+in the layout of ``.idx``: ``mmap.py`` has Megatron-Core's, ``legacy.py`` the older one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +27,57 @@ INTEGER_CODES: dict[int, np.dtype[Any]] = {
 """Types of tokens by their number in ``.idx``."""
 CHUNK = 1 << 20
 """Elements of an index that are in memory at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetHeader(ABC):
+    """What the first bytes of a valid ``.idx`` say; its size agrees with them. All arrays are read in chunks."""
+
+    format: ClassVar[str]
+    """The name by which Megatron's users know the format."""
+
+    prefix: str
+    """Path of both files without suffix."""
+    dtype: np.dtype[Any]
+    """Type of a token in ``.bin``."""
+    num_sequences: int
+    """N."""
+    num_document_bounds: int
+    """D: one more than there are documents."""
+    has_modes: bool = False
+    """Whether each sequence has a mode, as those of multimodal datasets have."""
+
+    @property
+    def num_documents(self) -> int:
+        """Documents in the dataset."""
+        return self.num_document_bounds - 1
+
+    @property
+    def remark(self) -> str | None:
+        """What whoever uses the dataset should know about the way it was read."""
+        return None
+
+    @property
+    def idx_bytes(self) -> int:
+        """Size of ``.idx``."""
+        return os.path.getsize(self.prefix + ".idx")
+
+    @property
+    def bin_bytes(self) -> int:
+        """Size of ``.bin``."""
+        return os.path.getsize(self.prefix + ".bin")
+
+    @abstractmethod
+    def lengths(self) -> Iterator[NDArray[Any]]:
+        """Tokens of each sequence: N integers."""
+
+    @abstractmethod
+    def document_bounds(self) -> Iterator[NDArray[np.int64]]:
+        """First sequence of each document and, last, N: D integers."""
+
+    def modes(self) -> Iterator[NDArray[np.int8]]:
+        """Mode of each sequence: N integers, or none if the dataset has no modes."""
+        return iter(())
 
 
 def existing_pair(prefix: str, option: str) -> tuple[Path, Path]:
@@ -50,14 +103,33 @@ def existing_pair(prefix: str, option: str) -> tuple[Path, Path]:
     return idx_path, bin_path
 
 
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Name the file in the error that reading it causes.
+
+    Raises:
+        DataError: If the body raises an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}); make it readable, or copy it again") from error
+
+
+def first_bytes(path: Path, count: int) -> bytes:
+    """The first ``count`` bytes of a file, fewer if it is shorter."""
+    with reading(path), open(path, "rb") as stream:
+        return stream.read(count)
+
+
 def read_chunks(path: Path, dtype: str, count: int, offset: int) -> Iterator[NDArray[Any]]:
     """An array of the index in chunks: a corpus of a billion documents has an index of 20 GB.
 
     Raises:
-        DataError: If the file has become shorter since its size was checked.
+        DataError: If the file has become shorter since its size was checked, or cannot be read.
     """
     itemsize = np.dtype(dtype).itemsize
-    with open(path, "rb") as stream:
+    with reading(path), open(path, "rb") as stream:
         stream.seek(offset)
         for begin in range(0, count, CHUNK):
             wanted = min(CHUNK, count - begin) * itemsize
@@ -82,70 +154,3 @@ def check_document_bounds(bounds: Iterator[NDArray[np.int64]], num_sequences: in
         last = int(chunk[-1])
     if last != num_sequences:
         raise DataError(f"{idx_path} ends its last document at sequence {last} of {num_sequences}: damaged; {fix}")
-
-
-class StagedPair(ABC):
-    """Writes one dataset; it appears under its name only when it is complete.
-
-    Use as a context manager: leaving it normally publishes the files, leaving it by an exception removes them. A killed
-    process leaves only files whose names begin with a dot. ``.idx`` appears last, so it vouches for ``.bin``.
-    """
-
-    def __init__(self, prefix: str) -> None:
-        self._prefix = Path(prefix)
-        self._prefix.parent.mkdir(parents=True, exist_ok=True)
-        self._bin_staging = self._staging_path(".bin")
-        self._idx_staging = self._staging_path(".idx")
-        self._stream = open(self._bin_staging, "wb")  # noqa: SIM115 (closed by __exit__)
-
-    def write(self, tokens: bytes) -> None:
-        """Append to ``.bin``."""
-        self._stream.write(tokens)
-
-    @abstractmethod
-    def _index_parts(self) -> Iterator[bytes]:
-        """The bytes of ``.idx``; asked for after the last token."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                self._publish()
-        finally:
-            self._stream.close()
-            self._bin_staging.unlink(missing_ok=True)
-            self._idx_staging.unlink(missing_ok=True)
-
-    def _staging_path(self, suffix: str) -> Path:
-        return self._prefix.with_name(f".{self._prefix.name}{suffix}.{os.getpid()}.partial")
-
-    def _publish(self) -> None:
-        _sync_and_close(self._stream)
-        with open(self._idx_staging, "wb") as stream:
-            for part in self._index_parts():
-                stream.write(part)
-            _sync_and_close(stream)
-        idx_path, bin_path = Path(f"{self._prefix}.idx"), Path(f"{self._prefix}.bin")
-        # An old index must not meet the new tokens, not even for a moment.
-        idx_path.unlink(missing_ok=True)
-        os.replace(self._bin_staging, bin_path)
-        os.replace(self._idx_staging, idx_path)
-        _sync_folder(self._prefix.parent)
-
-
-def _sync_and_close(stream: Any) -> None:
-    stream.flush()
-    os.fsync(stream.fileno())
-    stream.close()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -6,6 +6,10 @@ int64[N+1] where each sequence's axes begin among the S; int64[N+1] where its to
 int64[S] length of each axis; int64[D] the first sequence of each document and, last, N. A sequence of tokens has one
 axis, so S = N.
 
+Files of fairseq, and of Megatron before November 2019, have neither D nor the array of D: there an empty sequence ends
+a document (Megatron's ``create_doc_idx``). It remains part of the document here. If no sequence is empty, nothing says
+where documents end, and each sequence is taken for one.
+
 Types 6 and 7 changed their meaning; the element size tells which it is. Until 2022, 6 was Python's float, stored as 8
 bytes though its element size was said to be 4 (positions count 4 bytes then), and 7 was float64. Since 2023, 6 is
 float64 and 7 is float32.
@@ -14,21 +18,25 @@ Source: Megatron-LM at 0058b1a5, megatron/data/indexed_dataset.py:IndexedDataset
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_megatron.data.formats import index_files
 from lightning_megatron.data.formats.index_files import (
     INTEGER_CODES,
     LEGACY_MAGIC,
     MMAP_MAGIC,
+    DatasetHeader,
     check_document_bounds,
     existing_pair,
+    first_bytes,
     read_chunks,
 )
 from lightning_megatron.data.formats.mmap import IndexedDatasetWriter
@@ -52,19 +60,26 @@ _FIX_OF_BOUNDS = f"{_FIX}, or preprocess the text again if Megatron merged them:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LegacyHeader:
-    """What the first bytes of a valid ``.idx`` say; its size agrees with them."""
+class LegacyHeader(DatasetHeader):
+    """What the first bytes of a valid ``.idx`` of this format say; its size agrees with them."""
 
-    prefix: str
-    """Path of both files without suffix."""
-    dtype: np.dtype[Any]
-    """Type of a token in ``.bin``."""
+    format: ClassVar[str] = "cached/lazy"
+
     element_size: int
     """Bytes in which ``.idx`` counts positions; not always those of a token."""
-    num_sequences: int
-    """N."""
-    num_document_bounds: int
-    """D: one more than there are documents."""
+    num_empty: int | None = None
+    """Empty sequences, which end documents where ``.idx`` does not say where they end; None where it does."""
+
+    @property
+    def remark(self) -> str | None:
+        """How documents were found that ``.idx`` does not name."""
+        if self.num_empty is None:
+            return None
+        found = "an empty sequence ends a document" if self.num_empty else "each sequence is taken for a document"
+        return (
+            f"{self.prefix}.idx names no documents (fairseq, or Megatron before November 2019): {found};"
+            " fairseq itself stored every token one too high"
+        )
 
     def lengths(self) -> Iterator[NDArray[np.int64]]:
         """Tokens of each sequence, in chunks."""
@@ -72,7 +87,9 @@ class LegacyHeader:
 
     def document_bounds(self) -> Iterator[NDArray[np.int64]]:
         """First sequence of each document and, last, N, in chunks."""
-        return self._array(self.num_document_bounds, 16 * (self.num_sequences + 1) + 8 * self.num_sequences)
+        if self.num_empty is None:
+            return self._array(self.num_document_bounds, 16 * (self.num_sequences + 1) + 8 * self.num_sequences)
+        return self._bounds_by_empty_sequences()
 
     def axis_offsets(self) -> Iterator[NDArray[np.int64]]:
         """Where the axes of each sequence begin, and S, in chunks."""
@@ -83,19 +100,37 @@ class LegacyHeader:
         return self._array(count, 8 * (self.num_sequences + 1) + 8 * first)
 
     def _array(self, count: int, offset: int) -> Iterator[NDArray[np.int64]]:
-        return read_chunks(Path(self.prefix + ".idx"), "<i8", count, HEADER_BYTES + offset)
+        begin = HEADER_BYTES if self.num_empty is None else _HEADER_BYTES_WITHOUT_DOCUMENTS
+        return read_chunks(Path(self.prefix + ".idx"), "<i8", count, begin + offset)
+
+    def _bounds_by_empty_sequences(self) -> Iterator[NDArray[np.int64]]:
+        yield np.zeros(1, dtype=np.int64)
+        begin = last = 0
+        for lengths in self.lengths():
+            ends = begin + 1 + np.flatnonzero((lengths == 0) | (self.num_empty == 0))
+            begin += len(lengths)
+            if len(ends):
+                last = int(ends[-1])
+                yield ends
+        if last < self.num_sequences:
+            yield np.array([self.num_sequences])
 
 
-def read_legacy_header(prefix: str) -> LegacyHeader:
+def read_legacy_header(prefix: str, *, option: str = "input") -> LegacyHeader:
     """The header of the dataset at ``prefix``, after checks that touch only a few bytes of the files.
+
+    Where the ``.idx`` names no documents, the lengths are read to count them.
+
+    Args:
+        prefix: Path of both files without suffix.
+        option: The setting that ``prefix`` was given for.
 
     Raises:
         DataError: If a file is missing or is not of this format, or the ``.idx`` has not the size that it announces.
     """
-    idx_path, _ = existing_pair(prefix, "input")
+    idx_path, _ = existing_pair(prefix, option)
     size = idx_path.stat().st_size
-    with open(idx_path, "rb") as stream:
-        head = stream.read(HEADER_BYTES)
+    head = first_bytes(idx_path, HEADER_BYTES)
     _require_magic(idx_path, head)
     if len(head) < HEADER_BYTES:
         raise DataError(f"{idx_path} has {size} bytes, its header alone needs {HEADER_BYTES}: truncated; {_FIX}")
@@ -107,13 +142,9 @@ def read_legacy_header(prefix: str) -> LegacyHeader:
         raise DataError(
             f"{idx_path} says token type {code} of {element_size} bytes, there are {known}: damaged or foreign; {_FIX}"
         )
-    if size == _HEADER_BYTES_WITHOUT_DOCUMENTS + 8 * (2 * (num_sequences + 1) + num_axes):
-        raise DataError(
-            f"{idx_path} does not say where documents begin: it is fairseq's, or of Megatron before November 2019;"
-            " preprocess the text again"
-        )
-    expected = HEADER_BYTES + 8 * (2 * (num_sequences + 1) + num_axes + num_bounds)
-    if size != expected:
+    without_documents = _HEADER_BYTES_WITHOUT_DOCUMENTS + 8 * (2 * (num_sequences + 1) + num_axes)
+    expected = without_documents + 8 * (1 + num_bounds)
+    if size not in (without_documents, expected):
         raise DataError(
             f"{idx_path} has {size} bytes, {num_sequences} sequences, {num_axes} axes and {num_bounds} document bounds"
             f" need {expected}: truncated or damaged; {_FIX}"
@@ -125,24 +156,27 @@ def read_legacy_header(prefix: str) -> LegacyHeader:
             f"{idx_path} has {num_axes} axes for {num_sequences} sequences, sequences of tokens have one each: it holds"
             " something other than text; give a dataset of text"
         )
-    return LegacyHeader(
+    header = LegacyHeader(
         prefix=prefix,
         dtype=_DTYPES[code, element_size],
         element_size=element_size,
         num_sequences=num_sequences,
         num_document_bounds=num_bounds,
     )
+    return header if size == expected else _with_documents_that_empty_sequences_end(header)
 
 
-def check_legacy_dataset(prefix: str) -> LegacyHeader:
+def check_legacy_dataset(prefix: str, *, option: str = "input") -> LegacyHeader:
     """The header of the dataset at ``prefix``, after reading the whole ``.idx`` (not ``.bin``) and checking all of it.
+
+    Arguments are those of ``read_legacy_header``.
 
     Raises:
         DataError: Also if a length is negative, positions do not follow from the lengths, the files do not belong
             together, or the documents are not in order.
     """
-    header = read_legacy_header(prefix)
-    idx_path, bin_path = existing_pair(prefix, "input")
+    header = read_legacy_header(prefix, option=option)
+    idx_path, bin_path = existing_pair(prefix, option)
     bin_bytes = bin_path.stat().st_size
     _check_axes(header, idx_path)
     end = _check_positions(header, idx_path, bin_bytes)
@@ -193,16 +227,32 @@ class LegacyDatasetWriter(IndexedDatasetWriter):
     """Writes a dataset that Megatron 1.x and 2.x read with ``--data-impl cached`` or ``lazy``."""
 
     def _index_parts(self) -> Iterator[bytes]:
-        lengths, bounds = self._written_lengths(), self._written_bounds()
-        count = len(lengths)
+        count = len(self._lengths)
         code = next(code for (code, _), dtype in _DTYPES.items() if dtype == self._dtype)
-        yield LEGACY_MAGIC + struct.pack("<QQQQQQ", 1, code, self._dtype.itemsize, count, count, len(bounds))
-        yield np.arange(count + 1, dtype="<i8").tobytes()
-        positions = np.zeros(count + 1, dtype="<i8")
-        np.cumsum(lengths, out=positions[1:])
-        yield positions.tobytes()
-        yield lengths.astype("<i8").tobytes()
-        yield bounds.tobytes()
+        yield LEGACY_MAGIC + struct.pack("<QQQQQQ", 1, code, self._dtype.itemsize, count, count, self._num_bounds())
+        for begin in range(0, count + 1, index_files.CHUNK):
+            yield np.arange(begin, min(begin + index_files.CHUNK, count + 1), dtype="<i8").tobytes()
+        end = 0
+        yield struct.pack("<q", end)
+        for lengths in self._written_lengths():
+            ends = end + np.cumsum(lengths, dtype="<i8")
+            yield ends.tobytes()
+            end = int(ends[-1])
+        for lengths in self._written_lengths():
+            yield lengths.astype("<i8").tobytes()
+        for bounds in self._written_bounds():
+            yield bounds.astype("<i8").tobytes()
+
+
+def _with_documents_that_empty_sequences_end(header: LegacyHeader) -> LegacyHeader:
+    header = dataclasses.replace(header, num_empty=0)  # its arrays begin where they do without D
+    num_empty = last = 0
+    for lengths in header.lengths():
+        num_empty += int((lengths == 0).sum())
+        last = int(lengths[-1])
+    # The sequences after the last empty one are a document too.
+    num_documents = num_empty + (last != 0) if num_empty else header.num_sequences
+    return dataclasses.replace(header, num_empty=num_empty, num_document_bounds=num_documents + 1)
 
 
 def _require_magic(idx_path: Path, head: bytes) -> None:

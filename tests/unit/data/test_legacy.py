@@ -58,6 +58,15 @@ def _write_by_hand(prefix: Path, kind: tuple[int, int, str, int, str], documents
     return str(prefix)
 
 
+def _without_documents(prefix: str) -> str:
+    """Make the index what fairseq, and Megatron before November 2019, wrote: no D, no document bounds."""
+    path = Path(f"{prefix}.idx")
+    index = path.read_bytes()
+    (num_bounds,) = struct.unpack("<Q", index[48:56])
+    path.write_bytes(index[:48] + index[56 : len(index) - 8 * num_bounds])
+    return prefix
+
+
 def _read(prefix: str) -> list[list[list[Any]]]:
     return [[tokens.tolist() for tokens in document] for document in LegacyDataset(prefix).documents()]
 
@@ -90,6 +99,51 @@ def test_every_type_of_token_is_read_and_converted_to_what_it_holds(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new.bin", "new.idx", "old.bin", "old.idx"]
     if "float" not in kind[4]:  # our training reads integers only
         assert check_dataset(result.prefix).num_documents == 4
+
+
+def _create_doc_idx(sizes: list[int]) -> list[int]:
+    """Where documents begin, by the rule that Megatron had for such files."""
+    return [0] + [number + 1 for number, size in enumerate(sizes) if size == 0]
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 1 << 20])
+@pytest.mark.parametrize(
+    ("sequences", "documents"),
+    [
+        ([[5, 6], [7], [], [8], []], [[[5, 6], [7], []], [[8], []]]),
+        ([[5, 6], [], [7], [8]], [[[5, 6], []], [[7], [8]]]),  # the last document is not ended
+        ([[], [], [9]], [[[]], [[]], [[9]]]),
+        ([[5, 6], [7]], [[[5, 6]], [[7]]]),  # nothing says where documents end
+    ],
+)
+def test_documents_of_the_oldest_files_end_with_empty_sequences(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sequences: list[list[int]],
+    documents: list[list[list[int]]],
+    chunk: int,
+) -> None:
+    monkeypatch.setattr("lightning_megatron.data.formats.index_files.CHUNK", chunk)
+    prefix = _without_documents(_write_by_hand(tmp_path / "old", KINDS[3], [sequences]))
+
+    assert _read(prefix) == documents
+    result = convert_dataset(prefix, str(tmp_path / "new"))
+
+    assert _read_by_the_engine(result.prefix) == (documents, "int32")
+    assert (result.documents, result.sequences) == (len(documents), len(sequences))
+    (note,) = result.notes
+    empty = [] in sequences
+    assert ("an empty sequence ends a document" if empty else "each sequence is taken for a document") in note
+    if empty:
+        begins = [0, *np.cumsum([len(document) for document in documents]).tolist()]
+        theirs = _create_doc_idx([len(tokens) for tokens in sequences])
+        assert begins == [*theirs, *([] if sequences[-1] == [] else [len(sequences)])]
+
+
+def test_files_that_name_their_documents_need_no_remark(tmp_path: Path) -> None:
+    prefix = _write_by_hand(tmp_path / "old", KINDS[3], DOCUMENTS)
+
+    assert convert_dataset(prefix, str(tmp_path / "new")).notes == ()
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind[:2] not in ((6, 4), (7, 8))], ids=lambda kind: kind[4])
@@ -136,7 +190,7 @@ def test_an_interrupted_writer_leaves_nothing(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("moment", ["index_parts", "_pieces"])
 def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     prefix = _write_by_hand(tmp_path / "old", KINDS[3], DOCUMENTS)
-    monkeypatch.setattr(f"lightning_megatron.data.formats.convert.{moment}", _interrupted)
+    monkeypatch.setattr(f"lightning_megatron.data.formats.rewrite.{moment}", _interrupted)
     with pytest.raises(KeyboardInterrupt):
         convert_dataset(prefix, str(tmp_path / "new"))
 
@@ -161,7 +215,9 @@ def test_outputs_that_cannot_be_are_refused(tmp_path: Path) -> None:
         convert_dataset(prefix, str(tmp_path / "new.bin"))
     with pytest.raises(DataError, match=r"names no file; add one, e\.g\. \S+/corpus"):
         convert_dataset(prefix, f"{tmp_path}/folder/")
-    with pytest.raises(DataError, match=r"cannot be converted to .*File exists.*; give an output prefix"):
+    with pytest.raises(
+        DataError, match=r"old\.bin/new\.bin and \.idx cannot be written \(File exists\); give an output"
+    ):
         convert_dataset(prefix, str(tmp_path / "old.bin" / "new"))
 
 
@@ -177,13 +233,15 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path, monkeypatch: py
     assert sorted(path.name for path in tmp_path.iterdir()) == ["old.bin", "old.idx"]
 
 
-def test_a_file_that_shrinks_meanwhile_is_not_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_shrinks_or_grows_meanwhile_is_not_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prefix = _write_by_hand(tmp_path / "old", KINDS[3], DOCUMENTS)
-    monkeypatch.setattr("lightning_megatron.data.formats.convert._require_short_sequences", lambda header: None)
-    monkeypatch.setattr("lightning_megatron.data.formats.convert.os.path.getsize", lambda path: 40)
-    with pytest.raises(DataError, match=r"old\.bin has changed while it was read"):
-        convert_dataset(prefix, str(tmp_path / "new"))
-    assert not (tmp_path / "new.idx").exists()
+    for claimed in (24, 40):  # it has 28
+        monkeypatch.setattr("os.path.getsize", lambda path, claimed=claimed: claimed)
+        with pytest.raises(DataError, match=r"old\.bin has changed while it was read"):
+            convert_dataset(prefix, str(tmp_path / "new"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["old.bin", "old.idx"]
 
 
 def test_a_sequence_beyond_int32_is_refused_before_anything_is_written(
@@ -243,7 +301,11 @@ def _patched(offset: int, *numbers: int) -> bytes:
         (_patched(32, 2**62), GOLDEN_BIN, "truncated or damaged"),
         (_patched(40, 2**62), GOLDEN_BIN, "truncated or damaged"),
         (_patched(40, 4, 3), GOLDEN_BIN, "has 4 axes for 3 sequences"),
-        (GOLDEN_IDX[:48] + GOLDEN_IDX[56:-32], GOLDEN_BIN, "does not say where documents begin"),
+        (
+            GOLDEN_IDX[:40] + struct.pack("<Q", 4) + GOLDEN_IDX[56:-32] + _longs([1]),
+            GOLDEN_BIN,
+            "4 axes for 3 sequences",
+        ),
         (GOLDEN_IDX[:32] + struct.pack("<QQQ", 0, 0, 1) + _longs([0, 0, 0]), b"", "holds no sequence"),
         (_patched(64, 2), GOLDEN_BIN, "sequences of other than one axis"),
         (_patched(88, 1), GOLDEN_BIN, "does not begin with the first token"),
