@@ -102,3 +102,8 @@ def split_sizes(header: IndexHeader, split: str, seq_length: int) -> dict[SplitN
                 " or weight 0, lower seq_length, or add documents"
             )
     return sizes
+
+
+def whole_split(name: SplitName) -> str:
+    """The split that gives all documents to ``name``."""
+    return ",".join("1" if each == name else "0" for each in SPLIT_NAMES)

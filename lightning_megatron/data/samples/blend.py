@@ -1,0 +1,265 @@
+"""From which dataset does sample number i of a blend come, and what did the user ask for?
+
+Datasets are taken in turn such that after every sample each has come as close to its share as it can; the greedy rule
+is the engine's (megatron-core 0.16.1, datasets/helpers.cpp:build_blending_indices).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lightning_megatron.data.samples.base import Objective, Part, Rows, Samples
+from lightning_megatron.data.samples.split import SplitName
+from lightning_megatron.errors import ConfigError
+
+MAX_DATASETS = 32766
+"""The engine numbers datasets in 16 bits."""
+_SURPLUS = 0.005
+"""Samples that Megatron lays out of each dataset beyond its share; they may cost a pass more, and so change the order
+(megatron-core 0.16.1, blended_megatron_dataset_config.py:mid_level_dataset_surplus)."""
+_MAX_OPEN = 64
+"""Datasets of a blend that a process holds open: each takes about five file descriptors, of 1,024 in all."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A dataset of a blend."""
+
+    prefix: str
+    """Without suffix."""
+    weight: float | None = None
+    """Its share of the samples before normalisation; None if all datasets are taken in proportion to their sizes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitRequest:
+    """What determines the samples of a split and their order."""
+
+    name: SplitName
+    """The split."""
+    sources: tuple[Source, ...]
+    """Datasets, as ``parse_blend`` gives them."""
+    split: str
+    """Weights of train, valid and test in each dataset; ``whole_split(name)`` if all documents belong to this split."""
+    objective: Objective
+    """How samples are cut out of documents."""
+    seed: int
+    """Of the order, and of what is drawn for each sample."""
+    num_samples: int | None
+    """Samples that are needed, over as many passes as it takes; None for one pass."""
+
+    def part(self, source: Source, num_samples: int | None) -> Part:
+        """One dataset's share."""
+        return Part(prefix=source.prefix, split=self.split, name=self.name, seed=self.seed, num_samples=num_samples)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """The order of datasets in a blend."""
+
+    dataset_index: NDArray[np.int16]
+    """The dataset of each sample: [samples]."""
+    sample_index: NDArray[np.int64]
+    """Its number in that dataset: [samples]."""
+    part_samples: NDArray[np.int64]
+    """Samples that have to be laid out of each dataset, 0 for one pass: [datasets]."""
+
+
+def parse_blend(data_path: str | Sequence[str | float]) -> tuple[Source, ...]:
+    """The datasets that the user names, with their weights.
+
+    Stricter than the engine, which takes a list that it does not understand for prefixes alone (megatron-core 0.16.1,
+    datasets/utils.py:get_blend_from_list).
+
+    Args:
+        data_path: A prefix; prefixes, taken in proportion to their sizes; or weights and prefixes in turn, where
+            weights are numbers or their spelling, e.g. ``[0.7, "books", 0.3, "web"]``. A weight of 0 leaves a dataset
+            out, as it does in ``split``.
+
+    Raises:
+        ConfigError: If it is anything else.
+    """
+    items: list[str | float] = [data_path] if isinstance(data_path, str) else list(data_path)
+    if not items:
+        raise ConfigError("data_path=[] names no dataset; give prefixes that preprocess printed")
+    numbers = [_number(item) for item in items]
+    if numbers[0] is None or len(items) == 1:
+        sources = tuple(Source(_prefix(items, place)) for place in range(len(items)))
+    else:
+        if len(items) % 2:
+            raise ConfigError(f"data_path={items} has {len(items)} items, but {_RULE}: a weight or a prefix is missing")
+        weights = [_weight(items, place) for place in range(0, len(items), 2)]
+        prefixes = [_prefix(items, place) for place in range(1, len(items), 2)]
+        sources = tuple(Source(prefix, weight) for prefix, weight in zip(prefixes, weights, strict=True))
+    _require_distinct(sources)
+    if not any(source.weight != 0 for source in sources):
+        raise ConfigError(f"data_path={items} gives every dataset the weight 0; make at least one positive")
+    sources = tuple(source for source in sources if source.weight != 0)
+    if len(sources) > MAX_DATASETS:
+        raise ConfigError(f"data_path has {len(sources)} datasets, a blend has at most {MAX_DATASETS}; merge some")
+    return sources
+
+
+def num_samples_of_one_pass(sources: tuple[Source, ...], counts: Sequence[int]) -> int:
+    """Samples of a blend that takes none twice.
+
+    Without weights these are all. With weights the pass ends where the first dataset has no more for its share. The
+    greedy rule gives a dataset of weight w at most w * (N - 1) + 1 of N samples, so no dataset runs out before.
+
+    Args:
+        sources: The datasets.
+        counts: Samples in one pass over each.
+    """
+    if len(sources) == 1 or sources[0].weight is None:
+        return sum(counts)
+    return max(1, min(math.floor(count / share) for count, share in zip(counts, _shares(sources, counts), strict=True)))
+
+
+def mix(sources: tuple[Source, ...], counts: Sequence[int], num_samples: int | None) -> Mixture:
+    """The order in which several datasets are taken.
+
+    It equals the engine's where that has one: it takes no weights for one pass, no more than one pass without weights,
+    and it fails where the surplus that it lays out does not cover what its greedy rule takes.
+
+    Args:
+        sources: The datasets.
+        counts: Samples in one pass over each.
+        num_samples: Samples that are needed, over as many passes as it takes; None for one pass.
+    """
+    from megatron.core.datasets import helpers
+
+    weighted = sources[0].weight is not None
+    shares = _shares(sources, counts)
+    needed = num_samples_of_one_pass(sources, counts) if num_samples is None else num_samples
+    # Megatron rounds each dataset's samples up, so a weighted blend is a little longer than it has to be.
+    rounded = [math.ceil(needed * share) for share in shares]
+    size = sum(rounded) if weighted and num_samples is not None else needed
+    dataset_index, sample_index = np.zeros(size, dtype=np.int16), np.zeros(size, dtype=np.int64)
+    if num_samples is None and not weighted:
+        helpers.build_exhaustive_blending_indices(dataset_index, sample_index, list(counts), len(sources))
+    else:
+        helpers.build_blending_indices(dataset_index, sample_index, shares, len(sources), size, False)
+    part_samples = np.bincount(dataset_index, minlength=len(sources)).astype(np.int64)
+    if weighted and num_samples is not None:
+        laid_out = [math.ceil(samples * (1 + _SURPLUS)) for samples in rounded]
+        part_samples = np.maximum(part_samples, laid_out)
+    part_samples[part_samples <= np.asarray(counts)] = 0
+    return Mixture(dataset_index=dataset_index, sample_index=sample_index, part_samples=part_samples)
+
+
+class BlendedSamples:
+    """Several open datasets as one; each is opened when a sample of it is read, and only some are open at a time."""
+
+    def __init__(
+        self,
+        mixture: Mixture,
+        openers: Sequence[Callable[[], Samples]],
+        fingerprint: str,
+    ) -> None:
+        """Bind the parts.
+
+        Args:
+            mixture: The order of datasets.
+            openers: Open one dataset each; picklable.
+            fingerprint: Of the whole.
+        """
+        self._mixture = mixture
+        self._openers = openers
+        self._fingerprint = fingerprint
+        self._open: OrderedDict[int, Samples] = OrderedDict()
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the order of datasets, and of the samples in each."""
+        return self._fingerprint
+
+    def __len__(self) -> int:
+        return len(self._mixture.dataset_index)
+
+    def rows(self, indices: Sequence[int]) -> Rows:
+        """The samples at ``indices``, stacked; all datasets give rows of the same lengths."""
+        places = np.asarray(indices, dtype=np.int64)
+        datasets = self._mixture.dataset_index[places]
+        samples = self._mixture.sample_index[places]
+        by_dataset = np.argsort(datasets, kind="stable")
+        chosen, begins = np.unique(datasets[by_dataset], return_index=True)
+        groups = np.split(by_dataset, begins[1:])
+        parts = [
+            self._dataset(int(dataset)).rows(samples[group].tolist())
+            for dataset, group in zip(chosen, groups, strict=True)
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        back = torch.from_numpy(np.argsort(by_dataset))
+        return {key: torch.cat([part[key] for part in parts])[back] for key in parts[0]}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Open files do not travel to other processes."""
+        return {**self.__dict__, "_open": OrderedDict()}
+
+    def _dataset(self, number: int) -> Samples:
+        if number not in self._open:
+            if len(self._open) == _MAX_OPEN:
+                self._open.popitem(last=False)
+            self._open[number] = self._openers[number]()
+        self._open.move_to_end(number)
+        return self._open[number]
+
+
+_RULE = "weights and prefixes stand in turn, as in [0.7, books, 0.3, web], or there are prefixes only"
+
+
+def _shares(sources: tuple[Source, ...], counts: Sequence[int]) -> list[float]:
+    weights = [count if source.weight is None else source.weight for source, count in zip(sources, counts, strict=True)]
+    array = np.array(weights, dtype=np.float64)
+    shares: list[float] = (array / array.sum()).tolist()
+    return shares
+
+
+def _number(item: str | float) -> float | None:
+    """What an item is worth as a number; None if it is a prefix."""
+    try:
+        return float(item)
+    except ValueError:
+        return None
+
+
+def _weight(items: list[str | float], place: int) -> float:
+    number = _number(items[place])
+    if number is None:
+        raise ConfigError(f"data_path[{place}]={items[place]!r} stands where a weight belongs: {_RULE}")
+    if isinstance(items[place], bool) or not (math.isfinite(number) and number >= 0):
+        raise ConfigError(f"data_path[{place}]={items[place]} is no weight, which is a number from 0 on; correct it")
+    return number
+
+
+def _prefix(items: list[str | float], place: int) -> str:
+    item = items[place]
+    if not isinstance(item, str) or _number(item) is not None:
+        raise ConfigError(
+            f"data_path[{place}]={item!r} is a number where a prefix belongs: {_RULE}; if it is a prefix, write"
+            f" './{item}'"
+        )
+    if not item.strip():
+        raise ConfigError(f"data_path[{place}]={item!r} names no dataset; give a prefix that preprocess printed")
+    return item
+
+
+def _require_distinct(sources: tuple[Source, ...]) -> None:
+    seen: set[str] = set()
+    for source in sources:
+        path = os.path.abspath(source.prefix)
+        if path in seen:
+            raise ConfigError(
+                f"data_path has {source.prefix} twice; give it once, with the sum of its weights to take it more often"
+            )
+        seen.add(path)

@@ -1,0 +1,145 @@
+"""Where are the indices of a split, each built once for all jobs, and are there any samples in it?
+
+Each dataset's index is in a folder of its own, and so is the order in which a blend takes datasets. A folder's name
+covers everything that determines its content, with sizes and times of the dataset's files: the engine's own key has
+only the path (megatron-core 0.16.1, datasets/megatron_dataset.py), so after preprocessing again under the same name it
+would use the index of the old file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_megatron.data.formats.mmap import check_dataset, read_header
+from lightning_megatron.data.samples.base import Objective, Part, Samples
+from lightning_megatron.data.samples.blend import BlendedSamples, Mixture, SplitRequest, mix, num_samples_of_one_pass
+from lightning_megatron.data.samples.built_once import SampleOrder, build_once
+from lightning_megatron.data.samples.split import canonical_split
+
+__all__ = ["SampleOrder", "build", "check_request", "open_samples"]
+
+_log = logging.getLogger(__name__)
+
+_LAYOUT = 1
+"""Of the files in a folder; a change makes the old folders unknown."""
+
+
+def check_request(request: SplitRequest) -> int:
+    """Samples in one pass over the split, after checking every dataset; reads ``.idx`` only, and writes nothing.
+
+    Raises:
+        DataError: If a dataset is missing or damaged, or has not one sample for this split; the message names it.
+    """
+    for source in request.sources:
+        check_dataset(source.prefix)
+    return num_samples_of_one_pass(request.sources, _counts(request))
+
+
+def build(request: SplitRequest, index_cache: str | None) -> SampleOrder:
+    """The order of the samples, after building on disk whatever is not there yet.
+
+    Args:
+        request: Which samples.
+        index_cache: Folder for all indices; None for one next to each dataset.
+
+    Raises:
+        DataError: If a folder cannot be written.
+    """
+    if len(request.sources) == 1:
+        return _build_part(request.objective, request.part(request.sources[0], request.num_samples), index_cache)
+    folder = _folder_of_blend(request, index_cache)
+
+    def write(staging: str) -> SampleOrder:
+        mixture = mix(request.sources, _counts(request), request.num_samples)
+        orders = [_build_part(request.objective, part, index_cache) for part in _parts(request, mixture)]
+        for name in _MIXTURE_FILES:
+            np.save(os.path.join(staging, f"{name}.npy"), getattr(mixture, name))
+        digest = hashlib.sha256(repr([order.fingerprint for order in orders]).encode())
+        digest.update(mixture.dataset_index[:4096].tobytes())
+        return SampleOrder(num_samples=len(mixture.dataset_index), fingerprint=digest.hexdigest()[:16])
+
+    subject = f"the blend of {request.sources[0].prefix} and {len(request.sources) - 1} more"
+    return build_once(folder, write, subject)
+
+
+def open_samples(request: SplitRequest, index_cache: str | None) -> Samples:
+    """The samples; a machine that does not see what ``build`` wrote elsewhere builds it for itself.
+
+    Args:
+        request: Which samples.
+        index_cache: As for ``build``.
+
+    Raises:
+        DataError: If a dataset is missing on this machine, or a folder cannot be written.
+    """
+    for source in request.sources:
+        read_header(source.prefix)
+    order = build(request, index_cache)
+    if len(request.sources) == 1:
+        return _Opener(request.objective, request.part(request.sources[0], request.num_samples), index_cache)()
+    folder = _folder_of_blend(request, index_cache)
+    mixture = Mixture(**{name: np.load(os.path.join(folder, f"{name}.npy"), mmap_mode="r") for name in _MIXTURE_FILES})
+    openers = [_Opener(request.objective, part, index_cache) for part in _parts(request, mixture)]
+    return BlendedSamples(mixture, openers, order.fingerprint)
+
+
+_MIXTURE_FILES = ("dataset_index", "sample_index", "part_samples")
+
+
+@dataclass(frozen=True)
+class _Opener:
+    """Opens the samples of one dataset, in whichever process."""
+
+    objective: Objective
+    part: Part
+    index_cache: str | None
+
+    def __call__(self) -> Samples:
+        _build_part(self.objective, self.part, self.index_cache)
+        return self.objective.open(self.part, _folder_of_part(self.objective, self.part, self.index_cache))
+
+
+def _counts(request: SplitRequest) -> list[int]:
+    return [request.objective.count(request.part(source, None)) for source in request.sources]
+
+
+def _parts(request: SplitRequest, mixture: Mixture) -> list[Part]:
+    needed = mixture.part_samples.tolist()
+    return [request.part(source, samples or None) for source, samples in zip(request.sources, needed, strict=True)]
+
+
+def _build_part(objective: Objective, part: Part, index_cache: str | None) -> SampleOrder:
+    def write(staging: str) -> SampleOrder:
+        samples = objective.open(part, staging)
+        return SampleOrder(num_samples=len(samples), fingerprint=samples.fingerprint)
+
+    return build_once(_folder_of_part(objective, part, index_cache), write, part.prefix)
+
+
+def _folder_of_part(objective: Objective, part: Part, index_cache: str | None) -> str:
+    key = (objective.index_key, canonical_split(part.split), part.name, part.seed, part.num_samples)
+    return _folder((objective.name, part.name), (key, _identity(part.prefix)), part.prefix, index_cache)
+
+
+def _folder_of_blend(request: SplitRequest, index_cache: str | None) -> str:
+    key = (request.objective.index_key, canonical_split(request.split), request.name, request.seed, request.num_samples)
+    sources = [(_identity(source.prefix), source.weight) for source in request.sources]
+    names = (request.objective.name, request.name, "blend")
+    return _folder(names, (key, sources), request.sources[0].prefix, index_cache)
+
+
+def _folder(names: tuple[str, ...], identity: object, prefix: str, index_cache: str | None) -> str:
+    root = index_cache or os.path.join(prefix, "cache")
+    digest = hashlib.sha256(repr((_LAYOUT, identity)).encode()).hexdigest()[:24]
+    return os.path.join(os.path.abspath(root), "-".join((*names, digest)))
+
+
+def _identity(prefix: str) -> tuple[object, ...]:
+    """Tells a dataset from the one that was at the same place before."""
+    stats = [os.stat(prefix + suffix) for suffix in (".idx", ".bin")]
+    return (os.path.abspath(prefix), *((stat.st_size, stat.st_mtime_ns) for stat in stats))
