@@ -6,14 +6,20 @@ Only the standard library is imported before a command runs, as in ``commands.py
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from lightning_megatron.cli.failure import DONE
+
+if TYPE_CHECKING:
+    from lightning_megatron.data.formats.rewrite import RewrittenDataset
 
 
 def add_dataset_commands(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the parsers of this file to those of the program."""
     _add_convert_dataset(commands)
+    _add_merge(commands)
+    _add_inspect(commands)
 
 
 def _add_convert_dataset(commands: argparse._SubParsersAction[Any]) -> None:
@@ -30,12 +36,81 @@ def _add_convert_dataset(commands: argparse._SubParsersAction[Any]) -> None:
     parser.set_defaults(run=_convert_dataset)
 
 
+def _add_merge(commands: argparse._SubParsersAction[Any]) -> None:
+    summary = "write several indexed datasets as one"
+    parser = commands.add_parser(
+        "merge",
+        help=summary,
+        description=f"{summary}, in the order given, in the mmap format. Keeps documents and tokens; the type of tokens"
+        " is the smallest that holds those of all inputs. Checks all of each index first.",
+    )
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PREFIX",
+        help="datasets to read (mmap, cached, lazy), without .bin",
+    )
+    parser.add_argument(
+        "--output-prefix", required=True, metavar="PREFIX", help="dataset to write, without .bin; must not exist"
+    )
+    parser.set_defaults(run=_merge)
+
+
+def _add_inspect(commands: argparse._SubParsersAction[Any]) -> None:
+    summary = "describe an indexed dataset: documents, tokens, lengths, first documents"
+    parser = commands.add_parser(
+        "inspect", help=summary, description=f"{summary}. Reads and checks all of its index, not all of its tokens."
+    )
+    parser.add_argument("path", metavar="PATH", help="prefix of a dataset, or its .bin or .idx")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the histogram of lengths")
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="DIR", help="decode the first documents with this transformers tokenizer"
+    )
+    parser.add_argument(
+        "--documents",
+        type=int,
+        metavar="N",
+        help="show the beginning of the first N documents (default: 3 with --tokenizer, else 0)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.set_defaults(run=_inspect)
+
+
 def _convert_dataset(parsed: argparse.Namespace) -> int:
     from lightning_megatron.data.formats.convert import convert_dataset
 
-    result = convert_dataset(parsed.input, parsed.output_prefix)
+    _print_rewritten(convert_dataset(parsed.input, parsed.output_prefix), parsed.input)
+    return DONE
+
+
+def _merge(parsed: argparse.Namespace) -> int:
+    from lightning_megatron.data.formats.merge import merge_datasets
+
+    _print_rewritten(merge_datasets(parsed.input, parsed.output_prefix), ", ".join(parsed.input))
+    return DONE
+
+
+def _print_rewritten(result: RewrittenDataset, source: str) -> None:
     print(
         f"{result.prefix}: {result.documents:,} documents, {result.sequences:,} sequences, {result.tokens:,} tokens"
-        f" from {parsed.input}"
+        f" from {source}"
     )
+    for note in result.notes:
+        print(f"note: {note}")
+
+
+def _inspect(parsed: argparse.Namespace) -> int:
+    from lightning_megatron.cli.inspection import InspectOptions, inspect, show
+
+    report = inspect(
+        InspectOptions(
+            path=parsed.path,
+            json=parsed.json,
+            png=parsed.png,
+            tokenizer=parsed.tokenizer,
+            documents=parsed.documents,
+        )
+    )
+    show(report)
     return DONE

@@ -1,0 +1,114 @@
+"""What is at a path, and how is it shown?
+
+``_KINDS`` lists what can be there; the first kind that recognises the path describes it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_megatron.data.formats.description import dataset_prefix, describe_dataset, first_documents
+from lightning_megatron.data.formats.report import as_json, as_text, draw_lengths
+from lightning_megatron.errors import ConfigError, DataError
+
+_DOCUMENTS_WITH_A_TOKENIZER = 3
+_MOST_DATASETS_NAMED = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions:
+    """What ``inspect`` is asked for."""
+
+    path: str
+    """What to describe."""
+    json: bool = False
+    """Print JSON instead of text."""
+    png: Path | None = None
+    """Where to draw a picture."""
+    tokenizer: Path | None = None
+    """Folder of the tokenizer that decodes documents."""
+    documents: int | None = None
+    """How many of the first documents to show; 3 if there is a tokenizer, else none."""
+
+    def __post_init__(self) -> None:
+        """Check what can be known before anything is read.
+
+        Raises:
+            ConfigError: If ``documents`` is negative or ``png`` the name of another kind of file.
+        """
+        if self.png is not None and self.png.suffix != ".png":
+            raise ConfigError(f"png={self.png} is not the name of a picture; give one that ends in .png")
+        if self.documents is not None and self.documents < 0:
+            raise ConfigError(f"documents={self.documents} must be at least 0; correct it")
+
+
+def inspect(options: InspectOptions) -> str:
+    """What is at a path, as text to print.
+
+    Raises:
+        DataError: If nothing is there, or something that no kind recognises or that is damaged.
+    """
+    for describe in _KINDS:
+        report = describe(options)
+        if report is not None:
+            return report
+    path = options.path
+    if not os.path.exists(path):
+        raise DataError(f"path={path} does not exist, nor do {path}.bin and .idx; give the prefix of a dataset")
+    if os.path.isdir(path):
+        found = sorted({str(each.with_suffix("")) for each in Path(path).glob("*.idx")})
+        names = ", ".join(found[:_MOST_DATASETS_NAMED]) + (", …" if len(found) > _MOST_DATASETS_NAMED else "")
+        fix = (
+            f"give one of its datasets: {names}" if found else "give the prefix of a dataset, e.g. data/corpus_document"
+        )
+        raise DataError(f"path={path} is a folder, not a dataset; {fix}")
+    raise DataError(f"path={path} is no indexed dataset (.bin and .idx); give the prefix of one, or one of its files")
+
+
+def _describe_dataset(options: InspectOptions) -> str | None:
+    prefix = dataset_prefix(options.path)
+    if prefix is None:
+        return None
+    tokenizer = None
+    if options.tokenizer is not None:
+        from lightning_megatron.data.corpus.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(options.tokenizer)
+    description = describe_dataset(prefix)
+    default = 0 if tokenizer is None else _DOCUMENTS_WITH_A_TOKENIZER
+    count = default if options.documents is None else options.documents
+    previews = first_documents(description.header, count, tokenizer)
+    if options.png is not None:
+        draw_lengths(description, options.png)
+    if options.json:
+        return json.dumps(as_json(description, previews), indent=2)
+    text = as_text(description, previews)
+    return text if options.png is None else f"{text}\n\nPicture: {options.png}"
+
+
+_KINDS: tuple[Callable[[InspectOptions], str | None], ...] = (_describe_dataset,)
+"""Each gives None for a path that is of another kind."""
+
+
+_PLAIN = {"…": "...", **dict.fromkeys("▍▌▋▊▉█", "#"), **dict.fromkeys("▏▎", ".")}
+"""For terminals without the characters of bars."""
+
+
+def show(text: str) -> None:
+    """Print in characters that the terminal has; whoever reads a part only (``| head``) has read what they want."""
+    encoding = sys.stdout.encoding or "ascii"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        plain = "".join(_PLAIN.get(character, character) for character in text)
+        text = plain.encode(encoding, errors="replace").decode(encoding)
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # What is left in the buffer would raise again when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
