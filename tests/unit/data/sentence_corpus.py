@@ -1,0 +1,126 @@
+"""Small datasets of sentences, a WordPiece vocabulary, and the engine's own BERT and T5 samples of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from lightning_megatron.data.formats.mmap import IndexedDatasetWriter
+from lightning_megatron.data.samples.base import Part
+from lightning_megatron.data.samples.masking import MaskingOptions
+from lightning_megatron.data.samples.special_tokens import TokenizerFacts
+from lightning_megatron.data.samples.split import canonical_split, split_ranges
+
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[BOS]", "[EOS]")
+NUM_SENTINELS = 100
+NUM_PIECES = 400
+PIECES = (
+    *SPECIAL,
+    *(f"<extra_id_{number}>" for number in range(NUM_SENTINELS)),
+    *(f"{'##' if number % 3 == 0 else ''}w{number}" for number in range(NUM_PIECES)),
+)
+SPLIT = "8,1,1"
+
+Documents = list[list[list[int]]]
+"""Tokens of sentences of documents."""
+
+
+class WordPieceTokenizer:
+    """What both transformers' tokenizers and the engine's have; one piece in three continues a word.
+
+    Padding has the id 0, as the engine needs it.
+    """
+
+    pad, _, cls, sep, mask, bos, eos = range(len(SPECIAL))
+    inv_vocab: ClassVar = dict(enumerate(PIECES))
+    additional_special_tokens_ids: ClassVar = list(range(len(SPECIAL), len(SPECIAL) + NUM_SENTINELS))
+    unique_identifiers: ClassVar = {"class": "word pieces"}
+
+    added_tokens_decoder: ClassVar[dict[int, str]] = {}
+    all_special_ids = tuple(range(len(SPECIAL)))
+    pad_token_id, cls_token_id, sep_token_id, mask_token_id, bos_token_id, eos_token_id = pad, cls, sep, mask, bos, eos
+
+    def get_vocab(self) -> dict[str, int]:
+        return {piece: token for token, piece in self.inv_vocab.items()}
+
+
+def word_pieces() -> TokenizerFacts:
+    return TokenizerFacts.of(WordPieceTokenizer(), "word-pieces")
+
+
+def first_text_id() -> int:
+    return len(SPECIAL) + NUM_SENTINELS
+
+
+def random_documents(num_documents: int, seed: int = 0, sentences: int = 12, longest: int = 40) -> Documents:
+    """Sentences of WordPieces: each begins with a piece that begins a word. Some documents and sentences are tiny."""
+    random = np.random.default_rng(seed)
+    low = first_text_id()
+
+    def sentence() -> list[int]:
+        length = int(random.integers(1, longest))
+        # The piece after the first text id begins a word.
+        return [low + 1, *random.integers(low, low + NUM_PIECES, size=length - 1).tolist()]
+
+    return [[sentence() for _ in range(random.integers(1, sentences))] for _ in range(num_documents)]
+
+
+def write_sentences(prefix: Path, documents: Documents, dtype: str = "<u2") -> None:
+    with IndexedDatasetWriter(str(prefix), np.dtype(dtype)) as writer:
+        for document in documents:
+            tokens = np.array([token for sentence in document for token in sentence], dtype=dtype)
+            writer.add_document(tokens.tobytes(), [len(sentence) for sentence in document])
+
+
+def part_of(prefix: Path, num_samples: int | None = None, seed: int = 1234, name: Any = "train") -> Part:
+    return Part(prefix=str(prefix), split=SPLIT, name=name, seed=seed, num_samples=num_samples)
+
+
+def engine_samples(
+    kind: str, part: Part, masking: MaskingOptions, monkeypatch: pytest.MonkeyPatch, folder: Path, **config: Any
+) -> Sequence[dict[str, Any]]:
+    """The engine's own dataset of one split, whose index it builds itself.
+
+    Args:
+        kind: ``bert`` or ``t5``.
+        part: Which documents; the engine fails without ``num_samples``.
+        masking: As ours; ``max_ngram`` is needed.
+        monkeypatch: Answers the engine's question for its rank.
+        folder: For the engine's index.
+        config: ``sequence_length`` and the rest of the engine's configuration.
+    """
+    from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
+    from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig
+    from megatron.core.datasets.utils import Split
+
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    dataset_class, config_class = {
+        "bert": (BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig),
+        "t5": (T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig),
+    }[kind]
+    engine_config = config_class(
+        random_seed=part.seed,
+        blend=([part.prefix], None),
+        split=canonical_split(part.split),
+        path_to_cache=str(folder),
+        tokenizer=WordPieceTokenizer(),
+        masking_probability=masking.probability,
+        short_sequence_probability=masking.short_sequence_probability,
+        masking_max_ngram=masking.max_ngram,
+        masking_do_full_word=masking.whole_words,
+        masking_do_permutation=False,
+        masking_use_longer_ngrams=False,
+        masking_use_geometric_distribution=kind == "t5",
+        **config,
+    )
+    low_level = dataset_class.build_low_level_dataset(part.prefix, engine_config)
+    documents = split_ranges(part.split, dataset_class.numel_low_level_dataset(low_level))[part.name]
+    indices = np.arange(documents.start, documents.stop, dtype=np.int32)
+    samples: Sequence[dict[str, Any]] = dataset_class(
+        low_level, part.prefix, indices, part.num_samples, Split[part.name], engine_config
+    )
+    return samples
