@@ -13,7 +13,11 @@ from lightning_megatron.registration import register_strategies
 
 if TYPE_CHECKING:
     from lightning_megatron.callbacks import LossCurve, PerplexityReport, ThroughputMonitor
-    from lightning_megatron.datamodule import IndexedDataModule
+    from lightning_megatron.data.samples.masking import MaskingOptions
+    from lightning_megatron.datamodules.base import MegatronDataModule
+    from lightning_megatron.datamodules.datasets import DatasetDataModule
+    from lightning_megatron.datamodules.indexed import IndexedDataModule
+    from lightning_megatron.datamodules.instructions import InstructionDataModule
     from lightning_megatron.engine.data_parallel import (
         avg_losses_across_data_parallel_group,
         gather_across_data_parallel_groups,
@@ -36,10 +40,14 @@ _HOMES = {
     "CheckpointError": "lightning_megatron.errors",
     "ConfigError": "lightning_megatron.errors",
     "DataError": "lightning_megatron.errors",
+    "DatasetDataModule": "lightning_megatron.datamodules.datasets",
     "GPTTrainStep": "lightning_megatron.steps.gpt",
-    "IndexedDataModule": "lightning_megatron.datamodule",
+    "IndexedDataModule": "lightning_megatron.datamodules.indexed",
+    "InstructionDataModule": "lightning_megatron.datamodules.instructions",
     "LRSchedule": "lightning_megatron.engine.lr_schedule",
     "LossCurve": "lightning_megatron.callbacks",
+    "MaskingOptions": "lightning_megatron.data.samples.masking",
+    "MegatronDataModule": "lightning_megatron.datamodules.base",
     "MegatronModule": "lightning_megatron.module",
     "MegatronPrecision": "lightning_megatron.precision",
     "MegatronStrategy": "lightning_megatron.strategy",
@@ -58,10 +66,14 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DataError",
+    "DatasetDataModule",
     "GPTTrainStep",
     "IndexedDataModule",
+    "InstructionDataModule",
     "LRSchedule",
     "LossCurve",
+    "MaskingOptions",
+    "MegatronDataModule",
     "MegatronModule",
     "MegatronPrecision",
     "MegatronStrategy",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lightning.pytorch.callbacks import (
@@ -16,6 +17,9 @@ from lightning_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+    from lightning_megatron.datamodules.base import MegatronDataModule
+    from lightning_megatron.strategy import MegatronStrategy
 
 
 def check_trainer(trainer: pl.Trainer) -> None:
@@ -68,20 +72,25 @@ def _check_callback(callback: Callback) -> None:
         )
 
 
-def _check_objective(model: pl.LightningModule) -> None:
-    """Refuse to train a BERT or T5 on samples made for a GPT.
+def _check_data(strategy: MegatronStrategy, model: pl.LightningModule, datamodule: MegatronDataModule) -> None:
+    """Check the samples against model and layout.
 
     Raises:
-        ConfigError: With the architecture and what to use instead.
+        ConfigError: If settings do not fit together, or the data is missing, damaged or too small.
     """
-    from lightning_megatron.module import MegatronModule
-
-    if isinstance(model, MegatronModule) and model.model_config.architecture != "gpt":
-        raise ConfigError(
-            f"IndexedDataModule makes samples for GPTs, and {model.model_config.family} is a "
-            f"{model.model_config.architecture.upper()}; give a LightningDataModule of your own, such as the ones in "
-            "examples/"
-        )
+    run = datamodule.run(model)
+    for num_microbatches in run.shape.stages():
+        replace(strategy.parallel, num_microbatches=num_microbatches)  # checks itself
+    limit = None
+    # Rotary positions and ALiBi go on where the table of learned ones ends.
+    if run.model is not None and run.model.position_embedding_type == "learned_absolute":
+        limit = run.model.max_position_embeddings
+    for name, length in datamodule.lengths(run.model).items():
+        strategy.parallel.check_sequence(length, limit, name=name)
+    environment = strategy.cluster_environment
+    # Where all processes exist already, one looks at the files in setup() and tells the others what it found.
+    if environment is None or not environment.creates_processes_externally:
+        datamodule.check(run)
 
 
 def preflight(trainer: pl.Trainer, model: pl.LightningModule, datamodule: pl.LightningDataModule | None) -> None:
@@ -90,7 +99,7 @@ def preflight(trainer: pl.Trainer, model: pl.LightningModule, datamodule: pl.Lig
     Raises:
         ConfigError: The first thing that cannot work.
     """
-    from lightning_megatron.datamodule import IndexedDataModule
+    from lightning_megatron.datamodules.base import MegatronDataModule
     from lightning_megatron.module import MegatronModule
     from lightning_megatron.strategy import MegatronStrategy
 
@@ -100,18 +109,6 @@ def preflight(trainer: pl.Trainer, model: pl.LightningModule, datamodule: pl.Lig
     check_trainer(trainer)
     if isinstance(model, MegatronModule):
         model.check(strategy.parallel)
-    if isinstance(datamodule, IndexedDataModule):
-        _check_objective(model)
-        datamodule.check(
-            num_microbatches=strategy.num_microbatches,
-            data_parallel_size=strategy.data_parallel_size,
-            sequence_parallel=strategy.parallel.uses_sequence_parallel,
-            tp=strategy.tp,
-            vocab_size=model.model_config.vocab_size if isinstance(model, MegatronModule) else None,
-        )
-        if isinstance(model, MegatronModule):
-            config = model.model_config
-            # Rotary positions and ALiBi go on where the table of learned ones ends.
-            has_table = config.position_embedding_type == "learned_absolute"
-            limit = config.max_position_embeddings if has_table else None
-            strategy.parallel.check_sequence(datamodule.seq_length, limit)
+    if isinstance(datamodule, MegatronDataModule):
+        datamodule.trainer = trainer  # as Trainer.fit does; a data module asks its Trainer what is to be run
+        _check_data(strategy, model, datamodule)

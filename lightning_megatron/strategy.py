@@ -21,7 +21,7 @@ from lightning_megatron.checkpoint_io import (
     only_weights,
     save_lightning_checkpoint,
 )
-from lightning_megatron.data.serving.broadcast import broadcast_batch
+from lightning_megatron.data.serving.broadcast import broadcast_batch, own_batch
 from lightning_megatron.data.serving.loaders import EvaluationLoader, ResumableLoader, is_map_style
 from lightning_megatron.engine import checkpoint, groups
 from lightning_megatron.engine.groups import Topology
@@ -75,6 +75,7 @@ class MegatronStrategy(StrategyState):
         recompute_num_layers: For ``full``: layers per group (uniform) or per stage (block).
         overlap_communication: Reduce gradients and gather parameters while computing; None: on GPUs with dp > 1.
         load_weights_only: ``ckpt_path`` gives only weights: training starts anew from them.
+        load_data_on_every_rank: Every rank reads its own batches, instead of one of each copy of the model.
         transformer_config_overrides: Fields of Megatron's ``TransformerConfig`` to set by hand.
         process_group_backend: ``nccl`` or ``gloo``; None: what fits the device.
         timeout: How long a collective may wait for other ranks before the run is given up.
@@ -99,6 +100,7 @@ class MegatronStrategy(StrategyState):
         recompute_num_layers: int = 1,
         overlap_communication: bool | None = None,
         load_weights_only: bool = False,
+        load_data_on_every_rank: bool = False,
         transformer_config_overrides: dict[str, Any] | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),  # noqa: B008 (immutable)
@@ -111,6 +113,7 @@ class MegatronStrategy(StrategyState):
         self._recompute = Recompute(granularity=recompute, method=recompute_method, num_layers=recompute_num_layers)
         self.distributed_optimizer = distributed_optimizer
         self.load_weights_only = load_weights_only
+        self.load_data_on_every_rank = load_data_on_every_rank
         self._overlap_communication = overlap_communication
         self._overrides = dict(transformer_config_overrides or {})
         self._process_group_backend = process_group_backend
@@ -247,13 +250,9 @@ class MegatronStrategy(StrategyState):
             return dataloader
         trainer = ready(self.lightning_module, "connect").trainer
         if trainer.state.stage in _EVALUATING:
-            return EvaluationLoader(dataloader)  # type: ignore[arg-type]
-        loader = ResumableLoader(
-            dataloader,  # type: ignore[arg-type]
-            data_parallel_size=self.topology.dp,
-            limit=lambda: trainer.num_training_batches,
-            first_epoch=trainer.current_epoch,
-        )
+            return EvaluationLoader(dataloader)
+        limit = lambda: trainer.num_training_batches  # noqa: E731
+        loader = ResumableLoader(dataloader, self.topology.dp, limit, first_epoch=trainer.current_epoch)
         if self._loader_state is not None:
             loader.load_state_dict(self._loader_state)
             self._loader_state = None
@@ -264,6 +263,8 @@ class MegatronStrategy(StrategyState):
         ready(self._signals, "setup_environment").deliver()
         check = getattr(self.lightning_module, "check_batch", None)
         with torch.inference_mode(False):
+            if self.load_data_on_every_rank:
+                return own_batch(batch, device or self.root_device, check)
             return broadcast_batch(batch, self.topology, device or self.root_device, check)
 
     # ---- steps ----------------------------------------------------------------------------------------------------
@@ -283,7 +284,7 @@ class MegatronStrategy(StrategyState):
                 "configure_optimizers returned no Megatron optimizer; make one with strategy.build_optimizer(...)"
             )
         with self.engine():
-            output = self._steps.train(batch, train_step, optimizer)
+            output = self._steps.train(batch, train_step, optimizer, self._ramped_micro_batch_size)
         self._step_shape = output.shape
         return output
 

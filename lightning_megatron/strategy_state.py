@@ -37,6 +37,7 @@ class StrategyState(ParallelStrategy):
     _overlap_communication: bool | None
     _process_group_backend: str | None
     _topology: Topology | None
+    load_data_on_every_rank: bool
     _runtime: Runtime | None
     _step_shape: StepShape | None
 
@@ -96,8 +97,14 @@ class StrategyState(ParallelStrategy):
 
     @property
     def is_data_source(self) -> bool:
-        """Whether this rank reads data (tp_rank 0 of the first stage); its batch is broadcast to its copy's ranks."""
-        return self.topology.is_data_source
+        """Whether this rank reads data: tp_rank 0 of the first stage, whose batch goes to its copy's ranks, or all."""
+        return self.load_data_on_every_rank or self.topology.is_data_source
+
+    @property
+    def _ramped_micro_batch_size(self) -> int | None:
+        """Rows of a microbatch if a data module changes their number from step to step, else None."""
+        datamodule: Any = getattr(ready(self.lightning_module, "connect").trainer, "datamodule", None)
+        return None if getattr(datamodule, "rampup", None) is None else datamodule.micro_batch_size
 
     @property
     def is_last_stage(self) -> bool:

@@ -14,12 +14,18 @@ from typing_extensions import override
 from lightning_megatron.callbacks import LossCurve, PerplexityReport, ThroughputMonitor
 from lightning_megatron.cli.failure import UsageError
 from lightning_megatron.cli.messages import HeldMessages
-from lightning_megatron.datamodule import IndexedDataModule
+from lightning_megatron.datamodules.datasets import DatasetDataModule
+from lightning_megatron.datamodules.indexed import IndexedDataModule
+from lightning_megatron.datamodules.instructions import InstructionDataModule
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.module import MegatronModule
 from lightning_megatron.strategy import MegatronStrategy, preflight
 
-SHORT_NAMES = (MegatronModule, IndexedDataModule, MegatronStrategy, ThroughputMonitor, LossCurve, PerplexityReport)
+SHORT_NAMES = (
+    *(MegatronModule, MegatronStrategy),
+    *(IndexedDataModule, InstructionDataModule, DatasetDataModule),
+    *(ThroughputMonitor, LossCurve, PerplexityReport),
+)
 """Classes that a configuration may name without their module, because they are imported here."""
 DEFAULT_SEED = 1234
 _CHECKPOINT_WORDS = ("last", "best", "hpc")

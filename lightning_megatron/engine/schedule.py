@@ -94,11 +94,14 @@ class Schedule:
         self._targets_seen: list[torch.Tensor] = []
         self._observe: Observer | None = None
 
-    def run(self, batch: Batch, *, forward_only: bool, observe: Observer | None = None) -> StepOutput:
+    def run(
+        self, batch: Batch, num_microbatches: int, *, forward_only: bool, observe: Observer | None = None
+    ) -> StepOutput:
         """Forward (and backward) over the whole local batch.
 
         Args:
-            batch: A prepared batch whose rows are a multiple of the number of microbatches.
+            batch: A prepared batch whose rows are a multiple of ``num_microbatches``.
+            num_microbatches: Into how many parts it is cut; the same on every rank.
             forward_only: Whether to leave the gradients alone.
             observe: Called on the last stage with each microbatch and what the model returned for it.
         """
@@ -108,21 +111,21 @@ class Schedule:
         for name, length in lengths.items():
             parallel.check_sequence(length, name=name)
         shape = StepShape(
-            micro_batch_size=next(iter(batch.values())).shape[0] // parallel.num_microbatches,
-            num_microbatches=parallel.num_microbatches,
+            micro_batch_size=next(iter(batch.values())).shape[0] // num_microbatches,
+            num_microbatches=num_microbatches,
             seq_length=self._step.seq_length(batch),
             data_parallel_size=self._topology.dp,
             lengths=tuple(lengths.values()) if len(lengths) > 1 else (),
         )
         self._denominators = self._global_counts(batch)
         self._targets_seen = []
-        microbatches = split_rows(batch, parallel.num_microbatches)
+        microbatches = split_rows(batch, num_microbatches)
         iterators = [iter(microbatches) for _ in self._chunks]
         reports = get_forward_backward_func()(
             forward_step_func=self._forward_step,
             data_iterator=iterators if parallel.vpp else iterators[0],
             model=self._chunks if parallel.vpp else self._chunks[0],
-            num_microbatches=parallel.num_microbatches,
+            num_microbatches=num_microbatches,
             seq_length=shape.seq_length,
             micro_batch_size=shape.micro_batch_size,
             forward_only=forward_only,

@@ -26,8 +26,17 @@ class Stepper:
         self._train_step: TrainStep | None = None
         self._train_rows: int | None = None
 
-    def train(self, batch: Batch, train_step: TrainStep, optimizer: MegatronOptimizer) -> StepOutput:
+    def train(
+        self, batch: Batch, train_step: TrainStep, optimizer: MegatronOptimizer, micro_batch_size: int | None = None
+    ) -> StepOutput:
         """Replace the gradients by those of ``batch``. Every rank must call.
+
+        Args:
+            batch: As the DataLoader yields it.
+            train_step: The objective.
+            optimizer: What the gradients are for.
+            micro_batch_size: Rows of a microbatch where their number changes from step to step (batch-size ramp-up);
+                None for the layout's number of microbatches.
 
         Raises:
             ConfigError: If the rows of a full batch cannot be cut into equal microbatches.
@@ -39,11 +48,13 @@ class Stepper:
         optimizer.clear_gradients()
         prepared = train_step.prepare_batch(batch)
         rows = _num_rows(prepared)
+        if micro_batch_size is not None:
+            return schedule.run(prepared, rows // micro_batch_size, forward_only=False)
         if self._train_rows is None:
             self._train_rows = rows
         if rows == self._train_rows:
             self._check_divisible(rows)
-        return schedule.run(self._filled_up(prepared, train_step), forward_only=False)
+        return schedule.run(self._filled_up(prepared, train_step), self._num_microbatches, forward_only=False)
 
     def evaluate(self, batch: Batch, train_step: TrainStep, observe: Observer | None = None) -> StepOutput:
         """The losses of ``batch``, whatever its number of rows. Every rank must call.
@@ -54,7 +65,12 @@ class Stepper:
             observe: Called on the last stage with each microbatch and what the model returned for it.
         """
         prepared = self._filled_up(train_step.prepare_batch(batch), train_step)
-        return self._schedule_for(train_step).run(prepared, forward_only=True, observe=observe)
+        schedule = self._schedule_for(train_step)
+        return schedule.run(prepared, self._num_microbatches, forward_only=True, observe=observe)
+
+    @property
+    def _num_microbatches(self) -> int:
+        return self._topology.parallel.num_microbatches
 
     def _schedule_for(self, train_step: TrainStep) -> Schedule:
         if self._schedule is None or self._train_step is not train_step:
@@ -63,7 +79,7 @@ class Stepper:
         return self._schedule
 
     def _check_divisible(self, rows: int) -> None:
-        num_microbatches = self._topology.parallel.num_microbatches
+        num_microbatches = self._num_microbatches
         if rows % num_microbatches != 0:
             raise ConfigError(
                 f"a batch of {rows} rows cannot be cut into num_microbatches={num_microbatches} equal parts; use a "
@@ -72,7 +88,7 @@ class Stepper:
 
     def _filled_up(self, batch: Batch, train_step: TrainStep) -> Batch:
         """The batch with rows that carry no loss added until ``num_microbatches`` divides them."""
-        num_microbatches = self._topology.parallel.num_microbatches
+        num_microbatches = self._num_microbatches
         rows = _num_rows(batch)
         whole = -(-rows // num_microbatches) * num_microbatches
         return batch if rows == whole else train_step.pad_rows(batch, whole)

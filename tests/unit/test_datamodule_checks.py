@@ -11,6 +11,9 @@ import pytest
 from lightning.pytorch import Trainer
 from numpy.typing import NDArray
 
+from lightning_megatron.convert.registry import model_config
+from lightning_megatron.data.serving.batch_shape import BatchShape
+from lightning_megatron.datamodules.base import Run
 from lightning_megatron.errors import ConfigError, DataError
 from tests.unit.data.corpus import write_corpus
 from tests.unit.data.one_of_many_ranks import OneOfManyRanks, Recorder, make_data, make_documents, make_trainer
@@ -29,9 +32,9 @@ def test_a_split_without_weight_has_no_loader(tmp_path: Path, documents: list[ND
 
     assert len(module.train_rows) == 2
     assert not module.val_batches
-    with pytest.raises(ConfigError, match="split='1' has weight 0 for valid, which trainer.validate needs"):
+    with pytest.raises(ConfigError, match="IndexedDataModule has no valid split, which trainer.validate needs"):
         trainer.validate(module, datamodule=make_data(tmp_path, split="1"))
-    with pytest.raises(ConfigError, match="split='1,1' has weight 0 for test, which trainer.test needs"):
+    with pytest.raises(ConfigError, match="IndexedDataModule has no test split, which trainer.test needs"):
         trainer.test(module, datamodule=make_data(tmp_path, split="1,1"))
 
 
@@ -85,25 +88,30 @@ def test_an_error_on_another_reading_rank_is_an_error_here(
 def test_the_models_vocabulary_is_compared_with_the_tokens(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
     largest = max(int(tokens.max()) for tokens in documents)
     module = Recorder()
-    module.model_config = SimpleNamespace(vocab_size=largest)  # type: ignore[assignment]
+    module.model_config = SimpleNamespace(vocab_size=largest, architecture="gpt")  # type: ignore[assignment]
 
     with pytest.raises(DataError, match=f"holds token {largest}, the model's vocab_size={largest} ends"):
         make_trainer(tmp_path, OneOfManyRanks(), max_steps=1).fit(module, datamodule=make_data(tmp_path))
-    module.model_config = SimpleNamespace(vocab_size=largest + 1)  # type: ignore[assignment]
+    module.model_config = SimpleNamespace(vocab_size=largest + 1, architecture="gpt")  # type: ignore[assignment]
     make_trainer(tmp_path, OneOfManyRanks(), max_steps=1).fit(module, datamodule=make_data(tmp_path))
 
 
-CHECK: dict[str, Any] = {"num_microbatches": 2, "data_parallel_size": 2, "sequence_parallel": False, "tp": 1}
+def _run(tp: int = 1, whole_epochs: bool = False, vocab_size: int | None = None, micro_batch_size: int = 2) -> Run:
+    shape = BatchShape(
+        micro_batch_size=micro_batch_size, num_microbatches=2, data_parallel_size=2, data_parallel_rank=0
+    )
+    model = None if vocab_size is None else model_config({"model_type": "gpt2", "vocab_size": vocab_size})
+    return Run(shape=shape, length_multiple=tp, whole_epochs=whole_epochs, model=model)
 
 
 def test_check_accepts_a_good_dataset(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
-    make_data(tmp_path).check(**CHECK, whole_epochs=True, vocab_size=60000)
-    make_data(tmp_path).check(**(CHECK | {"sequence_parallel": True, "tp": 4}))
+    make_data(tmp_path).check(_run(whole_epochs=True, vocab_size=60000))
+    make_data(tmp_path).check(_run(tp=4))
 
 
 def test_check_refuses_a_sequence_that_tp_does_not_divide(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
     with pytest.raises(ConfigError, match="tp=3 does not divide seq_length=8; choose tp from 1, 2, 4, 8"):
-        make_data(tmp_path).check(**(CHECK | {"sequence_parallel": True, "tp": 3}))
+        make_data(tmp_path).check(_run(tp=3))
 
 
 def test_check_refuses_a_vocabulary_that_the_dataset_exceeds(
@@ -111,23 +119,23 @@ def test_check_refuses_a_vocabulary_that_the_dataset_exceeds(
 ) -> None:
     largest = max(int(tokens.max()) for tokens in documents)
 
-    make_data(tmp_path).check(**CHECK, vocab_size=largest + 1)
+    make_data(tmp_path).check(_run(vocab_size=largest + 1))
     with pytest.raises(DataError, match=f"holds token {largest}, the model's vocab_size={largest} ends at"):
-        make_data(tmp_path).check(**CHECK, vocab_size=largest)
+        make_data(tmp_path).check(_run(vocab_size=largest))
 
 
 def test_check_refuses_an_epoch_without_a_whole_step(tmp_path: Path) -> None:
     write_corpus(tmp_path / "corpus", 6, longest=20)
     data = make_data(tmp_path, split="1", micro_batch_size=8)
 
-    data.check(**CHECK)
+    data.check(_run(micro_batch_size=8))
     with pytest.raises(DataError, match=r"one step takes 32 \(micro_batch_size=8 x num_microbatches=2 x"):
-        data.check(**CHECK, whole_epochs=True)
+        data.check(_run(whole_epochs=True, micro_batch_size=8))
 
 
 def test_check_refuses_a_split_without_a_sample(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
-    with pytest.raises(DataError, match=r"gives test 0 of 63 documents with 0 tokens, one sample of seq_length=8"):
-        make_data(tmp_path, split="949,50,1").check(**CHECK)
+    with pytest.raises(DataError, match=r"gives test 0 of 63 documents of .*corpus with 0 tokens, one sample of seq_length=8"):
+        make_data(tmp_path, split="949,50,1").check(_run())
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ LEVELS = {
     "steps": 4,
     "convert": 4,
     "": 5,  # strategy.py, module.py and the other files of the root, with callbacks/
+    "datamodules": 5,
     "callbacks": 5,
     "cli": 6,
     "__main__": 7,
@@ -34,7 +35,7 @@ LEVELS = {
 DESCRIPTIONS = {"lightning_megatron.models.config"}
 ROOT_FILES_OF_LEVEL_0 = ("errors", "features", "registration", "__main__", "__init__")
 
-MAY_IMPORT_LIGHTNING = ("", "callbacks", "cli")
+MAY_IMPORT_LIGHTNING = ("", "callbacks", "datamodules", "cli")
 MAY_IMPORT_TRANSFORMERS = ("convert", "data")
 
 MAX_FILE_LINES = 400
@@ -43,6 +44,9 @@ MAX_PARAMETERS = 7
 MANY_PARAMETERS = {
     "MegatronStrategy.__init__",  # the options of a configuration file, one by one, as LightningCLI wants them
     "MegatronModule.__init__",  # likewise
+    "IndexedDataModule.__init__",  # likewise
+    "InstructionDataModule.__init__",  # likewise
+    "DatasetDataModule.__init__",  # likewise
     "SDPAttention.__init__",  # Megatron-Core calls it as it calls its own core attention
 }
 

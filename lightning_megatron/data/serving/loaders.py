@@ -7,7 +7,7 @@ ranks together have consumed a prefix of the epoch's order, whatever dp is: that
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
@@ -207,7 +207,7 @@ def _num_rows(batch: Any) -> int:
     return tensors[0].shape[0] if tensors else 0
 
 
-def is_map_style(loader: object) -> bool:
+def is_map_style(loader: object) -> TypeGuard[DataLoader[Any]]:
     """Whether ``loader`` is a DataLoader with an order of samples or of whole batches, to be skipped and counted."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False

@@ -6,54 +6,40 @@ A position is a count of samples over all ranks, so it means the same at any tp,
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_megatron.data.serving.batch_shape import BatchShape
 from lightning_megatron.errors import CheckpointError, DataError
 
 PADDING_ROW = -1
 """Stands for a row without a sample in the last batch of an evaluation."""
 
+Shuffling: TypeAlias = Literal["later passes", "every pass", "never"]
+"""When samples are put in another order: their own may be shuffled already, or be the one that the user wants."""
 
-@dataclass(frozen=True, kw_only=True)
-class BatchShape:
-    """How one optimizer step's samples are dealt to ranks."""
 
-    micro_batch_size: int
-    """Rows of one microbatch of one data-parallel rank."""
-    num_microbatches: int
-    """Microbatches of one step."""
-    data_parallel_size: int
-    """Data-parallel ranks."""
-    data_parallel_rank: int
-    """This one."""
+class PassOrder:
+    """The order in which each pass over ``num_samples`` samples takes them; the same on every rank and in every run."""
 
-    @property
-    def rows(self) -> int:
-        """Rows of this rank's batch for one step."""
-        return self.micro_batch_size * self.num_microbatches
+    def __init__(self, num_samples: int, seed: int, shuffling: Shuffling) -> None:
+        """Nothing is drawn before a pass needs it."""
+        self.num_samples = num_samples
+        self._seed = seed
+        self._shuffling = shuffling
+        self._drawn: dict[int, NDArray[np.int64]] = {}
 
-    @property
-    def global_batch_size(self) -> int:
-        """Rows of all ranks in one step."""
-        return self.rows * self.data_parallel_size
-
-    def positions(self, first: int) -> list[int]:
-        """This rank's positions in the step that begins at position ``first``, in row order.
-
-        Megatron's order: a microbatch of all ranks is consecutive, and each rank has a consecutive part of it
-        (Megatron-LM core_r0.16, legacy/data/data_samplers.py:MegatronPretrainingSampler).
-        """
-        stride = self.micro_batch_size * self.data_parallel_size
-        begin = first + self.micro_batch_size * self.data_parallel_rank
-        return [
-            begin + microbatch * stride + row
-            for microbatch in range(self.num_microbatches)
-            for row in range(self.micro_batch_size)
-        ]
+    def entry(self, number: int, place: int) -> int:
+        """The sample that stands at ``place`` of pass ``number``, both from 0."""
+        if self._shuffling == "never" or (self._shuffling == "later passes" and number == 0):
+            return place
+        if number not in self._drawn:
+            # A batch may lie across two passes.
+            self._drawn = {kept: order for kept, order in self._drawn.items() if kept == number - 1}
+            self._drawn[number] = np.random.default_rng((self._seed, number)).permutation(self.num_samples)
+        return int(self._drawn[number][place])
 
 
 class TrainSampler:
@@ -61,29 +47,27 @@ class TrainSampler:
 
     Two ways, by ``max_steps``:
 
-    * a number: the run is one long epoch of that many steps over an index that was built for it. Where one pass over
-      the corpus ends the index goes on with the next, reshuffled. Lightning epochs do not matter;
-    * None: each Lightning epoch is one pass over the index; incomplete global batches at its end are dropped. Epoch 0
-      takes the index in its own shuffled order, each later epoch in a permutation of its own.
+    * a number: the run is one long epoch of that many steps. Where the samples end, the next pass over them begins
+      within the same batch. Lightning epochs do not matter;
+    * None: each Lightning epoch is one pass; an incomplete global batch at its end is dropped.
 
     The position counts batches that were handed out (``advance``), not those that workers fetched ahead.
     """
 
-    def __init__(self, *, num_indexed: int, shape: BatchShape, seed: int, max_steps: int | None) -> None:
+    def __init__(self, *, order: PassOrder, shape: BatchShape, max_steps: int | None) -> None:
         """Begin at the first sample.
 
         Args:
-            num_indexed: Samples in the index.
+            order: Of the samples.
             shape: How a step is dealt.
-            seed: Of the permutations of later epochs.
             max_steps: Steps of the run, or None for whole epochs.
 
         Raises:
             DataError: If whole epochs are asked for and one has not enough samples for a step.
         """
-        self._num_indexed = num_indexed
+        self.order = order
+        """May be replaced between two batches by another one in which the position means the same samples."""
         self._shape = shape
-        self._seed = seed
         self._max_steps = max_steps
         self.epoch = 0
         """Current epoch; stays 0 with ``max_steps``."""
@@ -91,31 +75,25 @@ class TrainSampler:
         """Samples handed out since the epoch began, over all data-parallel ranks."""
         self.steps = 0
         """Steps handed out since the epoch began, over all runs that led here."""
-        if max_steps is None and num_indexed < shape.global_batch_size:
-            raise DataError(
-                f"one epoch of the training split has {num_indexed} samples, one step takes"
-                f" {shape.global_batch_size} (micro_batch_size={shape.micro_batch_size} x"
-                f" num_microbatches={shape.num_microbatches} x data-parallel size {shape.data_parallel_size});"
-                " lower one of them, add documents, or set trainer.max_steps without max_epochs to repeat the corpus"
-            )
+        if max_steps is None:
+            check_epoch(order.num_samples, shape)
 
     def __len__(self) -> int:
         """Steps of the whole epoch, those already taken included: Lightning counts them as done when it resumes."""
         return self.steps + self._remaining_steps()
 
     def batches(self) -> Iterator[list[int]]:
-        """Index entries of this rank for each step from the position on; does not move it."""
-        first, order = self.consumed_samples, self._order()
+        """Samples of this rank for each step from the position on; does not move it."""
+        first = self.consumed_samples
         for _ in range(self._remaining_steps()):
-            positions = self._shape.positions(first)
-            # After a change of the batch size a run may need more samples than its index was built for: wrap around.
-            yield [int(order[p]) if order is not None else p % self._num_indexed for p in positions]
-            first += self._shape.global_batch_size
+            shape = self._shape.at(first)
+            yield [self._entry(position) for position in shape.positions(first)]
+            first += shape.global_batch_size
 
     def advance(self) -> None:
         """Count one step as handed out."""
         self.steps += 1
-        self.consumed_samples += self._shape.global_batch_size
+        self.consumed_samples += self._shape.at(self.consumed_samples).global_batch_size
 
     def set_epoch(self, epoch: int) -> None:
         """Begin ``epoch``, unless it is the current one; Lightning calls this before each epoch."""
@@ -141,19 +119,35 @@ class TrainSampler:
             )
         self.epoch, self.consumed_samples, self.steps = (int(state[name]) for name in names)
 
+    def _entry(self, position: int) -> int:
+        if self._max_steps is None:
+            return self.order.entry(self.epoch, position)
+        return self.order.entry(*divmod(position, self.order.num_samples))
+
     def _remaining_steps(self) -> int:
         if self._max_steps is not None:
             return max(0, self._max_steps - self.steps)
-        return max(0, self._num_indexed - self.consumed_samples) // self._shape.global_batch_size
+        return self._shape.steps_in(self.consumed_samples, self.order.num_samples)
 
-    def _order(self) -> NDArray[np.int64] | None:
-        if self._max_steps is not None or self.epoch == 0:
-            return None
-        return np.random.default_rng((self._seed, self.epoch)).permutation(self._num_indexed)
+
+def check_epoch(num_samples: int, shape: BatchShape) -> None:
+    """See to it that one pass over ``num_samples`` training samples is at least one step.
+
+    Raises:
+        DataError: If it is not.
+    """
+    step = shape.at(0)
+    if num_samples < step.global_batch_size:
+        raise DataError(
+            f"one epoch of the training split has {num_samples} samples, one step takes {step.global_batch_size}"
+            f" (micro_batch_size={step.micro_batch_size} x num_microbatches={step.num_microbatches} x data-parallel"
+            f" size {step.data_parallel_size}); lower one of them, add documents, or set trainer.max_steps without"
+            " max_epochs to repeat the corpus"
+        )
 
 
 def evaluation_batches(num_samples: int, shape: BatchShape) -> Iterator[list[int]]:
-    """This rank's index entries for each step of one pass over a split; ``PADDING_ROW`` where it has no more samples.
+    """This rank's samples for each step of one pass over a split; ``PADDING_ROW`` where it has no more samples.
 
     Every rank gets as many steps of the same shape, whatever the remainder.
     """

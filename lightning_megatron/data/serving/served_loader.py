@@ -1,4 +1,4 @@
-"""How do rows reach the Trainer: loaders that know their place in the run, and stand-ins on ranks that read nothing?
+"""How do samples reach the Trainer: loaders that know their place in the run, and stand-ins on ranks that read nothing?
 
 They are not ``torch.utils.data.DataLoader`` objects, so Lightning leaves their sampling alone.
 """
@@ -10,18 +10,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
-from lightning_megatron.data.samples.gpt import IndexedSamples
-from lightning_megatron.data.serving.sampler import BatchShape, TrainSampler, evaluation_batches, num_evaluation_steps
+from lightning_megatron.data.samples.base import Rows, Samples
+from lightning_megatron.data.serving.batch_shape import BatchShape
+from lightning_megatron.data.serving.sampler import (
+    PADDING_ROW,
+    TrainSampler,
+    evaluation_batches,
+    num_evaluation_steps,
+)
 
 
-class IndexedTrainLoader:
-    """Batches ``{"text": int64 [rows, seq_length + 1]}`` from the sampler's position on; resumes at the exact step."""
+class TrainLoader:
+    """Batches of training samples from the sampler's position on; resumes at the exact step."""
 
-    def __init__(
-        self, samples: IndexedSamples | None, sampler: TrainSampler, shape: BatchShape, num_workers: int
-    ) -> None:
+    def __init__(self, samples: Samples | None, sampler: TrainSampler, shape: BatchShape, num_workers: int) -> None:
         """Bind the parts.
 
         Args:
@@ -31,7 +35,8 @@ class IndexedTrainLoader:
             num_workers: Processes that read ahead.
         """
         self.sampler = sampler
-        self._samples = samples
+        self.samples = samples
+        """May be replaced before the next iteration."""
         self._shape = shape
         self._num_workers = num_workers
 
@@ -39,16 +44,14 @@ class IndexedTrainLoader:
         """Steps of the whole epoch, those before a resume included."""
         return len(self.sampler)
 
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+    def __iter__(self) -> Iterator[Rows]:
         """Go on from the position that the sampler has when the first batch is asked for.
 
         Lightning may make the iterator before it restores the position.
         """
-        batches = self.sampler.batches()
-        for batch in _read(self._samples, batches, self._shape, self._num_workers):
+        for batch in _read(self.samples, self.sampler.batches(), self._num_workers):
             # Counted before it is handed out, so that a checkpoint written during the step has it.
             self.sampler.advance()
-            batch.pop("sample_mask", None)
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -60,14 +63,13 @@ class IndexedTrainLoader:
         self.sampler.load_state_dict(state_dict)
 
 
-class IndexedEvaluationLoader:
-    """One pass over a split, each time.
+class PassLoader:
+    """One pass over a split, each time, for validation, test and prediction.
 
-    Batches are ``{"text": int64 [rows, seq_length + 1], "sample_mask": float32 [rows]}``; the last one is filled up
-    with rows of -1 whose mask is 0.
+    Batches have a ``sample_mask`` [rows] float32 too: 0 for the rows that fill the last one up.
     """
 
-    def __init__(self, samples: IndexedSamples | None, num_samples: int, shape: BatchShape, num_workers: int) -> None:
+    def __init__(self, samples: Samples | None, num_samples: int, shape: BatchShape, num_workers: int) -> None:
         """Bind the parts.
 
         Args:
@@ -84,19 +86,41 @@ class IndexedEvaluationLoader:
     def __len__(self) -> int:
         return num_evaluation_steps(self._num_samples, self._shape)
 
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+    def __iter__(self) -> Iterator[Rows]:
         batches = evaluation_batches(self._num_samples, self._shape)
-        yield from _read(self._samples, batches, self._shape, self._num_workers)
+        return _read(self._samples, batches, self._num_workers, with_sample_mask=True)
+
+
+class Batches(Dataset[Rows]):
+    """Samples by the batch: an item is a batch of rows, and its key the list of their indices."""
+
+    def __init__(self, samples: Samples, with_sample_mask: bool) -> None:
+        self._samples = samples
+        self._with_sample_mask = with_sample_mask
+
+    def __len__(self) -> int:
+        """Samples, not batches."""
+        return len(self._samples)
+
+    def __getitem__(self, indices: list[int]) -> dict[str, Tensor]:
+        """The rows at ``indices``; where there is none stands the first sample, with the weight 0."""
+        rows = self._samples.rows([0 if index == PADDING_ROW else index for index in indices])
+        if self._with_sample_mask:
+            given = torch.tensor([float(index != PADDING_ROW) for index in indices])
+            rows = {**rows, "sample_mask": rows["sample_mask"] * given if "sample_mask" in rows else given}
+        return rows
 
 
 def _read(
-    samples: IndexedSamples | None, batches: Iterator[list[int]], shape: BatchShape, num_workers: int
-) -> Iterator[dict[str, Tensor]]:
+    samples: Samples | None, batches: Iterator[list[int]], num_workers: int, with_sample_mask: bool = False
+) -> Iterator[Rows]:
     if samples is None:
         # Its content is replaced by the source rank's batch; the rows tell Lightning the batch size.
-        placeholder = torch.empty((shape.rows, 0), dtype=torch.int64)
-        return ({"text": placeholder} for _ in batches)
+        return ({"rows": torch.empty((len(indices), 0), dtype=torch.int64)} for indices in batches)
+    dataset = Batches(samples, with_sample_mask)
+    if num_workers == 0:
+        return (dataset[indices] for indices in batches)
     # A generator of its own: the loader draws a seed for its workers, which must not advance the state that dropout
     # uses, on this rank alone and at another step after a resume.
     private = torch.Generator()
-    return iter(DataLoader(samples, batch_size=None, sampler=batches, num_workers=num_workers, generator=private))
+    return iter(DataLoader(dataset, batch_size=None, sampler=batches, num_workers=num_workers, generator=private))

@@ -8,22 +8,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_megatron.data.serving.batch_shape import BatchRampup, BatchShape
 from lightning_megatron.data.serving.sampler import (
     PADDING_ROW,
-    BatchShape,
+    PassOrder,
+    Shuffling,
     TrainSampler,
     evaluation_batches,
     num_evaluation_steps,
 )
-from lightning_megatron.errors import CheckpointError, DataError
+from lightning_megatron.errors import CheckpointError, ConfigError, DataError
 
 
-def _shape(mbs: int = 2, num: int = 3, dp: int = 1, rank: int = 0) -> BatchShape:
-    return BatchShape(micro_batch_size=mbs, num_microbatches=num, data_parallel_size=dp, data_parallel_rank=rank)
+def _shape(mbs: int = 2, num: int = 3, dp: int = 1, rank: int = 0, rampup: BatchRampup | None = None) -> BatchShape:
+    return BatchShape(
+        micro_batch_size=mbs, num_microbatches=num, data_parallel_size=dp, data_parallel_rank=rank, rampup=rampup
+    )
 
 
-def _sampler(shape: BatchShape, num_indexed: int = 100, max_steps: int | None = None) -> TrainSampler:
-    return TrainSampler(num_indexed=num_indexed, shape=shape, seed=5, max_steps=max_steps)
+def _sampler(
+    shape: BatchShape, num_samples: int = 100, max_steps: int | None = None, shuffling: Shuffling = "later passes"
+) -> TrainSampler:
+    return TrainSampler(order=PassOrder(num_samples, 5, shuffling), shape=shape, max_steps=max_steps)
 
 
 def test_a_step_is_dealt_microbatch_by_microbatch() -> None:
@@ -101,7 +107,7 @@ def test_a_run_of_max_steps_has_no_epochs() -> None:
 def test_any_layout_goes_on_with_the_next_sample_of_the_epoch(
     before: tuple[int, int, int], after: tuple[int, int, int], done: int, epoch: int
 ) -> None:
-    first = _sampler(_shape(*before), num_indexed=200)
+    first = _sampler(_shape(*before), num_samples=200)
     first.set_epoch(epoch)
     order = [index for batch in _sampler_of_one_row(epoch).batches() for index in batch]
     for _ in range(done):
@@ -109,7 +115,7 @@ def test_any_layout_goes_on_with_the_next_sample_of_the_epoch(
 
     per_rank = []
     for rank in range(after[2]):
-        sampler = _sampler(_shape(*after, rank=rank), num_indexed=200)
+        sampler = _sampler(_shape(*after, rank=rank), num_samples=200)
         sampler.load_state_dict(first.state_dict())
         per_rank.append(list(sampler.batches()))
         assert len(sampler) == done + len(per_rank[-1])
@@ -121,21 +127,57 @@ def test_any_layout_goes_on_with_the_next_sample_of_the_epoch(
 
 
 def _sampler_of_one_row(epoch: int) -> TrainSampler:
-    sampler = _sampler(_shape(1, 1), num_indexed=200)
+    sampler = _sampler(_shape(1, 1), num_samples=200)
     sampler.set_epoch(epoch)
     return sampler
 
 
-def test_a_run_that_outgrows_its_index_wraps_around() -> None:
-    sampler = _sampler(_shape(mbs=4, num=1), num_indexed=6, max_steps=3)
+def _taken(sampler: TrainSampler) -> list[int]:
+    return [index for batch in sampler.batches() for index in batch]
 
-    assert list(sampler.batches()) == [[0, 1, 2, 3], [4, 5, 0, 1], [2, 3, 4, 5]]
+
+@pytest.mark.parametrize("shuffling", ["later passes", "every pass", "never"])
+def test_a_run_that_outgrows_its_samples_takes_them_again_in_whole_passes(shuffling: Shuffling) -> None:
+    taken = _taken(_sampler(_shape(mbs=4, num=1), num_samples=6, max_steps=6, shuffling=shuffling))
+    passes = [taken[begin : begin + 6] for begin in range(0, 24, 6)]
+
+    assert all(sorted(each) == list(range(6)) for each in passes)
+    assert (passes[0] == list(range(6))) == (shuffling != "every pass")
+    assert (len({tuple(each) for each in passes}) == 4) == (shuffling != "never")
+
+
+def test_an_epoch_takes_the_order_of_its_pass() -> None:
+    one_run = _taken(_sampler(_shape(mbs=5, num=1), num_samples=10, max_steps=6, shuffling="every pass"))
+    epochs = _sampler(_shape(mbs=5, num=1), num_samples=10, shuffling="every pass")
+    for epoch in range(3):
+        epochs.set_epoch(epoch)
+        assert _taken(epochs) == one_run[10 * epoch : 10 * (epoch + 1)]
+
+
+def test_three_interruptions_at_other_layouts_neither_repeat_nor_skip_a_sample() -> None:
+    num_samples, layouts = 238, [(2, 3, 1), (1, 2, 3), (3, 1, 2), (2, 2, 2)]
+    position: dict[str, int] = {"epoch": 1, "consumed_samples": 0, "steps": 0}
+    taken: list[int] = []
+    for mbs, num, dp in layouts:
+        samplers = [_sampler(_shape(mbs, num, dp, rank), num_samples) for rank in range(dp)]
+        for sampler in samplers:
+            sampler.load_state_dict(position)
+        is_last = (mbs, num, dp) == layouts[-1]
+        for step in zip(*(sampler.batches() for sampler in samplers), strict=True):
+            taken += [index for rank in step for index in rank]
+            samplers[0].advance()
+            if not is_last and len(taken) >= position["consumed_samples"] + 40:
+                break
+        position = samplers[0].state_dict()
+        assert position["consumed_samples"] == len(taken)
+
+    assert sorted(taken) == list(range(num_samples))
 
 
 def test_an_epoch_smaller_than_a_step_is_refused() -> None:
-    _sampler(_shape(), num_indexed=6)
+    _sampler(_shape(), num_samples=6)
     with pytest.raises(DataError, match=r"has 5 samples, one step takes 6 \(micro_batch_size=2 x num_microbatches=3"):
-        _sampler(_shape(), num_indexed=5)
+        _sampler(_shape(), num_samples=5)
 
 
 @pytest.mark.parametrize("state", [{}, {"consumed_samples": 3}, {"epoch": 0, "consumed_samples": -1, "steps": 0}])
@@ -158,3 +200,65 @@ def test_evaluation_visits_each_sample_once_and_all_ranks_take_as_many_steps(
         seen += [index for batch in batches for index in batch if index != PADDING_ROW]
 
     assert sorted(seen) == list(range(num_samples))
+
+
+RAMPUP = BatchRampup(start=4, increment=4, samples=60)
+
+
+def test_the_batch_grows_as_megatrons_calculator_says() -> None:
+    # From 4 to 16 rows in three increments, each after 20 samples: 4 until 20, 8 until 40, 12 until 60, then 16.
+    shape = _shape(mbs=2, num=4, dp=2, rampup=RAMPUP)
+    consumed, sizes = 0, []
+    while len(sizes) < 12:
+        sizes.append(shape.at(consumed).global_batch_size)
+        consumed += sizes[-1]
+
+    assert sizes == [4, 4, 4, 4, 4, 8, 8, 8, 12, 12, 16, 16]
+    assert shape.stages() == [1, 2, 3, 4]
+    assert [shape.position_after(0, steps) for steps in (0, 5, 9, 12)] == [0, 20, 56, 100]
+    assert [shape.steps_in(0, end) for end in (3, 4, 20, 27, 28, 67, 68, 100)] == [0, 1, 5, 5, 6, 9, 10, 12]
+
+
+@settings(deadline=None)
+@given(steps=st.integers(0, 30), more=st.integers(0, 30), rest=st.integers(0, 3))
+def test_counting_steps_and_samples_of_a_growing_batch_agree(steps: int, more: int, rest: int) -> None:
+    shape = _shape(mbs=2, num=4, dp=2, rampup=RAMPUP)
+    first = shape.position_after(0, steps)
+
+    assert shape.position_after(first, more) == shape.position_after(0, steps + more)
+    assert shape.steps_in(first, shape.position_after(first, more) + rest) == more
+
+
+def test_a_growing_batch_deals_every_sample_once_over_an_interruption() -> None:
+    taken: list[int] = []
+    position: dict[str, int] = {"epoch": 0, "consumed_samples": 0, "steps": 0}
+    for mbs, num, dp in ((2, 4, 2), (1, 16, 1)):
+        samplers = [_sampler(_shape(mbs, num, dp, rank, RAMPUP), num_samples=120) for rank in range(dp)]
+        for sampler in samplers:
+            sampler.load_state_dict(position)
+            assert len(sampler) == 13  # 10 steps to 68 samples, then 84, 100, 116
+        for step in zip(*(sampler.batches() for sampler in samplers), strict=True):
+            taken += [index for rank in step for index in rank]
+            samplers[0].advance()
+            if dp == 2 and len(taken) == 36:
+                break
+        position = samplers[0].state_dict()
+
+    assert sorted(taken) == list(range(116))
+
+
+@pytest.mark.parametrize(
+    ("rampup", "message"),
+    [
+        ((0, 4, 10), "needs three positive numbers"),
+        ((16, 4, 10), "must reach the global batch of 16"),
+        ((4, 5, 10), "must reach the global batch of 16 .* in whole increments"),
+        ((2, 2, 10), "comes to a global batch of 2, which is no multiple of 4"),
+    ],
+)
+def test_an_impossible_ramp_up_is_refused(rampup: tuple[int, int, int], message: str) -> None:
+    start, increment, samples = rampup
+    shape = _shape(mbs=2, num=4, dp=2, rampup=BatchRampup(start=start, increment=increment, samples=samples))
+
+    with pytest.raises(ConfigError, match=message):
+        shape.stages()

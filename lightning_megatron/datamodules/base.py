@@ -1,0 +1,381 @@
+"""How does the Trainer get samples of any kind? Served on the ranks that read, at any layout, resumed exactly."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+from lightning.fabric.utilities import rank_zero_warn
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
+from typing_extensions import override
+
+from lightning_megatron.data.samples.base import Samples
+from lightning_megatron.data.samples.index_cache import SampleOrder
+from lightning_megatron.data.samples.split import SplitName
+from lightning_megatron.data.serving.batch_shape import BatchRampup, BatchShape
+from lightning_megatron.data.serving.sampler import PassOrder, Shuffling, TrainSampler, check_epoch
+from lightning_megatron.data.serving.served_loader import PassLoader, TrainLoader
+from lightning_megatron.errors import ConfigError, DataError, require_divides
+from lightning_megatron.models.config import ModelConfig
+
+_T = TypeVar("_T")
+_NEEDED: dict[str, SplitName] = {"fit": "train", "validate": "valid", "test": "test", "predict": "test"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a data module must know of strategy, Trainer and model."""
+
+    shape: BatchShape
+    """How a step is dealt; the rank in it does not matter."""
+    length_multiple: int = 1
+    """What the lengths of rows must be multiples of: tp with sequence parallelism."""
+    whole_epochs: bool = False
+    """Whether a Lightning epoch is a pass over the training samples, which must then hold at least one step."""
+    model: ModelConfig | None = None
+    """The model, if it is one that tells."""
+
+
+class MegatronDataModule(LightningDataModule, ABC):
+    """Serves samples to the ranks that read: one for each copy of the model, which sends its batches to the others.
+
+    A batch is one optimizer step of one data-parallel rank: ``micro_batch_size * num_microbatches`` rows. Batches of
+    validation, test and prediction have a ``sample_mask`` too, 0 for the rows that fill the last one up.
+
+    Length of training: with ``max_steps`` and no ``max_epochs`` the whole run is one Lightning epoch of ``max_steps``
+    steps, which goes over the samples as often as it takes. With ``max_epochs`` a Lightning epoch is one pass over the
+    training samples without the last incomplete global batch.
+
+    A checkpoint holds the number of samples consumed, so a run goes on with the next one at any tp, pp, dp,
+    ``num_microbatches`` and ``num_workers``: none is repeated or skipped within a pass.
+    """
+
+    shuffling: ClassVar[Shuffling]
+    """Which passes over the training samples take them in another order than their own."""
+    lays_out_whole_run: ClassVar[bool] = False
+    """Whether samples depend on how many a run of ``max_steps`` takes."""
+
+    def __init__(
+        self, *, micro_batch_size: int, num_workers: int, seed: int, rampup_batch_size: Sequence[int] | None = None
+    ) -> None:
+        """Check and keep what every data module has.
+
+        Args:
+            micro_batch_size: Samples in one microbatch of one data-parallel rank.
+            num_workers: Processes that read ahead, on each rank that reads at all.
+            seed: Of the order of samples.
+            rampup_batch_size: First global batch, increment, and samples until the batch has its full size.
+
+        Raises:
+            ConfigError: If a value is out of range.
+        """
+        super().__init__()
+        require_at_least("micro_batch_size", micro_batch_size, 1)
+        require_at_least("num_workers", num_workers, 0)
+        require_at_least("seed", seed, 0)
+        self.micro_batch_size = micro_batch_size
+        self.num_workers = num_workers
+        self.seed = seed
+        self.rampup = _rampup(rampup_batch_size)
+        self._train_loader: TrainLoader | None = None
+        self._train_request: int | None = None
+        self._train_fingerprint = ""
+        self._restored: dict[str, Any] | None = None
+
+    # ---- what a kind of source provides -----------------------------------------------------------------------------
+
+    @abstractmethod
+    def has_split(self, name: SplitName) -> bool:
+        """Whether there is a split of this name."""
+
+    @abstractmethod
+    def check(self, run: Run) -> None:
+        """Check source and settings together, in one process and before any other exists.
+
+        Raises:
+            ConfigError: If settings do not fit together.
+            DataError: If the source is missing, damaged or too small, or does not fit the model.
+        """
+
+    @abstractmethod
+    def lengths(self, model: ModelConfig | None) -> dict[str, int]:
+        """Every length of a row for ``model`` that is known in advance, by the option that sets it."""
+
+    @abstractmethod
+    def open(self, name: SplitName, num_samples: int | None) -> Samples:
+        """The samples of a split; called on the ranks that read.
+
+        Args:
+            name: The split.
+            num_samples: Samples of the whole run if they depend on that, None for one pass.
+        """
+
+    def order_of(self, name: SplitName, num_samples: int | None) -> SampleOrder:
+        """What the ranks that do not read must know of a split; called on rank 0 only, before ``open``."""
+        samples = self.open(name, num_samples)
+        return SampleOrder(num_samples=len(samples), fingerprint=samples.fingerprint)
+
+    # ---- Lightning's hooks ------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Check on rank 0, alike for all ranks; every rank must call.
+
+        Raises:
+            ConfigError: If strategy, Trainer settings or source do not allow what is asked.
+        """
+        self._strategy()
+        self._check_trainer(stage)
+        if stage == "fit":
+            # Not in teardown(): a checkpoint may be saved after the run.
+            self._train_loader = None
+            self._restored = None
+        module = self._trainer().lightning_module
+        run = self.run(module, whole_epochs=stage == "fit" and self._trains_whole_epochs())
+        self._on_first_rank(lambda: self.check(run))
+
+    @override
+    def train_dataloader(self) -> TrainLoader:
+        """Batches of the training split, from the restored position on; every rank must call."""
+        shape = self._shape()
+        max_steps = None if self._trains_whole_epochs() else self._trainer().max_steps
+        restored, self._restored = self._restored, None
+        num_samples = None
+        if max_steps is not None and self.lays_out_whole_run:
+            num_samples = max(1, shape.position_after(0, max_steps))
+        if restored is not None:
+            # Another number of samples may be another order: the run goes on in the one that it began with.
+            num_samples = restored.get("num_samples", num_samples)
+        order, samples = self._open_train(num_samples)
+        sampler = TrainSampler(order=order, shape=shape, max_steps=max_steps)
+        self._train_loader = TrainLoader(samples, sampler, shape, self.num_workers)
+        if restored is not None:
+            self._go_to(self._train_loader, restored)
+        return self._train_loader
+
+    @override
+    def val_dataloader(self) -> PassLoader | list[PassLoader]:
+        """One pass over the validation split; no loader if there is none. Every rank must call."""
+        return self._pass_loader("valid")
+
+    @override
+    def test_dataloader(self) -> PassLoader | list[PassLoader]:
+        """One pass over the test split. Every rank must call."""
+        return self._pass_loader("test")
+
+    @override
+    def predict_dataloader(self) -> PassLoader | list[PassLoader]:
+        """One pass over the test split. Every rank must call."""
+        return self._pass_loader("test")
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Position in the training samples, and which samples those are.
+
+        Lightning's fit loop saves the loader's own state too, but restores it only if no one asked for the loader
+        before, e.g. for ``trainer.estimated_stepping_batches`` (lightning 2.6.6, loops/fit_loop.py:setup_data).
+        """
+        if self._train_loader is None:
+            return {}
+        position = self._train_loader.sampler.state_dict()
+        return {"train": position, "train_order": self._train_fingerprint, "num_samples": self._train_request}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go to a saved position, if this is a training run; every rank must call."""
+        if "train" not in state_dict or self._trainer().state.fn != TrainerFn.FITTING:
+            return
+        if self._train_loader is None:
+            self._restored = state_dict
+            return
+        num_samples = state_dict.get("num_samples", self._train_request)
+        if num_samples != self._train_request:
+            self._train_loader.sampler.order, self._train_loader.samples = self._open_train(num_samples)
+        self._go_to(self._train_loader, state_dict)
+
+    # ---- for the Trainer's side -------------------------------------------------------------------------------------
+
+    def run(self, module: LightningModule, *, whole_epochs: bool = False) -> Run:
+        """What this data module's Trainer is about to do with ``module``, known before any process is started."""
+        strategy = self._strategy()
+        shape = BatchShape(
+            micro_batch_size=self.micro_batch_size,
+            num_microbatches=strategy.num_microbatches,
+            data_parallel_size=strategy.data_parallel_size,
+            data_parallel_rank=0,
+            rampup=self.rampup,
+        )
+        model = getattr(module, "model_config", None)
+        multiple = strategy.tp if strategy.sequence_parallel else 1
+        return Run(shape=shape, length_multiple=multiple, whole_epochs=whole_epochs, model=model)
+
+    def check_lengths(self, run: Run) -> None:
+        """See to it that sequence parallelism can split every row.
+
+        Raises:
+            ConfigError: If it cannot.
+        """
+        if run.length_multiple > 1:
+            for name, length in self.lengths(run.model).items():
+                require_divides("tp", run.length_multiple, name, length)
+
+    def _open_train(self, num_samples: int | None) -> tuple[PassOrder, Samples | None]:
+        order, samples = self._open("train", num_samples)
+        self._train_request, self._train_fingerprint = num_samples, order.fingerprint
+        return PassOrder(order.num_samples, self.seed, self.shuffling), samples
+
+    def _pass_loader(self, name: SplitName) -> PassLoader | list[PassLoader]:
+        if not self.has_split(name):
+            return []
+        order, samples = self._open(name, None)
+        return PassLoader(samples, order.num_samples, self._shape(), self.num_workers)
+
+    def _go_to(self, loader: TrainLoader, restored: dict[str, Any]) -> None:
+        loader.sampler.load_state_dict(restored["train"])
+        if restored.get("train_order") != self._train_fingerprint:
+            rank_zero_warn(
+                f"The run goes on at sample {loader.sampler.consumed_samples} of another order than the checkpoint's,"
+                " so samples may come again: data, split, lengths or seed differ. Resume with the same settings to take"
+                " each sample once."
+            )
+
+    def _open(self, name: SplitName, num_samples: int | None) -> tuple[SampleOrder, Samples | None]:
+        """The order of samples on every rank, and the open samples on those that read; every rank must call."""
+        order = self._on_first_rank(lambda: self.order_of(name, num_samples))
+        return order, self._on_sources(lambda: self.open(name, num_samples))
+
+    def _on_first_rank(self, work: Callable[[], _T]) -> _T:
+        """The result of ``work`` on rank 0, or its error, on every rank: none is left waiting for another."""
+        strategy = self._strategy()
+        outcome: tuple[_T | None, ConfigError | None] = (None, None)
+        if strategy.global_rank == 0:
+            try:
+                outcome = (work(), None)
+            except ConfigError as error:
+                outcome = (None, error)
+        result, failure = strategy.broadcast(outcome, src=0)
+        if failure is not None:
+            raise failure
+        return result  # type: ignore[no-any-return]
+
+    def _on_sources(self, work: Callable[[], _T]) -> _T | None:
+        """The result of ``work`` on ranks that read data, None on others; an error on one is an error on all."""
+        strategy = self._strategy()
+        result: _T | None = None
+        failure: ConfigError | None = None
+        if strategy.is_data_source:
+            try:
+                result = work()
+            except ConfigError as error:
+                failure = error
+        if not strategy.reduce_boolean_decision(failure is None, all=True):
+            raise failure or DataError(
+                "the data cannot be opened on another rank, see its message; make it visible there"
+            )
+        return result
+
+    def _check_trainer(self, stage: str) -> None:
+        trainer = self._trainer()
+        if stage in _NEEDED and not self.has_split(_NEEDED[stage]):
+            raise ConfigError(
+                f"{type(self).__name__} has no {_NEEDED[stage]} split, which trainer.{TrainerFn(stage).value} needs;"
+                " give it one"
+            )
+        if trainer.overfit_batches:
+            raise ConfigError(
+                f"overfit_batches={trainer.overfit_batches} cannot repeat batches of {type(self).__name__}; set it to 0"
+                " and give a corpus of that size"
+            )
+        if trainer.reload_dataloaders_every_n_epochs:
+            raise ConfigError(
+                f"reload_dataloaders_every_n_epochs={trainer.reload_dataloaders_every_n_epochs} would begin the samples"
+                " anew; set it to 0"
+            )
+
+    def _trains_whole_epochs(self) -> bool:
+        """Whether the Trainer counts epochs; ``max_epochs`` is -1 if only ``max_steps`` was given."""
+        trainer = self._trainer()
+        return bool(trainer.max_steps < 0 or (trainer.max_epochs is not None and trainer.max_epochs >= 0))
+
+    def _shape(self) -> BatchShape:
+        strategy = self._strategy()
+        return BatchShape(
+            micro_batch_size=self.micro_batch_size,
+            num_microbatches=strategy.num_microbatches,
+            data_parallel_size=strategy.data_parallel_size,
+            data_parallel_rank=strategy.data_parallel_rank,
+            rampup=self.rampup,
+        )
+
+    def _trainer(self) -> Any:
+        if self.trainer is None:
+            raise RuntimeError(f"{type(self).__name__} has no Trainer yet; pass it to trainer.fit(datamodule=...)")
+        return self.trainer
+
+    def _strategy(self) -> Any:
+        strategy: Any = self._trainer().strategy
+        if not hasattr(strategy, "is_data_source"):
+            raise ConfigError(
+                f"strategy {type(strategy).__name__} does not know which ranks read data; {type(self).__name__} needs"
+                " Trainer(strategy=MegatronStrategy(...))"
+            )
+        return strategy
+
+
+def require_at_least(name: str, value: int, least: int) -> None:
+    """Refuse a number that is too small.
+
+    Raises:
+        ConfigError: With the option's name.
+    """
+    if value < least:
+        raise ConfigError(f"{name}={value} must be at least {least}; correct it")
+
+
+def require_whole_step(run: Run, num_samples: int) -> None:
+    """See to it that an epoch is at least one step, and that every step can be dealt to the ranks.
+
+    Raises:
+        ConfigError: If the ramp-up does not fit the batch.
+        DataError: If one pass over the training samples is less than a step and an epoch is one pass.
+    """
+    run.shape.stages()
+    if run.whole_epochs:
+        check_epoch(num_samples, run.shape)
+
+
+def paths_of_splits(data_path: _T | None, own: Mapping[SplitName, _T | None]) -> dict[SplitName, _T] | None:
+    """The paths of single splits; None if ``data_path`` is to be split.
+
+    Args:
+        data_path: Where all splits come from.
+        own: Where each split alone comes from.
+
+    Raises:
+        ConfigError: If there are none, or two answers to where a split comes from.
+    """
+    given: dict[SplitName, _T] = {name: path for name, path in own.items() if path is not None}
+    names = ", ".join(f"{name}_data_path" for name in given)
+    if data_path is None and not given:
+        raise ConfigError("data_path=None leaves nothing to read; give data_path, or train_data_path and others")
+    if data_path is not None and given:
+        raise ConfigError(
+            f"data_path={data_path} and {names} both say where samples come from; give data_path with split, or only"
+            " paths of single splits"
+        )
+    return given or None
+
+
+def _rampup(numbers: Sequence[int] | None) -> BatchRampup | None:
+    if numbers is None:
+        return None
+    if len(numbers) != 3:
+        raise ConfigError(
+            f"rampup_batch_size={list(numbers)} must be three numbers: the first global batch, the increment, and the"
+            " samples until the batch has its full size"
+        )
+    start, increment, samples = numbers
+    return BatchRampup(start=start, increment=increment, samples=samples)
