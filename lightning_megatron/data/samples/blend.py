@@ -10,7 +10,7 @@ import math
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -73,6 +73,17 @@ class Mixture:
     part_samples: NDArray[np.int64]
     """Samples that have to be laid out of each dataset, 0 for one pass: [datasets]."""
 
+    def save(self, folder: str) -> None:
+        """Write to ``folder``."""
+        for field in fields(self):
+            np.save(os.path.join(folder, f"{field.name}.npy"), getattr(self, field.name))
+
+    @classmethod
+    def load(cls, folder: str) -> Mixture:
+        """Map the files of ``folder`` into memory."""
+        paths = {field.name: os.path.join(folder, f"{field.name}.npy") for field in fields(cls)}
+        return cls(**{name: np.load(path, mmap_mode="r").view(np.ndarray) for name, path in paths.items()})
+
 
 def parse_blend(data_path: str | Sequence[str | float]) -> tuple[Source, ...]:
     """The datasets that the user names, with their weights.
@@ -112,8 +123,9 @@ def parse_blend(data_path: str | Sequence[str | float]) -> tuple[Source, ...]:
 def num_samples_of_one_pass(sources: tuple[Source, ...], counts: Sequence[int]) -> int:
     """Samples of a blend that takes none twice.
 
-    Without weights these are all. With weights the pass ends where the first dataset has no more for its share. The
-    greedy rule gives a dataset of weight w at most w * (N - 1) + 1 of N samples, so no dataset runs out before.
+    Without weights these are all. With weights the pass ends where the first dataset has none left for its share, as
+    in ``interleave_datasets`` of Hugging Face datasets (``first_exhausted``). No dataset runs out before: of N samples
+    the greedy rule takes at most w * (N - 1) + 1 from a dataset of weight w.
 
     Args:
         sources: The datasets.
@@ -121,14 +133,14 @@ def num_samples_of_one_pass(sources: tuple[Source, ...], counts: Sequence[int]) 
     """
     if len(sources) == 1 or sources[0].weight is None:
         return sum(counts)
-    return max(1, min(math.floor(count / share) for count, share in zip(counts, _shares(sources, counts), strict=True)))
+    return min(int(count / share) for count, share in zip(counts, _shares(sources, counts), strict=True))
 
 
 def mix(sources: tuple[Source, ...], counts: Sequence[int], num_samples: int | None) -> Mixture:
     """The order in which several datasets are taken.
 
-    It equals the engine's where that has one: it takes no weights for one pass, no more than one pass without weights,
-    and it fails where the surplus that it lays out does not cover what its greedy rule takes.
+    It equals the engine's where that has one. The engine takes no weights for one pass, and no more than one pass
+    without weights; and it fails where its greedy rule takes more of a dataset than it has laid out.
 
     Args:
         sources: The datasets.
@@ -137,21 +149,24 @@ def mix(sources: tuple[Source, ...], counts: Sequence[int], num_samples: int | N
     """
     from megatron.core.datasets import helpers
 
-    weighted = sources[0].weight is not None
     shares = _shares(sources, counts)
-    needed = num_samples_of_one_pass(sources, counts) if num_samples is None else num_samples
-    # Megatron rounds each dataset's samples up, so a weighted blend is a little longer than it has to be.
-    rounded = [math.ceil(needed * share) for share in shares]
-    size = sum(rounded) if weighted and num_samples is not None else needed
+    laid_out = np.zeros(len(sources), dtype=np.int64)
+    if num_samples is None:
+        size = num_samples_of_one_pass(sources, counts)
+    elif sources[0].weight is None:
+        size = num_samples
+    else:
+        # Megatron rounds the samples of each dataset up, so there are a few more than requested.
+        rounded = [math.ceil(num_samples * share) for share in shares]
+        size = sum(rounded)
+        laid_out[:] = [math.ceil(samples * (1 + _SURPLUS)) for samples in rounded]
+        shares = _normalized(shares)  # twice, as in Megatron: the last bit may decide who comes first
     dataset_index, sample_index = np.zeros(size, dtype=np.int16), np.zeros(size, dtype=np.int64)
-    if num_samples is None and not weighted:
+    if num_samples is None and sources[0].weight is None:
         helpers.build_exhaustive_blending_indices(dataset_index, sample_index, list(counts), len(sources))
     else:
         helpers.build_blending_indices(dataset_index, sample_index, shares, len(sources), size, False)
-    part_samples = np.bincount(dataset_index, minlength=len(sources)).astype(np.int64)
-    if weighted and num_samples is not None:
-        laid_out = [math.ceil(samples * (1 + _SURPLUS)) for samples in rounded]
-        part_samples = np.maximum(part_samples, laid_out)
+    part_samples = np.maximum(laid_out, np.bincount(dataset_index, minlength=len(sources)))
     part_samples[part_samples <= np.asarray(counts)] = 0
     return Mixture(dataset_index=dataset_index, sample_index=sample_index, part_samples=part_samples)
 
@@ -219,10 +234,13 @@ _RULE = "weights and prefixes stand in turn, as in [0.7, books, 0.3, web], or th
 
 
 def _shares(sources: tuple[Source, ...], counts: Sequence[int]) -> list[float]:
-    weights = [count if source.weight is None else source.weight for source, count in zip(sources, counts, strict=True)]
+    return _normalized([c if s.weight is None else s.weight for s, c in zip(sources, counts, strict=True)])
+
+
+def _normalized(weights: Sequence[float]) -> list[float]:
     array = np.array(weights, dtype=np.float64)
-    shares: list[float] = (array / array.sum()).tolist()
-    return shares
+    normalized: list[float] = (array / array.sum()).tolist()
+    return normalized
 
 
 def _number(item: str | float) -> float | None:

@@ -1,8 +1,8 @@
 """How is a folder built once, by one of many processes that want it at the same time, and never seen half-built?
 
 A folder appears by renaming one that is complete. Its ``index.json`` has the sizes of its files, so that damage is
-found out. Who builds holds a lock of the file system, which ends with the process, however that dies; where the file
-system has no locks, several may build the same folder, and the first wins.
+noticed. Who builds holds a lock of the file system (``flock``), which ends with the process, however that dies; the
+others wait. Where the file system has no locks several may build the same folder, and the first that is done wins.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from lightning_megatron.errors import DataError
 _log = logging.getLogger(__name__)
 
 _MANIFEST = "index.json"
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
+_HAS_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 _QUIET_WAIT_S = 5.0
 _LONGEST_WAIT_S = 7200.0
-_POLL_S = 0.1
+_LONGEST_POLL_S = 1.0
 _ABANDONED_S = 7 * 86400.0
+"""Where locks do not tell whether the builder lives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,42 +47,38 @@ def build_once(folder: str, write: Callable[[str], SampleOrder], subject: str) -
     """What ``folder`` holds, after building it if it does not exist or is damaged.
 
     Args:
-        folder: Path; its name is its content's.
+        folder: Absolute path; its name stands for its content.
         write: Fills an empty folder, and says what is in it.
-        subject: What it is, for messages, e.g. the dataset.
+        subject: What the index is of, for messages.
 
     Raises:
-        DataError: If it cannot be written, or another process has been building it for too long.
+        DataError: If it cannot be written, or another process has been building it for hours.
     """
-    order = _read(folder)
+    order = read_order(folder)
     if order is not None:
         return order
     try:
         os.makedirs(os.path.dirname(folder), exist_ok=True)
         with _lock(folder) as locked:
-            order = _read(folder)
-            return order if order is not None else _build(folder, write, locked)
+            return read_order(folder) or _build(folder, write, locked)
     except OSError as error:
         raise DataError(
             f"the index of {subject} cannot be written to {folder} ({error.strerror or error}); set index_cache to a"
-            " folder that can be written"
+            " folder that can be written and has room"
         ) from error
 
 
-def _read(folder: str) -> SampleOrder | None:
-    """What a folder says of itself; None if there is none, or not as it was written."""
+def read_order(folder: str) -> SampleOrder | None:
+    """What a folder says of itself; None if there is none, or its files are not as they were written."""
     try:
         with open(os.path.join(folder, _MANIFEST), encoding="utf-8") as stream:
             manifest = json.load(stream)
-        sizes = {name: os.path.getsize(os.path.join(folder, name)) for name in manifest["sizes"]}
-        if sizes == manifest["sizes"]:
+        if all(os.path.getsize(os.path.join(folder, name)) == size for name, size in manifest["sizes"].items()):
             return SampleOrder(**manifest["order"])
-    except FileNotFoundError:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         if not os.path.isdir(folder):
             return None
-    except (ValueError, KeyError, TypeError):
-        pass
-    _log.warning("The index %s is damaged and is built again.", folder)
+    _log.warning("The index %s is damaged and is not used.", folder)
     return None
 
 
@@ -95,91 +92,103 @@ def _build(folder: str, write: Callable[[str], SampleOrder], locked: bool) -> Sa
         sizes = {file: os.path.getsize(os.path.join(staging, file)) for file in os.listdir(staging)}
         with open(os.path.join(staging, _MANIFEST), "w", encoding="utf-8") as stream:
             json.dump({"order": asdict(order), "sizes": sizes}, stream, indent=1)
+        # A disk of another machine may refuse the last bytes only now.
         for path in (*(os.path.join(staging, file) for file in os.listdir(staging)), staging):
             _sync(path)
-        if os.path.isdir(folder):  # damaged
-            with contextlib.suppress(FileNotFoundError):
-                os.rename(folder, f"{staging}-damaged")
+        with contextlib.suppress(FileNotFoundError):  # a damaged one
+            os.rename(folder, f"{staging}-old")
         try:
             os.rename(staging, folder)
         except OSError:
             # Without locks another job may have built the same in the meantime; its files are as good.
-            if _read(folder) is None:
+            if read_order(folder) is None:
                 raise
-        _sync(parent)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-        shutil.rmtree(f"{staging}-damaged", ignore_errors=True)
+        shutil.rmtree(f"{staging}-old", ignore_errors=True)
     return order
 
 
 def _remove_leftovers(parent: str, name: str, locked: bool) -> None:
-    """What killed jobs left: under the lock nobody else builds this folder."""
-    for entry in os.listdir(parent):
-        path = os.path.join(parent, entry)
-        if entry.startswith(f".building-{name}-") and (locked or _age_s(path) > _ABANDONED_S):
-            shutil.rmtree(path, ignore_errors=True)
+    """What killed jobs left; under the lock nobody else builds this folder."""
+    for entry in os.scandir(parent):
+        if entry.name.startswith(f".building-{name}-"):
+            with contextlib.suppress(FileNotFoundError):
+                if locked or time.time() - entry.stat().st_mtime > _ABANDONED_S:
+                    shutil.rmtree(entry.path, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def _lock(folder: str) -> Iterator[bool]:
-    """Hold the lock of ``folder``; False if the file system has none."""
+    """Hold the lock of ``folder``, or go on without where the file system has none: False."""
     parent, name = os.path.split(folder)
     path = os.path.join(parent, f".{name}.lock")
-    begin = time.monotonic()
-    logged = False
+    waiting = _Waiting(folder)
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
-            os.close(descriptor)
-            if error.errno in _NO_LOCKS:
-                _log.warning("%s has no file locks; jobs that start at once may all build the same index.", parent)
+            while not (locked := _try_lock(descriptor)) and locked is not None:
+                waiting.wait(os.pread(descriptor, 200, 0).decode(errors="replace") or "another process")
+            if locked is None:
+                _log.warning("%s has no file locks; jobs that start at once may build the same index twice.", parent)
                 yield False
                 return
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                raise
-        else:
-            if _is_file(descriptor, path):
-                break
-            # Whoever held it has finished and removed the file.
+            if _is_at(descriptor, path):
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+                try:
+                    yield True
+                finally:
+                    # Removed while it is held, so that whoever waits for it sees that it is a lock no more.
+                    os.unlink(path)
+                return
+        finally:
             os.close(descriptor)
-            continue
-        waited = time.monotonic() - begin
-        if waited > _LONGEST_WAIT_S:
-            raise DataError(
-                f"the index {folder} has been in the making by {holder} for more than {_LONGEST_WAIT_S:.0f} s; end that"
-                " process if it hangs, or set index_cache to another folder"
-            )
-        if waited > _QUIET_WAIT_S and not logged:
-            logged = True
-            _log.warning("Waiting for %s, which builds the index %s.", holder, folder)
-        time.sleep(_POLL_S)
+
+
+def _try_lock(descriptor: int) -> bool | None:
+    """Whether it is ours now; None if the file system has no locks."""
     try:
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-        yield True
-    finally:
-        # Removed while it is held: who waits for it finds out that it is no longer the file of this name.
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-        os.close(descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _HAS_NO_LOCKS:
+            return None
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+    return True
 
 
-def _is_file(descriptor: int, path: str) -> bool:
+def _is_at(descriptor: int, path: str) -> bool:
+    """Whether an open file is still the one of this name."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:
         return False
 
 
-def _age_s(path: str) -> float:
-    try:
-        return time.time() - os.stat(path).st_mtime
-    except FileNotFoundError:
-        return 0.0
+class _Waiting:
+    """Waits for whoever builds a folder, says so when it takes long, and gives up when it takes too long."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._begin = time.monotonic()
+        self._poll = 0.01
+        self._said = False
+
+    def wait(self, holder: str) -> None:
+        """Sleep for a moment."""
+        waited = time.monotonic() - self._begin
+        if waited > _LONGEST_WAIT_S:
+            raise DataError(
+                f"the index {self._folder} has been in the making by {holder} for {waited:.0f} s, the limit is"
+                f" {_LONGEST_WAIT_S:.0f} s; end that process if it hangs, or set index_cache to another folder"
+            )
+        if waited > _QUIET_WAIT_S and not self._said:
+            self._said = True
+            _log.warning("Waiting for %s, which builds the index %s.", holder, self._folder)
+        time.sleep(self._poll)
+        self._poll = min(2 * self._poll, _LONGEST_POLL_S)
 
 
 def _sync(path: str) -> None:

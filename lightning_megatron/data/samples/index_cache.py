@@ -11,9 +11,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from dataclasses import dataclass
-
-import numpy as np
+from collections.abc import Callable
+from functools import lru_cache, partial
 
 from lightning_megatron.data.formats.mmap import check_dataset, read_header
 from lightning_megatron.data.samples.base import Objective, Part, Samples
@@ -36,7 +35,8 @@ def check_request(request: SplitRequest) -> int:
         DataError: If a dataset is missing or damaged, or has not one sample for this split; the message names it.
     """
     for source in request.sources:
-        check_dataset(source.prefix)
+        read_header(source.prefix)
+        _check_once(source.prefix, _identity(source.prefix))
     return num_samples_of_one_pass(request.sources, _counts(request))
 
 
@@ -52,23 +52,21 @@ def build(request: SplitRequest, index_cache: str | None) -> SampleOrder:
     """
     if len(request.sources) == 1:
         return _build_part(request.objective, request.part(request.sources[0], request.num_samples), index_cache)
-    folder = _folder_of_blend(request, index_cache)
 
     def write(staging: str) -> SampleOrder:
         mixture = mix(request.sources, _counts(request), request.num_samples)
         orders = [_build_part(request.objective, part, index_cache) for part in _parts(request, mixture)]
-        for name in _MIXTURE_FILES:
-            np.save(os.path.join(staging, f"{name}.npy"), getattr(mixture, name))
+        mixture.save(staging)
         digest = hashlib.sha256(repr([order.fingerprint for order in orders]).encode())
         digest.update(mixture.dataset_index[:4096].tobytes())
         return SampleOrder(num_samples=len(mixture.dataset_index), fingerprint=digest.hexdigest()[:16])
 
-    subject = f"the blend of {request.sources[0].prefix} and {len(request.sources) - 1} more"
-    return build_once(folder, write, subject)
+    subject = f"the blend of {', '.join(source.prefix for source in request.sources[:3])}"
+    return build_once(_folder_of(request, index_cache), write, subject)
 
 
 def open_samples(request: SplitRequest, index_cache: str | None) -> Samples:
-    """The samples; a machine that does not see what ``build`` wrote elsewhere builds it for itself.
+    """The samples; a machine that does not see what ``build`` wrote on another one builds it for itself.
 
     Args:
         request: Which samples.
@@ -79,29 +77,28 @@ def open_samples(request: SplitRequest, index_cache: str | None) -> Samples:
     """
     for source in request.sources:
         read_header(source.prefix)
+    folder = _folder_of(request, index_cache)
+    if not os.path.isdir(folder):
+        _log.warning(
+            "The index %s is not visible on this machine and is built again; set index_cache to a folder that all"
+            " machines share to save the time.",
+            folder,
+        )
     order = build(request, index_cache)
     if len(request.sources) == 1:
-        return _Opener(request.objective, request.part(request.sources[0], request.num_samples), index_cache)()
-    folder = _folder_of_blend(request, index_cache)
-    mixture = Mixture(**{name: np.load(os.path.join(folder, f"{name}.npy"), mmap_mode="r") for name in _MIXTURE_FILES})
-    openers = [_Opener(request.objective, part, index_cache) for part in _parts(request, mixture)]
+        return request.objective.open(request.part(request.sources[0], request.num_samples), folder)
+    mixture = Mixture.load(folder)
+    openers: list[Callable[[], Samples]] = []
+    for part in _parts(request, mixture):
+        _build_part(request.objective, part, index_cache)
+        openers.append(partial(request.objective.open, part, _folder_of_part(request.objective, part, index_cache)))
     return BlendedSamples(mixture, openers, order.fingerprint)
 
 
-_MIXTURE_FILES = ("dataset_index", "sample_index", "part_samples")
-
-
-@dataclass(frozen=True)
-class _Opener:
-    """Opens the samples of one dataset, in whichever process."""
-
-    objective: Objective
-    part: Part
-    index_cache: str | None
-
-    def __call__(self) -> Samples:
-        _build_part(self.objective, self.part, self.index_cache)
-        return self.objective.open(self.part, _folder_of_part(self.objective, self.part, self.index_cache))
+@lru_cache(maxsize=4096)
+def _check_once(prefix: str, identity: object) -> None:
+    """All splits of a run have the same datasets, and an index may have gigabytes."""
+    check_dataset(prefix)
 
 
 def _counts(request: SplitRequest) -> list[int]:
@@ -121,16 +118,19 @@ def _build_part(objective: Objective, part: Part, index_cache: str | None) -> Sa
     return build_once(_folder_of_part(objective, part, index_cache), write, part.prefix)
 
 
-def _folder_of_part(objective: Objective, part: Part, index_cache: str | None) -> str:
-    key = (objective.index_key, canonical_split(part.split), part.name, part.seed, part.num_samples)
-    return _folder((objective.name, part.name), (key, _identity(part.prefix)), part.prefix, index_cache)
-
-
-def _folder_of_blend(request: SplitRequest, index_cache: str | None) -> str:
+def _folder_of(request: SplitRequest, index_cache: str | None) -> str:
+    if len(request.sources) == 1:
+        part = request.part(request.sources[0], request.num_samples)
+        return _folder_of_part(request.objective, part, index_cache)
     key = (request.objective.index_key, canonical_split(request.split), request.name, request.seed, request.num_samples)
     sources = [(_identity(source.prefix), source.weight) for source in request.sources]
     names = (request.objective.name, request.name, "blend")
     return _folder(names, (key, sources), request.sources[0].prefix, index_cache)
+
+
+def _folder_of_part(objective: Objective, part: Part, index_cache: str | None) -> str:
+    key = (objective.index_key, canonical_split(part.split), part.name, part.seed, part.num_samples)
+    return _folder((objective.name, part.name), (key, _identity(part.prefix)), part.prefix, index_cache)
 
 
 def _folder(names: tuple[str, ...], identity: object, prefix: str, index_cache: str | None) -> str:

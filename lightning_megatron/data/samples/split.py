@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import numpy as np
 
-from lightning_megatron.data.formats.mmap import IndexHeader, read_lengths
-from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.errors import ConfigError
 
 SplitName: TypeAlias = Literal["train", "valid", "test"]
 SPLIT_NAMES: tuple[SplitName, ...] = ("train", "valid", "test")
 
 _WEIGHT = re.compile(r"\d+(\.\d*)?|\.\d+")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SplitSize:
-    """How much one split holds."""
-
-    documents: int
-    """Documents (sequences of the index)."""
-    tokens: int
-    """Tokens in them."""
-
-    def num_samples(self, seq_length: int) -> int:
-        """Samples of ``seq_length`` predictions in one pass; neighbours share a token, the tail is dropped."""
-        return max(0, self.tokens - 1) // seq_length
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
@@ -76,32 +60,6 @@ def split_ranges(split: str, num_sequences: int) -> dict[SplitName, range]:
         ranges[name] = range(int(round(low * num_sequences)), int(round(high * num_sequences)))
         low = high
     return ranges
-
-
-def split_sizes(header: IndexHeader, split: str, seq_length: int) -> dict[SplitName, SplitSize]:
-    """What each split with a positive weight holds: at least one sample.
-
-    The engine loops for ever on a split without tokens (megatron-core 0.16.1, datasets/gpt_dataset.py:
-    _get_num_epochs), so such a split ends here.
-
-    Raises:
-        DataError: If a split with a positive weight has fewer tokens than one sample needs.
-    """
-    lengths = read_lengths(header)
-    weights = dict(zip(SPLIT_NAMES, parse_split(split), strict=True))
-    sizes: dict[SplitName, SplitSize] = {}
-    for name, documents in split_ranges(split, header.num_sequences).items():
-        if weights[name] == 0:
-            continue
-        tokens = int(lengths[documents.start : documents.stop].sum(dtype=np.int64))
-        sizes[name] = SplitSize(documents=len(documents), tokens=tokens)
-        if sizes[name].num_samples(seq_length) == 0:
-            raise DataError(
-                f"split={split!r} gives {name} {len(documents)} of {header.num_sequences} documents with {tokens}"
-                f" tokens, one sample of seq_length={seq_length} needs {seq_length + 1}; give {name} a larger weight"
-                " or weight 0, lower seq_length, or add documents"
-            )
-    return sizes
 
 
 def whole_split(name: SplitName) -> str:

@@ -1,46 +1,55 @@
-"""Is sample i what Megatron's algorithm says, and is a stale or half-written index never used?"""
+"""Is sample i of a GPT what Megatron's algorithm says, however short the documents, and where the engine miscounts?"""
 
 from __future__ import annotations
 
 import os
+import pickle
+import struct
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from lightning_megatron.data.samples.gpt import IndexRequest, build_index, cache_folder, open_samples
-from lightning_megatron.data.samples.split import split_ranges
-from lightning_megatron.data.serving.sampler import PADDING_ROW
+from lightning_megatron.data.formats.mmap import HEADER_BYTES, IndexedDatasetWriter
+from lightning_megatron.data.samples.base import Part
+from lightning_megatron.data.samples.gpt import GPTObjective, GPTSamples, build_gpt_index
+from lightning_megatron.data.samples.split import SplitName, split_ranges
 from lightning_megatron.errors import DataError
 from tests.unit.data.corpus import megatron_samples, write_corpus
+from tests.unit.data.engine_samples import engine_dataset, engine_rows
 
 SEQ_LENGTH = 16
+OBJECTIVE = GPTObjective(seq_length=SEQ_LENGTH)
+KEEP = GPTObjective(seq_length=SEQ_LENGTH, drop_last_partial_validation_sequence=False)
 
 
-def _request(prefix: Path, num_samples: int | None = None, **changes: object) -> IndexRequest:
-    request = IndexRequest(
-        prefix=str(prefix), split="8,1,1", name="train", seq_length=SEQ_LENGTH, seed=1234, num_samples=num_samples
-    )
-    return replace(request, **changes)  # type: ignore[arg-type]
+def _part(prefix: Path, num_samples: int | None = None, name: SplitName = "train", split: str = "8,1,1") -> Part:
+    return Part(prefix=str(prefix), split=split, name=name, seed=1234, num_samples=num_samples)
 
 
-def _all_rows(request: IndexRequest) -> np.ndarray:
-    folder = cache_folder(request, None)
-    count = build_index(request, folder).num_samples
-    samples = open_samples(request, folder)
-    assert count == len(samples)
-    return samples[list(range(count))]["text"].numpy()
+def _write(prefix: Path, lengths: list[int]) -> None:
+    with IndexedDatasetWriter(str(prefix), np.dtype("<u2")) as writer:
+        writer.add_documents(np.arange(sum(lengths), dtype="<u2").tobytes(), lengths)
+
+
+def _all_rows(samples: GPTSamples) -> np.ndarray:
+    return samples.rows(range(len(samples)))["text"].numpy()
 
 
 @pytest.mark.parametrize("name", ["train", "valid", "test"])
-def test_one_pass_takes_the_samples_that_the_algorithm_says(tmp_path: Path, name: str) -> None:
+def test_one_pass_takes_the_samples_that_the_algorithm_says(tmp_path: Path, name: SplitName) -> None:
     documents = write_corpus(tmp_path / "corpus", 50)
-    part = split_ranges("8,1,1", 50)[name]  # type: ignore[index]
+    part = split_ranges("8,1,1", 50)[name]
     expected = megatron_samples(documents[part.start : part.stop], SEQ_LENGTH, 1234, None)
 
-    assert np.array_equal(_all_rows(_request(tmp_path / "corpus", name=name)), expected)
+    samples = OBJECTIVE.open(_part(tmp_path / "corpus", name=name), "")
+
+    assert np.array_equal(_all_rows(samples), expected)
+    assert OBJECTIVE.count(_part(tmp_path / "corpus", name=name)) == len(expected)
 
 
 @pytest.mark.parametrize("share_of_last_epoch", [0.3, 0.95, 1.0])
@@ -53,28 +62,107 @@ def test_many_passes_take_the_samples_that_the_algorithm_says(
     num_samples = int((full_epochs + share_of_last_epoch) * (sum(map(len, train)) // SEQ_LENGTH))
     expected = megatron_samples(train, SEQ_LENGTH, 1234, num_samples)
 
-    rows = _all_rows(_request(tmp_path / "corpus", num_samples))
+    rows = _all_rows(OBJECTIVE.open(_part(tmp_path / "corpus", num_samples), ""))
 
     assert len(rows) >= num_samples
     assert np.array_equal(rows, expected)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    # Empty documents, documents of a token, and documents of several samples.
+    lengths=st.lists(st.sampled_from([0, 1, 2, 3, 7, 8, 9, 30]), min_size=1, max_size=30),
+    seq_length=st.integers(1, 9),
+    num_samples=st.one_of(st.none(), st.integers(1, 60)),
+    drop=st.booleans(),
+)
+def test_rows_equal_the_engines(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_length: int, num_samples: int | None, drop: bool
+) -> None:
+    # The engine stops if it keeps a partial sample and the last document of its order is empty.
+    lengths = [*(length if drop else max(1, length) for length in lengths), seq_length + 1]
+    prefix = tmp_path_factory.mktemp("rows") / "corpus"
+    _write(prefix, lengths)
+    options = {"drop_last_partial_validation_sequence": drop}
+    part = _part(prefix, num_samples, name="valid", split="0,1,0")
+    blend = ([str(prefix)], None)
+    theirs = engine_dataset(
+        blend, split="0,1,0", name="valid", num_samples=num_samples, seq_length=seq_length, **options
+    )
+
+    samples = GPTObjective(seq_length=seq_length, **options).open(part, "")
+
+    assert np.array_equal(_all_rows(samples), engine_rows(theirs))
+
+
+def test_a_kept_partial_sequence_is_the_rest_of_the_tokens_and_padding(tmp_path: Path) -> None:
+    # 40 tokens predict 39: two samples of 16 predictions and 7 predictions more.
+    _write(tmp_path / "corpus", [40])
+    part = _part(tmp_path / "corpus", name="valid", split="0,1,0")
+
+    rows = _all_rows(KEEP.open(part, ""))
+
+    assert KEEP.count(part) == len(rows) == 3
+    assert len(OBJECTIVE.open(part, "")) == 2
+    assert [32, *range(33, 40), *[-1] * 9] in rows.tolist()
+
+
+@pytest.mark.parametrize("name", ["train", "test"])
+def test_only_validation_keeps_a_partial_sequence(tmp_path: Path, name: SplitName) -> None:
+    _write(tmp_path / "corpus", [40])
+    part = _part(tmp_path / "corpus", name=name, split="1" if name == "train" else "0,0,1")
+
+    assert len(KEEP.open(part, "")) == KEEP.count(part) == 2
+
+
+def test_a_partial_sequence_alone_is_a_sample_if_it_is_kept(tmp_path: Path) -> None:
+    _write(tmp_path / "corpus", [5])
+    part = _part(tmp_path / "corpus", name="valid", split="0,1,0")
+
+    assert _all_rows(KEEP.open(part, "")).tolist() == [[0, 1, 2, 3, 4, *[-1] * 12]]
+    with pytest.raises(DataError, match="5 tokens, one sample of seq_length=16 needs 17; lower seq_length, or add"):
+        OBJECTIVE.count(part)
+
+
+@pytest.mark.parametrize(
+    ("seq_length", "tokens"),
+    [
+        (1024, (1 << 25) + 3),  # the engine finds one sample too few, in single precision
+        (1000, (1 << 25) + 1025),
+        (3360, 230079 * 3360 + 1),  # one too many
+        (3077, 952502 * 3077 + 1),  # likewise, and more tokens than 31 bits can count
+    ],
+)
+def test_partial_sequences_are_counted_exactly_in_large_corpora(seq_length: int, tokens: int) -> None:
+    lengths = np.array([tokens // 3, tokens // 3, tokens - 2 * (tokens // 3)], dtype=np.int32)
+
+    index = build_gpt_index(lengths, np.arange(3, dtype=np.int32), seq_length, None, 1, True)
+
+    full, rest = divmod(tokens - 1, seq_length)
+    assert len(index.shuffle_index) == full + (rest > 0)
+    begins = np.concatenate(([0], np.cumsum(lengths[index.document_index], dtype=np.int64)))
+    places = begins[index.sample_index[:, 0]] + index.sample_index[:, 1]
+    assert np.array_equal(places[:-1], np.arange(len(places) - 1) * seq_length)
+    assert places[-1] == tokens - 1
+
+
 def test_another_seed_gives_another_order_of_the_same_documents(tmp_path: Path) -> None:
     documents = write_corpus(tmp_path / "corpus", 50)
+    part = _part(tmp_path / "corpus")
 
-    rows = _all_rows(_request(tmp_path / "corpus", seed=7))
+    rows = _all_rows(OBJECTIVE.open(replace(part, seed=7), ""))
 
     assert np.array_equal(rows, megatron_samples(documents[:40], SEQ_LENGTH, 7, None))
-    assert not np.array_equal(rows, _all_rows(_request(tmp_path / "corpus")))
+    assert not np.array_equal(rows, _all_rows(OBJECTIVE.open(part, "")))
 
 
 def test_the_fingerprint_of_an_order_changes_only_with_the_order(tmp_path: Path) -> None:
     documents = write_corpus(tmp_path / "corpus", 50)
     per_epoch = sum(map(len, documents[:40])) // SEQ_LENGTH
+    part = _part(tmp_path / "corpus")
 
-    def fingerprint(num_samples: int, **changes: object) -> str:
-        request = _request(tmp_path / "corpus", num_samples, **changes)
-        return build_index(request, cache_folder(request, None)).fingerprint
+    def fingerprint(num_samples: int, seed: int = 1234, split: str = "8,1,1") -> str:
+        return OBJECTIVE.open(replace(part, num_samples=num_samples, seed=seed, split=split), "").fingerprint
 
     base = fingerprint(per_epoch // 2)
     assert fingerprint(per_epoch // 4) == base
@@ -85,85 +173,66 @@ def test_the_fingerprint_of_an_order_changes_only_with_the_order(tmp_path: Path)
     assert fingerprint(per_epoch + per_epoch // 4) != fingerprint(2 * per_epoch - 2)
 
 
-def test_a_dataset_written_again_under_the_same_name_gets_a_new_index(tmp_path: Path) -> None:
-    prefix = tmp_path / "corpus"
-    write_corpus(prefix, 50, seed=0)
-    before = cache_folder(_request(prefix), None)
-    _all_rows(_request(prefix))
-    documents = write_corpus(prefix, 50, seed=1)
-
-    assert cache_folder(_request(prefix), None) != before
-    assert np.array_equal(_all_rows(_request(prefix)), megatron_samples(documents[:40], SEQ_LENGTH, 1234, None))
-
-
-def test_an_index_that_was_interrupted_is_not_taken_for_a_complete_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_come_in_the_order_asked_for_whether_the_index_is_in_memory_or_in_a_folder(tmp_path: Path) -> None:
     write_corpus(tmp_path / "corpus", 50)
-    request = _request(tmp_path / "corpus")
-    folder = cache_folder(request, str(tmp_path / "cache"))
-    saved: list[str] = []
+    (tmp_path / "index").mkdir()
+    in_memory = OBJECTIVE.open(_part(tmp_path / "corpus"), "")
+    written = OBJECTIVE.open(_part(tmp_path / "corpus"), str(tmp_path / "index"))
+    read = OBJECTIVE.open(_part(tmp_path / "corpus"), str(tmp_path / "index"))
 
-    def save_one_file_then_die(path: str, *args: object, **kwargs: object) -> None:
-        if saved:
-            raise KeyboardInterrupt
-        saved.append(path)
-        Path(path).write_bytes(b"half")
+    rows = in_memory.rows([5, 3, 5, 0])["text"]
 
-    with monkeypatch.context() as patched:
-        patched.setattr(np, "save", save_one_file_then_die)
-        with pytest.raises(KeyboardInterrupt):
-            build_index(request, folder)
-
-    assert saved
-    assert not os.path.exists(folder)
-    assert build_index(request, folder).num_samples == len(open_samples(request, folder))
+    assert rows.dtype == torch.int64
+    assert torch.equal(rows, in_memory.rows(range(6))["text"][[5, 3, 5, 0]])
+    for samples in (written, read):
+        assert torch.equal(samples.rows([5, 3, 5, 0])["text"], rows)
+        assert samples.fingerprint == in_memory.fingerprint
 
 
-def test_a_machine_without_the_cache_computes_the_same_samples(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_files_are_opened_by_the_process_that_reads(tmp_path: Path) -> None:
     write_corpus(tmp_path / "corpus", 50)
-    request = _request(tmp_path / "corpus", num_samples=200)
-    expected = _all_rows(request)
+    (tmp_path / "index").mkdir()
+    OBJECTIVE.open(_part(tmp_path / "corpus"), str(tmp_path / "index"))
+    before = len(os.listdir("/proc/self/fd"))
 
-    samples = open_samples(request, str(tmp_path / "elsewhere"))
+    samples = OBJECTIVE.open(_part(tmp_path / "corpus"), str(tmp_path / "index"))
+    assert len(os.listdir("/proc/self/fd")) == before
+    rows = samples.rows([1, 2])["text"]
+    travelled = pickle.dumps(samples)
 
-    assert np.array_equal(samples[list(range(len(samples)))]["text"].numpy(), expected)
-    assert "not visible on this machine" in caplog.text
-    assert not (tmp_path / "elsewhere").exists()
-
-
-def test_an_existing_index_is_opened_and_not_built_again(tmp_path: Path) -> None:
-    write_corpus(tmp_path / "corpus", 50)
-    request = _request(tmp_path / "corpus")
-    folder = cache_folder(request, None)
-    build_index(request, folder)
-    times = {path.name: path.stat().st_mtime_ns for path in Path(folder).iterdir()}
-
-    build_index(request, folder)
-
-    assert {path.name: path.stat().st_mtime_ns for path in Path(folder).iterdir()} == times
-    assert len(times) == 4
+    assert len(travelled) < 1000
+    assert torch.equal(pickle.loads(travelled).rows([1, 2])["text"], rows)
+    del samples
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_cache_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    write_corpus(tmp_path / "corpus", 50)
-    (tmp_path / "file").write_text("in the way")
-    request = _request(tmp_path / "corpus")
+@pytest.mark.parametrize(("position", "value"), [("first", 3), ("first", -2), ("last", 1 << 40)])
+def test_a_position_between_or_outside_of_tokens_is_found_out(tmp_path: Path, position: str, value: int) -> None:
+    _write(tmp_path / "corpus", [20, 20])
+    part = _part(tmp_path / "corpus", split="1")
+    at = HEADER_BYTES + 4 * 2 + (8 if position == "last" else 0)
+    path = tmp_path / "corpus.idx"
+    data = bytearray(path.read_bytes())
+    data[at : at + 8] = struct.pack("<q", value)
+    path.write_bytes(data)
 
-    with pytest.raises(DataError, match="cannot be written to .*file.*; set index_cache to a folder"):
-        build_index(request, cache_folder(request, str(tmp_path / "file")))
+    with pytest.raises(DataError, match=r"corpus.idx points outside of .bin or between tokens; run preprocess again"):
+        OBJECTIVE.open(part, "").rows([0, 1])
 
 
-def test_a_padding_row_has_no_valid_token_and_no_weight(tmp_path: Path) -> None:
-    write_corpus(tmp_path / "corpus", 50)
-    request = _request(tmp_path / "corpus")
-    samples = open_samples(request, str(tmp_path / "elsewhere"))
+def test_one_token_too_few_for_a_sample_is_refused_with_counts(tmp_path: Path) -> None:
+    _write(tmp_path / "corpus", [100, 8])
+    part = _part(tmp_path / "corpus", name="valid", split="1,1")
 
-    batch = samples[[0, PADDING_ROW, 1]]
+    assert GPTObjective(seq_length=7).count(part) == 1
+    message = r"gives valid 1 of 2 documents of .*corpus with 8 tokens, one sample of seq_length=8 needs 9;"
+    for work in (GPTObjective(seq_length=8).count, lambda part: GPTObjective(seq_length=8).open(part, "")):
+        with pytest.raises(DataError, match=message):
+            work(part)
 
-    assert batch["text"][1].tolist() == [-1] * (SEQ_LENGTH + 1)
-    assert (batch["text"][[0, 2]] >= 0).all()
-    assert batch["text"].dtype == torch.int64
-    assert batch["sample_mask"].tolist() == [1, 0, 1]
+
+def test_a_weight_too_small_for_one_document_is_refused(tmp_path: Path) -> None:
+    _write(tmp_path / "corpus", [100] * 40)
+
+    with pytest.raises(DataError, match="gives test 0 of 40 documents of .* with 0 tokens"):
+        OBJECTIVE.count(_part(tmp_path / "corpus", name="test", split="949,50,1"))

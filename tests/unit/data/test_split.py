@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_megatron.data.formats.mmap import IndexedDatasetWriter, IndexHeader, check_dataset
-from lightning_megatron.data.samples.split import SPLIT_NAMES, canonical_split, parse_split, split_ranges, split_sizes
-from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.data.samples.split import (
+    SPLIT_NAMES,
+    SplitName,
+    canonical_split,
+    parse_split,
+    split_ranges,
+    whole_split,
+)
+from lightning_megatron.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -63,36 +67,11 @@ def test_bounds_equal_the_engines(weights: list[float], num_sequences: int) -> N
             assert ours == range(*(int(round(bound * float(num_sequences))) for bound in bounds))
 
 
-def _dataset(folder: Path, lengths: list[int]) -> IndexHeader:
-    with IndexedDatasetWriter(str(folder / "x"), np.dtype("<u2")) as writer:
-        writer.add_documents(bytes(2 * sum(lengths)), lengths)
-    return check_dataset(str(folder / "x"))
+@pytest.mark.parametrize("name", SPLIT_NAMES)
+@pytest.mark.parametrize("num_sequences", [1, 7])
+def test_a_whole_split_takes_all(name: SplitName, num_sequences: int) -> None:
+    ranges = split_ranges(whole_split(name), num_sequences)
 
-
-def test_sizes_count_documents_tokens_and_samples(tmp_path: Path) -> None:
-    header = _dataset(tmp_path, [10, 20, 30, 41, 9])
-
-    sizes = split_sizes(header, "3,2", seq_length=8)
-
-    assert list(sizes) == ["train", "valid"]
-    assert (sizes["train"].documents, sizes["train"].tokens) == (3, 60)
-    assert (sizes["valid"].documents, sizes["valid"].tokens) == (2, 50)
-    # 60 tokens predict 59: seven samples of eight, and a tail of three.
-    assert sizes["train"].num_samples(8) == 7
-    assert sizes["valid"].num_samples(49) == 1
-    assert sizes["valid"].num_samples(50) == 0
-
-
-def test_one_token_too_few_for_a_sample_is_refused_with_counts(tmp_path: Path) -> None:
-    header = _dataset(tmp_path, [100, 8])
-
-    split_sizes(header, "1,1", seq_length=7)
-    with pytest.raises(DataError, match=r"valid 1 of 2 documents with 8 tokens, one sample of seq_length=8 needs 9;"):
-        split_sizes(header, "1,1", seq_length=8)
-
-
-def test_a_weight_too_small_for_one_document_is_refused(tmp_path: Path) -> None:
-    header = _dataset(tmp_path, [100] * 40)
-
-    with pytest.raises(DataError, match="gives test 0 of 40 documents with 0 tokens"):
-        split_sizes(header, "949,50,1", seq_length=8)
+    assert {each: len(ranges[each]) for each in SPLIT_NAMES} == {
+        each: num_sequences if each == name else 0 for each in SPLIT_NAMES
+    }
