@@ -1,18 +1,37 @@
-"""How does a model learn to answer? Prompts and answers from JSON lines, tokenized once, with the loss on the answers.
+"""What does a model learn from prompts and answers? Files of them, tokenized once, and which tokens are the answers.
 
-``read_instructions`` tokenizes a file; ``Instructions.part`` takes a split of it; ``InstructionSamples`` makes rows.
+A sample longer than a row loses its end. Where nothing of its answers is left the sample is left out, and counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import hashlib
+import logging
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_megatron.data.corpus.tokenizer import load_tokenizer
+from lightning_megatron.data.samples.answers import TokenizedSample, tokenize
 from lightning_megatron.data.samples.base import Rows
+from lightning_megatron.data.samples.conversations import RecordRenderer
+from lightning_megatron.data.samples.packing import efficiency, one_sample_a_row, pack
+from lightning_megatron.data.samples.records import Record, read_records, record_files
+from lightning_megatron.errors import ConfigError, DataError, require_divides
+
+_log = logging.getLogger(__name__)
+
+_NO_TARGET = -100
+"""Hugging Face's label for "no target here"."""
+
+_BATCH = 1000
+"""Records that are tokenized at a time: enough for the tokenizer's threads, little enough to hold their offsets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,11 +43,173 @@ class InstructionOptions:
     tokenizer: str
     """Folder of a transformers tokenizer; with a chat template if there are messages."""
     seq_length: int
-    """Tokens of a row; longer samples lose their end."""
+    """Tokens of a row."""
     answers: Literal["all", "last"] = "all"
     """Which of the assistant's turns are learned."""
     separator: str = ""
     """Text between a prompt and a completion that are strings; part of the prompt."""
+
+    def __post_init__(self) -> None:
+        """Check what can be known before anything is read.
+
+        Raises:
+            ConfigError: If a value cannot work.
+        """
+        if self.seq_length < 2:
+            raise ConfigError(f"seq_length={self.seq_length} leaves nothing to predict; set at least 2")
+        if self.answers not in ("all", "last"):
+            raise ConfigError(f"answers={self.answers!r} is unknown; choose from all, last")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Instructions:
+    """Tokenized samples, in flat arrays: 5 bytes a token."""
+
+    tokens: NDArray[np.int32]
+    """[tokens of all samples]."""
+    is_answer: NDArray[np.bool_]
+    """[tokens of all samples]: whether a token is learned; a sample's first one never is, as nothing predicts it."""
+    starts: NDArray[np.int64]
+    """[samples + 1]: sample ``i`` has the tokens ``starts[i]:starts[i + 1]``."""
+    seq_length: int
+    """Tokens of a row; no sample is longer."""
+    padding_token: int
+    """What fills rows up; never seen, never learned."""
+
+    def __len__(self) -> int:
+        """Samples."""
+        return len(self.starts) - 1
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """[samples]: tokens of each."""
+        return np.diff(self.starts)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the content."""
+        digest = hashlib.blake2b(repr((self.seq_length, self.padding_token)).encode(), digest_size=8)
+        begin, end = self.starts[0], self.starts[-1]
+        for part in (self.starts - begin, self.tokens[begin:end], self.is_answer[begin:end]):
+            digest.update(np.ascontiguousarray(part).data)
+        return digest.hexdigest()
+
+    @property
+    def largest_token(self) -> int:
+        """For a comparison with the model's vocabulary; covers ``padding_token``."""
+        return max(int(self.tokens.max()), self.padding_token)
+
+    def sample(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Tokens of one sample, and which of them are learned."""
+        begin, end = self.starts[index], self.starts[index + 1]
+        return self.tokens[begin:end], self.is_answer[begin:end]
+
+    def part(self, samples: range) -> Instructions:
+        """Consecutive samples, e.g. a range of ``split_ranges(split, len(instructions))``; shares memory."""
+        return replace(self, starts=self.starts[samples.start : samples.stop + 1])
+
+
+def check_instructions(options: InstructionOptions) -> int:
+    """Check files, tokenizer and the first records, in a moment.
+
+    Returns:
+        The largest token of the tokenizer.
+
+    Raises:
+        DataError: If files or tokenizer are missing, or unfit for each other.
+    """
+    reader = _Reader(options)
+    next(reader.samples(islice(read_records(record_files(options.path)), 8)), None)
+    return reader.largest_token
+
+
+def read_instructions(options: InstructionOptions) -> Instructions:
+    """All samples in the order of the files.
+
+    Raises:
+        DataError: With file and line, if a record is malformed; if files or tokenizer are missing, or no sample is
+            left.
+    """
+    from tqdm import tqdm
+
+    reader, files = _Reader(options), record_files(options.path)
+    collected = _Collected(options)
+    total = sum(file.stat().st_size for file in files)
+    # A short file is read before anybody wonders.
+    with tqdm(total=total, unit="B", unit_scale=True, desc="Tokenizing instructions", delay=3) as bar:
+        for tokens, is_answer in reader.samples(read_records(files, bar.update)):
+            collected.add(tokens, is_answer)
+    return collected.instructions(reader.padding_token)
+
+
+class _Reader:
+    """Turns records into tokens."""
+
+    def __init__(self, options: InstructionOptions) -> None:
+        self._tokenizer = tokenizer = load_tokenizer(options.tokenizer)
+        if not tokenizer.is_fast:
+            raise DataError(
+                f"tokenizer={options.tokenizer} is a {type(tokenizer).__name__}, which cannot tell where in a text its"
+                " tokens are, so answers cannot be found; give one with a tokenizer.json"
+            )
+        self._renderer = RecordRenderer(tokenizer, answers=options.answers, separator=options.separator)
+        self.padding_token: int = next(t for t in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if t is not None)
+        self.largest_token: int = max(tokenizer.get_vocab().values())
+
+    def samples(self, records: Iterator[tuple[str, Record]]) -> Iterator[TokenizedSample]:
+        """Each record's tokens."""
+        while batch := list(islice(records, _BATCH)):
+            rendered = [self._renderer.render(record, place) for place, record in batch]
+            for (place, _), sample in zip(batch, tokenize(self._tokenizer, rendered), strict=True):
+                if not sample[1].any():
+                    raise DataError(f"{place} has an answer without a token to learn; remove or complete it")
+                yield sample
+
+
+class _Collected:
+    """Samples cut to ``seq_length``, and how many were."""
+
+    def __init__(self, options: InstructionOptions) -> None:
+        self._options = options
+        # Bytes grow in place; a list of a million small arrays would take more memory than what is in them.
+        self._tokens, self._is_answer, self._lengths = bytearray(), bytearray(), array("q")
+        self._num_cut = self._num_left_out = self._least_length = 0
+
+    def add(self, tokens: NDArray[np.int32], is_answer: NDArray[np.bool_]) -> None:
+        limit = self._options.seq_length
+        self._num_cut += len(tokens) > limit
+        if is_answer[:limit].any():
+            self._tokens += tokens[:limit].tobytes()
+            self._is_answer += is_answer[:limit].tobytes()
+            self._lengths.append(min(limit, len(tokens)))
+        else:
+            self._num_left_out += 1
+            needed = int(is_answer.argmax()) + 1
+            self._least_length = min(self._least_length or needed, needed)
+
+    def instructions(self, padding_token: int) -> Instructions:
+        options, num_left_out, num_kept = self._options, self._num_left_out, len(self._lengths)
+        if not num_kept and not num_left_out:
+            raise DataError(f"{options.path} has no records; give a file with at least one")
+        if not num_kept:
+            raise DataError(
+                f"seq_length={options.seq_length} leaves nothing of the answers of any of the {num_left_out} samples of"
+                f" {options.path}; raise it, to {self._least_length} at the very least"
+            )
+        if self._num_cut:
+            _log.warning(
+                "%d of %d samples of %s have more than seq_length=%d tokens: %d lost their end, and %d are left out, as"
+                " nothing of their answers was left. Raise seq_length to keep them whole.",
+                *(self._num_cut, num_kept + num_left_out, options.path, options.seq_length),
+                *(self._num_cut - num_left_out, num_left_out),
+            )
+        return Instructions(
+            tokens=np.frombuffer(self._tokens, dtype=np.int32),
+            is_answer=np.frombuffer(self._is_answer, dtype=np.bool_),
+            starts=np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)]),
+            seq_length=options.seq_length,
+            padding_token=padding_token,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,84 +223,89 @@ class RowOptions:
     seed: int = 1234
     """Of the order of packed rows."""
 
+    def __post_init__(self) -> None:
+        """Check the values.
 
-@dataclass(frozen=True, kw_only=True)
-class Instructions:
-    """Tokenized samples, in flat arrays: 5 bytes a token."""
-
-    tokens: NDArray[np.int32]
-    """[tokens of all samples]."""
-    is_answer: NDArray[np.bool_]
-    """[tokens of all samples]: whether a token is learned."""
-    starts: NDArray[np.int64]
-    """[samples + 1]: sample ``i`` has the tokens ``starts[i]:starts[i + 1]``."""
-    seq_length: int
-    """Tokens of a row; no sample is longer."""
-    padding_token: int
-    """What fills rows up; never seen, never learned."""
-    fingerprint: str
-    """Of the content."""
-
-    def __len__(self) -> int:
-        """Samples."""
-        return len(self.starts) - 1
-
-    @property
-    def largest_token(self) -> int:
-        """For a comparison with the model's vocabulary; covers ``padding_token``."""
-        raise NotImplementedError
-
-    def part(self, samples: range) -> Instructions:
-        """Consecutive samples, e.g. a range of ``split_ranges(split, len(instructions))``; shares memory."""
-        raise NotImplementedError
-
-
-def check_instructions(options: InstructionOptions) -> int:
-    """Check files, tokenizer and the first record, in a moment; the largest token of the tokenizer.
-
-    Raises:
-        ConfigError: If a setting cannot work.
-        DataError: If files or tokenizer are missing, or unfit for each other.
-    """
-    raise NotImplementedError
-
-
-def read_instructions(options: InstructionOptions) -> Instructions:
-    """All samples in the order of the files; those whose answers lie wholly behind ``seq_length`` are left out.
-
-    Raises:
-        ConfigError: If a setting cannot work.
-        DataError: With file and line, if a record is malformed; if files or tokenizer are missing, or no sample is
-            left.
-    """
-    raise NotImplementedError
+        Raises:
+            ConfigError: If one cannot work.
+        """
+        if self.pad_to_multiple_of is not None and self.pad_to_multiple_of < 1:
+            raise ConfigError(f"pad_to_multiple_of={self.pad_to_multiple_of} must be at least 1; correct it")
+        if self.packing and self.pad_to_multiple_of is not None:
+            raise ConfigError(
+                f"pad_to_multiple_of={self.pad_to_multiple_of} is for rows of one sample, and packing=True fills rows"
+                " of seq_length; leave one of them out"
+            )
 
 
 class InstructionSamples:
-    """Rows of samples for ``GPTTrainStep``; one pass. Small enough a description to be sent to worker processes."""
+    """Rows of samples for ``GPTTrainStep``; one pass over them.
+
+    Args:
+        instructions: The samples.
+        options: How they become rows.
+
+    Raises:
+        ConfigError: If ``options.pad_to_multiple_of`` does not divide ``instructions.seq_length``.
+    """
 
     def __init__(self, instructions: Instructions, options: RowOptions) -> None:
-        """Pack, if ``options.packing``; the same on every rank."""
-        raise NotImplementedError
+        self._instructions = instructions
+        self._options = options
+        length, multiple = instructions.seq_length, options.pad_to_multiple_of
+        if multiple is not None:
+            require_divides("pad_to_multiple_of", multiple, "seq_length", length)
+        self._packing = (
+            pack(instructions.lengths, length, options.seed) if options.packing else one_sample_a_row(len(instructions))
+        )
 
     @property
     def fingerprint(self) -> str:
-        """Of samples and packing."""
-        raise NotImplementedError
+        """Of samples and packing; not of padding, which changes nothing that is learned."""
+        order = f"packed-{self._options.seed}" if self._options.packing else "alone"
+        return f"{self._instructions.fingerprint}-{order}"
 
     @property
     def efficiency(self) -> float:
         """Fraction of tokens in rows of ``seq_length`` that is no padding."""
-        raise NotImplementedError
+        return efficiency(self._packing, self._instructions.lengths, self._instructions.seq_length)
 
     def __len__(self) -> int:
         """Rows."""
-        raise NotImplementedError
+        return self._packing.num_rows
 
     def rows(self, indices: Sequence[int]) -> Rows:
-        """Rows as Hugging Face names them, [rows, L] int64 each.
+        """Rows as Hugging Face names them, [rows, L] int64 each, padded on the right.
 
         ``input_ids``; ``labels``, -100 outside of answers and at the first token of each sample; ``attention_mask``,
         the number of the sample in its row from 1, and 0 for padding; ``position_ids``, from 0 in each sample.
         """
-        raise NotImplementedError
+        import torch
+
+        source = self._instructions
+        members = [self._packing.row(index) for index in indices]
+        shape = (len(members), self._row_length(max(int(source.lengths[row].sum()) for row in members)))
+        input_ids = np.full(shape, source.padding_token, dtype=np.int64)
+        labels = np.full(shape, _NO_TARGET, dtype=np.int64)
+        attention_mask, position_ids = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+        for row, samples in enumerate(members):
+            begin = 0
+            for number, sample in enumerate(samples, 1):
+                tokens, is_answer = source.sample(sample)
+                place = (row, slice(begin, begin + len(tokens)))
+                input_ids[place] = tokens
+                labels[place] = np.where(is_answer, tokens, _NO_TARGET)
+                attention_mask[place] = number
+                position_ids[place] = np.arange(len(tokens))
+                begin += len(tokens)
+        arrays = {
+            "input_ids": input_ids,
+            "labels": labels,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+        }
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    def _row_length(self, longest: int) -> int:
+        multiple = self._options.pad_to_multiple_of
+        return self._instructions.seq_length if multiple is None else -(-longest // multiple) * multiple

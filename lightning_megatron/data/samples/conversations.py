@@ -1,0 +1,218 @@
+"""What text does a record become, and which of its characters are the answer?
+
+Records are those of TRL: ``prompt`` and ``completion``, both strings or both lists of messages, or ``messages``, which
+the tokenizer's own chat template turns into text. What an assistant says is an answer; in ``prompt`` it is none.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from lightning_megatron.errors import DataError
+
+Message: TypeAlias = dict[str, Any]
+Span: TypeAlias = tuple[int, int]
+"""Characters from the first to before the second."""
+
+_ASSISTANT = "assistant"
+# A template may take apart or leave out what these say: reasoning of earlier turns, results as JSON.
+_REWRITTEN_ROLES = (_ASSISTANT, "tool")
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RenderedRecord:
+    """A record as text."""
+
+    text: str
+    """All of it."""
+    answers: list[Span]
+    """What is to be learned; in order, apart from each other."""
+    is_chat: bool
+    """Whether a chat template wrote it: then the text has all special tokens that it shall have."""
+
+
+class RecordRenderer:
+    """Turns records into text.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        answers: Whether all answers are learned, or only the last one.
+        separator: Text between a prompt and a completion that are strings.
+    """
+
+    def __init__(self, tokenizer: Any, *, answers: Literal["all", "last"], separator: str) -> None:
+        self._tokenizer = tokenizer
+        self._only_last = answers == "last"
+        self._separator = separator
+
+    def render(self, record: dict[str, Any], place: str) -> RenderedRecord:
+        """The text of ``record`` and where its answers are.
+
+        Args:
+            record: With ``prompt`` and ``completion``, or ``messages``; ``tools`` go to the chat template.
+            place: File and line, for error messages.
+
+        Raises:
+            DataError: If the record is malformed, or the chat template cannot render it or hides its answers.
+        """
+        if "messages" in record:
+            return self._chat(record["messages"], 0, record.get("tools"), place)
+        if "prompt" not in record or "completion" not in record:
+            raise DataError(
+                f"{place} has the keys {', '.join(map(repr, record)) or 'none'}, neither 'prompt' and 'completion' nor"
+                " 'messages'; name them so"
+            )
+        prompt, completion = record["prompt"], record["completion"]
+        if isinstance(prompt, list) and isinstance(completion, list):
+            return self._chat(prompt + completion, len(prompt), record.get("tools"), place)
+        if not (isinstance(prompt, str) and isinstance(completion, str)):
+            raise DataError(
+                f"{place} has a 'prompt' of type {type(prompt).__name__} and a 'completion' of type"
+                f" {type(completion).__name__}; give two strings, or two lists of messages"
+            )
+        return self._plain(prompt + self._separator, completion, place)
+
+    def _plain(self, prompt: str, completion: str, place: str) -> RenderedRecord:
+        if not completion.strip():
+            raise DataError(f"{place} has an empty 'completion', so there is nothing to learn; remove or complete it")
+        if self._tokenizer.eos_token_id is None:
+            raise DataError(
+                f"{place} has a prompt and a completion, which an end-of-sequence token must end, and the tokenizer"
+                " has none; set eos_token in its tokenizer_config.json"
+            )
+        text = prompt + completion
+        return RenderedRecord(text=text, answers=[(len(prompt), len(text))], is_chat=False)
+
+    def _chat(self, messages: Any, num_prompt: int, tools: Any, place: str) -> RenderedRecord:
+        _check_messages(messages, place)
+        turns = [i for i, message in enumerate(messages) if message["role"] == _ASSISTANT and i >= num_prompt]
+        if not turns:
+            roles = ", ".join(dict.fromkeys(repr(message["role"]) for message in messages))
+            raise DataError(
+                f"{place} has no answer: its roles are {roles}, and only what the role 'assistant' says is learned;"
+                " add its turn, or rename the role"
+            )
+        if self._only_last:
+            turns = turns[-1:]
+        for turn in turns:
+            if not _says_something(messages[turn]):
+                raise DataError(
+                    f"{place} has an empty answer in message {turn + 1}; remove the conversation or complete it"
+                )
+        chat = _Chat(self._tokenizer, messages, tools, place)
+        _check_nothing_is_left_out(chat)
+        answers = chat.marked_answers(turns[0]) if chat.template_marks_answers else list(map(chat.answer, turns))
+        return RenderedRecord(text=chat.text, answers=answers, is_chat=True)
+
+
+class _Chat:
+    """One conversation and the tokenizer's chat template."""
+
+    def __init__(self, tokenizer: Any, messages: list[Message], tools: Any, place: str) -> None:
+        self._tokenizer = tokenizer
+        self.messages = messages
+        self._tools = tools
+        self.place = place
+        try:
+            self._template: str = tokenizer.get_chat_template(None, tools)
+        except ValueError as error:
+            raise DataError(
+                f"{place} has messages, and the tokenizer has no chat template for them; use the tokenizer of a chat"
+                " model, or save a template as chat_template.jinja in its folder"
+            ) from error
+        self.template_marks_answers = bool(_GENERATION.search(self._template))
+        self.text, self._marks = self._render(messages)
+
+    def marked_answers(self, first: int) -> list[Span]:
+        """What the template's ``generation`` blocks wrote for message ``first`` and later ones.
+
+        Not from ``apply_chat_template(return_assistant_tokens_mask=True)``: where an answer begins or ends with a
+        space that the tokenizer does not count as part of a token, its mask is empty or goes on to the end
+        (transformers 5.23, tokenization_utils_base.py:apply_chat_template).
+        """
+        num_before = len(self._render(self.messages[:first])[1]) if first else 0
+        return self._marks[num_before:]
+
+    def answer(self, turn: int) -> Span:
+        """What the template writes for message ``turn`` after the words that ask a model for it.
+
+        Raises:
+            DataError: If nothing asks, or the conversation up to there is not rendered as the beginning of the whole.
+        """
+        if turn == 0:
+            raise DataError(
+                f"{self.place} begins with the assistant's turn, which answers nothing; remove it, or put what it"
+                " answers before it"
+            )
+        begin = self._render(self.messages[:turn], add_generation_prompt=True)[0]
+        end = self._render(self.messages[: turn + 1])[0]
+        if not (self.text.startswith(end) and end.startswith(begin)):
+            fix = "put {% generation %} and {% endgeneration %} around the answers in the template"
+            if turn < len(self.messages) - 1:
+                fix += ", or set answers=last"
+            raise DataError(
+                f"{self.place}: the chat template writes the beginning of a conversation, up to message {turn + 1},"
+                f" in another way than within the whole, so that its answer cannot be found; {fix}"
+            )
+        return len(begin), len(end)
+
+    def _render(self, messages: list[Message], add_generation_prompt: bool = False) -> tuple[str, list[Span]]:
+        """Text, and the characters that ``generation`` blocks wrote."""
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        # As apply_chat_template does it: many templates cannot read a key without a value.
+        present = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        try:
+            texts, marks = render_jinja_template(
+                conversations=[present],
+                tools=self._tools,
+                chat_template=self._template,
+                return_assistant_tokens_mask=self.template_marks_answers,
+                add_generation_prompt=add_generation_prompt,
+                **self._tokenizer.special_tokens_map,
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise DataError(
+                f"{self.place}: the chat template does not take a conversation of {roles} ({error}); correct the"
+                " conversation or use another template"
+            ) from error
+        return texts[0], [(begin, end) for begin, end in marks[0]] if marks else []
+
+
+def _check_messages(messages: Any, place: str) -> None:
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f'{place} has no list of messages; write [{{"role": "user", "content": "..."}}, ...]')
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            has = ", ".join(map(repr, message)) if isinstance(message, dict) else f"the type {type(message).__name__}"
+            raise DataError(
+                f"{place}: message {number} has {has or 'nothing'} instead of 'role' and 'content'; write"
+                ' {"role": "user", "content": "..."}'
+            )
+        if not isinstance(message.get("content"), str | list | None):
+            raise DataError(
+                f"{place}: message {number} has a 'content' of type {type(message['content']).__name__}; give a string"
+            )
+
+
+def _says_something(message: Message) -> bool:
+    content = message.get("content")
+    if isinstance(content, str):
+        content = content.strip()
+    return bool(content or message.get("tool_calls"))
+
+
+def _check_nothing_is_left_out(chat: _Chat) -> None:
+    """Many templates pass over roles that they do not know, without a word."""
+    for message in chat.messages:
+        content = message.get("content")
+        if message["role"] not in _REWRITTEN_ROLES and isinstance(content, str) and content.strip() not in chat.text:
+            raise DataError(
+                f"{chat.place}: the chat template leaves out what the role {message['role']!r} says; use a role that"
+                " it knows, or another template"
+            )

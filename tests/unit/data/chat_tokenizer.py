@@ -1,0 +1,60 @@
+"""Tokenizers with and without chat templates, as instruction data meet them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+END = "<|end|>"
+"""Ends a text, a turn, and is the tokenizer's end of sequence."""
+
+# Marks the answers for transformers.
+_TURN = (
+    "{{ '<|' + message['role'] + '|>\\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|end|>' }}{% endif %}{{ '\\n' }}"
+)
+_ASK = "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+MARKED = "{% for message in messages %}" + _TURN + "{% endfor %}" + _ASK
+UNMARKED = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+WITH_TOOLS = "{% for tool in tools or [] %}{{ '[' + tool['function']['name'] + ']' }}{% endfor %}" + UNMARKED
+STRICT = (
+    "{% for message in messages %}{% if message['role'] not in ['user', 'assistant'] %}"
+    "{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}" + _TURN + "{% endfor %}" + _ASK
+)
+FORGETFUL = "{% for message in messages %}{% if message['role'] in ['user', 'assistant'] %}" + _TURN + "{% endif %}"
+FORGETFUL += "{% endfor %}" + _ASK
+# As templates do that keep the reasoning of the last turn only: the beginning of a conversation is written otherwise.
+REASONING = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' }}"
+    "{% if message['role'] == 'assistant' and loop.last %}{{ '<think></think>' }}{% endif %}"
+    "{{ message['content'] + '<|end|>\\n' }}{% endfor %}" + _ASK
+)
+
+
+def make_tokenizer(
+    folder: Path, template: str | None = None, *, eos: str | None = END, trim_offsets: bool = False, bos: bool = False
+) -> str:
+    """Byte-level BPE with a few merges; returns its folder."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = ["<s>", END, "<|system|>", "<|user|>", "<|assistant|>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(["the answer is yes, the question was: is it?  "] * 9, trainer=trainer)
+    steps: list[Any] = [processors.ByteLevel(trim_offsets=trim_offsets)]
+    if bos:
+        steps.append(processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)]))
+    backend.post_processor = processors.Sequence(steps)
+    names = {} if eos is None else {"eos_token": eos}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, additional_special_tokens=special[2:], **names)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return str(folder)

@@ -1,0 +1,164 @@
+"""Do items of any map-style dataset become rows, and is what cannot become one refused?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
+
+from lightning_megatron.data.samples.datasets import DatasetSamples
+from lightning_megatron.errors import DataError
+
+datasets = pytest.importorskip("datasets")
+
+TOKENS = torch.randint(0, 1000, (5, 6), generator=torch.Generator().manual_seed(3))
+LABELS = TOKENS.flip(1)
+
+
+class Rows(torch.utils.data.Dataset[dict[str, Any]]):
+    """Items as ``kind`` holds them."""
+
+    def __init__(self, kind: Any) -> None:
+        self.kind = kind
+
+    def __len__(self) -> int:
+        return len(TOKENS)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": self.kind(TOKENS[index]), "labels": self.kind(LABELS[index]), "weight": 0.5 * index}
+
+
+def _hugging_face(**more: Any) -> Any:
+    columns = {"input_ids": TOKENS.tolist(), "labels": LABELS.tolist(), "weight": [0.5 * i for i in range(5)]}
+    return datasets.Dataset.from_dict({**columns, **more})
+
+
+SOURCES = {
+    "tensors": lambda: Rows(torch.Tensor.clone),
+    "arrays": lambda: Rows(torch.Tensor.numpy),
+    "unsigned_arrays": lambda: Rows(lambda row: row.numpy().astype(np.uint16)),
+    "lists": lambda: Rows(torch.Tensor.tolist),
+    "list_of_dicts": lambda: [Rows(torch.Tensor.tolist)[i] for i in range(5)],
+    "subset": lambda: Subset(Rows(torch.Tensor.clone), range(5)),
+    "hugging_face": _hugging_face,
+    "hugging_face_torch": lambda: _hugging_face().with_format("torch"),
+    "hugging_face_columns": lambda: _hugging_face(text=["a"] * 5).with_format(
+        columns=["input_ids", "labels", "weight"]
+    ),
+    "hugging_face_on_the_fly": lambda: _hugging_face().with_transform(dict),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES.keys())
+def test_items_are_stacked(source: Any) -> None:
+    samples = DatasetSamples(source())
+    rows = samples.rows([3, 0, 4])
+    assert len(samples) == 5
+    assert rows.keys() == {"input_ids", "labels", "weight"}
+    # As torch stacks tensors itself.
+    expected = default_collate([Rows(torch.Tensor.clone)[i] for i in (3, 0, 4)])
+    for key in ("input_ids", "labels"):
+        assert rows[key].dtype == torch.int64
+        assert torch.equal(rows[key], expected[key])
+    assert rows["weight"].tolist() == [1.5, 0.0, 2.0]
+
+
+def test_a_function_of_the_users_makes_the_batch() -> None:
+    ragged = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7], [8]]})
+
+    def collate(items: list[Any]) -> Any:
+        assert isinstance(items[0]["input_ids"], list), "as the dataset gives them"
+        longest = max(len(item["input_ids"]) for item in items)
+        padded = [item["input_ids"] + [0] * (longest - len(item["input_ids"])) for item in items]
+        return {"input_ids": torch.tensor(padded)}
+
+    assert DatasetSamples(ragged, collate).rows([1, 0])["input_ids"].tolist() == [[8, 0, 0], [5, 6, 7]]
+
+
+def test_transformers_collator_makes_the_batch(tmp_path: Path) -> None:
+    from transformers import DataCollatorForLanguageModeling
+
+    from lightning_megatron.data.corpus.tokenizer import load_tokenizer
+    from tests.unit.data.chat_tokenizer import make_tokenizer
+
+    tokenizer = load_tokenizer(make_tokenizer(tmp_path))
+    tokenizer.pad_token = tokenizer.eos_token
+    ragged = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7], [8]]})
+    rows = DatasetSamples(ragged, DataCollatorForLanguageModeling(tokenizer, mlm=False)).rows([1, 0])
+    assert type(rows) is dict
+    assert rows["labels"].tolist() == [[8, -100, -100], [5, 6, 7]]
+
+
+class Numbers(IterableDataset[dict[str, int]]):
+    def __iter__(self) -> Any:
+        yield {"input_ids": 1}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "says"),
+    [
+        (lambda: datasets.DatasetDict({"train": _hugging_face()}), r"DatasetDict of 'train' .* dataset\['train'\]"),
+        (Numbers, "Numbers has no length or no items by number.* return a DataLoader of it from train_dataloader"),
+        (lambda: _hugging_face().to_iterable_dataset(), "IterableDataset has no length or no items by number"),
+        (lambda: iter([{}]), "has no length or no items by number"),
+        (lambda: datasets.Dataset.from_dict({"input_ids": []}), "Dataset without items"),
+        (list, "list without items has nothing to learn from; give one with at least one item"),
+    ],
+)
+def test_what_is_no_map_style_dataset_is_refused_at_once(dataset: Any, says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        DatasetSamples(dataset())
+
+
+def _items(*items: Any) -> Any:
+    return list(items)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "says"),
+    [
+        (TensorDataset(TOKENS), "item 1 of the dataset is a tuple; give dicts with the keys"),
+        (_items({}, {"a": [1, 2]}, {"a": [3]}), r"items 1 and 2 .* shapes \[2\] and \[1\] under 'a', .*; pad them"),
+        (_items({}, {"a": [[1, 2], [3]]}, {"a": 1}), "item 1 of the dataset has a list under 'a' that is no tensor"),
+        (_items({}, {"a": 1}, {"b": 1}), "items 1 and 2 of the dataset have different keys: 'a', and 'b'"),
+        (_items({}, {"a": "text"}, {"a": "text"}), "item 1 .* has a str under 'a' that is no tensor .*remove_columns"),
+        (_items({}, {"a": None}, {"a": None}), "item 1 of the dataset has a NoneType under 'a'"),
+        (_hugging_face(text=list("abcde")), "item 1 of the dataset has a str_ under 'text'"),
+        (datasets.Dataset.from_dict({"a": [[0], [1, 2], [3]]}), r"items 1 and 2 .* shapes \[2\] and \[1\] under 'a'"),
+    ],
+)
+def test_items_that_cannot_be_stacked_are_named(dataset: Any, says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        DatasetSamples(dataset).rows([1, 2])
+
+
+@pytest.mark.parametrize(
+    ("batch", "says"),
+    [
+        ([TOKENS], "collate gave a list; return a dict of tensors"),
+        ({"a": [1, 2]}, "collate gave 'a' of type list for 2 items"),
+        ({"a": torch.zeros(3)}, r"collate gave 'a' of shape \[3\] for 2 items; return tensors with one row per item"),
+        ({"a": torch.tensor(1)}, r"collate gave 'a' of shape \[\] for 2 items"),
+    ],
+)
+def test_a_function_that_makes_no_batch_is_named(batch: Any, says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        DatasetSamples(_hugging_face(), lambda _: batch).rows([0, 1])
+
+
+def test_equal_datasets_have_equal_fingerprints_and_others_do_not() -> None:
+    hugging_face = _hugging_face()
+    assert DatasetSamples(hugging_face).fingerprint == hugging_face._fingerprint
+    assert DatasetSamples(hugging_face.shuffle(seed=1)).fingerprint != hugging_face._fingerprint
+    same = {DatasetSamples(Rows(torch.Tensor.clone)).fingerprint for _ in range(2)}
+    others = [TensorDataset(TOKENS), TensorDataset(LABELS), TensorDataset(TOKENS[:-1]), [{"a": "x"}], [{"a": "y"}]]
+    assert len(same | {DatasetSamples(other).fingerprint for other in others}) == 1 + len(others)
+
+
+def test_items_drawn_at_random_do_not_look_like_another_dataset() -> None:
+    drawn = DatasetSamples(Rows(lambda row: row + torch.randint(0, 1000, row.shape)))
+    assert drawn.fingerprint == DatasetSamples(Rows(lambda row: row + torch.randint(0, 1000, row.shape))).fingerprint
