@@ -317,7 +317,7 @@ class MegatronDataModule(LightningDataModule, ABC):
 
     def _strategy(self) -> Any:
         strategy: Any = self._trainer().strategy
-        if not hasattr(strategy, "is_data_source"):
+        if "is_data_source" not in dir(strategy):  # its value is not known before the run
             raise ConfigError(
                 f"strategy {type(strategy).__name__} does not know which ranks read data; {type(self).__name__} needs"
                 " Trainer(strategy=MegatronStrategy(...))"

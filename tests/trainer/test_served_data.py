@@ -1,0 +1,252 @@
+"""Do data modules serve every layout the same samples, each once, whoever reads them and however often it stops?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.ranks import run_ranks
+from tests.unit.data.sentence_corpus import NUM_PIECES, random_documents, write_sentences
+
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "</s>")
+NUM_SENTINELS = 20
+SEQ_LENGTH = 32
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": {"model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": SEQ_LENGTH}
+    | dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0),
+    "bert": {"model_type": "megatron-bert", "num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
+    | {"intermediate_size": 32, "max_position_embeddings": SEQ_LENGTH}
+    | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "t5": {"model_type": "t5", "num_layers": 2, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_heads": 2}
+    | {"dropout_rate": 0.0},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What each rank does."""
+
+    folder: Path
+    kind: str
+    layout: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=lambda: {"max_steps": 3})
+    checkpoint: Path | None = None
+    saved_to: Path | None = None
+    saved_after: int | None = None
+    """A step; None for the end."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A WordPiece tokenizer, and datasets of its tokens: ``sentences``, ``documents`` and ``more``."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("served")
+    pieces = [*SPECIAL, *(f"<extra_id_{n}>" for n in range(NUM_SENTINELS))]
+    shift = 107 - len(pieces)  # the documents' first token is 107, as their own tokenizer has it
+    pieces += [f"[unused{n}]" for n in range(shift)]
+    pieces += [f"{'##' if n % 3 == 0 else ''}w{n}" for n in range(NUM_PIECES)]
+    model = models.WordPiece({piece: n for n, piece in enumerate(pieces)}, unk_token="[UNK]")
+    roles = dict(zip(("pad", "unk", "cls", "sep", "mask", "eos"), SPECIAL, strict=True))
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(model), **{f"{role}_token": piece for role, piece in roles.items()}
+    ).save_pretrained(folder / "tokenizer")
+    write_sentences(folder / "sentences", random_documents(60))
+    for name, seed in (("documents", 1), ("more", 2)):
+        documents = [
+            [[token for sentence in document for token in sentence]] for document in random_documents(40, seed)
+        ]
+        write_sentences(folder / name, documents)
+    return folder
+
+
+def _run(run: Run) -> list[dict[str, Any]]:
+    """Train; each step's loss and batch."""
+    import os
+
+    import lightning.pytorch as pl
+
+    from lightning_megatron import IndexedDataModule, MegatronModule, MegatronStrategy
+
+    steps: list[dict[str, Any]] = []
+
+    class Watching(MegatronModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            rows = {name: tensor.tolist() for name, tensor in batch.items()}
+            steps.append({"loss": float(loss), "rows": rows, "copy": self.megatron.data_parallel_rank})
+            return loss
+
+    class Saving(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == run.saved_after:
+                trainer.save_checkpoint(run.saved_to)
+
+    pl.seed_everything(3, verbose=False)
+    options: dict[str, Any] = {"seq_length": SEQ_LENGTH, "split": "1", "micro_batch_size": 2, "seed": 5}
+    if run.kind != "gpt":
+        options |= {"tokenizer": str(run.folder / "tokenizer"), "seq_length_decoder": 24}
+    data = IndexedDataModule(**(options | run.data))
+    module = Watching(model={**MODELS[run.kind], "vocab_size": 107 + NUM_PIECES}, lr=1e-2)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        strategy=MegatronStrategy(**{"num_microbatches": 4, **run.layout}),
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        limit_val_batches=0,
+        callbacks=[Saving()],
+        **run.trainer,
+    )
+    trainer.fit(module, datamodule=data, ckpt_path=run.checkpoint)
+    if run.saved_to is not None and run.saved_after is None:
+        trainer.save_checkpoint(run.saved_to)
+    return steps
+
+
+def _steps(run: Run, world_size: int) -> list[list[dict[str, Any]]]:
+    results: list[list[dict[str, Any]]] = run_ranks(_run, world_size, run)
+    return results
+
+
+def _losses(steps: list[dict[str, Any]]) -> list[float]:
+    return [step["loss"] for step in steps]
+
+
+def _texts(steps: list[dict[str, Any]]) -> list[tuple[int, ...]]:
+    return [tuple(row) for step in steps for row in step["rows"]["text"]]
+
+
+def _dataset(folder: Path, kind: str) -> dict[str, Any]:
+    return {"data_path": str(folder / ("documents" if kind == "gpt" else "sentences"))}
+
+
+@pytest.mark.parametrize("kind", ["gpt", "bert", "t5"])
+def test_every_layout_learns_the_same_from_the_same_samples(folder: Path, kind: str) -> None:
+    run = Run(folder=folder, kind=kind, data=_dataset(folder, kind))
+    (alone,) = _steps(run, 1)
+    assert alone[0]["loss"] != alone[1]["loss"]
+
+    for layout, num_microbatches in (({"tp": 2, "pp": 2}, 4), ({"tp": 2, "sequence_parallel": True}, 2)):
+        several = _steps(replace(run, layout={**layout, "num_microbatches": num_microbatches}), 4)
+        for steps in several:
+            # The same sums in another order, in fp32.
+            assert _losses(steps) == pytest.approx(_losses(alone), rel=1e-5)
+        by_copy = {steps[0]["copy"]: steps for steps in several}
+        for number, expected in enumerate(alone):
+            for name, rows in expected["rows"].items():
+                # A mask that hides nothing is taken out of the batch of a copy.
+                everything = np.ones((2 * num_microbatches, *np.shape(rows)[1:]))
+                parts = np.array([by_copy[copy][number]["rows"].get(name, everything) for copy in sorted(by_copy)])
+                # By microbatch, then copy.
+                parts = parts.reshape(len(by_copy), num_microbatches, 2, *parts.shape[2:]).swapaxes(0, 1)
+                assert np.array_equal(parts.reshape(np.shape(rows)), rows)
+
+
+@pytest.mark.parametrize("kind", ["gpt", "bert"])
+def test_loading_on_every_rank_gives_the_same_run(folder: Path, kind: str) -> None:
+    run = Run(folder=folder, kind=kind, data=_dataset(folder, kind), layout={"tp": 2, "pp": 2})
+    one_reads = _steps(run, 4)
+    every_rank_reads = _steps(replace(run, layout={**run.layout, "load_data_on_every_rank": True}), 4)
+
+    assert every_rank_reads == one_reads
+
+
+def test_a_blend_takes_datasets_by_their_weights(folder: Path) -> None:
+    path = [0.75, str(folder / "documents"), 0.25, str(folder / "more")]
+    run = Run(folder=folder, kind="gpt", data={"data_path": path}, trainer={"max_steps": 4})
+    by_rank = _steps(replace(run, layout={"tp": 2}), 2)
+    alone = [
+        {
+            tuple(row)
+            for step in _steps(replace(run, data={"data_path": str(path[place])}), 1)[0]
+            for row in step["rows"]["text"]
+        }
+        for place in (1, 3)
+    ]
+
+    rows = [tuple(row) for step in by_rank[0] for row in step["rows"]["text"]]
+    assert by_rank[0] == by_rank[1]
+    assert [sum(row in of_one for row in rows) for of_one in alone] == [24, 8]
+
+
+def test_a_batch_that_grows_equals_one_rank_and_goes_on_after_an_interruption(folder: Path, tmp_path: Path) -> None:
+    data = {**_dataset(folder, "gpt"), "rampup_batch_size": [4, 4, 24]}
+    run = Run(folder=folder, kind="gpt", data=data, trainer={"max_steps": 7})
+    (alone,) = _steps(run, 1)
+    # Two increments over 24 samples from 4 to 8 rows: 4 until 24 are consumed.
+    assert [len(step["rows"]["text"]) for step in alone] == [4, 4, 4, 4, 4, 4, 8]
+
+    half = {**run.layout, "pp": 2}
+    first = _steps(replace(run, layout=half, trainer={"max_steps": 5}, saved_to=tmp_path / "a.ckpt"), 2)
+    rest = _steps(replace(run, layout={"tp": 2, "num_microbatches": 4}, checkpoint=tmp_path / "a.ckpt"), 2)
+    for steps in zip(first, rest, strict=True):
+        assert _losses(steps[0] + steps[1]) == pytest.approx(_losses(alone), rel=1e-5)
+        assert [step["rows"] for step in steps[0] + steps[1]] == [step["rows"] for step in alone]
+
+
+def test_three_interruptions_at_other_layouts_and_workers_take_each_sample_of_an_epoch_once(
+    folder: Path, tmp_path: Path
+) -> None:
+    run = Run(folder=folder, kind="gpt", data=_dataset(folder, "gpt"), trainer={"max_epochs": 1})
+    everything = _steps(replace(run, layout={"num_microbatches": 1}), 1)[0]
+    layouts: list[tuple[dict[str, Any], int, int]] = [
+        ({"tp": 2, "num_microbatches": 3}, 0, 4),
+        ({"pp": 2, "num_microbatches": 2}, 1, 4),
+        ({"tp": 2, "pp": 2, "num_microbatches": 2}, 2, 4),
+        ({"num_microbatches": 1}, 0, 2),
+    ]
+    taken: list[tuple[int, ...]] = []
+    checkpoint: Path | None = None
+    for number, (layout, num_workers, world_size) in enumerate(layouts):
+        part = replace(
+            run,
+            layout=layout,
+            data={**run.data, "num_workers": num_workers},
+            checkpoint=checkpoint,
+            saved_to=tmp_path / f"{number}.ckpt",
+            saved_after=2 * (number + 1),
+        )
+        is_last = number == len(layouts) - 1
+        by_copy = {steps[0]["copy"]: steps if is_last else steps[:2] for steps in _steps(part, world_size)}
+        for together in zip(*by_copy.values(), strict=True):
+            taken += [tuple(row) for step in together for row in step["rows"]["text"]]
+        checkpoint = part.saved_to
+
+    expected = _texts(everything)
+    assert len(expected) > 40
+    # The last global batch is incomplete, and of another size, at other layouts.
+    assert 0 <= len(expected) - len(taken) < 4
+    assert sorted(taken) == sorted(expected[: len(taken)])
+    assert len(set(taken)) == len(taken)
+
+
+def _fit_where_only_rank_0_has_the_data(run: Run, elsewhere: str) -> str:
+    import os
+
+    from lightning_megatron.errors import DataError
+
+    if os.environ["RANK"] != "0":
+        run = replace(run, data={"data_path": elsewhere})
+    try:
+        _run(run)
+    except DataError as error:
+        return str(error)
+    return "no error"
+
+
+def test_data_on_the_first_node_only_is_an_error_on_all_ranks(folder: Path) -> None:
+    run = Run(folder=folder, kind="gpt", data=_dataset(folder, "gpt"), layout={"num_microbatches": 2})
+
+    messages = run_ranks(_fit_where_only_rank_0_has_the_data, 2, run, str(folder / "nowhere"))
+
+    assert "cannot be opened on another rank" in messages[0]
+    assert f"data_path={folder}/nowhere needs two files" in messages[1]
