@@ -25,7 +25,7 @@ INTEGER_CODES: dict[int, np.dtype[Any]] = {
     code: np.dtype(name) for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()
 }
 """Types of tokens by their number in ``.idx``."""
-CHUNK = 1 << 20
+CHUNK = 1 << 18
 """Elements of an index that are in memory at a time."""
 
 

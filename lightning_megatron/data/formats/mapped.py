@@ -7,6 +7,7 @@ refers to it: the engine's reader closes its maps when it is collected, and arra
 
 from __future__ import annotations
 
+import os
 from functools import cached_property
 from typing import Any
 
@@ -53,30 +54,39 @@ class MappedDataset:
         return self._arrays[3]
 
     def sequences(self, begin: int, end: int) -> tuple[NDArray[Any], NDArray[np.int32]]:
-        """The tokens of consecutive sequences, which lie one after the other, and the length of each.
+        """The tokens of consecutive sequences, at least one, and the length of each.
 
         Raises:
             DataError: If the index points outside of the tokens.
         """
-        lengths, positions, _, tokens = self._arrays
-        of_each = lengths[begin:end]
+        all_lengths, positions, _, tokens = self._arrays
+        lengths = all_lengths[begin:end]
         first, odd = divmod(int(positions[begin]), tokens.itemsize)
-        total = int(of_each.sum(dtype=np.int64))
+        total = int(lengths.sum(dtype=np.int64))
+        if int(positions[end - 1]) != (first + total - int(lengths[-1])) * tokens.itemsize and end - begin > 1:
+            # No writer leaves gaps, but the format allows them.
+            return np.concatenate([self.sequences(place, place + 1)[0] for place in range(begin, end)]), lengths
         found = tokens[first : first + total]
         if odd or first < 0 or len(found) != total:
             raise DataError(f"{self.prefix}.idx points outside of .bin or between tokens; run preprocess again")
-        return found, of_each
+        return found, lengths
 
     @cached_property
     def _arrays(self) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64], NDArray[Any]]:
         header = read_header(self.prefix)
-        # Views of the class ndarray: taking a slice of a memmap costs several times more.
-        idx = np.memmap(f"{self.prefix}.idx", mode="r").view(np.ndarray)
+        idx = _mapped(f"{self.prefix}.idx", np.dtype(np.uint8))
         positions = HEADER_BYTES + 4 * header.num_sequences
         bounds = positions + 8 * header.num_sequences
         return (
             idx[HEADER_BYTES:positions].view("<i4"),
             idx[positions:bounds].view("<i8"),
             idx[bounds : bounds + 8 * header.num_document_bounds].view("<i8"),
-            np.memmap(f"{self.prefix}.bin", header.dtype, mode="r").view(np.ndarray),
+            _mapped(f"{self.prefix}.bin", header.dtype),
         )
+
+
+def _mapped(path: str, dtype: np.dtype[Any]) -> NDArray[Any]:
+    if os.path.getsize(path) == 0:
+        return np.empty(0, dtype)
+    # A plain array over the map: taking a slice of a memmap costs several times more.
+    return np.memmap(path, dtype, mode="r").view(np.ndarray)
