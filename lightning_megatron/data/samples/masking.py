@@ -184,7 +184,8 @@ def masked_ngrams(
     taken = bytearray(num_words)
     masked = 0
     for word in order.tolist():
-        if masked >= budget:
+        # The engine goes on drawing here though no word fits any more, but nothing is drawn by its numbers after that.
+        if masked + 1 > budget:
             return
         begin = bounds[word]
         end = min(word + draw_size(), num_words)

@@ -208,6 +208,13 @@ class _Documents:
                 *(len(long), self.count, part.prefix, part.name, LONG_SENTENCE),
             )
         if cut.min_sentences > 1:
+            few = int((np.diff(self.bounds) < cut.min_sentences).sum())
+            if few > 0.01 * self.count:
+                _log.warning(
+                    "%d of %d documents of %s (%s) have less than two sentences and are left out, as there is no order"
+                    " to learn; preprocess with --split-sentences if they were not split.",
+                    *(few, self.count, part.prefix, part.name),
+                )
             return
         begins = self.bounds[:-1][np.diff(self.bounds) == 1]
         behind = int(np.maximum(self.lengths[begins].astype(np.int64) - cut.max_tokens, 0).sum())

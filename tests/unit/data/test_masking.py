@@ -1,0 +1,227 @@
+"""Are n-grams drawn as they should be, and impossible settings and datasets refused?"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_megatron.data.samples.bert import BertObjective
+from lightning_megatron.data.samples.masking import GeometricSizes, MaskingOptions, NgramSizes, masked_ngrams
+from lightning_megatron.data.samples.t5 import T5Objective
+from lightning_megatron.errors import ConfigError, DataError
+from tests.unit.data.sentence_corpus import (
+    SPLIT,
+    Documents,
+    first_text_id,
+    part_of,
+    random_documents,
+    word_pieces,
+    write_sentences,
+)
+
+WORD = first_text_id() + 1
+
+
+def _bert(**options: Any) -> BertObjective:
+    return BertObjective(tokenizer=word_pieces(), **({"seq_length": 64} | options))
+
+
+def _t5(**options: Any) -> T5Objective:
+    return T5Objective(tokenizer=word_pieces(), **({"seq_length": 64, "seq_length_decoder": 64} | options))
+
+
+@pytest.mark.parametrize("max_ngram", [1, 2, 3, 7, 10])
+def test_sizes_are_drawn_as_numpy_chooses_them(max_ngram: int) -> None:
+    sizes = np.arange(1, max_ngram + 1)
+    weights = 1 / sizes
+    numpy_state, our_state = np.random.RandomState(3), np.random.RandomState(3)
+
+    draw = NgramSizes(max_ngram).drawn_by(our_state)
+
+    expected = [numpy_state.choice(sizes, p=weights / weights.sum()) for _ in range(500)]
+    assert [draw() for _ in range(500)] == expected
+
+
+def test_the_mean_size_of_a_span_is_that_of_the_draws() -> None:
+    draw = GeometricSizes(10).drawn_by(np.random.RandomState(0))
+
+    drawn = np.array([draw() for _ in range(20_000)])
+
+    # Five standard errors of the mean.
+    assert abs(drawn.mean() - GeometricSizes(10).mean) < 5 * drawn.std() / len(drawn) ** 0.5
+    assert set(drawn) == set(range(1, 11))
+
+
+@pytest.mark.parametrize("budget", [1, 7.35, 40, 1000])
+def test_ngrams_keep_to_the_budget_and_to_words_and_never_overlap(budget: float) -> None:
+    random = np.random.default_rng(0)
+    for seed in range(50):
+        bounds = [0, *np.cumsum(random.integers(1, 5, size=60)).tolist()]
+        state = np.random.RandomState(seed)
+
+        spans = list(masked_ngrams(bounds, budget, GeometricSizes(4).drawn_by(state), state))
+
+        covered = [place for begin, end in spans for place in range(begin, end)]
+        assert len(covered) == len(set(covered)) <= budget
+        assert {place for span in spans for place in span} <= set(bounds)
+        assert all(1 <= bounds.index(end) - bounds.index(begin) <= 4 for begin, end in spans)
+        # What is left of the budget holds no word that is still free, unless n-grams in the way were drawn first.
+        assert budget >= bounds[-1] or len(covered) > budget - 4
+
+
+def test_no_word_at_all_is_no_ngram() -> None:
+    state = np.random.RandomState(0)
+
+    assert list(masked_ngrams([0], 1, GeometricSizes(4).drawn_by(state), state)) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"probability": 0.0}, "probability=0.0 must be more than 0 and less than 1"),
+        ({"probability": 1.0}, "probability=1.0 must be"),
+        ({"probability": float("nan")}, "probability=nan must be"),
+        ({"short_sequence_probability": -0.1}, "short_sequence_probability=-0.1 must be 0 or close to one in a whole"),
+        ({"short_sequence_probability": 0.7}, "short_sequence_probability=0.7 must be 0 or close"),
+        ({"short_sequence_probability": 1e-12}, "short_sequence_probability=1e-12 must be 0 or close"),
+        ({"short_sequence_probability": float("nan")}, "short_sequence_probability=nan must be 0 or close"),
+        ({"max_ngram": 0}, "max_ngram=0 words must be at least 1; leave it out"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        MaskingOptions(**options)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.1, 0.15, 0.33, 0.5, 1.0])
+def test_shares_that_can_be_drawn_are_taken(share: float) -> None:
+    assert MaskingOptions(short_sequence_probability=share).short_sequence_probability == share
+
+
+def test_rows_that_are_too_short_are_refused() -> None:
+    for make in (_bert, _t5):
+        with pytest.raises(ConfigError, match="seq_length=7 is too small for masked samples; choose at least 8"):
+            make(seq_length=7)
+    with pytest.raises(ConfigError, match="seq_length_decoder=20 is too small: 15% of seq_length=128 are 18 tokens in"):
+        _t5(seq_length=128, seq_length_decoder=20)
+    with pytest.raises(ConfigError, match="format='hf' must be one of hugging_face, megatron"):
+        _t5(format="hf")
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**31 - 1])
+def test_a_seed_that_the_index_cannot_take_is_refused(tmp_path: Path, seed: int) -> None:
+    write_sentences(tmp_path / "corpus", random_documents(20))
+
+    with pytest.raises(ConfigError, match=f"seed={seed} must be from 1 to 2147483646 for BERT and T5"):
+        _bert().count(part_of(tmp_path / "corpus", seed=seed))
+
+
+LONG = [WORD] * 513
+
+
+@pytest.mark.parametrize(
+    ("documents", "objective", "message"),
+    [
+        ([[[WORD] * 5]] * 20, _bert(), "gives train 16 of 20 documents of .*, none with two sentences.*--split-sent"),
+        ([[LONG, LONG]] * 20, _bert(), "16 of 20 documents of .*, 16 of them with a sentence of more than 512 tokens"),
+        ([[LONG, [WORD]]] * 20, _t5(), "16 of 20 documents of .*, 16 of them with a sentence of more than 512 tokens"),
+        ([[[], []]] * 20, _t5(), "gives train 16 of 20 documents of .*, none with any token"),
+        ([[[WORD], [WORD]]], _bert(), "split='0,1' gives train 0 of 1 documents"),
+    ],
+)
+def test_documents_without_a_sample_end_in_an_error_not_in_waiting(
+    tmp_path: Path, documents: Documents, objective: BertObjective | T5Objective, message: str
+) -> None:
+    write_sentences(tmp_path / "corpus", documents)
+    part = part_of(tmp_path / "corpus", num_samples=100)
+    if len(documents) == 1:
+        part = replace(part, split="0,1")
+
+    for use in (objective.count, lambda part: objective.open(part, "")):
+        with pytest.raises(DataError, match=message):
+            use(part)
+
+
+def test_a_document_with_a_long_sentence_is_left_out_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    documents = random_documents(20)
+    without = _bert_rows(tmp_path / "without", documents)
+    assert "left out" not in caplog.text.replace("less than two sentences and are left out", "")
+
+    # The train split has the first 16 of 20 documents, and 19 of 24.
+    more = [*documents[:5], [LONG, [WORD]], *documents[5:9], [[WORD], LONG], [LONG, LONG], *documents[9:], [[WORD]]]
+    rows = _bert_rows(tmp_path / "with", more)
+
+    assert "3 of 19 documents of " in caplog.text
+    assert "(train) have a sentence of more than 512 tokens and are left out, as by Megatron" in caplog.text
+    assert np.array_equal(rows, without)
+
+
+def _bert_rows(prefix: Path, documents: Documents) -> Any:
+    write_sentences(prefix, documents)
+    samples = _bert().open(part_of(prefix, num_samples=30), "")
+    return samples.rows(range(len(samples)))["input_ids"].numpy()
+
+
+def test_tokens_behind_the_end_of_rows_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_sentences(tmp_path / "corpus", [[[WORD] * 124]] * 20)
+
+    with caplog.at_level(logging.WARNING):
+        _t5().open(part_of(tmp_path / "corpus"), "")
+
+    # Rows of 64 hold 62 tokens of text.
+    assert "50 % of the tokens of " in caplog.text
+    assert "cut at 62 tokens, as by Megatron; preprocess with --split-sentences" in caplog.text
+
+
+def test_documents_of_one_sentence_are_counted_where_order_is_learned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_sentences(tmp_path / "corpus", [[[WORD] * 9], [[WORD] * 9, [WORD] * 9]] * 10)
+
+    assert len(_bert().open(part_of(tmp_path / "corpus"), "")) == 8
+
+    assert "8 of 16 documents of " in caplog.text
+    assert "have less than two sentences" in caplog.text
+
+
+@pytest.mark.parametrize("token", [word_pieces().size, -1])
+@pytest.mark.parametrize("objective", [_bert(), _t5()])
+def test_ids_that_the_tokenizer_has_not_are_refused(
+    tmp_path: Path, objective: BertObjective | T5Objective, token: int
+) -> None:
+    write_sentences(tmp_path / "corpus", [[[WORD, token], [WORD]]] * 20, dtype="<i4")
+    samples = objective.open(part_of(tmp_path / "corpus"), "")
+
+    with pytest.raises(DataError, match=f"corpus has the token {token}, ids of the tokenizer word-pieces are from 0"):
+        samples.rows([0])
+
+
+@pytest.mark.parametrize("objective", [_bert(), _bert(sentence_order=False), _t5()])
+def test_one_pass_has_as_many_samples_as_were_counted(tmp_path: Path, objective: BertObjective | T5Objective) -> None:
+    write_sentences(tmp_path / "corpus", random_documents(50))
+    part = part_of(tmp_path / "corpus")
+
+    count = objective.count(part)
+
+    assert count == len(objective.open(part, "")) > 50
+    assert len(objective.open(part_of(tmp_path / "corpus", num_samples=3 * count), "")) >= 3 * count
+
+
+def test_the_split_is_over_documents(tmp_path: Path) -> None:
+    assert SPLIT == "8,1,1"
+    write_sentences(tmp_path / "corpus", [[[WORD + 1 + 3 * (number // 8)] * 9] * 2 for number in range(10)])
+    seen = {}
+    for name in ("train", "valid", "test"):
+        samples = _t5().open(part_of(tmp_path / "corpus", name=name), "")
+        seen[name] = {token - WORD - 1 for token in samples.rows(range(len(samples)))["input_ids"][:, 0].tolist()}
+
+    assert len(seen["train"]) >= 1
+    assert 3 not in seen["train"]
+    assert 0 not in seen["valid"] | seen["test"]

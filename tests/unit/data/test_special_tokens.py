@@ -1,0 +1,157 @@
+"""Are words and special tokens of the tokenizers found that BERT, RoBERTa, T5 and mT5 use?"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_megatron.data.samples.bert import BertObjective
+from lightning_megatron.data.samples.special_tokens import TokenizerFacts
+from lightning_megatron.data.samples.t5 import T5Objective
+from lightning_megatron.errors import ConfigError
+from tests.unit.data.sentence_corpus import NUM_SENTINELS, SPECIAL, WordPieceTokenizer, word_pieces
+
+TEXT = "Unaffable cats don't sit, unlike cuttable unaffable tables; 12 cats sit."
+
+
+def _word_piece() -> Any:
+    from transformers import BertTokenizer
+
+    letters = sorted({letter for letter in TEXT.lower() if letter != " "})
+    pieces = [*SPECIAL[:5], *letters, *(f"##{letter}" for letter in letters), "cat", "##able", "##tt"]
+    return BertTokenizer(vocab={piece: token for token, piece in enumerate(pieces)})
+
+
+def _unigram(sentinels_in_vocabulary: int = 0, extra_ids: int = 100) -> Any:
+    from transformers import T5Tokenizer
+
+    letters = sorted(set(TEXT) - {" "})
+    pieces = ["\u2581", *letters, "\u2581c", "able", "\u2581un", "\u2581sit", "\u2581\u6771", "\u4eac"]
+    vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((piece, -float(len(piece))) for piece in pieces)]
+    # As in mT5's vocabulary: at the end, with the mark, in falling order.
+    vocabulary += [(f"\u2581<extra_id_{number}>", 0.0) for number in reversed(range(sentinels_in_vocabulary))]
+    return T5Tokenizer(vocab=vocabulary, extra_ids=extra_ids)
+
+
+def _byte_level(specials: bool = True) -> Any:
+    from tokenizers import pre_tokenizers
+    from transformers import RobertaTokenizer
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pieces = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", *alphabet, "at", "\u0120c", "\u0120cat"]
+    merges = [("a", "t"), ("\u0120", "c"), ("\u0120c", "at")]
+    names = ("cls_token", "sep_token", "mask_token")
+    without: dict[str, Any] = {} if specials else dict.fromkeys(names)
+    return RobertaTokenizer(vocab={piece: token for token, piece in enumerate(pieces)}, merges=merges, **without)
+
+
+def _words(tokenizer: Any, text: str) -> list[str]:
+    """The text cut where the facts say that words begin."""
+    facts = TokenizerFacts.of(tokenizer, "test")
+    words: list[list[int]] = []
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        if facts.begins_word[token] or not words:
+            words.append([])
+        words[-1].append(token)
+    return [tokenizer.decode(word, clean_up_tokenization_spaces=False).strip() for word in words]
+
+
+def test_words_of_word_pieces_are_those_of_its_own_splitter() -> None:
+    tokenizer = _word_piece()
+    numbers = tokenizer(TEXT, add_special_tokens=False).word_ids()
+
+    facts = TokenizerFacts.of(tokenizer, "test")
+
+    tokens = tokenizer.encode(TEXT, add_special_tokens=False)
+    changes = [True, *(now != before for before, now in zip(numbers, numbers[1:], strict=False))]
+    assert facts.begins_word[tokens].tolist() == changes
+    assert changes.count(False) > 10
+
+
+@pytest.mark.parametrize("make", [_unigram, _byte_level])
+def test_words_of_marked_pieces_are_what_stands_between_spaces(make: Any) -> None:
+    assert _words(make(), TEXT) == TEXT.split()
+
+
+def test_each_piece_of_a_script_without_spaces_is_a_word() -> None:
+    from transformers import T5Tokenizer
+
+    pieces = ["\u2581\u6771", "\u4eac", "\u306b", "\u2581cat", "s", "\u3002"]
+    unigram = T5Tokenizer(
+        vocab=[("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((piece, -1.0) for piece in pieces)], extra_ids=2
+    )
+
+    assert _words(unigram, "\u6771\u4eac\u306b cats\u3002") == ["\u6771", "\u4eac", "\u306b", "cats\u3002"]
+    # Three bytes each; the first byte of a character begins a word.
+    assert _words(_byte_level(), "\u6771\u4eac cat") == ["\u6771", "\u4eac", "cat"]
+
+
+def test_pieces_without_marks_are_words() -> None:
+    tokenizer = WordPieceTokenizer()
+    tokenizer.inv_vocab = dict(enumerate(("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[BOS]", "[EOS]", "a", "b")))
+
+    assert TokenizerFacts.of(tokenizer, "test").begins_word.all()
+
+
+def test_special_tokens_and_sentinels_are_found_wherever_they_are(tmp_path: Path) -> None:
+    bert = TokenizerFacts.of(_word_piece(), "test")
+    assert (bert.pad, bert.cls, bert.sep, bert.mask, bert.bos, bert.eos) == (0, 2, 3, 4, None, None)
+    assert bert.sentinels == ()
+    assert np.array_equal(bert.ids, np.arange(bert.size))
+
+    unigram = _unigram()
+    t5 = TokenizerFacts.of(unigram, "test")
+    assert (t5.pad, t5.eos, t5.cls) == (0, 1, None)
+    assert t5.sentinels == tuple(unigram.convert_tokens_to_ids([f"<extra_id_{number}>" for number in range(100)]))
+
+    roberta = TokenizerFacts.of(_byte_level(), "test")
+    assert (roberta.cls, roberta.pad, roberta.sep, roberta.eos, roberta.mask) == (0, 1, 2, 2, 4)
+
+
+def test_of_two_sets_of_sentinels_the_one_in_the_vocabulary_is_taken() -> None:
+    multilingual = _unigram(sentinels_in_vocabulary=5, extra_ids=7)
+
+    facts = TokenizerFacts.of(multilingual, "test")
+
+    assert facts.sentinels == tuple(
+        multilingual.convert_tokens_to_ids([f"\u2581<extra_id_{number}>" for number in range(5)])
+    )
+    assert list(facts.sentinels) == sorted(facts.sentinels, reverse=True)
+    assert facts.begins_word[-7:].all()
+
+
+def test_special_tokens_are_not_masked_but_unknown_words_are() -> None:
+    facts = word_pieces()
+
+    maskable = facts.maskable
+
+    assert np.flatnonzero(~maskable[: len(SPECIAL)]).tolist() == [0, 2, 3, 4, 5, 6]
+    assert not maskable[list(facts.sentinels)].any()
+    assert maskable[len(SPECIAL) + NUM_SENTINELS :].all()
+
+
+def test_facts_are_read_from_a_folder_and_travel_to_other_processes(tmp_path: Path) -> None:
+    tokenizer = _unigram()
+    tokenizer.save_pretrained(tmp_path)
+
+    facts = TokenizerFacts.read(tmp_path)
+
+    assert facts == TokenizerFacts.of(tokenizer, "elsewhere") == pickle.loads(pickle.dumps(facts))
+    assert facts.source == str(tmp_path)
+    assert facts != replace(facts, begins_word=~facts.begins_word)
+
+
+def test_a_tokenizer_without_the_objectives_special_tokens_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the tokenizer t5 has no cls_token, no sep_token, no mask_token, which BERT"):
+        BertObjective(seq_length=128, tokenizer=TokenizerFacts.of(_unigram(), "t5"))
+    with pytest.raises(ConfigError, match="the tokenizer bert has no eos_token, which T5 needs; .*add_special_tokens"):
+        T5Objective(seq_length=128, seq_length_decoder=64, tokenizer=TokenizerFacts.of(_word_piece(), "bert"))
+    for sentinels, format in ((0, "megatron"), (1, "hugging_face")):
+        facts = replace(word_pieces(), sentinels=word_pieces().sentinels[:sentinels], source="few")
+        with pytest.raises(ConfigError, match=f"the tokenizer few has {sentinels} sentinels .*T5 needs one for each"):
+            T5Objective(seq_length=128, seq_length_decoder=64, tokenizer=facts, format=format)  # type: ignore[arg-type]
