@@ -1,0 +1,137 @@
+"""Do the commands on datasets do what they say, and is each mistake one line that leaves nothing behind?"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightning_megatron.cli import main
+from lightning_megatron.data.formats.legacy import LegacyDatasetWriter
+from lightning_megatron.data.formats.mmap import IndexedDatasetWriter
+from tests.ranks import ROOT
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with the datasets ``new`` (uint16) and ``old`` (legacy, int32), and a file that is none."""
+    monkeypatch.chdir(tmp_path)
+    for name, writer_of, dtype in (("new", IndexedDatasetWriter, "<u2"), ("old", LegacyDatasetWriter, "<i4")):
+        with writer_of(name, np.dtype(dtype)) as writer:
+            writer.add_documents(np.array([1, 2, 3], dtype=dtype).tobytes(), [2, 1])
+    (tmp_path / "notes.txt").write_text("a corpus")
+    return tmp_path
+
+
+def test_merge_says_what_it_wrote(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset  # the engine's own reader
+
+    assert main(["merge", "--input", "new", "old", "--output-prefix", "sub/both"]) == 0
+
+    assert capsys.readouterr().out == (
+        "sub/both: 4 documents, 4 sequences, 6 tokens from new, old\nnote: new was widened from uint16 to int32\n"
+    )
+    read = IndexedDataset("sub/both")
+    assert [read[index].tolist() for index in range(len(read))] == [[1, 2], [3], [1, 2], [3]]
+
+
+def test_convert_dataset_says_what_it_wrote(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert-dataset", "--input", "old", "--output-prefix", "converted"]) == 0
+
+    assert capsys.readouterr().out == "converted: 2 documents, 2 sequences, 3 tokens from old\n"
+
+
+def test_inspect_decodes_the_first_documents(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["inspect", f"{corpus}.bin", "--tokenizer", str(corpus.parent / "tok")]
+    assert main([*arguments, "--png", str(tmp_path / "lengths.png")]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"{corpus}\n  format     mmap\n  documents  60\n  sequences  60, 1 a document\n")
+    assert text.endswith(f"\n\nPicture: {tmp_path / 'lengths.png'}\n")
+    assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
+    for number in range(3):
+        beginning = (corpus.parent / "text" / f"{number:02}.txt").read_text()[:200]
+        assert f"tokens\n  {beginning}" in text
+    assert "Document 3" not in text
+
+    assert main([*arguments, "--json", "--documents", "1"]) == 0
+    described = json.loads(capsys.readouterr().out)
+    (document,) = described["first_documents"]
+    assert (described["kind"], described["documents"], described["dtype"]) == ("dataset", 60, "uint16")
+    assert document["text"].startswith((corpus.parent / "text" / "00.txt").read_text()[:200])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["inspect"], "the following arguments are required: PATH; see lightning-megatron inspect --help"),
+        (
+            ["inspect", "nowhere"],
+            "path=nowhere does not exist, nor do nowhere.bin and .idx; give the prefix of a dataset",
+        ),
+        (["inspect", "."], "path=. is a folder, not a dataset; give one of its datasets: damaged, new, old"),
+        (["inspect", "empty"], "path=empty is a folder, not a dataset; give the prefix of a dataset, e.g."),
+        (["inspect", "notes.txt"], "path=notes.txt is no indexed dataset (.bin and .idx); give the prefix of one, or"),
+        (["inspect", "new", "--documents", "-1"], "documents=-1 must be at least 0; correct it"),
+        (["inspect", "new", "--png", "a.jpg"], "png=a.jpg is not the name of a picture; give one that ends in .png"),
+        (["inspect", "new", "--png", "notes.txt/a.png"], "png=notes.txt/a.png cannot be written (File exists); give a"),
+        (["inspect", "new", "--tokenizer", "t"], "tokenizer folder t does not exist; train one with train-tokenizer"),
+        (["inspect", "damaged.idx"], "damaged.idx ends within its first 9 bytes: truncated; run preprocess again"),
+        (["merge", "--input", "new"], "the following arguments are required: --output-prefix; see lightning-megatron"),
+        (["merge", "--input", "new", "--output-prefix", "new"], "output_prefix=new is the input new itself; choose an"),
+        (["merge", "--input", "new", "--output-prefix", "old"], "output_prefix=old would overwrite old.idx, old.bin;"),
+        (["merge", "--input", "new.bin", "old.bin", "--output-prefix", "x"], "input=new.bin is a file, it must be the"),
+        (["merge", "--input", "new", "nowhere", "--output-prefix", "x"], "input=nowhere needs two files, missing: now"),
+        (["merge", "--input", "new", "damaged", "--output-prefix", "x"], "damaged.idx ends within its first 9 bytes"),
+        (
+            ["merge", "--input", "new", "--output-prefix", "notes.txt/x"],
+            "notes.txt/x.bin and .idx cannot be written (File exists); give an output prefix in a folder that can be",
+        ),
+        (["convert-dataset", "--input", "new", "--output-prefix", "x"], "new.idx is in the mmap format (MMIDIDX) alr"),
+        (["convert-dataset", "--input", "old", "--output-prefix", "x.idx"], "output_prefix=x.idx ends like a file"),
+        (["convert-dataset", "--input", "damaged", "--output-prefix", "x"], "damaged.idx ends within its first 8 byt"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(
+    folder: Path, arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "empty").mkdir()
+    (folder / "damaged.idx").write_bytes(b"")
+    (folder / "damaged.bin").write_bytes(b"")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"error: {line}")
+    assert printed.err.count("\n") == 1
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_terminals_without_bars_get_plain_ones(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert main(["inspect", "new", "--documents", "1"]) == 0
+
+    assert f"  1  {'#' * 40}  1   50.0%" in written.getvalue().decode("ascii")
+
+
+def test_whoever_reads_only_the_beginning_sees_no_traceback(folder: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_megatron", "inspect", "new"],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,257 @@
+"""Does a description of a dataset say what plain counting says, and can its text, JSON and picture be read?"""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_megatron.data.formats.any_format import check_any_dataset
+from lightning_megatron.data.formats.description import (
+    MOST_TOKENS_SHOWN,
+    dataset_prefix,
+    describe_dataset,
+    first_documents,
+)
+from lightning_megatron.data.formats.distribution import distribution
+from lightning_megatron.data.formats.legacy import LegacyDatasetWriter
+from lightning_megatron.data.formats.mmap import IndexedDatasetWriter
+from lightning_megatron.data.formats.report import as_json, as_text, draw_lengths
+from lightning_megatron.errors import DataError
+
+DOCUMENTS = [[[5, 6, 7], [1]], [], [[], [2, 3]], [list(range(300))]]
+
+
+def _write(
+    prefix: Path, documents: list[list[list[int]]], writer_of: type[IndexedDatasetWriter] = IndexedDatasetWriter
+) -> str:
+    with writer_of(str(prefix), np.dtype("<i4")) as writer:
+        for document in documents:
+            flat = [token for tokens in document for token in tokens]
+            writer.add_document(np.array(flat, dtype="<i4").tobytes(), [len(tokens) for tokens in document])
+    return str(prefix)
+
+
+class _Letters:
+    """A tokenizer of which token n is the n-th letter."""
+
+    def __init__(self, letters: str) -> None:
+        self._letters = letters
+
+    def __len__(self) -> int:
+        return len(self._letters)
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(self._letters[token] for token in tokens)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    chunks=st.lists(st.lists(st.integers(0, 30) | st.integers(0, 2**31 - 1), min_size=1), min_size=1, max_size=4),
+    share=st.sampled_from([0.01, 0.5, 0.9, 0.99, 1.0]),
+    about=st.sampled_from([1, 10, 40]),
+)
+def test_a_distribution_is_what_numpy_says(chunks: list[list[int]], share: float, about: int) -> None:
+    numbers = [number for chunk in chunks for number in chunk]
+    found = distribution(np.array(chunk, dtype=np.int32) for chunk in chunks)
+
+    assert (found.count, found.sum) == (len(numbers), sum(numbers))
+    assert (found.minimum, found.maximum) == (min(numbers), max(numbers))
+    assert found.mean == pytest.approx(float(np.mean(numbers)), rel=1e-12)
+    assert found.quantile(share) == np.percentile(numbers, 100 * share, method="inverted_cdf")
+    bins = found.bins(about)
+    assert [each.count for each in bins] == [sum(each.first <= n <= each.last for n in numbers) for each in bins]
+    assert sum(each.count for each in bins) == len(numbers)
+    assert [each.first for each in bins[1:]] == [each.last + 1 for each in bins[:-1]]
+    assert bins[0].count > 0
+    assert bins[-1].count > 0
+
+
+@pytest.mark.parametrize(
+    ("numbers", "about", "firsts"),
+    [
+        ([1, 1000], 10, [2**k for k in range(10)]),
+        ([1, 16], 10, [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 13, 16]),  # powers of the fourth root of 2, rounded
+        ([1, 5], 10, [1, 2, 3, 4, 5]),
+        ([0, 1, 2, 4], 2, [0, 1, 2, 4]),
+        ([300, 340], 10, [300, 305, 310, 315, 320, 325, 330, 335, 340]),
+        ([7], 10, [7]),
+        ([0], 10, [0]),
+        ([2**31 - 20, 2**31 - 1], 10, list(range(2**31 - 20, 2**31, 2))),
+    ],
+)
+def test_bins_begin_at_round_numbers(numbers: list[int], about: int, firsts: list[int]) -> None:
+    assert [each.first for each in distribution([np.array(numbers)]).bins(about)] == firsts
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 1 << 18])
+@pytest.mark.parametrize(
+    ("writer_of", "name"),
+    [(IndexedDatasetWriter, "mmap"), (LegacyDatasetWriter, "cached/lazy")],
+    ids=["mmap", "legacy"],
+)
+def test_a_description_says_what_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer_of: type[IndexedDatasetWriter], name: str, chunk: int
+) -> None:
+    monkeypatch.setattr("lightning_megatron.data.formats.index_files.CHUNK", chunk)
+    described = as_json(describe_dataset(_write(tmp_path / "x", DOCUMENTS, writer_of)), [])
+
+    expected = {
+        "kind": "dataset",
+        "prefix": str(tmp_path / "x"),
+        "format": name,
+        "documents": 4,
+        "sequences": 5,
+        "tokens": 306,
+        "dtype": "int32",
+        "bin_bytes": 4 * 306,
+        "idx_bytes": (tmp_path / "x.idx").stat().st_size,
+        "lengths": {"min": 0, "median": 2, "mean": 61.2, "p90": 300, "p99": 300, "max": 300},
+        "sequences_per_document": {"min": 0, "median": 1, "mean": 1.25, "p90": 2, "p99": 2, "max": 2},
+        "modes": None,
+        "note": None,
+    }
+    histogram = described.pop("histogram")
+    assert described == expected
+    assert sum(each["count"] for each in histogram) == 5
+    assert json.loads(json.dumps(described)) == expected
+
+
+def test_the_text_can_be_read(tmp_path: Path) -> None:
+    documents = [[[1] * 20]] * 4 + [[[1] * 21]] * 8 + [[[1] * 22]]
+    prefix = _write(tmp_path / "x", documents)
+    lines = as_text(describe_dataset(prefix), first_documents(check_any_dataset(prefix, "path"), 1)).splitlines()
+
+    assert lines == [
+        prefix,
+        "  format     mmap",
+        "  documents  13",
+        "  sequences  13, 1 a document",
+        "  tokens     270",
+        "  dtype      int32, 4 bytes a token",
+        "  size       .bin 1,080 bytes (1.08 kB), .idx 302 bytes",
+        "  lengths    min 20, median 21, mean 20.77, p90 21, p99 22, max 22",
+        "",
+        "Sequences by length in tokens",
+        f"  20  {'█' * 20:40}  4   30.8%",
+        f"  21  {'█' * 40:40}  8   61.5%",
+        f"  22  {'█' * 5:40}  1    7.7%",
+        "",
+        "Document 0, 20 tokens",
+        f"  {' '.join('1' * 20)}",
+    ]
+
+
+def test_modes_and_remarks_are_told(tmp_path: Path) -> None:
+    prefix = _write(tmp_path / "x", DOCUMENTS)
+    with open(prefix + ".idx", "ab") as stream:
+        stream.write(bytes([1, 0, 0, 1, 0]))
+    described = describe_dataset(prefix)
+
+    assert as_json(described, [])["modes"] == {"0": 3, "1": 2}
+    text = as_text(described, [])
+    assert "\n  modes      3 of mode 0, 2 of mode 1\n" in text
+    assert "\n  sequences  5, 1.2 a document (0 to 2, median 1)\n" in text
+
+
+@pytest.mark.parametrize("writer_of", [IndexedDatasetWriter, LegacyDatasetWriter])
+def test_first_documents_hold_their_first_tokens(tmp_path: Path, writer_of: type[IndexedDatasetWriter]) -> None:
+    header = check_any_dataset(_write(tmp_path / "x", DOCUMENTS, writer_of), "path")
+
+    shown = first_documents(header, 9)
+    assert [each.tokens for each in shown] == [[5, 6, 7, 1], [], [2, 3], list(range(MOST_TOKENS_SHOWN))]
+    assert [(each.number, each.num_tokens) for each in shown] == [(0, 4), (1, 0), (2, 2), (3, 300)]
+    assert [each.number for each in first_documents(header, 2)] == [0, 1]
+    assert first_documents(header, 0) == []
+    texts = [each.text for each in first_documents(header, 3, _Letters("abcdefgh"))]
+    assert texts == ["fghb", "", "cd"]
+
+
+def test_a_tokenizer_of_another_dataset_is_refused(tmp_path: Path) -> None:
+    header = check_any_dataset(_write(tmp_path / "x", DOCUMENTS), "path")
+    with pytest.raises(
+        DataError, match=r"x holds token 8, the tokenizer has 0 to 7: it was made with another; give that one"
+    ):
+        first_documents(header, 4, _Letters("abcdefgh"))
+    with IndexedDatasetWriter(str(tmp_path / "f"), np.dtype("<f4")) as writer:
+        writer.add_documents(np.array([1.5, 2], dtype="<f4").tobytes(), [2])
+    floats = check_any_dataset(str(tmp_path / "f"), "path")
+    assert first_documents(floats, 1)[0].tokens == [1.5, 2.0]
+    with pytest.raises(DataError, match=r"holds token 1\.5, the tokenizer has 0 to 7: it was made with another"):
+        first_documents(floats, 1, _Letters("abcdefgh"))
+
+
+def test_text_is_cut_and_cannot_command_the_terminal(tmp_path: Path) -> None:
+    prefix = _write(tmp_path / "x", [[[0, 1, 2, 0]], [[0] * 500]])
+    description = describe_dataset(prefix)
+    tokenizer = _Letters("é\n\x1b" + "x" * 100)
+    text = as_text(description, first_documents(description.header, 2, tokenizer))
+
+    assert text.endswith(f"Document 0, 4 tokens\n  é\n  \\x1bé\n\nDocument 1, 500 tokens\n  {'é' * 256} …")
+    without = as_text(description, first_documents(description.header, 2))
+    assert without.endswith(f"Document 1, 500 tokens\n  {' '.join('0' * 64)} …")
+
+
+@pytest.mark.parametrize(
+    "documents",
+    [DOCUMENTS, [[[1] * 300], [[1] * 310]], [[[1]]], [[[], []]]],
+    ids=["wide", "narrow", "one length", "only empty"],
+)
+def test_the_picture_is_a_png_that_is_replaced(tmp_path: Path, documents: list[list[list[int]]]) -> None:
+    import matplotlib.image
+
+    target = tmp_path / "new folder" / "lengths.png"
+    description = describe_dataset(_write(tmp_path / "x", documents))
+    for _ in range(2):
+        draw_lengths(description, target)
+        pixels: Any = matplotlib.image.imread(target)
+        assert pixels.shape == (780, 1350, 4)
+        assert [path.name for path in target.parent.iterdir()] == ["lengths.png"]
+    bars = (np.abs(pixels[..., :3] - np.array([0x3B, 0x6F, 0xB6]) / 255) < 0.01).all(axis=-1).sum()
+    assert (bars > 1000) == (documents != [[[], []]])
+
+
+def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    description = describe_dataset(_write(tmp_path / "x", DOCUMENTS))
+    (tmp_path / "folder.png").mkdir()
+
+    for target, reason in (("x.idx/a.png", "File exists"), ("folder.png", "Is a directory")):
+        with pytest.raises(DataError, match=rf"png=\S+ cannot be written \({reason}\); give a file that can be"):
+            draw_lengths(description, tmp_path / target)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder.png", "x.bin", "x.idx"]
+
+
+def test_a_dataset_is_recognised_by_prefix_and_files(tmp_path: Path) -> None:
+    prefix = _write(tmp_path / "x", DOCUMENTS)
+
+    assert {dataset_prefix(prefix + suffix) for suffix in ("", ".bin", ".idx")} == {prefix}
+    for path in (tmp_path, tmp_path / "y", tmp_path / "y.bin"):
+        assert dataset_prefix(str(path)) is None
+    (tmp_path / "x.bin").unlink()
+    assert dataset_prefix(prefix) == prefix
+    with pytest.raises(DataError, match=r"path=\S+x needs two files, missing: \S+x\.bin"):
+        describe_dataset(prefix)
+
+
+def test_memory_does_not_grow_with_the_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = (np.arange(300_000) % 50).tolist()
+    with IndexedDatasetWriter(str(tmp_path / "x"), np.dtype("u1")) as writer:
+        writer.add_documents(bytes(sum(lengths)), lengths)  # an index of 6 MB
+    monkeypatch.setattr("lightning_megatron.data.formats.index_files.CHUNK", 1 << 12)
+    del lengths
+    tracemalloc.start()
+    try:
+        description = describe_dataset(str(tmp_path / "x"))
+        first_documents(description.header, 3)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert description.num_tokens == 300_000 // 50 * sum(range(50))
+    assert peak < 1 << 20  # some chunks of 32 kB; the modules that are imported are counted too
