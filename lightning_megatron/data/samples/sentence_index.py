@@ -99,6 +99,7 @@ class SentenceIndex:
             ConfigError: If the seed is none that the engine's index takes.
             DataError: If the documents give no sample.
         """
+        self._seed, self._cut = part.seed, cut
         self._path = os.path.join(folder, _FILE) if folder else ""
         if self._path and os.path.isfile(self._path):
             self._mapping = _opened(self._path)
@@ -125,10 +126,15 @@ class SentenceIndex:
         if self._path:
             self._mapping = _opened(self._path)
 
-    def digest(self) -> bytes:
-        """Equal for equal orders: any difference reshuffles all of the order, so its beginning tells."""
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal runs of sentences in equal order; masking may change when a run is resumed, the order not.
+
+        The beginning of an order tells it from others: any difference reshuffles all of it.
+        """
         beginning = np.ascontiguousarray(self._mapping[:4096])
-        return hashlib.sha256(repr(len(self)).encode() + beginning.tobytes()).digest()
+        digest = hashlib.sha256(repr((len(self), self._seed, self._cut)).encode() + beginning.tobytes())
+        return digest.hexdigest()[:16]
 
     def sentences(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int32], int]:
         """A sample's tokens [n], the lengths of its sentences [sentences], and how many tokens it was to have."""

@@ -6,7 +6,6 @@ Where a run of the engine would end because sentinels or labels run out, the spa
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -160,11 +159,8 @@ class T5Samples:
 
     @property
     def fingerprint(self) -> str:
-        """Of the order of the samples, and of what is drawn for each."""
-        objective = self._objective
-        rows = (objective.seq_length_decoder, objective.format)
-        drawn = ("t5", self._seed, objective.cut, objective.masking, objective.tokenizer.digest, rows)
-        return hashlib.sha256(repr(drawn).encode() + self._index.digest()).hexdigest()[:16]
+        """Of the order of the samples."""
+        return self._index.fingerprint
 
     def __len__(self) -> int:
         """Samples."""

@@ -232,27 +232,29 @@ def test_a_sample_is_the_same_in_any_batch_process_and_run(tmp_path: Path) -> No
     assert len(pickle.dumps(opened)) < len(pickle.dumps(_objective().open(replace(part, num_samples=9000), "")))
 
 
-def test_the_fingerprint_tells_other_samples(tmp_path: Path) -> None:
+def test_the_fingerprint_tells_other_orders(tmp_path: Path) -> None:
     write_sentences(tmp_path / "corpus", random_documents(50))
     part = part_of(tmp_path / "corpus", num_samples=20)
-    facts = word_pieces()
     others = [
         (_objective(), replace(part, seed=2)),
         (_objective(), replace(part, num_samples=2000)),
         (_objective(), replace(part, split="7,2,1")),
         (_objective(seq_length=128), part),
         (_objective(sentence_order=False), part),
-        (_objective(masking=MaskingOptions(probability=0.2)), part),
-        (_objective(masking=MaskingOptions(whole_words=False)), part),
-        (_objective(tokenizer=replace(facts, mask=6)), part),
-        (_objective(tokenizer=_with_other_marks(facts)), part),
+        (_objective(masking=MaskingOptions(short_sequence_probability=0.2)), part),
     ]
 
     fingerprints = {objective.open(part, "").fingerprint for objective, part in [(_objective(), part), *others]}
 
     assert len(fingerprints) == len(others) + 1
-    elsewhere = replace(facts, source="elsewhere")
-    assert _objective(tokenizer=elsewhere).open(part, "").fingerprint in fingerprints
+    # What is masked may change in the middle of a run, which goes on in its order.
+    same = [
+        (_objective(masking=MaskingOptions(probability=0.2, whole_words=False)), part),
+        (_objective(tokenizer=_with_other_marks(word_pieces())), part),
+        (_objective(), replace(part, num_samples=10)),
+    ]
+    expected = _objective().open(part, "").fingerprint
+    assert {objective.open(part, "").fingerprint for objective, part in same} == {expected}
 
 
 def test_the_index_depends_on_what_its_key_says() -> None:
