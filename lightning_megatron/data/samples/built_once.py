@@ -1,8 +1,9 @@
 """How is a folder built once, by one of many processes that want it at the same time, and never seen half-built?
 
-A folder appears by renaming one that is complete. Its ``index.json`` has the sizes of its files, so that damage is
-noticed. Who builds holds a lock of the file system (``flock``), which ends with the process, however that dies; the
-others wait. Where the file system has no locks several may build the same folder, and the first that is done wins.
+A folder appears by renaming one that is complete. Its ``index.json`` has the sizes of its files, so damage is noticed,
+and what did not reach the disk before power failed too. Who builds holds a lock of the file system (``flock``), which
+ends with the process, however that dies; the others wait. Where the file system has no locks several may build the same
+folder, and the first that is done wins.
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ def build_once(folder: str, write: Callable[[str], SampleOrder], subject: str) -
     Raises:
         DataError: If it cannot be written, or another process has been building it for hours.
     """
-    order = read_order(folder)
+    order = _read_order(folder)
     if order is not None:
         return order
     try:
         os.makedirs(os.path.dirname(folder), exist_ok=True)
         with _lock(folder) as locked:
-            return read_order(folder) or _build(folder, write, locked)
+            return _read_order(folder) or _build(folder, write, locked)
     except OSError as error:
         raise DataError(
             f"the index of {subject} cannot be written to {folder} ({error.strerror or error}); set index_cache to a"
@@ -68,7 +69,7 @@ def build_once(folder: str, write: Callable[[str], SampleOrder], subject: str) -
         ) from error
 
 
-def read_order(folder: str) -> SampleOrder | None:
+def _read_order(folder: str) -> SampleOrder | None:
     """What a folder says of itself; None if there is none, or its files are not as they were written."""
     try:
         with open(os.path.join(folder, _MANIFEST), encoding="utf-8") as stream:
@@ -92,20 +93,17 @@ def _build(folder: str, write: Callable[[str], SampleOrder], locked: bool) -> Sa
         sizes = {file: os.path.getsize(os.path.join(staging, file)) for file in os.listdir(staging)}
         with open(os.path.join(staging, _MANIFEST), "w", encoding="utf-8") as stream:
             json.dump({"order": asdict(order), "sizes": sizes}, stream, indent=1)
-        # A disk of another machine may refuse the last bytes only now.
-        for path in (*(os.path.join(staging, file) for file in os.listdir(staging)), staging):
-            _sync(path)
-        with contextlib.suppress(FileNotFoundError):  # a damaged one
-            os.rename(folder, f"{staging}-old")
+        if os.path.isdir(folder) and _read_order(folder) is None:
+            os.rename(folder, f"{staging}-damaged")
         try:
             os.rename(staging, folder)
         except OSError:
             # Without locks another job may have built the same in the meantime; its files are as good.
-            if read_order(folder) is None:
+            if _read_order(folder) is None:
                 raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-        shutil.rmtree(f"{staging}-old", ignore_errors=True)
+        shutil.rmtree(f"{staging}-damaged", ignore_errors=True)
     return order
 
 
@@ -131,6 +129,8 @@ def _lock(folder: str) -> Iterator[bool]:
                 waiting.wait(os.pread(descriptor, 200, 0).decode(errors="replace") or "another process")
             if locked is None:
                 _log.warning("%s has no file locks; jobs that start at once may build the same index twice.", parent)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
                 yield False
                 return
             if _is_at(descriptor, path):
@@ -189,11 +189,3 @@ class _Waiting:
             _log.warning("Waiting for %s, which builds the index %s.", holder, self._folder)
         time.sleep(self._poll)
         self._poll = min(2 * self._poll, _LONGEST_POLL_S)
-
-
-def _sync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

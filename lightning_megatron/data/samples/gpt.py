@@ -59,8 +59,27 @@ class GPTObjective(Objective):
 
     @override
     def count(self, part: Part) -> int:
-        lengths, documents = _documents(part)
-        tokens = int(lengths[documents].sum(dtype=np.int64))
+        return self._measured(part)[0]
+
+    @override
+    def open(self, part: Part, folder: str) -> GPTSamples:
+        if folder and GPTIndex.is_in(folder):
+            return GPTSamples(part.prefix, self.seq_length, folder)
+        _, lengths, documents = self._measured(part)
+        index = build_gpt_index(
+            lengths, documents, self.seq_length, part.num_samples, part.seed, self._keeps_partial(part)
+        )
+        if folder:
+            index.save(folder)
+        return GPTSamples(part.prefix, self.seq_length, folder or index)
+
+    def _measured(self, part: Part) -> tuple[int, NDArray[np.int32], NDArray[np.int32]]:
+        """Samples in one pass, at least one; tokens of each document of the dataset; and the documents of ``part``."""
+        header = read_header(part.prefix)
+        lengths = read_lengths(header)
+        bounds = split_ranges(part.split, header.num_sequences)[part.name]
+        documents = np.arange(bounds.start, bounds.stop, dtype=np.int32)
+        tokens = int(lengths[bounds.start : bounds.stop].sum(dtype=np.int64))
         samples = _count(tokens, self.seq_length, self._keeps_partial(part))
         if samples == 0:
             weight = f"give {part.name} a larger weight or weight 0, " if len(documents) < len(lengths) else ""
@@ -69,20 +88,7 @@ class GPTObjective(Objective):
                 f" with {tokens} tokens, one sample of seq_length={self.seq_length} needs {self.seq_length + 1};"
                 f" {weight}lower seq_length, or add documents"
             )
-        return samples
-
-    @override
-    def open(self, part: Part, folder: str) -> GPTSamples:
-        if folder and GPTIndex.is_in(folder):
-            return GPTSamples(part.prefix, self.seq_length, folder)
-        self.count(part)
-        lengths, documents = _documents(part)
-        index = build_gpt_index(
-            lengths, documents, self.seq_length, part.num_samples, part.seed, self._keeps_partial(part)
-        )
-        if folder:
-            index.save(folder)
-        return GPTSamples(part.prefix, self.seq_length, folder or index)
+        return samples, lengths, documents
 
     def _keeps_partial(self, part: Part) -> bool:
         return part.name == "valid" and not self.drop_last_partial_validation_sequence
@@ -241,13 +247,6 @@ class GPTSamples:
         end = HEADER_BYTES + 4 * header.num_sequences
         lengths, positions = idx[HEADER_BYTES:end].view("<i4"), idx[end : end + 8 * header.num_sequences].view("<i8")
         return lengths, positions, np.memmap(f"{self._prefix}.bin", header.dtype, mode="r").view(np.ndarray)
-
-
-def _documents(part: Part) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Tokens of each document of the dataset, and the documents of ``part``."""
-    header = read_header(part.prefix)
-    documents = split_ranges(part.split, header.num_sequences)[part.name]
-    return read_lengths(header), np.arange(documents.start, documents.stop, dtype=np.int32)
 
 
 def _count(tokens: int, seq_length: int, keep_partial: bool = False) -> int:

@@ -1,0 +1,283 @@
+"""Is a blend read as it is meant, taken in Megatron's order, and never short of samples where the engine is?"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from lightning_megatron.data.formats.mmap import IndexedDatasetWriter
+from lightning_megatron.data.samples import blend
+from lightning_megatron.data.samples.base import Samples
+from lightning_megatron.data.samples.blend import Source, SplitRequest, mix, num_samples_of_one_pass, parse_blend
+from lightning_megatron.data.samples.gpt import GPTObjective
+from lightning_megatron.data.samples.index_cache import build, check_request, open_samples
+from lightning_megatron.data.samples.split import SplitName, whole_split
+from lightning_megatron.errors import ConfigError, DataError
+from tests.unit.data.corpus import megatron_samples, write_corpus
+from tests.unit.data.engine_samples import engine_dataset, engine_rows
+
+SEQ_LENGTH = 16
+
+
+@pytest.mark.parametrize(
+    ("data_path", "sources"),
+    [
+        ("books", [("books", None)]),
+        (["books"], [("books", None)]),
+        (["books", "web"], [("books", None), ("web", None)]),
+        (["a", "b", "c"], [("a", None), ("b", None), ("c", None)]),
+        ([0.7, "books", 0.3, "web"], [("books", 0.7), ("web", 0.3)]),
+        (["70", "books", "3e1", "web"], [("books", 70), ("web", 30)]),
+        ((1, "books"), [("books", 1)]),
+        (["./2020", "./2021"], [("./2020", None), ("./2021", None)]),
+        ([1, "books", 0, "web", 2, "code"], [("books", 1), ("code", 2)]),
+    ],
+)
+def test_paths_and_weights_are_read(
+    data_path: str | Sequence[str | float], sources: list[tuple[str, float | None]]
+) -> None:
+    assert parse_blend(data_path) == tuple(Source(prefix, weight) for prefix, weight in sources)
+
+
+@pytest.mark.parametrize(
+    ("data_path", "message"),
+    [
+        ([], r"data_path=\[\] names no dataset"),
+        ("", "names no dataset"),
+        (["a", " "], r"data_path\[1\]=' ' names no dataset"),
+        ("30", r"data_path\[0\]='30' is a number where a prefix belongs: .* write './30'"),
+        (["books", "30"], r"data_path\[1\]='30' is a number where a prefix belongs"),
+        (
+            ["books", 0.5, "web", 0.5],
+            r"data_path\[1\]=0.5 is a number where a prefix belongs: weights and prefixes stand",
+        ),
+        (
+            [0.5, "books", "web"],
+            "has 3 items, but weights and prefixes stand in turn, .* a weight or a prefix is missing",
+        ),
+        ([0.5, "books", "web", 0.5], r"data_path\[2\]='web' stands where a weight belongs"),
+        ([0.5, "books", 0.5, "1"], r"data_path\[3\]='1' is a number where a prefix belongs"),
+        ([1, 2, "books", "web"], r"data_path\[2\]='books' stands where a weight belongs"),
+        ([-1, "books", 2, "web"], r"data_path\[0\]=-1 is no weight"),
+        (["nan", "books", 2, "web"], r"data_path\[0\]=nan is no weight"),
+        ([float("inf"), "books", 2, "web"], r"data_path\[0\]=inf is no weight"),
+        ([True, "books", 2, "web"], r"data_path\[0\]=True is no weight"),
+        ([0, "books", "0.0", "web"], "gives every dataset the weight 0"),
+        (["books", "web", "./books"], r"has ./books twice; give it once"),
+        ([1, "books", 0, "x/../books"], r"has x/../books twice"),
+    ],
+)
+def test_what_can_be_read_in_two_ways_or_none_is_refused(data_path: str | Sequence[str | float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_blend(data_path)
+
+
+def test_more_datasets_than_the_engine_can_number_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Its numbers are int16, and it asks for less than 32767 datasets itself.
+    assert np.iinfo(np.int16).max - 1 == blend.MAX_DATASETS
+    monkeypatch.setattr(blend, "MAX_DATASETS", 2)
+
+    assert len(parse_blend(["a", "b"])) == 2
+    with pytest.raises(ConfigError, match="has 3 datasets, a blend has at most 2; merge some"):
+        parse_blend(["a", "b", "c"])
+
+
+def _request(
+    data_path: Sequence[str | float], num_samples: int | None, name: SplitName = "train", split: str = "8,1,1"
+) -> SplitRequest:
+    return SplitRequest(
+        name=name,
+        sources=parse_blend(data_path),
+        split=split,
+        objective=GPTObjective(seq_length=SEQ_LENGTH),
+        seed=1234,
+        num_samples=num_samples,
+    )
+
+
+def _rows(samples: Samples, indices: Sequence[int] | None = None) -> NDArray[np.int64]:
+    return samples.rows(range(len(samples)) if indices is None else indices)["text"].numpy()
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("corpora")
+    for seed, num_documents in enumerate((50, 25, 120)):
+        write_corpus(folder / str(seed), num_documents, seed=seed)
+    return [str(folder / str(seed)) for seed in range(3)]
+
+
+@pytest.mark.parametrize("num_samples", [1, 77, 400, 1000])
+@pytest.mark.parametrize("weights", [(0.3, 0.3, 0.4), (5, 1, 0.001), (1, 1, 1)], ids=str)
+def test_a_weighted_blend_equals_the_engines(
+    corpora: list[str], tmp_path: Path, weights: tuple[float, ...], num_samples: int
+) -> None:
+    theirs = engine_dataset((corpora, list(weights)), split="8,1,1", name="train", num_samples=num_samples)
+    pairs = [item for pair in zip(weights, corpora, strict=True) for item in pair]
+
+    samples = open_samples(_request(pairs, num_samples), str(tmp_path))
+
+    assert len(samples) >= num_samples
+    assert np.array_equal(_rows(samples), engine_rows(theirs))
+
+
+@pytest.mark.parametrize("num_samples", [None, 1, 20])
+@pytest.mark.parametrize("name", ["train", "valid"])
+def test_a_blend_by_size_equals_the_engines(
+    corpora: list[str], tmp_path: Path, name: SplitName, num_samples: int | None
+) -> None:
+    theirs = engine_dataset((corpora, None), split="8,1,1", name=name, num_samples=num_samples)
+
+    samples = open_samples(_request(corpora, num_samples, name), str(tmp_path))
+
+    assert np.array_equal(_rows(samples), engine_rows(theirs))
+
+
+def test_one_pass_without_weights_takes_every_sample_once(corpora: list[str], tmp_path: Path) -> None:
+    request = _request(corpora, None)
+    rows = _rows(open_samples(request, str(tmp_path)))
+    of_each = [_rows(open_samples(_request([prefix], None), str(tmp_path))) for prefix in corpora]
+
+    assert len(rows) == check_request(request) == build(request, str(tmp_path)).num_samples
+    assert sorted(map(tuple, rows)) == sorted(map(tuple, np.concatenate(of_each)))
+
+
+def test_a_blend_by_size_goes_on_beyond_one_pass(corpora: list[str], tmp_path: Path) -> None:
+    one_pass = [check_request(_request([prefix], None)) for prefix in corpora]
+    # Three passes over every dataset, in the order in which each takes its samples alone.
+    alone = [_rows(open_samples(_request([p], 3 * n), str(tmp_path))) for p, n in zip(corpora, one_pass, strict=True)]
+
+    rows = _rows(open_samples(_request(corpora, 3 * sum(one_pass)), str(tmp_path)))
+
+    assert len(rows) == 3 * sum(one_pass)
+    expected = np.concatenate([own[: 3 * n] for own, n in zip(alone, one_pass, strict=True)])
+    assert sorted(map(tuple, rows)) == sorted(map(tuple, expected))
+
+
+def test_datasets_are_laid_out_for_what_the_greedy_rule_takes(tmp_path: Path) -> None:
+    # Megatron lays out two samples of the second dataset, and then needs three.
+    prefixes = [str(tmp_path / str(number)) for number in range(5)]
+    for number, prefix in enumerate(prefixes):
+        _write(prefix, [np.arange(SEQ_LENGTH + 1, dtype=np.uint16) + 100 * number])
+    weights = [2.0, 19.0, 2.0, 7.0, 2.0]
+    with pytest.raises(IndexError, match="oversamples"):
+        engine_dataset((prefixes, weights), split="1", name="train", num_samples=1)
+
+    pairs = [item for pair in zip(weights, prefixes, strict=True) for item in pair]
+    rows = _rows(open_samples(_request(pairs, 1, split="1"), str(tmp_path / "cache")))
+
+    assert np.bincount(rows[:, 0] // 100, minlength=5).tolist() == [1, 3, 0, 1, 0]
+
+
+def _write(prefix: str, documents: list[NDArray[np.uint16]]) -> None:
+    with IndexedDatasetWriter(prefix, np.dtype("<u2")) as writer:
+        for tokens in documents:
+            writer.add_documents(tokens.tobytes(), [len(tokens)])
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    datasets=st.lists(st.tuples(st.integers(1, 300), st.floats(1e-3, 1e3)), min_size=2, max_size=8),
+    num_samples=st.one_of(st.none(), st.integers(1, 500)),
+)
+def test_no_blend_takes_more_of_a_dataset_than_there_is(
+    datasets: list[tuple[int, float]], num_samples: int | None
+) -> None:
+    counts = [count for count, _ in datasets]
+    sources = tuple(Source(str(number), weight) for number, (_, weight) in enumerate(datasets))
+
+    mixture = mix(sources, counts, num_samples)
+
+    taken = np.bincount(mixture.dataset_index, minlength=len(sources))
+    if num_samples is None:
+        assert not mixture.part_samples.any()
+        assert len(mixture.dataset_index) == num_samples_of_one_pass(sources, counts)
+        # One more sample for everyone's share would be one too many for one of them.
+        shares = np.array([weight for _, weight in datasets]) / sum(weight for _, weight in datasets)
+        assert (shares * (len(mixture.dataset_index) + 1) > np.array(counts) - 1e-6).any()
+    else:
+        assert len(mixture.dataset_index) >= num_samples
+    assert (taken <= np.where(mixture.part_samples > 0, mixture.part_samples, counts)).all()
+    for number, count in enumerate(taken):
+        assert np.array_equal(mixture.sample_index[mixture.dataset_index == number], np.arange(count))
+
+
+def test_rows_of_several_datasets_stack_in_the_order_asked_for(corpora: list[str], tmp_path: Path) -> None:
+    samples = open_samples(_request([0.5, corpora[0], 0.2, corpora[1], 0.3, corpora[2]], 200), str(tmp_path))
+    indices = np.random.default_rng(0).integers(0, 200, 64).tolist()
+
+    rows = samples.rows(indices)["text"]
+
+    assert torch.equal(rows, torch.cat([samples.rows([index])["text"] for index in indices]))
+    assert rows.dtype == torch.int64
+    assert np.array_equal(pickle.loads(pickle.dumps(samples)).rows(indices)["text"], rows)
+
+
+def test_a_process_holds_only_some_datasets_open(
+    corpora: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = open_samples(_request(corpora, None), str(tmp_path))
+    expected = _rows(samples)
+    del samples
+    monkeypatch.setattr(blend, "_MAX_OPEN", 1)
+    samples = open_samples(_request(corpora, None), str(tmp_path))
+    before = len(os.listdir("/proc/self/fd"))
+    samples.rows([0])
+    of_one = len(os.listdir("/proc/self/fd")) - before
+
+    assert np.array_equal(_rows(samples), expected)
+    assert len(os.listdir("/proc/self/fd")) - before == of_one
+
+
+def test_a_blend_of_one_dataset_is_that_dataset(tmp_path: Path) -> None:
+    documents = write_corpus(tmp_path / "corpus", 20)
+    prefix = str(tmp_path / "corpus")
+
+    rows = _rows(open_samples(_request([7.0, prefix], 100, split="1"), str(tmp_path / "cache")))
+
+    assert np.array_equal(rows, megatron_samples(documents, SEQ_LENGTH, 1234, 100))
+
+
+def test_splits_of_their_own_take_all_documents(tmp_path: Path) -> None:
+    documents = write_corpus(tmp_path / "corpus", 20)
+    request = _request([str(tmp_path / "corpus")], None, name="valid", split=whole_split("valid"))
+
+    rows = _rows(open_samples(request, str(tmp_path / "cache")))
+
+    assert np.array_equal(rows, megatron_samples(documents, SEQ_LENGTH, 1234, None))
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_the_dataset_without_a_sample_is_named(tmp_path: Path, weighted: bool) -> None:
+    write_corpus(tmp_path / "large", 50)
+    _write(str(tmp_path / "small"), [np.zeros(SEQ_LENGTH, dtype=np.uint16)])
+    prefixes = [str(tmp_path / "large"), str(tmp_path / "small")]
+    data_path: list[str | float] = [1, prefixes[0], 2, prefixes[1]] if weighted else [*prefixes]
+
+    with pytest.raises(DataError, match=r"gives train 1 of 1 documents of .*small with 16 tokens, .* needs 17; lower"):
+        check_request(_request(data_path, None, split="1"))
+    assert not (tmp_path / "large").exists()
+
+
+def test_every_dataset_of_a_blend_is_checked(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "a", 50)
+    write_corpus(tmp_path / "b", 50)
+    paths = [str(tmp_path / "a"), str(tmp_path / "b")]
+    check_request(_request(paths, None))
+    data = (tmp_path / "b.bin").read_bytes()
+    (tmp_path / "b.bin").write_bytes(data[:-2])
+
+    with pytest.raises(DataError, match=r"b.bin has .* bytes, b.idx points outside it"):
+        check_request(_request(paths, None))
+    (tmp_path / "b.bin").unlink()
+    with pytest.raises(DataError, match=r"data_path=.*/b needs two files, missing: .*b.bin"):
+        check_request(_request(paths, None))

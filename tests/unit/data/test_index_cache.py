@@ -1,0 +1,364 @@
+"""Is an index built once however many jobs want it, never used half-built or stale, and is no job left waiting?"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typing_extensions import override
+
+from lightning_megatron.data.samples import built_once
+from lightning_megatron.data.samples.base import Part, Samples
+from lightning_megatron.data.samples.blend import Source, SplitRequest
+from lightning_megatron.data.samples.built_once import SampleOrder, build_once
+from lightning_megatron.data.samples.gpt import GPTObjective
+from lightning_megatron.data.samples.index_cache import build, open_samples
+from lightning_megatron.errors import DataError
+from tests.unit.data.corpus import megatron_samples, write_corpus
+
+SEQ_LENGTH = 16
+ORDER = SampleOrder(num_samples=3, fingerprint="f")
+
+
+def _request(prefix: Path, **changes: Any) -> SplitRequest:
+    request = SplitRequest(
+        name="train",
+        sources=(Source(str(prefix)),),
+        split="8,1,1",
+        objective=GPTObjective(seq_length=SEQ_LENGTH),
+        seed=1234,
+        num_samples=None,
+    )
+    return replace(request, **changes)
+
+
+def _rows(samples: Samples) -> np.ndarray:
+    return samples.rows(range(len(samples)))["text"].numpy()
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def _write(text: str = "content") -> Callable[[str], SampleOrder]:
+    def write(staging: str) -> SampleOrder:
+        Path(staging, "file").write_text(text)
+        return ORDER
+
+    return write
+
+
+# ---- one builder at a time ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SlowObjective(GPTObjective):
+    """Takes its time, and leaves a trace of every index that it lays out."""
+
+    trace: str
+
+    @override
+    def open(self, part: Part, folder: str) -> Any:
+        if not os.listdir(folder):
+            with open(self.trace, "a") as stream:
+                stream.write(f"{part.prefix}\n")
+            time.sleep(0.05)
+        return super().open(part, folder)
+
+
+def test_processes_that_start_at_once_build_an_index_once(tmp_path: Path) -> None:
+    from megatron.core.datasets import helpers  # noqa: F401 (once, not in each process)
+
+    prefixes = [tmp_path / "a", tmp_path / "b"]
+    for seed, prefix in enumerate(prefixes):
+        write_corpus(prefix, 50, seed=seed)
+    trace = tmp_path / "trace"
+    request = _request(
+        prefixes[0],
+        sources=tuple(Source(str(prefix), 0.5) for prefix in prefixes),
+        objective=_SlowObjective(seq_length=SEQ_LENGTH, trace=str(trace)),
+        num_samples=200,
+    )
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+    together = context.Barrier(4)
+
+    def job() -> None:
+        together.wait()
+        order = build(request, str(tmp_path / "cache"))
+        results.put((order, _rows(open_samples(request, str(tmp_path / "cache"))).tobytes()))
+
+    processes = [context.Process(target=job) for _ in range(4)]
+    for process in processes:
+        process.start()
+    outcomes = [results.get() for _ in processes]
+    for process in processes:
+        process.join()
+
+    assert sorted(trace.read_text().split()) == sorted(map(str, prefixes))
+    assert len(set(outcomes)) == 1
+    assert [name for name in os.listdir(tmp_path / "cache") if name.startswith(".")] == []
+    assert len(os.listdir(tmp_path / "cache")) == 3
+
+
+def test_a_builder_that_was_killed_blocks_nobody_and_leaves_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "index"
+
+    def write_half_and_die(staging: str) -> SampleOrder:
+        Path(staging, "file").write_text("half")
+        os.kill(os.getpid(), signal.SIGKILL)
+        return ORDER
+
+    process = multiprocessing.get_context("fork").Process(
+        target=build_once, args=(str(folder), write_half_and_die, "corpus")
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert sorted(name.split("-")[0] for name in os.listdir(tmp_path)) == [".building", ".index.lock"]
+
+    assert build_once(str(folder), _write("whole"), "corpus") == ORDER
+
+    assert _files(tmp_path) == ["index/file", "index/index.json"]
+    assert (folder / "file").read_text() == "whole"
+
+
+def test_who_waits_says_for_whom_and_gives_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(built_once, "_QUIET_WAIT_S", 0.0)
+    monkeypatch.setattr(built_once, "_LONGEST_WAIT_S", 0.03)
+    with open(tmp_path / ".index.lock", "w") as held:
+        held.write("process 77 on node3")
+        held.flush()
+        fcntl.flock(held, fcntl.LOCK_EX)
+
+        with pytest.raises(
+            DataError, match=r"in the making by process 77 on node3 for .* s, the limit is .*; end that"
+        ):
+            build_once(str(tmp_path / "index"), _write(), "corpus")
+
+    assert "Waiting for process 77 on node3, which builds the index" in caplog.text
+    assert not (tmp_path / "index").exists()
+    # The lock ended with the file that held it.
+    assert build_once(str(tmp_path / "index"), _write(), "corpus") == ORDER
+
+
+def test_who_builds_writes_down_who_it_is(tmp_path: Path) -> None:
+    found = []
+
+    def write(staging: str) -> SampleOrder:
+        found.append((tmp_path / ".index.lock").read_text())
+        return ORDER
+
+    build_once(str(tmp_path / "index"), write, "corpus")
+
+    assert found == [f"process {os.getpid()} on {os.uname().nodename}"]
+
+
+def test_without_locks_the_first_to_finish_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    folder = str(tmp_path / "index")
+    (tmp_path / ".building-index-of-a-living-job").mkdir()
+    (tmp_path / ".building-index-forgotten").mkdir()
+    os.utime(tmp_path / ".building-index-forgotten", (0, 0))
+
+    def write_while_another_job_finishes(staging: str) -> SampleOrder:
+        build_once(folder, _write("first"), "corpus")
+        return _write("second")(staging)
+
+    assert build_once(folder, write_while_another_job_finishes, "corpus") == ORDER
+
+    assert "has no file locks" in caplog.text
+    assert (tmp_path / "index" / "file").read_text() == "first"
+    assert sorted(os.listdir(tmp_path)) == [".building-index-of-a-living-job", "index"]
+
+
+# ---- whole or not at all ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")], ids=repr)
+def test_an_index_that_was_interrupted_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    write_corpus(tmp_path / "corpus", 50)
+    request = _request(tmp_path / "corpus")
+    cache = tmp_path / "cache"
+    saved: list[str] = []
+
+    def save_one_file_then_fail(path: str, *args: object, **kwargs: object) -> None:
+        if saved:
+            raise error
+        saved.append(path)
+        Path(path).write_bytes(b"half")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(np, "save", save_one_file_then_fail)
+        with pytest.raises(DataError if isinstance(error, OSError) else KeyboardInterrupt) as caught:
+            build(request, str(cache))
+
+    assert saved
+    assert os.listdir(cache) == []
+    if isinstance(error, OSError):
+        assert f"the index of {tmp_path}/corpus cannot be written to {cache}/gpt-train-" in str(caught.value)
+        assert "(No space left on device); set index_cache to a folder" in str(caught.value)
+    assert build(request, str(cache)).num_samples == len(open_samples(request, str(cache)))
+
+
+def test_a_cache_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus", 50)
+    (tmp_path / "file").write_text("in the way")
+
+    with pytest.raises(DataError, match="cannot be written to .*file.*; set index_cache to a folder"):
+        build(_request(tmp_path / "corpus"), str(tmp_path / "file"))
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("damage", [_truncate, Path.unlink, lambda path: path.write_bytes(b"")])
+@pytest.mark.parametrize("file", ["sample_index.npy", "index.json", "dataset_index.npy"])
+def test_a_damaged_index_is_built_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, damage: Callable[[Path], None]
+) -> None:
+    prefixes = [tmp_path / "a", tmp_path / "b"]
+    for seed, prefix in enumerate(prefixes):
+        write_corpus(prefix, 30, seed=seed)
+    cache = tmp_path / "cache"
+    request = _request(prefixes[0], sources=tuple(Source(str(prefix)) for prefix in prefixes))
+    build(request, str(cache))
+    expected = _rows(open_samples(request, str(cache)))
+    assert caplog.text == ""
+    damaged = list(cache.glob(f"*/{file}"))
+    for path in damaged:
+        damage(path)
+
+    assert np.array_equal(_rows(open_samples(request, str(cache))), expected)
+
+    assert caplog.text.count("is damaged and is not used") >= len(damaged) > 0
+    assert [name for name in os.listdir(cache) if name.startswith(".")] == []
+    caplog.clear()
+    open_samples(request, str(cache))
+    assert caplog.text == ""
+
+
+# ---- which index --------------------------------------------------------------------------------------------------
+
+
+def test_an_existing_index_is_opened_and_not_built_again(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus", 50)
+    request = _request(tmp_path / "corpus")
+    order = build(request, None)
+    cache = tmp_path / "corpus" / "cache"
+    times = {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
+
+    assert build(request, None) == order
+    assert len(open_samples(request, None)) == order.num_samples
+    assert open_samples(request, None).fingerprint == order.fingerprint
+    assert {path: path.stat().st_mtime_ns for path in cache.rglob("*")} == times
+    assert [path.name for path in sorted(cache.glob("gpt-train-*/*"))] == [
+        "document_index.npy",
+        "index.json",
+        "sample_index.npy",
+        "shuffle_index.npy",
+    ]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seed": 1},
+        {"split": "7,2,1"},
+        {"name": "valid"},
+        {"num_samples": 100},
+        {"objective": GPTObjective(seq_length=SEQ_LENGTH + 1)},
+        {"objective": GPTObjective(seq_length=SEQ_LENGTH, drop_last_partial_validation_sequence=False)},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("blended", [False, True])
+def test_another_request_has_another_index(tmp_path: Path, changes: dict[str, Any], blended: bool) -> None:
+    write_corpus(tmp_path / "a", 50)
+    write_corpus(tmp_path / "b", 50)
+    sources = (Source(str(tmp_path / "a")), Source(str(tmp_path / "b")))
+    request = _request(tmp_path / "a", sources=sources if blended else sources[:1])
+    cache = tmp_path / "cache"
+    build(request, str(cache))
+    before = set(os.listdir(cache))
+
+    build(replace(request, **changes), str(cache))
+
+    assert any(("blend" in name) == blended for name in set(os.listdir(cache)) - before)
+
+
+def test_another_spelling_of_a_split_has_the_same_index(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus", 50)
+    cache = tmp_path / "cache"
+    build(_request(tmp_path / "corpus", split="8,1,1"), str(cache))
+
+    build(_request(tmp_path / "corpus", split="8.0/1/1."), str(cache))
+
+    assert len(os.listdir(cache)) == 1
+
+
+def test_other_weights_have_another_blend_of_the_same_indices(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "a", 50)
+    write_corpus(tmp_path / "b", 50)
+    cache = tmp_path / "cache"
+    for weight in (1.0, 2.0):
+        sources = (Source(str(tmp_path / "a"), weight), Source(str(tmp_path / "b"), 1.0))
+        build(_request(tmp_path / "a", sources=sources, num_samples=20), str(cache))
+
+    assert sorted(name[: name.rindex("-")] for name in os.listdir(cache)) == [
+        *["gpt-train"] * 2,
+        *["gpt-train-blend"] * 2,
+    ]
+
+
+def test_a_dataset_written_again_under_the_same_name_gets_a_new_index(tmp_path: Path) -> None:
+    request = _request(tmp_path / "corpus")
+    write_corpus(tmp_path / "corpus", 50, seed=0)
+    build(request, None)
+    documents = write_corpus(tmp_path / "corpus", 50, seed=1)
+
+    rows = _rows(open_samples(request, None))
+
+    assert np.array_equal(rows, megatron_samples(documents[:40], SEQ_LENGTH, 1234, None))
+
+
+def test_a_machine_that_does_not_see_the_cache_builds_the_same_samples_for_itself(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_corpus(tmp_path / "corpus", 50)
+    request = _request(tmp_path / "corpus", num_samples=200)
+    order = build(request, str(tmp_path / "here"))
+    expected = _rows(open_samples(request, str(tmp_path / "here")))
+    assert caplog.text == ""
+
+    samples = open_samples(request, str(tmp_path / "elsewhere"))
+
+    assert np.array_equal(_rows(samples), expected)
+    assert samples.fingerprint == order.fingerprint
+    assert "is not visible on this machine and is built again; set index_cache to a folder" in caplog.text
+
+
+def test_a_machine_without_the_dataset_says_so(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="data_path=.*corpus needs two files, missing"):
+        open_samples(_request(tmp_path / "corpus"), str(tmp_path / "cache"))
+    assert os.listdir(tmp_path) == []
