@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 
 from benchmarks.cases import Case
+from benchmarks.corpus import indexed_data
 from benchmarks.measurement import Measurement, StepTimes
 from benchmarks.recorder import Plan, StepRecorder, engine_step
 from benchmarks.tokens import loader
@@ -24,14 +25,24 @@ LR = 1e-4
 _PACKAGES = ("torch", "lightning", "megatron-core", "liger-kernel", "transformer-engine", "transformers", "triton")
 
 
-def run_megatron(case: Case, plan: Plan) -> tuple[Measurement, str]:
-    """Measure ``MegatronStrategy``; returns the profile too, empty if none was asked for."""
+def run_megatron(case: Case, plan: Plan, indexed_workers: int | None = None) -> tuple[Measurement, str]:
+    """Measure ``MegatronStrategy``; returns the profile too, empty if none was asked for.
+
+    Args:
+        case: What to train.
+        plan: Which steps to time.
+        indexed_workers: Train on an indexed dataset, read ahead by so many processes; None: on rows in memory.
+    """
     strategy = MegatronStrategy(num_microbatches=case.num_microbatches, **case.layout)
     module = MegatronModule(model=dict(case.model), lr=LR)
     recorder = StepRecorder(plan, engine_step)
     trainer = _trainer(case, strategy, recorder, max_steps=plan.trainer_steps, gradient_clip_val=CLIP)
-    trainer.fit(module, loader(case, module.model_config, case.rows))
-    return _measurement(case, "lightning-megatron", recorder), recorder.profile_text
+    if indexed_workers is None:
+        trainer.fit(module, loader(case, module.model_config, case.rows))
+        return _measurement(case, "lightning-megatron", recorder), recorder.profile_text
+    trainer.fit(module, datamodule=indexed_data(case, module.model_config, indexed_workers))
+    label = f"lightning-megatron, indexed dataset, {indexed_workers} workers"
+    return _measurement(case, label, recorder), recorder.profile_text
 
 
 def run_peer(case: Case, plan: Plan, compiled: bool) -> tuple[Measurement, str]:

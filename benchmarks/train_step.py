@@ -50,7 +50,7 @@ def _run(case: Case, options: argparse.Namespace) -> tuple[Measurement, str]:
         profile=options.profile,
     )
     if options.implementation == "megatron":
-        return run_megatron(case, plan)
+        return run_megatron(case, plan, options.indexed_workers)
     return run_peer(case, plan, compiled=options.implementation == "peer-compiled")
 
 
@@ -118,6 +118,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-host-waits", action="store_true", help="do not count the waits of the host")
     parser.add_argument("--profile", action="store_true", help="print the top 25 kernels of 3 more steps")
     parser.add_argument("--expandable-segments", action="store_true", help="let torch's allocator grow its segments")
+    parser.add_argument(
+        "--indexed-workers", type=int, metavar="N", help="read an indexed dataset with N workers, not rows in memory"
+    )
     parser.add_argument("--output", type=Path, help="append the measurement to this file, as a line of JSON")
     return parser
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import loader
 from benchmarks.cases import CASES, Target, case_named, with_batch
 from benchmarks.host_waits import attributed
 from benchmarks.measurement import HostWaits, Measurement, StepTimes, markdown_table
@@ -23,6 +24,13 @@ def _measure(case: str, output: str) -> dict[str, Any]:
     """On each rank: run ``case`` as the command line would, and say what the Trainer's loop left behind."""
     code = main(["--case", case, "--output", output, *_STEPS])
     return {"code": code}
+
+
+def test_the_loaders_of_all_objectives_are_measured(capfd: pytest.CaptureFixture[str]) -> None:
+    loader.main(["--seconds", "0.02", "--tokens", "100000", "--document-tokens", "500", "--num-workers", "0"])
+    lines = [line for line in capfd.readouterr().out.splitlines() if "M tokens/s" in line]
+    assert [line.split()[0] for line in lines] == ["gpt", "bert", "t5"]
+    assert all(float(line.split("M tokens/s")[0].split()[-1]) > 0 for line in lines)
 
 
 @pytest.mark.parametrize("name", ["smoke", "smoke-tp2", "smoke-bert", "smoke-t5"])

@@ -1,0 +1,73 @@
+"""Which indexed dataset does a benchmark read? Random tokens in documents, and a tokenizer that may have made them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.cases import Case
+from lightning_megatron import IndexedDataModule
+from lightning_megatron.data.formats.mmap import IndexedDatasetWriter, token_dtype
+from lightning_megatron.models.config import ModelConfig
+
+SENTENCE_TOKENS = 25
+LEAST_TOKEN = 106
+"""Behind the special tokens and the sentinels."""
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "</s>")
+
+
+def write_corpus(prefix: str, vocab_size: int, num_tokens: int, document_tokens: int, in_sentences: bool) -> None:
+    """Random tokens in documents of ``document_tokens``, of which some are longer and some shorter."""
+    random = np.random.default_rng(0)
+    with IndexedDatasetWriter(prefix, token_dtype(vocab_size)) as writer:
+        for _ in range(max(1, num_tokens // document_tokens)):
+            length = int(random.integers(document_tokens // 2, 3 * document_tokens // 2)) + 1
+            tokens = random.integers(LEAST_TOKEN, vocab_size, size=length).astype(token_dtype(vocab_size))
+            sentences = -(-length // SENTENCE_TOKENS) if in_sentences else 1
+            writer.add_document(tokens.tobytes(), [len(part) for part in np.array_split(tokens, sentences)])
+
+
+def save_tokenizer(folder: str, vocab_size: int) -> None:
+    """WordPieces of which one in three continues a word, and 100 sentinels."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = [*SPECIAL, *(f"<extra_id_{number}>" for number in range(100))]
+    pieces += [f"{'##' if number % 3 == 0 else ''}w{number}" for number in range(vocab_size - len(pieces))]
+    model = models.WordPiece({piece: number for number, piece in enumerate(pieces)}, unk_token="[UNK]")
+    roles = zip(("pad", "unk", "cls", "sep", "mask", "eos"), SPECIAL, strict=True)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(model), **{f"{role}_token": piece for role, piece in roles}
+    )
+    tokenizer.save_pretrained(folder)
+
+
+def indexed_data(case: Case, model: ModelConfig, num_workers: int) -> IndexedDataModule:
+    """A case's samples from files in the machine's temporary folder, which the first rank writes if they are not there.
+
+    Raises:
+        TimeoutError: If they do not appear.
+    """
+    folder = Path(tempfile.gettempdir(), f"lightning-megatron-{case.name}-{os.getuid()}")
+    is_first = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) == 0
+    if is_first and not (folder / "corpus.idx").exists():
+        save_tokenizer(str(folder / "tokenizer"), model.vocab_size)
+        write_corpus(str(folder / "corpus"), model.vocab_size, 20_000_000, 1000, model.architecture != "gpt")
+    deadline = time.monotonic() + 120
+    while not (folder / "corpus.idx").exists():  # under torchrun all ranks start at once
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{folder}/corpus.idx has not been written within 120 s")
+        time.sleep(0.2)
+    return IndexedDataModule(
+        str(folder / "corpus"),
+        split="1",
+        seq_length=case.seq_length,
+        seq_length_decoder=case.decoder_seq_length or 128,
+        micro_batch_size=case.micro_batch_size,
+        tokenizer=str(folder / "tokenizer"),
+        num_workers=num_workers,
+    )

@@ -1,0 +1,138 @@
+"""How many tokens a second does a data-parallel rank get from its loader? The Trainer's own loaders, without a model.
+
+    python -m benchmarks.loader                     # GPT s4096, BERT s512, T5 512 + 114
+    python -m benchmarks.loader --objective gpt --num-workers 0 2 --document-tokens 50 5000
+
+A corpus of random tokens is made first. The peer reads the same samples with Megatron-Core's own dataset, item by item,
+collated by PyTorch's DataLoader with as many workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.corpus import save_tokenizer, write_corpus
+from lightning_megatron.data.samples.base import Objective, Part
+from lightning_megatron.data.samples.bert import BertObjective
+from lightning_megatron.data.samples.gpt import GPTObjective
+from lightning_megatron.data.samples.special_tokens import TokenizerFacts
+from lightning_megatron.data.samples.t5 import T5Objective
+from lightning_megatron.data.serving.batch_shape import BatchShape
+from lightning_megatron.data.serving.sampler import PassOrder, TrainSampler
+from lightning_megatron.data.serving.served_loader import TrainLoader
+
+VOCAB_SIZE = 32000
+
+
+def objective_named(name: str, seq_length: int, tokenizer: str) -> Objective:
+    """What a sample is."""
+    if name == "gpt":
+        return GPTObjective(seq_length=seq_length)
+    facts = TokenizerFacts.read(tokenizer)
+    if name == "bert":
+        return BertObjective(seq_length=seq_length, tokenizer=facts)
+    return T5Objective(seq_length=seq_length, seq_length_decoder=128, tokenizer=facts)
+
+
+def tokens_per_second(batches: Iterable[dict[str, torch.Tensor]], key: str, seconds: float) -> float:
+    """Tokens of ``key`` over the time; the first batches, for which workers start, do not count."""
+    iterator = iter(batches)
+    for _ in range(8):
+        next(iterator)
+    began, tokens = time.perf_counter(), 0
+    for batch in iterator:
+        tokens += batch[key].numel() - (batch[key].shape[0] if key == "text" else 0)
+        if time.perf_counter() - began > seconds:
+            break
+    return tokens / (time.perf_counter() - began)
+
+
+def peer_batches(part: Part, seq_length: int, rows: int, num_workers: int) -> Any:
+    """Megatron-Core's GPT dataset behind PyTorch's DataLoader."""
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.datasets.utils import Split
+
+    class NoTokenizer:
+        vocab_size, eod, unique_identifiers = None, -2, {"class": "none"}
+
+    config = GPTDatasetConfig(
+        random_seed=part.seed,
+        sequence_length=seq_length,
+        blend=([part.prefix], None),
+        split=part.split,
+        path_to_cache="",
+        tokenizer=NoTokenizer(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    low_level = GPTDataset.build_low_level_dataset(part.prefix, config)
+    documents = np.arange(len(low_level), dtype=np.int32)
+    dataset = GPTDataset(low_level, part.prefix, documents, part.num_samples, Split.train, config)
+    return torch.utils.data.DataLoader(dataset, batch_size=rows, num_workers=num_workers)
+
+
+def measure(name: str, seq_length: int, document_tokens: int, num_workers: list[int], options: Any) -> None:
+    """Print a line for each number of workers."""
+    with tempfile.TemporaryDirectory() as folder:
+        prefix, tokenizer = os.path.join(folder, "corpus"), os.path.join(folder, "tokenizer")
+        write_corpus(prefix, VOCAB_SIZE, options.tokens, document_tokens, in_sentences=name != "gpt")
+        if name != "gpt":
+            save_tokenizer(tokenizer, VOCAB_SIZE)
+        objective = objective_named(name, seq_length, tokenizer)
+        part = Part(prefix=prefix, split="1", name="train", seed=1, num_samples=200_000)
+        index = Path(folder, "index")
+        index.mkdir()
+        samples = objective.open(part, str(index))
+        shape = BatchShape(
+            micro_batch_size=options.rows, num_microbatches=1, data_parallel_size=1, data_parallel_rank=0
+        )
+        for workers in num_workers:
+            ours, peer = [], []
+            for _ in range(3):
+                order = PassOrder(len(samples), 1, "later passes")
+                sampler = TrainSampler(order=order, shape=shape, max_steps=10**9)
+                loader = TrainLoader(samples, sampler, shape, workers)
+                ours.append(tokens_per_second(loader, "text" if name == "gpt" else "input_ids", options.seconds))
+                if name == "gpt":
+                    batches = peer_batches(part, seq_length, options.rows, workers)
+                    peer.append(tokens_per_second(batches, "tokens", options.seconds))
+            beside = f"{statistics.median(peer) / 1e6:8.2f}" if peer else "       -"
+            print(
+                f"{name:5} s{seq_length:<5} documents of {document_tokens:<5} workers {workers}"
+                f"   {statistics.median(ours) / 1e6:8.2f} M tokens/s   Megatron-Core {beside}",
+                flush=True,
+            )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--objective", nargs="+", choices=("gpt", "bert", "t5"), default=["gpt", "bert", "t5"])
+    parser.add_argument("--num-workers", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--document-tokens", nargs="+", type=int, default=[50, 500, 5000])
+    parser.add_argument("--rows", type=int, default=16, help="rows of a batch")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each of three measurements")
+    parser.add_argument("--tokens", type=int, default=20_000_000, help="of the corpus")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)  # of the peer, which keeps no index on disk
+    for name in options.objective:
+        for document_tokens in options.document_tokens if name == "gpt" else [2000]:
+            measure(name, 4096 if name == "gpt" else 512, document_tokens, options.num_workers, options)
+
+
+if __name__ == "__main__":
+    main()
