@@ -85,7 +85,7 @@ def read_header(prefix: str, *, option: str = "data_path", integers_only: bool =
     Args:
         prefix: Path of both files without suffix.
         option: The setting that ``prefix`` was given for.
-        integers_only: Refuse what is no token of a vocabulary. If False, lengths may be read to tell float types apart.
+        integers_only: Refuse what nothing can be trained on. If False, lengths may be read to tell float types apart.
 
     Raises:
         DataError: If a file is missing or is not of this format, or the ``.idx`` has not the size that it announces.
@@ -159,6 +159,8 @@ def check_dataset(prefix: str, *, option: str = "data_path", integers_only: bool
             f"{bin_path} has {bin_bytes} bytes, {idx_path.name} accounts for {end}: the two files do not belong"
             f" together; {_AGAIN}"
         )
+    if end == 0 and integers_only:  # the engine cannot map an empty file
+        raise DataError(f"{prefix} holds no token; preprocess inputs that contain text into it")
     check_document_bounds(header.document_bounds(), header.num_sequences, idx_path, _AGAIN)
     return header
 

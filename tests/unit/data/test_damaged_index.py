@@ -235,6 +235,6 @@ def test_a_file_that_is_mostly_hole_is_read_in_little_memory(tmp_path: Path, mon
         stream.truncate(34 + 12 * num_sequences + 8 * (num_sequences + 1))
     (tmp_path / "x.bin").write_bytes(b"")
 
-    with _little_memory(), pytest.raises(DataError, match=r"ends its last document at sequence 0 of 16384"):
+    with _little_memory(), pytest.raises(DataError, match="holds no token"):
         check_dataset(str(tmp_path / "x"))
     assert not read_lengths(read_header(str(tmp_path / "x"))).any()

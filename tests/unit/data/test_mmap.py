@@ -236,6 +236,7 @@ def _patched(offset: int, data: bytes) -> bytes:
         (_patched(78, struct.pack("<qq", 2, 1)), GOLDEN_BIN, "do not ascend from 0"),
         (_patched(94, struct.pack("<q", 2)), GOLDEN_BIN, "ends its last document at sequence 2 of 3"),
         (GOLDEN_IDX[:18] + struct.pack("<QQq", 0, 1, 0), b"", "holds no sequence"),
+        (GOLDEN_IDX[:18] + struct.pack("<QQiqqq", 1, 2, 0, 0, 0, 1), b"", "holds no token"),
     ],
 )
 def test_damage_is_named(tmp_path: Path, idx: bytes, data: bytes, message: str) -> None:
