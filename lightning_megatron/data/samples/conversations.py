@@ -12,6 +12,9 @@ from typing import Any, Literal, TypeAlias
 
 from lightning_megatron.errors import DataError
 
+Answers: TypeAlias = Literal["all", "each", "last"]
+"""What of a conversation is learned: all answers at once, each in a sample that ends with it, or the last one."""
+
 Message: TypeAlias = dict[str, Any]
 Span: TypeAlias = tuple[int, int]
 """Characters from the first to before the second."""
@@ -39,17 +42,17 @@ class RecordRenderer:
 
     Args:
         tokenizer: A transformers tokenizer.
-        answers: Whether all answers are learned, or only the last one.
+        answers: What of a conversation is learned.
         separator: Text between a prompt and a completion that are strings.
     """
 
-    def __init__(self, tokenizer: Any, *, answers: Literal["all", "last"], separator: str) -> None:
+    def __init__(self, tokenizer: Any, *, answers: Answers, separator: str) -> None:
         self._tokenizer = tokenizer
-        self._only_last = answers == "last"
+        self._answers = answers
         self._separator = separator
 
-    def render(self, record: dict[str, Any], place: str) -> RenderedRecord:
-        """The text of ``record`` and where its answers are.
+    def render(self, record: dict[str, Any], place: str) -> list[RenderedRecord]:
+        """The text of ``record`` and where its answers are, or one text for each answer.
 
         Args:
             record: With ``prompt`` and ``completion``, or ``messages``; ``tools`` go to the chat template.
@@ -73,7 +76,7 @@ class RecordRenderer:
                 f"{place} has a 'prompt' of type {type(prompt).__name__} and a 'completion' of type"
                 f" {type(completion).__name__}; give two strings, or two lists of messages"
             )
-        return self._plain(prompt + self._separator, completion, place)
+        return [self._plain(prompt + self._separator, completion, place)]
 
     def _plain(self, prompt: str, completion: str, place: str) -> RenderedRecord:
         if not completion.strip():
@@ -86,7 +89,7 @@ class RecordRenderer:
         text = prompt + completion
         return RenderedRecord(text=text, answers=[(len(prompt), len(text))], is_chat=False)
 
-    def _chat(self, messages: Any, num_prompt: int, tools: Any, place: str) -> RenderedRecord:
+    def _chat(self, messages: Any, num_prompt: int, tools: Any, place: str) -> list[RenderedRecord]:
         _check_messages(messages, place)
         turns = [i for i, message in enumerate(messages) if message["role"] == _ASSISTANT and i >= num_prompt]
         if not turns:
@@ -95,8 +98,13 @@ class RecordRenderer:
                 f"{place} has no answer: its roles are {roles}, and only what the role 'assistant' says is learned;"
                 " add its turn, or rename the role"
             )
-        if self._only_last:
+        if self._answers == "all":
+            return [self._conversation(messages, turns, tools, place)]
+        if self._answers == "last":
             turns = turns[-1:]
+        return [self._conversation(messages[: turn + 1], [turn], tools, place) for turn in turns]
+
+    def _conversation(self, messages: list[Message], turns: list[int], tools: Any, place: str) -> RenderedRecord:
         for turn in turns:
             if not _says_something(messages[turn]):
                 raise DataError(
@@ -152,7 +160,7 @@ class _Chat:
         if not (self.text.startswith(end) and end.startswith(begin)):
             fix = "put {% generation %} and {% endgeneration %} around the answers in the template"
             if turn < len(self.messages) - 1:
-                fix += ", or set answers=last"
+                fix += ", or set answers=each, which makes a sample for each"
             raise DataError(
                 f"{self.place}: the chat template writes the beginning of a conversation, up to message {turn + 1},"
                 f" in another way than within the whole, so that its answer cannot be found; {fix}"

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from typing import Literal
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from lightning_megatron.data.corpus.tokenizer import load_tokenizer
 from lightning_megatron.data.samples.answers import TokenizedSample, tokenize
 from lightning_megatron.data.samples.base import Rows
-from lightning_megatron.data.samples.conversations import RecordRenderer
+from lightning_megatron.data.samples.conversations import Answers, RecordRenderer
 from lightning_megatron.data.samples.packing import efficiency, one_sample_a_row, pack
 from lightning_megatron.data.samples.records import Record, read_records, record_files
 from lightning_megatron.errors import ConfigError, DataError, require_divides
@@ -44,8 +44,9 @@ class InstructionOptions:
     """Folder of a transformers tokenizer; with a chat template if there are messages."""
     seq_length: int
     """Tokens of a row."""
-    answers: Literal["all", "last"] = "all"
-    """Which of the assistant's turns are learned."""
+    answers: Answers = "all"
+    """What of a conversation is learned: all turns of the assistant at once, each in a sample of its own that ends with
+    it (for templates that write earlier turns otherwise, e.g. without their reasoning), or the last one."""
     separator: str = ""
     """Text between a prompt and a completion that are strings; part of the prompt."""
 
@@ -57,8 +58,8 @@ class InstructionOptions:
         """
         if self.seq_length < 2:
             raise ConfigError(f"seq_length={self.seq_length} leaves nothing to predict; set at least 2")
-        if self.answers not in ("all", "last"):
-            raise ConfigError(f"answers={self.answers!r} is unknown; choose from all, last")
+        if self.answers not in get_args(Answers):
+            raise ConfigError(f"answers={self.answers!r} is unknown; choose from {', '.join(get_args(Answers))}")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -159,8 +160,9 @@ class _Reader:
     def samples(self, records: Iterator[tuple[str, Record]]) -> Iterator[TokenizedSample]:
         """Each record's tokens."""
         while batch := list(islice(records, _BATCH)):
-            rendered = [self._renderer.render(record, place) for place, record in batch]
-            for (place, _), sample in zip(batch, tokenize(self._tokenizer, rendered), strict=True):
+            rendered = [(place, text) for place, record in batch for text in self._renderer.render(record, place)]
+            samples = tokenize(self._tokenizer, [text for _, text in rendered])
+            for (place, _), sample in zip(rendered, samples, strict=True):
                 if not sample[1].any():
                     raise DataError(f"{place} has an answer without a token to learn; remove or complete it")
                 yield sample

@@ -86,22 +86,25 @@ def test_a_token_of_question_and_answer_is_learned_and_an_end_is_not_doubled(tmp
     assert _parts(got, tokenizer) == [(False, "is"), (True, f" the{END}")]
 
 
-@pytest.mark.parametrize("answers", ["all", "last"])
+@pytest.mark.parametrize("answers", ["all", "each", "last"])
 @pytest.mark.parametrize("template", [MARKED, UNMARKED], ids=["marked", "unmarked"])
 def test_the_assistants_turns_are_learned(tmp_path: Path, template: str, answers: Any) -> None:
     tokenizer = make_tokenizer(tmp_path / "tokenizer", template)
-    got = _read(tmp_path, {"messages": CHAT}, {"messages": CHAT[1:3]}, tokenizer=tokenizer, answers=answers)
+    got = _read(tmp_path, {"messages": [*CHAT, USER]}, tokenizer=tokenizer, answers=answers)
     # What follows the last word of a turn belongs to it where the template does not say otherwise.
     line = "" if template == MARKED else "\n"
-    first = [text for learned, text in _parts(got, tokenizer) if learned]
-    assert first == [f"yes, it is{END}{line}", f"the answer was: no ünïcödé 🙂{END}{line}"][answers == "last" :]
-    assert [text for learned, text in _parts(got, tokenizer, 1) if learned] == [f"yes, it is{END}{line}"]
-    whole = load_tokenizer(tokenizer).apply_chat_template(
-        CHAT, return_assistant_tokens_mask=template == MARKED, return_dict=True
-    )
-    assert got.sample(0)[0].tolist() == whole["input_ids"]
-    if template == MARKED and answers == "all":
-        assert got.sample(0)[1].tolist() == whole["assistant_masks"]
+    turns = [f"yes, it is{END}{line}", f"the answer was: no ünïcödé 🙂{END}{line}"]
+    samples = {"all": [([*CHAT, USER], turns)], "each": [(CHAT[:3], turns[:1]), (CHAT, turns[1:])]}
+    samples["last"] = samples["each"][1:]
+    assert len(got) == len(samples[answers])
+    for index, (messages, learned) in enumerate(samples[answers]):
+        assert [text for is_learned, text in _parts(got, tokenizer, index) if is_learned] == learned
+        whole = load_tokenizer(tokenizer).apply_chat_template(
+            messages, return_assistant_tokens_mask=template == MARKED, return_dict=True
+        )
+        assert got.sample(index)[0].tolist() == whole["input_ids"]
+        if template == MARKED and answers == "all":
+            assert got.sample(index)[1].tolist() == whole["assistant_masks"]
 
 
 @pytest.mark.parametrize("template", [MARKED, UNMARKED], ids=["marked", "unmarked"])
@@ -266,7 +269,7 @@ def test_a_malformed_record_is_named_by_its_line(tmp_path: Path, record: dict[st
     [
         (STRICT, CHAT, "does not take a conversation of system, user, .*Only user and assistant roles are supported!"),
         (FORGETFUL, CHAT, "leaves out what the role 'system' says; use a role"),
-        (REASONING, CHAT, "up to message 3, in another way .* put {% generation %} .*, or set answers=last"),
+        (REASONING, CHAT, "up to message 3, in another way .* put {% generation %} .*, or set answers=each"),
         ("{{ messages[0]['content'].nothing.at_all }}", CHAT, "does not take a conversation of"),
         (None, CHAT, "the tokenizer has no chat template for them; use the tokenizer of a chat model"),
     ],
@@ -280,10 +283,11 @@ def test_a_template_that_cannot_render_or_hides_answers_is_named(
         _read(tmp_path, {"messages": messages}, tokenizer=tokenizer)
 
 
-def test_the_last_answer_is_found_where_a_template_rewrites_the_earlier_ones(tmp_path: Path) -> None:
+def test_each_answer_is_found_where_a_template_rewrites_the_earlier_ones(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(tmp_path / "tokenizer", REASONING)
-    got = _read(tmp_path, {"messages": CHAT[1:]}, tokenizer=tokenizer, answers="last")
-    assert _parts(got, tokenizer)[-1] == (True, f"<think></think>{CHAT[4]['content']}{END}\n")
+    got = _read(tmp_path, {"messages": CHAT[1:]}, tokenizer=tokenizer, answers="each")
+    answers = [_parts(got, tokenizer, index)[-1] for index in (0, 1)]
+    assert answers == [(True, f"<think></think>{CHAT[turn]['content']}{END}\n") for turn in (2, 4)]
 
 
 @pytest.mark.parametrize(
@@ -337,7 +341,7 @@ def test_a_check_gives_the_largest_token_of_the_tokenizer(tmp_path: Path) -> Non
         (lambda: InstructionOptions(path="a", tokenizer="b", seq_length=1), "seq_length=1 leaves nothing to predict"),
         (
             lambda: InstructionOptions(path="a", tokenizer="b", seq_length=8, answers="first"),  # type: ignore[arg-type]
-            "answers='first' is unknown; choose from all, last",
+            "answers='first' is unknown; choose from all, each, last",
         ),
         (lambda: RowOptions(pad_to_multiple_of=0), "pad_to_multiple_of=0 must be at least 1"),
         (lambda: RowOptions(packing=True, pad_to_multiple_of=8), "packing=True fills rows of seq_length; leave one"),
