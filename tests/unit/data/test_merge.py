@@ -84,6 +84,16 @@ def test_merged_files_equal_those_of_the_engines_builder(
     assert (result.documents, result.sequences, result.tokens, result.notes) == (10, 11, 16, ())
 
 
+def test_floats_of_the_type_number_of_2022_get_that_of_today(tmp_path: Path) -> None:
+    prefix = _build(tmp_path / "theirs", FIRST, "float64")
+    index = Path(f"{prefix}.idx").read_bytes()
+    (tmp_path / "a.idx").write_bytes(index[:17] + b"\x07" + index[18:])
+    (tmp_path / "a.bin").write_bytes(Path(f"{prefix}.bin").read_bytes())
+    merge_datasets([str(tmp_path / "a")], str(tmp_path / "ours"))
+
+    _assert_same_files(tmp_path / "ours", tmp_path / "theirs")
+
+
 def test_one_input_is_copied(tmp_path: Path) -> None:
     prefix = _build(tmp_path / "a", FIRST)
     merge_datasets([prefix], str(tmp_path / "ours"))
