@@ -1,218 +1,202 @@
-"""Which documents come out of which input paths?
+"""Which documents does a piece of the input hold, and which of its lines are none?
 
-One rule for the tokenizer's training and for preprocessing:
-
-* a folder is searched recursively; it gives its ``.jsonl`` files and the text files named in ``TEXT_SUFFIXES``, except
-  hidden ones and those in hidden folders and in ``SKIPPED_FOLDERS``;
-* a pattern with ``*``, ``?`` or ``[`` gives every file that it matches (``**`` crosses folders) and searches matched
-  folders as above;
-* a file named by itself is always taken: ``.jsonl`` and ``.json`` hold one JSON object a line, anything else is text.
-
-A text file is one document. Inputs keep the order in which they are given, files within an input are sorted by path,
-and a file reached twice counts once, so the same inputs give the same documents in the same order on every machine.
+A text file is one document; so is a JSON line or a row of a table, under each of the keys. Bytes of a text file that
+are not UTF-8, and lone surrogates in a JSON string, become U+FFFD: real corpora contain a few of them.
 """
 
 from __future__ import annotations
 
-import glob
 import json
-import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
-from lightning_megatron.errors import DataError
+from lightning_megatron.data.corpus.compressed import DamagedFileError, decompress
+from lightning_megatron.data.corpus.files import format_of
+from lightning_megatron.data.corpus.pieces import LineBlock, LineRange, Piece, RowBatch, TextFiles, UnreadableFile
 
-JSON_LINES_SUFFIXES = (".jsonl", ".json")
-"""Suffixes of files with one JSON object a line; a folder search takes only the first."""
+MAX_DESCRIBED = 10
+"""Bad documents of a piece that are described; the others are counted."""
 
-TEXT_SUFFIXES = frozenset(
-    (".txt", ".text", ".md", ".rst", ".tex", ".html", ".css", ".toml", ".yaml", ".yml", ".ini", ".cfg", ".sh", ".sql")
-    + (".py", ".pyi", ".pyx", ".c", ".h", ".cc", ".cpp", ".cxx", ".hpp", ".cu", ".cuh", ".java", ".kt", ".scala")
-    + (".js", ".jsx", ".ts", ".tsx", ".go", ".rs", ".rb", ".php", ".swift", ".r", ".jl", ".lua", ".pl")
-)
-"""Suffixes, lower case, of the text and source files that a folder search takes."""
-
-SKIPPED_FOLDERS = frozenset(("__pycache__", "site-packages", "dist-packages", "node_modules"))
-"""Folders that a folder search leaves out: caches, and packages installed into a source tree. Name them to get them."""
-
-PIECE_BYTES = 1 << 20
-"""Work is handed out in pieces of about this many input bytes."""
-
-PLAIN_TEXT_KEY = "text"
-"""The key under which the content of a text file appears, as if it were a JSON line."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_JSON_TYPES = {"NoneType": "null", "bool": "boolean", "int": "number", "float": "number", "dict": "object"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
-    """A part of the input that one worker reads: whole text files, or the lines that begin in a byte range."""
+class BadDocument:
+    """Something in the input that is no document."""
 
-    paths: tuple[str, ...]
-    """Files; exactly one if it is a JSON-lines file."""
-    start: int
-    """First byte, for a JSON-lines file."""
-    stop: int
-    """Lines that begin at or after this byte belong to the next piece; for a JSON-lines file."""
-    is_json_lines: bool
-    """Which of the two kinds it is."""
-    num_bytes: int
-    """Input bytes that it stands for, for progress bars."""
+    path: str
+    """The file."""
+    unit: Literal["line", "row", "file"]
+    """What of it is meant."""
+    number: int
+    """Of the line or row, counted from 1 in the piece."""
+    problem: str
+    """What is wrong, as the end of a sentence about the line."""
+    fix: str
+    """What to do."""
 
 
-def find_files(inputs: Sequence[str | Path]) -> list[Path]:
-    """The files that ``inputs`` stand for, in document order, each once.
+@dataclass(kw_only=True)
+class PieceDocuments:
+    """What was found in a piece."""
+
+    documents: list[tuple[str, ...]] = field(default_factory=list)
+    """One text a key."""
+    bad: list[BadDocument] = field(default_factory=list)
+    """The first ones of those that are none."""
+    num_bad: int = 0
+    """How many are none."""
+    num_units: int = 0
+    """Lines or rows in the piece, blank and bad ones included; 0 for text files."""
+
+    def add_bad(self, bad: BadDocument) -> None:
+        """Count one, and remember it if there are not many yet."""
+        self.num_bad += 1
+        if len(self.bad) < MAX_DESCRIBED:
+            self.bad.append(bad)
+
+
+def read_documents(piece: Piece, keys: Sequence[str], stop_at_bad: bool = True) -> PieceDocuments:
+    """The documents of ``piece`` in order.
 
     Args:
-        inputs: Files, folders and patterns.
-
-    Raises:
-        DataError: If there are no inputs, an input does not exist or matches nothing, or there is no file in it.
+        piece: What ``cut_into_pieces`` gave.
+        keys: Of the JSON objects; a table's batches have been cut for them already.
+        stop_at_bad: Leave out everything after the first bad document, as it ends the run.
     """
-    if not inputs:
-        raise DataError("no input path was given; name at least one file, folder or pattern with --input")
-    files: dict[str, Path] = {}
-    for text in inputs:
-        for path in _files_of_input(text):
-            files.setdefault(os.path.realpath(path), path)
-    return list(files.values())
-
-
-def cut_into_pieces(files: Sequence[Path], piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
-    """The same documents in the same order, in pieces of about ``piece_bytes`` that can be read independently."""
-    group: list[str] = []
-    group_bytes = 0
-    for path in files:
-        size = path.stat().st_size
-        if _is_json_lines(path) or group_bytes + size > piece_bytes:
-            if group:
-                yield _text_piece(group, group_bytes)
-            group, group_bytes = [], 0
-        if _is_json_lines(path):
-            for start in range(0, size, piece_bytes):
-                stop = min(start + piece_bytes, size)
-                yield Piece(paths=(str(path),), start=start, stop=stop, is_json_lines=True, num_bytes=stop - start)
+    found = PieceDocuments()
+    if isinstance(piece, TextFiles):
+        _read_text_files(piece, found, stop_at_bad)
+    elif isinstance(piece, LineRange):
+        try:
+            lines = _lines_of_range(piece)
+        except OSError as error:
+            _add_unreadable(found, piece.path, error)
         else:
-            group.append(str(path))
-            group_bytes += size
-    if group:
-        yield _text_piece(group, group_bytes)
+            _read_lines(piece.path, lines, keys, found, stop_at_bad)
+    elif isinstance(piece, LineBlock):
+        _read_lines(piece.path, piece.lines, keys, found, stop_at_bad)
+    elif isinstance(piece, RowBatch):
+        _read_rows(piece, keys, found, stop_at_bad)
+    elif isinstance(piece, UnreadableFile):
+        found.add_bad(BadDocument(path=piece.path, unit="file", number=0, problem=piece.problem, fix=piece.fix))
+    return found
 
 
-def read_documents(piece: Piece, keys: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """One tuple of texts, in the order of ``keys``, for each document of ``piece``.
-
-    Bytes of a text file that are not UTF-8 become U+FFFD, as source trees contain a few such files.
-
-    Raises:
-        DataError: With file and line, for a line that is not a JSON object with the text keys, and for a binary file;
-            or if other keys than ``text`` are asked of a text file.
-    """
-    if piece.is_json_lines:
-        yield from _read_json_lines(piece, keys)
-        return
+def _read_text_files(piece: TextFiles, found: PieceDocuments, stop_at_bad: bool) -> None:
     for path in piece.paths:
-        if list(keys) != [PLAIN_TEXT_KEY]:
-            raise DataError(
-                f"json keys {', '.join(keys)} cannot be read from {path}: a text file has only the key"
-                f" '{PLAIN_TEXT_KEY}'; give .jsonl files, or leave --json-keys out"
-            )
-        yield (_read_text(path),)
+        try:
+            data = _content(path)
+        except DamagedFileError as error:
+            fix = "make or fetch it again, or remove it"
+            found.add_bad(BadDocument(path=path, unit="file", number=0, problem=str(error), fix=fix))
+        except OSError as error:
+            _add_unreadable(found, path, error)
+        else:
+            if b"\0" in data:
+                problem, fix = "is not a text file: it contains zero bytes", "remove it from the inputs"
+                found.add_bad(BadDocument(path=path, unit="file", number=0, problem=problem, fix=fix))
+            else:
+                found.documents.append((data.decode("utf-8", errors="replace"),))
+        if found.bad and stop_at_bad:
+            return
 
 
-def _files_of_input(text: str | Path) -> list[Path]:
-    path = Path(text).expanduser()
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        files = _files_of_folder(path)
-        if not files:
-            raise DataError(
-                f"{path} holds no .jsonl, .txt or source file; name files with other suffixes singly or by a pattern"
-            )
-        return files
-    if not glob.has_magic(str(path)):
-        raise DataError(f"{path} does not exist; give an existing file, folder or pattern as input")
-    matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
-    files = [file for match in matches for file in (_files_of_folder(match) if match.is_dir() else [match])]
-    if not files:
-        raise DataError(f"{path} matches no file; check the pattern, and quote it so that the shell leaves it alone")
-    return files
+def _content(path: str) -> bytes:
+    compression = format_of(path).compression
+    if compression:
+        return b"".join(part for part, _ in decompress(path, compression))
+    return Path(path).read_bytes()
 
 
-def _files_of_folder(folder: Path) -> list[Path]:
-    found: list[Path] = []
-    for parent, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in SKIPPED_FOLDERS)
-        found += [Path(parent, name) for name in names if _is_taken_from_folder(name)]
-    return sorted((path for path in found if path.is_file()), key=lambda path: path.parts)
+def _add_unreadable(found: PieceDocuments, path: str, error: OSError) -> None:
+    problem, fix = f"cannot be read ({error.strerror})", "remove it from the inputs or allow access"
+    found.add_bad(BadDocument(path=path, unit="file", number=0, problem=problem, fix=fix))
 
 
-def _is_taken_from_folder(name: str) -> bool:
-    suffix = os.path.splitext(name)[1].lower()
-    return not name.startswith(".") and (suffix == JSON_LINES_SUFFIXES[0] or suffix in TEXT_SUFFIXES)
+def _lines_of_range(piece: LineRange) -> bytes:
+    """A line belongs to the range in which it begins: one that was begun before is finished by the range before."""
+    with open(piece.path, "rb") as stream:
+        before = 1 if piece.start else 0
+        stream.seek(piece.start - before)
+        data = stream.read(piece.stop - piece.start + before)
+        if before:
+            _, _, data = data.partition(b"\n")
+        if data and not data.endswith(b"\n"):
+            data += stream.readline()
+    return data
 
 
-def _is_json_lines(path: Path) -> bool:
-    return path.suffix.lower() in JSON_LINES_SUFFIXES
+def _read_lines(path: str, data: bytes, keys: Sequence[str], found: PieceDocuments, stop_at_bad: bool) -> None:
+    lines = data.split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    found.num_units = len(lines)
+    for number, line in enumerate(lines, 1):
+        if not line or line.isspace():
+            continue
+        document = _parse_line(line, keys)
+        if isinstance(document, tuple):
+            found.documents.append(document)
+            continue
+        problem, fix = document
+        found.add_bad(BadDocument(path=path, unit="line", number=number, problem=problem, fix=fix))
+        if stop_at_bad:
+            return
 
 
-def _text_piece(paths: list[str], num_bytes: int) -> Piece:
-    return Piece(paths=tuple(paths), start=0, stop=0, is_json_lines=False, num_bytes=num_bytes)
-
-
-def _read_text(path: str) -> str:
-    data = _read_bytes(path)
-    if b"\0" in data:
-        raise DataError(f"{path} is not a text file: it contains zero bytes; remove it from the inputs")
-    return data.decode("utf-8", errors="replace")
-
-
-def _read_bytes(path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise _unreadable(path, error) from error
-
-
-def _read_json_lines(piece: Piece, keys: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    (path,) = piece.paths
-    try:
-        with open(path, "rb") as stream:
-            # A line belongs to the piece in which it begins: one that was begun before is finished by the piece before.
-            if piece.start:
-                stream.seek(piece.start - 1)
-                stream.readline()
-            while (begin := stream.tell()) < piece.stop:
-                line = stream.readline()
-                if line.strip():
-                    yield _parse_line(line, keys, path, begin)
-    except OSError as error:
-        raise _unreadable(path, error) from error
-
-
-def _parse_line(line: bytes, keys: Sequence[str], path: str, begin: int) -> tuple[str, ...]:
+def _parse_line(line: bytes, keys: Sequence[str]) -> tuple[str, ...] | list[str]:
+    """One text a key; or, in a list, what is wrong with the line and what to do."""
     try:
         record = json.loads(line)
-    except ValueError as error:
-        raise _bad_line(path, begin, f"is not JSON ({error})", "correct or remove that line") from error
+    except (ValueError, RecursionError) as error:
+        return [f"is not JSON ({_reason(error)})", "correct or remove that line"]
     if not isinstance(record, dict):
-        kind = type(record).__name__
-        raise _bad_line(path, begin, f"holds a {kind}, not a JSON object", 'write {"text": ...}')
+        return [f"holds a {_type_name(record)}, not a JSON object", 'write {"text": ...}']
+    texts = []
     for key in keys:
-        if key not in record:
-            present = ", ".join(map(str, record)) or "none"
-            raise _bad_line(path, begin, f"has no key '{key}'", f"choose --json-keys from {present}")
-        if not isinstance(record[key], str):
-            kind = type(record[key]).__name__
-            raise _bad_line(path, begin, f"has a {kind} under '{key}', not a string", "store text there")
-    return tuple(record[key] for key in keys)
+        text = record.get(key)
+        if not isinstance(text, str):
+            if key not in record:
+                present = ", ".join(record) or "none"
+                return [f"has no key '{key}'", f"choose --json-keys from {present}"]
+            return [f"has a {_type_name(text)} under '{key}', not a string", "store text there"]
+        texts.append(text if text.isascii() else _without_surrogates(text))
+    return tuple(texts)
 
 
-def _unreadable(path: str, error: OSError) -> DataError:
-    return DataError(f"{path} cannot be read ({error.strerror}); remove it from the inputs or allow access")
+def _reason(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at column {error.colno}"
+    return "its bytes are not UTF-8" if isinstance(error, UnicodeError) else str(error)
 
 
-def _bad_line(path: str, begin: int, problem: str, fix: str) -> DataError:
-    with open(path, "rb") as stream:
-        number = 1 + stream.read(begin).count(b"\n")
-    return DataError(f"{path}, line {number} {problem}; {fix}")
+def _type_name(value: Any) -> str:
+    name = type(value).__name__
+    return _JSON_TYPES.get(name, name)
+
+
+def _without_surrogates(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return _SURROGATE.sub("\ufffd", text)
+    return text
+
+
+def _read_rows(piece: RowBatch, keys: Sequence[str], found: PieceDocuments, stop_at_bad: bool) -> None:
+    found.num_units = len(piece.columns[0])
+    for number, texts in enumerate(zip(*piece.columns, strict=True), 1):
+        missing = [key for key, text in zip(keys, texts, strict=True) if text is None]
+        if not missing:
+            found.documents.append(texts)
+            continue
+        problem = f"has no text under '{missing[0]}': null, or not UTF-8"
+        fix = "store text there or remove that row"
+        found.add_bad(BadDocument(path=piece.path, unit="row", number=number, problem=problem, fix=fix))
+        if stop_at_bad:
+            return

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from types import FrameType
+from typing import Any, Literal, NoReturn
 
-import numpy as np
-
-from lightning_megatron.data.corpus.documents import PLAIN_TEXT_KEY, Piece, cut_into_pieces, find_files, read_documents
-from lightning_megatron.data.corpus.tokenizer import load_tokenizer
+from lightning_megatron.data.corpus.bad_documents import BadDocuments
+from lightning_megatron.data.corpus.encoder import DocumentEncoder, EncodedKey
+from lightning_megatron.data.corpus.files import PLAIN_TEXT_KEY, check_keys, find_files
+from lightning_megatron.data.corpus.pieces import cut_into_pieces
+from lightning_megatron.data.corpus.sentences import SentenceSplitter
+from lightning_megatron.data.corpus.tokenizer import largest_id, load_tokenizer
+from lightning_megatron.data.corpus.worker_pool import encode_all
 from lightning_megatron.data.formats.legacy import TOKEN_DTYPE, LegacyDatasetWriter
 from lightning_megatron.data.formats.mmap import IndexedDatasetWriter, token_dtype
 from lightning_megatron.errors import ConfigError, DataError
 
 _WRITERS = {"mmap": IndexedDatasetWriter, "cached": LegacyDatasetWriter, "lazy": LegacyDatasetWriter}
+_LARGEST_STORED_ID = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,17 +34,29 @@ class PreprocessOptions:
     """What ``preprocess`` reads and writes."""
 
     input: Sequence[str | Path]
-    """Files, folders and patterns: .jsonl with one JSON object a line, or text files of one document each."""
+    """Files, folders and patterns: one JSON object a line, Parquet, or text files of one document each."""
     output_prefix: str | Path
     """P of the written files ``P_<key>_document.bin`` and ``.idx``; the key of text files is ``text``."""
     tokenizer: str | Path
     """Folder of a transformers tokenizer."""
     json_keys: Sequence[str] = (PLAIN_TEXT_KEY,)
-    """Keys of the JSON objects to tokenize; each becomes a dataset of its own."""
+    """Keys of the JSON objects, or columns, to tokenize; each becomes a dataset of its own.
+
+    Document i is the same in all of them. As in Megatron's datasets, a text without a token is a document without a
+    sequence; models are not trained on it.
+    """
     append_eod: bool = False
-    """End every document with the tokenizer's end-of-sequence token."""
+    """End every document that has a token with the tokenizer's end-of-sequence token."""
+    split_sentences: bool = False
+    """Make each sentence a sequence, as BERT's sentence order needs it, and name the dataset ``P_<key>_sentence``."""
+    language: str = "en"
+    """ISO 639 code of the language in which sentences are split."""
+    keep_newlines: bool = False
+    """Leave white space and newlines between sentences in the first of the two."""
     workers: int = 1
     """Processes that tokenize; the output does not depend on it."""
+    on_error: Literal["skip", "fail"] = "fail"
+    """Leave out lines, rows and files that are no documents, and count them; or end at the first one."""
     dataset_impl: Literal["mmap", "cached", "lazy"] = "mmap"
     """Format of the output: the one that Megatron-Core maps into memory, or, under two names, that of Megatron 1.x."""
 
@@ -60,6 +73,10 @@ class PreprocessOptions:
             raise ConfigError(f"json_keys={keys!r} must name at least one key, each once; correct the list")
         if self.dataset_impl not in _WRITERS:
             raise ConfigError(f"dataset_impl={self.dataset_impl} is not written; choose from {', '.join(_WRITERS)}")
+        if self.on_error not in ("skip", "fail"):
+            raise ConfigError(f"on_error={self.on_error} is not known; choose skip or fail")
+        if self.keep_newlines and not self.split_sentences:
+            raise ConfigError("keep_newlines needs split_sentences: whole documents keep theirs; leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,27 +86,17 @@ class PreprocessResult:
     prefixes: tuple[str, ...]
     """Written datasets, one a key: values for ``IndexedDataModule(data_path=...)``."""
     documents: int
-    """Documents in the first dataset."""
+    """Documents in each dataset, empty ones included."""
     empty_documents: int
-    """Texts of any key that gave no token and were left out."""
+    """Texts of any key that gave no token."""
+    skipped: int
+    """Lines, rows and files that are no documents."""
     tokens: int
     """Tokens in all datasets."""
     bytes: int
-    """Bytes of input."""
+    """Bytes of input, as stored."""
     seconds: float
-    """Wall time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Encoded:
-    """One key's documents of one piece."""
-
-    lengths: list[int]
-    tokens: bytes
-    num_empty: int
-
-
-_Encode: TypeAlias = Callable[[Piece], list[_Encoded]]
+    """Wall time from the first byte read to the last one written; loading the tokenizer is not in it."""
 
 
 def preprocess(options: PreprocessOptions) -> PreprocessResult:
@@ -97,145 +104,112 @@ def preprocess(options: PreprocessOptions) -> PreprocessResult:
 
     Raises:
         DataError: If an input or the tokenizer is missing, unreadable or malformed, or no document has a token.
+        ConfigError: If the tokenizer or the installation cannot do what is asked.
     """
-    began = time.perf_counter()
     files = find_files(options.input)
-    encoder = _Encoder(options)
-    prefixes = tuple(f"{options.output_prefix}_{key}_document" for key in options.json_keys)
-    writer_of = _WRITERS[options.dataset_impl]
-    num_tokens = num_empty = 0
+    check_keys(files, options.json_keys)
+    encoder = _encoder(options)
+    level = "sentence" if options.split_sentences else "document"
+    prefixes = tuple(f"{options.output_prefix}_{key}_{level}" for key in options.json_keys)
     total_bytes = sum(path.stat().st_size for path in files)
+    began = time.perf_counter()
+    num_tokens = [0] * len(prefixes)
+    num_documents = num_empty = 0
     with contextlib.ExitStack() as stack:
-        writers = [stack.enter_context(writer_of(prefix, encoder.dtype)) for prefix in prefixes]
-        encoded = stack.enter_context(_encode_all(files, encoder, options))
+        stack.enter_context(_exit_on_sigterm())
+        writers = [stack.enter_context(_WRITERS[options.dataset_impl](prefix, encoder.dtype)) for prefix in prefixes]
+        pieces = cut_into_pieces(files, options.json_keys)
+        encoded = stack.enter_context(encode_all(pieces, encoder, options.workers))
         bar = stack.enter_context(_progress_bar(total_bytes))
-        for piece, parts in encoded:
-            for writer, part in zip(writers, parts, strict=True):
-                writer.add_documents(part.tokens, part.lengths)
-                num_tokens += len(part.tokens) // encoder.dtype.itemsize
+        bad = BadDocuments(options.on_error, lambda line: bar.write(line, file=sys.stderr))
+        for done in encoded:
+            piece = done.encoded
+            bad.add(done.path, piece.bad, piece.num_bad, piece.num_units)
+            for number, (writer, part) in enumerate(zip(writers, piece.keys, strict=True)):
+                _write(writer, part)
+                num_tokens[number] += len(part.tokens) // encoder.dtype.itemsize
                 num_empty += part.num_empty
-            bar.set_postfix(docs=writers[0].num_documents, tokens=num_tokens, refresh=False)
-            bar.update(piece.num_bytes)
-        for writer, key in zip(writers, options.json_keys, strict=True):
-            if writer.num_documents == 0:
-                raise DataError(f"no document has a token under '{key}' in {len(files)} files; give inputs with text")
-        documents = writers[0].num_documents
+            num_documents += piece.num_documents
+            bar.set_postfix(docs=num_documents, tokens=sum(num_tokens), refresh=False)
+            bar.update(done.num_bytes)
+        _require_tokens(options, num_tokens, len(files), bad.count)
     return PreprocessResult(
         prefixes=prefixes,
-        documents=documents,
+        documents=num_documents,
         empty_documents=num_empty,
-        tokens=num_tokens,
+        skipped=bad.count,
+        tokens=sum(num_tokens),
         bytes=total_bytes,
         seconds=time.perf_counter() - began,
     )
 
 
-class _Encoder:
-    """Turns a piece into tokens; made once in each process."""
-
-    def __init__(self, options: PreprocessOptions) -> None:
-        tokenizer = load_tokenizer(options.tokenizer)
-        self._encode_batch = _batch_encoder(tokenizer)
-        self._keys = list(options.json_keys)
-        self._suffix: list[int] = []
-        if options.append_eod:
-            if tokenizer.eos_token_id is None:
-                raise ConfigError(
-                    f"append_eod needs an end-of-sequence token, {options.tokenizer} has none; set eos_token in its"
-                    " tokenizer_config.json or leave --append-eod out"
-                )
-            self._suffix = [tokenizer.eos_token_id]
-        self.dtype = token_dtype(len(tokenizer)) if options.dataset_impl == "mmap" else TOKEN_DTYPE
-
-    def __call__(self, piece: Piece) -> list[_Encoded]:
-        """The tokens of ``piece``, one entry a key."""
-        documents = list(read_documents(piece, self._keys))
-        return [self._encode_column([texts[column] for texts in documents]) for column in range(len(self._keys))]
-
-    def _encode_column(self, texts: list[str]) -> _Encoded:
-        sequences = [ids + self._suffix for ids in self._encode_batch(texts) if ids]
-        lengths = [len(ids) for ids in sequences]
-        flat = np.fromiter((token for ids in sequences for token in ids), dtype=self.dtype, count=sum(lengths))
-        return _Encoded(lengths=lengths, tokens=flat.tobytes(), num_empty=len(texts) - len(sequences))
+def _encoder(options: PreprocessOptions) -> DocumentEncoder:
+    splitter = SentenceSplitter(options.language, options.keep_newlines) if options.split_sentences else None
+    tokenizer = load_tokenizer(options.tokenizer)
+    if options.append_eod and tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"append_eod needs an end-of-sequence token, {options.tokenizer} has none; set eos_token in its"
+            " tokenizer_config.json or leave --append-eod out"
+        )
+    largest = largest_id(tokenizer)
+    if largest > _LARGEST_STORED_ID:
+        raise DataError(
+            f"{options.tokenizer} has the token id {largest}, the largest that a dataset can hold is"
+            f" {_LARGEST_STORED_ID}; number its tokens anew"
+        )
+    return DocumentEncoder(
+        tokenizer=tokenizer,
+        keys=tuple(options.json_keys),
+        dtype=token_dtype(largest + 1) if options.dataset_impl == "mmap" else TOKEN_DTYPE,
+        end_of_document=tokenizer.eos_token_id if options.append_eod else None,
+        split=splitter,
+        stop_at_bad=options.on_error == "fail",
+    )
 
 
-def _batch_encoder(tokenizer: Any) -> Callable[[list[str]], list[list[int]]]:
-    """Token ids of each text without special tokens; by the Rust library itself, which skips slow bookkeeping."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return lambda texts: [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-    # A saved tokenizer may carry the limits of its last use; a corpus is never cut.
-    backend.no_truncation()
-    backend.no_padding()
-    return lambda texts: [item.ids for item in backend.encode_batch_fast(texts, add_special_tokens=False)]
+def _write(writer: IndexedDatasetWriter, part: EncodedKey) -> None:
+    if part.sequences is None:
+        writer.add_documents(part.tokens, part.lengths)
+        return
+    itemsize = len(part.tokens) // max(sum(part.lengths), 1)
+    first = begin = 0
+    for count in part.sequences:
+        lengths = part.lengths[first : first + count]
+        stop = begin + sum(lengths) * itemsize
+        writer.add_document(part.tokens[begin:stop], lengths)
+        first, begin = first + count, stop
+
+
+def _require_tokens(options: PreprocessOptions, num_tokens: list[int], num_files: int, num_skipped: int) -> None:
+    for key, tokens in zip(options.json_keys, num_tokens, strict=True):
+        if not tokens:
+            skipped = f" ({num_skipped} lines, rows or files were skipped)" if num_skipped else ""
+            raise DataError(
+                f"no document has a token under '{key}' in {num_files} files{skipped}; give inputs with text"
+            )
 
 
 @contextlib.contextmanager
-def _encode_all(
-    files: Sequence[Path], encoder: _Encode, options: PreprocessOptions
-) -> Iterator[Iterator[tuple[Piece, list[_Encoded]]]]:
-    """Pieces in input order with their tokens, encoded here or by worker processes."""
-    pieces = cut_into_pieces(files)
-    if options.workers == 1:
-        yield ((piece, encoder(piece)) for piece in pieces)
+def _exit_on_sigterm() -> Iterator[None]:
+    """A batch system ends jobs by SIGTERM, which would end this process without the removal of what it has begun."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
         return
-    # Fork shares the modules that are loaded; macOS libraries do not survive it.
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    # Not multiprocessing.Pool: it waits for ever when a worker is killed, e.g. for its memory.
-    pool = ProcessPoolExecutor(options.workers, context, initializer=_start_worker, initargs=(options,))
+    before = signal.signal(signal.SIGTERM, _exit)
     try:
-        yield _in_order(pool, pieces, max_pending=4 * options.workers)
+        yield
     finally:
-        pool.shutdown(cancel_futures=True)
+        signal.signal(signal.SIGTERM, before)
 
 
-def _in_order(
-    pool: ProcessPoolExecutor, pieces: Iterator[Piece], max_pending: int
-) -> Iterator[tuple[Piece, list[_Encoded]]]:
-    """Results in the order of ``pieces``; the bound keeps memory constant however large the corpus is."""
-    pending: deque[tuple[Piece, Future[list[_Encoded]]]] = deque()
-    try:
-        for piece in pieces:
-            pending.append((piece, pool.submit(_encode_in_worker, piece)))
-            if len(pending) >= max_pending:
-                first, future = pending.popleft()
-                yield first, future.result()
-        while pending:
-            first, future = pending.popleft()
-            yield first, future.result()
-    except BrokenProcessPool as error:
-        raise RuntimeError("a tokenizing worker was killed, probably for its memory; use fewer workers") from error
-
-
-_worker_encoder: _Encode | None = None
-
-
-def _start_worker(options: PreprocessOptions) -> None:
-    """Make this process's encoder; a global is the only state that a pool can give to its tasks."""
-    global _worker_encoder
-    # Ctrl-C reaches the whole process group; the parent ends the workers.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-    # One thread a worker: the workers are the parallelism.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker_encoder = _Encoder(options)
-
-
-def _exit_with_parent() -> None:
-    """A killed parent cannot end its workers, which would wait for work for ever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "runs only in workers"
-    parent.join()
-    os._exit(1)
-
-
-def _encode_in_worker(piece: Piece) -> list[_Encoded]:
-    assert _worker_encoder is not None, "the pool runs _start_worker first"
-    return _worker_encoder(piece)
+def _exit(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 def _progress_bar(total_bytes: int) -> Any:
     from tqdm import tqdm
 
-    # 1 MB/s here is 10**6 bytes of input a second.
-    return tqdm(total=total_bytes, unit="B", unit_scale=True, desc="Tokenizing", mininterval=0.5)
+    # 1 MB/s here is 10**6 bytes of input a second. A log file gets a line every ten seconds, not two a second.
+    interval = 0.5 if sys.stderr.isatty() else 10
+    return tqdm(total=total_bytes, unit="B", unit_scale=True, desc="Tokenizing", mininterval=interval)

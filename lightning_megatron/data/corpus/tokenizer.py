@@ -1,17 +1,21 @@
-"""How does text become token ids: train a byte-level BPE, save it and load it as a transformers tokenizer?"""
+"""How does text become token ids: train a byte-level BPE, load any transformers tokenizer, encode in batches?"""
 
 from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from lightning_megatron.data.corpus.documents import PLAIN_TEXT_KEY, Piece, cut_into_pieces, find_files, read_documents
+from lightning_megatron.data.corpus.bad_documents import BadDocuments
+from lightning_megatron.data.corpus.documents import read_documents
+from lightning_megatron.data.corpus.files import PLAIN_TEXT_KEY, find_files
+from lightning_megatron.data.corpus.pieces import cut_into_pieces
 from lightning_megatron.errors import ConfigError, DataError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -26,13 +30,15 @@ class TokenizerTrainingOptions:
     """What ``train_tokenizer`` reads, learns and writes."""
 
     input: Sequence[str | Path]
-    """Files, folders and patterns; .jsonl files give their ``json_key``, text and source files their content."""
+    """Files, folders and patterns; .jsonl and .parquet give their ``json_key``, text and source files their content."""
     vocab_size: int
     """Entries to learn, the 256 bytes and the end-of-text token included."""
     output: str | Path
     """Folder that becomes a transformers tokenizer."""
     json_key: str = PLAIN_TEXT_KEY
-    """Key that holds the text in .jsonl files."""
+    """Key that holds the text in .jsonl and .parquet files."""
+    on_error: Literal["skip", "fail"] = "fail"
+    """Leave out what is no document, and count it; or end at the first one."""
 
     def __post_init__(self) -> None:
         """Check what can be known before anything is read.
@@ -57,8 +63,10 @@ class TokenizerTrainingResult:
     """Entries of the tokenizer; fewer than asked for if the text has no more pairs to merge."""
     documents: int
     """Documents read."""
+    skipped: int
+    """Lines, rows and files that are no documents."""
     bytes: int
-    """Bytes of input."""
+    """Bytes of input, as stored."""
     seconds: float
     """Wall time."""
 
@@ -87,13 +95,14 @@ def train_tokenizer(options: TokenizerTrainingOptions) -> TokenizerTrainingResul
         show_progress=True,
     )
     counter = _Counter()
-    tokenizer.train_from_iterator(_texts_with_progress(files, options.json_key, counter), trainer=trainer)
+    tokenizer.train_from_iterator(_texts_with_progress(files, options, counter), trainer=trainer)
     if counter.characters == 0:
         raise DataError(f"the {len(files)} input files hold no text; give files with text to train the tokenizer on")
     _save(tokenizer, Path(options.output))
     return TokenizerTrainingResult(
         vocab_size=tokenizer.get_vocab_size(),
         documents=counter.documents,
+        skipped=counter.skipped,
         bytes=sum(path.stat().st_size for path in files),
         seconds=time.perf_counter() - began,
     )
@@ -118,28 +127,46 @@ def load_tokenizer(folder: str | Path) -> Any:
         ) from error
 
 
+def largest_id(tokenizer: Any) -> int:
+    """The largest id that ``tokenizer`` can give; some leave gaps, so that it is not the number of entries."""
+    ids: list[int] = list(tokenizer.get_vocab().values())
+    return max(len(tokenizer) - 1, *ids)
+
+
+def batch_encoder(tokenizer: Any) -> Callable[[list[str]], list[list[int]]]:
+    """Token ids of each text, whole and without special tokens; by the Rust library itself where there is one."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:  # written in Python, or around SentencePiece
+        return lambda texts: tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+    # A saved tokenizer may carry the limits of its last use; a corpus is never cut.
+    backend.no_truncation()
+    backend.no_padding()
+    # The one that skips the positions of tokens in the text, which cost as much as the ids.
+    return lambda texts: [item.ids for item in backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+
 @dataclass
 class _Counter:
     documents: int = 0
     characters: int = 0
+    skipped: int = 0
 
 
-def _texts_with_progress(files: Sequence[Path], json_key: str, counter: _Counter) -> Iterator[str]:
+def _texts_with_progress(files: Sequence[Path], options: TokenizerTrainingOptions, counter: _Counter) -> Iterator[str]:
     from tqdm import tqdm
 
     total = sum(path.stat().st_size for path in files)
     with tqdm(total=total, unit="B", unit_scale=True, desc="Reading text", mininterval=0.5) as bar:
-        for piece in cut_into_pieces(files):
-            yield from _texts(piece, json_key, counter)
+        bad = BadDocuments(options.on_error, lambda line: bar.write(line, file=sys.stderr))
+        for piece in cut_into_pieces(files, [options.json_key]):
+            found = read_documents(piece, [options.json_key], options.on_error == "fail")
+            bad.add(getattr(piece, "path", ""), found.bad, found.num_bad, found.num_units)
+            for (text,) in found.documents:
+                counter.documents += 1
+                counter.characters += len(text)
+                yield text
             bar.update(piece.num_bytes)
-
-
-def _texts(piece: Piece, json_key: str, counter: _Counter) -> Iterator[str]:
-    key = json_key if piece.is_json_lines else PLAIN_TEXT_KEY
-    for (text,) in read_documents(piece, [key]):
-        counter.documents += 1
-        counter.characters += len(text)
-        yield text
+        counter.skipped = bad.count
 
 
 def _save(tokenizer: Any, output: Path) -> None:

@@ -1,98 +1,192 @@
-"""Which documents come out of which inputs, in which order, and what is said about bad ones?"""
+"""Which documents come out of files of every kind, in which order, and what is said about what is none?"""
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_megatron.data.corpus.documents import cut_into_pieces, find_files, read_documents
+from lightning_megatron.data.corpus.bad_documents import BadDocuments
+from lightning_megatron.data.corpus.documents import read_documents
+from lightning_megatron.data.corpus.files import find_files
+from lightning_megatron.data.corpus.pieces import LineBlock, RowBatch, cut_into_pieces
 from lightning_megatron.errors import DataError
 
-
-def _touch(folder: Path, *names: str) -> None:
-    for name in names:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(name)
-
-
-def _names(folder: Path, *inputs: str) -> list[str]:
-    return [str(path.relative_to(folder)) for path in find_files([str(folder / text) for text in inputs])]
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".zst": zstandard.ZstdCompressor(write_checksum=True).compress,
+}
 
 
-def _texts(*paths: Path, keys: tuple[str, ...] = ("text",), piece_bytes: int = 1 << 20) -> list[tuple[str, ...]]:
-    pieces = cut_into_pieces(find_files(list(paths)), piece_bytes)
-    return [document for piece in pieces for document in read_documents(piece, keys)]
+def _texts(
+    *paths: Path, keys: tuple[str, ...] = ("text",), piece_bytes: int = 1 << 20, skip: list[str] | None = None
+) -> list[tuple[str, ...]]:
+    """All documents; with ``skip``, bad ones are left out and what is reported about them is put there."""
+    bad = BadDocuments("fail" if skip is None else "skip", print if skip is None else skip.append)
+    documents: list[tuple[str, ...]] = []
+    for piece in cut_into_pieces(find_files(list(paths)), keys, piece_bytes):
+        found = read_documents(piece, keys, stop_at_bad=skip is None)
+        bad.add(getattr(piece, "path", ""), found.bad, found.num_bad, found.num_units)
+        documents += found.documents
+    return documents
 
 
-def test_a_folder_gives_text_source_and_json_lines_files_sorted_by_path(tmp_path: Path) -> None:
-    _touch(tmp_path, "b.txt", "a/z.py", "a/b.jsonl", "a.md", "image.png", "config.json", "C.TXT", "no_suffix")
-
-    assert _names(tmp_path, ".") == ["C.TXT", "a/b.jsonl", "a/z.py", "a.md", "b.txt"]
+def _lines(number: int) -> bytes:
+    return b"".join(json.dumps({"text": f"{i} " * (i % 40), "id": i}).encode() + b"\n" for i in range(number))
 
 
-def test_a_folder_search_leaves_out_hidden_files_caches_and_installed_packages(tmp_path: Path) -> None:
-    _touch(tmp_path, "a.py", ".hidden.py", ".git/x.py", "__pycache__/x.py", "site-packages/x.py", "b/node_modules/x.js")
-
-    assert _names(tmp_path, ".") == ["a.py"]
-    assert _names(tmp_path, "site-packages") == ["site-packages/x.py"]
-
-
-def test_inputs_keep_their_order_and_a_file_counts_once(tmp_path: Path) -> None:
-    _touch(tmp_path, "a.txt", "b.txt", "c.txt")
-    (tmp_path / "link.txt").symlink_to(tmp_path / "b.txt")
-
-    assert _names(tmp_path, "c.txt", "*.txt", "a.txt") == ["c.txt", "a.txt", "b.txt"]
-
-
-def test_a_pattern_gives_files_of_any_suffix_and_searches_folders(tmp_path: Path) -> None:
-    _touch(tmp_path, "x/a.log", "x/b.log", "x/deep/c.log", "x/deep/d.txt")
-
-    assert _names(tmp_path, "x/*.log") == ["x/a.log", "x/b.log"]
-    assert _names(tmp_path, "x/**/*.log") == ["x/a.log", "x/b.log", "x/deep/c.log"]
-    assert _names(tmp_path, "x/d*") == ["x/deep/d.txt"]
-
-
-def test_a_file_named_by_itself_is_taken_whatever_its_suffix(tmp_path: Path) -> None:
-    _touch(tmp_path, "LICENSE", "x.log")
-
-    assert _names(tmp_path, "LICENSE", "x.log") == ["LICENSE", "x.log"]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("absent.txt", r"absent\.txt does not exist; give an existing file"),
-        ("*.nothing", r"\*\.nothing matches no file; check the pattern"),
-        ("empty", r"empty holds no \.jsonl, \.txt or source file"),
-    ],
-)
-def test_an_input_without_files_is_named(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "empty").mkdir()
-
-    with pytest.raises(DataError, match=message):
-        find_files([tmp_path / text])
-
-
-def test_no_input_is_refused() -> None:
-    with pytest.raises(DataError, match="no input path was given"):
-        find_files([])
+def _write_table(path: Path, columns: dict[str, list[str | None]], rows_a_group: int = 100) -> None:
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=rows_a_group, write_page_checksum=True)
 
 
 def test_a_text_file_is_one_document(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("line one\nline two\n")
-    (tmp_path / "b.py").write_text("x = 1\n")
+    (tmp_path / "b.py.gz").write_bytes(gzip.compress(b"x = 1\n"))
+    (tmp_path / "c.txt.zst").write_bytes(COMPRESS[".zst"](b"y"))
 
-    assert _texts(tmp_path) == [("line one\nline two\n",), ("x = 1\n",)]
+    assert _texts(tmp_path) == [("line one\nline two\n",), ("x = 1\n",), ("y",)]
 
 
-def test_bytes_that_are_not_utf8_are_replaced(tmp_path: Path) -> None:
+def test_bytes_that_are_not_utf8_and_lone_surrogates_are_replaced(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "x.jsonl").write_text('{"text": "a\\ud800b"}\n{"text": "\\ud83d\\ude42"}\n')
 
-    assert _texts(tmp_path) == [("caf�",)]
+    assert _texts(tmp_path) == [("caf\ufffd",), ("a\ufffdb",), ("🙂",)]
+
+
+def test_json_lines_give_the_asked_keys_and_blank_lines_nothing(tmp_path: Path) -> None:
+    lines = [json.dumps({"title": "t1", "text": "a"}), "", json.dumps({"text": "b", "title": "t2"}), "   "]
+    (tmp_path / "x.jsonl").write_text("\r\n".join(lines))
+
+    assert _texts(tmp_path, keys=("text", "title")) == [("a", "t1"), ("b", "t2")]
+
+
+@pytest.mark.parametrize("compression", [".gz", ".zst"])
+def test_a_compressed_file_gives_the_lines_of_the_plain_one_in_several_blocks(tmp_path: Path, compression: str) -> None:
+    data = _lines(3000)
+    (tmp_path / "plain.jsonl").write_bytes(data)
+    # Two members or frames, as `cat` puts them together, cut in the middle of a line.
+    packed = COMPRESS[compression](data[:50001]) + COMPRESS[compression](data[50001:])
+    (tmp_path / f"packed.jsonl{compression}").write_bytes(packed)
+    files = find_files([tmp_path / f"packed.jsonl{compression}"])
+
+    pieces = list(cut_into_pieces(files, piece_bytes=20000))
+
+    assert _texts(files[0], piece_bytes=20000) == _texts(tmp_path / "plain.jsonl")
+    assert len(pieces) > 1
+    assert all(isinstance(piece, LineBlock) and piece.lines.endswith(b"\n") for piece in pieces)
+    assert sum(piece.num_bytes for piece in pieces) == len(packed)
+
+
+@pytest.mark.parametrize("rows_a_group", [7, 1000])
+def test_a_table_gives_its_columns_in_batches_smaller_than_its_row_groups(tmp_path: Path, rows_a_group: int) -> None:
+    texts = [f"text {i} " * (i % 9) for i in range(500)]
+    titles = [f"title {i}" for i in range(500)]
+    _write_table(tmp_path / "x.parquet", {"title": titles, "other": titles, "text": texts}, rows_a_group)  # type: ignore[dict-item]
+    files = find_files([tmp_path])
+
+    pieces = list(cut_into_pieces(files, ("text", "title"), piece_bytes=2000))
+
+    assert _texts(*files, keys=("text", "title"), piece_bytes=2000) == list(zip(texts, titles, strict=True))
+    assert all(isinstance(piece, RowBatch) and len(piece.columns[0]) < 300 for piece in pieces)
+    assert sum(piece.num_bytes for piece in pieces) == files[0].stat().st_size
+
+
+BAD_LINES = [
+    ('{"text": "unfinished', r"line 3 is not JSON \(.* at column 10\); correct or remove that line"),
+    ('["text"]', "line 3 holds a list, not a JSON object"),
+    ('{"body": "x", "id": 1}', "line 3 has no key 'text'; choose --json-keys from body, id"),
+    ('{"text": 5}', "line 3 has a number under 'text', not a string"),
+    ('{"text": null}', "line 3 has a null under 'text', not a string"),
+    ('"\xff', r"line 3 is not JSON \(its bytes are not UTF-8\)"),
+    ("[" * 100000, "line 3 is not JSON"),
+]
+
+
+@pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
+@pytest.mark.parametrize(("line", "message"), BAD_LINES, ids=range(len(BAD_LINES)))
+def test_a_bad_line_is_reported_with_file_and_line(tmp_path: Path, line: str, message: str, compression: str) -> None:
+    good = json.dumps({"text": "good"})
+    path = tmp_path / f"x.jsonl{compression}"
+    path.write_bytes(COMPRESS[compression](f"{good}\n\n{line}\n{good}\n".encode("latin-1")))
+
+    with pytest.raises(DataError, match=rf"x\.jsonl{compression}, {message}"):
+        _texts(path)
+    reported: list[str] = []
+    assert _texts(path, skip=reported) == [("good",), ("good",)]
+    assert len(reported) == 1
+    assert re.search(rf"skipped: .*x\.jsonl{compression}, {message}", reported[0])
+
+
+@pytest.mark.parametrize("compression", ["", ".gz"])
+def test_line_numbers_count_through_all_pieces_of_a_file(tmp_path: Path, compression: str) -> None:
+    for name in ("a", "b"):
+        lines = [b"" if i % 5 == 0 else b'{"text": "x"}' if i % 37 else b"{" for i in range(1, 401)]
+        (tmp_path / f"{name}.jsonl{compression}").write_bytes(COMPRESS[compression](b"\n".join(lines)))
+    reported: list[str] = []
+
+    _texts(tmp_path, piece_bytes=100, skip=reported)
+
+    expected = [f"{name}.jsonl{compression}, line {i}" for name in "ab" for i in range(37, 401, 37) if i % 5]
+    assert [re.findall(r"([ab]\.jsonl\S*, line \d+) ", line)[0] for line in reported] == expected
+
+
+def test_rows_without_text_are_reported_with_their_number(tmp_path: Path) -> None:
+    _write_table(tmp_path / "x.parquet", {"text": ["a", None, "c", None]}, rows_a_group=2)
+
+    with pytest.raises(DataError, match=r"x\.parquet, row 2 has no text under 'text': null"):
+        _texts(tmp_path)
+    reported: list[str] = []
+    assert _texts(tmp_path, piece_bytes=1, skip=reported) == [("a",), ("c",)]
+    assert [line.split(" has ")[0].split(", ")[1] for line in reported] == ["row 2", "row 4"]
+
+
+def test_tables_without_such_a_column_of_strings_are_refused(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"n": [1], "t": [["a"]]}), tmp_path / "x.parquet")
+
+    for key, message in (("text", "no column 'text'; choose --json-keys from n, t"), ("n", "column 'n' of type int64")):
+        with pytest.raises(DataError, match=rf"x\.parquet has (a )?{message}"):
+            _texts(tmp_path, keys=(key,))
+
+
+def test_strings_may_be_large_views_or_codes_of_a_dictionary(tmp_path: Path) -> None:
+    for kind in (pyarrow.large_string(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string())):
+        column = pyarrow.array(["a", "b", "a"]).cast(kind)
+        pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "x.parquet")
+
+        assert _texts(tmp_path) == [("a",), ("b",), ("a",)]
+
+
+@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.zst", "x.txt.gz", "x.parquet"])
+@pytest.mark.parametrize("damage", ["cut", "foreign", "bytes"])
+def test_a_damaged_file_is_named_and_the_rest_of_it_is_one_error(tmp_path: Path, name: str, damage: str) -> None:
+    path = tmp_path / name
+    if name.endswith("parquet"):
+        _write_table(path, {"text": [f"text {i}" for i in range(5000)]})
+    else:
+        path.write_bytes(COMPRESS[path.suffix](_lines(5000)))
+    data = path.read_bytes()
+    middle = len(data) // 2
+    flipped = bytes(byte ^ 0x55 for byte in data[middle : middle + 50])
+    damaged = {"cut": data[:-9], "foreign": b"plain text" * 20, "bytes": data[:middle] + flipped + data[middle + 50 :]}
+    path.write_bytes(damaged[damage])
+    (tmp_path / "y.jsonl").write_text('{"text": "after"}\n')
+
+    with pytest.raises(DataError, match=rf"{name} (is damaged|ends in the middle)"):
+        _texts(tmp_path)
+    reported: list[str] = []
+    assert _texts(tmp_path, skip=reported)[-1] == ("after",)
+    assert len(reported) == 1
 
 
 def test_a_binary_file_is_refused_by_name(tmp_path: Path) -> None:
@@ -102,55 +196,39 @@ def test_a_binary_file_is_refused_by_name(tmp_path: Path) -> None:
         _texts(tmp_path / "x.bin")
 
 
-def test_json_lines_give_the_asked_keys_and_blank_lines_nothing(tmp_path: Path) -> None:
-    lines = [json.dumps({"title": "t1", "text": "a"}), "", json.dumps({"text": "b", "title": "t2"}), "   "]
-    (tmp_path / "x.jsonl").write_text("\n".join(lines))
+def test_only_the_first_bad_documents_are_reported_and_all_are_counted() -> None:
+    reported: list[str] = []
+    bad = BadDocuments("skip", reported.append)
+    (piece,) = [LineBlock(path="x", lines=b"{\n" * 15, num_bytes=30)]
+    for _ in range(4):
+        found = read_documents(piece, ["text"], stop_at_bad=False)
+        bad.add("x", found.bad, found.num_bad, found.num_units)
 
-    assert _texts(tmp_path, keys=("text", "title")) == [("a", "t1"), ("b", "t2")]
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"text": "unfinished', r"line 3 is not JSON \(.*\); correct or remove that line"),
-        ('["text"]', "line 3 holds a list, not a JSON object"),
-        ('{"body": "x", "id": 1}', "line 3 has no key 'text'; choose --json-keys from body, id"),
-        ('{"text": 5}', "line 3 has a int under 'text', not a string"),
-        ('"\xff', "line 3 is not JSON"),
-    ],
-)
-def test_a_bad_line_is_reported_with_file_and_line(tmp_path: Path, line: str, message: str) -> None:
-    good = json.dumps({"text": "good"})
-    (tmp_path / "x.jsonl").write_bytes(f"{good}\n\n{line}\n{good}\n".encode("latin-1"))
-
-    with pytest.raises(DataError, match=rf"x\.jsonl, {message}"):
-        _texts(tmp_path)
+    assert bad.count == 60
+    assert len(reported) == 21
+    assert "line 16 " in reported[10]
+    assert reported[-1] == "skipped: more of them are only counted"
 
 
-def test_text_files_have_no_other_key_than_text(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("x")
-
-    with pytest.raises(DataError, match=r"json keys title, body cannot be read from .*a\.txt"):
-        _texts(tmp_path, keys=("title", "body"))
-
-
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     files=st.lists(st.one_of(st.text(max_size=40), st.lists(st.text(max_size=30), max_size=8)), min_size=1, max_size=8),
     piece_bytes=st.integers(1, 100),
+    compression=st.sampled_from(list(COMPRESS)),
 )
 def test_pieces_of_any_size_give_the_same_documents(
-    tmp_path_factory: pytest.TempPathFactory, files: list[str | list[str]], piece_bytes: int
+    tmp_path_factory: pytest.TempPathFactory, files: list[str | list[str]], piece_bytes: int, compression: str
 ) -> None:
     folder = tmp_path_factory.mktemp("inputs")
     expected: list[tuple[str]] = []
     for number, content in enumerate(files):
         if isinstance(content, str):
-            data = content.replace("\0", "")
-            (folder / f"{number}.txt").write_bytes(data.encode("utf-8"))
-            expected.append((data,))
+            text = content.replace("\0", "")
+            (folder / f"{number}.txt{compression}").write_bytes(COMPRESS[compression](text.encode()))
+            expected.append((text,))
         else:
-            (folder / f"{number}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in content))
+            data = "".join(json.dumps({"text": text}) + "\n" for text in content).encode()
+            (folder / f"{number}.jsonl{compression}").write_bytes(COMPRESS[compression](data))
             expected += [(text,) for text in content]
 
     assert _texts(folder, piece_bytes=piece_bytes) == expected
@@ -161,6 +239,6 @@ def test_pieces_account_for_every_byte(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{"text": "y"}\n' * 50)
     files = find_files([tmp_path])
 
-    pieces = list(cut_into_pieces(files, 100))
+    pieces = list(cut_into_pieces(files, piece_bytes=100))
 
     assert sum(piece.num_bytes for piece in pieces) == sum(path.stat().st_size for path in files)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -15,6 +17,8 @@ import numpy as np
 import pytest
 
 from lightning_megatron.data.corpus import preprocess as module
+from lightning_megatron.data.corpus.encoder import DocumentEncoder, EncodedPiece
+from lightning_megatron.data.corpus.pieces import Piece, TextFiles
 from lightning_megatron.data.corpus.preprocess import PreprocessOptions, PreprocessResult, preprocess
 from lightning_megatron.data.corpus.tokenizer import TokenizerTrainingOptions, load_tokenizer, train_tokenizer
 from lightning_megatron.data.formats.legacy import LegacyDataset
@@ -88,8 +92,9 @@ def test_the_output_does_not_depend_on_the_number_of_workers(
 ) -> None:
     _write_inputs(tmp_path)
     (tmp_path / "in" / "c.py").write_text("print('one')\n")
+    (tmp_path / "in" / "d.jsonl.gz").write_bytes(gzip.compress((tmp_path / "in" / "a.jsonl").read_bytes()))
     # Pieces so small that workers overtake each other.
-    monkeypatch.setattr(module, "cut_into_pieces", lambda files: CUT(files, 500))
+    monkeypatch.setattr(module, "cut_into_pieces", lambda files, keys: CUT(files, keys, 500))
     written = []
     for workers in (1, 2, 3):
         prefix = _run(tmp_path, tokenizer, workers=workers, output_prefix=tmp_path / f"w{workers}").prefixes[0]
@@ -112,14 +117,22 @@ def test_each_key_becomes_a_dataset_of_its_own(tmp_path: Path, tokenizer: Path) 
         assert _documents(prefix) == [reference.encode(text, add_special_tokens=False) for text in expected]
 
 
-def test_documents_without_tokens_are_left_out_and_counted(tmp_path: Path, tokenizer: Path) -> None:
+def test_an_empty_text_is_a_document_without_sequence_so_that_keys_stay_aligned(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
     (tmp_path / "in").mkdir()
-    for name, text in (("a", "one"), ("b", ""), ("c", "two")):
-        (tmp_path / "in" / f"{name}.txt").write_text(text)
+    rows = [("one", ""), ("", "two"), ("", ""), ("three four", "five")]
+    lines = [json.dumps({"text": text, "title": title}) for text, title in rows]
+    (tmp_path / "in" / "a.jsonl").write_text("\n".join(lines))
 
-    result = _run(tmp_path, tokenizer, append_eod=True)
+    result = _run(tmp_path, tokenizer, append_eod=True, json_keys=("text", "title"))
 
-    assert (result.documents, result.empty_documents) == (2, 1)
+    datasets = [IndexedDataset(prefix) for prefix in result.prefixes]  # alive, or their arrays point nowhere
+    # Document i is the same in both.
+    assert [dataset.document_indices.tolist() for dataset in datasets] == [[0, 1, 1, 1, 2], [0, 0, 1, 1, 2]]
+    assert (result.documents, result.empty_documents) == (4, 4)
 
 
 def test_inputs_without_any_token_are_refused(tmp_path: Path, tokenizer: Path) -> None:
@@ -142,6 +155,97 @@ def test_a_bad_line_ends_the_run_with_its_place_and_leaves_no_file(
     with pytest.raises(DataError, match=r"a\.jsonl, line 121 is not JSON"):
         _run(tmp_path, tokenizer, workers=workers)
     assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_bad_lines_are_skipped_under_every_key_and_counted(
+    tmp_path: Path, tokenizer: Path, workers: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _write_inputs(tmp_path)
+    with open(tmp_path / "in" / "a.jsonl", "a") as stream:
+        stream.write('{bad\n{"text": "one"}\n{"text": "last", "title": "t"}\n')
+    (tmp_path / "in" / "c.jsonl.gz").write_bytes(b"no gzip")
+
+    result = _run(tmp_path, tokenizer, workers=workers, on_error="skip", json_keys=("text", "title"))
+
+    assert (result.documents, result.skipped) == (201, 3)
+    assert [len(_documents(prefix)) for prefix in result.prefixes] == [201, 201]
+    printed = capsys.readouterr().err
+    for place in ("a.jsonl, line 121 is not JSON", "a.jsonl, line 122 has no key 'title'", "c.jsonl.gz is damaged"):
+        assert f"{place}" in printed
+
+
+def test_if_everything_was_skipped_the_message_says_so(tmp_path: Path, tokenizer: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_text("{\n{\n")
+
+    with pytest.raises(DataError, match=r"no document has a token .* 1 files \(2 lines, rows or files were skipped\)"):
+        _run(tmp_path, tokenizer, on_error="skip")
+
+
+def test_sentences_are_sequences_and_the_files_are_those_of_the_engines_builder(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+
+    (tmp_path / "in").mkdir()
+    documents = [["One two. ", "Three Mr. four?\n", "Five!"], [], ["Six seven."], ["One. ", "Two."]]
+    lines = [json.dumps({"text": "".join(sentences)}) for sentences in documents]
+    (tmp_path / "in" / "a.jsonl").write_text("\n".join(lines))
+    reference = load_tokenizer(tokenizer)
+
+    for keep_newlines in (False, True):
+        result = _run(
+            tmp_path, tokenizer, split_sentences=True, append_eod=True, keep_newlines=keep_newlines, workers=2
+        )
+        (prefix,) = result.prefixes
+        builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.uint16)
+        for sentences in documents:
+            texts = [text if keep_newlines else text.strip() for text in sentences]
+            ids = [reference.encode(text, add_special_tokens=False) for text in texts]
+            if ids:
+                ids[-1].append(reference.eos_token_id)
+            builder.add_document(torch.tensor(sum(ids, [])), list(map(len, ids)))
+        builder.finalize(str(tmp_path / "theirs.idx"))
+
+        assert prefix.endswith("x_text_sentence")
+        for suffix in (".bin", ".idx"):
+            assert Path(prefix + suffix).read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
+        assert (len(IndexedDataset(prefix)), result.documents, result.empty_documents) == (6, 4, 1)
+
+
+def test_ids_beyond_the_number_of_entries_choose_the_type(tmp_path: Path, tokenizer: Path) -> None:
+    _write_inputs(tmp_path)
+    for largest, dtype in ((65498, "<u2"), (65499, "<i4")):
+        folder = tmp_path / f"tokenizer{largest}"
+        load_tokenizer(tokenizer).save_pretrained(folder)
+        saved = json.loads((folder / "tokenizer.json").read_text())
+        rare = saved["model"]["vocab"].popitem()[0]
+        saved["model"]["merges"] = [m for m in saved["model"]["merges"] if "".join(m) != rare]
+        saved["model"]["vocab"][rare] = largest
+        (folder / "tokenizer.json").write_text(json.dumps(saved))
+
+        (prefix,) = _run(tmp_path, folder).prefixes
+
+        assert check_dataset(prefix).dtype == np.dtype(dtype)
+
+
+def test_a_worker_that_is_killed_ends_the_run(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _write_inputs(tmp_path)
+    (tmp_path / "in" / "c.txt").write_text("one")
+
+    class Deadly(DocumentEncoder):
+        def __call__(self, piece: Piece) -> EncodedPiece:
+            if isinstance(piece, TextFiles):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().__call__(piece)
+
+    monkeypatch.setattr(module, "DocumentEncoder", Deadly)
+    with pytest.raises(RuntimeError, match="a tokenizing worker ended with exit code -9; .* use fewer workers"):
+        _run(tmp_path, tokenizer, workers=2)
+    assert list((tmp_path / "out").iterdir()) == []
+    assert multiprocessing.active_children() == []
 
 
 def test_an_end_token_that_does_not_exist_is_refused(tmp_path: Path, tokenizer: Path) -> None:
@@ -169,10 +273,14 @@ def test_limits_saved_in_a_tokenizer_do_not_cut_documents(tmp_path: Path, tokeni
 
 
 def test_impossible_options_are_refused_at_once(tmp_path: Path, tokenizer: Path) -> None:
+    _write_inputs(tmp_path)
     for options, message in (
         ({"workers": 0}, "workers=0 must be at least 1"),
         ({"json_keys": ()}, "must name at least one key"),
         ({"json_keys": ("a", "a")}, "json_keys='a a' must name at least one key, each once"),
+        ({"on_error": "ignore"}, "on_error=ignore is not known; choose skip or fail"),
+        ({"keep_newlines": True}, "keep_newlines needs split_sentences"),
+        ({"split_sentences": True, "language": "english"}, "language=english is no ISO 639 code"),
         ({"dataset_impl": "infer"}, "dataset_impl=infer is not written; choose from mmap, cached, lazy"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -182,12 +290,12 @@ def test_impossible_options_are_refused_at_once(tmp_path: Path, tokenizer: Path)
 RUN_FOREVER = """
 import sys
 from lightning_megatron.data.corpus import preprocess as module
-from lightning_megatron.data.corpus.documents import Piece
+from lightning_megatron.data.corpus.pieces import TextFiles
 
-def endless(files):
+def endless(files, keys):
     print("started", flush=True)
     while True:
-        yield Piece(paths=(str(files[0]),), start=0, stop=0, is_json_lines=False, num_bytes=1)
+        yield TextFiles(paths=(str(files[0]),), num_bytes=1)
 
 module.cut_into_pieces = endless
 module.preprocess(module.PreprocessOptions(
@@ -200,7 +308,9 @@ def _children(pid: int) -> list[int]:
     return [int(child) for child in text.split()]
 
 
-@pytest.mark.parametrize(("sent", "workers"), [(signal.SIGINT, 2), (signal.SIGKILL, 2), (signal.SIGINT, 1)])
+@pytest.mark.parametrize(
+    ("sent", "workers"), [(signal.SIGINT, 2), (signal.SIGKILL, 2), (signal.SIGTERM, 2), (signal.SIGINT, 1)]
+)
 def test_an_interrupt_leaves_no_dataset_and_no_process(
     tmp_path: Path, tokenizer: Path, sent: signal.Signals, workers: int
 ) -> None:
