@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from typing_extensions import override
 
-from lightning_megatron.data.samples.base import Objective, Part, Rows, Samples
+from lightning_megatron.data.samples.base import Objective, Part, Rows
 from lightning_megatron.data.samples.masking import IGNORED, MaskingOptions, NgramSizes, WordFinder, masked_ngrams
 from lightning_megatron.data.samples.sentence_index import SentenceCut, SentenceIndex, count_samples, cut_of
 from lightning_megatron.data.samples.special_tokens import TokenizerFacts
@@ -44,18 +45,19 @@ class BertObjective(Objective):
         _ = self.cut
 
     @property
+    @override
     def name(self) -> str:
-        """``bert``."""
         return "bert"
 
     @property
+    @override
     def index_key(self) -> str:
-        """How documents are cut."""
         return f"bert {self.cut}"
 
     @property
+    @override
     def largest_token(self) -> int:
-        """The tokenizer's largest: any may take the place of a masked token."""
+        # Any may take the place of a masked token.
         return self.tokenizer.size - 1
 
     @property
@@ -63,22 +65,12 @@ class BertObjective(Objective):
         """How documents are cut: cls and two sep stand in each row."""
         return cut_of(self.seq_length, 3, 2 if self.sentence_order else 1, self.masking)
 
+    @override
     def count(self, part: Part) -> int:
-        """Samples in one pass over the documents of ``part``.
-
-        Raises:
-            ConfigError: If the seed is none that the index takes.
-            DataError: If there is not even one.
-        """
         return count_samples(part, self.cut)
 
-    def open(self, part: Part, folder: str) -> Samples:
-        """The samples of ``part``.
-
-        Raises:
-            ConfigError: If the seed is none that the index takes.
-            DataError: If there is not even one sample.
-        """
+    @override
+    def open(self, part: Part, folder: str) -> BertSamples:
         return BertSamples(self, SentenceIndex(part, self.cut, folder), part)
 
 

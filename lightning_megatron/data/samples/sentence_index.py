@@ -237,12 +237,11 @@ def _mapping(documents: _Documents, cut: SentenceCut, num_samples: int | None) -
     """First sentence, end, and tokens to have of each sample: [samples, 3], uint32 or uint64."""
     from megatron.core.datasets.helpers import build_mapping
 
-    one_pass = num_samples is None
     mapping: NDArray[np.uint64] = build_mapping(
         documents.bounds,
         documents.lengths,
-        1 if one_pass else _MAX_INT32 - 1,
-        1 if num_samples is None else max(1, num_samples),
+        _MAX_INT32 - 1,  # passes; whole ones are made until there are as many samples
+        max(1, num_samples or 1),
         cut.max_tokens,
         cut.short_sequence_probability,
         documents.part.seed,

@@ -13,8 +13,9 @@ from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
+from typing_extensions import override
 
-from lightning_megatron.data.samples.base import Objective, Part, Rows, Samples
+from lightning_megatron.data.samples.base import Objective, Part, Rows
 from lightning_megatron.data.samples.masking import IGNORED, GeometricSizes, MaskingOptions, WordFinder, masked_ngrams
 from lightning_megatron.data.samples.sentence_index import SentenceCut, SentenceIndex, count_samples, cut_of
 from lightning_megatron.data.samples.special_tokens import TokenizerFacts
@@ -72,18 +73,18 @@ class T5Objective(Objective):
             )
 
     @property
+    @override
     def name(self) -> str:
-        """``t5``."""
         return "t5"
 
     @property
+    @override
     def index_key(self) -> str:
-        """How documents are cut."""
         return f"t5 {self.cut}"
 
     @property
+    @override
     def largest_token(self) -> int:
-        """The largest of sentinels, eos and padding."""
         return max(*self.tokenizer.sentinels, self.eos, self.tokenizer.fill)
 
     @property
@@ -121,22 +122,12 @@ class T5Objective(Objective):
         tokens = int(self.masking.masked(self.cut.max_tokens, self.cut.max_tokens))
         return tokens, round(tokens / self.sizes.mean)
 
+    @override
     def count(self, part: Part) -> int:
-        """Samples in one pass over the documents of ``part``.
-
-        Raises:
-            ConfigError: If the seed is none that the index takes.
-            DataError: If there is not even one.
-        """
         return count_samples(part, self.cut)
 
-    def open(self, part: Part, folder: str) -> Samples:
-        """The samples of ``part``.
-
-        Raises:
-            ConfigError: If the seed is none that the index takes.
-            DataError: If there is not even one sample.
-        """
+    @override
+    def open(self, part: Part, folder: str) -> T5Samples:
         if self._usual_spans[1] > self.max_spans:
             _log.warning(
                 "Rows of seq_length=%d have about %d spans, the tokenizer %s has sentinels for %d: fewer than"

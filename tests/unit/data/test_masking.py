@@ -147,26 +147,37 @@ def test_documents_without_a_sample_end_in_an_error_not_in_waiting(
             use(part)
 
 
+@pytest.mark.parametrize("name", ["train", "valid"])
 def test_a_document_with_a_long_sentence_is_left_out_and_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    documents = random_documents(20)
-    without = _bert_rows(tmp_path / "without", documents)
-    assert "left out" not in caplog.text.replace("less than two sentences and are left out", "")
+    # A split has eight documents, its neighbour two, which are no business of its own.
+    two, others = [[[WORD]], [LONG, LONG]], random_documents(5)
+    without = _t5_rows(tmp_path / "without", [*others, *others[:3]], two, name)
+    assert caplog.text == ""
 
-    # The train split has the first 16 of 20 documents, and 19 of 24.
-    more = [*documents[:5], [LONG, [WORD]], *documents[5:9], [[WORD], LONG], [LONG, LONG], *documents[9:], [[WORD]]]
-    rows = _bert_rows(tmp_path / "with", more)
+    with_long = [*others[:3], [LONG, [WORD]], *others[3:], [[WORD], LONG], *others[:2], [LONG[:512], LONG], others[2]]
+    rows = _t5_rows(tmp_path / "with", with_long, two, name)
 
-    assert "3 of 19 documents of " in caplog.text
-    assert "(train) have a sentence of more than 512 tokens and are left out, as by Megatron" in caplog.text
+    assert "3 of 11 documents of " in caplog.text
+    assert f"({name}) have a sentence of more than 512 tokens and are left out, as by Megatron" in caplog.text
     assert np.array_equal(rows, without)
 
 
-def _bert_rows(prefix: Path, documents: Documents) -> Any:
-    write_sentences(prefix, documents)
-    samples = _bert().open(part_of(prefix, num_samples=30), "")
+def _t5_rows(prefix: Path, documents: Documents, others: Documents, name: str) -> Any:
+    write_sentences(prefix, [*documents, *others] if name == "train" else [*others, *documents])
+    weights = {name: len(documents), "other": len(others)}
+    split = f"{weights['train']},{weights['other']}" if name == "train" else f"{weights['other']},{weights['valid']}"
+    samples = _t5().open(replace(part_of(prefix, num_samples=30, name=name), split=split), "")
     return samples.rows(range(len(samples)))["input_ids"].numpy()
+
+
+def test_a_document_of_one_long_sequence_is_not_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_sentences(tmp_path / "corpus", [[LONG]] * 20)
+
+    assert _t5().count(part_of(tmp_path / "corpus")) == len(_t5().open(part_of(tmp_path / "corpus"), "")) == 16
+
+    assert "left out" not in caplog.text
 
 
 def test_tokens_behind_the_end_of_rows_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
