@@ -45,7 +45,8 @@ def as_text(description: DatasetDescription, previews: Sequence[DocumentPreview]
     lines = [header.prefix, *(f"  {name:9}  {value}" for name, value in rows)]
     lines += ["", "Sequences by length in tokens", *_bars(lengths.bins(_BINS_OF_TEXT), lengths.count)]
     for preview in previews:
-        lines += ["", f"Document {preview.number}, {preview.num_tokens:,} tokens", *_shown(preview)]
+        unit = "token" if preview.num_tokens == 1 else "tokens"
+        lines += ["", f"Document {preview.number}, {preview.num_tokens:,} {unit}", *_shown(preview)]
     return "\n".join(lines)
 
 

@@ -194,6 +194,10 @@ def test_text_is_cut_and_cannot_command_the_terminal(tmp_path: Path) -> None:
     text = as_text(description, first_documents(description.header, 2, tokenizer))
 
     assert text.endswith(f"Document 0, 4 tokens\n  é\n  \\x1bé\n\nDocument 1, 500 tokens\n  {'é' * 256} …")
+    single = _write(tmp_path / "single", [[[7]]])
+    assert as_text(describe_dataset(single), first_documents(check_any_dataset(single, "path"), 1)).endswith(
+        "Document 0, 1 token\n  7"
+    )
     without = as_text(description, first_documents(description.header, 2))
     assert without.endswith(f"Document 1, 500 tokens\n  {' '.join('0' * 64)} …")
 
