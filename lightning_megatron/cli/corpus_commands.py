@@ -32,6 +32,13 @@ def _add_train_tokenizer(commands: argparse._SubParsersAction[Any]) -> None:
         "--output", type=Path, required=True, metavar="DIR", help="folder to save the transformers tokenizer to"
     )
     parser.add_argument(
+        "--kind",
+        choices=("gpt", "bert", "t5"),
+        default="gpt",
+        help="the model whose special tokens it gets: <|endoftext|>; [PAD] [CLS] [SEP] [MASK]; <pad> </s> and 100"
+        " sentinels <extra_id_N> (default: gpt)",
+    )
+    parser.add_argument(
         "--json-key", default="text", metavar="KEY", help="key of a JSON line, or column, that holds the text (text)"
     )
     parser.set_defaults(run=_train_tokenizer)
@@ -113,7 +120,11 @@ def _train_tokenizer(parsed: argparse.Namespace) -> int:
 
     result = train_tokenizer(
         TokenizerTrainingOptions(
-            input=parsed.input, vocab_size=parsed.vocab_size, output=parsed.output, json_key=parsed.json_key
+            input=parsed.input,
+            vocab_size=parsed.vocab_size,
+            output=parsed.output,
+            kind=parsed.kind,
+            json_key=parsed.json_key,
         )
     )
     print(f"{parsed.output}: {result.vocab_size:,} entries from {result.documents:,} documents, {result.bytes:,} bytes")

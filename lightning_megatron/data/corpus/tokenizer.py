@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from lightning_megatron.data.corpus.bad_documents import BadDocuments
 from lightning_megatron.data.corpus.documents import read_documents
@@ -21,8 +21,17 @@ from lightning_megatron.errors import ConfigError, DataError
 END_OF_TEXT = "<|endoftext|>"
 """The special token that ends a document; it is the tokenizer's beginning-of-sequence token too, as in GPT-2."""
 
-MIN_VOCAB_SIZE = 257
-"""256 bytes and the end-of-text token."""
+NUM_SENTINELS = 100
+"""Of a T5: as many as the released models have."""
+
+ModelKind: TypeAlias = Literal["gpt", "bert", "t5"]
+
+ROLES: dict[ModelKind, dict[str, str]] = {
+    "gpt": {"bos": END_OF_TEXT, "eos": END_OF_TEXT},
+    "bert": {"pad": "[PAD]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"},
+    "t5": {"pad": "<pad>", "eos": "</s>"},
+}
+"""Special tokens of each kind of model by their roles, named as its released tokenizers name them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +41,11 @@ class TokenizerTrainingOptions:
     input: Sequence[str | Path]
     """Files, folders and patterns; .jsonl and .parquet give their ``json_key``, text and source files their content."""
     vocab_size: int
-    """Entries to learn, the 256 bytes and the end-of-text token included."""
+    """Entries to learn, the 256 bytes and the special tokens included."""
     output: str | Path
     """Folder that becomes a transformers tokenizer."""
+    kind: ModelKind = "gpt"
+    """Whose special tokens it gets; a T5's has sentinels ``<extra_id_0>`` to ``<extra_id_99>`` too."""
     json_key: str = PLAIN_TEXT_KEY
     """Key that holds the text in .jsonl and .parquet files."""
     on_error: Literal["skip", "fail"] = "fail"
@@ -46,10 +57,13 @@ class TokenizerTrainingOptions:
         Raises:
             ConfigError: If ``vocab_size`` cannot hold all bytes, or ``output`` is a file.
         """
-        if self.vocab_size < MIN_VOCAB_SIZE:
+        if self.kind not in ROLES:
+            raise ConfigError(f"kind={self.kind!r} is unknown; choose from {', '.join(ROLES)}")
+        least = 256 + len(special_tokens(self.kind))
+        if self.vocab_size < least:
             raise ConfigError(
-                f"vocab_size={self.vocab_size} is too small: 256 bytes and {END_OF_TEXT} need"
-                f" {MIN_VOCAB_SIZE}; choose at least {MIN_VOCAB_SIZE}"
+                f"vocab_size={self.vocab_size} is too small: 256 bytes and the special tokens of kind={self.kind!r}"
+                f" need {least}; choose at least {least}"
             )
         if Path(self.output).is_file():
             raise ConfigError(f"output={self.output} is a file; name a folder for the tokenizer")
@@ -71,6 +85,12 @@ class TokenizerTrainingResult:
     """Wall time."""
 
 
+def special_tokens(kind: ModelKind) -> list[str]:
+    """The special tokens of a kind of model, in the order of their ids, from 0."""
+    sentinels = [f"<extra_id_{number}>" for number in range(NUM_SENTINELS)] if kind == "t5" else []
+    return [*dict.fromkeys(ROLES[kind].values()), *sentinels]
+
+
 def train_tokenizer(options: TokenizerTrainingOptions) -> TokenizerTrainingResult:
     """Train a byte-level BPE on the inputs and save it; every text can be encoded and decoded without loss.
 
@@ -90,7 +110,7 @@ def train_tokenizer(options: TokenizerTrainingOptions) -> TokenizerTrainingResul
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     trainer = trainers.BpeTrainer(
         vocab_size=options.vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=special_tokens(options.kind),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=True,
     )
@@ -98,7 +118,7 @@ def train_tokenizer(options: TokenizerTrainingOptions) -> TokenizerTrainingResul
     tokenizer.train_from_iterator(_texts_with_progress(files, options, counter), trainer=trainer)
     if counter.characters == 0:
         raise DataError(f"the {len(files)} input files hold no text; give files with text to train the tokenizer on")
-    _save(tokenizer, Path(options.output))
+    _save(tokenizer, options.kind, Path(options.output))
     return TokenizerTrainingResult(
         vocab_size=tokenizer.get_vocab_size(),
         documents=counter.documents,
@@ -169,10 +189,11 @@ def _texts_with_progress(files: Sequence[Path], options: TokenizerTrainingOption
         counter.skipped = bad.count
 
 
-def _save(tokenizer: Any, output: Path) -> None:
+def _save(tokenizer: Any, kind: ModelKind, output: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT)
+    roles = {f"{role}_token": token for role, token in ROLES[kind].items()}
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **roles)
     output.mkdir(parents=True, exist_ok=True)
     # A reader must never meet half a tokenizer.json, so the files are complete before they get their names.
     staging = tempfile.mkdtemp(prefix=".saving-", dir=output)

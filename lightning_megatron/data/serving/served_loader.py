@@ -123,4 +123,13 @@ def _read(
     # A generator of its own: the loader draws a seed for its workers, which must not advance the state that dropout
     # uses, on this rank alone and at another step after a resume.
     private = torch.Generator()
-    return iter(DataLoader(dataset, batch_size=None, sampler=batches, num_workers=num_workers, generator=private))
+    loader = DataLoader(
+        dataset,
+        batch_size=None,
+        sampler=batches,
+        num_workers=num_workers,
+        generator=private,
+        # A thread takes what workers hand over into pinned memory, from which a GPU copies without waiting.
+        pin_memory=torch.cuda.is_available(),
+    )
+    return iter(loader)

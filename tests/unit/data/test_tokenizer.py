@@ -115,3 +115,28 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "other" / "tokenizer.json").write_text("{broken")
     with pytest.raises(DataError, match="other holds no tokenizer that transformers can load"):
         load_tokenizer(tmp_path / "other")
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+def test_special_tokens_of_a_kind_come_first_and_are_what_its_samples_need(tmp_path: Path, kind: Any) -> None:
+    from lightning_megatron.data.samples.special_tokens import TokenizerFacts
+
+    (tmp_path / "a.txt").write_text("all the words that there are, and the words again " * 20)
+    options = TokenizerTrainingOptions(input=[tmp_path / "a.txt"], vocab_size=400, output=tmp_path / "tok", kind=kind)
+
+    train_tokenizer(options)
+
+    facts = TokenizerFacts.read(tmp_path / "tok")
+    if kind == "bert":
+        assert facts.require(("pad", "cls", "sep", "mask"), "BERT") == (0, 1, 2, 3)
+    else:
+        assert facts.require(("pad", "eos"), "T5") == (0, 1)
+        assert facts.sentinels == tuple(range(2, 102))
+    text = "the words, again <mask> \n"
+    tokenizer = load_tokenizer(tmp_path / "tok")
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_vocabulary_without_room_for_the_sentinels_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="vocab_size=300 is too small: .* kind='t5' need 358"):
+        TokenizerTrainingOptions(input=[tmp_path], vocab_size=300, output=tmp_path / "tok", kind="t5")
