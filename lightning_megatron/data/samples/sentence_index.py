@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +26,6 @@ from lightning_megatron.errors import ConfigError, DataError
 
 _log = logging.getLogger(__name__)
 
-MIN_SEQ_LENGTH = 8
-"""Shorter rows have no room for special tokens, and for a text of which 15 % are a token."""
 LONG_SENTENCE = 512
 """A document of several sentences is left out if one has more tokens (``LONG_SENTENCE_LEN`` in helpers.cpp)."""
 
@@ -47,15 +46,6 @@ class SentenceCut:
     short_sequence_probability: float
     """Share of the samples that are made shorter."""
 
-    def __post_init__(self) -> None:
-        """Check the length.
-
-        Raises:
-            ConfigError: If it is too small.
-        """
-        if self.seq_length < MIN_SEQ_LENGTH:
-            raise ConfigError(f"seq_length={self.seq_length} is too small for masked samples; choose at least 8")
-
     @property
     def max_tokens(self) -> int:
         """Tokens of text in a row."""
@@ -63,13 +53,24 @@ class SentenceCut:
 
 
 def cut_of(seq_length: int, special_tokens: int, min_sentences: int, masking: MaskingOptions) -> SentenceCut:
-    """The cut that goes with ``masking``."""
-    return SentenceCut(
+    """The cut that goes with ``masking``.
+
+    Raises:
+        ConfigError: If rows are so short that not one token would be masked.
+    """
+    cut = SentenceCut(
         seq_length=seq_length,
         special_tokens=special_tokens,
         min_sentences=min_sentences,
         short_sequence_probability=masking.short_sequence_probability,
     )
+    if cut.max_tokens < 2 or masking.probability * cut.max_tokens < 1:
+        needed = special_tokens + max(2, math.ceil(1 / masking.probability))
+        raise ConfigError(
+            f"seq_length={seq_length} is too small: a row has {special_tokens} special tokens, and"
+            f" probability={masking.probability:g} of the others must be a token; choose at least {needed}"
+        )
+    return cut
 
 
 def count_samples(part: Part, cut: SentenceCut) -> int:

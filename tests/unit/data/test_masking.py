@@ -103,10 +103,27 @@ def test_shares_that_can_be_drawn_are_taken(share: float) -> None:
     assert MaskingOptions(short_sequence_probability=share).short_sequence_probability == share
 
 
-def test_rows_that_are_too_short_are_refused() -> None:
-    for make in (_bert, _t5):
-        with pytest.raises(ConfigError, match="seq_length=7 is too small for masked samples; choose at least 8"):
-            make(seq_length=7)
+@pytest.mark.parametrize(("make", "least"), [(_bert, 10), (_t5, 9)])
+def test_the_shortest_rows_have_a_masked_token(tmp_path: Path, make: Any, least: int) -> None:
+    """15 % of 7 tokens are one, of 6 none."""
+    with pytest.raises(
+        ConfigError, match=f"seq_length={least - 1} is too small: a row has .*; choose at least {least}"
+    ):
+        make(seq_length=least - 1)
+    with pytest.raises(ConfigError, match="seq_length=3 is too small: a row has . special tokens"):
+        make(seq_length=3, masking=MaskingOptions(probability=0.9))
+
+    write_sentences(tmp_path / "corpus", [[[WORD] * 9, [WORD] * 9]] * 20)
+    samples = make(seq_length=least, masking=MaskingOptions(short_sequence_probability=0)).open(
+        part_of(tmp_path / "corpus"), ""
+    )
+    rows = samples.rows(range(len(samples)))
+    assert (rows["attention_mask"].sum(1) >= least - 1).all()
+    targets = (rows["labels"] != -100).sum(1)
+    assert (targets == (1 if make is _bert else 4)).all()  # two sentinels and eos
+
+
+def test_impossible_rows_of_a_decoder_are_refused() -> None:
     with pytest.raises(ConfigError, match="seq_length_decoder=20 is too small: 15% of seq_length=128 are 18 tokens in"):
         _t5(seq_length=128, seq_length_decoder=20)
     with pytest.raises(ConfigError, match="format='hf' must be one of hugging_face, megatron"):
@@ -152,7 +169,7 @@ def test_a_document_with_a_long_sentence_is_left_out_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     # A split has eight documents, its neighbour two, which are no business of its own.
-    two, others = [[[WORD]], [LONG, LONG]], random_documents(5)
+    two, others = [[[WORD]] * 200, [LONG, LONG]], random_documents(5)
     without = _t5_rows(tmp_path / "without", [*others, *others[:3]], two, name)
     assert caplog.text == ""
 
