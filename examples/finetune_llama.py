@@ -7,58 +7,23 @@ lightning-megatron fit --config configs/finetune_llama.yaml --model.model path/t
 """
 
 import argparse
-import json
 from pathlib import Path
 
-import torch
-from lightning.pytorch import LightningDataModule, Trainer, seed_everything
+from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger
-from torch.utils.data import DataLoader
+from transformers import AutoTokenizer
 
-from lightning_megatron import MegatronModule, MegatronStrategy
-from lightning_megatron.data.corpus.tokenizer import load_tokenizer
-
-
-class Instructions(LightningDataModule):
-    """Lines of ``{"prompt": ..., "completion": ...}``; prompts and padding are no targets."""
-
-    def __init__(
-        self,
-        tokenizer: str,
-        path: str = str(Path(__file__).with_name("instructions.jsonl")),
-        seq_length: int = 128,
-        batch_size: int = 8,
-    ) -> None:
-        super().__init__()
-        self.path, self.seq_length, self.batch_size = path, seq_length, batch_size
-        self.tokenizer = load_tokenizer(tokenizer)
-
-    def encode(self, prompt: str, completion: str) -> dict[str, torch.Tensor]:
-        """One row: [s] each. The end token is a target, also where it is the padding token: positions decide."""
-        asked = self.tokenizer(f"{prompt}\n", add_special_tokens=True)["input_ids"]
-        answered = self.tokenizer(completion, add_special_tokens=False)["input_ids"] + [self.tokenizer.eos_token_id]
-        padding = max(0, self.seq_length - len(asked) - len(answered))
-        row = {
-            "input_ids": asked + answered + [self.tokenizer.eos_token_id] * padding,
-            "labels": [-100] * len(asked) + answered + [-100] * padding,
-            "attention_mask": [1] * (len(asked) + len(answered)) + [0] * padding,
-        }
-        return {name: torch.tensor(values[: self.seq_length]) for name, values in row.items()}
-
-    def setup(self, stage: str) -> None:
-        rows = [self.encode(**json.loads(line)) for line in Path(self.path).read_text().splitlines()]
-        self.val_rows, self.train_rows = rows[: self.batch_size], rows[self.batch_size :]
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(self.train_rows, batch_size=self.batch_size, shuffle=True)
-
-    def val_dataloader(self) -> DataLoader:
-        return DataLoader(self.val_rows, batch_size=self.batch_size)
+from lightning_megatron import InstructionDataModule, MegatronModule, MegatronStrategy
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="Hugging Face directory of a Llama with its tokenizer")
+    parser.add_argument(
+        "--data-path",
+        default=str(Path(__file__).with_name("instructions.jsonl")),
+        help="JSON lines with prompt and completion, or with messages for the tokenizer's chat template",
+    )
     parser.add_argument("--max-steps", type=int, default=30)
     parser.add_argument("--output", default="runs/finetune_llama", help="folder for the log and the model")
     arguments = parser.parse_args()
@@ -75,12 +40,20 @@ def main() -> None:
         enable_checkpointing=False,
         default_root_dir=arguments.output,
     )
-    data = Instructions(arguments.model)
+    data = InstructionDataModule(
+        arguments.data_path,
+        tokenizer=arguments.model,
+        split="80,20,0",
+        seq_length=128,
+        micro_batch_size=2,
+        packing=True,  # several short answers share a row, without seeing each other
+        separator="\n",
+    )
     trainer.fit(model, datamodule=data)
     folder = Path(arguments.output) / "model"  # AutoModelForCausalLM.from_pretrained loads it
     model.save_pretrained(folder)  # on all ranks: each sends its part
     if trainer.is_global_zero:
-        data.tokenizer.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(arguments.model).save_pretrained(folder)
 
 
 if __name__ == "__main__":  # Lightning starts the other processes by running this file again

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.corpus import VOCAB_SIZE, make_corpus
+from tests.cli.corpus import VOCAB_SIZE, make_corpus, make_sentences
 from tests.ranks import ROOT
 
 
@@ -86,9 +86,10 @@ def test_finetune_llama_learns_the_answers_and_leaves_a_hugging_face_model(corpu
 
 
 @pytest.mark.slow
-def test_a_bert_is_pretrained_and_then_learns_to_tell_code_from_prose(corpus: Path, tmp_path: Path) -> None:
+def test_a_bert_is_pretrained_and_then_learns_to_tell_code_from_prose(tmp_path: Path) -> None:
     text = Path(sysconfig.get_path("stdlib")) / "asyncio"
-    common = ("--tokenizer", corpus.parent / "tok", "--text", text, "--output", tmp_path / "pretrained")
+    sentences = make_sentences(tmp_path, "bert", text)
+    common = ("--data-path", sentences, "--tokenizer", tmp_path / "tok", "--output", tmp_path / "pretrained")
     _run("pretrain_bert.py", *common, "--max-steps", 20)
     metrics = _metrics(tmp_path / "pretrained")
     learnt, first = float(metrics[-2]["train_lm_loss"]), float(metrics[0]["train_lm_loss"])
@@ -105,37 +106,6 @@ def test_a_bert_is_pretrained_and_then_learns_to_tell_code_from_prose(corpus: Pa
     assert float(last["val_f1"]) > 0.65
 
 
-def test_rows_for_bert_have_pairs_in_either_order_and_targets_where_tokens_were_masked(corpus: Path) -> None:
-    import torch
-
-    from examples.bert_pairs import SentencePairs
-
-    data = SentencePairs(str(corpus.parent / "tok"), str(Path(sysconfig.get_path("stdlib")) / "json"), seq_length=32)
-    data.setup("fit")
-    dataset = data.train_rows.dataset
-    cls, sep, pad, mask = (data.tokenizer.convert_tokens_to_ids(f"[{name}]") for name in ("CLS", "SEP", "PAD", "MASK"))
-    assert (pad, cls, sep, mask, len(data.tokenizer)) == (*range(VOCAB_SIZE, VOCAB_SIZE + 4), VOCAB_SIZE + 4)
-    swapped, masked, chosen, texts = 0, 0, 0, 0
-    for index, (a, b) in enumerate(dataset.pairs):
-        row = dataset[index]
-        if row["next_sentence_label"]:
-            a, b, swapped = b, a, swapped + 1
-        expected = torch.tensor([cls, *a, sep, *b, sep])
-        length = len(expected)
-        assert row["attention_mask"].tolist() == [1] * length + [0] * (32 - length)
-        assert row["token_type_ids"].tolist() == [0] * (len(a) + 2) + [1] * (len(b) + 1) + [0] * (32 - length)
-        targets = row["labels"] != -100
-        assert torch.equal(row["labels"][targets], expected[targets[:length]])
-        assert torch.equal(row["input_ids"][:length][~targets[:length]], expected[~targets[:length]])
-        assert all(torch.equal(dataset[index][name], row[name]) for name in row)
-        masked += int((row["input_ids"] == mask).sum())
-        chosen += int(targets.sum())
-        texts += len(a) + len(b)
-    assert 0.4 < swapped / len(dataset) < 0.6
-    assert 0.13 < chosen / texts < 0.17
-    assert 0.75 < masked / chosen < 0.85
-
-
 def test_lines_of_prose_are_told_from_code_without_their_marks() -> None:
     from examples.classify_bert import labelled_lines
 
@@ -148,51 +118,17 @@ def test_lines_of_prose_are_told_from_code_without_their_marks() -> None:
     ]
 
 
-def test_prompts_and_padding_are_no_targets_but_the_end_token_is(corpus: Path) -> None:
-    from examples.finetune_llama import Instructions
-
-    data = Instructions(str(corpus.parent / "tok"), seq_length=24)
-    row = data.encode("What?", "That.")
-    asked = len(data.tokenizer("What?\n")["input_ids"])
-    answered = data.tokenizer("That.")["input_ids"] + [data.tokenizer.eos_token_id]
-    assert row["labels"].tolist() == [-100] * asked + answered + [-100] * (24 - asked - len(answered))
-    assert row["input_ids"][asked : asked + len(answered)].tolist() == answered
-    assert row["attention_mask"].sum() == asked + len(answered)
-
-
 @pytest.mark.slow
-def test_pretrain_t5_trains_on_a_pipeline_and_leaves_a_hugging_face_model(corpus: Path, tmp_path: Path) -> None:
-    from transformers import T5ForConditionalGeneration
+def test_pretrain_t5_trains_on_a_pipeline_and_leaves_a_hugging_face_model(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer, T5ForConditionalGeneration
 
-    text = tmp_path / "text"
-    text.mkdir()
-    for number in range(20):
-        (text / f"{number:02}.py").write_text(" ".join(f"w{(number + i) % 17}" for i in range(400)))
-    common = ("--tokenizer", corpus.parent / "tok", "--text", text, "--output", tmp_path)
+    sentences = make_sentences(tmp_path, "t5", Path(sysconfig.get_path("stdlib")) / "asyncio")
+    common = ("--data-path", sentences, "--tokenizer", tmp_path / "tok", "--output", tmp_path)
     _run("pretrain_t5.py", *common, "--max-steps", 20)
     losses = _train_losses(tmp_path)
     assert losses[-1] < losses[0]
     model = T5ForConditionalGeneration.from_pretrained(tmp_path / "model")
-    assert model.lm_head.weight is model.shared.weight
-
-
-def test_spans_that_are_cut_out_are_the_targets_behind_their_sentinels() -> None:
-    import torch
-
-    from examples.pretrain_t5 import Spans
-
-    rows = Spans(torch.arange(3 * 64).view(3, 64), first_sentinel=1000, eos=999)
-    assert len(rows) == 3
-    for index in range(3):
-        source, target = rows[index]["input_ids"].tolist(), rows[index]["labels"].tolist()
-        assert source.pop() == target.pop() == 999
-        assert [token for token in target if token >= 1000] == [1000, 1001, 1002]
-        assert len([token for token in target if token < 1000]) == 10  # 15 % of 64
-        for sentinel in (1002, 1001, 1000):
-            place = source.index(sentinel)
-            source[place : place + 1] = target[target.index(sentinel) + 1 :]
-            del target[target.index(sentinel) :]
-        assert source == list(range(64 * index, 64 * index + 64))
+    assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(tmp_path / "model")) == 512
 
 
 def test_examples_are_short_enough_to_be_read_at_once() -> None:

@@ -133,14 +133,17 @@ def test_a_legacy_dataset_is_refused_with_the_command_that_converts_it(
     from megatron.core.datasets.indexed_dataset import IndexedDataset  # the engine's own reader
 
     from lightning_megatron import IndexedDataModule
+    from lightning_megatron.data.serving.batch_shape import BatchShape
+    from lightning_megatron.datamodules.base import Run
     from lightning_megatron.errors import DataError
 
+    shape = BatchShape(micro_batch_size=1, num_microbatches=1, data_parallel_size=1, data_parallel_rank=0)
     names = ["--input", str(corpus.parent / "text"), "--tokenizer", str(corpus.parent / "tok"), "--append-eod"]
     prefix = tmp_path / "a b" / "old"
     assert main(["preprocess", *names, "--output-prefix", str(prefix), "--dataset-impl", "lazy"]) == 0
     data = IndexedDataModule(data_path=f"{prefix}_text_document", seq_length=8, micro_batch_size=1)
     with pytest.raises(DataError, match="old cached/lazy format") as refused:
-        data.check(tp=1, sequence_parallel=False, num_microbatches=1, data_parallel_size=1)
+        data.check(Run(shape=shape))
 
     program, *arguments = shlex.split(str(refused.value).split("run: ")[1])
     capsys.readouterr()
