@@ -142,17 +142,23 @@ def _line_ranges(path: str, size: int, piece_bytes: int) -> Iterator[Piece]:
 def _line_blocks(path: str, compression: Literal[".gz", ".zst"], piece_bytes: int) -> Iterator[Piece]:
     parts: list[bytes] = []
     held = accounted = position = 0
-    for part, position in decompress(path, compression):
-        held += len(part)
-        cut = part.rfind(b"\n") + 1
-        if held < piece_bytes or cut == 0:
-            parts.append(part)
-            continue
-        lines = b"".join((*parts, part[:cut]))
-        yield LineBlock(path=path, lines=lines, num_bytes=position - accounted)
-        accounted = position
-        parts = [part[cut:]]
-        held = len(parts[0])
+    try:
+        for part, position in decompress(path, compression):
+            held += len(part)
+            cut = part.rfind(b"\n") + 1
+            if held < piece_bytes or cut == 0:
+                parts.append(part)
+                continue
+            lines = b"".join((*parts, part[:cut]))
+            parts = [part[cut:]]
+            held = len(parts[0])
+            yield LineBlock(path=path, lines=lines, num_bytes=position - accounted)
+            accounted = position
+    except DamagedFileError:
+        # The lines that are whole come first.
+        whole, newline, _ = b"".join(parts).rpartition(b"\n")
+        yield LineBlock(path=path, lines=whole + newline, num_bytes=position - accounted)
+        raise
     if held or position > accounted:
         yield LineBlock(path=path, lines=b"".join(parts), num_bytes=position - accounted)
 

@@ -130,7 +130,7 @@ def preprocess(options: PreprocessOptions) -> PreprocessResult:
                 num_tokens[number] += len(part.tokens) // encoder.dtype.itemsize
                 num_empty += part.num_empty
             num_documents += piece.num_documents
-            bar.set_postfix(docs=num_documents, tokens=sum(num_tokens), refresh=False)
+            bar.set_postfix(docs=f"{num_documents:,}", tokens=f"{sum(num_tokens):,}", refresh=False)
             bar.update(done.num_bytes)
         _require_tokens(options, num_tokens, len(files), bad.count)
     return PreprocessResult(

@@ -189,6 +189,21 @@ def test_a_damaged_file_is_named_and_the_rest_of_it_is_one_error(tmp_path: Path,
     assert len(reported) == 1
 
 
+@pytest.mark.parametrize("piece_bytes", [1000, 1 << 20])
+def test_of_a_file_that_is_cut_off_the_whole_lines_are_kept(tmp_path: Path, piece_bytes: int) -> None:
+    packed = gzip.compress(_lines(5000))
+    (tmp_path / "x.jsonl.gz").write_bytes(packed[: len(packed) // 2])
+    (tmp_path / "plain.jsonl").write_bytes(_lines(5000))
+    expected = _texts(tmp_path / "plain.jsonl")
+    reported: list[str] = []
+
+    found = _texts(tmp_path / "x.jsonl.gz", piece_bytes=piece_bytes, skip=reported)
+
+    assert 1500 < len(found) < 3500
+    assert found == expected[: len(found)]
+    assert ["x.jsonl.gz ends in the middle" in line for line in reported] == [True]
+
+
 def test_a_binary_file_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "x.bin").write_bytes(b"ab\0cd")
 
