@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import os
+import reprlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ MAX_DATASETS = 32766
 _SURPLUS = 0.005
 """Samples that Megatron lays out of each dataset beyond its share; they may cost a pass more, and so change the order
 (megatron-core 0.16.1, blended_megatron_dataset_config.py:mid_level_dataset_surplus)."""
+_SMALLEST_SHARE = 1e-12
 _MAX_OPEN = 64
 """Datasets of a blend that a process holds open: each takes about five file descriptors, of 1,024 in all."""
 
@@ -102,19 +105,26 @@ def parse_blend(data_path: str | Sequence[str | float]) -> tuple[Source, ...]:
     items: list[str | float] = [data_path] if isinstance(data_path, str) else list(data_path)
     if not items:
         raise ConfigError("data_path=[] names no dataset; give prefixes that preprocess printed")
-    numbers = [_number(item) for item in items]
-    if numbers[0] is None or len(items) == 1:
+    shown = reprlib.repr(items)
+    if _number(items[0]) is None or len(items) == 1:
         sources = tuple(Source(_prefix(items, place)) for place in range(len(items)))
     else:
         if len(items) % 2:
-            raise ConfigError(f"data_path={items} has {len(items)} items, but {_RULE}: a weight or a prefix is missing")
+            raise ConfigError(f"data_path={shown} has {len(items)} items, but {_RULE}: a weight or a prefix is missing")
         weights = [_weight(items, place) for place in range(0, len(items), 2)]
         prefixes = [_prefix(items, place) for place in range(1, len(items), 2)]
         sources = tuple(Source(prefix, weight) for prefix, weight in zip(prefixes, weights, strict=True))
     _require_distinct(sources)
-    if not any(source.weight != 0 for source in sources):
-        raise ConfigError(f"data_path={items} gives every dataset the weight 0; make at least one positive")
     sources = tuple(source for source in sources if source.weight != 0)
+    if not sources:
+        raise ConfigError(f"data_path={shown} gives every dataset the weight 0; make at least one positive")
+    total = sum(source.weight or 0.0 for source in sources)
+    for source in sources:
+        if source.weight is not None and source.weight < _SMALLEST_SHARE * total:
+            raise ConfigError(
+                f"data_path gives {source.prefix} the weight {source.weight} of {total}, less than a sample in a"
+                " trillion; leave it out, or give it more"
+            )
     if len(sources) > MAX_DATASETS:
         raise ConfigError(f"data_path has {len(sources)} datasets, a blend has at most {MAX_DATASETS}; merge some")
     return sources
@@ -175,20 +185,19 @@ class BlendedSamples:
     """Several open datasets as one; each is opened when a sample of it is read, and only some are open at a time."""
 
     def __init__(
-        self,
-        mixture: Mixture,
-        openers: Sequence[Callable[[], Samples]],
-        fingerprint: str,
+        self, folder: str, openers: Sequence[Callable[[], Samples]], num_samples: int, fingerprint: str
     ) -> None:
         """Bind the parts.
 
         Args:
-            mixture: The order of datasets.
+            folder: Where the mixture is.
             openers: Open one dataset each; picklable.
-            fingerprint: Of the whole.
+            num_samples: Samples in the mixture.
+            fingerprint: Of the order of datasets, and of the samples in each.
         """
-        self._mixture = mixture
+        self._folder = folder
         self._openers = openers
+        self._num_samples = num_samples
         self._fingerprint = fingerprint
         self._open: OrderedDict[int, Samples] = OrderedDict()
 
@@ -198,28 +207,25 @@ class BlendedSamples:
         return self._fingerprint
 
     def __len__(self) -> int:
-        return len(self._mixture.dataset_index)
+        return self._num_samples
 
     def rows(self, indices: Sequence[int]) -> Rows:
         """The samples at ``indices``, stacked; all datasets give rows of the same lengths."""
         places = np.asarray(indices, dtype=np.int64)
-        datasets = self._mixture.dataset_index[places]
-        samples = self._mixture.sample_index[places]
-        by_dataset = np.argsort(datasets, kind="stable")
-        chosen, begins = np.unique(datasets[by_dataset], return_index=True)
-        groups = np.split(by_dataset, begins[1:])
-        parts = [
-            self._dataset(int(dataset)).rows(samples[group].tolist())
-            for dataset, group in zip(chosen, groups, strict=True)
-        ]
-        if len(parts) == 1:
-            return parts[0]
-        back = torch.from_numpy(np.argsort(by_dataset))
+        datasets, samples = self._mixture.dataset_index[places], self._mixture.sample_index[places]
+        groups = [np.flatnonzero(datasets == dataset) for dataset in np.unique(datasets)]
+        parts = [self._dataset(int(datasets[group[0]])).rows(samples[group].tolist()) for group in groups]
+        back = torch.from_numpy(np.argsort(np.concatenate(groups)))
         return {key: torch.cat([part[key] for part in parts])[back] for key in parts[0]}
 
     def __getstate__(self) -> dict[str, Any]:
         """Open files do not travel to other processes."""
-        return {**self.__dict__, "_open": OrderedDict()}
+        state = {name: value for name, value in self.__dict__.items() if name != "_mixture"}
+        return {**state, "_open": OrderedDict()}
+
+    @cached_property
+    def _mixture(self) -> Mixture:
+        return Mixture.load(self._folder)
 
     def _dataset(self, number: int) -> Samples:
         if number not in self._open:
@@ -243,11 +249,11 @@ def _normalized(weights: Sequence[float]) -> list[float]:
     return normalized
 
 
-def _number(item: str | float) -> float | None:
-    """What an item is worth as a number; None if it is a prefix."""
+def _number(item: object) -> float | None:
+    """What an item is worth as a number; None if it is none."""
     try:
-        return float(item)
-    except ValueError:
+        return float(item)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
         return None
 
 
@@ -263,10 +269,8 @@ def _weight(items: list[str | float], place: int) -> float:
 def _prefix(items: list[str | float], place: int) -> str:
     item = items[place]
     if not isinstance(item, str) or _number(item) is not None:
-        raise ConfigError(
-            f"data_path[{place}]={item!r} is a number where a prefix belongs: {_RULE}; if it is a prefix, write"
-            f" './{item}'"
-        )
+        way_out = f"; if it is a prefix, write './{item}'" if isinstance(item, str) else ""
+        raise ConfigError(f"data_path[{place}]={item!r} stands where a prefix belongs: {_RULE}{way_out}")
     if not item.strip():
         raise ConfigError(f"data_path[{place}]={item!r} names no dataset; give a prefix that preprocess printed")
     return item

@@ -1,7 +1,7 @@
 """How is a folder built once, by one of many processes that want it at the same time, and never seen half-built?
 
 A folder appears by renaming one that is complete. Its ``index.json`` has the sizes of its files, so damage is noticed,
-and what did not reach the disk before power failed too. Who builds holds a lock of the file system (``flock``), which
+as is what did not reach the disk before a power failure. Who builds holds a lock of the file system (``flock``), which
 ends with the process, however that dies; the others wait. Where the file system has no locks several may build the same
 folder, and the first that is done wins.
 """
@@ -61,7 +61,11 @@ def build_once(folder: str, write: Callable[[str], SampleOrder], subject: str) -
     try:
         os.makedirs(os.path.dirname(folder), exist_ok=True)
         with _lock(folder) as locked:
-            return _read_order(folder) or _build(folder, write, locked)
+            order = _read_order(folder)
+            if order is None:
+                _log.info("Building the index of %s in %s.", subject, folder)
+                order = _build(folder, write, locked)
+            return order
     except OSError as error:
         raise DataError(
             f"the index of {subject} cannot be written to {folder} ({error.strerror or error}); set index_cache to a"

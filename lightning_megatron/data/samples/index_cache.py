@@ -50,19 +50,7 @@ def build(request: SplitRequest, index_cache: str | None) -> SampleOrder:
     Raises:
         DataError: If a folder cannot be written.
     """
-    if len(request.sources) == 1:
-        return _build_part(request.objective, request.part(request.sources[0], request.num_samples), index_cache)
-
-    def write(staging: str) -> SampleOrder:
-        mixture = mix(request.sources, _counts(request), request.num_samples)
-        orders = [_build_part(request.objective, part, index_cache) for part in _parts(request, mixture)]
-        mixture.save(staging)
-        digest = hashlib.sha256(repr([order.fingerprint for order in orders]).encode())
-        digest.update(mixture.dataset_index[:4096].tobytes())
-        return SampleOrder(num_samples=len(mixture.dataset_index), fingerprint=digest.hexdigest()[:16])
-
-    subject = f"the blend of {', '.join(source.prefix for source in request.sources[:3])}"
-    return build_once(_folder_of(request, index_cache), write, subject)
+    return _built(request, index_cache, elsewhere=False)
 
 
 def open_samples(request: SplitRequest, index_cache: str | None) -> Samples:
@@ -77,22 +65,15 @@ def open_samples(request: SplitRequest, index_cache: str | None) -> Samples:
     """
     for source in request.sources:
         read_header(source.prefix)
+    order = _built(request, index_cache, elsewhere=True)
     folder = _folder_of(request, index_cache)
-    if not os.path.isdir(folder):
-        _log.warning(
-            "The index %s is not visible on this machine and is built again; set index_cache to a folder that all"
-            " machines share to save the time.",
-            folder,
-        )
-    order = build(request, index_cache)
     if len(request.sources) == 1:
         return request.objective.open(request.part(request.sources[0], request.num_samples), folder)
-    mixture = Mixture.load(folder)
     openers: list[Callable[[], Samples]] = []
-    for part in _parts(request, mixture):
-        _build_part(request.objective, part, index_cache)
+    for part in _parts(request, Mixture.load(folder)):
+        _built_part(request.objective, part, index_cache)
         openers.append(partial(request.objective.open, part, _folder_of_part(request.objective, part, index_cache)))
-    return BlendedSamples(mixture, openers, order.fingerprint)
+    return BlendedSamples(folder, openers, order.num_samples, order.fingerprint)
 
 
 @lru_cache(maxsize=4096)
@@ -110,12 +91,48 @@ def _parts(request: SplitRequest, mixture: Mixture) -> list[Part]:
     return [request.part(source, samples or None) for source, samples in zip(request.sources, needed, strict=True)]
 
 
-def _build_part(objective: Objective, part: Part, index_cache: str | None) -> SampleOrder:
+def _built(request: SplitRequest, index_cache: str | None, elsewhere: bool) -> SampleOrder:
+    """The order of the samples, which are on disk then.
+
+    Args:
+        request: Which samples.
+        index_cache: Folder for all indices.
+        elsewhere: Whether another process has built all of it before.
+    """
+    if len(request.sources) == 1:
+        part = request.part(request.sources[0], request.num_samples)
+        return _built_part(request.objective, part, index_cache, elsewhere)
+
     def write(staging: str) -> SampleOrder:
+        if elsewhere:
+            _warn_of_building_again(staging)
+        mixture = mix(request.sources, _counts(request), request.num_samples)
+        orders = [_built_part(request.objective, part, index_cache) for part in _parts(request, mixture)]
+        mixture.save(staging)
+        digest = hashlib.sha256(repr([order.fingerprint for order in orders]).encode())
+        digest.update(mixture.dataset_index[:4096].tobytes())
+        return SampleOrder(num_samples=len(mixture.dataset_index), fingerprint=digest.hexdigest()[:16])
+
+    subject = f"the blend of {', '.join(source.prefix for source in request.sources[:3])}"
+    return build_once(_folder_of(request, index_cache), write, subject)
+
+
+def _built_part(objective: Objective, part: Part, index_cache: str | None, elsewhere: bool = False) -> SampleOrder:
+    def write(staging: str) -> SampleOrder:
+        if elsewhere:
+            _warn_of_building_again(staging)
         samples = objective.open(part, staging)
         return SampleOrder(num_samples=len(samples), fingerprint=samples.fingerprint)
 
     return build_once(_folder_of_part(objective, part, index_cache), write, part.prefix)
+
+
+def _warn_of_building_again(staging: str) -> None:
+    _log.warning(
+        "An index that another process has built is not to be seen in %s on this machine and is built again; set"
+        " index_cache to a folder that all machines share to save the time.",
+        os.path.dirname(staging),
+    )
 
 
 def _folder_of(request: SplitRequest, index_cache: str | None) -> str:

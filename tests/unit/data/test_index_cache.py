@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from typing_extensions import override
 
 from lightning_megatron.data.samples import built_once
@@ -90,18 +91,19 @@ def test_processes_that_start_at_once_build_an_index_once(tmp_path: Path) -> Non
         num_samples=200,
     )
     context = multiprocessing.get_context("fork")
-    results = context.SimpleQueue()
+    results = context.Queue()
     together = context.Barrier(4)
 
     def job() -> None:
+        torch.set_num_threads(1)  # as in a worker of a DataLoader: a forked process has no OpenMP threads
         together.wait()
         order = build(request, str(tmp_path / "cache"))
         results.put((order, _rows(open_samples(request, str(tmp_path / "cache"))).tobytes()))
 
-    processes = [context.Process(target=job) for _ in range(4)]
+    processes = [context.Process(target=job, daemon=True) for _ in range(4)]
     for process in processes:
         process.start()
-    outcomes = [results.get() for _ in processes]
+    outcomes = [results.get(timeout=60) for _ in processes]
     for process in processes:
         process.join()
 
@@ -355,7 +357,7 @@ def test_a_machine_that_does_not_see_the_cache_builds_the_same_samples_for_itsel
 
     assert np.array_equal(_rows(samples), expected)
     assert samples.fingerprint == order.fingerprint
-    assert "is not visible on this machine and is built again; set index_cache to a folder" in caplog.text
+    assert f"not to be seen in {tmp_path}/elsewhere on this machine and is built again; set index_cache" in caplog.text
 
 
 def test_a_machine_without_the_dataset_says_so(tmp_path: Path) -> None:
