@@ -47,9 +47,6 @@ def _encode(tokenizer: Any, records: Sequence[RenderedRecord], is_chat: bool) ->
         return_offsets_mapping=True,
         return_attention_mask=False,
         return_token_type_ids=False,
-        # A saved tokenizer may carry the limits of its last use.
-        padding=False,
-        truncation=False,
         verbose=False,
     )
     yield from zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lightning_megatron.data.corpus.tokenizer import load_tokenizer
+from lightning_megatron.data.samples import records
 from lightning_megatron.data.samples.instructions import (
     InstructionOptions,
     Instructions,
@@ -22,6 +23,7 @@ from lightning_megatron.data.samples.instructions import (
     read_instructions,
 )
 from lightning_megatron.errors import ConfigError, DataError
+from tests.ranks import ROOT
 from tests.unit.data.chat_tokenizer import (
     END,
     FORGETFUL,
@@ -78,6 +80,14 @@ def test_a_completion_and_its_end_are_learned(tmp_path: Path, trim_offsets: bool
     assert _parts(parted, tokenizer, 1) == [(False, f"{begin}the question\n"), (True, f"the answer is: no!{END}")]
 
 
+def test_the_examples_are_instructions(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path / "tokenizer", UNMARKED)
+    for name, lines in (("instructions.jsonl", 40), ("conversations.jsonl", 6)):
+        path = str(ROOT / "examples" / name)
+        got = read_instructions(InstructionOptions(path=path, tokenizer=tokenizer, seq_length=512, separator="\n"))
+        assert len(got) == lines
+
+
 def test_a_token_of_question_and_answer_is_learned_and_an_end_is_not_doubled(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     (joint,) = load_tokenizer(tokenizer)(" the")["input_ids"]
@@ -120,6 +130,41 @@ def test_answers_with_spaces_at_their_ends_are_learned_by_any_tokenizer(
     assert [text for learned, text in _parts(got, tokenizer) if learned] == [f" yes {end}", f"no{end}"]
 
 
+def test_a_key_without_a_value_is_as_absent(tmp_path: Path) -> None:
+    template = UNMARKED + "{% for m in messages if 'name' in m %}{{ raise_exception('a name') }}{% endfor %}"
+    tokenizer = make_tokenizer(tmp_path / "tokenizer", template)
+    assert len(_read(tmp_path, {"messages": [{**USER, "name": None}, CHAT[2]]}, tokenizer=tokenizer)) == 1
+
+
+def test_a_token_of_answer_and_question_is_learned(tmp_path: Path) -> None:
+    template = MARKED.replace("+ '<|end|>' }}{% endgeneration %}", "}}{% endgeneration %}he")
+    tokenizer = make_tokenizer(tmp_path / "tokenizer", template)
+    got = _read(tmp_path, {"messages": [USER, {"role": "assistant", "content": "is t"}]}, tokenizer=tokenizer)
+    assert [text for learned, text in _parts(got, tokenizer) if learned] == ["is the"]
+
+
+def test_a_chat_gets_no_special_tokens_but_the_templates(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path / "tokenizer", UNMARKED, bos=True)
+    got = _read(tmp_path, {"messages": CHAT[1:3]}, QUESTIONS[0], tokenizer=tokenizer)
+    assert _parts(got, tokenizer)[0][1].startswith("<|user|>")
+    assert _parts(got, tokenizer, 1)[0][1].startswith("<s>is it?"), "a prompt does, also in the same file"
+
+
+def test_what_nothing_predicts_is_not_learned(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    got = _read(tmp_path, {"prompt": "", "completion": "zq"}, tokenizer=tokenizer)
+    assert _parts(got, tokenizer) == [(False, "z"), (True, f"q{END}")]
+
+
+def test_the_limits_of_a_tokenizers_last_use_do_not_cut_samples(tmp_path: Path) -> None:
+    folder = make_tokenizer(tmp_path / "tokenizer")
+    tokenizer = load_tokenizer(folder)
+    tokenizer.backend_tokenizer.enable_truncation(3)
+    tokenizer.backend_tokenizer.enable_padding(length=40)
+    tokenizer.save_pretrained(folder)
+    assert _parts(_read(tmp_path, *QUESTIONS, tokenizer=folder), folder)[-1] == (True, f" yes{END}")
+
+
 @pytest.mark.parametrize("template", [MARKED, UNMARKED], ids=["marked", "unmarked"])
 def test_a_prompt_of_messages_is_not_learned(tmp_path: Path, template: str) -> None:
     tokenizer = make_tokenizer(tmp_path / "tokenizer", template)
@@ -135,8 +180,11 @@ def test_tools_reach_the_template_and_a_turn_may_consist_of_calls(tmp_path: Path
     assert _parts(got, tokenizer)[0][1].startswith("[weather]<|user|>")
 
 
-def test_plain_and_compressed_files_and_blank_lines_give_the_same_samples(tmp_path: Path) -> None:
+def test_plain_and_compressed_files_and_blank_lines_give_the_same_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     zstandard = pytest.importorskip("zstandard")
+    monkeypatch.setattr(records, "_READ_BYTES", 7)  # so that lines lie across reads
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     content = "\n".join(json.dumps(record) for record in QUESTIONS).encode() + b"\n\n"
     for name, data in (
@@ -269,11 +317,12 @@ def test_a_malformed_record_is_named_by_its_line(tmp_path: Path, record: dict[st
     [
         (STRICT, CHAT, "does not take a conversation of system, user, .*Only user and assistant roles are supported!"),
         (FORGETFUL, CHAT, "leaves out what the role 'system' says; use a role"),
+        (UNMARKED[:-11] + "<think>{% endif %}", CHAT, "up to message 3, in another way than within the whole"),
         (REASONING, CHAT, "up to message 3, in another way .* put {% generation %} .*, or set answers=each"),
         ("{{ messages[0]['content'].nothing.at_all }}", CHAT, "does not take a conversation of"),
         (None, CHAT, "the tokenizer has no chat template for them; use the tokenizer of a chat model"),
     ],
-    ids=["strict", "forgetful", "reasoning", "broken", "none"],
+    ids=["strict", "forgetful", "thinking", "reasoning", "broken", "none"],
 )
 def test_a_template_that_cannot_render_or_hides_answers_is_named(
     tmp_path: Path, template: str | None, messages: Any, says: str
