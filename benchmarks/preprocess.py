@@ -83,9 +83,8 @@ def _print_table(
     peers: list[dict[str, float]], all_runs: dict[tuple[str, int], list[dict[str, float]]], megabytes: float
 ) -> None:
     peer, best_peer, cpu_peer = (pick(peers) for pick in (_median, _best, _cpu))
-    print(
-        f"peer, one thread: {megabytes / peer:.2f} MB/s in {peer:.2f} s, best {best_peer:.2f} s, CPU {cpu_peer:.2f} s\n"
-    )
+    rates = f"{megabytes / peer:.2f} MB/s, best {megabytes / best_peer:.2f}"
+    print(f"peer, one thread: {rates}, CPU time {cpu_peer:.2f} s\n")
     print("| input | workers | MB/s | of N x peer | best of best | by CPU time | target 0.9 | memory |")
     print("|---|---|---|---|---|---|---|---|")
     for (name, workers), runs in sorted(all_runs.items(), key=lambda item: item[0][1]):
