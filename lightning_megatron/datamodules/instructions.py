@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from typing_extensions import override
 
+from lightning_megatron.data.samples.conversations import Answers
 from lightning_megatron.data.samples.instructions import (
     InstructionOptions,
     Instructions,
@@ -42,7 +41,8 @@ class InstructionDataModule(MegatronDataModule):
         packing: Let short samples share a row.
         pad_to_multiple_of: Without packing, pad rows to the longest of their batch, rounded up to a multiple of this;
             None: to ``seq_length``.
-        answers: Whether ``all`` turns of the assistant are learned, or the ``last`` of each conversation.
+        answers: Whether ``all`` turns of the assistant are learned, ``each`` in a sample of its own that ends with it,
+            or the ``last`` of each conversation.
         separator: Text between a prompt and a completion.
         train_data_path: Training samples alone; with this or one of the next two, ``split`` and ``data_path`` are not
             used.
@@ -63,7 +63,7 @@ class InstructionDataModule(MegatronDataModule):
         micro_batch_size: int = 4,
         packing: bool = False,
         pad_to_multiple_of: int | None = None,
-        answers: Literal["all", "last"] = "all",
+        answers: Answers = "all",
         separator: str = "",
         train_data_path: str | None = None,
         valid_data_path: str | None = None,
