@@ -120,7 +120,8 @@ def check_instructions(options: InstructionOptions) -> int:
         DataError: If files or tokenizer are missing, or unfit for each other.
     """
     reader = _Reader(options)
-    next(reader.samples(islice(read_records(record_files(options.path)), 8)), None)
+    if next(reader.samples(islice(read_records(record_files(options.path)), 8)), None) is None:
+        raise _no_records(options)
     return reader.largest_token
 
 
@@ -192,7 +193,7 @@ class _Collected:
     def instructions(self, padding_token: int) -> Instructions:
         options, num_left_out, num_kept = self._options, self._num_left_out, len(self._lengths)
         if not num_kept and not num_left_out:
-            raise DataError(f"{options.path} has no records; give a file with at least one")
+            raise _no_records(options)
         if not num_kept:
             raise DataError(
                 f"seq_length={options.seq_length} leaves nothing of the answers of any of the {num_left_out} samples of"
@@ -212,6 +213,10 @@ class _Collected:
             seq_length=options.seq_length,
             padding_token=padding_token,
         )
+
+
+def _no_records(options: InstructionOptions) -> DataError:
+    return DataError(f"{options.path} has no records; give a file with at least one")
 
 
 @dataclass(frozen=True, kw_only=True)

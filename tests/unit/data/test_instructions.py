@@ -349,12 +349,13 @@ def test_each_answer_is_found_where_a_template_rewrites_the_earlier_ones(tmp_pat
         (b"\n \n", "has no records"),
     ],
 )
-def test_a_malformed_or_empty_file_is_named(tmp_path: Path, content: bytes, says: str) -> None:
+@pytest.mark.parametrize("read", [check_instructions, read_instructions])
+def test_a_malformed_or_empty_file_is_named(tmp_path: Path, read: Any, content: bytes, says: str) -> None:
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     (tmp_path / "data.jsonl").write_bytes(content)
     options = InstructionOptions(path=str(tmp_path / "data.jsonl"), tokenizer=tokenizer, seq_length=64)
     with pytest.raises(DataError, match=rf"data\.jsonl,? {says}"):
-        read_instructions(options)
+        read(options)
 
 
 @pytest.mark.parametrize("read", [check_instructions, read_instructions])
