@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from lightning_megatron.data.formats.mmap import HEADER_BYTES, read_header, read_lengths
+from lightning_megatron.data.formats.mapped import MappedDataset
 from lightning_megatron.data.samples.base import Objective, Part, Rows
 from lightning_megatron.data.samples.split import split_ranges
 from lightning_megatron.errors import DataError
@@ -67,7 +67,7 @@ class GPTObjective(Objective):
             return GPTSamples(part.prefix, self.seq_length, folder)
         _, lengths, documents = self._measured(part)
         index = build_gpt_index(
-            lengths, documents, self.seq_length, part.num_samples, part.seed, self._keeps_partial(part)
+            lengths.copy(), documents, self.seq_length, part.num_samples, part.seed, self._keeps_partial(part)
         )
         if folder:
             index.save(folder)
@@ -75,9 +75,8 @@ class GPTObjective(Objective):
 
     def _measured(self, part: Part) -> tuple[int, NDArray[np.int32], NDArray[np.int32]]:
         """Samples in one pass, at least one; tokens of each document of the dataset; and the documents of ``part``."""
-        header = read_header(part.prefix)
-        lengths = read_lengths(header)
-        bounds = split_ranges(part.split, header.num_sequences)[part.name]
+        lengths = MappedDataset(part.prefix).lengths
+        bounds = split_ranges(part.split, len(lengths))[part.name]
         documents = np.arange(bounds.start, bounds.stop, dtype=np.int32)
         tokens = int(lengths[bounds.start : bounds.stop].sum(dtype=np.int64))
         samples = _count(tokens, self.seq_length, self._keeps_partial(part))
@@ -179,7 +178,7 @@ class GPTSamples:
             seq_length: Predictions of a sample.
             index: The index, or the folder where it is.
         """
-        self._prefix = prefix
+        self._dataset = MappedDataset(prefix)
         self._row_length = seq_length + 1
         self._given_index = index
 
@@ -197,9 +196,8 @@ class GPTSamples:
     def rows(self, indices: Sequence[int]) -> Rows:
         """``text`` [rows, seq_length + 1] int64; -1 where there is no token."""
         pieces, begins, counts = self._pieces(np.asarray(indices, dtype=np.int64))
-        tokens = self._files[2]
         ends = np.cumsum(counts)
-        found = tokens[np.repeat(begins - (ends - counts), counts) + np.arange(ends[-1])].astype(np.int64)
+        found = self._dataset.tokens[np.repeat(begins - (ends - counts), counts) + np.arange(ends[-1])].astype(np.int64)
         if len(found) < len(pieces) * self._row_length:
             filled = np.add.reduceat(counts, np.cumsum(pieces) - pieces)
             partly = np.full((len(pieces), self._row_length), PADDING, dtype=np.int64)
@@ -209,14 +207,14 @@ class GPTSamples:
 
     def __getstate__(self) -> dict[str, Any]:
         """Maps of files do not travel to other processes."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("_index", "_files")}
+        return {name: value for name, value in self.__dict__.items() if name != "_index"}
 
     def _pieces(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Pieces of documents that make up rows: how many for each row; for each its first token and its length.
 
         A row is the end of one document, whole documents, and the beginning of another, or a piece of one document.
         """
-        lengths, positions, tokens = self._files
+        tokens = self._dataset.tokens
         samples = self._index.shuffle_index[indices].astype(np.int64)
         first, first_token = self._index.sample_index[samples].astype(np.int64).T
         last, last_token = self._index.sample_index[samples + 1].astype(np.int64).T
@@ -224,29 +222,22 @@ class GPTSamples:
         row_ends = np.cumsum(pieces)
         places = np.repeat(first - (row_ends - pieces), pieces) + np.arange(row_ends[-1])
         documents = self._index.document_index[places]
-        ends = lengths[documents].astype(np.int64)
+        ends = self._dataset.lengths[documents].astype(np.int64)
         ends[row_ends - 1] = last_token + 1
         starts = np.zeros_like(ends)
         starts[row_ends - pieces] = first_token
         counts = ends - starts
-        begins, odd = np.divmod(positions[documents], tokens.dtype.itemsize)
+        begins, odd = np.divmod(self._dataset.positions[documents], tokens.dtype.itemsize)
         begins += starts
         if odd.any() or (counts < 0).any() or (begins < 0).any() or (begins + counts > len(tokens)).any():
-            raise DataError(f"{self._prefix}.idx points outside of .bin or between tokens; run preprocess again")
+            raise DataError(
+                f"{self._dataset.prefix}.idx points outside of .bin or between tokens; run preprocess again"
+            )
         return pieces, begins, counts
 
     @cached_property
     def _index(self) -> GPTIndex:
         return GPTIndex.load(self._given_index) if isinstance(self._given_index, str) else self._given_index
-
-    @cached_property
-    def _files(self) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[Any]]:
-        """Tokens and position in bytes of each document, and all tokens."""
-        header = read_header(self._prefix)
-        idx = np.memmap(f"{self._prefix}.idx", mode="r").view(np.ndarray)
-        end = HEADER_BYTES + 4 * header.num_sequences
-        lengths, positions = idx[HEADER_BYTES:end].view("<i4"), idx[end : end + 8 * header.num_sequences].view("<i8")
-        return lengths, positions, np.memmap(f"{self._prefix}.bin", header.dtype, mode="r").view(np.ndarray)
 
 
 def _count(tokens: int, seq_length: int, keep_partial: bool = False) -> int:
