@@ -39,8 +39,12 @@ def _add_train_tokenizer(commands: argparse._SubParsersAction[Any]) -> None:
         " sentinels <extra_id_N> (default: gpt)",
     )
     parser.add_argument(
-        "--json-key", default="text", metavar="KEY", help="key of a JSON line, or column, that holds the text (text)"
+        "--json-key",
+        default="text",
+        metavar="KEY",
+        help="key of a JSON line, or column, that holds the text (default: text)",
     )
+    _add_on_error(parser)
     parser.set_defaults(run=_train_tokenizer)
 
 
@@ -78,13 +82,7 @@ def _add_preprocess(commands: argparse._SubParsersAction[Any]) -> None:
         metavar="N",
         help="processes that tokenize, at one core each; the output does not depend on N (default: 1)",
     )
-    parser.add_argument(
-        "--on-error",
-        choices=("fail", "skip"),
-        default="fail",
-        help="end at the first line, row or file that is no document, or report it, leave it out of all datasets and"
-        " count it (default: fail)",
-    )
+    _add_on_error(parser)
     parser.add_argument(
         "--dataset-impl",
         choices=("mmap", "cached", "lazy"),
@@ -97,6 +95,16 @@ def _add_preprocess(commands: argparse._SubParsersAction[Any]) -> None:
 
 def _add_inputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input", nargs="+", required=True, type=Path, metavar="PATH", help=_INPUTS)
+
+
+def _add_on_error(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--on-error",
+        choices=("fail", "skip"),
+        default="fail",
+        help="end at the first line, row or file that is no document, or report it, leave it out and count it"
+        " (default: fail)",
+    )
 
 
 def _add_sentences(parser: argparse.ArgumentParser) -> None:
@@ -125,9 +133,12 @@ def _train_tokenizer(parsed: argparse.Namespace) -> int:
             output=parsed.output,
             kind=parsed.kind,
             json_key=parsed.json_key,
+            on_error=parsed.on_error,
         )
     )
     print(f"{parsed.output}: {result.vocab_size:,} entries from {result.documents:,} documents, {result.bytes:,} bytes")
+    if result.skipped:
+        print(_skipped(result.skipped))
     return DONE
 
 
@@ -154,6 +165,12 @@ def _preprocess(parsed: argparse.Namespace) -> int:
         f"{names}: {result.documents:,} documents, {result.tokens:,} tokens from {result.bytes:,} bytes"
         f" at {result.bytes / 1e6 / result.seconds:.2f} MB/s"
     )
-    if result.empty_documents or result.skipped:
-        print(f"{result.empty_documents:,} empty texts, {result.skipped:,} bad lines, rows or files skipped")
+    if result.empty_documents:
+        print(f"{result.empty_documents:,} texts without a token, which are documents without a sequence")
+    if result.skipped:
+        print(_skipped(result.skipped))
     return DONE
+
+
+def _skipped(count: int) -> str:
+    return f"{count:,} lines, rows or files were skipped, which are no documents"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from lightning_megatron.data.corpus.tokenizer import (
@@ -80,6 +83,19 @@ def test_json_lines_are_read_by_their_key(tmp_path: Path) -> None:
     result = _train(tmp_path, 262, input=[tmp_path / "x.jsonl"], json_key="body")
 
     assert result.documents == 5
+    assert len(load_tokenizer(tmp_path / "tokenizer").encode(" zebra", add_special_tokens=False)) == 1
+
+
+def test_compressed_files_and_tables_are_read_and_bad_lines_skipped(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["zebra " * 9] * 5}), tmp_path / "x.parquet")
+    (tmp_path / "y.jsonl.gz").write_bytes(gzip.compress(b'{"text": "zebra"}\n{bad\n'))
+    inputs = [tmp_path / "x.parquet", tmp_path / "y.jsonl.gz"]
+
+    with pytest.raises(DataError, match=r"y\.jsonl\.gz, line 2 is not JSON"):
+        _train(tmp_path, 262, input=inputs)
+    result = _train(tmp_path, 262, input=inputs, on_error="skip")
+
+    assert (result.documents, result.skipped) == (6, 1)
     assert len(load_tokenizer(tmp_path / "tokenizer").encode(" zebra", add_special_tokens=False)) == 1
 
 
