@@ -75,14 +75,13 @@ def build_once(folder: str, write: Callable[[str], SampleOrder], subject: str) -
 
 def _read_order(folder: str) -> SampleOrder | None:
     """What a folder says of itself; None if there is none, or its files are not as they were written."""
-    try:
+    if not os.path.isdir(folder):
+        return None
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         with open(os.path.join(folder, _MANIFEST), encoding="utf-8") as stream:
             manifest = json.load(stream)
         if all(os.path.getsize(os.path.join(folder, name)) == size for name, size in manifest["sizes"].items()):
             return SampleOrder(**manifest["order"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        if not os.path.isdir(folder):
-            return None
     _log.warning("The index %s is damaged and is not used.", folder)
     return None
 
