@@ -26,6 +26,7 @@ from lightning_megatron.errors import DataError
 _log = logging.getLogger(__name__)
 
 _MANIFEST = "index.json"
+_STAGING = ".building-"
 _HAS_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 _QUIET_WAIT_S = 5.0
 _LONGEST_WAIT_S = 7200.0
@@ -88,8 +89,8 @@ def _read_order(folder: str) -> SampleOrder | None:
 
 def _build(folder: str, write: Callable[[str], SampleOrder], locked: bool) -> SampleOrder:
     parent, name = os.path.split(folder)
-    _remove_leftovers(parent, name, locked)
-    staging = os.path.join(parent, f".building-{name}-{uuid.uuid4().hex[:12]}")
+    _remove_leftovers(parent, name if locked else None)
+    staging, damaged = (os.path.join(parent, f"{_STAGING}{name}-{uuid.uuid4().hex[:12]}") for _ in range(2))
     os.mkdir(staging)
     try:
         order = write(staging)
@@ -97,7 +98,7 @@ def _build(folder: str, write: Callable[[str], SampleOrder], locked: bool) -> Sa
         with open(os.path.join(staging, _MANIFEST), "w", encoding="utf-8") as stream:
             json.dump({"order": asdict(order), "sizes": sizes}, stream, indent=1)
         if os.path.isdir(folder) and _read_order(folder) is None:
-            os.rename(folder, f"{staging}-damaged")
+            os.rename(folder, damaged)
         try:
             os.rename(staging, folder)
         except OSError:
@@ -106,24 +107,40 @@ def _build(folder: str, write: Callable[[str], SampleOrder], locked: bool) -> Sa
                 raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-        shutil.rmtree(f"{staging}-damaged", ignore_errors=True)
+        shutil.rmtree(damaged, ignore_errors=True)
     return order
 
 
-def _remove_leftovers(parent: str, name: str, locked: bool) -> None:
-    """What killed jobs left; under the lock nobody else builds this folder."""
+def _remove_leftovers(parent: str, locked_name: str | None) -> None:
+    """What killed jobs left of this index and of others."""
     for entry in os.scandir(parent):
-        if entry.name.startswith(f".building-{name}-"):
-            with contextlib.suppress(FileNotFoundError):
-                if locked or time.time() - entry.stat().st_mtime > _ABANDONED_S:
+        if entry.name.startswith(_STAGING):
+            name = entry.name.removeprefix(_STAGING).rpartition("-")[0]
+            with contextlib.suppress(OSError):  # whatever cannot be removed is in nobody's way
+                old = time.time() - entry.stat().st_mtime > _ABANDONED_S
+                if old or name == locked_name or _nobody_builds(parent, name):
                     shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def _nobody_builds(parent: str, name: str) -> bool:
+    """Whether the lock of another folder is free; False where there are no locks."""
+    path = _lock_path(parent, name)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        locked = _try_lock(descriptor)
+        if locked is False or not _is_at(descriptor, path):
+            return False
+        os.unlink(path)
+        return locked is True
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
 def _lock(folder: str) -> Iterator[bool]:
     """Hold the lock of ``folder``, or go on without where the file system has none: False."""
     parent, name = os.path.split(folder)
-    path = os.path.join(parent, f".{name}.lock")
+    path = _lock_path(parent, name)
     waiting = _Waiting(folder)
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -132,21 +149,23 @@ def _lock(folder: str) -> Iterator[bool]:
                 waiting.wait(os.pread(descriptor, 200, 0).decode(errors="replace") or "another process")
             if locked is None:
                 _log.warning("%s has no file locks; jobs that start at once may build the same index twice.", parent)
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
-                yield False
-                return
-            if _is_at(descriptor, path):
+            elif not _is_at(descriptor, path):
+                continue  # whoever had it is done and has removed it
+            try:
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-                try:
-                    yield True
-                finally:
-                    # Removed while it is held, so that whoever waits for it sees that it is a lock no more.
+                yield locked is not None
+            finally:
+                # Removed while it is held, so that whoever waits for it sees that it is a lock no more.
+                if _is_at(descriptor, path):
                     os.unlink(path)
-                return
+            return
         finally:
             os.close(descriptor)
+
+
+def _lock_path(parent: str, name: str) -> str:
+    return os.path.join(parent, f".{name}.lock")
 
 
 def _try_lock(descriptor: int) -> bool | None:

@@ -135,6 +135,18 @@ def test_a_builder_that_was_killed_blocks_nobody_and_leaves_nothing(tmp_path: Pa
     assert (folder / "file").read_text() == "whole"
 
 
+def test_leftovers_of_other_indices_are_removed_unless_somebody_builds_them(tmp_path: Path) -> None:
+    for name in ("dead", "alive"):
+        (tmp_path / f".building-{name}-0123").mkdir()
+        (tmp_path / f".{name}.lock").touch()
+    with open(tmp_path / ".alive.lock", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+
+        build_once(str(tmp_path / "index"), _write(), "corpus")
+
+    assert sorted(os.listdir(tmp_path)) == [".alive.lock", ".building-alive-0123", "index"]
+
+
 def test_who_waits_says_for_whom_and_gives_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
