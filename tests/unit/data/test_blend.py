@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,14 +17,17 @@ from numpy.typing import NDArray
 
 from lightning_megatron.data.formats.mmap import IndexedDatasetWriter
 from lightning_megatron.data.samples import blend
-from lightning_megatron.data.samples.base import Samples
+from lightning_megatron.data.samples.base import Objective, Samples
+from lightning_megatron.data.samples.bert import BertObjective
 from lightning_megatron.data.samples.blend import Source, SplitRequest, mix, num_samples_of_one_pass, parse_blend
 from lightning_megatron.data.samples.gpt import GPTObjective
 from lightning_megatron.data.samples.index_cache import build, check_request, open_samples
 from lightning_megatron.data.samples.split import SplitName, whole_split
+from lightning_megatron.data.samples.t5 import T5Objective
 from lightning_megatron.errors import ConfigError, DataError
 from tests.unit.data.corpus import megatron_samples, write_corpus
 from tests.unit.data.engine_samples import engine_dataset, engine_rows
+from tests.unit.data.sentence_corpus import random_documents, word_pieces, write_sentences
 
 SEQ_LENGTH = 16
 
@@ -224,6 +228,29 @@ def test_rows_of_several_datasets_stack_in_the_order_asked_for(corpora: list[str
     travelled = pickle.dumps(samples)
     assert len(travelled) < 2000
     assert torch.equal(pickle.loads(travelled).rows(indices)["text"], rows)
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+@pytest.mark.parametrize("num_samples", [None, 300])
+def test_samples_of_sentences_blend_as_well(tmp_path: Path, kind: str, num_samples: int | None) -> None:
+    objective: Objective = BertObjective(seq_length=64, tokenizer=word_pieces())
+    if kind == "t5":
+        objective = T5Objective(seq_length=64, seq_length_decoder=32, tokenizer=word_pieces())
+    prefixes = [str(tmp_path / str(number)) for number in range(2)]
+    for number, prefix in enumerate(prefixes):
+        write_sentences(Path(prefix), random_documents(30 + 30 * number, seed=number))
+    request = replace(_request(prefixes, num_samples), objective=objective)
+
+    samples = open_samples(request, str(tmp_path))
+
+    rows = samples.rows(range(len(samples)))
+    assert len(samples) == (check_request(request) if num_samples is None else num_samples)
+    mixture = mix(request.sources, [objective.count(request.part(each, None)) for each in request.sources], num_samples)
+    for number, source in enumerate(request.sources):
+        part = request.part(source, int(mixture.part_samples[number]) or None)
+        places = np.flatnonzero(mixture.dataset_index == number)
+        own = objective.open(part, "").rows(range(len(places)))
+        assert all(torch.equal(rows[key][places], own[key]) for key in own)
 
 
 def test_a_process_holds_only_some_datasets_open(
