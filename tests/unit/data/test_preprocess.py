@@ -215,20 +215,33 @@ def test_sentences_are_sequences_and_the_files_are_those_of_the_engines_builder(
         assert (len(IndexedDataset(prefix)), result.documents, result.empty_documents) == (6, 4, 1)
 
 
-def test_ids_beyond_the_number_of_entries_choose_the_type(tmp_path: Path, tokenizer: Path) -> None:
+def _with_largest_id(tokenizer: Path, folder: Path, largest: int) -> Path:
+    """A copy whose last entry has the id ``largest``, with a gap before it."""
+    load_tokenizer(tokenizer).save_pretrained(folder)
+    saved = json.loads((folder / "tokenizer.json").read_text())
+    rare = saved["model"]["vocab"].popitem()[0]
+    saved["model"]["merges"] = [pair for pair in saved["model"]["merges"] if "".join(pair) != rare]
+    saved["model"]["vocab"][rare] = largest
+    (folder / "tokenizer.json").write_text(json.dumps(saved))
+    return folder
+
+
+@pytest.mark.parametrize(("largest", "dtype"), [(65498, "<u2"), (65499, "<i4")])
+def test_ids_beyond_the_number_of_entries_choose_the_type(
+    tmp_path: Path, tokenizer: Path, largest: int, dtype: str
+) -> None:
     _write_inputs(tmp_path)
-    for largest, dtype in ((65498, "<u2"), (65499, "<i4")):
-        folder = tmp_path / f"tokenizer{largest}"
-        load_tokenizer(tokenizer).save_pretrained(folder)
-        saved = json.loads((folder / "tokenizer.json").read_text())
-        rare = saved["model"]["vocab"].popitem()[0]
-        saved["model"]["merges"] = [m for m in saved["model"]["merges"] if "".join(m) != rare]
-        saved["model"]["vocab"][rare] = largest
-        (folder / "tokenizer.json").write_text(json.dumps(saved))
 
-        (prefix,) = _run(tmp_path, folder).prefixes
+    (prefix,) = _run(tmp_path, _with_largest_id(tokenizer, tmp_path / "gap", largest)).prefixes
 
-        assert check_dataset(prefix).dtype == np.dtype(dtype)
+    assert check_dataset(prefix).dtype == np.dtype(dtype)
+
+
+def test_an_id_that_no_dataset_can_hold_is_refused(tmp_path: Path, tokenizer: Path) -> None:
+    _write_inputs(tmp_path)
+
+    with pytest.raises(DataError, match="gap has the token id 2147483648, the largest .* is 2147483647"):
+        _run(tmp_path, _with_largest_id(tokenizer, tmp_path / "gap", 2**31))
 
 
 def test_a_worker_that_is_killed_ends_the_run(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
