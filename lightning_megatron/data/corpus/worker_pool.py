@@ -148,7 +148,10 @@ def _work(encode: Encode, connection: Connection) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     while True:
-        piece = connection.recv()
+        try:
+            piece = connection.recv()
+        except EOFError:  # the parent was killed
+            return
         try:
             connection.send(encode(piece))
         except ConfigError as error:
