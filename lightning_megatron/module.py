@@ -279,10 +279,12 @@ class MegatronModule(pl.LightningModule):
 
     def _log_metrics(self, stage: str) -> None:
         metrics = self._metrics_of(stage)
-        for name, value in computed_metrics(metrics, self.megatron.topology, self.megatron.root_device).items():
-            self.log(f"{stage}_{name}", value, on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
-        for metric in metrics.values():
-            metric.reset()
+        # On GPUs Lightning evaluates in inference mode, whose tensors the next epoch could not add to.
+        with torch.inference_mode(False), torch.no_grad():
+            for name, value in computed_metrics(metrics, self.megatron.topology, self.megatron.root_device).items():
+                self.log(f"{stage}_{name}", value, on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
+            for metric in metrics.values():
+                metric.reset()
 
     def _log_losses(self, stage: str, output: StepOutput, *, on_step: bool) -> None:
         """Log the sum and each term; epoch means weigh every batch by its number of targets."""

