@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -42,10 +42,19 @@ def _counting_step() -> Any:
     return CountingStep()
 
 
-def _validate_twice(case: Case) -> list[dict[str, float]]:
+def _validate_twice(case: Case, on_epoch: Callable[[], None] = lambda: None) -> list[dict[str, float]]:
+    from lightning.pytorch import Callback
+
+    class Watch(Callback):
+        def on_validation_epoch_end(self, *args: Any) -> None:
+            on_epoch()
+
+        def on_test_epoch_end(self, *args: Any) -> None:
+            on_epoch()
+
     module = module_of(case, train_step=_counting_step())
     loader: DataLoader[Any] = DataLoader(Sentences(ROWS), batch_size=4)
-    trainer = trainer_of(case)
+    trainer = trainer_of(case, callbacks=[Watch()])
     first = trainer.validate(module, loader, verbose=False)[0]
     second = trainer.validate(module, loader, verbose=False)[0]
     tested = trainer.test(module, loader, verbose=False)[0]
@@ -109,25 +118,18 @@ def test_without_groups_there_is_one_clear_error() -> None:
         gather_across_data_parallel_groups(torch.zeros(2))
 
 
-def _validate_twice_in_inference_mode() -> list[float]:
-    """As on GPUs; on gloo Lightning turns inference mode off."""
-    from lightning_megatron import MegatronModule
+def _validate_twice_in_inference_mode() -> list[dict[str, float]]:
+    """As on GPUs; where the backend is gloo Lightning turns inference mode off."""
+    from unittest.mock import patch
 
-    class InInferenceMode(MegatronModule):
-        def validation_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-            with torch.inference_mode():
-                return super().validation_step(*args, **kwargs)
+    seen = []
 
-        def on_validation_epoch_end(self) -> None:
-            with torch.inference_mode():
-                super().on_validation_epoch_end()
-
-    case = Case()
-    module, trainer = module_of(case, InInferenceMode), trainer_of(case)
-    loader: DataLoader[Any] = DataLoader(Sentences(ROWS), batch_size=4)
-    return [trainer.validate(module, loader, verbose=False)[0]["val_perplexity"] for _ in range(2)]
+    with patch("lightning.pytorch.loops.utilities._distributed_is_initialized", lambda: False):
+        results = _validate_twice(Case(), on_epoch=lambda: seen.append(torch.is_inference_mode_enabled()))
+    assert seen == [True] * 3
+    return results
 
 
 def test_metrics_of_a_second_epoch_begin_anew_in_inference_mode_too() -> None:
-    (first, second) = run_ranks(_validate_twice_in_inference_mode, 1)[0]
-    assert first == second > 1
+    (first, second, _) = run_ranks(_validate_twice_in_inference_mode, 1)[0]
+    assert first == second
