@@ -15,7 +15,7 @@ from lightning_megatron.data.corpus.compressed import DamagedFileError, decompre
 from lightning_megatron.data.corpus.files import PLAIN_TEXT_KEY, format_of
 from lightning_megatron.data.corpus.parquet import UnsuitableTableError, read_batches
 
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 1 << 19
 """Work is handed out in pieces of about this many bytes of text."""
 
 
