@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from lightning.fabric.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_megatron.data.samples.conversations import Answers
+from lightning_megatron.data.samples.index_cache import SampleOrder
+from lightning_megatron.data.samples.instruction_cache import cached_instructions
 from lightning_megatron.data.samples.instructions import (
     InstructionOptions,
     Instructions,
     InstructionSamples,
     RowOptions,
     check_instructions,
-    read_instructions,
 )
 from lightning_megatron.data.samples.split import SPLIT_NAMES, SplitName, parse_split, split_ranges
 from lightning_megatron.datamodules.base import (
@@ -50,6 +52,8 @@ class InstructionDataModule(MegatronDataModule):
         test_data_path: Test samples alone.
         num_workers: Processes that read ahead, on each rank that reads at all.
         seed: Of the order of samples.
+        index_cache: Folder for the tokenized samples, so that they are tokenized once, for all ranks and later runs; if
+            not given each rank that reads does it in memory.
     """
 
     shuffling = "every pass"
@@ -70,6 +74,7 @@ class InstructionDataModule(MegatronDataModule):
         test_data_path: str | None = None,
         num_workers: int = 0,
         seed: int = 1234,
+        index_cache: str | None = None,
     ) -> None:
         super().__init__(micro_batch_size=micro_batch_size, num_workers=num_workers, seed=seed)
         require_at_least("seq_length", seq_length, 2)
@@ -77,6 +82,7 @@ class InstructionDataModule(MegatronDataModule):
             raise ConfigError("tokenizer=None cannot read text; give the folder of the model's tokenizer")
         self.seq_length = seq_length
         self.tokenizer = tokenizer
+        self.index_cache = index_cache
         self._answers = answers
         self._separator = separator
         self._row_options = RowOptions(packing=packing, pad_to_multiple_of=pad_to_multiple_of, seed=seed)
@@ -107,20 +113,22 @@ class InstructionDataModule(MegatronDataModule):
             )
         self.check_lengths(run)
         for path in {self._path(name) for name in self._names}:
-            largest = check_instructions(self._options(path))
-            if run.model is not None and largest >= run.model.vocab_size:
-                raise ConfigError(
-                    f"tokenizer={self.tokenizer} has the token {largest}, the model's vocab_size="
-                    f"{run.model.vocab_size} ends at {run.model.vocab_size - 1}; use the model's tokenizer"
-                )
+            check_instructions(self._options(path))
         if run.whole_epochs and self.has_split("train"):
             require_whole_step(run, len(self.open("train", None)))
+
+    @override
+    def order_of(self, name: SplitName, num_samples: int | None) -> SampleOrder:
+        samples = self.open(name, num_samples)
+        if self._row_options.packing:
+            rank_zero_info(f"Packing: {len(samples):,} {name} rows, of which {samples.efficiency:.1%} is no padding")
+        return SampleOrder(num_samples=len(samples), fingerprint=samples.fingerprint)
 
     @override
     def open(self, name: SplitName, num_samples: int | None) -> InstructionSamples:
         path = self._path(name)
         if path not in self._read:
-            self._read[path] = read_instructions(self._options(path))
+            self._read[path] = self._with_known_tokens(cached_instructions(self._options(path), self.index_cache))
         instructions = self._read[path]
         if self._paths is None:
             part = split_ranges(self._split, len(instructions))[name]
@@ -131,6 +139,17 @@ class InstructionDataModule(MegatronDataModule):
                 )
             instructions = instructions.part(part)
         return InstructionSamples(instructions, self._row_options)
+
+    def _with_known_tokens(self, instructions: Instructions) -> Instructions:
+        """The same; a token outside of the model's table would end the run inside a CUDA kernel."""
+        module = None if self.trainer is None else self.trainer.lightning_module
+        model = getattr(module, "model_config", None)
+        if model is not None and instructions.largest_token >= model.vocab_size:
+            raise ConfigError(
+                f"tokenizer={self.tokenizer} gives the token {instructions.largest_token}, the model's vocab_size="
+                f"{model.vocab_size} ends at {model.vocab_size - 1}; use the model's tokenizer"
+            )
+        return instructions
 
     def _path(self, name: SplitName) -> str:
         path = self._data_path if self._paths is None else self._paths[name]

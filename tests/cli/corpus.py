@@ -23,7 +23,7 @@ def make_corpus(folder: Path) -> Path:
 
 
 def make_sentences(folder: Path, kind: str, text: Path, vocab_size: int = 512) -> Path:
-    """The same in sentences, with the special tokens of a ``bert`` or ``t5``; the tokenizer is in ``folder / "tok"``."""
+    """The same in sentences, with the special tokens of ``kind``; the tokenizer is in ``folder / "tok"``."""
     options = _words("--input", text, "--vocab-size", vocab_size, "--output", folder / "tok", "--kind", kind)
     assert main(["train-tokenizer", *options]) == 0
     options = _words("--input", text, "--output-prefix", folder / "corpus", "--tokenizer", folder / "tok")

@@ -27,7 +27,7 @@ class PassOrder:
     def __init__(self, num_samples: int, seed: int, shuffling: Shuffling) -> None:
         """Nothing is drawn before a pass needs it."""
         self.num_samples = num_samples
-        self._seed = seed
+        self.seed = seed
         self._shuffling = shuffling
         self._drawn: dict[int, NDArray[np.int64]] = {}
 
@@ -38,7 +38,7 @@ class PassOrder:
         if number not in self._drawn:
             # A batch may lie across two passes.
             self._drawn = {kept: order for kept, order in self._drawn.items() if kept == number - 1}
-            self._drawn[number] = np.random.default_rng((self._seed, number)).permutation(self.num_samples)
+            self._drawn[number] = np.random.default_rng((self.seed, number)).permutation(self.num_samples)
         return int(self._drawn[number][place])
 
 

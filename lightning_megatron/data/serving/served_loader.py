@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -49,7 +50,10 @@ class TrainLoader:
 
         Lightning may make the iterator before it restores the position.
         """
-        for batch in _read(self.samples, self.sampler.batches(), self._num_workers):
+        sampler = self.sampler
+        # Samples that are drawn at random differ from epoch to epoch, copy to copy, and behind a resume.
+        seed = (sampler.order.seed, sampler.epoch, sampler.consumed_samples, self._shape.data_parallel_rank)
+        for batch in _read(self.samples, sampler.batches(), self._num_workers, seed):
             # Counted before it is handed out, so that a checkpoint written during the step has it.
             self.sampler.advance()
             yield batch
@@ -88,7 +92,8 @@ class PassLoader:
 
     def __iter__(self) -> Iterator[Rows]:
         batches = evaluation_batches(self._num_samples, self._shape)
-        return _read(self._samples, batches, self._num_workers, with_sample_mask=True)
+        seed = (self._shape.data_parallel_rank,)
+        return _read(self._samples, batches, self._num_workers, seed, with_sample_mask=True)
 
 
 class Batches(Dataset[Rows]):
@@ -112,7 +117,11 @@ class Batches(Dataset[Rows]):
 
 
 def _read(
-    samples: Samples | None, batches: Iterator[list[int]], num_workers: int, with_sample_mask: bool = False
+    samples: Samples | None,
+    batches: Iterator[list[int]],
+    num_workers: int,
+    seed: tuple[int, ...],
+    with_sample_mask: bool = False,
 ) -> Iterator[Rows]:
     if samples is None:
         # Its content is replaced by the source rank's batch; the rows tell Lightning the batch size.
@@ -123,6 +132,7 @@ def _read(
     # A generator of its own: the loader draws a seed for its workers, which must not advance the state that dropout
     # uses, on this rank alone and at another step after a resume.
     private = torch.Generator()
+    private.manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
     loader = DataLoader(
         dataset,
         batch_size=None,

@@ -1,0 +1,54 @@
+"""Are batches those of the sampler, whoever reads them, and is what workers draw at random drawn anew?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from lightning_megatron.data.samples.base import Rows
+from lightning_megatron.data.serving.batch_shape import BatchShape
+from lightning_megatron.data.serving.sampler import PassOrder, TrainSampler
+from lightning_megatron.data.serving.served_loader import PassLoader, TrainLoader
+
+
+class RandomSamples:
+    """Each row has its number, and a number drawn at random."""
+
+    fingerprint = "random"
+
+    def __len__(self) -> int:
+        return 10
+
+    def rows(self, indices: Sequence[int]) -> Rows:
+        return {"number": torch.tensor(indices), "drawn": torch.rand(len(indices))}
+
+
+def _loader(rank: int, epoch: int, steps: int = 0, num_workers: int = 1) -> TrainLoader:
+    shape = BatchShape(micro_batch_size=1, num_microbatches=1, data_parallel_size=2, data_parallel_rank=rank)
+    sampler = TrainSampler(order=PassOrder(10, 1, "every pass"), shape=shape, max_steps=None)
+    sampler.set_epoch(epoch)
+    for _ in range(steps):
+        sampler.advance()
+    return TrainLoader(RandomSamples(), sampler, shape, num_workers)
+
+
+def test_what_workers_draw_differs_between_epochs_copies_and_resumes_and_is_the_same_again() -> None:
+    drawn = {
+        place: torch.cat([batch["drawn"] for batch in _loader(*place)]).tolist()
+        for place in ((0, 0), (1, 0), (0, 1), (0, 0, 2))
+    }
+
+    assert drawn[0, 0] == torch.cat([batch["drawn"] for batch in _loader(0, 0)]).tolist()
+    numbers = [number for each in drawn.values() for number in each]
+    assert len(set(numbers)) == len(numbers)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_last_batch_is_filled_up_with_rows_that_do_not_count(num_workers: int) -> None:
+    shape = BatchShape(micro_batch_size=2, num_microbatches=2, data_parallel_size=1, data_parallel_rank=0)
+    batches = list(PassLoader(RandomSamples(), 10, shape, num_workers))
+
+    assert [batch["number"].tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 0]]
+    assert [batch["sample_mask"].tolist() for batch in batches] == [[1.0] * 4, [1.0] * 4, [1.0, 1.0, 0.0, 0.0]]
