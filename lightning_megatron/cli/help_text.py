@@ -43,9 +43,10 @@ Options are read from left to right; a later one wins, also over the file. Every
       --model.task NAME                  its head, e.g. sequence_classification; the config's own if left out
       --model.lr X                       learning rate
 
-  --data CLASS            LightningDataModule, e.g. IndexedDataModule
+  --data CLASS            LightningDataModule, e.g. IndexedDataModule, InstructionDataModule, DatasetDataModule
   --data.KEY VALUE        an argument of it, e.g.
-      --data.data_path PREFIX            indexed dataset, without .bin
+      --data.data_path PREFIX            indexed dataset, without .bin; a blend: '[0.7, PREFIX, 0.3, PREFIX]'
+      --data.tokenizer DIR               what samples of BERT, T5 and instructions need
       --data.seq_length N                tokens of one sample
 
   -h, --help              this text
