@@ -149,3 +149,5 @@ def test_a_wait_belongs_to_us_if_our_code_is_in_the_stack() -> None:
     )
     assert attributed(_stack(lightning, ours, engine)) == (True, "megatron/clip_grads.py:3 f")
     assert attributed(_stack("run.py", torch_file)) == (False, "_tensor.py:2 f")
+    launcher = "/src/lightning_megatron/launcher.py"
+    assert attributed(_stack("run.py", launcher, lightning, torch_file)) == (False, "lightning/fit_loop.py:3 f")
