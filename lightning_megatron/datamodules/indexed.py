@@ -15,7 +15,7 @@ from lightning_megatron.data.samples.index_cache import SampleOrder, build, chec
 from lightning_megatron.data.samples.masking import MaskingOptions
 from lightning_megatron.data.samples.special_tokens import TokenizerFacts
 from lightning_megatron.data.samples.split import SPLIT_NAMES, SplitName, parse_split, whole_split
-from lightning_megatron.data.samples.t5 import T5Objective
+from lightning_megatron.data.samples.t5 import T5Format, T5Objective
 from lightning_megatron.datamodules.base import (
     MegatronDataModule,
     Run,
@@ -50,6 +50,8 @@ class IndexedDataModule(MegatronDataModule):
         tokenizer: Folder of the tokenizer, which a BERT or T5 needs for its special tokens and the borders of words.
         seq_length_decoder: Tokens that a T5's decoder reads.
         masking: What a BERT or T5 hides.
+        t5_format: What ends a T5's rows: ``hugging_face``, as its released models were trained (the text with eos, the
+            labels with one more sentinel and eos), or ``megatron`` (the labels with eos).
         sentence_order: Whether a BERT learns the order of sentences; None for what the model's task says.
         train_data_path: Datasets of training alone; with this or one of the next two, ``split`` and ``data_path`` are
             not used.
@@ -76,6 +78,7 @@ class IndexedDataModule(MegatronDataModule):
         tokenizer: str | None = None,
         seq_length_decoder: int = 128,
         masking: MaskingOptions = MaskingOptions(),  # noqa: B008 (frozen)
+        t5_format: T5Format = "hugging_face",
         sentence_order: bool | None = None,
         train_data_path: DataPath | None = None,
         valid_data_path: DataPath | None = None,
@@ -96,6 +99,7 @@ class IndexedDataModule(MegatronDataModule):
         self.objective_name = objective
         self.tokenizer = tokenizer
         self.masking = masking
+        self.t5_format = t5_format
         self.sentence_order = sentence_order
         self.drop_last_partial_validation_sequence = drop_last_partial_validation_sequence
         self.index_cache = index_cache
@@ -175,6 +179,7 @@ class IndexedDataModule(MegatronDataModule):
                 seq_length_decoder=self.seq_length_decoder,
                 tokenizer=facts,
                 masking=self.masking,
+                format=self.t5_format,
             )
         order = self.sentence_order
         if order is None:
