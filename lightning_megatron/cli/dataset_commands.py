@@ -58,12 +58,20 @@ def _add_merge(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def _add_inspect(commands: argparse._SubParsersAction[Any]) -> None:
-    summary = "describe an indexed dataset: documents, tokens, lengths, first documents"
+    summary = "describe a dataset (documents, tokens, lengths) or a checkpoint (tensors, model, layout)"
     parser = commands.add_parser(
-        "inspect", help=summary, description=f"{summary}. Reads and checks all of its index, not all of its tokens."
+        "inspect",
+        help=summary,
+        description=f"{summary}. Reads and checks all of a dataset's index, not all of its tokens; reads no weight of a"
+        " checkpoint, and runs no code of it.",
     )
-    parser.add_argument("path", metavar="PATH", help="prefix of a dataset, or its .bin or .idx")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the histogram of lengths")
+    parser.add_argument(
+        "path",
+        metavar="PATH",
+        help="prefix of a dataset, or its .bin or .idx; a *.ckpt, a checkpoint of Megatron-Core (torch_dist), or a"
+        " Hugging Face model directory",
+    )
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the histogram of a dataset's lengths")
     parser.add_argument(
         "--tokenizer", type=Path, metavar="DIR", help="decode the first documents with this transformers tokenizer"
     )

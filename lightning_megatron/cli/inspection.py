@@ -59,15 +59,22 @@ def inspect(options: InspectOptions) -> str:
             return report
     path = options.path
     if not os.path.exists(path):
-        raise DataError(f"path={path} does not exist, nor do {path}.bin and .idx; give the prefix of a dataset")
+        raise DataError(
+            f"path={path} does not exist, nor do {path}.bin and .idx; give the prefix of a dataset, or a checkpoint"
+        )
     if os.path.isdir(path):
         found = sorted({str(each.with_suffix("")) for each in Path(path).glob("*.idx")})
         names = ", ".join(found[:_MOST_DATASETS_NAMED]) + (", …" if len(found) > _MOST_DATASETS_NAMED else "")
         fix = (
-            f"give one of its datasets: {names}" if found else "give the prefix of a dataset, e.g. data/corpus_document"
+            f"give one of its datasets: {names}"
+            if found
+            else "give the prefix of a dataset, e.g. data/corpus_document, a *.ckpt or a model directory"
         )
-        raise DataError(f"path={path} is a folder, not a dataset; {fix}")
-    raise DataError(f"path={path} is no indexed dataset (.bin and .idx); give the prefix of one, or one of its files")
+        raise DataError(f"path={path} is a folder, and neither a dataset nor a checkpoint that is read; {fix}")
+    raise DataError(
+        f"path={path} is no indexed dataset (.bin and .idx) and no checkpoint; give the prefix of a dataset, one of its"
+        " files, a *.ckpt or a model directory"
+    )
 
 
 def _describe_dataset(options: InspectOptions) -> str | None:
@@ -91,7 +98,27 @@ def _describe_dataset(options: InspectOptions) -> str | None:
     return text if options.png is None else f"{text}\n\nPicture: {options.png}"
 
 
-_KINDS: tuple[Callable[[InspectOptions], str | None], ...] = (_describe_dataset,)
+def _describe_checkpoint(options: InspectOptions) -> str | None:
+    if not os.path.exists(options.path):
+        return None
+    from lightning_megatron.cli.messages import hide_known_warnings
+
+    hide_known_warnings()  # before the imports that cause some of them
+    from lightning_megatron.cli import checkpoint_report
+    from lightning_megatron.convert.contents import checkpoint_contents
+
+    contents = checkpoint_contents(Path(options.path))
+    if contents is None:
+        return None
+    for name in ("png", "tokenizer", "documents"):
+        if (value := getattr(options, name)) is not None:
+            raise ConfigError(f"{name}={value} is for datasets, and {options.path} is a checkpoint; leave it out")
+    if options.json:
+        return json.dumps(checkpoint_report.as_json(contents), indent=2, default=str)
+    return checkpoint_report.as_text(contents)
+
+
+_KINDS: tuple[Callable[[InspectOptions], str | None], ...] = (_describe_dataset, _describe_checkpoint)
 """Each gives None for a path that is of another kind."""
 
 

@@ -68,6 +68,11 @@ class _TableUnpickler(pickle.Unpickler):
         raise CheckpointError(f"it would run {module}.{name} when loaded")
 
 
+def is_distributed(path: Path) -> bool:
+    """Whether ``path`` is a distributed checkpoint of Megatron-Core, of ours or of another program."""
+    return (path / _TABLE_OF_CONTENTS).is_file() and (path / _BACKENDS).is_file()
+
+
 def check_complete(path: Path) -> None:
     """Raise unless ``path`` is a finished checkpoint directory of ours.
 
@@ -98,14 +103,18 @@ def check_only_data(path: Path) -> None:
     Raises:
         CheckpointError: If a file names anything but data, cannot be read, or is truncated.
     """
-    _check_backends(path)
+    check_backends(path)
     load_plain(path / COMMON)
     for name, length in _lengths_needed(path).items():
         _check_file(path, name, length)
 
 
-def _check_backends(path: Path) -> None:
-    """Megatron picks the code that reads the rest by this file."""
+def check_backends(path: Path) -> None:
+    """Refuse other formats: Megatron picks the code that reads the rest by this file.
+
+    Raises:
+        CheckpointError: If the format is another one, or cannot be read.
+    """
     try:
         backends = json.loads((path / _BACKENDS).read_bytes())
         known = all(backends[name] == value for name, value in _KNOWN_BACKENDS.items())
@@ -120,19 +129,33 @@ def _check_backends(path: Path) -> None:
         )
 
 
-def _lengths_needed(path: Path) -> dict[str, int]:
-    """Bytes that each data file must have, as the table of contents says."""
-    needed: dict[str, int] = defaultdict(int)
+def read_table(path: Path) -> Any:
+    """The table of contents of a distributed checkpoint, a ``torch.distributed.checkpoint.metadata.Metadata``.
+
+    Raises:
+        CheckpointError: If it names anything but what such a table consists of, or cannot be read.
+    """
     try:
-        table = _TableUnpickler(io.BytesIO((path / _TABLE_OF_CONTENTS).read_bytes())).load()
-        for place in table.storage_data.values():
-            needed[place.relative_path] = max(needed[place.relative_path], place.offset + place.length)
+        return _TableUnpickler(io.BytesIO((path / _TABLE_OF_CONTENTS).read_bytes())).load()
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint {path} is not loaded: {error}; do not trust its source") from None
     except Exception as error:  # a damaged pickle raises almost anything
-        raise CheckpointError(
-            f"checkpoint {path} has an unreadable {_TABLE_OF_CONTENTS} ({error!r}); use an earlier one"
-        ) from None
+        raise _unreadable_table(path, error) from None
+
+
+def _unreadable_table(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"checkpoint {path} has an unreadable {_TABLE_OF_CONTENTS} ({error!r}); use an earlier one")
+
+
+def _lengths_needed(path: Path) -> dict[str, int]:
+    """Bytes that each data file must have, as the table of contents says."""
+    needed: dict[str, int] = defaultdict(int)
+    table = read_table(path)
+    try:
+        for place in table.storage_data.values():
+            needed[place.relative_path] = max(needed[place.relative_path], place.offset + place.length)
+    except Exception as error:
+        raise _unreadable_table(path, error) from None
     return needed
 
 

@@ -1,0 +1,187 @@
+"""What is in a checkpoint: which tensors, of which model, at which layout? Read without any weight, and without code.
+
+Known are directories of ``MegatronStrategy`` (``*.ckpt``), distributed checkpoints of Megatron-Core (``torch_dist``),
+also below ``iter_0000N``, and Hugging Face model directories.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_megatron.convert.hugging_face_files import open_weights
+from lightning_megatron.engine.checkpoint_safety import (
+    META,
+    check_backends,
+    check_complete,
+    check_only_data,
+    is_distributed,
+    load_plain,
+    read_table,
+)
+from lightning_megatron.errors import CheckpointError
+
+_LATEST = "latest_checkpointed_iteration.txt"
+_CONFIG = "config.json"
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".index.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorEntry:
+    """One tensor as it is stored, whole."""
+
+    name: str
+    """Its key."""
+    shape: tuple[int, ...]
+    """Of the whole tensor, whatever it was sharded into."""
+    dtype: str
+    """Torch's name, e.g. ``bfloat16``."""
+    num_bytes: int
+    """Size in memory."""
+
+    @property
+    def is_optimizer(self) -> bool:
+        """Whether it is optimizer state, by its key."""
+        return self.name.startswith("optimizer.") or ".optimizer." in self.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointContents:
+    """What a checkpoint holds."""
+
+    path: Path
+    """Where it is."""
+    kind: str
+    """Who wrote it."""
+    facts: Mapping[str, Any]
+    """What else it says of itself: plain data by name."""
+    tensors: tuple[TensorEntry, ...]
+    """In the order of their names, numbers in names by value."""
+    num_files: int
+    """Files in it."""
+    stored_bytes: int
+    """Their sizes."""
+
+
+def checkpoint_contents(path: Path) -> CheckpointContents | None:
+    """Describe the checkpoint at ``path``; None if there is none of a known kind.
+
+    Raises:
+        CheckpointError: If it is unfinished, damaged, or could run code.
+    """
+    if path.is_file() and path.suffix == ".safetensors":
+        return _hugging_face(path.parent)
+    if not path.is_dir():
+        return None
+    if (path / _LATEST).is_file():
+        return checkpoint_contents(_latest(path))
+    if (path / META).is_file():
+        return _of_strategy(path)
+    if is_distributed(path):
+        return _of_megatron_core(path)
+    if any(each.name.endswith(_WEIGHT_SUFFIXES) for each in path.iterdir()):
+        return _hugging_face(path)
+    return None
+
+
+def _of_strategy(path: Path) -> CheckpointContents:
+    check_complete(path)
+    check_only_data(path)
+    meta = load_plain(path / META)
+    try:
+        lightning = meta["lightning"]
+        facts = {
+            "format_version": meta["format_version"],
+            "model": {name: value for name, value in meta["model_description"].items() if value is not None},
+            "layout": {name: size for name, size in meta["layout"].items() if size is not None},
+            "optimizer": meta["optimizer_format"],
+            "global_step": lightning.get("global_step"),
+            "epoch": lightning.get("epoch"),
+            "data": dict(_positions(lightning)),
+            "lightning": lightning.get("pytorch-lightning_version"),
+        }
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"checkpoint {path} was written by another strategy ({error!r} in {META})") from None
+    return _contents(path, "checkpoint of MegatronStrategy", facts, _distributed_tensors(path))
+
+
+def _positions(lightning: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Where each data module was: what it saved under its name."""
+    for name, state in lightning.items():
+        if isinstance(state, Mapping) and "train" in state and "train_order" in state:
+            yield name, state["train"]
+
+
+def _of_megatron_core(path: Path) -> CheckpointContents:
+    check_backends(path)
+    return _contents(path, "Megatron-Core distributed checkpoint (torch_dist)", {}, _distributed_tensors(path))
+
+
+def _latest(path: Path) -> Path:
+    """The folder of the iteration that Megatron's tracker file names."""
+    text = (path / _LATEST).read_text(errors="replace").strip()
+    folder = path / ("release" if text == "release" else f"iter_{text.zfill(7)}")
+    if not (text == "release" or text.isdecimal()) or not folder.is_dir():
+        raise CheckpointError(f"{path / _LATEST} names iteration {text!r}, and there is no folder {folder.name}")
+    return folder
+
+
+def _distributed_tensors(path: Path) -> list[TensorEntry]:
+    entries = []
+    try:
+        for name, stored in read_table(path).state_dict_metadata.items():
+            if hasattr(stored, "properties"):  # else bytes: what no layout shards
+                shape, dtype = tuple(stored.size), stored.properties.dtype
+                num_bytes = math.prod(shape) * dtype.itemsize
+                entries.append(TensorEntry(name=str(name), shape=shape, dtype=_name(dtype), num_bytes=num_bytes))
+    except (AttributeError, TypeError) as error:
+        raise CheckpointError(f"checkpoint {path} has a damaged table of contents ({error!r}); use another") from None
+    return entries
+
+
+def _hugging_face(path: Path) -> CheckpointContents:
+    facts: dict[str, Any] = {}
+    if (path / _CONFIG).is_file():
+        try:
+            config = json.loads((path / _CONFIG).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path / _CONFIG} cannot be read ({error}); fetch it again") from None
+        facts = dict(config) if isinstance(config, dict) else {}
+    weights = open_weights(path)
+    tensors = [
+        TensorEntry(
+            name=name,
+            shape=each.shape,
+            dtype=_name(each.dtype) if each.dtype else each.dtype_name,
+            num_bytes=each.num_bytes,
+        )
+        for name, each in weights.tensors.items()
+    ]
+    return _contents(path, "Hugging Face model directory", {"config": facts} if facts else {}, tensors)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _contents(path: Path, kind: str, facts: Mapping[str, Any], tensors: list[TensorEntry]) -> CheckpointContents:
+    files = [each for each in path.rglob("*") if each.is_file()]
+    return CheckpointContents(
+        path=path,
+        kind=kind,
+        facts={name: value for name, value in facts.items() if value not in (None, {}, [])},
+        tensors=tuple(sorted(tensors, key=lambda each: natural_key(each.name))),
+        num_files=len(files),
+        stored_bytes=sum(each.stat().st_size for each in files),
+    )
+
+
+def natural_key(name: str) -> tuple[tuple[bool, int, str], ...]:
+    """Sorts ``layers.10`` behind ``layers.9``."""
+    return tuple((part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in name.split("."))

@@ -1,0 +1,148 @@
+"""Does ``inspect`` show what is in a checkpoint, of whatever kind, and run no code of it?"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron.cli import main
+from tests.checkpoint.runs import Run, make_trainer
+from tests.ranks import run_ranks
+
+LAYERS, HIDDEN, VOCAB = 2, 16, 50
+MODEL = {"model_type": "gpt2", "n_layer": LAYERS, "n_embd": HIDDEN, "n_head": 2, "vocab_size": VOCAB, "n_positions": 16}
+
+
+def _train_and_save(folder: str) -> None:
+    import lightning.pytorch as pl
+
+    from lightning_megatron import DatasetDataModule, MegatronModule
+
+    pl.seed_everything(1, verbose=False)
+    run = Run(strategy={"tp": 2}, trainer={"max_steps": 2})
+    trainer = make_trainer(run)
+    rows = [{"input_ids": torch.arange(16) % VOCAB} for _ in range(16)]
+    module = MegatronModule(model=MODEL, make_vocab_size_divisible_by=8)
+    trainer.fit(module, datamodule=DatasetDataModule(rows, micro_batch_size=2))
+    trainer.save_checkpoint(f"{folder}/a.ckpt")
+    module.save_pretrained(f"{folder}/hf")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two ranks, ``a.ckpt``, and the same model as ``hf``."""
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(_train_and_save, 2, str(folder))
+    return folder
+
+
+def _json(path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert main(["inspect", str(path), "--json"]) == 0
+    shown: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return shown
+
+
+def test_a_checkpoint_of_ours(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = _json(saved / "a.ckpt", capsys)
+
+    assert shown["layout"] == {"tp": 2, "pp": 1, "cp": 1, "dp": 1}
+    assert (shown["global_step"], shown["model"]["hidden_size"]) == (2, HIDDEN)
+    assert shown["data"] == {"DatasetDataModule": {"epoch": 0, "consumed_samples": 8, "steps": 2}}
+    tensors = {each["name"]: each for each in shown["tensors"]}
+    # Layers are stacked, and the vocabulary is padded to a multiple of 8 x tp.
+    assert tensors["decoder.layers.mlp.linear_fc1.weight"]["shape"] == [LAYERS, 4 * HIDDEN, HIDDEN]
+    assert tensors["embedding.word_embeddings.weight"]["shape"] == [64, HIDDEN]
+    weights = sum(each["num_bytes"] for each in shown["tensors"] if not each["is_optimizer"])
+    per_layer = 12 * HIDDEN**2 + 13 * HIDDEN
+    assert weights == 4 * (LAYERS * per_layer + 2 * HIDDEN + (64 + 16) * HIDDEN)
+    state = sum(each["num_bytes"] for each in shown["tensors"] if each["is_optimizer"])
+    assert state == 3 * weights  # Adam's two moments, and the fp32 weights
+    assert main(["inspect", str(saved / "a.ckpt")]) == 0
+    text = capsys.readouterr().out
+    for expected in (
+        "layout",
+        "tp 2, pp 1, cp 1, dp 1",
+        "consumed_samples 8",
+        "exp_avg, exp_avg_sq, param",
+        "[2, 64, 16]",
+    ):
+        assert expected in text
+
+
+def test_a_hugging_face_directory_and_one_file_of_it(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(saved / "hf")
+    expected = {name: list(tensor.shape) for name, tensor in model.named_parameters() if name != "lm_head.weight"}
+
+    shown = _json(saved / "hf", capsys)
+
+    assert {each["name"]: each["shape"] for each in shown["tensors"]} == expected
+    assert shown["config"]["model_type"] == "gpt2"
+    assert _json(saved / "hf" / "model.safetensors", capsys) == shown
+    assert main(["inspect", str(saved / "hf")]) == 0
+    assert "transformer.h.{0-1}.attn.c_attn.weight" in capsys.readouterr().out
+
+
+def test_a_distributed_checkpoint_of_megatron_below_its_tracker(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    iteration = tmp_path / "iter_0000012"
+    shutil.copytree(saved / "a.ckpt", iteration)
+    (iteration / "meta.pt").unlink()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("12\n")
+
+    shown = _json(tmp_path, capsys)
+
+    assert shown["kind"] == "Megatron-Core distributed checkpoint (torch_dist)"
+    assert shown["path"] == str(iteration)
+    assert shown["tensors"] == _json(saved / "a.ckpt", capsys)["tensors"]
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("13\n")
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert "names iteration '13', and there is no folder iter_0000013" in capsys.readouterr().err
+
+
+class _RunsCode:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (print, ("this must not run",))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("meta.pt", None, "holds more than data"),
+        (".metadata", pickle.dumps(_RunsCode()), "it would run builtins.print when loaded"),
+        (".metadata", b"no pickle", "has an unreadable .metadata"),
+        ("metadata.json", b"{}", "has an unreadable metadata.json"),
+        ("__0_0.distcp", b"short", "is damaged: __0_0.distcp has 5 bytes"),
+    ],
+)
+def test_nothing_of_a_checkpoint_is_run_and_damage_is_named(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, content: bytes | None, message: str
+) -> None:
+    shutil.copytree(saved / "a.ckpt", tmp_path / "b.ckpt")
+    if content is None:
+        torch.save({"lightning": _RunsCode()}, tmp_path / "b.ckpt" / file)
+    else:
+        (tmp_path / "b.ckpt" / file).write_bytes(content)
+
+    assert main(["inspect", str(tmp_path / "b.ckpt")]) == 2
+
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert len(captured.err.splitlines()) == 1
+    assert "this must not run" not in captured.out + captured.err
+
+
+@pytest.mark.parametrize("option", [("--png", "a.png"), ("--tokenizer", "tok"), ("--documents", "2")])
+def test_options_of_datasets_are_refused(
+    saved: Path, capsys: pytest.CaptureFixture[str], option: tuple[str, str]
+) -> None:
+    assert main(["inspect", str(saved / "hf"), *option]) == 2
+    assert f"{option[0].strip('-')}={option[1]} is for datasets" in capsys.readouterr().err
