@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from lightning_megatron.data.samples.base import Objective, Part, Rows, Samples
+from lightning_megatron.data.samples.built_once import open_array
 from lightning_megatron.data.samples.split import SplitName
 from lightning_megatron.errors import ConfigError
 
@@ -84,8 +85,7 @@ class Mixture:
     @classmethod
     def load(cls, folder: str) -> Mixture:
         """Map the files of ``folder`` into memory."""
-        paths = {field.name: os.path.join(folder, f"{field.name}.npy") for field in fields(cls)}
-        return cls(**{name: np.load(path, mmap_mode="r").view(np.ndarray) for name, path in paths.items()})
+        return cls(**{field.name: open_array(folder, field.name) for field in fields(cls)})
 
 
 def parse_blend(data_path: str | Sequence[str | float]) -> tuple[Source, ...]:

@@ -20,6 +20,10 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lightning_megatron.errors import DataError
 
@@ -72,6 +76,25 @@ def build_once(folder: str, write: Callable[[str], SampleOrder], subject: str) -
             f"the index of {subject} cannot be written to {folder} ({error.strerror or error}); set index_cache to a"
             " folder that can be written and has room"
         ) from error
+
+
+def open_array(folder: str, name: str) -> NDArray[Any]:
+    """Map ``name.npy`` of a folder into memory.
+
+    Raises:
+        DataError: If it is damaged, or not there any more: a run opens its index again for each validation.
+    """
+    path = os.path.join(folder, f"{name}.npy")
+    try:
+        # A plain view of the map: slices of a numpy.memmap cost more than the copies that are made of them.
+        return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)  # type: ignore[no-any-return]
+    except FileNotFoundError as error:
+        raise DataError(
+            f"{path} is not there any more, though the run is not over; start the run again, which builds the index"
+            " anew, and keep its folder as long as it lasts"
+        ) from error
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{path} is no index ({error}): damaged; delete its folder") from error
 
 
 def _read_order(folder: str) -> SampleOrder | None:

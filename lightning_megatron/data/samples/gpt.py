@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from lightning_megatron.data.formats.mapped import MappedDataset
 from lightning_megatron.data.samples.base import Objective, Part, Rows
+from lightning_megatron.data.samples.built_once import open_array
 from lightning_megatron.data.samples.split import split_ranges
 from lightning_megatron.errors import DataError
 
@@ -118,8 +119,7 @@ class GPTIndex:
     @classmethod
     def load(cls, folder: str) -> GPTIndex:
         """Map the files of ``folder`` into memory."""
-        paths = {field.name: os.path.join(folder, f"{field.name}.npy") for field in fields(cls)}
-        return cls(**{name: np.load(path, mmap_mode="r").view(np.ndarray) for name, path in paths.items()})
+        return cls(**{field.name: open_array(folder, field.name) for field in fields(cls)})
 
 
 def build_gpt_index(

@@ -11,7 +11,7 @@ import os
 import numpy as np
 
 from lightning_megatron.data.corpus.tokenizer import load_tokenizer
-from lightning_megatron.data.samples.built_once import SampleOrder, build_once
+from lightning_megatron.data.samples.built_once import SampleOrder, build_once, open_array
 from lightning_megatron.data.samples.instructions import InstructionOptions, Instructions, read_instructions
 from lightning_megatron.data.samples.records import record_files
 
@@ -43,17 +43,13 @@ def cached_instructions(options: InstructionOptions, index_cache: str | None) ->
         return SampleOrder(num_samples=len(made), fingerprint=made.fingerprint)
 
     build_once(folder, write, options.path)
-    tokens, is_answer, starts = (
-        # Plain views of the map: slices of a numpy.memmap cost more than the copies that are made of them.
-        np.asarray(np.load(os.path.join(folder, f"{name}.npy"), mmap_mode="r"))
-        for name in _ARRAYS
-    )
+    tokens, is_answer, starts = (open_array(folder, name) for name in _ARRAYS)
     return Instructions(
         tokens=tokens,
         is_answer=is_answer,
         starts=starts,
         seq_length=options.seq_length,
-        padding_token=int(np.load(os.path.join(folder, "padding_token.npy"))),
+        padding_token=int(open_array(folder, "padding_token")),
     )
 
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from lightning_megatron.data.formats.mapped import MappedDataset
 from lightning_megatron.data.formats.mmap import read_header
 from lightning_megatron.data.samples.base import Part
+from lightning_megatron.data.samples.built_once import open_array
 from lightning_megatron.data.samples.masking import MaskingOptions
 from lightning_megatron.data.samples.split import split_ranges
 from lightning_megatron.errors import ConfigError, DataError
@@ -30,7 +31,7 @@ LONG_SENTENCE = 512
 """A document of several sentences is left out if one has more tokens (``LONG_SENTENCE_LEN`` in helpers.cpp)."""
 
 _MAX_INT32 = 2**31 - 1
-_FILE = "sentences.npy"
+_NAME = "sentences"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,16 +102,17 @@ class SentenceIndex:
             DataError: If the documents give no sample.
         """
         self._seed, self._cut = part.seed, cut
-        self._path = os.path.join(folder, _FILE) if folder else ""
-        if self._path and os.path.isfile(self._path):
-            self._mapping = _opened(self._path)
+        self._folder = folder
+        path = os.path.join(folder, f"{_NAME}.npy")
+        if folder and os.path.isfile(path):
+            self._mapping: NDArray[np.uint64] = open_array(folder, _NAME)
         else:
             documents = _Documents(part)
             documents.check(cut)
             documents.warn(cut)
             self._mapping = _mapping(documents, cut, part.num_samples)
-            if self._path:
-                np.save(self._path, self._mapping)
+            if folder:
+                np.save(path, self._mapping)
         self._dataset = MappedDataset(part.prefix)
 
     def __len__(self) -> int:
@@ -119,13 +121,13 @@ class SentenceIndex:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what can be opened again from disk."""
-        return {**self.__dict__, "_mapping": None if self._path else self._mapping}
+        return {**self.__dict__, "_mapping": None if self._folder else self._mapping}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Open it again."""
         self.__dict__.update(state)
-        if self._path:
-            self._mapping = _opened(self._path)
+        if self._folder:
+            self._mapping = open_array(self._folder, _NAME)
 
     @property
     def fingerprint(self) -> str:
@@ -249,12 +251,4 @@ def _mapping(documents: _Documents, cut: SentenceCut, num_samples: int | None) -
         False,
         cut.min_sentences,
     )
-    return mapping
-
-
-def _opened(path: str) -> NDArray[np.uint64]:
-    try:
-        mapping: NDArray[np.uint64] = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise DataError(f"{path} is no index ({error}): damaged; delete its folder") from error
     return mapping

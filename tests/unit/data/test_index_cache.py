@@ -6,6 +6,7 @@ import errno
 import fcntl
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -354,6 +355,18 @@ def test_a_dataset_written_again_under_the_same_name_gets_a_new_index(tmp_path: 
     rows = _rows(open_samples(request, None))
 
     assert np.array_equal(rows, megatron_samples(documents[:40], SEQ_LENGTH, 1234, None))
+
+
+@pytest.mark.parametrize("names", [["corpus"], ["corpus", "other"]], ids=["one", "blend"])
+def test_an_index_that_is_removed_while_a_run_lasts_is_named(tmp_path: Path, names: list[str]) -> None:
+    for name in names:
+        write_corpus(tmp_path / name, 50)
+    request = _request(tmp_path, sources=tuple(Source(str(tmp_path / name)) for name in names))
+    samples = open_samples(request, str(tmp_path / "cache"))
+    shutil.rmtree(tmp_path / "cache")
+
+    with pytest.raises(DataError, match=r"cache/gpt-train-.*\.npy is not there any more.*; start the run again"):
+        samples.rows([0])
 
 
 def test_a_machine_that_does_not_see_the_cache_builds_the_same_samples_for_itself(
