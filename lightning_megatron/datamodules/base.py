@@ -154,6 +154,7 @@ class MegatronDataModule(LightningDataModule, ABC):
         self._train_loader = TrainLoader(samples, sampler, shape, self.num_workers)
         if restored is not None:
             self._go_to(self._train_loader, restored)
+        self._check_validation_interval(len(self._train_loader))
         return self._train_loader
 
     @override
@@ -293,6 +294,18 @@ class MegatronDataModule(LightningDataModule, ABC):
             raise ConfigError(
                 f"reload_dataloaders_every_n_epochs={trainer.reload_dataloaders_every_n_epochs} would begin the samples"
                 " anew; set it to 0"
+            )
+
+    def _check_validation_interval(self, num_steps: int) -> None:
+        """Lightning's own refusal is an error like any other, which ends a run with a traceback."""
+        trainer = self._trainer()
+        interval, limit = trainer.val_check_interval, trainer.limit_train_batches
+        num_steps = min(num_steps, limit) if isinstance(limit, int) else int(num_steps * limit)
+        counts_one_epoch = trainer.check_val_every_n_epoch is not None and trainer.limit_val_batches > 0
+        if counts_one_epoch and isinstance(interval, int) and interval > num_steps > 0:
+            raise ConfigError(
+                f"val_check_interval={interval} is more than the {num_steps} training steps of a Lightning epoch; lower"
+                " it, set check_val_every_n_epoch=None to count steps over epochs, or limit_val_batches=0"
             )
 
     def _trains_whole_epochs(self) -> bool:

@@ -100,6 +100,8 @@ def _loaded(folder: str) -> Any:
         ) from error
     try:
         return load_from_disk(folder)
+    except IndexError as error:  # the library's own, where there is not one row
+        raise DataError(f"{folder} holds a dataset without items; save one with at least one item") from error
     except (OSError, ValueError) as error:
         raise DataError(
             f"{folder} holds no dataset that save_to_disk wrote ({str(error).splitlines()[0]}); give its folder"

@@ -105,7 +105,7 @@ class IndexedDataModule(MegatronDataModule):
         self.index_cache = index_cache
         own = {"train": train_data_path, "valid": valid_data_path, "test": test_data_path}
         self._sources = _sources(data_path, split, paths_of_splits(data_path, own))  # type: ignore[arg-type]
-        self._objective_of_run: Objective | None = None
+        self._objectives: dict[tuple[str, bool], Objective] = {}
 
     @override
     def has_split(self, name: SplitName) -> bool:
@@ -155,13 +155,13 @@ class IndexedDataModule(MegatronDataModule):
         return self.objective_name or ("gpt" if model is None else model.architecture)
 
     def _objective(self, model: ModelConfig | None) -> Objective:
-        """What a sample is; made once, as it reads the tokenizer."""
-        name = self._name(model)
-        if self._objective_of_run is None or self._objective_of_run.name != name:
-            self._objective_of_run = self._make_objective(name, model)
-        return self._objective_of_run
+        """What a sample is; made once for a kind of model, as it reads the tokenizer."""
+        kind = (self._name(model), model is None or model.task == "pretraining")
+        if kind not in self._objectives:
+            self._objectives[kind] = self._make_objective(*kind)
+        return self._objectives[kind]
 
-    def _make_objective(self, name: str, model: ModelConfig | None) -> Objective:
+    def _make_objective(self, name: str, is_pretraining: bool) -> Objective:
         if name == "gpt":
             return GPTObjective(
                 seq_length=self.seq_length,
@@ -181,9 +181,7 @@ class IndexedDataModule(MegatronDataModule):
                 masking=self.masking,
                 format=self.t5_format,
             )
-        order = self.sentence_order
-        if order is None:
-            order = model is None or model.task == "pretraining"
+        order = is_pretraining if self.sentence_order is None else self.sentence_order
         return BertObjective(seq_length=self.seq_length, tokenizer=facts, masking=self.masking, sentence_order=order)
 
     def _check_vocabulary(self, objective: Objective, vocab_size: int) -> None:

@@ -86,6 +86,7 @@ class InstructionDataModule(MegatronDataModule):
         self._answers = answers
         self._separator = separator
         self._row_options = RowOptions(packing=packing, pad_to_multiple_of=pad_to_multiple_of, seed=seed)
+        self._row_options.check_length(seq_length)
         own = {"train": train_data_path, "valid": valid_data_path, "test": test_data_path}
         self._paths = paths_of_splits(data_path, own)  # type: ignore[arg-type]
         self._data_path, self._split = data_path, split

@@ -8,15 +8,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from lightning.pytorch import Trainer
 from numpy.typing import NDArray
 
 from lightning_megatron.convert.registry import model_config
+from lightning_megatron.data.samples.special_tokens import TokenizerFacts
 from lightning_megatron.data.serving.batch_shape import BatchShape
 from lightning_megatron.datamodules.base import Run
+from lightning_megatron.datamodules.datasets import DatasetDataModule
+from lightning_megatron.datamodules.instructions import InstructionDataModule
 from lightning_megatron.errors import ConfigError, DataError
 from tests.unit.data.corpus import write_corpus
 from tests.unit.data.one_of_many_ranks import OneOfManyRanks, Recorder, make_data, make_documents, make_trainer
+from tests.unit.data.sentence_corpus import random_documents, word_pieces, write_sentences
 
 
 @pytest.fixture
@@ -88,11 +93,11 @@ def test_an_error_on_another_reading_rank_is_an_error_here(
 def test_the_models_vocabulary_is_compared_with_the_tokens(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
     largest = max(int(tokens.max()) for tokens in documents)
     module = Recorder()
-    module.model_config = SimpleNamespace(vocab_size=largest, architecture="gpt")  # type: ignore[assignment]
+    module.model_config = SimpleNamespace(vocab_size=largest, architecture="gpt", task=None)  # type: ignore[assignment]
 
     with pytest.raises(DataError, match=f"holds token {largest}, the model's vocab_size={largest} ends"):
         make_trainer(tmp_path, OneOfManyRanks(), max_steps=1).fit(module, datamodule=make_data(tmp_path))
-    module.model_config = SimpleNamespace(vocab_size=largest + 1, architecture="gpt")  # type: ignore[assignment]
+    module.model_config = SimpleNamespace(vocab_size=largest + 1, architecture="gpt", task=None)  # type: ignore[assignment]
     make_trainer(tmp_path, OneOfManyRanks(), max_steps=1).fit(module, datamodule=make_data(tmp_path))
 
 
@@ -151,3 +156,53 @@ def test_check_refuses_a_split_without_a_sample(tmp_path: Path, documents: list[
 def test_impossible_arguments_are_refused_at_once(tmp_path: Path, option: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_data(tmp_path, **option)
+
+
+def test_padding_that_does_not_fit_the_rows_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="pad_to_multiple_of=3 does not divide seq_length=8"):
+        InstructionDataModule(str(tmp_path), tokenizer=str(tmp_path), seq_length=8, pad_to_multiple_of=3)
+
+
+def test_a_validation_interval_longer_than_an_epoch_is_refused(
+    tmp_path: Path, documents: list[NDArray[np.uint16]]
+) -> None:
+    def fit(**options: Any) -> None:
+        trainer = make_trainer(tmp_path, OneOfManyRanks(), max_steps=4, **({"limit_val_batches": 1} | options))
+        trainer.fit(Recorder(), datamodule=make_data(tmp_path))
+
+    with pytest.raises(
+        ConfigError, match="val_check_interval=5 is more than the 4 training steps of a Lightning epoch"
+    ):
+        fit(val_check_interval=5)
+    with pytest.raises(ConfigError, match="val_check_interval=3 is more than the 2 training steps"):
+        fit(val_check_interval=3, limit_train_batches=0.5)
+    fit(val_check_interval=4)
+    fit(val_check_interval=5, check_val_every_n_epoch=None)
+    fit(val_check_interval=5, limit_val_batches=0)
+
+
+def test_a_dataset_on_disk_without_items_is_named(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"input_ids": []}).save_to_disk(tmp_path / "empty")
+
+    with pytest.raises(DataError, match="empty holds a dataset without items; save one with"):
+        DatasetDataModule(train=str(tmp_path / "empty")).check(_run())
+
+
+def test_samples_are_those_of_the_model_that_is_trained_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TokenizerFacts, "read", lambda folder: word_pieces())
+    write_sentences(tmp_path / "corpus", random_documents(60))
+    data = make_data(tmp_path, split="1", seq_length=32, tokenizer="word-pieces")
+    seen: list[bool] = []
+
+    class Watching(Recorder):
+        def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            seen.append("next_sentence_label" in batch)
+            return self.weight * 0.0
+
+    for task in ("masked_lm", "pretraining", "masked_lm"):
+        module = Watching()
+        module.model_config = SimpleNamespace(vocab_size=2**16, architecture="bert", task=task)  # type: ignore[assignment]
+        make_trainer(tmp_path, OneOfManyRanks(), max_steps=1).fit(module, datamodule=data)
+
+    assert seen == [False, True, False]

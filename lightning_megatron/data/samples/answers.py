@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -12,6 +13,9 @@ from lightning_megatron.data.samples.conversations import RenderedRecord, Span
 
 TokenizedSample: TypeAlias = tuple[NDArray[np.int32], NDArray[np.bool_]]
 """Tokens of a sample, and which of them are learned."""
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""Half a character, which JSON can spell and no tokenizer takes; ``preprocess`` replaces it too."""
 
 
 def tokenize(tokenizer: Any, records: Sequence[RenderedRecord]) -> Iterator[TokenizedSample]:
@@ -42,7 +46,7 @@ def _encode(tokenizer: Any, records: Sequence[RenderedRecord], is_chat: bool) ->
     if not records:
         return
     encoded = tokenizer(
-        [record.text for record in records],
+        [_SURROGATE.sub("\ufffd", record.text) for record in records],
         add_special_tokens=not is_chat,
         return_offsets_mapping=True,
         return_attention_mask=False,

@@ -244,6 +244,15 @@ class RowOptions:
                 " of seq_length; leave one of them out"
             )
 
+    def check_length(self, seq_length: int) -> None:
+        """See to it that rows of ``seq_length`` tokens can be padded so.
+
+        Raises:
+            ConfigError: If ``pad_to_multiple_of`` does not divide it.
+        """
+        if self.pad_to_multiple_of is not None:
+            require_divides("pad_to_multiple_of", self.pad_to_multiple_of, "seq_length", seq_length)
+
 
 class InstructionSamples:
     """Rows of samples for ``GPTTrainStep``; one pass over them.
@@ -259,11 +268,11 @@ class InstructionSamples:
     def __init__(self, instructions: Instructions, options: RowOptions) -> None:
         self._instructions = instructions
         self._options = options
-        length, multiple = instructions.seq_length, options.pad_to_multiple_of
-        if multiple is not None:
-            require_divides("pad_to_multiple_of", multiple, "seq_length", length)
+        options.check_length(instructions.seq_length)
         self._packing = (
-            pack(instructions.lengths, length, options.seed) if options.packing else one_sample_a_row(len(instructions))
+            pack(instructions.lengths, instructions.seq_length, options.seed)
+            if options.packing
+            else one_sample_a_row(len(instructions))
         )
 
     @property

@@ -143,6 +143,18 @@ def test_a_token_of_answer_and_question_is_learned(tmp_path: Path) -> None:
     assert [text for learned, text in _parts(got, tokenizer) if learned] == ["is the"]
 
 
+def test_half_a_character_is_replaced_as_preprocess_does(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path / "tokenizer", UNMARKED)
+    records = [
+        {"prompt": "is it? \ud800", "completion": " y\udfff"},
+        {"messages": [USER, {**CHAT[2], "content": "\ud800"}]},
+    ]
+    damaged = _read(tmp_path, *records, tokenizer=tokenizer)
+
+    assert _parts(damaged, tokenizer, 0) == [(False, "is it? \ufffd"), (True, f" y\ufffd{END}")]
+    assert _parts(damaged, tokenizer, 1)[1] == (True, f"\ufffd{END}\n")
+
+
 def test_a_chat_gets_no_special_tokens_but_the_templates(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(tmp_path / "tokenizer", UNMARKED, bos=True)
     got = _read(tmp_path, {"messages": CHAT[1:3]}, QUESTIONS[0], tokenizer=tokenizer)
