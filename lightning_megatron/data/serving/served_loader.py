@@ -5,7 +5,7 @@ They are not ``torch.utils.data.DataLoader`` objects, so Lightning leaves their 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from lightning_megatron.data.serving.sampler import (
     evaluation_batches,
     num_evaluation_steps,
 )
+from lightning_megatron.errors import DataError
 
 
 class TrainLoader:
@@ -116,6 +117,26 @@ class Batches(Dataset[Rows]):
         return rows
 
 
+class _InWorker(Dataset[Rows | DataError]):
+    """The same batches, and an error as an item: the loader would hide its message behind a worker's traceback."""
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+
+    def __getitem__(self, indices: list[int]) -> Rows | DataError:
+        try:
+            return self._batches[indices]
+        except DataError as error:
+            return error
+
+
+def _raised(items: Iterable[Rows | DataError]) -> Iterator[Rows]:
+    for item in items:
+        if isinstance(item, DataError):
+            raise item
+        yield item
+
+
 def _read(
     samples: Samples | None,
     batches: Iterator[list[int]],
@@ -134,7 +155,7 @@ def _read(
     private = torch.Generator()
     private.manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
     loader = DataLoader(
-        dataset,
+        _InWorker(dataset),
         batch_size=None,
         sampler=batches,
         num_workers=num_workers,
@@ -142,4 +163,4 @@ def _read(
         # A thread takes what workers hand over into pinned memory, from which a GPU copies without waiting.
         pin_memory=torch.cuda.is_available(),
     )
-    return iter(loader)
+    return _raised(iter(loader))

@@ -11,6 +11,7 @@ from lightning_megatron.data.samples.base import Rows
 from lightning_megatron.data.serving.batch_shape import BatchShape
 from lightning_megatron.data.serving.sampler import PassOrder, TrainSampler
 from lightning_megatron.data.serving.served_loader import PassLoader, TrainLoader
+from lightning_megatron.errors import DataError
 
 
 class RandomSamples:
@@ -52,3 +53,20 @@ def test_a_last_batch_is_filled_up_with_rows_that_do_not_count(num_workers: int)
 
     assert [batch["number"].tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 0]]
     assert [batch["sample_mask"].tolist() for batch in batches] == [[1.0] * 4, [1.0] * 4, [1.0, 1.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_is_wrong_with_the_data_is_said_alike_by_a_worker(num_workers: int) -> None:
+    class Damaged(RandomSamples):
+        def rows(self, indices: Sequence[int]) -> Rows:
+            if 4 in indices:
+                raise DataError("item 4 is damaged; correct it")
+            return super().rows(indices)
+
+    shape = BatchShape(micro_batch_size=2, num_microbatches=1, data_parallel_size=1, data_parallel_rank=0)
+    batches = iter(PassLoader(Damaged(), 10, shape, num_workers))
+
+    assert [next(batches)["number"].tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    with pytest.raises(DataError) as error:
+        next(batches)
+    assert str(error.value) == "item 4 is damaged; correct it"
