@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from lightning_megatron.data.corpus.bad_documents import BadDocuments
 from lightning_megatron.data.corpus.encoder import DocumentEncoder, EncodedKey
@@ -23,6 +20,7 @@ from lightning_megatron.data.corpus.tokenizer import largest_id, load_tokenizer
 from lightning_megatron.data.corpus.worker_pool import encode_all
 from lightning_megatron.data.formats.legacy import TOKEN_DTYPE, LegacyDatasetWriter
 from lightning_megatron.data.formats.mmap import IndexedDatasetWriter, token_dtype
+from lightning_megatron.data.formats.staged import exit_on_sigterm
 from lightning_megatron.errors import ConfigError, DataError
 
 _WRITERS = {"mmap": IndexedDatasetWriter, "cached": LegacyDatasetWriter, "lazy": LegacyDatasetWriter}
@@ -116,7 +114,7 @@ def preprocess(options: PreprocessOptions) -> PreprocessResult:
     num_tokens = [0] * len(prefixes)
     num_documents = num_empty = 0
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_exit_on_sigterm())
+        stack.enter_context(exit_on_sigterm())
         writers = [stack.enter_context(_WRITERS[options.dataset_impl](prefix, encoder.dtype)) for prefix in prefixes]
         pieces = cut_into_pieces(files, options.json_keys)
         encoded = stack.enter_context(encode_all(pieces, encoder, options.workers))
@@ -133,6 +131,8 @@ def preprocess(options: PreprocessOptions) -> PreprocessResult:
             bar.set_postfix(docs=f"{num_documents:,}", tokens=f"{sum(num_tokens):,}", refresh=False)
             bar.update(done.num_bytes)
         _require_tokens(options, num_tokens, len(files), bad.count)
+        for writer in writers:
+            writer.complete()
     return PreprocessResult(
         prefixes=prefixes,
         documents=num_documents,
@@ -188,23 +188,6 @@ def _require_tokens(options: PreprocessOptions, num_tokens: list[int], num_files
             raise DataError(
                 f"no document has a token under '{key}' in {num_files} files{skipped}; give inputs with text"
             )
-
-
-@contextlib.contextmanager
-def _exit_on_sigterm() -> Iterator[None]:
-    """A batch system ends jobs by SIGTERM, which would end this process without the removal of what it has begun."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, _exit)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _exit(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)
 
 
 def _progress_bar(total_bytes: int) -> Any:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from lightning_megatron.data.formats.index_files import DatasetHeader, reading
 from lightning_megatron.data.formats.mmap import index_header, index_parts
-from lightning_megatron.data.formats.staged import StagedPair
+from lightning_megatron.data.formats.staged import StagedPair, exit_on_sigterm
 from lightning_megatron.errors import DataError
 
 _PIECE_BYTES = 1 << 23
@@ -57,7 +57,11 @@ def rewrite(
     for source in sources:
         _require_short_sequences(source)
     sizes = [source.bin_bytes for source in sources]
-    with _Rewriting(output_prefix, sources, dtype) as pair, _progress_bar(sum(sizes), activity) as bar:
+    with (
+        exit_on_sigterm(),
+        _Rewriting(output_prefix, sources, dtype) as pair,
+        _progress_bar(sum(sizes), activity) as bar,
+    ):
         for source, num_bytes in zip(sources, sizes, strict=True):
             for piece in _pieces(Path(source.prefix + ".bin"), num_bytes):
                 pair.write(piece if source.dtype == dtype else _as_type(piece, source.dtype, dtype))

@@ -14,12 +14,14 @@ import fcntl
 import glob
 import os
 import secrets
+import signal
 import socket
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO, Self
+from types import FrameType, TracebackType
+from typing import BinaryIO, NoReturn, Self
 
 from lightning_megatron.errors import DataError
 
@@ -42,7 +44,7 @@ class StagedPair(ABC):
             self._prefix.parent.mkdir(parents=True, exist_ok=True)
             _remove_what_killed_runs_left(self._prefix)
             self._bin = _create_locked(self._prefix, ".bin")
-        self._streams = [self._bin]
+        self._idx: BinaryIO | None = None
 
     def write(self, tokens: bytes) -> None:
         """Append to ``.bin``."""
@@ -53,6 +55,21 @@ class StagedPair(ABC):
     def _index_parts(self) -> Iterator[bytes]:
         """The bytes of ``.idx``; asked for after the last token."""
 
+    def complete(self) -> None:
+        """Bring both files to the disk, under their hidden names; then only renaming is left, which needs no room.
+
+        Leaving the context does it too. Several datasets that belong together are completed one after the other before
+        the first appears.
+        """
+        with self._writing():
+            _sync(self._bin)
+            self._idx = _create_locked(self._prefix, ".idx")
+        for part in self._index_parts():
+            with self._writing():
+                self._idx.write(part)
+        with self._writing():
+            _sync(self._idx)
+
     def __enter__(self) -> Self:
         return self
 
@@ -61,31 +78,25 @@ class StagedPair(ABC):
     ) -> None:
         try:
             if kind is None:
+                if self._idx is None:
+                    self.complete()
                 self._publish()
         finally:
-            for stream in self._streams:
+            for stream in filter(None, (self._bin, self._idx)):
                 Path(stream.name).unlink(missing_ok=True)
                 # What a full disk has refused, it refuses again when the rest of the buffer is written.
                 with contextlib.suppress(OSError):
                     stream.close()
 
     def _publish(self) -> None:
-        with self._writing():
-            _sync(self._bin)
-            idx = _create_locked(self._prefix, ".idx")
-        self._streams.append(idx)
-        for part in self._index_parts():
-            with self._writing():
-                idx.write(part)
-        with self._writing():
-            _sync(idx)
+        assert self._idx is not None, "complete() has opened it"
+        with self._writing(), _locked_folder(self._prefix.parent):
             idx_path, bin_path = Path(f"{self._prefix}.idx"), Path(f"{self._prefix}.bin")
             # An old index must not meet the new tokens, not even for a moment.
             idx_path.unlink(missing_ok=True)
             # Both are open still: closed, they would look like those of a killed run.
             os.replace(self._bin.name, bin_path)
-            os.replace(idx.name, idx_path)
-            _sync_folder(self._prefix.parent)
+            os.replace(self._idx.name, idx_path)
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -96,6 +107,23 @@ class StagedPair(ABC):
                 f"{self._prefix}.bin and .idx cannot be written ({error.strerror}); give an output prefix in a folder"
                 " that can be written and has room"
             ) from error
+
+
+@contextlib.contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """A batch system ends jobs by SIGTERM, which would end this process without the removal of what it has begun."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _exit)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _exit(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 def require_new(prefix: str) -> None:
@@ -148,9 +176,14 @@ def _sync(stream: BinaryIO) -> None:
     os.fsync(stream.fileno())
 
 
-def _sync_folder(folder: Path) -> None:
+@contextlib.contextmanager
+def _locked_folder(folder: Path) -> Iterator[None]:
+    """Two runs that end at once rename one after the other, else one's .bin could stay with the other's .idx."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import struct
 import tracemalloc
 from collections.abc import Iterator
@@ -199,6 +201,19 @@ def test_an_interrupted_merge_leaves_nothing(tmp_path: Path, monkeypatch: pytest
         merge_datasets([prefix], str(tmp_path / "out"))
 
     assert _names(tmp_path) == ["a.bin", "a.idx"]
+
+
+def test_a_merge_that_a_batch_system_ends_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = _build(tmp_path / "a", FIRST)
+    monkeypatch.setattr(
+        "lightning_megatron.data.formats.rewrite._pieces", lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+    )
+    with pytest.raises(SystemExit) as ended:
+        merge_datasets([prefix], str(tmp_path / "out"))
+
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert _names(tmp_path) == ["a.bin", "a.idx"]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from lightning_megatron.data.corpus.pieces import Piece, TextFiles
 from lightning_megatron.data.corpus.preprocess import PreprocessOptions, PreprocessResult, preprocess
 from lightning_megatron.data.corpus.tokenizer import TokenizerTrainingOptions, load_tokenizer, train_tokenizer
 from lightning_megatron.data.formats.legacy import LegacyDataset
-from lightning_megatron.data.formats.mmap import check_dataset
+from lightning_megatron.data.formats.mmap import IndexedDatasetWriter, check_dataset
 from lightning_megatron.errors import ConfigError, DataError
 
 
@@ -115,6 +115,24 @@ def test_each_key_becomes_a_dataset_of_its_own(tmp_path: Path, tokenizer: Path) 
     assert [Path(prefix).name for prefix in result.prefixes] == ["x_title_document", "x_text_document"]
     for prefix, expected in zip(result.prefixes, ([f"title {text[:9]}" for text in texts], texts), strict=True):
         assert _documents(prefix) == [reference.encode(text, add_special_tokens=False) for text in expected]
+
+
+def test_no_key_appears_if_another_cannot_be_completed(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete = IndexedDatasetWriter.complete
+
+    def fail(writer: IndexedDatasetWriter) -> None:
+        if "text" in str(writer._prefix):  # ends last, if datasets end in the reverse of the order of keys
+            raise DataError("disk full")
+        complete(writer)
+
+    _write_inputs(tmp_path)
+    monkeypatch.setattr(IndexedDatasetWriter, "complete", fail)
+    for keys in (["text", "title"], ["title", "text"]):
+        with pytest.raises(DataError, match="disk full"):
+            _run(tmp_path, tokenizer, json_keys=keys)
+        assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_an_empty_text_is_a_document_without_sequence_so_that_keys_stay_aligned(

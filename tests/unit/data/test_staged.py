@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import os
 import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -129,6 +131,27 @@ def test_a_file_that_another_run_takes_for_a_remnant_is_replaced(
     _write(tmp_path / "x")
 
     assert len(taken) == 1
+    assert _names(tmp_path) == ["x.bin", "x.idx"]
+
+
+def test_a_complete_dataset_is_hidden_until_its_context_ends(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(str(tmp_path / "x"), np.dtype("<u2")) as writer:
+        writer.add_documents(bytes(6), [3])
+        writer.complete()
+        assert len(_names(tmp_path)) == 2
+        assert all(name.startswith(".x.") for name in _names(tmp_path))
+    assert check_dataset(str(tmp_path / "x")).num_sequences == 1
+
+
+def test_a_run_publishes_after_another_has_published(tmp_path: Path) -> None:
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)  # as the other one does
+    thread = threading.Thread(target=_write, args=(tmp_path / "x",))
+    thread.start()
+    thread.join(0.2)
+    assert [name for name in _names(tmp_path) if not name.startswith(".")] == []
+    os.close(descriptor)
+    thread.join()
     assert _names(tmp_path) == ["x.bin", "x.idx"]
 
 
