@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from lightning_megatron.cli.corpus_commands import add_corpus_commands
 from lightning_megatron.cli.dataset_commands import add_dataset_commands
-from lightning_megatron.cli.failure import DONE, UsageError, report, users_mistake
+from lightning_megatron.cli.failure import DONE, UsageError, report, report_interrupt, users_mistake
 from lightning_megatron.cli.help_text import TRAINER_COMMANDS, trainer_help
 
 PROG = "lightning-megatron"
@@ -38,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments after the program's name; ``sys.argv[1:]`` if None.
 
     Returns:
-        The exit code: 0 done, 2 wrong arguments or settings. Anything else that fails keeps its traceback (code 1).
+        The exit code: 0 done, 2 wrong arguments or settings, 130 ended by Ctrl-C. Anything else that fails keeps its
+        traceback (code 1).
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -47,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parsed = _parser().parse_args(arguments)
         run: Callable[[argparse.Namespace], int] = parsed.run
         return run(parsed)
+    except KeyboardInterrupt:
+        return report_interrupt()
     except Exception as error:
         message = users_mistake(error)
         if message is None:
@@ -58,7 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = _OneLineErrorParser(
         prog=PROG,
         description="Train language models with tensor, pipeline and sequence parallelism on PyTorch Lightning.",
-        epilog=f"{PROG} COMMAND --help describes a command. Exit codes: 0 done, 1 failed, 2 wrong arguments.",
+        epilog=f"{PROG} COMMAND --help describes a command. Exit codes: 0 done, 1 failed, 2 wrong arguments,"
+        " 130 ended by Ctrl-C.",
     )
     # The parsers of the sub-commands are of the same class, so they report errors in the same way.
     commands = parser.add_subparsers(metavar="COMMAND", required=True)

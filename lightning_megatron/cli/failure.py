@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from lightning_megatron.errors import ConfigError
 
-DONE, WRONG_ARGUMENTS = 0, 2
+DONE, WRONG_ARGUMENTS, INTERRUPTED = 0, 2, 130
 
 _LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID")
 _PATIENCE_SECONDS = 6.0
@@ -93,6 +93,13 @@ def report(message: str) -> int:
         time.sleep(0.1)
     print(f"error: local rank {rank}: {message}", file=sys.stderr, flush=True)
     return WRONG_ARGUMENTS
+
+
+def report_interrupt() -> int:
+    """Print one line for all local ranks, which Ctrl-C reaches together, and return the exit code that shells use."""
+    if _local_rank() == 0:
+        print("interrupted", file=sys.stderr, flush=True)
+    return INTERRUPTED
 
 
 def _local_rank() -> int:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import NoReturn
 
 from lightning_megatron.cli.commands import main
-from lightning_megatron.cli.failure import DONE
+from lightning_megatron.cli.failure import DONE, INTERRUPTED
 
 
 def program() -> NoReturn:
     """Run the command line of this process and end it."""
     code = main()
+    if code == INTERRUPTED:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would only interrupt the end, with a traceback
     if code != DONE and _is_connected():
         # gloo's threads wait for ranks that have ended too; destroying them with the interpreter can abort (code 134).
         sys.stdout.flush()

@@ -103,6 +103,17 @@ def test_wrong_arguments_are_one_line_and_exit_code_two(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_interrupt_is_one_line_and_what_shells_expect(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt() -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lightning_megatron.cli.doctor.report_installation", interrupt)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
 def test_tokenizer_and_dataset_can_be_read_back(corpus: Path) -> None:
     import numpy
     from megatron.core.datasets.indexed_dataset import IndexedDataset  # the engine's own reader
