@@ -6,14 +6,13 @@ Only the standard library is imported before a command runs, as in ``commands.py
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from lightning_megatron.cli.failure import DONE
 
 _INPUTS = (
-    "files, folders (searched recursively) and quoted patterns: .jsonl (one JSON object a line), .parquet, and text"
-    " files of one document each; also .gz and .zst of JSON lines and text"
+    "files, folders (searched recursively, without links to folders) and quoted patterns: .jsonl (one JSON object a"
+    " line), .parquet, and text files of one document each; also .gz and .zst of JSON lines and text"
 )
 
 
@@ -28,9 +27,7 @@ def _add_train_tokenizer(commands: argparse._SubParsersAction[Any]) -> None:
     parser = commands.add_parser("train-tokenizer", help=summary, description=summary)
     _add_inputs(parser)
     parser.add_argument("--vocab-size", type=int, required=True, metavar="N", help="tokens, special tokens included")
-    parser.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="folder to save the transformers tokenizer to"
-    )
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder to save the transformers tokenizer to")
     parser.add_argument(
         "--kind",
         choices=("gpt", "bert", "t5"),
@@ -94,7 +91,7 @@ def _add_preprocess(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def _add_inputs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--input", nargs="+", required=True, type=Path, metavar="PATH", help=_INPUTS)
+    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help=_INPUTS)
 
 
 def _add_on_error(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,7 @@ One rule for the tokenizer's training and for preprocessing:
 
 * a folder is searched recursively; it gives its ``.jsonl`` and ``.parquet`` files and the text files named in
   ``TEXT_SUFFIXES``, compressed ones (``.gz``, ``.zst``) too, except hidden ones and those in hidden folders and in
-  ``SKIPPED_FOLDERS``;
+  ``SKIPPED_FOLDERS``; links to files are followed, links to folders are not;
 * a pattern with ``*``, ``?`` or ``[`` gives every file that it matches (``**`` crosses folders) and searches matched
   folders as above;
 * a file named by itself is always taken: ``.jsonl`` and ``.json`` hold one JSON object a line, ``.parquet`` a table,
@@ -22,7 +22,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 from lightning_megatron.errors import ConfigError, DataError
 
@@ -130,10 +130,13 @@ def _require_libraries(files: Sequence[Path]) -> None:
 
 
 def _files_of_input(text: str | Path) -> list[Path]:
-    path = Path(text).expanduser()
-    if path.is_file():
+    if not os.fspath(text):
+        raise DataError("input='' is empty; give a file, folder or pattern, or . for this folder")
+    # Unlike their namesakes in pathlib, these raise nothing for what cannot be looked up or is too long for a name.
+    path = Path(os.path.expanduser(text))
+    if os.path.isfile(path):
         return [path]
-    if path.is_dir():
+    if os.path.isdir(path):
         files = _files_of_folder(path)
         if not files:
             raise DataError(
@@ -142,20 +145,41 @@ def _files_of_input(text: str | Path) -> list[Path]:
             )
         return files
     if not glob.has_magic(str(path)):
-        raise DataError(f"{path} does not exist; give an existing file, folder or pattern as input")
+        raise _not_a_file(path)
     matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
     files = [file for match in matches for file in (_files_of_folder(match) if match.is_dir() else [match])]
     if not files:
         raise DataError(f"{path} matches no file; check the pattern, and quote it so that the shell leaves it alone")
+    for file in files:
+        if not os.path.isfile(file):
+            raise _not_a_file(file)
     return files
+
+
+def _not_a_file(path: Path) -> DataError:
+    """Why there is nothing to read at ``path``."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return DataError(f"{path} does not exist; give an existing file, folder or pattern as input")
+    except OSError as error:
+        return DataError(f"{path} cannot be read ({error.strerror}); give an input that can be")
+    return DataError(f"{path} is neither a file nor a folder; write what comes out of it to a file, and give that")
+
+
+def _refuse_folder(error: OSError) -> NoReturn:
+    """Its documents would be missing, and nobody would know."""
+    raise DataError(
+        f"{error.filename} cannot be searched ({error.strerror}); allow access, or name the other inputs singly"
+    ) from error
 
 
 def _files_of_folder(folder: Path) -> list[Path]:
     found: list[Path] = []
-    for parent, folders, names in os.walk(folder):
+    for parent, folders, names in os.walk(folder, onerror=_refuse_folder):
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in SKIPPED_FOLDERS)
         found += [Path(parent, name) for name in names if _is_taken_from_folder(name)]
-    return sorted((path for path in found if path.is_file()), key=lambda path: path.parts)
+    return sorted((path for path in found if os.path.isfile(path)), key=lambda path: path.parts)
 
 
 def _is_taken_from_folder(name: str) -> bool:

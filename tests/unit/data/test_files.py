@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,14 +65,54 @@ def test_a_file_named_by_itself_is_taken_whatever_its_suffix(tmp_path: Path) -> 
     [
         ("absent.txt", r"absent\.txt does not exist; give an existing file"),
         ("*.nothing", r"\*\.nothing matches no file; check the pattern"),
+        ("x" * 300, r"x cannot be read \(File name too long\)"),
+        ("~nobody_of_this_name/x", r"x does not exist"),
+        ("pipe", r"pipe is neither a file nor a folder"),
+        ("pip*", r"pipe is neither a file nor a folder"),
+        ("broken*", r"broken\.txt does not exist"),
         ("empty", r"empty holds no \.jsonl, \.parquet, \.txt or source file"),
     ],
 )
 def test_an_input_without_files_is_named(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "empty").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "broken.txt").symlink_to("nothing")
 
     with pytest.raises(DataError, match=message):
         find_files([tmp_path / text])
+
+
+def test_a_file_whose_name_looks_like_a_home_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _touch(tmp_path, "~notes.txt")
+    monkeypatch.chdir(tmp_path)
+
+    assert find_files(["~notes.txt"]) == [Path("~notes.txt")]
+
+
+def test_an_empty_name_is_not_this_folder() -> None:
+    with pytest.raises(DataError, match="input='' is empty"):
+        find_files([""])
+
+
+def test_a_folder_that_cannot_be_searched_is_no_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _touch(tmp_path, "a.txt", "closed/b.txt")
+
+    def scan(path: str) -> Any:  # root may read all folders
+        if str(path).endswith("closed"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return scandir(path)
+
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", scan)
+    with pytest.raises(DataError, match=r"closed cannot be searched \(Permission denied\)"):
+        find_files([tmp_path])
+
+
+def test_links_to_folders_are_not_followed(tmp_path: Path) -> None:
+    _touch(tmp_path, "a/b.txt")
+    (tmp_path / "a" / "loop").symlink_to(tmp_path)
+
+    assert _names(tmp_path, ".") == ["a/b.txt"]
 
 
 def test_no_input_is_refused() -> None:
