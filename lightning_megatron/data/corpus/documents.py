@@ -1,7 +1,8 @@
 """Which documents does a piece of the input hold, and which of its lines are none?
 
 A text file is one document; so is a JSON line or a row of a table, under each of the keys. Bytes of a text file that
-are not UTF-8, and lone surrogates in a JSON string, become U+FFFD: real corpora contain a few of them.
+are not UTF-8, and lone surrogates in a JSON string, become U+FFFD: real corpora contain a few of them. A byte order
+mark at the beginning of a file says how it is encoded, and is no part of the text.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from lightning_megatron.data.corpus.compressed import DamagedFileError, decompress
 from lightning_megatron.data.corpus.files import format_of
@@ -21,7 +22,10 @@ MAX_DESCRIBED = 10
 """Bad documents of a piece that are described; the others are counted."""
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_JSON_TYPES = {"NoneType": "null", "bool": "boolean", "int": "number", "float": "number", "dict": "object"}
+_JSON_TYPES: dict[type, str] = {
+    **{type(None): "null", bool: "a boolean", int: "a number", float: "a number"},
+    **{str: "a string", list: "an array", dict: "an object"},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +105,7 @@ def _read_text_files(piece: TextFiles, found: PieceDocuments, stop_at_bad: bool)
                 problem, fix = "is not a text file: it contains zero bytes", "remove it from the inputs"
                 found.add_bad(BadDocument(path=path, unit="file", number=0, problem=problem, fix=fix))
             else:
-                found.documents.append((data.decode("utf-8", errors="replace"),))
+                found.documents.append((data.decode("utf-8-sig", errors="replace"),))
         if found.bad and stop_at_bad:
             return
 
@@ -156,7 +160,7 @@ def _parse_line(line: bytes, keys: Sequence[str]) -> tuple[str, ...] | list[str]
     except (ValueError, RecursionError) as error:
         return [f"is not JSON ({_reason(error)})", "correct or remove that line"]
     if not isinstance(record, dict):
-        return [f"holds a {_type_name(record)}, not a JSON object", 'write {"text": ...}']
+        return [f"holds {_JSON_TYPES[type(record)]}, not a JSON object", 'write {"text": ...}']
     texts = []
     for key in keys:
         text = record.get(key)
@@ -164,7 +168,7 @@ def _parse_line(line: bytes, keys: Sequence[str]) -> tuple[str, ...] | list[str]
             if key not in record:
                 present = ", ".join(record) or "none"
                 return [f"has no key '{key}'", f"choose --json-keys from {present}"]
-            return [f"has a {_type_name(text)} under '{key}', not a string", "store text there"]
+            return [f"has {_JSON_TYPES[type(text)]} under '{key}', not a string", "store text there"]
         texts.append(text if text.isascii() else _without_surrogates(text))
     return tuple(texts)
 
@@ -173,11 +177,6 @@ def _reason(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg} at column {error.colno}"
     return "its bytes are not UTF-8" if isinstance(error, UnicodeError) else str(error)
-
-
-def _type_name(value: Any) -> str:
-    name = type(value).__name__
-    return _JSON_TYPES.get(name, name)
 
 
 def _without_surrogates(text: str) -> str:

@@ -49,12 +49,16 @@ def read_batches(path: str, keys: Sequence[str], batch_bytes: int) -> Iterator[t
 
 
 def _require_text_columns(schema: Any, keys: Sequence[str]) -> None:
+    from pyarrow.types import is_dictionary
+
     for key in keys:
         if key not in schema.names:
             present = ", ".join(schema.names) or "none"
             raise UnsuitableTableError(f"has no column '{key}'", f"choose --json-keys from {present}")
+        if schema.names.count(key) > 1:
+            raise UnsuitableTableError(f"has several columns '{key}'", "rename all but one")
         kind = schema.field(key).type
-        value = getattr(kind, "value_type", kind)  # of a dictionary
+        value = kind.value_type if is_dictionary(kind) else kind
         if str(value) not in ("string", "large_string", "string_view"):
             raise UnsuitableTableError(f"has a column '{key}' of type {kind}, not of strings", "store text there")
 

@@ -57,6 +57,13 @@ def test_a_text_file_is_one_document(tmp_path: Path) -> None:
     assert _texts(tmp_path) == [("line one\nline two\n",), ("x = 1\n",), ("y",)]
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfa\r\n")
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "b"}\r\n')
+
+    assert _texts(tmp_path) == [("a\r\n",), ("b",)]
+
+
 def test_bytes_that_are_not_utf8_and_lone_surrogates_are_replaced(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "x.jsonl").write_text('{"text": "a\\ud800b"}\n{"text": "\\ud83d\\ude42"}\n')
@@ -104,10 +111,10 @@ def test_a_table_gives_its_columns_in_batches_smaller_than_its_row_groups(tmp_pa
 
 BAD_LINES = [
     ('{"text": "unfinished', r"line 3 is not JSON \(.* at column 10\); correct or remove that line"),
-    ('["text"]', "line 3 holds a list, not a JSON object"),
+    ('["text"]', "line 3 holds an array, not a JSON object"),
     ('{"body": "x", "id": 1}', "line 3 has no key 'text'; choose --json-keys from body, id"),
     ('{"text": 5}', "line 3 has a number under 'text', not a string"),
-    ('{"text": null}', "line 3 has a null under 'text', not a string"),
+    ('{"text": null}', "line 3 has null under 'text', not a string"),
     ('"\xff', r"line 3 is not JSON \(its bytes are not UTF-8\)"),
     ("[" * 100000, "line 3 is not JSON"),
 ]
@@ -165,6 +172,17 @@ def test_strings_may_be_large_views_or_codes_of_a_dictionary(tmp_path: Path) -> 
         pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "x.parquet")
 
         assert _texts(tmp_path) == [("a",), ("b",), ("a",)]
+
+
+def test_lists_of_strings_and_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    names_twice = pyarrow.table([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    for table, message in (
+        (pyarrow.table({"text": [["a", "b"]]}), r"a column 'text' of type list<.*>, not of strings"),
+        (names_twice, "several columns 'text'; rename all but one"),
+    ):
+        pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
+        with pytest.raises(DataError, match=rf"x\.parquet has {message}"):
+            _texts(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.zst", "x.txt.gz", "x.parquet"])
