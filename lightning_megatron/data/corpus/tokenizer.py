@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import tempfile
 import time
@@ -23,6 +22,9 @@ END_OF_TEXT = "<|endoftext|>"
 
 NUM_SENTINELS = 100
 """Of a T5: as many as the released models have."""
+
+LARGEST_VOCABULARY = 1 << 24
+"""Far beyond any model's, of which the largest have some 2**20 entries."""
 
 ModelKind: TypeAlias = Literal["gpt", "bert", "t5"]
 
@@ -55,7 +57,8 @@ class TokenizerTrainingOptions:
         """Check what can be known before anything is read.
 
         Raises:
-            ConfigError: If ``vocab_size`` cannot hold all bytes, or ``output`` is a file.
+            ConfigError: If ``vocab_size`` cannot hold all bytes or is beyond reason, or ``output`` is a file or cannot
+                be made.
         """
         if self.kind not in ROLES:
             raise ConfigError(f"kind={self.kind!r} is unknown; choose from {', '.join(ROLES)}")
@@ -65,8 +68,17 @@ class TokenizerTrainingOptions:
                 f"vocab_size={self.vocab_size} is too small: 256 bytes and the special tokens of kind={self.kind!r}"
                 f" need {least}; choose at least {least}"
             )
-        if Path(self.output).is_file():
-            raise ConfigError(f"output={self.output} is a file; name a folder for the tokenizer")
+        if self.vocab_size > LARGEST_VOCABULARY:
+            raise ConfigError(
+                f"vocab_size={self.vocab_size} is too large: memory is taken for all entries at once; choose at most"
+                f" {LARGEST_VOCABULARY}"
+            )
+        if not os.fspath(self.output) or os.path.isfile(self.output):
+            raise ConfigError(f"output={self.output} is a file or empty; name a folder for the tokenizer")
+        # Known before hours of training; what else may be wrong is met when it is saved.
+        there = next(each for each in (Path(self.output), *Path(self.output).parents) if os.path.lexists(each))
+        if not os.path.isdir(there) or not os.access(there, os.W_OK):
+            raise ConfigError(_cannot_be_written(self.output, f"{there} is no folder that can be written"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,13 +146,14 @@ def load_tokenizer(folder: str | Path) -> Any:
     Raises:
         DataError: If there is no tokenizer in ``folder``.
     """
+    if not os.path.isdir(folder):
+        raise DataError(f"tokenizer folder {folder} does not exist; train one with train-tokenizer --output {folder}")
     from transformers import AutoTokenizer
 
-    if not Path(folder).is_dir():
-        raise DataError(f"tokenizer folder {folder} does not exist; train one with train-tokenizer --output {folder}")
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+        # Without a word on it, a tokenizer with code of its own has transformers ask on the terminal.
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of any kind: what is in the files decides which library meets it, and how
         raise DataError(
             f"{folder} holds no tokenizer that transformers can load ({_first_line(error)});"
             " it needs tokenizer.json and tokenizer_config.json, as train-tokenizer writes them"
@@ -194,15 +207,20 @@ def _save(tokenizer: Any, kind: ModelKind, output: Path) -> None:
 
     roles = {f"{role}_token": token for role, token in ROLES[kind].items()}
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **roles)
-    output.mkdir(parents=True, exist_ok=True)
-    # A reader must never meet half a tokenizer.json, so the files are complete before they get their names.
-    staging = tempfile.mkdtemp(prefix=".saving-", dir=output)
     try:
-        wrapped.save_pretrained(staging)
-        for name in sorted(os.listdir(staging)):
-            os.replace(os.path.join(staging, name), output / name)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        output.mkdir(parents=True, exist_ok=True)
+        # A reader must never meet half a tokenizer.json, so the files are complete before they get their names.
+        with tempfile.TemporaryDirectory(prefix=".saving-", dir=output) as staging:
+            wrapped.save_pretrained(staging)
+            for name in sorted(os.listdir(staging)):
+                os.replace(os.path.join(staging, name), output / name)
+    except Exception as error:  # a full disk is no OSError where the Rust library meets it
+        reason = error.strerror if isinstance(error, OSError) else _first_line(error)
+        raise DataError(_cannot_be_written(output, reason)) from error
+
+
+def _cannot_be_written(output: str | Path, reason: str | None) -> str:
+    return f"output={output} cannot be written ({reason}); give a folder that can be written and has room"
 
 
 def _first_line(error: BaseException) -> str:

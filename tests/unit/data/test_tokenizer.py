@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from lightning_megatron.data.corpus.tokenizer import (
     train_tokenizer,
 )
 from lightning_megatron.errors import ConfigError, DataError
+from tests.ranks import ROOT
 
 TEXT = "the cat sat on the mat; the dog sat on the log. " * 20
 
@@ -102,6 +106,8 @@ def test_compressed_files_and_tables_are_read_and_bad_lines_skipped(tmp_path: Pa
 def test_a_vocabulary_without_room_for_all_bytes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="vocab_size=256 is too small: 256 bytes and .* need 257"):
         _train(tmp_path, 256)
+    with pytest.raises(ConfigError, match="vocab_size=10000000000 is too large: .* choose at most 16777216"):
+        _train(tmp_path, 10**10)
 
 
 def test_inputs_without_text_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
@@ -117,8 +123,32 @@ def test_inputs_without_text_are_refused_and_nothing_is_written(tmp_path: Path) 
 def test_an_output_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
-    with pytest.raises(ConfigError, match="is a file; name a folder for the tokenizer"):
+    with pytest.raises(ConfigError, match="is a file or empty; name a folder for the tokenizer"):
         _train(tmp_path, output=tmp_path / "file")
+    with pytest.raises(ConfigError, match="is a file or empty; name a folder"):
+        _train(tmp_path, output="")
+
+
+def test_an_output_that_cannot_be_made_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(ConfigError, match=r"file/sub cannot be written \(.*file is no folder that can be written\)"):
+        TokenizerTrainingOptions(input=["absent"], vocab_size=300, output=tmp_path / "file" / "sub")
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), Exception("No space left (os 28)")]
+)
+def test_a_tokenizer_that_cannot_be_saved_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", fail)
+    with pytest.raises(DataError, match=r"tokenizer cannot be written \(No space left .*; give a folder"):
+        _train(tmp_path)
+    assert list((tmp_path / "tokenizer").iterdir()) == []
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
@@ -131,6 +161,35 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "other" / "tokenizer.json").write_text("{broken")
     with pytest.raises(DataError, match="other holds no tokenizer that transformers can load"):
         load_tokenizer(tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", "[]"),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", '{"eos_token": 5}'),
+        ("tokenizer_config.json", '{"auto_map": {"AutoTokenizer": ["code.Tokenizer", null]}}'),
+    ],
+)
+def test_whatever_is_wrong_with_a_tokenizer_is_told_and_nothing_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, content: str
+) -> None:
+    _train(tmp_path)
+    (tmp_path / "tokenizer" / name).write_text(content)
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asks on the terminal"))
+    with pytest.raises(DataError, match="tokenizer holds no tokenizer that transformers can load"):
+        load_tokenizer(tmp_path / "tokenizer")
+    assert "Do you wish" not in capsys.readouterr().out
+
+
+def test_a_missing_folder_is_named_before_transformers_is_loaded() -> None:
+    code = (
+        "import sys; from lightning_megatron.data.corpus.tokenizer import load_tokenizer\n"
+        "try: load_tokenizer('absent')\n"
+        "except ValueError: sys.exit('transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 @pytest.mark.parametrize("kind", ["bert", "t5"])
