@@ -1,7 +1,8 @@
 """How do several processes tokenize pieces whose results come back in input order, and end together?
 
-Each worker has a pipe of its own. Through a queue that all of them share, as the pools of the standard library have it,
-one that is killed while it writes leaves half a message, for the rest of which everybody waits for ever.
+Each worker has a pipe of its own, which ends when the worker does: one that is killed is noticed at once. With the
+standard library's executor, whose workers share queues, a run was seen to wait for ever after one of them was killed;
+the cause was not established. Half a message in a shared queue, and its lock with it, would have that effect.
 """
 
 from __future__ import annotations
@@ -53,11 +54,21 @@ def encode_all(pieces: Iterator[Piece], encode: Encode, workers: int) -> Iterato
         pool: list[_Worker] = []
         try:
             for _ in range(workers):
-                pool.append(_Worker(context, encode))
+                pool.append(_started(context, encode, workers))
             yield _in_order(pool, pieces)
         finally:
             for worker in pool:
                 worker.kill()
+
+
+def _started(context: Any, encode: Encode, workers: int) -> _Worker:
+    try:
+        return _Worker(context, encode)
+    except OSError as error:
+        raise ConfigError(
+            f"workers={workers} cannot all be started ({error.strerror}); choose fewer, e.g. this machine's"
+            f" {os.cpu_count()} cores"
+        ) from error
 
 
 class _Worker:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import time
 from collections.abc import Iterator
 
@@ -12,7 +13,7 @@ import pytest
 from lightning_megatron.data.corpus.encoder import EncodedPiece
 from lightning_megatron.data.corpus.pieces import LineBlock, Piece
 from lightning_megatron.data.corpus.worker_pool import PENDING_A_WORKER, encode_all
-from lightning_megatron.errors import DataError
+from lightning_megatron.errors import ConfigError, DataError
 
 
 def _encode(piece: Piece) -> EncodedPiece:
@@ -67,6 +68,20 @@ def test_no_more_pieces_are_read_than_are_worked_on() -> None:
 def test_a_workers_failure_is_raised_here_and_ends_all(lines: bytes, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message), encode_all(_pieces(9, lines), _encode, 3) as encoded:
         list(encoded)
+    assert multiprocessing.active_children() == []
+
+
+def test_more_workers_than_can_be_started_are_refused() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
+    try:
+        with (
+            pytest.raises(ConfigError, match=r"workers=40 cannot all be started \(Too many open files\); choose fewer"),
+            encode_all(_pieces(1), _encode, 40),
+        ):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert multiprocessing.active_children() == []
 
 
