@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from lightning_megatron.data.formats.any_format import check_any_dataset
 from lightning_megatron.data.formats.distribution import Distribution, distribution
-from lightning_megatron.data.formats.index_files import DatasetHeader
+from lightning_megatron.data.formats.index_files import DatasetHeader, reading
 from lightning_megatron.errors import DataError
 
 _SUFFIXES = (".bin", ".idx")
@@ -85,16 +86,18 @@ def first_documents(header: DatasetHeader, count: int, tokenizer: Any = None) ->
         tokenizer: A transformers tokenizer that turns tokens into text.
 
     Raises:
-        DataError: If the tokenizer does not know a token.
+        DataError: If the tokenizer does not know a token, or ``.bin`` cannot be read.
     """
     lengths = (int(length) for chunk in header.lengths() for length in chunk)
     bounds = (int(bound) for chunk in header.document_bounds() for bound in chunk)
     previews = []
     begin = 0
-    for number, (first, after) in enumerate(pairwise(islice(bounds, count + 1))):
+    for number, (first, after) in enumerate(pairwise(islice(bounds, min(count, header.num_documents) + 1))):
         num_tokens = sum(islice(lengths, after - first))
         shown = min(num_tokens, MOST_TOKENS_SHOWN)
-        tokens = np.fromfile(header.prefix + ".bin", header.dtype, shown, offset=begin * header.dtype.itemsize)
+        path = Path(header.prefix + ".bin")
+        with reading(path):
+            tokens = np.fromfile(path, header.dtype, shown, offset=begin * header.dtype.itemsize)
         text = None if tokenizer is None else _decoded(tokens, tokenizer, header)
         previews.append(DocumentPreview(number=number, num_tokens=num_tokens, tokens=tokens.tolist(), text=text))
         begin += num_tokens

@@ -94,7 +94,7 @@ def existing_pair(prefix: str, option: str) -> tuple[Path, Path]:
         if prefix.endswith(suffix):
             raise DataError(f"{option}={prefix} is a file, it must be the prefix; write {prefix.removesuffix(suffix)}")
     idx_path, bin_path = Path(prefix + ".idx"), Path(prefix + ".bin")
-    missing = [str(path) for path in (idx_path, bin_path) if not path.is_file()]
+    missing = [str(path) for path in (idx_path, bin_path) if not os.path.isfile(path)]
     if missing:
         raise DataError(
             f"{option}={prefix} needs two files, missing: {', '.join(missing)}; give the prefix that preprocess"

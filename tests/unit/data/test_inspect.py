@@ -169,6 +169,7 @@ def test_first_documents_hold_their_first_tokens(tmp_path: Path, writer_of: type
     assert [(each.number, each.num_tokens) for each in shown] == [(0, 4), (1, 0), (2, 2), (3, 300)]
     assert [each.number for each in first_documents(header, 2)] == [0, 1]
     assert first_documents(header, 0) == []
+    assert len(first_documents(header, 10**20)) == len(DOCUMENTS)
     texts = [each.text for each in first_documents(header, 3, _Letters("abcdefgh"))]
     assert texts == ["fghb", "", "cd"]
 
