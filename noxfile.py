@@ -50,7 +50,8 @@ def tests(session: nox.Session) -> None:
     install(session, "test", "lint")
     check_style(session)
     session.run("mypy")
-    session.run("pytest", *session.posargs)
+    # A file's tests stay in one process: those of many files share what is slow to make.
+    session.run("pytest", "-n", "2", "--dist", "loadfile", *session.posargs)
 
 
 @nox.session

@@ -74,9 +74,18 @@ def test_inspect_decodes_the_first_documents(corpus: Path, tmp_path: Path, capsy
             ["inspect", "nowhere"],
             "path=nowhere does not exist, nor do nowhere.bin and .idx; give the prefix of a dataset",
         ),
-        (["inspect", "."], "path=. is a folder, not a dataset; give one of its datasets: damaged, new, old"),
-        (["inspect", "empty"], "path=empty is a folder, not a dataset; give the prefix of a dataset, e.g."),
-        (["inspect", "notes.txt"], "path=notes.txt is no indexed dataset (.bin and .idx); give the prefix of one, or"),
+        (
+            ["inspect", "."],
+            "path=. is a folder, and neither a dataset nor a checkpoint that is read; give one of its datasets: damaged,",
+        ),
+        (
+            ["inspect", "empty"],
+            "path=empty is a folder, and neither a dataset nor a checkpoint that is read; give the prefix of a dataset,",
+        ),
+        (
+            ["inspect", "notes.txt"],
+            "path=notes.txt is no indexed dataset (.bin and .idx) and no checkpoint; give the prefix of a dataset, one of",
+        ),
         (["inspect", "new", "--documents", "-1"], "documents=-1 must be at least 0; correct it"),
         (["inspect", "new", "--png", "a.jpg"], "png=a.jpg is not the name of a picture; give one that ends in .png"),
         (["inspect", "new", "--png", "notes.txt/a.png"], "png=notes.txt/a.png cannot be written (File exists); give a"),
