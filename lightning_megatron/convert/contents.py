@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lightning_megatron.convert.hugging_face_files import open_weights
+from lightning_megatron.convert.hugging_face_files import has_weights, open_weights
 from lightning_megatron.engine.checkpoint_safety import (
     META,
     check_backends,
@@ -29,7 +29,6 @@ from lightning_megatron.errors import CheckpointError
 
 _LATEST = "latest_checkpointed_iteration.txt"
 _CONFIG = "config.json"
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".index.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +74,7 @@ def checkpoint_contents(path: Path) -> CheckpointContents | None:
     Raises:
         CheckpointError: If it is unfinished, damaged, or could run code.
     """
-    if path.is_file() and path.suffix == ".safetensors":
+    if path.is_file() and path.suffix == ".safetensors" and has_weights(path.parent):
         return _hugging_face(path.parent)
     if not path.is_dir():
         return None
@@ -85,7 +84,7 @@ def checkpoint_contents(path: Path) -> CheckpointContents | None:
         return _of_strategy(path)
     if is_distributed(path):
         return _of_megatron_core(path)
-    if any(each.name.endswith(_WEIGHT_SUFFIXES) for each in path.iterdir()):
+    if has_weights(path):
         return _hugging_face(path)
     return None
 

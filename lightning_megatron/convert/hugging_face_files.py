@@ -100,6 +100,12 @@ class WeightFiles:
         return self._whole[1]
 
 
+def has_weights(directory: Path) -> bool:
+    """Whether there are weight files where transformers looks for them."""
+    names = (WEIGHTS_FILE, INDEX_FILE, _PICKLED_FILE, _PICKLED_INDEX_FILE)
+    return any((directory / name).is_file() for name in names)
+
+
 def open_weights(directory: str | Path) -> WeightFiles:
     """Look at the weight files of ``directory``, safetensors before pickled ones, as transformers does.
 
