@@ -9,6 +9,9 @@ from typing import Any, Literal
 READ_BYTES = 1 << 16
 """Compressed bytes taken at a time; text grows to some ten times as many."""
 
+PART_BYTES = 1 << 19
+"""Bytes of a part; lines that repeat each other grow ten thousandfold, and no piece of work shall be that large."""
+
 _GZIP_WINDOW = 16 + zlib.MAX_WBITS
 """Tells zlib that a gzip header and checksum surround the data."""
 
@@ -41,9 +44,11 @@ def decompress(path: str, compression: Literal[".gz", ".zst"]) -> Iterator[tuple
                         break
                     current = start()
                 try:
-                    yield current.decompress(data), stream.tell()
+                    content = current.decompress(data)
                 except failures as error:
                     raise DamagedFileError(f"is damaged, or not compressed as its name says ({error})") from error
+                for begin in range(0, max(len(content), 1), PART_BYTES):
+                    yield content[begin : begin + PART_BYTES], stream.tell()
                 data = current.unused_data if current.eof else b""
                 current = None if current.eof else current
         if current is not None:

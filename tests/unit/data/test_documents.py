@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from lightning_megatron.data.corpus.bad_documents import BadDocuments
 from lightning_megatron.data.corpus.documents import read_documents
 from lightning_megatron.data.corpus.files import find_files
-from lightning_megatron.data.corpus.pieces import LineBlock, RowBatch, cut_into_pieces
+from lightning_megatron.data.corpus.pieces import PIECE_BYTES, LineBlock, RowBatch, cut_into_pieces
 from lightning_megatron.errors import DataError
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
@@ -93,6 +93,18 @@ def test_a_compressed_file_gives_the_lines_of_the_plain_one_in_several_blocks(tm
     assert len(pieces) > 1
     assert all(isinstance(piece, LineBlock) and piece.lines.endswith(b"\n") for piece in pieces)
     assert sum(piece.num_bytes for piece in pieces) == len(packed)
+
+
+@pytest.mark.parametrize("compression", [".gz", ".zst"])
+def test_lines_that_repeat_each_other_do_not_make_one_large_piece(tmp_path: Path, compression: str) -> None:
+    line = b'{"text": "the same again"}\n'
+    path = tmp_path / f"x.jsonl{compression}"
+    path.write_bytes(COMPRESS[compression](line * 200_000))
+    pieces = list(cut_into_pieces([path]))
+
+    assert all(isinstance(piece, LineBlock) and len(piece.lines) <= 2 * PIECE_BYTES for piece in pieces)
+    assert b"".join(piece.lines for piece in pieces if isinstance(piece, LineBlock)) == line * 200_000
+    assert sum(piece.num_bytes for piece in pieces) == path.stat().st_size
 
 
 @pytest.mark.parametrize("rows_a_group", [7, 1000])
