@@ -51,8 +51,8 @@ def _add_preprocess(commands: argparse._SubParsersAction[Any]) -> None:
         "preprocess",
         help=summary,
         description=f"{summary}. Writes P_<key>_document.bin and .idx, or P_<key>_sentence with --split-sentences;"
-        " nothing under these names before all of it is complete, then it replaces what is there. The order of the inputs"
-        " is kept.",
+        " nothing under these names before all of it is complete, then it replaces what is there. The order of the"
+        " inputs is kept.",
         epilog="example: lightning-megatron preprocess --input 'corpus/*.jsonl.gz' --output-prefix data/corpus"
         " --tokenizer path/to/tokenizer --append-eod --workers 8",
     )
