@@ -25,8 +25,6 @@ def program() -> NoReturn:
 
 
 def _is_connected() -> bool:
-    if "torch.distributed" not in sys.modules:  # nor can it be without torch, which takes seconds to import
-        return False
-    import torch.distributed as dist
-
-    return dist.is_available() and dist.is_initialized()
+    # Looked up, not imported: torch takes seconds, and if Ctrl-C has ended its import, a second one fails.
+    is_initialized = getattr(sys.modules.get("torch.distributed"), "is_initialized", None)
+    return is_initialized is not None and bool(is_initialized())

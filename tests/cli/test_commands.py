@@ -7,10 +7,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from lightning_megatron.cli import main
+from lightning_megatron.cli import main, program
 from tests.ranks import ROOT
 
 COMMANDS = (
@@ -112,6 +113,16 @@ def test_an_interrupt_is_one_line_and_what_shells_expect(
     monkeypatch.setattr("lightning_megatron.cli.doctor.report_installation", interrupt)
     assert main(["doctor"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_an_interrupted_import_of_torch_is_not_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[program.__module__], "main", lambda: 130)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setitem(sys.modules, "torch.distributed", ModuleType("half_imported"))
+    monkeypatch.setitem(sys.modules, "torch", None)  # cannot be imported
+    with pytest.raises(SystemExit) as ended:
+        program()
+    assert ended.value.code == 130
 
 
 def test_tokenizer_and_dataset_can_be_read_back(corpus: Path) -> None:
