@@ -79,7 +79,7 @@ class MegatronDataModule(LightningDataModule, ABC):
         self.micro_batch_size = micro_batch_size
         self.num_workers = num_workers
         self.seed = seed
-        self.rampup = _rampup(rampup_batch_size)
+        self.rampup = None if rampup_batch_size is None else BatchRampup.of(rampup_batch_size)
         self._train_loader: TrainLoader | None = None
         self._train_request: int | None = None
         self._train_fingerprint = ""
@@ -151,11 +151,20 @@ class MegatronDataModule(LightningDataModule, ABC):
             num_samples = restored.get("num_samples", num_samples)
         order, samples = self._open_train(num_samples)
         sampler = TrainSampler(order=order, shape=shape, max_steps=max_steps)
+        if self._train_loader is not None:  # see _renew_if_lengths_differ
+            sampler.load_state_dict(self._train_loader.sampler.state_dict())
+            sampler.set_epoch(self._trainer().current_epoch)
         self._train_loader = TrainLoader(samples, sampler, shape, self.num_workers)
         if restored is not None:
             self._go_to(self._train_loader, restored)
+        self._renew_if_lengths_differ(sampler)
         self._check_validation_interval(len(self._train_loader))
         return self._train_loader
+
+    @override
+    def teardown(self, stage: str) -> None:
+        """Leave the Trainer as it was."""
+        self._trainer().reload_dataloaders_every_n_epochs = 0
 
     @override
     def val_dataloader(self) -> PassLoader | list[PassLoader]:
@@ -236,12 +245,17 @@ class MegatronDataModule(LightningDataModule, ABC):
 
     def _go_to(self, loader: TrainLoader, restored: dict[str, Any]) -> None:
         loader.sampler.load_state_dict(restored["train"])
+        self._renew_if_lengths_differ(loader.sampler)
         if restored.get("train_order") != self._train_fingerprint:
             rank_zero_warn(
                 f"The run goes on at sample {loader.sampler.consumed_samples} of another order than the checkpoint's,"
                 " so samples may come again: data, split, lengths or seed differ. Resume with the same settings to take"
                 " each sample once."
             )
+
+    def _renew_if_lengths_differ(self, sampler: TrainSampler) -> None:
+        """Lightning asks for the length of an epoch once, and would cut longer ones, unless it renews the loader."""
+        self._trainer().reload_dataloaders_every_n_epochs = int(not sampler.next_epoch_is_as_long())
 
     def _open(self, name: SplitName, num_samples: int | None) -> tuple[SampleOrder, Samples | None]:
         """The order of samples on every rank, and the open samples on those that read; every rank must call."""
@@ -380,15 +394,3 @@ def paths_of_splits(data_path: _T | None, own: Mapping[SplitName, _T | None]) ->
             " paths of single splits"
         )
     return given or None
-
-
-def _rampup(numbers: Sequence[int] | None) -> BatchRampup | None:
-    if numbers is None:
-        return None
-    if len(numbers) != 3:
-        raise ConfigError(
-            f"rampup_batch_size={list(numbers)} must be three numbers: the first global batch, the increment, and the"
-            " samples until the batch has its full size"
-        )
-    start, increment, samples = numbers
-    return BatchRampup(start=start, increment=increment, samples=samples)

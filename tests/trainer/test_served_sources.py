@@ -115,7 +115,7 @@ def test_instructions_teach_every_layout_the_same(instructions: dict[str, Any], 
 
 
 def test_rows_that_sequence_parallelism_cannot_split_are_refused(instructions: dict[str, Any]) -> None:
-    run = Run(kind="instructions", data={**instructions, "pad_to_multiple_of": 3})
+    run = Run(kind="instructions", data={**instructions, "seq_length": 30, "pad_to_multiple_of": 3})
 
     with pytest.raises(Exception, match=r"pad_to_multiple_of=3 is not a multiple of tp=2"):
         _steps(replace(run, layout={"tp": 2, "sequence_parallel": True}), 2)

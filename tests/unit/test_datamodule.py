@@ -202,6 +202,57 @@ def test_epochs_resume_at_the_next_sample(tmp_path: Path, documents: list[NDArra
     assert np.array_equal(np.concatenate(parts, axis=1).reshape(-1, SEQ_LENGTH + 1), whole.rows[4 * step :])
 
 
+@pytest.mark.parametrize("early_question", [False, True])
+@pytest.mark.parametrize(("before", "after", "saved_at"), [(4, 2, 2), (2, 4, 4), (2, 4, 30)])
+def test_epochs_after_a_resume_with_another_batch_size_are_whole_and_validated(
+    tmp_path: Path, documents: list[NDArray[np.uint16]], before: int, after: int, saved_at: int, early_question: bool
+) -> None:
+    class Validating(Recorder):
+        def on_validation_epoch_start(self) -> None:
+            validated.append(self.trainer.global_step)
+
+    def fit(num_microbatches: int, **options: Any) -> NDArray[np.int64]:
+        validated.clear()
+        module = Validating(early_question)
+        trainer = make_trainer(
+            tmp_path,
+            OneOfManyRanks(num_microbatches=num_microbatches),
+            max_epochs=3,
+            enable_checkpointing=True,
+            limit_val_batches=1,
+            num_sanity_val_steps=0,
+            callbacks=[ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=1, filename="{step}")],
+        )
+        trainer.fit(module, datamodule=make_data(tmp_path), **options)
+        assert trainer.reload_dataloaders_every_n_epochs == 0  # type: ignore[attr-defined]
+        return module.rows
+
+    validated: list[int] = []
+    first = fit(before)
+    rest = fit(after, ckpt_path=str(tmp_path / f"step={saved_at}.ckpt"))
+
+    num_samples = len(_expected(documents, None))
+    old, new = num_samples // (2 * before), num_samples // (2 * after)  # steps of an epoch
+    epoch, done = divmod(saved_at, old)
+    ends = [saved_at + (num_samples - done * 2 * before) // (2 * after)]
+    ends += [ends[0] + new * number for number in range(1, 3 - epoch)]
+    assert validated == ends
+    assert len(rest) == (ends[-1] - saved_at) * 2 * after
+    begin = epoch * old * 2 * before
+    taken = np.concatenate([first[begin : saved_at * 2 * before], rest])[: (num_samples // 8) * 8]
+    assert len(np.unique(taken, axis=0)) == len(taken)  # the epoch of the resume repeats nothing
+
+
+def test_a_ramp_up_goes_on_in_the_next_epoch(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
+    module = Recorder()
+    trainer = make_trainer(tmp_path, OneOfManyRanks(num_microbatches=4), max_epochs=2)
+    trainer.fit(module, datamodule=make_data(tmp_path, rampup_batch_size=[2, 2, 12]))
+
+    num_samples = len(_expected(documents, None))
+    sizes = [2, 2, 4, 6] + [8] * ((num_samples - 14) // 8) + [8] * (num_samples // 8)
+    assert [len(rows) for rows in module.train_rows] == sizes
+
+
 def test_a_second_run_without_a_checkpoint_begins_at_the_first_sample(
     tmp_path: Path, documents: list[NDArray[np.uint16]]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Self
@@ -22,6 +23,21 @@ class BatchRampup:
     """Rows by which it grows each time."""
     samples: int
     """Samples after which it has its full size."""
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> Self:
+        """From what a user gives as ``rampup_batch_size``.
+
+        Raises:
+            ConfigError: If these are not three numbers.
+        """
+        if len(numbers) != 3:
+            raise ConfigError(
+                f"rampup_batch_size={list(numbers)} must be three numbers: the first global batch, the increment, and"
+                " the samples until the batch has its full size"
+            )
+        start, increment, samples = numbers
+        return cls(start=start, increment=increment, samples=samples)
 
 
 @dataclass(frozen=True, kw_only=True)

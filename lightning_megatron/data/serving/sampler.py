@@ -75,6 +75,8 @@ class TrainSampler:
         """Samples handed out since the epoch began, over all data-parallel ranks."""
         self.steps = 0
         """Steps handed out since the epoch began, over all runs that led here."""
+        self._earlier_samples = 0
+        """Samples handed out in the epochs before; a ramp-up counts those of the whole run."""
         if max_steps is None:
             check_epoch(order.num_samples, shape)
 
@@ -86,23 +88,32 @@ class TrainSampler:
         """Samples of this rank for each step from the position on; does not move it."""
         first = self.consumed_samples
         for _ in range(self._remaining_steps()):
-            shape = self._shape.at(first)
+            shape = self._shape.at(self._earlier_samples + first)
             yield [self._entry(position) for position in shape.positions(first)]
             first += shape.global_batch_size
 
     def advance(self) -> None:
         """Count one step as handed out."""
         self.steps += 1
-        self.consumed_samples += self._shape.at(self.consumed_samples).global_batch_size
+        self.consumed_samples += self._shape.at(self._earlier_samples + self.consumed_samples).global_batch_size
 
     def set_epoch(self, epoch: int) -> None:
         """Begin ``epoch``, unless it is the current one; Lightning calls this before each epoch."""
         if self._max_steps is None and epoch != self.epoch:
+            self._earlier_samples += self.consumed_samples
             self.epoch, self.consumed_samples, self.steps = epoch, 0, 0
+
+    def next_epoch_is_as_long(self) -> bool:
+        """Whether it has as many steps; not behind a resume with another batch size, nor while the batch grows."""
+        if self._max_steps is not None:
+            return True
+        begin = self._shape.position_after(self._earlier_samples + self.consumed_samples, self._remaining_steps())
+        return self._shape.steps_in(begin, begin + self.order.num_samples) == len(self)
 
     def state_dict(self) -> dict[str, int]:
         """The position; the same on every rank."""
-        return {"epoch": self.epoch, "consumed_samples": self.consumed_samples, "steps": self.steps}
+        position = {"epoch": self.epoch, "consumed_samples": self.consumed_samples, "steps": self.steps}
+        return {**position, "earlier_samples": self._earlier_samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved position, of a run with any layout.
@@ -110,14 +121,15 @@ class TrainSampler:
         Raises:
             CheckpointError: If ``state`` is not one of ``state_dict``.
         """
-        names = ("epoch", "consumed_samples", "steps")
+        names = ("epoch", "consumed_samples", "steps", "earlier_samples")
+        state = {"earlier_samples": 0, **state}  # older checkpoints do not say
         values = [state.get(name) for name in names]
         if not all(isinstance(value, int) and value >= 0 for value in values):
             raise CheckpointError(
                 f"position of the training data {state} needs whole numbers {', '.join(names)}: the checkpoint was"
                 " written with another data module; resume with that one"
             )
-        self.epoch, self.consumed_samples, self.steps = (int(state[name]) for name in names)
+        self.epoch, self.consumed_samples, self.steps, self._earlier_samples = (int(state[name]) for name in names)
 
     def _entry(self, position: int) -> int:
         if self._max_steps is None:
@@ -127,7 +139,8 @@ class TrainSampler:
     def _remaining_steps(self) -> int:
         if self._max_steps is not None:
             return max(0, self._max_steps - self.steps)
-        return self._shape.steps_in(self.consumed_samples, self.order.num_samples)
+        first, end = self.consumed_samples, self.order.num_samples
+        return self._shape.steps_in(self._earlier_samples + first, self._earlier_samples + end)
 
 
 def check_epoch(num_samples: int, shape: BatchShape) -> None:

@@ -84,9 +84,9 @@ def test_setting_the_current_epoch_keeps_the_position_and_another_begins_it() ->
     sampler = _sampler(_shape())
     sampler.advance()
     sampler.set_epoch(0)
-    assert sampler.state_dict() == {"epoch": 0, "consumed_samples": 6, "steps": 1}
+    assert sampler.state_dict() == {"epoch": 0, "consumed_samples": 6, "steps": 1, "earlier_samples": 0}
     sampler.set_epoch(1)
-    assert sampler.state_dict() == {"epoch": 1, "consumed_samples": 0, "steps": 0}
+    assert sampler.state_dict() == {"epoch": 1, "consumed_samples": 0, "steps": 0, "earlier_samples": 6}
 
 
 def test_a_run_of_max_steps_has_no_epochs() -> None:
@@ -94,7 +94,7 @@ def test_a_run_of_max_steps_has_no_epochs() -> None:
     sampler.advance()
     sampler.set_epoch(3)
 
-    assert sampler.state_dict() == {"epoch": 0, "consumed_samples": 6, "steps": 1}
+    assert sampler.state_dict() == {"epoch": 0, "consumed_samples": 6, "steps": 1, "earlier_samples": 0}
 
 
 @settings(deadline=None)
