@@ -130,6 +130,10 @@ class TrainSampler:
                 " written with another data module; resume with that one"
             )
         self.epoch, self.consumed_samples, self.steps, self._earlier_samples = (int(state[name]) for name in names)
+        if self._max_steps is not None and self.epoch > 0:
+            # The run counted epochs: each was a pass, of which this one goes on.
+            self.consumed_samples += self.epoch * self.order.num_samples
+            self.epoch = self._earlier_samples = 0
 
     def _entry(self, position: int) -> int:
         if self._max_steps is None:

@@ -146,6 +146,22 @@ def test_a_run_that_outgrows_its_samples_takes_them_again_in_whole_passes(shuffl
     assert (len({tuple(each) for each in passes}) == 4) == (shuffling != "never")
 
 
+def test_a_run_of_epochs_that_goes_on_by_steps_ends_its_pass_first() -> None:
+    epochs = _sampler(_shape(mbs=4, num=1), num_samples=10)
+    epochs.set_epoch(1)
+    epochs.advance()
+    rest = _taken(epochs)
+    steps = _sampler(_shape(mbs=4, num=1), num_samples=10, max_steps=9)
+    steps.load_state_dict(epochs.state_dict())
+    order = PassOrder(10, 5, "later passes")
+
+    taken = _taken(steps)
+    assert taken[: len(rest)] == rest
+    assert taken[:16] == [order.entry(1, place) for place in range(4, 10)] + [
+        order.entry(2, place) for place in range(10)
+    ]
+
+
 def test_an_epoch_takes_the_order_of_its_pass() -> None:
     one_run = _taken(_sampler(_shape(mbs=5, num=1), num_samples=10, max_steps=6, shuffling="every pass"))
     epochs = _sampler(_shape(mbs=5, num=1), num_samples=10, shuffling="every pass")
