@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_megatron.engine.slots import flex
+from lightning_megatron.engine.slots import flex, runs
 from lightning_megatron.engine.slots.alibi import Alibi, AlibiKind, key_biases, key_biases_without_mask, relative
 from lightning_megatron.engine.slots.attention_masks import MASKED_SCORE as MASKED_SCORE
 from lightning_megatron.engine.slots.attention_masks import Pattern, PerMask, added_scores, hidden_keys, pattern_of
@@ -139,10 +139,22 @@ class SDPAttention(MegatronModule):
                 )
             elif dropout == 0.0 and attention_bias is None and _is_flat(mask) and flex.can_attend(q, k):
                 out = self._attend_by_blocks(q, k, v, mask, pattern)
+            elif (found := self._runs(q, k, mask, pattern, attention_bias)) is not None:
+                out = runs.attend(q, k, v, found, causal=pattern.causal, dropout=dropout, scale=self.softmax_scale)
             else:
                 scores = self._scores(q, mask, pattern, attention_bias)
                 out = _attend_with_mask(q, k, v, scores, dropout, self.softmax_scale)
         return out.permute(2, 0, 1, 3).reshape(sq, b, np * hn)
+
+    def _runs(
+        self, q: Tensor, k: Tensor, mask: Tensor | None, pattern: Pattern, bias: Tensor | None
+    ) -> runs.Runs | None:
+        """The runs of a mask of segments, if they are all that has to be said."""
+        if mask is None or not _is_flat(mask) or bias is not None or self.alibi is not None:
+            return None
+        if not runs.can_attend(q, k, pattern):
+            return None
+        return _PER_MASK.get(mask, "runs", runs.runs_of)
 
     def _attend_by_blocks(self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, pattern: Pattern) -> Tensor:
         if segments is None:
