@@ -58,7 +58,7 @@ Examples:
   {prog} {command} --config configs/gpt2_tiny_cpu.yaml --trainer.strategy.tp 1 --trainer.devices 2 --ckpt_path last.ckpt
   torchrun --nproc-per-node 8 -m lightning_megatron {command} --config configs/llama_1b.yaml
 
-Exit codes: 0 done, 1 failed, 2 wrong arguments or settings (one line says which)."""
+Exit codes: 0 done, 1 failed, 130 interrupted, 2 wrong arguments or settings (one line says which)."""
 
 
 def trainer_help(prog: str, command: str) -> str:

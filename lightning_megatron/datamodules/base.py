@@ -151,20 +151,15 @@ class MegatronDataModule(LightningDataModule, ABC):
             num_samples = restored.get("num_samples", num_samples)
         order, samples = self._open_train(num_samples)
         sampler = TrainSampler(order=order, shape=shape, max_steps=max_steps)
-        if self._train_loader is not None:  # see _renew_if_lengths_differ
+        if self._train_loader is not None:  # reload_dataloaders_every_n_epochs
             sampler.load_state_dict(self._train_loader.sampler.state_dict())
             sampler.set_epoch(self._trainer().current_epoch)
         self._train_loader = TrainLoader(samples, sampler, shape, self.num_workers)
         if restored is not None:
             self._go_to(self._train_loader, restored)
-        self._renew_if_lengths_differ(sampler)
+        self._check_lengths_of_epochs(sampler)
         self._check_validation_interval(len(self._train_loader))
         return self._train_loader
-
-    @override
-    def teardown(self, stage: str) -> None:
-        """Leave the Trainer as it was."""
-        self._trainer().reload_dataloaders_every_n_epochs = 0
 
     @override
     def val_dataloader(self) -> PassLoader | list[PassLoader]:
@@ -245,7 +240,7 @@ class MegatronDataModule(LightningDataModule, ABC):
 
     def _go_to(self, loader: TrainLoader, restored: dict[str, Any]) -> None:
         loader.sampler.load_state_dict(restored["train"])
-        self._renew_if_lengths_differ(loader.sampler)
+        self._check_lengths_of_epochs(loader.sampler)
         if restored.get("train_order") != self._train_fingerprint:
             rank_zero_warn(
                 f"The run goes on at sample {loader.sampler.consumed_samples} of another order than the checkpoint's,"
@@ -253,9 +248,17 @@ class MegatronDataModule(LightningDataModule, ABC):
                 " each sample once."
             )
 
-    def _renew_if_lengths_differ(self, sampler: TrainSampler) -> None:
+    def _check_lengths_of_epochs(self, sampler: TrainSampler) -> None:
         """Lightning asks for the length of an epoch once, and would cut longer ones, unless it renews the loader."""
-        self._trainer().reload_dataloaders_every_n_epochs = int(not sampler.next_epoch_is_as_long())
+        trainer = self._trainer()
+        is_last = 0 <= (trainer.max_epochs or -1) <= sampler.epoch + 1
+        if is_last or trainer.reload_dataloaders_every_n_epochs == 1 or sampler.next_epoch_is_as_long():
+            return
+        raise ConfigError(
+            f"epoch {sampler.epoch} has {len(sampler)} steps and later ones have others (the global batch grows, or was"
+            " another one before the checkpoint), and Lightning takes the first length for all; set"
+            " Trainer(reload_dataloaders_every_n_epochs=1), or go on with the global batch size of the checkpoint"
+        )
 
     def _open(self, name: SplitName, num_samples: int | None) -> tuple[SampleOrder, Samples | None]:
         """The order of samples on every rank, and the open samples on those that read; every rank must call."""
@@ -303,11 +306,6 @@ class MegatronDataModule(LightningDataModule, ABC):
             raise ConfigError(
                 f"overfit_batches={trainer.overfit_batches} cannot repeat batches of {type(self).__name__}; set it to 0"
                 " and give a corpus of that size"
-            )
-        if trainer.reload_dataloaders_every_n_epochs:
-            raise ConfigError(
-                f"reload_dataloaders_every_n_epochs={trainer.reload_dataloaders_every_n_epochs} would begin the samples"
-                " anew; set it to 0"
             )
 
     def _check_validation_interval(self, num_steps: int) -> None:

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from numpy.typing import NDArray
 
 from lightning_megatron.data.samples.split import split_ranges
+from lightning_megatron.errors import ConfigError
 from tests.unit.data.corpus import megatron_samples
 from tests.unit.data.one_of_many_ranks import (
     SEQ_LENGTH,
@@ -221,10 +222,10 @@ def test_epochs_after_a_resume_with_another_batch_size_are_whole_and_validated(
             enable_checkpointing=True,
             limit_val_batches=1,
             num_sanity_val_steps=0,
+            reload_dataloaders_every_n_epochs=1,
             callbacks=[ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=1, filename="{step}")],
         )
         trainer.fit(module, datamodule=make_data(tmp_path), **options)
-        assert trainer.reload_dataloaders_every_n_epochs == 0  # type: ignore[attr-defined]
         return module.rows
 
     validated: list[int] = []
@@ -245,12 +246,36 @@ def test_epochs_after_a_resume_with_another_batch_size_are_whole_and_validated(
 
 def test_a_ramp_up_goes_on_in_the_next_epoch(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
     module = Recorder()
-    trainer = make_trainer(tmp_path, OneOfManyRanks(num_microbatches=4), max_epochs=2)
+    options: dict[str, Any] = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}
+    trainer = make_trainer(tmp_path, OneOfManyRanks(num_microbatches=4), **options)
     trainer.fit(module, datamodule=make_data(tmp_path, rampup_batch_size=[2, 2, 12]))
 
     num_samples = len(_expected(documents, None))
     sizes = [2, 2, 4, 6] + [8] * ((num_samples - 14) // 8) + [8] * (num_samples // 8)
     assert [len(rows) for rows in module.train_rows] == sizes
+
+
+def test_epochs_of_other_lengths_need_a_loader_that_is_renewed(
+    tmp_path: Path, documents: list[NDArray[np.uint16]]
+) -> None:
+    def fit(num_microbatches: int, max_epochs: int, **options: Any) -> None:
+        trainer = make_trainer(
+            tmp_path,
+            OneOfManyRanks(num_microbatches=num_microbatches),
+            max_epochs=max_epochs,
+            enable_checkpointing=True,
+            callbacks=[ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=1, filename="{step}")],
+        )
+        trainer.fit(Recorder(), datamodule=make_data(tmp_path, **options.pop("data", {})), **options)
+
+    fit(2, 3)
+    saved = str(tmp_path / "step=4.ckpt")
+    with pytest.raises(ConfigError, match=r"set Trainer\(reload_dataloaders_every_n_epochs=1\)"):
+        fit(4, 3, ckpt_path=saved)
+    fit(4, 1, ckpt_path=saved)  # no other epoch follows
+    with pytest.raises(ConfigError, match=r"set Trainer\(reload_dataloaders_every_n_epochs=1\)"):
+        fit(4, 2, data={"rampup_batch_size": [2, 2, 12]})
+    fit(4, 1, data={"rampup_batch_size": [2, 2, 12]})
 
 
 def test_a_second_run_without_a_checkpoint_begins_at_the_first_sample(

@@ -55,10 +55,6 @@ def test_settings_that_cannot_take_effect_are_refused(tmp_path: Path, documents:
         make_trainer(tmp_path, OneOfManyRanks(), max_steps=1, overfit_batches=2).fit(
             Recorder(), datamodule=make_data(tmp_path)
         )
-    with pytest.raises(ConfigError, match="reload_dataloaders_every_n_epochs=1"):
-        make_trainer(tmp_path, OneOfManyRanks(), max_steps=1, reload_dataloaders_every_n_epochs=1).fit(
-            Recorder(), datamodule=make_data(tmp_path)
-        )
 
 
 def test_an_error_on_the_first_rank_is_raised_on_all(tmp_path: Path) -> None:
