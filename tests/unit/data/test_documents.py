@@ -15,6 +15,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_megatron.data.corpus import documents
 from lightning_megatron.data.corpus.bad_documents import BadDocuments
 from lightning_megatron.data.corpus.documents import read_documents
 from lightning_megatron.data.corpus.files import find_files
@@ -287,3 +288,24 @@ def test_pieces_account_for_every_byte(tmp_path: Path) -> None:
     pieces = list(cut_into_pieces(files, piece_bytes=100))
 
     assert sum(piece.num_bytes for piece in pieces) == sum(path.stat().st_size for path in files)
+
+
+@pytest.mark.parametrize("parser", ["orjson", "json"])
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (b'{"text": "a\\u00e9\xc3\xa9", "n": NaN}', ("a\u00e9\u00e9",)),
+        (b'{"text": "a\\ud800b"}', ("a\ufffdb",)),
+        (b'{"text": "first", "text": "last", "n": 123456789012345678901234567890}', ("last",)),
+        (b'{"text": "a"} x', ["is not JSON (Extra data at column 15)", "correct or remove that line"]),
+        (b'{"text": "\xff"}', ["is not JSON (its bytes are not UTF-8)", "correct or remove that line"]),
+    ],
+)
+def test_a_line_is_read_alike_by_either_parser(
+    line: bytes, expected: object, parser: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert documents._orjson is not None
+    if parser == "json":
+        monkeypatch.setattr(documents, "_orjson", None)
+
+    assert documents._parse_line(line, ["text"]) == expected
