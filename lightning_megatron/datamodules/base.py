@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -140,7 +140,7 @@ class MegatronDataModule(LightningDataModule, ABC):
     @override
     def train_dataloader(self) -> TrainLoader:
         """Batches of the training split, from the restored position on; every rank must call."""
-        shape = self._shape()
+        shape = self._shape_of_rank()
         max_steps = None if self._trains_whole_epochs() else self._trainer().max_steps
         restored, self._restored = self._restored, None
         num_samples = None
@@ -206,16 +206,17 @@ class MegatronDataModule(LightningDataModule, ABC):
     def run(self, module: LightningModule, *, whole_epochs: bool = False) -> Run:
         """What this data module's Trainer is about to do with ``module``, known before any process is started."""
         strategy = self._strategy()
-        shape = BatchShape(
-            micro_batch_size=self.micro_batch_size,
-            num_microbatches=strategy.num_microbatches,
-            data_parallel_size=strategy.data_parallel_size,
-            data_parallel_rank=0,
-            rampup=self.rampup,
-        )
-        model = getattr(module, "model_config", None)
         multiple = strategy.tp if strategy.sequence_parallel else 1
-        return Run(shape=shape, length_multiple=multiple, whole_epochs=whole_epochs, model=model)
+        return Run(
+            shape=self._shape(data_parallel_rank=0),
+            length_multiple=multiple,
+            whole_epochs=whole_epochs,
+            model=_config_of(module),
+        )
+
+    def model(self) -> ModelConfig | None:
+        """The model that the Trainer runs now, if it is one that tells; None without a Trainer."""
+        return None if self.trainer is None else _config_of(self.trainer.lightning_module)
 
     def check_lengths(self, run: Run) -> None:
         """See to it that sequence parallelism can split every row.
@@ -236,7 +237,7 @@ class MegatronDataModule(LightningDataModule, ABC):
         if not self.has_split(name):
             return []
         order, samples = self._open(name, None)
-        return PassLoader(samples, order.num_samples, self._shape(), self.num_workers)
+        return PassLoader(samples, order.num_samples, self._shape_of_rank(), self.num_workers)
 
     def _go_to(self, loader: TrainLoader, restored: dict[str, Any]) -> None:
         loader.sampler.load_state_dict(restored["train"])
@@ -325,15 +326,18 @@ class MegatronDataModule(LightningDataModule, ABC):
         trainer = self._trainer()
         return bool(trainer.max_steps < 0 or (trainer.max_epochs is not None and trainer.max_epochs >= 0))
 
-    def _shape(self) -> BatchShape:
+    def _shape(self, data_parallel_rank: int) -> BatchShape:
         strategy = self._strategy()
         return BatchShape(
             micro_batch_size=self.micro_batch_size,
             num_microbatches=strategy.num_microbatches,
             data_parallel_size=strategy.data_parallel_size,
-            data_parallel_rank=strategy.data_parallel_rank,
+            data_parallel_rank=data_parallel_rank,
             rampup=self.rampup,
         )
+
+    def _shape_of_rank(self) -> BatchShape:
+        return self._shape(self._strategy().data_parallel_rank)
 
     def _trainer(self) -> Any:
         if self.trainer is None:
@@ -348,6 +352,10 @@ class MegatronDataModule(LightningDataModule, ABC):
                 " Trainer(strategy=MegatronStrategy(...))"
             )
         return strategy
+
+
+def _config_of(module: LightningModule) -> ModelConfig | None:
+    return getattr(module, "model_config", None)
 
 
 def require_at_least(name: str, value: int, least: int) -> None:
@@ -370,25 +378,3 @@ def require_whole_step(run: Run, num_samples: int) -> None:
     run.shape.stages()
     if run.whole_epochs:
         check_epoch(num_samples, run.shape)
-
-
-def paths_of_splits(data_path: _T | None, own: Mapping[SplitName, _T | None]) -> dict[SplitName, _T] | None:
-    """The paths of single splits; None if ``data_path`` is to be split.
-
-    Args:
-        data_path: Where all splits come from.
-        own: Where each split alone comes from.
-
-    Raises:
-        ConfigError: If there are none, or two answers to where a split comes from.
-    """
-    given: dict[SplitName, _T] = {name: path for name, path in own.items() if path is not None}
-    names = ", ".join(f"{name}_data_path" for name in given)
-    if data_path is None and not given:
-        raise ConfigError("data_path=None leaves nothing to read; give data_path, or train_data_path and others")
-    if data_path is not None and given:
-        raise ConfigError(
-            f"data_path={data_path} and {names} both say where samples come from; give data_path with split, or only"
-            " paths of single splits"
-        )
-    return given or None

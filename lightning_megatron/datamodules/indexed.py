@@ -14,15 +14,15 @@ from lightning_megatron.data.samples.gpt import GPTObjective
 from lightning_megatron.data.samples.index_cache import SampleOrder, build, check_request, open_samples
 from lightning_megatron.data.samples.masking import MaskingOptions
 from lightning_megatron.data.samples.special_tokens import TokenizerFacts
-from lightning_megatron.data.samples.split import SPLIT_NAMES, SplitName, parse_split, whole_split
+from lightning_megatron.data.samples.split import SplitName, weighted_splits, whole_split
 from lightning_megatron.data.samples.t5 import T5Format, T5Objective
 from lightning_megatron.datamodules.base import (
     MegatronDataModule,
     Run,
-    paths_of_splits,
     require_at_least,
     require_whole_step,
 )
+from lightning_megatron.datamodules.split_paths import paths_of_splits
 from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.models.config import ModelConfig
 
@@ -135,21 +135,17 @@ class IndexedDataModule(MegatronDataModule):
 
     @override
     def order_of(self, name: SplitName, num_samples: int | None) -> SampleOrder:
-        return build(self._request(name, self._objective(self._model()), num_samples), self.index_cache)
+        return build(self._request(name, self._objective(self.model()), num_samples), self.index_cache)
 
     @override
     def open(self, name: SplitName, num_samples: int | None) -> Samples:
-        return open_samples(self._request(name, self._objective(self._model()), num_samples), self.index_cache)
+        return open_samples(self._request(name, self._objective(self.model()), num_samples), self.index_cache)
 
     def _request(self, name: SplitName, objective: Objective, num_samples: int | None) -> SplitRequest:
         sources, split = self._sources[name]
         return SplitRequest(
             name=name, sources=sources, split=split, objective=objective, seed=self.seed, num_samples=num_samples
         )
-
-    def _model(self) -> ModelConfig | None:
-        module = None if self.trainer is None else self.trainer.lightning_module
-        return getattr(module, "model_config", None)
 
     def _name(self, model: ModelConfig | None) -> str:
         return self.objective_name or ("gpt" if model is None else model.architecture)
@@ -208,4 +204,4 @@ def _sources(
         return {name: (parse_blend(path), whole_split(name)) for name, path in own.items()}
     assert data_path is not None, "paths_of_splits has seen to it"
     sources = parse_blend(data_path)
-    return {name: (sources, split) for name, weight in zip(SPLIT_NAMES, parse_split(split), strict=True) if weight > 0}
+    return dict.fromkeys(weighted_splits(split), (sources, split))

@@ -15,14 +15,14 @@ from lightning_megatron.data.samples.instructions import (
     RowOptions,
     check_instructions,
 )
-from lightning_megatron.data.samples.split import SPLIT_NAMES, SplitName, parse_split, split_ranges
+from lightning_megatron.data.samples.split import SplitName, split_ranges, weighted_splits
 from lightning_megatron.datamodules.base import (
     MegatronDataModule,
     Run,
-    paths_of_splits,
     require_at_least,
     require_whole_step,
 )
+from lightning_megatron.datamodules.split_paths import paths_of_splits
 from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.models.config import ModelConfig
 
@@ -90,10 +90,8 @@ class InstructionDataModule(MegatronDataModule):
         own = {"train": train_data_path, "valid": valid_data_path, "test": test_data_path}
         self._paths = paths_of_splits(data_path, own)  # type: ignore[arg-type]
         self._data_path, self._split = data_path, split
-        weights = dict(zip(SPLIT_NAMES, parse_split(split), strict=True))
-        self._names = {
-            name for name in SPLIT_NAMES if (weights[name] > 0 if self._paths is None else name in self._paths)
-        }
+        weighted = weighted_splits(split)
+        self._names: set[SplitName] = set(weighted if self._paths is None else self._paths)
         self._read: dict[str, Instructions] = {}
 
     @override
@@ -143,8 +141,7 @@ class InstructionDataModule(MegatronDataModule):
 
     def _with_known_tokens(self, instructions: Instructions) -> Instructions:
         """The same; a token outside of the model's table would end the run inside a CUDA kernel."""
-        module = None if self.trainer is None else self.trainer.lightning_module
-        model = getattr(module, "model_config", None)
+        model = self.model()
         if model is not None and instructions.largest_token >= model.vocab_size:
             raise ConfigError(
                 f"tokenizer={self.tokenizer} gives the token {instructions.largest_token}, the model's vocab_size="
