@@ -1,0 +1,107 @@
+"""What does a model look like at rest, whatever its format? Whole tensors under Megatron-Core's names, read by rows.
+
+Every source gives this view and every target is written from it, so that n formats need 2n programs and not n * n.
+Nothing here knows ranks: a tensor is whole, its vocabulary has no padding, its rows stand in Megatron-Core's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+
+from lightning_megatron.models.config import ModelConfig
+
+State = Literal["weight", "param", "exp_avg", "exp_avg_sq"]
+"""Of one weight: itself, the optimizer's float32 copy of it, and Adam's two moments."""
+
+
+class Key(NamedTuple):
+    """One tensor of a model."""
+
+    name: str
+    """As a rule's ``megatron``, without the layer's number: ``decoder.layers.mlp.linear_fc1.weight``."""
+    layer: int | None
+    """Number of the layer in its stack, from 0, over all pipeline stages; None for tensors of no layer."""
+    state: State = "weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """What a tensor is, without its numbers."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor, without rows that pad the vocabulary."""
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in memory."""
+        size = self.dtype.itemsize
+        for length in self.shape:
+            size *= length
+        return size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """Where a run was when its checkpoint was written."""
+
+    iteration: int
+    """Optimizer steps done."""
+    consumed_samples: int | None
+    """Rows that were trained on, over all data-parallel copies; None if the checkpoint does not say."""
+    param_groups: tuple[Mapping[str, Any], ...] = ()
+    """The optimizer's, with Megatron's keys (lr, weight_decay, wd_mult, lr_mult, betas, eps, step); the group with
+    ``wd_mult`` 0 has the biases and norms. Empty if there is no optimizer state."""
+    lr_scheduler: Mapping[str, Any] | None = None
+    """State of the learning-rate schedule as the source keeps it."""
+    lightning: Mapping[str, Any] | None = None
+    """Lightning's dict, if the source is a checkpoint of ``MegatronStrategy``."""
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether the source has moments, too; they are then among its tensors."""
+        return bool(self.param_groups)
+
+
+class StoredModel(Protocol):
+    """A model at rest. Opening one reads names and sizes only."""
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+
+    @property
+    def kind(self) -> str:
+        """Its format, for messages: ``Hugging Face model directory``."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """Its description."""
+
+    @property
+    def hf_config(self) -> Any:
+        """The Hugging Face config object of ``model``."""
+
+    @property
+    def tensors(self) -> Mapping[Key, Spec]:
+        """All of them, in an order in which reading is fast."""
+
+    @property
+    def training(self) -> Training | None:
+        """Where its run was; None for weights alone."""
+
+    @property
+    def companions(self) -> Path | None:
+        """Folder with tokenizer and generation config, in Hugging Face's files, that belong to it."""
+
+    def read(self, key: Key, start: int, stop: int) -> torch.Tensor:
+        """Rows ``start`` to ``stop`` of a tensor: [stop - start, ...], on the CPU, in the stored dtype.
+
+        Raises:
+            CheckpointError: If the file is damaged.
+        """
