@@ -144,6 +144,10 @@ class StrategyState(ParallelStrategy):
         return next((o for o in self.optimizers if isinstance(o, MegatronOptimizer)), None)
 
     @property
+    def _chunks(self) -> list[Any]:
+        return list(ready(self.lightning_module, "connect").model_chunks)  # type: ignore[arg-type]
+
+    @property
     def settings(self) -> EngineSettings:
         """Everything but the model itself that Megatron's config depends on."""
         return EngineSettings(
