@@ -26,7 +26,7 @@ from lightning_megatron.convert.registry import model_config
 _LARGEST_REPLICA_PARAMETERS = 2e9
 """A larger model is sharded: its fp32 weights, gradients and moments take 16 bytes a parameter."""
 
-_LAYERS: dict[str, type[torch.nn.Module]] = {
+LAYERS: dict[str, type[torch.nn.Module]] = {
     "gpt2": GPT2Block,
     "llama": LlamaDecoderLayer,
     "megatron-bert": MegatronBertLayer,
@@ -56,7 +56,7 @@ class PeerModule(pl.LightningModule):
             return
         self.model = self._model_class.from_config(self._config, dtype=torch.float32)
         if self._compiled:
-            layer_class = _LAYERS[self._config.model_type]
+            layer_class = LAYERS[self._config.model_type]
             for layer in (module for module in self.model.modules() if isinstance(module, layer_class)):
                 layer.compile()
 
@@ -83,7 +83,7 @@ def peer_strategy(case: Case) -> tuple[Any, str]:
     model = model_config(case.model)
     count = t5_total_parameters(model) if model.architecture == "t5" else total_parameters(model)
     if count > _LARGEST_REPLICA_PARAMETERS:
-        layers = {_LAYERS[case.model["model_type"]]}
+        layers = {LAYERS[case.model["model_type"]]}
         return FSDPStrategy(auto_wrap_policy=layers, sharding_strategy="FULL_SHARD", use_orig_params=True), "FSDP"
     if case.num_devices == 1:
         return "auto", "single device"

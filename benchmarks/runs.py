@@ -36,7 +36,7 @@ def run_megatron(case: Case, plan: Plan, indexed_workers: int | None = None) -> 
     strategy = MegatronStrategy(num_microbatches=case.num_microbatches, **case.layout)
     module = MegatronModule(model=dict(case.model), lr=LR)
     recorder = StepRecorder(plan, engine_step)
-    trainer = _trainer(case, strategy, recorder, max_steps=plan.trainer_steps, gradient_clip_val=CLIP)
+    trainer = make_trainer(case, strategy, recorder, max_steps=plan.trainer_steps, gradient_clip_val=CLIP)
     if indexed_workers is None:
         trainer.fit(module, loader(case, module.model_config, case.rows))
         return _measurement(case, "lightning-megatron", recorder), recorder.profile_text
@@ -57,13 +57,14 @@ def run_peer(case: Case, plan: Plan, compiled: bool) -> tuple[Measurement, str]:
     module = PeerModule(dict(case.model), lr=LR, clip=CLIP, compiled=compiled)
     recorder = StepRecorder(plan, None)
     strategy, name = peer_strategy(case)
-    trainer = _trainer(case, strategy, recorder, max_steps=plan.trainer_steps, accumulate_grad_batches=accumulated)
+    trainer = make_trainer(case, strategy, recorder, max_steps=plan.trainer_steps, accumulate_grad_batches=accumulated)
     trainer.fit(module, loader(case, model_config(case.model), per_device // accumulated))
     label = f"Lightning {name} + transformers{' + torch.compile' if compiled else ''}"
     return _measurement(case, label, recorder), recorder.profile_text
 
 
-def _trainer(case: Case, strategy: Any, recorder: StepRecorder, **options: Any) -> pl.Trainer:
+def make_trainer(case: Case, strategy: Any, recorder: pl.Callback, **options: Any) -> pl.Trainer:
+    """A Trainer on the case's devices that does nothing but train; ``recorder`` watches it."""
     pl.seed_everything(1234, verbose=False)
     return pl.Trainer(
         accelerator=case.accelerator,
@@ -82,8 +83,7 @@ def _trainer(case: Case, strategy: Any, recorder: StepRecorder, **options: Any) 
 def _measurement(case: Case, implementation: str, recorder: StepRecorder) -> Measurement:
     steps = StepTimes.of(recorder.seconds)
     assert steps is not None, "a plan has at least four timed steps"
-    on_gpu = case.accelerator == "gpu"
-    device = torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine()
+    device = device_name(case)
     peak = peak_flops_per_s(device, "bf16")
     causal, full = (_flops_per_s(case, steps.median, attention) for attention in ("causal", "full"))
     return Measurement(
@@ -103,7 +103,7 @@ def _measurement(case: Case, implementation: str, recorder: StepRecorder) -> Mea
         loss_first=recorder.losses[0],
         loss_last=recorder.losses[1],
         host_waits=recorder.host_waits,
-        versions=_versions(),
+        versions=installed_versions(),
     )
 
 
@@ -118,7 +118,13 @@ def _flops_per_s(case: Case, step_seconds: float, attention: AttentionCount) -> 
     return case.rows * case.data_parallel_size * per_row / step_seconds / case.num_devices
 
 
-def _versions() -> dict[str, str]:
+def device_name(case: Case) -> str:
+    """What the case ran on, as its vendor calls it."""
+    return torch.cuda.get_device_name() if case.accelerator == "gpu" else platform.processor() or platform.machine()
+
+
+def installed_versions() -> dict[str, str]:
+    """Of everything that a figure may depend on."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:

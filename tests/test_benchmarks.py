@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import loader
+from benchmarks import checkpoint, loader
 from benchmarks.cases import CASES, Target, case_named, with_batch
+from benchmarks.checkpoint_measurement import CheckpointMeasurement, Save
 from benchmarks.host_waits import attributed
 from benchmarks.measurement import HostWaits, Measurement, StepTimes, markdown_table
 from benchmarks.train_step import main
@@ -53,6 +54,34 @@ def test_a_case_runs_and_reports_its_steps(name: str, tmp_path: Path) -> None:
     assert measured.mfu_causal is None
     assert measured.peak_allocated_gib is None
     assert Measurement.from_json(measured.to_json()) == measured
+
+
+def _measure_checkpoints(folder: str, output: str) -> int:
+    """On each rank: what the command line does for a part."""
+    common = ("--case", "smoke-tp2", "--saves", "2", "--folder", folder, "--output", output)
+    saved = checkpoint.main([*common, "--part", "sync", "--keep"])
+    return saved + checkpoint.main([*common, "--part", "resume", "--resume-layout", "pp=2"])
+
+
+def test_saves_and_a_resume_are_measured(tmp_path: Path) -> None:
+    assert run_ranks(_measure_checkpoints, 2, str(tmp_path), str(tmp_path / "out.jsonl")) == [0, 0]
+
+    saved, resumed = map(CheckpointMeasurement.from_json, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert len(saved.saves) == 2
+    assert all(0 < save.stall <= save.complete and save.steps_during == () for save in saved.saves)
+    # Weights, their fp32 copies and two moments of 37,120 parameters, and what the format adds.
+    assert saved.gigabytes is not None
+    assert 1 < saved.gigabytes * 1e9 / (37_120 * 4 * 4) < 2
+    assert saved.load_layout == "tp=2 dp=1"
+    assert (saved.load_seconds or 0) > 0
+    assert resumed.load_layout == "pp=2 dp=1"
+    assert (resumed.load_seconds or 0) > 0
+    assert CheckpointMeasurement.from_json(saved.to_json()) == saved
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+def test_a_save_costs_its_stall_and_what_it_slows_down() -> None:
+    assert Save(stall=2.0, complete=10.0, steps_during=(1.5, 1.25)).lost(plain_step=1.0) == pytest.approx(2.75)
 
 
 def _measurement(**changed: Any) -> Measurement:

@@ -1,0 +1,126 @@
+"""How long does training stand still while a checkpoint is written, and how fast is it read? See README.md.
+
+Each part runs in a process of its own, and its checkpoints replace each other: the folder never holds two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import CASES, Case, case_named
+from benchmarks.checkpoint_measurement import CheckpointMeasurement, markdown_table
+
+PARTS = ("sync", "async", "resume", "peer")
+_FOLDER = "lightning_megatron_checkpoint_benchmark"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the parts that the command line asks for; returns the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(given)
+    parts = options.part or [part for part in PARTS if part != "peer" or case_named(options.case).accelerator == "gpu"]
+    if len(parts) > 1:
+        return _one_process_each(parts, given, options)
+    measurement = _run(parts[0], options)
+    if int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) == 0:
+        line = measurement.to_json()
+        print(line)
+        print(markdown_table([measurement]), flush=True)
+        if options.output is not None:
+            options.output.parent.mkdir(parents=True, exist_ok=True)
+            with options.output.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+    return 0
+
+
+def _one_process_each(parts: Sequence[str], given: Sequence[str], options: argparse.Namespace) -> int:
+    others = _without_parts(given)
+    failed = []
+    try:
+        for index, part in enumerate(parts):
+            print(f"== {part}", flush=True)
+            keep = ["--keep"] if parts[index + 1 : index + 2] == ["resume"] else []
+            command = [sys.executable, "-m", "benchmarks.checkpoint", "--part", part, *keep, *others]
+            if subprocess.run(command, check=False).returncode != 0:
+                failed.append(part)
+    finally:
+        shutil.rmtree(_folder(options), ignore_errors=True)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _without_parts(given: Sequence[str]) -> list[str]:
+    kept, skip = [], False
+    for argument in given:
+        if not skip and argument != "--part" and not argument.startswith("--part="):
+            kept.append(argument)
+        skip = argument == "--part"
+    return kept
+
+
+def _folder(options: argparse.Namespace) -> Path:
+    return Path(options.folder) / _FOLDER
+
+
+def _run(part: str, options: argparse.Namespace) -> CheckpointMeasurement:
+    # Imported late: --help must not load torch.
+    from benchmarks.checkpoint_recorder import SavePlan
+    from benchmarks.checkpoint_runs import run_peer, run_resume, run_saves, with_layers
+
+    case = with_layers(case_named(options.case), options.layers)
+    if options.num_microbatches is not None:
+        case = replace(case, num_microbatches=options.num_microbatches, target=None)
+    plan = SavePlan(
+        folder=_folder(options),
+        saves=options.saves,
+        warmup_steps=options.warmup_steps,
+        plain_steps=options.plain_steps,
+        load=not options.no_load,
+        keep=options.keep,
+    )
+    if part == "resume":
+        return run_resume(case, plan, _other_layout(case, options.resume_layout))
+    return run_peer(case, plan) if part == "peer" else run_saves(case, plan, asynchronous=part == "async")
+
+
+def _other_layout(case: Case, given: Sequence[str]) -> dict[str, Any]:
+    """What was asked for as ``tp=2``; else half of the ranks are pipeline stages, the rest tensor-parallel."""
+    if given:
+        sizes: dict[str, Any] = {name: int(size) for name, size in (each.split("=") for each in given)}
+    else:
+        pp = min(2, case.num_devices)
+        sizes = {"pp": pp, "tp": case.num_devices // pp}
+    return {**sizes, "sequence_parallel": sizes.get("tp", 1) > 1}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoint", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--case", required=True, choices=[c.name for c in CASES], help="which model and layout")
+    parser.add_argument("--part", action="append", choices=PARTS, help="what to run; may be repeated (default: all)")
+    parser.add_argument("--saves", type=int, default=3, help="saves of a part")
+    parser.add_argument("--warmup-steps", type=int, default=4, help="steps before the first timed one")
+    parser.add_argument("--plain-steps", type=int, default=4, help="timed steps before the first save")
+    parser.add_argument("--layers", type=int, help="fewer layers than the case has")
+    parser.add_argument("--num-microbatches", type=int, help="instead of the case's; fewer make shorter steps")
+    parser.add_argument("--no-load", action="store_true", help="do not load the last checkpoint at the end of a part")
+    parser.add_argument("--keep", action="store_true", help="leave the last checkpoint, for a part 'resume'")
+    parser.add_argument(
+        "--resume-layout", nargs="+", default=[], metavar="NAME=SIZE", help="of the part 'resume', as tp=2 pp=2"
+    )
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="where there is room for one checkpoint")
+    parser.add_argument("--output", type=Path, help="append the measurements to this file, as lines of JSON")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
