@@ -27,6 +27,10 @@ from lightning_megatron.engine.checkpoint_safety import (
 )
 from lightning_megatron.errors import CheckpointError
 
+OF_STRATEGY = "checkpoint of MegatronStrategy"
+OF_MEGATRON_CORE = "Megatron-Core distributed checkpoint (torch_dist)"
+"""Kinds of distributed checkpoints, as messages name them."""
+
 _LATEST = "latest_checkpointed_iteration.txt"
 _CONFIG = "config.json"
 
@@ -107,7 +111,7 @@ def _of_strategy(path: Path) -> CheckpointContents:
         }
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"checkpoint {path} was written by another strategy ({error!r} in {META})") from None
-    return _contents(path, "checkpoint of MegatronStrategy", facts, _distributed_tensors(path))
+    return _contents(path, OF_STRATEGY, facts, _distributed_tensors(path))
 
 
 def _positions(lightning: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -119,7 +123,7 @@ def _positions(lightning: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _of_megatron_core(path: Path) -> CheckpointContents:
     check_backends(path)
-    return _contents(path, "Megatron-Core distributed checkpoint (torch_dist)", {}, _distributed_tensors(path))
+    return _contents(path, OF_MEGATRON_CORE, {}, _distributed_tensors(path))
 
 
 def _latest(path: Path) -> Path:

@@ -1,0 +1,88 @@
+"""Which model is a distributed checkpoint of? What it says of itself, or a config that is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lightning_megatron.convert.registry import config_object, family_of, model_config
+from lightning_megatron.errors import CheckpointError
+from lightning_megatron.models.config import ModelConfig
+
+_SAID_BY_THE_RUN = ("make_vocab_size_divisible_by", "share_embeddings_and_output_weights")
+"""What a run may have decided that its config does not say: T5's weight files tell whether its output layer is tied."""
+
+
+def describe_run(path: Path, meta: Mapping[str, Any], config: Path | None) -> tuple[ModelConfig, Any]:
+    """The model of a checkpoint of ``MegatronStrategy``.
+
+    Args:
+        path: For messages.
+        meta: Its ``meta.pt``.
+        config: A ``config.json`` to use instead of the checkpoint's own.
+
+    Returns:
+        Its description, and a Hugging Face config object.
+
+    Raises:
+        CheckpointError: If it names no Hugging Face config, or was trained as a variant that no such model computes.
+        ConfigError: If the config is not valid.
+    """
+    stored: Mapping[str, Any] = meta["model_description"]
+    hf_config = config_object(config) if config is not None else _own_config(path, meta)
+    model = family_of(hf_config.model_type).model_config(hf_config, stored.get("task"))
+    model = replace(model, **{name: stored[name] for name in _SAID_BY_THE_RUN if name in stored})
+    described = model.to_dict()
+    others = [name for name, value in stored.items() if name in described and _plain(described[name]) != _plain(value)]
+    if others:
+        pairs = ", ".join(f"{name}={stored[name]} (the config says {described[name]})" for name in others)
+        raise CheckpointError(
+            f"checkpoint {path} is not of the model that its Hugging Face config describes: {pairs}; give the right "
+            "one with --config (no config describes models trained with position_embedding_type, attention_head_type "
+            "or a model_provider)"
+        )
+    return model, hf_config
+
+
+def describe_given(path: Path, config: Path | Mapping[str, Any] | None) -> tuple[ModelConfig, Any]:
+    """The model of a checkpoint that does not say what it is of.
+
+    Raises:
+        CheckpointError: If no config is given.
+        ConfigError: If the config is not valid.
+    """
+    if config is None:
+        raise CheckpointError(
+            f"checkpoint {path} does not say which model it is of; give the model's Hugging Face config.json (or the "
+            "folder with it) with --config"
+        )
+    return model_config(config), config_object(config)
+
+
+def _own_config(path: Path, meta: Mapping[str, Any]) -> Any:
+    fields = meta.get("hugging_face_config")
+    if fields is None:  # checkpoints of the first releases
+        fields = meta["lightning"].get("hyper_parameters", {}).get("model")
+    if not isinstance(fields, Mapping) or "model_type" not in fields:
+        raise CheckpointError(
+            f"checkpoint {path} does not hold its model's Hugging Face config; give the config.json (or the folder "
+            "with it) with --config"
+        )
+    known = family_of(str(fields["model_type"]))  # refuses families that are unknown
+    from transformers import CONFIG_MAPPING
+
+    arguments = {name: value for name, value in fields.items() if name != "model_type"}
+    try:
+        return CONFIG_MAPPING[known.model_type](**arguments)
+    except Exception as error:  # transformers validates with errors of its own
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"checkpoint {path} holds a config that transformers refuses: {reason}") from None
+
+
+def _plain(value: Any) -> Any:
+    """Tuples and lists of the same values are the same."""
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,258 @@
+"""How is a distributed checkpoint read, of ``MegatronStrategy`` or of any other program with Megatron-Core?
+
+Its table of contents says which tensors there are; rows of them are read from the chunks that hold them. Optimizer
+states are read where they have the shapes of the weights (``fully_reshardable``); other kinds mean something only to
+the layout that wrote them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from lightning_megatron.convert.companions import companion_files
+from lightning_megatron.convert.contents import OF_MEGATRON_CORE, OF_STRATEGY
+from lightning_megatron.convert.legacy.names import VOCABULARY
+from lightning_megatron.convert.shapes import rules_by_name, tensor_shapes
+from lightning_megatron.convert.stored.base import Key, Spec, State, Training
+from lightning_megatron.convert.stored.chunks import ChunkedFiles, open_chunks
+from lightning_megatron.convert.stored.description import describe_given, describe_run
+from lightning_megatron.convert.stored.distributed_names import entry_of, is_of_optimizer, is_weightless
+from lightning_megatron.engine.checkpoint_safety import (
+    COMMON,
+    META,
+    check_backends,
+    check_complete,
+    check_only_data,
+    load_plain,
+)
+from lightning_megatron.errors import CheckpointError
+from lightning_megatron.models.config import ModelConfig
+
+COMPANIONS = "hugging_face"
+"""Folder of a ``*.ckpt`` with the tokenizer and the generation config that belong to it."""
+
+_STATES_OF_ADAM: tuple[State, ...] = ("exp_avg", "exp_avg_sq")
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyTraining(Training):
+    """A run of ``MegatronStrategy``, with what only another one of its checkpoints can take over."""
+
+    optimizer_format: Mapping[str, Any] | None
+    """What kind of optimizer it is; None without one."""
+    common: Mapping[str, Any]
+    """The optimizer's state that is not sharded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where a tensor is."""
+
+    entry: str
+    """Name in the table of contents."""
+    layer: int | None
+    """Its index along the first axis, if the entry stacks layers."""
+
+
+def open_distributed(path: Path, config: Path | None) -> DistributedModel:
+    """Look at a ``*.ckpt`` of ``MegatronStrategy`` or a Megatron-Core checkpoint (``torch_dist``); no weight is read.
+
+    Args:
+        path: The folder with ``.metadata``.
+        config: A Hugging Face ``config.json``, or a folder with one, for checkpoints that do not say what they are of.
+
+    Raises:
+        CheckpointError: If it is damaged, unfinished, could run code, or is of another model than described; every
+            tensor that is missing, foreign, or of another shape is named.
+        ConfigError: If the config cannot be honoured.
+    """
+    if (path / META).is_file():
+        check_complete(path)
+        check_only_data(path)
+        meta = load_plain(path / META)
+        try:
+            model, hf_config = describe_run(path, meta, config)
+            training = _training_of_strategy(path, meta)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"checkpoint {path} was written by another strategy ({error!r} in {META})") from None
+        return _opened(path, OF_STRATEGY, model, hf_config, training)
+    check_backends(path)
+    model, hf_config = describe_given(path, config)
+    return _opened(path, OF_MEGATRON_CORE, model, hf_config, None)
+
+
+def _opened(path: Path, kind: str, model: ModelConfig, hf_config: Any, training: Training | None) -> DistributedModel:
+    files = open_chunks(path)
+    places, problems = _places(files, model)
+    if problems:
+        counted = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+        raise CheckpointError(
+            f"checkpoint {path} is not of this {model.family} model ({model.task}), {counted}: {'; '.join(problems)}. "
+            "Give the config that belongs to it with --config"
+        )
+    if training is not None and training.has_optimizer and not _has_moments(places):
+        _log.warning(
+            "the optimizer state of %s cannot be read without the layout that wrote it; only weights are converted",
+            path,
+        )
+        training = replace(training, param_groups=())
+    if training is None or not training.has_optimizer:
+        places = {key: place for key, place in places.items() if key.state == "weight"}
+    return DistributedModel(files, places, model=model, hf_config=hf_config, kind=kind, training=training)
+
+
+# ---- what is there --------------------------------------------------------------------------------------------------
+
+
+def _places(files: ChunkedFiles, model: ModelConfig) -> tuple[dict[Key, _Place], list[str]]:
+    """Where each tensor of the model is, in the model's order and weights first; and everything that is wrong."""
+    known = rules_by_name(model)
+    shapes = tensor_shapes(model)
+    found: dict[Key, _Place] = {}
+    problems = []
+    for name, tensor in files.tensors.items():
+        if is_weightless(name):
+            continue
+        entry = entry_of(name, known)
+        if entry is None:
+            if not is_of_optimizer(name):
+                problems.append(f"{name!r} is not part of the model")
+            continue
+        layers = range(tensor.shape[0]) if entry.is_stacked and tensor.shape else [entry.layer]
+        shape = tensor.shape[1:] if entry.is_stacked else tensor.shape
+        for layer in layers:
+            key = Key(entry.name, layer, entry.state)
+            wanted = shapes.get(key._replace(state="weight"))
+            problem = _difference(name, shape, tensor.dtype, layer, wanted)
+            if problem is not None:
+                problems.append(problem)
+                break
+            found[key] = _Place(entry=name, layer=layer if entry.is_stacked else None)
+    wrong = {problem.split("'")[1] for problem in problems}
+    problems += _missing(found, shapes, wrong)
+    ordered = {
+        key: found[key]
+        for state in get_args(State)
+        for key in (each._replace(state=state) for each in shapes)
+        if key in found
+    }
+    return ordered, problems
+
+
+def _difference(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, layer: int | None, wanted: tuple[int, ...] | None
+) -> str | None:
+    """What is wrong with a tensor of the shape ``shape``; only a vocabulary may be larger, by its padding."""
+    if wanted is None:
+        return f"{name!r} has a layer {layer}, which the model has not"
+    padding = shape[0] - wanted[0] if shape and name.endswith(VOCABULARY) else 0
+    if shape != (wanted[0] + max(0, padding), *wanted[1:]):
+        return f"{name!r} has the shape {list(shape)}, not {list(wanted)}"
+    if dtype not in _FLOATS:
+        return f"{name!r} is {str(dtype).removeprefix('torch.')}, not float32, float16 or bfloat16"
+    return None
+
+
+def _missing(found: Mapping[Key, _Place], shapes: Mapping[Key, tuple[int, ...]], wrong: set[str]) -> list[str]:
+    """Weights that are not there, layers of one name together; not those that are there and wrong."""
+    layers: dict[str, list[int | None]] = {}
+    for key in shapes:
+        if key not in found and not any(name.endswith(key.name) for name in wrong):
+            layers.setdefault(key.name, []).append(key.layer)
+    problems = []
+    for name, numbers in layers.items():
+        is_everywhere = numbers == [key.layer for key in shapes if key.name == name]
+        of_layers = "" if is_everywhere else f" in layers {', '.join(map(str, numbers))}"
+        problems.append(f"{name!r} is missing{of_layers}")
+    return problems
+
+
+def _has_moments(places: Mapping[Key, _Place]) -> bool:
+    weights = [key for key in places if key.state == "weight"]
+    return all(key._replace(state=state) in places for key in weights for state in _STATES_OF_ADAM)
+
+
+# ---- where its run was ----------------------------------------------------------------------------------------------
+
+
+def _training_of_strategy(path: Path, meta: Mapping[str, Any]) -> StrategyTraining:
+    lightning: Mapping[str, Any] = meta["lightning"]
+    common: Mapping[str, Any] = load_plain(path / COMMON)
+    schedulers = lightning.get("lr_schedulers") or [None]
+    return StrategyTraining(
+        iteration=int(lightning.get("global_step", 0)),
+        consumed_samples=_consumed_samples(lightning),
+        param_groups=_param_groups(common) if meta["has_optimizer"] else (),
+        lr_scheduler=schedulers[0],
+        lightning=lightning,
+        optimizer_format=meta["optimizer_format"],
+        common=common,
+    )
+
+
+def _param_groups(common: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """They are one level deeper in the state of a distributed optimizer."""
+    state = common["optimizer"]
+    return tuple(state.get("optimizer", state)["param_groups"])
+
+
+def _consumed_samples(lightning: Mapping[str, Any]) -> int | None:
+    """As the data module counts them, over all epochs."""
+    for state in lightning.values():
+        if isinstance(state, Mapping) and "train" in state and "train_order" in state:
+            position = state["train"]
+            return int(position["consumed_samples"]) + int(position.get("earlier_samples", 0))
+    return None
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+class DistributedModel:
+    """A ``StoredModel``; its ``path`` is that of ``files``."""
+
+    def __init__(
+        self,
+        files: ChunkedFiles,
+        places: Mapping[Key, _Place],
+        *,
+        model: ModelConfig,
+        hf_config: Any,
+        kind: str,
+        training: Training | None,
+    ) -> None:
+        self.path = files.path
+        self.kind = kind
+        self.model = model
+        self.hf_config = hf_config
+        self.training = training
+        self._files = files
+        self._places = places
+        shapes = tensor_shapes(model)
+        self.tensors: Mapping[Key, Spec] = {
+            key: Spec(shape=shapes[key._replace(state="weight")], dtype=files.tensors[place.entry].dtype)
+            for key, place in places.items()
+        }
+
+    @property
+    def companions(self) -> Path | None:
+        """Folder with the tokenizer and the generation config, inside the checkpoint or beside it."""
+        folders = (self.path / COMPANIONS, self.path)
+        return next((folder for folder in folders if folder.is_dir() and companion_files(folder, None)), None)
+
+    def read(self, key: Key, start: int, stop: int) -> torch.Tensor:
+        """See ``StoredModel``."""
+        place, columns = self._places[key], self.tensors[key].shape[1:]
+        first, size = (start, *(0 for _ in columns)), (stop - start, *columns)
+        if place.layer is None:
+            return self._files.read(place.entry, first, size)
+        return self._files.read(place.entry, (place.layer, *first), (1, *size))[0]

@@ -1,0 +1,83 @@
+"""Which tensor of the model is this entry of a distributed checkpoint? However it was wrapped, cut or named.
+
+Megatron-Core stacks the layers of a model: ``decoder.layers.mlp.linear_fc1.weight`` is [layers, rows, columns]. It may
+also write each layer by itself (``decoder.layers.3.mlp...``), and models without fused norms call these otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from lightning_megatron.convert.stored.base import State
+
+_WRAPPERS = re.compile(r"^(?:module\.|model\.)+")
+_NUMBERED = re.compile(r"^(.*?\blayers)\.(\d+)\.(.+)$")
+_OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?optimizer\.")
+_OPTIMIZER_STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)$")
+_STATES: dict[str, State] = {
+    "param": "param",  # of the distributed optimizer
+    "fp32_param": "param",  # of the optimizer that every copy of the model has whole
+    "exp_avg": "exp_avg",
+    "exp_avg_sq": "exp_avg_sq",
+}
+_UNFUSED = (
+    (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"),
+    (".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"),
+)
+"""What norms are called where they are modules of their own, and in the fused layers that rules name."""
+_NO_WEIGHTS = re.compile(r"_extra_state|(^|\.)(rng_state|inv_freq)(\.|$|/)")
+"""Entries without a weight: the scales of fp8, random states, and tables that are computed anew."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What a name says."""
+
+    name: str
+    """As a rule's ``megatron``."""
+    layer: int | None
+    """Number in the name; None if there is none."""
+    state: State
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether the first axis counts layers."""
+        return self.layer is None and ".layers." in self.name
+
+
+def is_weightless(name: str) -> bool:
+    """Whether the entry holds nothing that is trained."""
+    return _NO_WEIGHTS.search(name) is not None
+
+
+def is_of_optimizer(name: str) -> bool:
+    """Whether the entry is optimizer state, of any kind."""
+    return _OPTIMIZER.match(name) is not None
+
+
+def entry_of(name: str, known: Collection[str]) -> Entry | None:
+    """Read an entry's name.
+
+    Args:
+        name: As the table of contents has it.
+        known: The names in the rules of the model's family.
+
+    Returns:
+        None if the model has no such tensor.
+    """
+    state: State = "weight"
+    if is_of_optimizer(name):
+        of_parameter = _OPTIMIZER_STATE.match(name)
+        if of_parameter is None or of_parameter[1] not in _STATES:
+            return None
+        state, name = _STATES[of_parameter[1]], of_parameter[2]
+    name = _WRAPPERS.sub("", name)
+    numbered = _NUMBERED.match(name)
+    if numbered:
+        name = f"{numbered[1]}.{numbered[3]}"
+    for unfused, fused in _UNFUSED:
+        if name not in known:
+            name = name.replace(unfused, fused)
+    return Entry(name=name, layer=int(numbered[2]) if numbered else None, state=state) if name in known else None
