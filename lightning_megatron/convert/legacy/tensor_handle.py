@@ -1,0 +1,121 @@
+"""Where in a file are the rows of a pickled tensor, and how are some of them read without the others?"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from lightning_megatron.errors import CheckpointError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """A run of numbers in a file."""
+
+    file: Path
+    offset: int
+    """Of the first byte, from the beginning of the file."""
+    num_bytes: int
+    is_little_endian: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorHandle:
+    """A tensor in a file, of which nothing was read."""
+
+    storage: Storage
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    """In items."""
+    first: int
+    """Of its items in the storage."""
+
+    def __post_init__(self) -> None:
+        """Check that it lies inside its storage, and no item is shared.
+
+        Raises:
+            ValueError: If not.
+        """
+        sizes = (*self.shape, *self.stride, self.first)
+        if len(self.shape) != len(self.stride) or not all(type(size) is int and size >= 0 for size in sizes):
+            raise ValueError(f"a tensor of shape {list(self.shape)[:8]}, stride {list(self.stride)[:8]}")
+        items = self.storage.num_bytes // self.dtype.itemsize
+        if self.numel and (self.first + self._span(self.shape[0] if self.shape else 1) > items or self.numel > items):
+            raise ValueError(f"a tensor of shape {list(self.shape)[:8]} in a storage of {items:,} items")
+
+    @property
+    def numel(self) -> int:
+        """How many numbers it has."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in memory."""
+        return self.numel * self.dtype.itemsize
+
+    def viewed(self, shape: tuple[int, ...], first: int = 0) -> TensorHandle:
+        """Items from ``first`` on of a contiguous tensor, with another shape.
+
+        Raises:
+            ValueError: If it has not as many.
+        """
+        if not self._is_contiguous or first + math.prod(shape) > self.numel:
+            raise ValueError(f"{math.prod(shape)} items from {first} on of {list(self.shape)}")
+        stride = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        return replace(self, shape=shape, stride=stride, first=self.first + first)
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Rows ``start`` to ``stop``, on the CPU, contiguous: [stop - start, ...].
+
+        Raises:
+            CheckpointError: If the file cannot be read, or ends too early.
+        """
+        shape = (stop - start, *self.shape[1:])
+        if not math.prod(shape):
+            return torch.empty(shape, dtype=self.dtype)
+        size = self.dtype.itemsize
+        buffer = torch.empty(self._span(stop - start) * size, dtype=torch.uint8)
+        begin = self.first + start * self.stride[0]
+        read_into(buffer, self.storage.file, self.storage.offset + begin * size)
+        if not self.storage.is_little_endian and size > 1:
+            buffer = buffer.view(-1, size).flip(1).flatten()
+        return buffer.view(self.dtype).as_strided(shape, self.stride).contiguous()
+
+    def whole(self) -> torch.Tensor:
+        """All of it; a single number has no axis, and comes as such."""
+        if self.shape:
+            return self.rows(0, self.shape[0])
+        return replace(self, shape=(1,), stride=(1,)).rows(0, 1)[0]
+
+    @property
+    def _is_contiguous(self) -> bool:
+        steps = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
+        return all(length == 1 or is_ == must for length, is_, must in zip(self.shape, self.stride, steps, strict=True))
+
+    def _span(self, rows: int) -> int:
+        """Items from the first to the last one of that many rows."""
+        shape = (rows, *self.shape[1:]) if self.shape else ()
+        return 1 + sum((length - 1) * step for length, step in zip(shape, self.stride, strict=True))
+
+
+def read_into(buffer: torch.Tensor, file: Path, offset: int) -> None:
+    """Fill ``buffer`` (uint8) from ``file``, with plain reads: mapped pages would count as memory of this process.
+
+    Raises:
+        CheckpointError: If the file cannot be read, or ends too early.
+    """
+    view, done = memoryview(buffer.numpy().data), 0
+    try:
+        with file.open("rb", buffering=0) as opened:
+            opened.seek(offset)
+            while done < len(view):
+                count = opened.readinto(view[done:])
+                if not count:
+                    raise CheckpointError(f"checkpoint file {file} is truncated; use another copy")
+                done += count
+    except OSError as error:
+        raise CheckpointError(f"checkpoint file {file} cannot be read ({error}); check the disk") from error
