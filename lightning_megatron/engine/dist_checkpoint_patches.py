@@ -1,8 +1,8 @@
 """What must change in Megatron's checkpoint writer and reader? A row for each function.
 
-The writer starts a ``spawn`` manager process, which runs the user's script again (a hang without ``__main__`` guard),
-and forks the trainer for every file (which doubles its memory). Threads of the trainer itself do the same work here.
-The reader unpickles objects without restriction; here only plain data comes out.
+The writer starts a ``spawn`` manager process, which runs the user's script again (a hang without ``__main__`` guard);
+what it would do with it is done by threads in checkpoint_files.py. The reader unpickles objects without restriction;
+here only plain data comes out.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import io
 import pickle
 import queue
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -23,43 +22,6 @@ from lightning_megatron.engine.patching import Patch
 from lightning_megatron.errors import CheckpointError
 
 _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
-
-
-class _NoQueue:
-    """``count_queue`` of the writer's worker, which only matters between processes."""
-
-    def get(self) -> None:
-        """Nothing to take."""
-
-    def task_done(self) -> None:
-        """Nobody waits."""
-
-
-def _write_in_threads(original: Any) -> Any:
-    def write(transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], results: queue.Queue[Any]) -> None:
-        """Write all files of this rank at once, and report {index: write results} or the first exception."""
-        from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-
-        done: queue.Queue[tuple[int, Any]] = queue.Queue()
-
-        def write_one(index: int) -> None:
-            FileSystemWriterAsync.write_preloaded_data(
-                transforms,
-                local_proc_idx=index,
-                write_bucket=buckets[index],
-                results_queue=done,
-                count_queue=_NoQueue(),
-                use_fsync=True,
-                use_msc=use_msc,
-            )
-
-        with ThreadPoolExecutor(max_workers=max(1, len(buckets))) as pool:
-            list(pool.map(write_one, range(len(buckets))))
-        outcome = dict(done.get() for _ in buckets)
-        failures = [o for o in outcome.values() if isinstance(o, Exception)]
-        results.put(failures[0] if failures else outcome)
-
-    return staticmethod(write)
 
 
 def _results_queue(original: Any) -> Callable[[], queue.Queue[Any]]:
@@ -101,13 +63,6 @@ DIST_CHECKPOINT_PATCHES: tuple[Patch, ...] = (
         replacement=_results_queue,
         engine="megatron-core 0.16.1",
         reason="its spawn Manager imports the user's script again and hangs without a __main__ guard",
-    ),
-    Patch(
-        module=_WRITER,
-        attribute="FileSystemWriterAsync.write_preloaded_data_multiproc",
-        replacement=_write_in_threads,
-        engine="megatron-core 0.16.1",
-        reason="it forks the trainer, with its threads and its GPU context, for every file",
     ),
     Patch(
         module="megatron.core.dist_checkpointing.strategies.common",

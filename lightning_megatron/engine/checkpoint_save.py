@@ -1,0 +1,254 @@
+"""How is a run saved while it goes on? Training waits only while the shards are copied into host memory.
+
+Threads write the copy (checkpoint_files.py). Everything that ranks must do together happens in ``begin_save`` and
+``PendingSave.finish``, both called where every rank has come to the same step: no collective runs in a thread. Nothing
+has the final name before every rank's files, their checksums and ``meta.pt`` are on the disk (checkpoint_swap.py).
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+from lightning_megatron.engine.agreement import on_all_ranks_alike
+from lightning_megatron.engine.checkpoint_checksums import (
+    FileChecksums,
+    checksums_of,
+    checksums_of_file,
+    write_known_checksums,
+)
+from lightning_megatron.engine.checkpoint_failures import failures_as_errors
+from lightning_megatron.engine.checkpoint_files import FileWriter, Shards, torch_bytes
+from lightning_megatron.engine.checkpoint_safety import META, check_complete, more_than_data
+from lightning_megatron.engine.checkpoint_staging import HostMemory
+from lightning_megatron.engine.checkpoint_state import SHARDING, RunState, own_meta, rng_file, sharded_state
+from lightning_megatron.engine.checkpoint_swap import PARTIAL, FolderLock, discard, start_partial, swap_in, sync
+from lightning_megatron.engine.wrap import finish_parameter_gathers
+from lightning_megatron.errors import CheckpointError
+
+_UNFINISHED_META = "meta.tmp"
+_host_memory = HostMemory()
+
+
+def save(run: RunState, meta: dict[str, Any], path: Path) -> None:
+    """Write a checkpoint; every rank must call with the same ``path``.
+
+    Args:
+        run: What to save; without an optimizer the checkpoint holds only weights.
+        meta: Plain data of rank 0 that goes into ``meta.pt``.
+        path: The final name, by convention ``*.ckpt``; an existing checkpoint of that name is replaced at the end.
+
+    Raises:
+        CheckpointError: If ``meta`` holds something that could not be loaded again as plain data, or the files cannot
+            be written; ``path`` is then as it was.
+    """
+    # On a CPU the shards can be written from where they are, because nothing changes them meanwhile.
+    _begin(run, meta, path, keep_copy=False).finish()
+
+
+def begin_save(run: RunState, meta: dict[str, Any], path: Path) -> PendingSave:
+    """Copy the run into host memory and begin to write it; every rank must call, and ``finish`` what it returns.
+
+    Training may go on when this returns. A save that is still pending is finished first, and raises what it raises.
+    Host memory: one copy of this rank's shards, pinned on a GPU and kept for the next save.
+
+    Args:
+        run: As for ``save``.
+        meta: As for ``save``; copied at once.
+        path: As for ``save``.
+
+    Raises:
+        CheckpointError: As ``save``, for what is known by now.
+    """
+    return _begin(run, meta, path, keep_copy=True)
+
+
+class PendingSave:
+    """A checkpoint that threads are writing. It has its final name only after ``finish``."""
+
+    def __init__(self, path: Path, partial: Path, writer: FileWriter) -> None:
+        """Made by ``begin_save``."""
+        self.path = path
+        """The final name."""
+        self._partial = partial
+        self._writer = writer
+        self._refusal = f"checkpoint {path} is not written"
+        self._meta: bytes | None = None
+        self._lock: FolderLock | None = None
+        self._plan: _Plan | None = None
+        self._is_over = False
+
+    def is_written(self) -> bool:
+        """Whether this rank's files are on the disk, or have failed; costs nothing and does not communicate.
+
+        Ranks differ: ``finish`` waits for all of them, so ask all ranks first if training should not wait.
+        """
+        return self._writer.is_done
+
+    def finish(self) -> None:
+        """Wait for all ranks' files, complete the checkpoint and give it its name; every rank must call.
+
+        Inside the engine (``Runtime.active``), as ``begin_save``. A second call does nothing.
+
+        Raises:
+            CheckpointError: On all ranks alike if any rank could not write; ``path`` is then as it was, and nothing
+                half-written is left.
+        """
+        if self._is_over:
+            return
+        try:
+            results, checksums = on_all_ranks_alike(self._wait)
+            gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+            dist.gather_object((results, checksums), gathered)
+            _on_rank_0(lambda: self._complete(gathered or []), self._refusal)
+        except BaseException:
+            self.abandon()
+            raise
+        self._end()
+
+    def abandon(self) -> None:
+        """Stop writing and delete what is there; does not communicate, and a second call does nothing."""
+        if not self._is_over:
+            self._writer.abandon()
+            if dist.get_rank() == 0:
+                discard(self._partial)
+            self._end()
+
+    def _wait(self) -> tuple[list[Any], dict[str, FileChecksums]]:
+        with failures_as_errors(self._refusal):
+            return self._writer.wait()
+
+    def _complete(self, gathered: list[tuple[list[Any], dict[str, FileChecksums]]]) -> None:
+        """Write what only rank 0 writes, ``meta.pt`` last, which says that all the rest is there."""
+        assert self._plan is not None
+        assert self._meta is not None
+        partial = self._partial
+        self._plan.writer.finish(self._plan.metadata, [results for results, _ in gathered])
+        save_config(CheckpointingConfig("torch_dist", 1), str(partial))
+        checksums = {name: each for _, of_rank in gathered for name, each in of_rank.items()}
+        for file in partial.iterdir():
+            if file.name not in checksums:
+                sync(file)
+                checksums[file.name] = checksums_of_file(file)
+        write_known_checksums(partial, {**checksums, META: checksums_of(self._meta)})
+        unfinished = partial / _UNFINISHED_META
+        unfinished.write_bytes(self._meta)
+        sync(unfinished)
+        unfinished.rename(partial / META)
+        check_complete(partial)
+        swap_in(partial, self.path)
+
+    def _end(self) -> None:
+        global _pending
+        self._is_over = True
+        if self._lock is not None:
+            self._lock.release()
+        if _pending is self:
+            _pending = None
+
+
+_pending: PendingSave | None = None
+
+
+class _Plan(TorchDistSaveShardedStrategy):
+    """Megatron's strategy up to the point where it knows what each rank writes where; writing is ours."""
+
+    writer: Any = None
+    """Megatron's ``FileSystemWriterAsync``, with the buckets of this rank."""
+    metadata: Any = None
+    """Torch's table of contents without the places in files; on rank 0."""
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> AsyncRequest:
+        self.writer, self.metadata = writer, save_state_dict_ret[1]
+        return AsyncRequest(None, (), [])
+
+    def shards(self, *, keep_copy: bool) -> dict[str, Shards]:
+        """What this rank writes, by file name, in host memory."""
+        buckets = self.writer.write_buckets
+        tensors = [tensor for _, _, (_, entries) in buckets for _, tensor in entries]
+        if keep_copy or any(tensor.is_cuda for tensor in tensors):
+            tensors = _host_memory.copy(tensors)
+        copies = iter(tensors)
+        return {
+            name: (of_bytes, [(item, next(copies)) for item, _ in of_tensors])
+            for _, name, (of_bytes, of_tensors) in buckets
+        }
+
+
+def _begin(run: RunState, meta: dict[str, Any], path: Path, *, keep_copy: bool) -> PendingSave:
+    global _pending
+    if _pending is not None:
+        _pending.finish()
+    refusal = f"checkpoint {path} is not written"
+    # First, because it is the only part that a user's own state can spoil.
+    meta_bytes = _on_rank_0(lambda: _plain_bytes({**meta, **own_meta(run)}), refusal)
+    started = _on_rank_0(lambda: start_partial(path), refusal)
+    partial = path.with_name(path.name + PARTIAL)
+    try:
+        finish_parameter_gathers(run.chunks)
+        plan = _Plan("torch_dist", 1)
+        with failures_as_errors(refusal):
+            dist_checkpointing.save(
+                sharded_state(run, is_loading=False),
+                str(partial),
+                sharded_strategy=plan,
+                async_sharded_save=True,
+                content_metadata=dict(SHARDING),
+            )
+        shards = on_all_ranks_alike(lambda: _staged(plan, refusal, keep_copy=keep_copy))
+        random_states = {rng_file(dist.get_rank()): torch_bytes(run.rng.state_dict())}
+        pending = PendingSave(path, partial, FileWriter(partial, shards, random_states))
+    except BaseException:
+        if dist.get_rank() == 0:
+            discard(partial)
+            started[1].release()
+        raise
+    pending._plan, pending._meta = plan, meta_bytes
+    pending._lock = started[1] if started is not None else None
+    _pending = pending
+    return pending
+
+
+def _staged(plan: _Plan, refusal: str, *, keep_copy: bool) -> dict[str, Shards]:
+    with failures_as_errors(refusal):
+        return plan.shards(keep_copy=keep_copy)
+
+
+T = TypeVar("T")
+
+
+def _on_rank_0(work: Callable[[], T], refusal: str) -> T:
+    """The result of ``work`` on rank 0 (None elsewhere); what it raises there is raised on all ranks."""
+
+    def only_there() -> T:
+        if dist.get_rank() != 0:
+            return None  # type: ignore[return-value]
+        with failures_as_errors(refusal):
+            return work()
+
+    return on_all_ranks_alike(only_there)
+
+
+def _plain_bytes(meta: dict[str, Any]) -> bytes:
+    stream = io.BytesIO()
+    try:
+        torch.save(meta, stream)
+        stream.seek(0)
+        torch.load(stream, weights_only=True)
+    except (pickle.PickleError, AttributeError, TypeError) as error:
+        reason = more_than_data(error) if isinstance(error, pickle.UnpicklingError) else str(error)
+        raise CheckpointError(
+            f"its state must be plain data (numbers, strings, containers, tensors), but {reason}; correct the "
+            "hyper-parameters or the state_dict of the callback, module or datamodule in question"
+        ) from None
+    return stream.getvalue()
