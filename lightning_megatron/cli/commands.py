@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from lightning_megatron.cli.conversion_command import add_convert_command
 from lightning_megatron.cli.corpus_commands import add_corpus_commands
 from lightning_megatron.cli.dataset_commands import add_dataset_commands
 from lightning_megatron.cli.failure import DONE, UsageError, report, report_interrupt, users_mistake
@@ -70,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser(name, help=summary)  # for the list in --help; main() runs them
     add_corpus_commands(commands)
     add_dataset_commands(commands)
+    add_convert_command(commands)
     _add_doctor(commands)
     return parser
 

@@ -1,44 +1,88 @@
-"""How does a checkpoint become one of another format? Open it, whatever it is, and have a target write it."""
+"""How does a checkpoint become one of another format? Open it, whatever it is, and have a target write it.
+
+Whatever can be wrong without a weight being read is said first (``conversion_checks.py``). The target writes into a
+hidden folder beside the final one, which gets its name at the very end.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
-Format = Literal["hf", "megatron", "megatron-legacy"]
+from lightning_megatron.convert.conversion_checks import check_model, check_options, check_paths, missing_weights
+from lightning_megatron.convert.detection import open_model
+from lightning_megatron.convert.options import ConvertOptions
+from lightning_megatron.convert.staging import staged
+from lightning_megatron.convert.stored.base import StoredModel
+from lightning_megatron.convert.watched import Watched
+
+__all__ = ["ConvertOptions", "Converted", "convert", "open_model"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvertOptions:
-    """What ``convert`` is asked for."""
+class Converted:
+    """What a conversion did."""
 
-    load_path: Path
-    """The checkpoint to read; its format is detected."""
-    save_path: Path
-    """What to write; must not exist, or be an empty folder."""
-    to: Format
-    """``hf``: a model directory; ``megatron``: a ``*.ckpt`` of ``MegatronStrategy``, which Megatron-Core reads, too;
-    ``megatron-legacy``: Megatron-LM's ``mp_rank_TT_PPP/model_optim_rng.pt``."""
-    tp: int = 1
-    """Tensor parallel size of what is written."""
-    pp: int = 1
-    """Pipeline parallel size of what is written."""
-    vpp: int | None = None
-    """Model chunks per pipeline stage of what is written."""
-    dp: int = 1
-    """Data parallel size; only legacy distributed optimizers have a file for each copy."""
-    dtype: str | None = None
-    """``fp32``, ``fp16`` or ``bf16`` (or torch's names) for the weights; None keeps theirs."""
-    make_vocab_size_divisible_by: int = 128
-    """The written vocabulary is padded to a multiple of this times tp (not for ``hf``, which has no padding)."""
-    max_shard_size: str | int = "5GB"
-    """Largest weight file of ``hf``."""
-    tokenizer: Path | None = None
-    """Folder of a tokenizer to put beside the weights; None: that of the source, if it has one."""
-    use_distributed_optimizer: bool = False
-    """Write the file tree of Megatron-LM's distributed optimizer (``megatron-legacy``)."""
-    config: Path | None = None
-    """A Hugging Face ``config.json`` for checkpoints that do not say what their model is."""
-    iteration: int | None = None
-    """Which iteration below a folder of several; None: the one that its tracker file names."""
+    source: str
+    """Format of what was read."""
+    target: str
+    """Format of what was written."""
+    path: Path
+    """Where it is."""
+    num_files: int
+    """Files in it."""
+    num_bytes: int
+    """Their sizes."""
+    seconds: float
+    """From opening the source to the new name."""
+
+
+def convert(options: ConvertOptions) -> Converted:
+    """Read one checkpoint and write it as another; one process, without a device and without running code from it.
+
+    Peak memory stays below twice the largest file of weights, whatever the model's size.
+
+    Raises:
+        ConfigError: If the options do not fit together or the model.
+        CheckpointError: If the source is missing, damaged, unsafe or of an unknown kind, or the target cannot be
+            written; nothing new is at ``save_path`` then.
+    """
+    start = time.monotonic()
+    check_options(options)
+    save_path = check_paths(options)
+    source = open_model(options.load_path, options)
+    check_model(source, options)
+    if missing := missing_weights(source):
+        _log.warning("not in %s and left out: %s", source.path, ", ".join(missing))
+    target, write = _target(options)
+    with staged(save_path) as folder, Watched(source, options) as watched:
+        write(watched, replace(options, save_path=folder))
+    files = [each for each in save_path.rglob("*") if each.is_file()]
+    return Converted(
+        source=source.kind,
+        target=target,
+        path=options.save_path,
+        num_files=len(files),
+        num_bytes=sum(each.stat().st_size for each in files),
+        seconds=time.monotonic() - start,
+    )
+
+
+def _target(options: ConvertOptions) -> tuple[str, Callable[[StoredModel, ConvertOptions], None]]:
+    """What is written, and by whom."""
+    if options.to == "hf":
+        from lightning_megatron.convert.targets.hugging_face import write_hugging_face
+
+        return "Hugging Face model directory", write_hugging_face
+    if options.to == "megatron":
+        from lightning_megatron.convert.targets.distributed import write_distributed
+
+        return "checkpoint of MegatronStrategy", write_distributed
+    from lightning_megatron.convert.legacy.target import write_legacy
+
+    return "checkpoint of Megatron-LM", write_legacy

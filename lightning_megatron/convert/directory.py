@@ -7,25 +7,29 @@ single file, or the index) leaves first and arrives last: a directory is the old
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from io import RawIOBase
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
+from lightning_megatron.convert.companions import copy_companions
 from lightning_megatron.convert.hugging_face_files import INDEX_FILE, SAFETENSORS_NAMES, WEIGHTS_FILE
+from lightning_megatron.convert.registry import family_of
 from lightning_megatron.errors import CheckpointError, ConfigError
+from lightning_megatron.models.config import ModelConfig
 
 Contents = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of each tensor."""
 
-_GENERATION_CONFIG_FILE = "generation_config.json"
 _ENTRY_FILES = (WEIGHTS_FILE, INDEX_FILE)
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -96,6 +100,17 @@ def files_of(contents: Contents, largest: int) -> list[WeightFile]:
     return [WeightFile(name=f"model-{i:05}-of-{count:05}.safetensors", contents=p) for i, p in enumerate(parts, 1)]
 
 
+def saved_config(hf_config: Any, model: ModelConfig, contents: Contents) -> Any:
+    """``hf_config`` of a model with these tensors: its class, and the dtype of most of the numbers."""
+    sizes: dict[torch.dtype, int] = {}
+    for shape, dtype in contents.values():
+        sizes[dtype] = sizes.get(dtype, 0) + math.prod(shape)
+    config = copy.deepcopy(hf_config)
+    config.architectures = [family_of(model.family).architectures[model.task]]
+    config.dtype = str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.")
+    return config
+
+
 class Directory:
     """Rank 0's writer of a model directory: ``begin``, ``write`` every tensor in order, ``finish``, ``discard``."""
 
@@ -106,14 +121,14 @@ class Directory:
         beside = self._path.with_name(f".{self._path.name}.partial")
         self._staged = self._path / ".partial" if self._path.is_dir() else beside
         self._remaining = iter([(file, name) for file in files for name in file.names])
-        self._open: BinaryIO | None = None
+        self._open: RawIOBase | None = None
 
-    def begin(self, config: Any, source: Path | None) -> None:
+    def begin(self, config: Any, companions: Iterable[Path] = ()) -> None:
         """Write the small files: what cannot be written is better known before the weights are.
 
         Args:
             config: A Hugging Face config object.
-            source: A model directory whose generation config is taken over, if it has one.
+            companions: Files to copy.
         """
         with _disk_errors(self._path):
             if self._path.exists() and not self._path.is_dir():
@@ -124,8 +139,7 @@ class Directory:
             self._write_config(config)
             if len(self._files) > 1:
                 self._write_json(INDEX_FILE, self._index())
-            if source is not None and (source / _GENERATION_CONFIG_FILE).is_file():
-                shutil.copyfile(source / _GENERATION_CONFIG_FILE, self._staged / _GENERATION_CONFIG_FILE)
+            copy_companions(companions, self._staged)
 
     def _write_config(self, config: Any) -> None:
         try:
@@ -138,16 +152,24 @@ class Directory:
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Append the next tensor; at the end of a file it is forced to the disk."""
+        self.write_rows(name, [tensor])
+
+    def write_rows(self, name: str, blocks: Iterable[torch.Tensor]) -> None:
+        """``write`` for a tensor that comes in blocks of rows, one after the other."""
         file, expected = next(self._remaining)
         assert name == expected
         shape, dtype = file.contents[name]
-        assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype), name
         with _disk_errors(self._path):
             if name == file.names[0]:
-                self._open = (self._staged / file.name).open("wb")
-                self._open.write(file.header)
+                self._open = (self._staged / file.name).open("wb", buffering=0)
+                _write_all(self._open, memoryview(file.header))
             assert self._open is not None
-            self._open.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+            rows = 0
+            for block in blocks:
+                assert (tuple(block.shape[1:]), block.dtype) == (shape[1:], dtype), name
+                rows += len(block)
+                _write_all(self._open, memoryview(block.contiguous().view(-1).view(torch.uint8).numpy().data))
+            assert rows == shape[0], name
             if name == file.names[-1]:
                 self._close(self._open)
                 self._open = None
@@ -187,10 +209,14 @@ class Directory:
         with (self._staged / name).open("wb") as file:
             file.write(json.dumps(content, indent=2, sort_keys=True).encode() + b"\n")
 
-    def _close(self, file: BinaryIO) -> None:
-        file.flush()
+    def _close(self, file: RawIOBase) -> None:
         os.fsync(file.fileno())
         file.close()
+
+
+def _write_all(file: RawIOBase, data: memoryview) -> None:
+    while data:
+        data = data[file.write(data) :]
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ over its shards and reads the rows they consist of, a block at a time, straight 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,21 +18,16 @@ from tqdm import tqdm
 
 from lightning_megatron.convert.hugging_face_files import WeightFiles, open_weights
 from lightning_megatron.convert.matching import Expected, Match, match
-from lightning_megatron.convert.pieces import Piece, Shard, columns, index, names_of, pieces, shapes_of, shards_of
+from lightning_megatron.convert.pieces import Shard, names_of, shapes_of, shards_of
+from lightning_megatron.convert.reading import raise_problems, read_rows, unequal_copies
 from lightning_megatron.convert.registry import family_of
 from lightning_megatron.convert.rules import Rule
 from lightning_megatron.engine.agreement import on_all_ranks_alike
 from lightning_megatron.engine.groups import host_group
-from lightning_megatron.errors import CheckpointError
 from lightning_megatron.models.config import ModelConfig
 
-BLOCK_BYTES = 8 << 20
-"""What is read at a time; taking rows from it and converting them may hold three times as much besides."""
 BAR_FROM_BYTES = 10**9
 """Smaller models are there before anyone would look at a progress bar."""
-
-_GAP_BYTES = 1 << 20
-"""Rows that are nearer to each other in a file are read at once, with what is between them."""
 _TIMEOUT = timedelta(minutes=30)
 
 _log = logging.getLogger(__name__)
@@ -107,38 +102,15 @@ def _check(matched: Match, files: WeightFiles, model: ModelConfig) -> None:
     problems = _of_all_ranks(matched.problems)
     if not problems:
         # Tied copies are compared only where the rest is right, each rank a part of the rows.
-        problems = _of_all_ranks(on_all_ranks_alike(lambda: _unequal_copies(matched, files)))
-    if problems:
-        counted = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
-        raise CheckpointError(
-            f"the weights in {files.directory} are not those of this {model.family} model ({model.task}), {counted}: "
-            f"{'; '.join(problems)}. Use the weights that belong to this config, all of their files, unquantized"
-        )
+        rank, size = dist.get_rank(), dist.get_world_size()
+        problems = _of_all_ranks(on_all_ranks_alike(lambda: unequal_copies(matched, files, rank, size)))
+    raise_problems(problems, files, model)
     if dist.get_rank() != 0:
         return
     if matched.new:
         _log.warning("not in %s and newly initialised: %s", files.directory, ", ".join(matched.new))
     if matched.ignored:
         _log.warning("of another head in %s and left out: %s", files.directory, ", ".join(matched.ignored))
-
-
-def _unequal_copies(matched: Match, files: WeightFiles) -> list[str]:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    problems = []
-    for copy, source in matched.copies.items():
-        tensor = files.tensors[copy]
-        rows = tensor.shape[0]
-        step = max(1, BLOCK_BYTES // max(1, tensor.row_bytes))
-        stop = rows * (rank + 1) // size
-        for start in range(rows * rank // size, stop, step):
-            end = min(start + step, stop)
-            if not torch.equal(files.rows(copy, start, end), files.rows(source, start, end)):
-                problems.append(
-                    f"{copy!r} differs from {source!r}, to which the config ties it (if it should not be tied, set "
-                    "tie_word_embeddings=false in config.json)"
-                )
-                break
-    return problems
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
@@ -149,11 +121,10 @@ def _fill(shards: Sequence[Shard], rules: Sequence[Rule], matched: Match, files:
     with progress_bar("loading weights", total) as bar:
         for shard in shards:
             rule, place = rules[shard.place.rule], shard.place
-            names = [matched.stored_name.get(name) for name in names_of(rule, place.layer)]
-            if None not in names:
+            names = [matched.stored_name[name] for name in names_of(rule, place.layer) if name in matched.stored_name]
+            if len(names) == len(rule.hugging_face):
                 _pad(shard)
-                for piece in pieces(rule, place):
-                    _copy(files, str(names[piece.tensor]), rule, shard, piece)
+                read_rows(files, names, rule, place, shard.data)
             bar.update(shard.data.numel() * shard.data.element_size())
 
 
@@ -168,55 +139,3 @@ def _pad(shard: Shard) -> None:
     """Zero for the rows past the vocabulary."""
     real = max(0, shard.place.shape[0] - shard.place.offset[0])
     shard.data[real:].zero_()
-
-
-def _copy(files: WeightFiles, name: str, rule: Rule, shard: Shard, piece: Piece) -> None:
-    """Read what ``piece`` says into the shard."""
-    if rule.transposed:
-        _copy_transposed(files, name, shard, piece)
-        return
-    row_bytes = files.tensors[name].row_bytes
-    ours, theirs = piece.ours, piece.theirs
-    if bool((theirs[1:] < theirs[:-1]).any()):
-        theirs, order = theirs.sort()
-        ours = ours[order]
-    for first, last in _blocks(theirs, row_bytes):
-        start, stop = int(theirs[first]), int(theirs[last - 1]) + 1
-        block = files.rows(name, start, stop)
-        if block.dim() > 1:
-            block = block[:, columns(shard.place)]
-        _put(shard.data, ours[first:last], block[index(theirs[first:last] - start)])
-
-
-def _copy_transposed(files: WeightFiles, name: str, shard: Shard, piece: Piece) -> None:
-    """The file's rows are the shard's columns."""
-    wanted = columns(shard.place)
-    step = max(1, BLOCK_BYTES // max(1, files.tensors[name].row_bytes))
-    for start in range(wanted.start, wanted.stop, step):
-        stop = min(start + step, wanted.stop)
-        block = files.rows(name, start, stop)[:, index(piece.theirs)]
-        _put(shard.data[:, start - wanted.start : stop - wanted.start], piece.ours, block.t())
-
-
-def _blocks(rows: torch.Tensor, row_bytes: int) -> Iterator[tuple[int, int]]:
-    """Cut ascending ``rows`` where a gap is not worth reading, and into blocks of a bounded size.
-
-    Yields:
-        First and last + 1 position in ``rows``.
-    """
-    gap, most = max(1, _GAP_BYTES // max(1, row_bytes)), max(1, BLOCK_BYTES // max(1, row_bytes))
-    cuts = ((rows[1:] - rows[:-1]) > gap).nonzero().flatten() + 1
-    for run in torch.tensor_split(torch.arange(len(rows)), cuts.tolist()):
-        first, end = int(run[0]), int(run[-1]) + 1
-        while first < end:
-            last = int(torch.searchsorted(rows[first:end], rows[first] + most)) + first
-            yield first, last
-            first = last
-
-
-def _put(target: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
-    place = index(rows)
-    if isinstance(place, slice):
-        target[place].copy_(values)
-    else:
-        target[place.to(target.device)] = values.to(target.device, target.dtype)

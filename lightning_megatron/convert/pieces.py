@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
 from lightning_megatron.convert.rules import LAYER, Rule
-from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 _NUMBERED_LAYER = re.compile(r"^(.*?\blayers)\.(\d+)\.")
 _OF_VOCABULARY = ("word_embeddings.weight", "output_layer.weight", "output_layer.bias")
@@ -66,6 +66,12 @@ def shards_of(chunks: Iterable[Any], rules: Sequence[Rule], model: ModelConfig) 
         rules: Those of the model's family.
         model: The description that the chunks were built from.
     """
+    # Not above: files are converted without the engine, whose import takes seconds.
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+    from lightning_megatron.engine.wrap import unwrap
+
     number = {rule.megatron: i for i, rule in enumerate(rules)}
     shards = []
     for chunk in chunks:

@@ -6,7 +6,6 @@ sizes are known beforehand, so that no file is ever held in memory.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,11 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_megatron.convert.directory import Directory, files_of, size_in_bytes
+from lightning_megatron.convert.companions import generation_config
+from lightning_megatron.convert.directory import Directory, files_of, saved_config, size_in_bytes
 from lightning_megatron.convert.load import progress_bar
 from lightning_megatron.convert.pieces import Place, Shard, columns, index, names_of, pieces, shapes_of, shards_of
 from lightning_megatron.convert.registry import family_of
 from lightning_megatron.convert.rules import Rule
+from lightning_megatron.convert.shapes import tensor_shapes
+from lightning_megatron.convert.stored.base import Key
 from lightning_megatron.engine.agreement import on_all_ranks_alike
 from lightning_megatron.engine.groups import host_group
 from lightning_megatron.models.config import ModelConfig
@@ -75,9 +77,9 @@ def save_hugging_face(
     gathering = _Gathering(chunks, model)
     files = files_of(gathering.contents, largest)
     target = Directory(Path(directory), files) if dist.get_rank() == 0 else None
-    config = _saved_config(hf_config, model, gathering.dtype)
+    config = saved_config(hf_config, model, gathering.contents)
     try:
-        on_all_ranks_alike(lambda: target.begin(config, source) if target else None)
+        on_all_ranks_alike(lambda: target.begin(config, generation_config(source)) if target else None)
         with progress_bar("saving weights", sum(file.num_bytes for file in files)) as bar:
             for file in files:
                 failure: Exception | None = None
@@ -102,13 +104,6 @@ def _raise(error: Exception | None) -> None:
         raise error
 
 
-def _saved_config(hf_config: Any, model: ModelConfig, dtype: torch.dtype) -> Any:
-    config = copy.deepcopy(hf_config)
-    config.architectures = [family_of(model.family).architectures[model.task]]
-    config.dtype = str(dtype).removeprefix("torch.")
-    return config
-
-
 # ---- gathering ------------------------------------------------------------------------------------------------------
 
 
@@ -130,7 +125,7 @@ class _Gathering:
         self._group = host_group(_TIMEOUT)
         self._rank = dist.get_rank()
         self._mine = shards_of(chunks, self._rules, model)
-        self._groups = _in_order(self._rules, self._sources())
+        self._groups = _in_order(self._rules, model, self._sources())
         self.contents: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         """Shape and dtype of each tensor, in the order of ``next``."""
         for sources in self._groups:
@@ -144,14 +139,6 @@ class _Gathering:
     def names(self) -> tuple[str, ...]:
         """Of the tensors, in the order of ``next``."""
         return tuple(self.contents)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of most of the numbers."""
-        sizes: dict[torch.dtype, int] = {}
-        for shape, dtype in self.contents.values():
-            sizes[dtype] = sizes.get(dtype, 0) + math.prod(shape)
-        return max(sizes, key=lambda dtype: sizes[dtype])
 
     def next(self) -> torch.Tensor | None:
         """The next tensor on rank 0, None elsewhere."""
@@ -199,21 +186,13 @@ def _bytes(shard: Shard) -> torch.Tensor:
     return shard.data.cpu().contiguous().view(-1).view(torch.uint8)
 
 
-def _in_order(rules: Sequence[Rule], sources: Iterable[_Source]) -> list[list[_Source]]:
-    """The shards of each tensor: those of no layer first, then layer after layer, as the stages hold them."""
-    by_tensor: dict[tuple[str, int, int], list[_Source]] = {}
+def _in_order(rules: Sequence[Rule], model: ModelConfig, sources: Iterable[_Source]) -> list[list[_Source]]:
+    """The shards of each tensor, in the order of ``tensor_shapes``."""
+    by_tensor: dict[Key, list[_Source]] = {}
     for source in sources:
-        place = source.place
-        stack = "" if place.layer is None else rules[place.rule].megatron.split(".layers.")[0]
-        layer = -1 if place.layer is None else place.layer
-        by_tensor.setdefault((stack, layer, place.rule), []).append(source)
-    return [sorted(by_tensor[key], key=lambda s: s.place.offset) for key in sorted(by_tensor, key=_sort_key(rules))]
-
-
-def _sort_key(rules: Sequence[Rule]) -> Any:
-    """Stacks of layers in the order of the rules (T5's encoder, then its decoder)."""
-    stacks = list(dict.fromkeys(["", *(r.megatron.split(".layers.")[0] for r in rules if ".layers." in r.megatron)]))
-    return lambda key: (stacks.index(key[0]), key[1], key[2])
+        by_tensor.setdefault(Key(rules[source.place.rule].megatron, source.place.layer), []).append(source)
+    in_order = [by_tensor[key] for key in tensor_shapes(model) if key in by_tensor]
+    return [sorted(each, key=lambda source: source.place.offset) for each in in_order]
 
 
 def _insert(whole: list[torch.Tensor], data: torch.Tensor, rule: Rule, place: Place) -> None:

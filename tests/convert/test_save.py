@@ -181,7 +181,7 @@ def test_a_config_that_cannot_be_saved_is_known_before_any_weight_is_written(tmp
 
     writer = Directory(tmp_path / "model", [])
     with pytest.raises(CheckpointError, match="this model's config: no such field; correct it"):
-        writer.begin(Invalid(), None)
+        writer.begin(Invalid())
     writer.discard()
     assert not list(tmp_path.iterdir())
 
@@ -238,7 +238,7 @@ def _write(directory: Path, value: int, num_files: int) -> None:
     tensors = {f"x{i}": torch.full((4,), float(value)) for i in range(num_files)}
     contents = {name: ((4,), tensor.dtype) for name, tensor in tensors.items()}
     writer = Directory(directory, files_of(contents, 16))
-    writer.begin(_Config(value), None)
+    writer.begin(_Config(value))
     for name, tensor in tensors.items():
         writer.write(name, tensor)
     writer.finish()

@@ -1,0 +1,44 @@
+"""What can be asked of a conversion?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Format = Literal["hf", "megatron", "megatron-legacy"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    """What ``convert`` is asked for."""
+
+    load_path: Path
+    """The checkpoint to read; its format is detected."""
+    save_path: Path
+    """What to write; must not exist, or be an empty folder."""
+    to: Format
+    """``hf``: a model directory; ``megatron``: a ``*.ckpt`` of ``MegatronStrategy``, which Megatron-Core reads, too;
+    ``megatron-legacy``: Megatron-LM's ``mp_rank_TT_PPP/model_optim_rng.pt``."""
+    tp: int = 1
+    """Tensor parallel size of what is written."""
+    pp: int = 1
+    """Pipeline parallel size of what is written."""
+    vpp: int | None = None
+    """Model chunks per pipeline stage of what is written."""
+    dp: int = 1
+    """Data parallel size; only legacy distributed optimizers have a file for each copy."""
+    dtype: str | None = None
+    """``fp32``, ``fp16`` or ``bf16`` (or torch's names) for the weights; None keeps theirs."""
+    make_vocab_size_divisible_by: int = 128
+    """The written vocabulary is padded to a multiple of this times tp (not for ``hf``, which has no padding)."""
+    max_shard_size: str | int = "5GB"
+    """Largest weight file of ``hf``."""
+    tokenizer: Path | None = None
+    """Folder of a tokenizer to put beside the weights; None: that of the source, if it has one."""
+    use_distributed_optimizer: bool = False
+    """Write the file tree of Megatron-LM's distributed optimizer (``megatron-legacy``)."""
+    config: Path | None = None
+    """A Hugging Face ``config.json`` for checkpoints that do not say what their model is."""
+    iteration: int | None = None
+    """Which iteration below a folder of several; None: the one that its tracker file names."""

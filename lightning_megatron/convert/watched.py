@@ -1,0 +1,81 @@
+"""How far is a conversion? A source that shows a progress bar of what has been read of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from lightning_megatron.convert.options import ConvertOptions
+from lightning_megatron.convert.stored.base import Key, Spec, StoredModel, Training
+from lightning_megatron.models.config import ModelConfig
+
+
+class Watched:
+    """A ``StoredModel`` like the one that it is made of; a context, in which the bar is shown."""
+
+    def __init__(self, source: StoredModel, options: ConvertOptions) -> None:
+        self._source = source
+        read = (spec for key, spec in source.tensors.items() if options.to != "hf" or key.state == "weight")
+        # disable=None: shown only if standard error is a terminal.
+        self._bar = tqdm(
+            desc=f"converting to {options.to}",
+            total=sum(spec.num_bytes for spec in read),
+            unit="B",
+            unit_scale=True,
+            disable=None,
+        )
+
+    def __enter__(self) -> Watched:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._bar.close()
+
+    @property
+    def path(self) -> Path:
+        """The source's."""
+        return self._source.path
+
+    @property
+    def kind(self) -> str:
+        """The source's."""
+        return self._source.kind
+
+    @property
+    def model(self) -> ModelConfig:
+        """The source's."""
+        return self._source.model
+
+    @property
+    def hf_config(self) -> Any:
+        """The source's."""
+        return self._source.hf_config
+
+    @property
+    def tensors(self) -> Mapping[Key, Spec]:
+        """The source's."""
+        return self._source.tensors
+
+    @property
+    def training(self) -> Training | None:
+        """The source's."""
+        return self._source.training
+
+    @property
+    def companions(self) -> Path | None:
+        """The source's."""
+        return self._source.companions
+
+    def read(self, key: Key, start: int, stop: int) -> torch.Tensor:
+        """The source's rows."""
+        rows = self._source.read(key, start, stop)
+        # What is read twice does not count twice.
+        self._bar.update(min(rows.nbytes, (self._bar.total or 0) - self._bar.n))
+        return rows
