@@ -8,33 +8,39 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_megatron.engine import checkpoint as engine_checkpoint
+from lightning_megatron.engine.agreement import on_all_ranks_alike
 from lightning_megatron.engine.checkpoint import RunState
+from lightning_megatron.engine.checkpoint_save import plain_bytes
 
 _TRAINING_STATE = ("loops", "callbacks", "lr_schedulers", "optimizer_states")
 _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 
 
-def save_lightning_checkpoint(run: RunState, lightning_state: dict[str, Any], path: Path) -> None:
-    """Write what ``Trainer.save_checkpoint`` collected, and the sharded model and optimizer beside it.
-
-    Every rank must call.
-
-    Args:
-        run: The live model, and the optimizer unless only weights are saved.
-        lightning_state: Lightning's dict.
-        path: The final name, the same on all ranks.
-
-    Raises:
-        CheckpointError: If the dict holds more than plain data.
-    """
-    plain = as_plain_data({k: v for k, v in lightning_state.items() if k not in _HYPER_PARAMETERS})
+def plain_state(lightning_state: Mapping[str, Any]) -> dict[str, Any]:
+    """Lightning's dict in types that can be read back without running code, as far as they have such a form."""
+    plain: dict[str, Any] = as_plain_data({k: v for k, v in lightning_state.items() if k not in _HYPER_PARAMETERS})
     for name in _HYPER_PARAMETERS:
         if name in lightning_state:
             plain[name] = _plain_hyper_parameters(lightning_state[name])
-    engine_checkpoint.save(run, {"lightning": plain}, path)
+    return plain
+
+
+def check_plain(meta: Mapping[str, Any]) -> None:
+    """Raise if rank 0 cannot write ``meta`` because of what a user has put into it; every rank must call.
+
+    Raises:
+        CheckpointError: On all ranks.
+    """
+
+    def check() -> None:
+        if dist.get_rank() == 0:
+            plain_bytes(meta)
+
+    on_all_ranks_alike(check)
 
 
 def load_lightning_checkpoint(run: RunState, path: Path) -> dict[str, Any]:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -14,10 +15,12 @@ from lightning_megatron.checkpoint_io import (
     load_lightning_checkpoint,
     loader_state,
     only_weights,
-    save_lightning_checkpoint,
 )
 from lightning_megatron.data.serving.loaders import ResumableLoader
 from lightning_megatron.engine import checkpoint
+from lightning_megatron.engine.signals import DeferredSignals
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.saves import Saves
 from lightning_megatron.strategy_state import StrategyState, ready
 
 
@@ -25,6 +28,10 @@ class Checkpointing(StrategyState):
     """The side of ``MegatronStrategy`` that Lightning calls to save, load and remove checkpoints."""
 
     load_weights_only: bool
+    _saves: Saves
+    _signals: DeferredSignals | None
+    _is_delivering_signals: bool
+    _is_trained: bool
     _loader_state: dict[str, Any] | None
     """Where the training data goes on, until its loader is made."""
 
@@ -74,10 +81,54 @@ class Checkpointing(StrategyState):
         path = Path(self.broadcast(str(filepath)))
         run = self._run_state(with_optimizer="optimizer_states" in checkpoint)
         with self.engine():
-            save_lightning_checkpoint(run, checkpoint, path)
+            self._saves.save(run, checkpoint, path, is_final=self._is_ending)
+
+    @property
+    def _is_ending(self) -> bool:
+        """Whether no later step of this run would save again, should a save fail now."""
+        state = ready(self.lightning_module, "connect").trainer.state
+        is_training = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
+        return not is_training or self._is_delivering_signals or self._is_trained
+
+    def _at_step_boundary(self) -> None:
+        """What all ranks do together between two batches: act on signals, and complete a save that is written."""
+        signals = ready(self._signals, "setup_environment")
+
+        def agree(written: bool) -> bool:
+            self._is_delivering_signals = True
+            try:
+                return signals.deliver(written)
+            finally:
+                self._is_delivering_signals = False
+
+        with self.engine():
+            self._saves.at_step_boundary(agree)
+
+    @override
+    def on_train_end(self) -> None:
+        """Complete the last save.
+
+        Raises:
+            CheckpointError: If it has failed, or an earlier one has and none after it has been tried.
+        """
+        self._is_trained = True
+        with self.engine():
+            self._saves.finish(is_final=True)
+        self._saves.raise_failure()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        # These errors, and Lightning's for SIGTERM, are raised on all ranks at the same place. After any other one the
+        # ranks cannot be told to meet again.
+        if isinstance(exception, (ConfigError, SIGTERMException)):
+            with self.engine():
+                self._saves.finish(is_final=True)
+        else:
+            self._saves.abandon()
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        self._saves.finish()
         path = Path(self.broadcast(str(checkpoint_path)))
         trainer = ready(self.lightning_module, "connect").trainer
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -102,5 +153,4 @@ class Checkpointing(StrategyState):
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        if self.is_global_zero:
-            checkpoint.remove(Path(filepath))
+        self._saves.remove(Path(filepath))

@@ -38,6 +38,7 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.launcher import ScriptLauncher
 from lightning_megatron.models.transformer_config import Recompute
 from lightning_megatron.preflight import check_trainer, preflight
+from lightning_megatron.saves import SavePolicy, Saves
 from lightning_megatron.strategy_state import ready
 
 if TYPE_CHECKING:
@@ -70,6 +71,9 @@ class MegatronStrategy(Checkpointing):
         recompute_num_layers: For ``full``: layers per group (uniform) or per stage (block).
         overlap_communication: Reduce gradients and gather parameters while computing; None: on GPUs with dp > 1.
         load_weights_only: ``ckpt_path`` gives only weights: training starts anew from them.
+        async_save: Train on while the files of a checkpoint are written, from a copy in the host's memory.
+        on_save_failure: What a disk that is full, read-only or gone does to the run: ``warn`` (it goes on, and the next
+            save is tried as usual) or ``raise``. A save that ends the run always raises.
         load_data_on_every_rank: Every rank reads its own batches, instead of one of each copy of the model.
         transformer_config_overrides: Fields of Megatron's ``TransformerConfig`` to set by hand.
         process_group_backend: ``nccl`` or ``gloo``; None: what fits the device.
@@ -95,6 +99,8 @@ class MegatronStrategy(Checkpointing):
         recompute_num_layers: int = 1,
         overlap_communication: bool | None = None,
         load_weights_only: bool = False,
+        async_save: bool = False,
+        on_save_failure: Literal["warn", "raise"] = "warn",
         load_data_on_every_rank: bool = False,
         transformer_config_overrides: dict[str, Any] | None = None,
         process_group_backend: str | None = None,
@@ -120,6 +126,9 @@ class MegatronStrategy(Checkpointing):
         self._weights_of_other_layout: Path | None = None
         self._loader_state: dict[str, Any] | None = None
         self._signals: DeferredSignals | None = None
+        self._is_delivering_signals = False
+        self._is_trained = False
+        self._saves = Saves(SavePolicy(asynchronous=async_save, on_failure=on_save_failure))
         self.num_nodes = 1
 
     # ---- Lightning: construction and launch -----------------------------------------------------------------------
@@ -160,6 +169,7 @@ class MegatronStrategy(Checkpointing):
         self._topology = groups.initialize(self.parallel, self._timeout)
         self._runtime.seed(seed_of_run(), self._topology.pp_rank)
         self._signals = DeferredSignals(self._signums, groups.host_group(self._timeout))
+        self._is_trained = False
 
     def _keep_weights(self) -> Path | None:
         """Weights of a module that another Trainer has built for another layout, before its groups are gone."""
@@ -251,7 +261,7 @@ class MegatronStrategy(Checkpointing):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        ready(self._signals, "setup_environment").deliver()
+        self._at_step_boundary()
         check = getattr(self.lightning_module, "check_batch", None)
         with torch.inference_mode(False):
             if self.load_data_on_every_rank:

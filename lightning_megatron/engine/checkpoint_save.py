@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -191,7 +191,7 @@ def _begin(run: RunState, meta: dict[str, Any], path: Path, *, keep_copy: bool) 
         _pending.finish()
     refusal = f"checkpoint {path} is not written"
     # First, because it is the only part that a user's own state can spoil.
-    meta_bytes = _on_rank_0(lambda: _plain_bytes({**meta, **own_meta(run)}), refusal)
+    meta_bytes = _on_rank_0(lambda: plain_bytes({**meta, **own_meta(run)}), refusal)
     started = _on_rank_0(lambda: start_partial(path), refusal)
     partial = path.with_name(path.name + PARTIAL)
     try:
@@ -239,7 +239,12 @@ def _on_rank_0(work: Callable[[], T], refusal: str) -> T:
     return on_all_ranks_alike(only_there)
 
 
-def _plain_bytes(meta: dict[str, Any]) -> bytes:
+def plain_bytes(meta: Mapping[str, Any]) -> bytes:
+    """``meta.pt`` of ``meta``.
+
+    Raises:
+        CheckpointError: If it could not be loaded again as plain data.
+    """
     stream = io.BytesIO()
     try:
         torch.save(meta, stream)

@@ -35,16 +35,24 @@ class DeferredSignals:
         self._question: tuple[dist.Work, torch.Tensor] | None = None
         self._stand_in = self._note
 
-    def deliver(self) -> None:
+    def deliver(self, done: bool = False) -> bool:
         """Run the handlers of signals that any rank had noted at the call before; every rank must call.
 
         The answer travels while the batch in between is worked on, so nothing waits for it.
-        """
-        self._stand_in_for_handlers()
-        for signum in self._agreed():
-            self._handlers[signum](signum, None)
 
-    def _stand_in_for_handlers(self) -> None:
+        Args:
+            done: Something that this rank has to say to the others.
+
+        Returns:
+            Whether all ranks said ``done`` at the call before.
+        """
+        self.stand_in_for_handlers()
+        all_done, signums = self._agreed(done)
+        for signum in signums:
+            self._handlers[signum](signum, None)
+        return all_done
+
+    def stand_in_for_handlers(self) -> None:
         """Take the place of handlers that Lightning has registered since; it puts back what was there before itself."""
         if threading.current_thread() is not threading.main_thread():
             return
@@ -57,14 +65,16 @@ class DeferredSignals:
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self._noted.add(signum)
 
-    def _agreed(self) -> list[int]:
-        answered: list[int] = []
+    def _agreed(self, done: bool) -> tuple[bool, list[int]]:
+        all_done, signums = False, []
         if self._question is not None:
             work, flags = self._question
             work.wait()
-            answered = [signum for signum, flag in zip(self._signums, flags.tolist(), strict=True) if flag]
-        flags = torch.tensor([signum in self._noted for signum in self._signums], dtype=torch.uint8)
+            some_not_done, *noted = flags.tolist()
+            all_done = not some_not_done
+            signums = [signum for signum, flag in zip(self._signums, noted, strict=True) if flag]
+        flags = torch.tensor([not done, *(signum in self._noted for signum in self._signums)], dtype=torch.uint8)
         self._noted.clear()
         work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
         self._question = (work, flags)
-        return [signum for signum in answered if signum in self._handlers]
+        return all_done, [signum for signum in signums if signum in self._handlers]

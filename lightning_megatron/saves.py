@@ -1,0 +1,191 @@
+"""What becomes of a save after it has begun? It is completed at a step boundary, or has failed, and others wait for it.
+
+A checkpoint that replaces an older one is worth nothing before it is complete, so what Lightning asks to remove in the
+meantime stays until then. A save that fails costs nothing but itself: the older checkpoints are still there, and the
+next save is tried as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_megatron.checkpoint_io import check_plain, plain_state
+from lightning_megatron.engine import checkpoint
+from lightning_megatron.engine.checkpoint import RunState
+from lightning_megatron.errors import ConfigError
+
+_GIGABYTE = 1e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavePolicy:
+    """How a run saves."""
+
+    asynchronous: bool = False
+    """Whether training goes on while the files are written."""
+    on_failure: Literal["warn", "raise"] = "warn"
+    """What a disk that is full, read-only or gone does to a run that goes on: a warning, or its end."""
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ConfigError: If ``on_failure`` is none of its values.
+        """
+        if self.on_failure not in ("warn", "raise"):
+            raise ConfigError(f"on_save_failure={self.on_failure!r} is unknown; choose 'warn' or 'raise'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Saving:
+    """The save that is under way."""
+
+    path: Path
+    pending: checkpoint.PendingSave
+    begin: float
+    """``time.monotonic()`` before the state was taken."""
+    stall: float
+    """Seconds until training could go on."""
+
+
+class Saves:
+    """The saves of one run, one at a time, and the removals that wait for them. Every rank makes the same calls."""
+
+    def __init__(self, policy: SavePolicy) -> None:
+        """Begin without any."""
+        self._policy = policy
+        self._saving: _Saving | None = None
+        self._asked_about: _Saving | None = None
+        self._removals: list[Path] = []
+        self.failure: ConfigError | None = None
+        """Why the last save has failed; None if it has not."""
+
+    def save(self, run: RunState, lightning_state: Mapping[str, Any], path: Path, *, is_final: bool) -> None:
+        """Save to ``path``, after the save that is still under way.
+
+        Args:
+            run: The live model, and the optimizer unless only weights are saved.
+            lightning_state: Lightning's dict.
+            path: The final name, the same on all ranks.
+            is_final: Whether the run ends with this save, so that a failure would never be made good.
+
+        Raises:
+            CheckpointError: If the dict holds more than plain data; if the save fails and would not be tried again, or
+                the policy says so.
+        """
+        self.finish()
+        self._removals = [removal for removal in self._removals if removal != path]
+        meta = {"lightning": plain_state(lightning_state)}
+        start = time.monotonic()
+        with self._failures(is_final, lambda: check_plain(meta)):
+            if self._policy.asynchronous and not is_final:
+                pending = checkpoint.begin_save(run, meta, path)
+                self._saving = _Saving(path=path, pending=pending, begin=start, stall=time.monotonic() - start)
+            else:
+                checkpoint.save(run, meta, path)
+                self._succeeded()
+
+    def remove(self, path: Path) -> None:
+        """Remove ``path``, as soon as no save that may replace it is under way or has failed."""
+        self._removals.append(path)
+        if self._saving is None and self.failure is None:
+            self._remove_what_is_replaced()
+
+    def at_step_boundary(self, agree: Callable[[bool], bool]) -> None:
+        """Complete the save that is under way if all ranks have written it, without waiting for anything.
+
+        Args:
+            agree: Tells the other ranks whether this one has written its files, and returns whether all ranks had said
+                so at the step boundary before.
+        """
+        asked_about, self._asked_about = self._asked_about, self._saving
+        all_written = agree(self._saving is not None and self._saving.pending.is_written())
+        if all_written and asked_about is not None and asked_about is self._saving:
+            self.finish()
+
+    def finish(self, *, is_final: bool = False) -> None:
+        """Complete the save that is under way, if there is one; waits for the files of all ranks.
+
+        Raises:
+            CheckpointError: As ``save`` does.
+        """
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        with self._failures(is_final):
+            saving.pending.finish()
+            self._report(saving)
+            self._succeeded()
+
+    def _succeeded(self) -> None:
+        self.failure = None
+        self._remove_what_is_replaced()
+
+    def abandon(self) -> None:
+        """Give the save that is under way up: other ranks may never come to complete it. Does not communicate."""
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        saving.pending.abandon()
+        rank_zero_warn(
+            f"checkpoint {saving.path} is not written: the run failed before all ranks had finished it. Older "
+            "checkpoints stay"
+        )
+
+    def raise_failure(self) -> None:
+        """Say at the end of a run that its last save has failed.
+
+        Raises:
+            CheckpointError: If it has.
+        """
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+
+    @contextlib.contextmanager
+    def _failures(self, is_final: bool, blame: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Warn of what goes wrong, where that is enough.
+
+        Args:
+            is_final: Whether it is not.
+            blame: Raises if it is not the disk's fault.
+        """
+        try:
+            yield
+        except ConfigError as error:
+            blame()
+            if is_final or self._policy.on_failure == "raise":
+                raise
+            self.failure = error
+            rank_zero_warn(
+                f"{error}. The run goes on, older checkpoints stay, and the next save is tried as usual; "
+                "MegatronStrategy(on_save_failure='raise') ends a run instead"
+            )
+
+    def _remove_what_is_replaced(self) -> None:
+        removals, self._removals = self._removals, []
+        if dist.get_rank() != 0:
+            return
+        for path in removals:
+            try:
+                checkpoint.remove(path)
+            except OSError as error:
+                rank_zero_warn(f"checkpoint {path} could not be removed: {error}; remove it by hand")
+
+    def _report(self, saving: _Saving) -> None:
+        if not self._policy.asynchronous or dist.get_rank() != 0:
+            return
+        seconds = time.monotonic() - saving.begin
+        size = sum(file.stat().st_size for file in saving.path.iterdir() if file.is_file())
+        rank_zero_info(
+            f"checkpoint {saving.path} is complete: {size / _GIGABYTE:.3g} GB in {seconds:.3g} s, "
+            f"{size / _GIGABYTE / seconds:.3g} GB/s; training stood still for {saving.stall:.3g} s"
+        )
