@@ -1,0 +1,238 @@
+"""How is a model written as a legacy Megatron-LM checkpoint? One pickle a rank, with the tensors that the rank holds.
+
+The tree, for tp=2 and pp=2 (with pp=1 a folder is called ``mp_rank_TT``)::
+
+    latest_checkpointed_iteration.txt       "release", or the iteration of a run
+    release/  or  iter_0000500/
+        mp_rank_00_000/model_optim_rng.pt   args, checkpoint_version, iteration, model or model0, ..., optimizer
+        mp_rank_00_001/...
+
+With a distributed optimizer it is that of Megatron-LM of 2022, which the Accelerate guide shows: the model is in
+``model_rng.pt``, and ``mp_rank_TT[_PPP]_DDD/optim.pt`` belongs to the data-parallel copy ``DDD``.
+
+The rank's pickle is the shard: one is in memory at a time, and whole tensors are read some rows at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_megatron.convert.companions import companion_files, copy_companions
+from lightning_megatron.convert.legacy.arguments_out import megatron_arguments
+from lightning_megatron.convert.legacy.names import HEAD_COPY, legacy_name, nested_path
+from lightning_megatron.convert.legacy.optimizer_out import NO_STATE, Parameter, check_optimizer, optimizer_state
+from lightning_megatron.convert.legacy.stages import Chunk, pipeline
+from lightning_megatron.convert.legacy.tp_shards import TensorParallel
+from lightning_megatron.convert.options import ConvertOptions
+from lightning_megatron.convert.stored.base import Key, State, StoredModel
+from lightning_megatron.convert.targets.casting import cast, dtype_of
+from lightning_megatron.engine.checkpoint_swap import sync
+from lightning_megatron.errors import CheckpointError, ConfigError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+CHECKPOINT_VERSION = 3.0
+"""Says that the rows of queries, keys and values stand as in Megatron-Core."""
+
+_EMBEDDING = "embedding.word_embeddings.weight"
+_BUILT_FIRST_TO_LAST = (
+    *("embedding.word_embeddings.", "embedding.position_embeddings.", "embedding.tokentype_embeddings."),
+    *("embedding.", "encoder_relative_pos_emb.", "decoder_relative_pos_emb."),
+    *("encoder.layers.", "encoder.", "decoder.layers.", "decoder.", "pooler.", "output_layer.weight"),
+    *("output_layer.bias", "lm_head.", "binary_head.", "classification_head.", "token_head."),
+)
+"""What the names of Megatron-Core begin with, in the order in which Megatron-LM builds the modules."""
+_BUILT_IN_A_LAYER = (
+    *("self_attention.linear_qkv.layer_norm_", "self_attention.linear_qkv.", "self_attention.q_layernorm."),
+    *("self_attention.k_layernorm.", "self_attention.linear_proj.", "pre_cross_attn_layernorm."),
+    *("cross_attention.linear_q.", "cross_attention.linear_kv.", "cross_attention.linear_proj."),
+    *("mlp.linear_fc1.layer_norm_", "mlp.linear_fc1.", "mlp.linear_fc2."),
+)
+"""The same within a layer; whoever reads a checkpoint takes layers from the front of a dictionary."""
+
+
+def write_legacy(source: StoredModel, options: ConvertOptions) -> None:
+    """Write ``options.save_path``: the tracker file, and a folder with a file for each rank.
+
+    Args:
+        source: What to write; its moments are written, too, if it has them.
+        options: The layout, dtype and padding.
+
+    Raises:
+        ConfigError: If the model cannot be cut like this, before anything is written.
+        CheckpointError: If the source is damaged, a number does not fit into the dtype, or the disk is full.
+    """
+    writer = _Writer(source, options)
+    try:
+        writer.write()
+    except OSError as error:
+        raise CheckpointError(
+            f"{options.save_path} cannot be written ({error}); choose a folder that can be written, with enough space"
+        ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Held:
+    """One tensor of a chunk."""
+
+    name: str
+    """Flat legacy name, with the number that the layer has in the chunk."""
+    key: Key
+
+
+class _Writer:
+    """Writes rank after rank."""
+
+    def __init__(self, source: StoredModel, options: ConvertOptions) -> None:
+        model = source.model
+        for name, size in (("tp", options.tp), ("pp", options.pp), ("dp", options.dp)):
+            if size < 1:
+                raise ConfigError(f"{name}={size} must be at least 1; use 1 for no parallelism")
+        multiple = options.make_vocab_size_divisible_by * options.tp
+        if multiple < 1:
+            raise ConfigError(
+                f"make_vocab_size_divisible_by={options.make_vocab_size_divisible_by} must be at least 1; use 128"
+            )
+        check_optimizer(source.training, is_distributed=options.use_distributed_optimizer)
+        self._source, self._options = source, options
+        self._cut = pipeline(model, options.pp, options.vpp)
+        padded = -(-model.vocab_size // multiple) * multiple
+        self._tensor_parallel = TensorParallel(model=model, size=options.tp, padded_vocab_size=padded)
+        self._tensor_parallel.check()
+        self._dtype = dtype_of(options.dtype)
+        self._arguments = megatron_arguments(source, options, self._cut, padded, self._dtype or _most_common(source))
+        training = source.training
+        self._folder = options.save_path / ("release" if training is None else f"iter_{training.iteration:07d}")
+        self._tracked = "release" if training is None else str(training.iteration)
+
+    def write(self) -> None:
+        root, options = self._options.save_path, self._options
+        root.mkdir(parents=True, exist_ok=True)
+        copy_companions(companion_files(self._source.companions, options.tokenizer), root)
+        for stage, chunks in enumerate(self._cut.stages):
+            for rank in range(options.tp):
+                self._write_rank(self._rank_folder(rank, stage), rank, chunks)
+        (root / TRACKER).write_text(self._tracked)
+
+    def _rank_folder(self, rank: int, stage: int) -> Path:
+        name = f"mp_rank_{rank:02d}" if self._options.pp == 1 else f"mp_rank_{rank:02d}_{stage:03d}"
+        return self._folder / name
+
+    def _write_rank(self, folder: Path, rank: int, chunks: tuple[Chunk, ...]) -> None:
+        state: dict[str, Any] = {
+            "args": self._arguments,
+            "checkpoint_version": CHECKPOINT_VERSION,
+            "iteration": self._arguments.iteration,
+        }
+        parameters: list[Parameter] = []
+        for number, chunk in enumerate(chunks):
+            tensors: dict[str, Any] = {}
+            for held in self._held(chunk):
+                weight = self._weight(held.key, rank)
+                _put(tensors, nested_path(held.name), weight)
+                parameters.append(Parameter(name=held.name, weight=weight, state=self._reader(held.key, rank)))
+            state["model" if self._options.vpp is None else f"model{number}"] = tensors
+        if not self._options.use_distributed_optimizer:
+            state["optimizer"] = optimizer_state(self._source.training, parameters)
+        _save({**state, **self._schedule()}, folder / self._model_file)
+        if self._options.use_distributed_optimizer:
+            for copy in range(self._options.dp):
+                _save({"optimizer": dict(NO_STATE)}, folder.with_name(f"{folder.name}_{copy:03d}") / "optim.pt")
+
+    @property
+    def _model_file(self) -> str:
+        return "model_rng.pt" if self._options.use_distributed_optimizer else "model_optim_rng.pt"
+
+    def _schedule(self) -> Mapping[str, Any]:
+        """The learning rate's, if it is Megatron's own."""
+        schedule = None if self._source.training is None else self._source.training.lr_scheduler
+        return {} if schedule is None or "num_steps" not in schedule else {"opt_param_scheduler": dict(schedule)}
+
+    # ---- tensors ----
+
+    def _held(self, chunk: Chunk) -> Iterator[_Held]:
+        """The tensors of a chunk, in the order in which Megatron-LM builds its modules."""
+        model = self._source.model
+        keys = [key for key in self._source.tensors if key.state == "weight" and _is_held(key, chunk)]
+        firsts = {stack: layers.start for stack, layers in chunk.layers}
+        held = []
+        for key in sorted(keys, key=_build_order):
+            local = key if key.layer is None else key._replace(layer=key.layer - firsts[key.name.split(".")[0]])
+            held.append(_Held(name=legacy_name(local, model.architecture), key=key))
+        is_tied = model.share_embeddings_and_output_weights and model.has_output_layer
+        if is_tied and chunk.is_last and not chunk.has_embedding:
+            # Before a head, which is built after it.
+            heads = ("lm_head.", "binary_head.")
+            place = next((i for i, each in enumerate(held) if each.name.startswith(heads)), len(held))
+            held.insert(place, _Held(name=HEAD_COPY, key=Key(_EMBEDDING, None)))
+        yield from held
+
+    def _weight(self, key: Key, rank: int) -> torch.Tensor:
+        dtype = self._dtype or self._source.tensors[key].dtype
+        master = key._replace(state="param")
+        # An optimizer of a float32 model has no copies of its parameters: the model's are the run's own numbers.
+        stored = master if dtype == torch.float32 and master in self._source.tensors else key
+        return cast(self._tensor_parallel.read(self._source, stored, rank), dtype, key.name)
+
+    def _reader(self, key: Key, rank: int) -> Any:
+        def read(state: State) -> torch.Tensor:
+            stored = key._replace(state=state)
+            if state == "param" and stored not in self._source.tensors:
+                stored = key  # a float32 model's weights
+            if stored not in self._source.tensors:
+                raise CheckpointError(
+                    f"{self._source.path} has an optimizer, but no {state} of {key.name}; use a whole checkpoint"
+                )
+            return self._tensor_parallel.read(self._source, stored, rank).float()
+
+        return read
+
+
+def _is_held(key: Key, chunk: Chunk) -> bool:
+    for stack, layers in chunk.layers:
+        if key.layer is not None and key.name.startswith(f"{stack}.layers."):
+            return key.layer in layers
+        if key.name.startswith(f"{stack}_relative_pos_emb."):
+            return True
+    if key.layer is not None or "_relative_pos_emb." in key.name:
+        return False
+    if key.name.startswith("embedding."):
+        return chunk.has_embedding
+    if key.name.endswith(("final_layernorm.weight", "final_layernorm.bias")):
+        return key.name.split(".")[0] in chunk.ends
+    return chunk.is_last
+
+
+def _build_order(key: Key) -> tuple[int, int, int, bool]:
+    outer = next(i for i, begin in enumerate(_BUILT_FIRST_TO_LAST) if key.name.startswith(begin))
+    inner = 0
+    if key.layer is not None:
+        inside = key.name.split(".layers.")[1]
+        inner = next(i for i, begin in enumerate(_BUILT_IN_A_LAYER) if inside.startswith(begin))
+    elif "lm_head.layer_norm" in key.name:
+        inner = 1
+    return outer, key.layer or 0, inner, key.name.endswith("bias")
+
+
+def _most_common(source: StoredModel) -> torch.dtype:
+    sizes: dict[torch.dtype, int] = {}
+    for key, spec in source.tensors.items():
+        if key.state == "weight":
+            sizes[spec.dtype] = sizes.get(spec.dtype, 0) + spec.num_bytes
+    return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+def _put(tensors: MutableMapping[str, Any], path: tuple[str, ...], tensor: torch.Tensor) -> None:
+    for name in path[:-1]:
+        tensors = tensors.setdefault(name, {})
+    tensors[path[-1]] = tensor
+
+
+def _save(state: Mapping[str, Any], file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(dict(state), file)
+    sync(file)

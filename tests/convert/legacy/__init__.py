@@ -1,0 +1,1 @@
+"""Legacy Megatron-LM checkpoints."""
