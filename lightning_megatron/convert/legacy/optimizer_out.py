@@ -50,7 +50,7 @@ def check_optimizer(training: Training | None, *, is_distributed: bool) -> None:
     """
     if is_distributed and training is not None and training.has_optimizer:
         raise ConfigError(
-            "--use-distributed-optimizer is not possible for a checkpoint with moments: each data-parallel copy then "
+            "use_distributed_optimizer=True is not possible for a checkpoint with moments: each copy of the model then "
             "has a range of Megatron-LM's gradient buffer, whose order no file tells; leave the option out, and the "
             "moments are in model_optim_rng.pt"
         )

@@ -32,7 +32,7 @@ from lightning_megatron.convert.options import ConvertOptions
 from lightning_megatron.convert.stored.base import Key, State, StoredModel
 from lightning_megatron.convert.targets.casting import cast, dtype_of
 from lightning_megatron.engine.checkpoint_swap import sync
-from lightning_megatron.errors import CheckpointError, ConfigError
+from lightning_megatron.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 CHECKPOINT_VERSION = 3.0
@@ -63,7 +63,8 @@ def write_legacy(source: StoredModel, options: ConvertOptions) -> None:
         options: The layout, dtype and padding.
 
     Raises:
-        ConfigError: If the model cannot be cut like this, before anything is written.
+        ConfigError: If the layers cannot be cut like this, or moments for a distributed optimizer; before anything is
+            written. Whether tp divides the model has been checked (``conversion_checks.check_model``).
         CheckpointError: If the source is damaged, a number does not fit into the dtype, or the disk is full.
     """
     writer = _Writer(source, options)
@@ -89,20 +90,12 @@ class _Writer:
 
     def __init__(self, source: StoredModel, options: ConvertOptions) -> None:
         model = source.model
-        for name, size in (("tp", options.tp), ("pp", options.pp), ("dp", options.dp)):
-            if size < 1:
-                raise ConfigError(f"{name}={size} must be at least 1; use 1 for no parallelism")
-        multiple = options.make_vocab_size_divisible_by * options.tp
-        if multiple < 1:
-            raise ConfigError(
-                f"make_vocab_size_divisible_by={options.make_vocab_size_divisible_by} must be at least 1; use 128"
-            )
         check_optimizer(source.training, is_distributed=options.use_distributed_optimizer)
         self._source, self._options = source, options
         self._cut = pipeline(model, options.pp, options.vpp)
+        multiple = options.make_vocab_size_divisible_by * options.tp
         padded = -(-model.vocab_size // multiple) * multiple
         self._tensor_parallel = TensorParallel(model=model, size=options.tp, padded_vocab_size=padded)
-        self._tensor_parallel.check()
         self._dtype = dtype_of(options.dtype)
         self._arguments = megatron_arguments(source, options, self._cut, padded, self._dtype or _most_common(source))
         training = source.training

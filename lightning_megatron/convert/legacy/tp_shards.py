@@ -14,7 +14,6 @@ import torch
 
 from lightning_megatron.convert.legacy.names import VOCABULARY, split_axis
 from lightning_megatron.convert.stored.base import Key, StoredModel
-from lightning_megatron.errors import require_divides
 from lightning_megatron.models.config import ModelConfig
 
 _BLOCK_BYTES = 8 << 20
@@ -32,18 +31,6 @@ class TensorParallel:
     """tp."""
     padded_vocab_size: int
     """Rows of the embedding over all ranks."""
-
-    def check(self) -> None:
-        """Raise unless the model can be cut this way.
-
-        Raises:
-            ConfigError: If tp does not divide the heads, the MLP, or the rows of queries, keys and values.
-        """
-        model, tp = self.model, self.size
-        require_divides("tp", tp, "num_attention_heads", model.num_attention_heads)
-        require_divides("tp", tp, "ffn_hidden_size", model.ffn_hidden_size)
-        rows = (model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels
-        require_divides("tp", tp, "(num_attention_heads + 2 * num_query_groups) * kv_channels", rows)
 
     def shape(self, key: Key, whole: tuple[int, ...]) -> tuple[int, ...]:
         """Of a rank's shard of a tensor that has the shape ``whole`` without padding."""

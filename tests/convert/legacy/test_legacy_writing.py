@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_megatron.convert.conversion import convert
 from lightning_megatron.convert.legacy.stages import ends_of, pipeline, stage_sizes
 from lightning_megatron.convert.legacy.target import write_legacy
 from lightning_megatron.convert.stored.hugging_face import open_hugging_face
@@ -246,22 +247,27 @@ def test_unequal_stages_are_written(tmp_path: Path) -> None:
     ("fields", "message"),
     [
         ({"tp": 3}, "tp=3 does not divide num_attention_heads=4"),
-        ({"pp": 5}, "pp=5 is more than num_layers=4"),
-        ({"pp": 2, "vpp": 3}, "pp=2 x vpp=3 = 6 does not divide num_layers=4"),
-        ({"vpp": 2}, "vpp=2 interleaves chunks of at least 2 stages, with pp=1"),
+        ({"pp": 5}, "pp=5 x vpp=1 = 5 stages are more than the 4 layers"),
+        ({"pp": 2, "vpp": 2, "dtype": "fp8"}, "dtype=fp8 is not a dtype of weights"),
     ],
 )
-def test_a_layout_that_cannot_be_is_refused(tmp_path: Path, fields: dict[str, int], message: str) -> None:
+def test_a_layout_that_cannot_be_is_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    _llama().save_pretrained(tmp_path / "hf")
     with pytest.raises(ConfigError, match=message):
-        _write(_llama(), tmp_path, **fields)
+        convert(options(tmp_path / "hf", tmp_path / "legacy", **fields))
     assert not (tmp_path / "legacy").exists()
 
 
-def test_an_interleaved_encoder_decoder_is_refused() -> None:
-    model = ModelConfig(
+def test_chunks_must_be_equal() -> None:
+    with pytest.raises(ConfigError, match="pp=2 x vpp=3 = 6 does not divide num_layers=8"):
+        pipeline(_t5_like(architecture="gpt"), 2, 3)
+
+
+def _t5_like(architecture: Any) -> ModelConfig:
+    return ModelConfig(
         family="t5",
-        architecture="t5",
-        num_layers=4,
+        architecture=architecture,
+        num_layers=8,
         num_decoder_layers=4,
         hidden_size=8,
         ffn_hidden_size=8,
@@ -271,10 +277,13 @@ def test_an_interleaved_encoder_decoder_is_refused() -> None:
         vocab_size=8,
         max_position_embeddings=8,
     )
+
+
+def test_an_interleaved_encoder_decoder_is_refused() -> None:
     with pytest.raises(ConfigError, match="Megatron-LM does not interleave"):
-        pipeline(model, 2, 2)
-    with pytest.raises(ConfigError, match="pp=9 is more than the 8 layers"):
-        pipeline(model, 9, None)
+        pipeline(_t5_like("t5"), 2, 2)
+    with pytest.raises(ConfigError, match="pp=13 is more than the 12 layers"):
+        pipeline(_t5_like("t5"), 13, None)
 
 
 # ---- what a checkpoint says of itself -------------------------------------------------------------------------------
@@ -384,5 +393,5 @@ def test_moments_stand_under_the_numbers_of_the_parameters(tmp_path: Path, dtype
 def test_moments_with_a_distributed_optimizer_are_refused(tmp_path: Path) -> None:
     _gpt2().save_pretrained(tmp_path / "hf")
     source = InTraining(weights=open_hugging_face(tmp_path / "hf"))
-    with pytest.raises(ConfigError, match="--use-distributed-optimizer is not possible for a checkpoint with moments"):
+    with pytest.raises(ConfigError, match="use_distributed_optimizer=True is not possible for a"):
         write_legacy(source, options(tmp_path / "hf", tmp_path / "legacy", use_distributed_optimizer=True))
