@@ -51,6 +51,8 @@ class StrategyTraining(Training):
     """What kind of optimizer it is; None without one."""
     common: Mapping[str, Any]
     """The optimizer's state that is not sharded."""
+    layout: Mapping[str, Any]
+    """The sizes of tp, pp, vpp, cp and dp, to which the random states of the ranks belong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +198,7 @@ def _training_of_strategy(path: Path, meta: Mapping[str, Any]) -> StrategyTraini
         lightning=lightning,
         optimizer_format=meta["optimizer_format"],
         common=common,
+        layout=meta["layout"],
     )
 
 

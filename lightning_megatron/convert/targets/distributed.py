@@ -1,0 +1,180 @@
+"""How is a model written as a ``*.ckpt`` of ``MegatronStrategy``, which any layout loads, and Megatron-Core, too?
+
+Beside the shards (chunk_files.py) stands what the strategy reads before it loads them: what the model is, and how far
+its run had come (run_state.py).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_megatron.convert.companions import companion_files, copy_companions
+from lightning_megatron.convert.options import ConvertOptions
+from lightning_megatron.convert.reading import rows_at_once
+from lightning_megatron.convert.registry import family_of
+from lightning_megatron.convert.shapes import num_layers
+from lightning_megatron.convert.stored.base import Key, State, StoredModel
+from lightning_megatron.convert.stored.distributed import COMPANIONS, StrategyTraining
+from lightning_megatron.convert.targets.casting import cast, dtype_of
+from lightning_megatron.convert.targets.chunk_files import Chunk, write_chunks
+from lightning_megatron.convert.targets.layout import Box, TargetLayout
+from lightning_megatron.convert.targets.run_state import (
+    common_state,
+    fresh_random_states,
+    lightning_state,
+    optimizer_format,
+    random_state_files,
+)
+from lightning_megatron.engine.checkpoint_checksums import checksums_of_file, write_known_checksums
+from lightning_megatron.engine.checkpoint_failures import failures_as_errors
+from lightning_megatron.engine.checkpoint_safety import COMMON, META
+from lightning_megatron.models.config import ModelConfig
+
+_ENTRIES: dict[str, dict[State, str]] = {
+    "DistributedOptimizer": {"param": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"},
+    "Float16OptimizerWithFloat16Params": {"param": "fp32_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"},
+    "FP32Optimizer": {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"},
+}
+"""What each of Megatron-Core's optimizers calls its states; that of float32 has no copies of the weights."""
+
+
+def write_distributed(source: StoredModel, options: ConvertOptions) -> None:
+    """Write the folder ``options.save_path``; whoever calls gives it its final name.
+
+    Args:
+        source: What to write, with its optimizer state if it has one.
+        options: The layout, dtype and padding.
+
+    Raises:
+        CheckpointError: If the source is damaged, a number does not fit into the dtype, or the disk is full.
+    """
+    folder = options.save_path
+    target = _Target(source, options)
+    with failures_as_errors(f"checkpoint {folder} is not written"):
+        folder.mkdir(parents=True, exist_ok=True)
+        target.write(folder)
+
+
+class _Target:
+    """One conversion."""
+
+    def __init__(self, source: StoredModel, options: ConvertOptions) -> None:
+        model = replace(source.model, make_vocab_size_divisible_by=options.make_vocab_size_divisible_by)
+        self._source, self._options = source, options
+        self._dtype = dtype_of(options.dtype)
+        self._layout = TargetLayout.of(model, options)
+        self._format = optimizer_format(source.training)
+        self._states = {} if self._format is None else _ENTRIES[self._format["implementation"]]
+
+    def write(self, folder: Path) -> None:
+        """Write all files, ``meta.pt`` and its checksums last."""
+        # Not above: the engine's imports take seconds.
+        from lightning_megatron.engine.checkpoint_state import FORMAT_VERSION, SHARDING
+
+        training, options = self._source.training, self._options
+        companions = companion_files(self._source.companions, options.tokenizer)
+        if companions:
+            (folder / COMPANIONS).mkdir()
+            copy_companions(companions, folder / COMPANIONS)
+        chunks = sorted(self._chunks(), key=lambda chunk: chunk.rank)
+        write_chunks(folder, options.tp * options.pp, chunks, _extra_states(self._layout.model, self._source.tensors))
+        torch.save(common_state(training, SHARDING), folder / COMMON)
+        layout = self._write_random_states(folder)
+        meta = {
+            "format_version": FORMAT_VERSION,
+            "layout": layout,
+            "has_optimizer": self._format is not None,
+            "optimizer_format": self._format,
+            "model_description": self._layout.model.to_dict(),
+            "has_checksums": True,
+            "hugging_face_config": _config_fields(self._source),
+            "lightning": lightning_state(training),
+        }
+        torch.save(meta, folder / META)
+        write_known_checksums(
+            folder, {file.name: checksums_of_file(file) for file in folder.iterdir() if file.is_file()}
+        )
+
+    def _write_random_states(self, folder: Path) -> Mapping[str, Any]:
+        """Returns the layout whose random states these are: none's, if those of its ranks are not known."""
+        training, options = self._source.training, self._options
+        layout = {"tp": options.tp, "pp": options.pp, "vpp": options.vpp, "cp": 1, "dp": None}
+        if not isinstance(training, StrategyTraining):
+            if self._format is not None and training is not None:
+                torch.save(fresh_random_states(training.iteration), folder / "rng_00000.pt")
+            return layout
+        is_same = all(training.layout[name] == layout[name] for name in ("tp", "pp", "vpp", "cp"))
+        for file in random_state_files(self._source.path, is_same_layout=is_same):
+            shutil.copyfile(file, folder / file.name)
+        return training.layout if is_same else layout
+
+    # ---- tensors ----------------------------------------------------------------------------------------------------
+
+    def _chunks(self) -> Iterator[Chunk]:
+        """Everything to write, weights first."""
+        weights = [key for key in self._source.tensors if key.state == "weight"]
+        for key in weights:
+            yield from self._entry(key, key, key.name, self._dtype or self._source.tensors[key].dtype)
+        for state, name in self._states.items():
+            for key in weights:
+                own = key._replace(state=state)
+                # A run in float32 may have its weights only once.
+                source = key if state == "param" and own not in self._source.tensors else own
+                yield from self._entry(own, source, f"optimizer.state.{name}.{key.name}", torch.float32)
+
+    def _entry(self, key: Key, source: Key, entry: str, dtype: torch.dtype) -> Iterator[Chunk]:
+        shape = self._layout.padded_shape(key, self._source.tensors[source].shape)
+        stack = () if key.layer is None else (num_layers(key.name.split(".")[0], self._layout.model),)
+        for box in self._layout.boxes(key, shape):
+            yield Chunk(
+                rank=box.rank,
+                entry=entry,
+                whole=(*stack, *shape),
+                dtype=dtype,
+                start=(*(() if key.layer is None else (key.layer,)), *box.start),
+                size=(*((1,) if stack else ()), *box.size),
+                read=partial(self._read, source, box, dtype),
+            )
+
+    def _read(self, key: Key, box: Box, dtype: torch.dtype) -> torch.Tensor:
+        """The numbers of a box, some rows of the source at a time; zero in rows that pad the vocabulary."""
+        spec = self._source.tensors[key]
+        result = torch.zeros(box.size, dtype=dtype)
+        first, last = box.start[0], min(box.start[0] + box.size[0], spec.shape[0])
+        columns = tuple(slice(start, start + size) for start, size in zip(box.start[1:], box.size[1:], strict=True))
+        step = rows_at_once(spec.num_bytes // max(1, spec.shape[0]))
+        for start in range(first, last, step):
+            stop = min(start + step, last)
+            rows = self._source.read(key, start, stop)
+            result[start - first : stop - first] = cast(rows[:, *columns], dtype, key.name)
+        return result if key.layer is None else result[None]
+
+
+def _extra_states(model: ModelConfig, tensors: Iterable[Key]) -> dict[str, bytes]:
+    """The entries in which Megatron-Core's linear layers keep scales of fp8: they must be there, and are empty."""
+    stream = io.BytesIO()
+    torch.save([None], stream)
+    names = []
+    for key in tensors:
+        module, _, kind = key.name.rpartition(".")
+        if key.state == "weight" and kind == "weight" and key.layer is not None and ".linear_" in module:
+            count = num_layers(key.name.split(".")[0], model)
+            names.append(f"{module}._extra_state/shard_{key.layer}_{count}")
+    if model.has_output_layer and model.architecture != "gpt":
+        names.append("output_layer._extra_state/shard_0_1")
+    return dict.fromkeys(names, stream.getvalue())
+
+
+def _config_fields(source: StoredModel) -> dict[str, Any]:
+    """What ``config.json`` would hold."""
+    fields: dict[str, Any] = json.loads(source.hf_config.to_json_string())
+    return {**fields, "architectures": [family_of(source.model.family).architectures[source.model.task]]}
