@@ -11,7 +11,8 @@ from typing import get_args
 from lightning_megatron.convert.companions import tokenizer_files
 from lightning_megatron.convert.directory import size_in_bytes
 from lightning_megatron.convert.options import ConvertOptions, Format
-from lightning_megatron.convert.shapes import tensor_shapes
+from lightning_megatron.convert.pieces import names_of
+from lightning_megatron.convert.shapes import rules_by_name, tensor_shapes
 from lightning_megatron.convert.stored.base import StoredModel
 from lightning_megatron.convert.targets.casting import dtype_of
 from lightning_megatron.engine.parallel import ParallelConfig
@@ -115,8 +116,10 @@ def check_model(source: StoredModel, options: ConvertOptions) -> None:
 
 
 def missing_weights(source: StoredModel) -> list[str]:
-    """Names of the tensors that the model has and the source lacks."""
-    return list(dict.fromkeys(key.name for key in tensor_shapes(source.model) if key not in source.tensors))
+    """Hugging Face's names of the tensors that the model has and the source lacks."""
+    rules = rules_by_name(source.model)
+    absent = (key for key in tensor_shapes(source.model) if key not in source.tensors)
+    return [name for key in absent for name in names_of(rules[key.name], key.layer)]
 
 
 def _parallel(options: ConvertOptions) -> ParallelConfig:

@@ -81,3 +81,50 @@ def save_pickled(tensors: dict[str, torch.Tensor], directory: Path, kind: Format
         weight_map |= dict.fromkeys(part, file)
     (directory / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return tensors
+
+
+_DECODER = {
+    "vocab_size": VOCAB_SIZE,
+    "num_hidden_layers": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 24,
+}
+_T5 = {
+    **{"vocab_size": VOCAB_SIZE, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 3},
+    **{"num_layers": 3, "num_decoder_layers": 2, "relative_attention_num_buckets": 8},
+}
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt2": {"vocab_size": VOCAB_SIZE, "n_layer": 3, "n_embd": 32, "n_head": 4, "n_positions": 24},
+    "llama": _DECODER,
+    "llama-biases": {**_DECODER, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "mistral": {**_DECODER, "head_dim": 16},
+    "qwen2": _DECODER,
+    "qwen3": {**_DECODER, "head_dim": 16},
+    "gpt_bigcode": {"vocab_size": VOCAB_SIZE, "n_layer": 3, "n_embd": 32, "n_head": 4, "n_positions": 24},
+    "bloom": {"vocab_size": VOCAB_SIZE, "n_layer": 3, "hidden_size": 32, "n_head": 4},
+    "falcon": {
+        **{"vocab_size": VOCAB_SIZE, "num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 4},
+        **{"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True},
+    },
+    "falcon-one-key": {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 4},
+    "t5": _T5,
+    "mt5": {**_T5, "feed_forward_proj": "gated-gelu"},
+}
+_BERT_HEADS = ("PreTraining", "MaskedLM", "SequenceClassification", "TokenClassification", "QuestionAnswering")
+MODELS = (*_CONFIGS, *(f"megatron-bert-{head}" for head in _BERT_HEADS))
+"""Each family once, with its variants and heads, for ``tiny``; no two sizes of a tensor are alike by chance."""
+
+
+def tiny(name: str) -> Any:
+    """One of ``MODELS``: some layers, whose number most pipelines do not divide."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    if name.startswith("megatron-bert-"):
+        labels = {"num_labels": 3} if name.endswith("Classification") else {}
+        return tiny_bert(name.removeprefix("megatron-bert-"), **labels)
+    model_type = name.split("-")[0]
+    config = CONFIG_MAPPING[model_type](**{"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0, **_CONFIGS[name]})
+    return tiny_model(AutoModelForSeq2SeqLM if model_type in ("t5", "mt5") else AutoModelForCausalLM, config)

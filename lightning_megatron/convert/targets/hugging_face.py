@@ -7,6 +7,7 @@ Where Hugging Face's rows are Megatron's, blocks go from file to file. Where the
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -37,18 +38,22 @@ def write_hugging_face(source: StoredModel, options: ConvertOptions) -> None:
         spec = source.tensors[key]
         for name, shape in zip(names_of(rules[key.name], key.layer), _shapes(rules[key.name], spec), strict=True):
             contents[name] = (shape, dtype or spec.dtype)
+    config = saved_config(source.hf_config, source.model, contents)
+    if len(keys) < len(tensor_shapes(source.model)) and _is_headless(source.hf_config):
+        config.architectures = source.hf_config.architectures
     target = Directory(options.save_path, files_of(contents, size_in_bytes(options.max_shard_size)))
     try:
-        target.begin(
-            saved_config(source.hf_config, source.model, contents),
-            companion_files(source.companions, options.tokenizer),
-        )
+        target.begin(config, companion_files(source.companions, options.tokenizer))
         for key in keys:
             for name, blocks in _tensors(source, key, rules[key.name]):
                 target.write_rows(name, (cast(block, dtype, name) for block in blocks))
         target.finish()
     finally:
         target.discard()
+
+
+def _is_headless(hf_config: Any) -> bool:
+    return (getattr(hf_config, "architectures", None) or [""])[0].endswith("Model")
 
 
 def _shapes(rule: Rule, spec: Spec) -> tuple[tuple[int, ...], ...]:

@@ -1,0 +1,229 @@
+"""Is a converted model the same model, bit for bit, in every family? Read and written through the one view."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lightning_megatron.convert.conversion import Converted, ConvertOptions, convert
+from lightning_megatron.convert.stored.base import Key
+from lightning_megatron.convert.stored.hugging_face import open_hugging_face
+from lightning_megatron.errors import CheckpointError
+from tests.convert.directories import FORMATS, MODELS, save_as, save_pickled, tiny, tiny_bert, tiny_gpt2, tiny_llama
+
+
+def _convert(source: Path, target: Path, **options: Any) -> Converted:
+    return convert(ConvertOptions(**{"load_path": source, "save_path": target, "to": "hf", **options}))
+
+
+def _tensors(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: t for file in directory.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+def _assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype is tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+def _outputs(model: Any) -> torch.Tensor:
+    tokens = torch.arange(1, 17).reshape(2, 8)
+    extra = {"decoder_input_ids": tokens.flip(0)} if model.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        outputs: torch.Tensor = model.eval()(input_ids=tokens, **extra)[0]
+    return outputs
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_directory_becomes_the_same_model_in_other_files(tmp_path: Path, name: str) -> None:
+    model = tiny(name)
+    expected = save_as(model, tmp_path / "source", FORMATS[MODELS.index(name) % 2])
+
+    done = _convert(tmp_path / "source", tmp_path / "target", max_shard_size="20KB")
+
+    assert sum(t.nbytes for t in expected.values()) < done.num_bytes
+    assert len(list((tmp_path / "target").glob("*.safetensors"))) > 1
+    _assert_same(_tensors(tmp_path / "target"), expected)
+    loaded, report = type(model).from_pretrained(
+        tmp_path / "target", output_loading_info=True, attn_implementation=model.config._attn_implementation
+    )
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert torch.equal(_outputs(loaded), _outputs(model))
+    changed = {
+        field: (value, loaded.config.to_dict().get(field))
+        for field, value in model.config.to_dict().items()
+        if field not in ("_name_or_path", "dtype", "architectures") and loaded.config.to_dict().get(field) != value
+    }
+    assert not changed
+
+
+def test_an_output_layer_that_differs_from_the_embedding_stays_apart(tmp_path: Path) -> None:
+    tensors = save_as(tiny("t5"), tmp_path / "source", "safetensors")
+    tensors["lm_head.weight"] = tensors["shared.weight"] + 1  # as T5 v1.1 has it, whatever its config says
+    save_file(tensors, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
+    _convert(tmp_path / "source", tmp_path / "target")
+    _assert_same(_tensors(tmp_path / "target"), tensors)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("make", [tiny_gpt2, tiny_llama])
+def test_files_of_any_format_are_read(tmp_path: Path, make: Any, kind: Any) -> None:
+    model = make()
+    save_as(model, tmp_path / "source", kind)
+    _convert(tmp_path / "source", tmp_path / "target")
+    tied = (model._tied_weights_keys or {}) if model.config.tie_word_embeddings else {}
+    _assert_same(_tensors(tmp_path / "target"), {n: t for n, t in model.state_dict().items() if n not in tied})
+
+
+# ---- the view -------------------------------------------------------------------------------------------------------
+
+
+def test_rows_stand_in_megatrons_order(tmp_path: Path) -> None:
+    model = tiny_llama()  # 4 heads of 8 channels in 2 groups
+    expected = save_as(model, tmp_path / "llama", "safetensors")
+    view = open_hugging_face(tmp_path / "llama")
+    qkv = view.read(Key("decoder.layers.self_attention.linear_qkv.weight", 1), 0, 64)
+    queries, keys, values = (expected[f"model.layers.1.self_attn.{name}_proj.weight"].split(8) for name in "qkv")
+    by_group = [*queries[:2], keys[0], values[0], *queries[2:], keys[1], values[1]]
+    assert torch.equal(qkv, torch.cat(by_group))
+    gated = view.read(Key("decoder.layers.mlp.linear_fc1.weight", 3), 0, 96)
+    assert torch.equal(
+        gated, torch.cat([expected[f"model.layers.3.mlp.{name}_proj.weight"] for name in ("gate", "up")])
+    )
+
+
+def test_rows_of_transposed_matrices_are_their_columns(tmp_path: Path) -> None:
+    expected = save_as(tiny_gpt2(), tmp_path / "gpt2", "bin")
+    view = open_hugging_face(tmp_path / "gpt2")
+    fc1 = view.read(Key("decoder.layers.mlp.linear_fc1.weight", 0), 0, 128)
+    assert torch.equal(fc1, expected["transformer.h.0.mlp.c_fc.weight"].t())
+    queries, keys, values = (
+        part.split(8, dim=1) for part in expected["transformer.h.1.attn.c_attn.weight"].split(32, 1)
+    )
+    by_head = [part.t() for head in zip(queries, keys, values, strict=True) for part in head]
+    qkv = view.read(Key("decoder.layers.self_attention.linear_qkv.weight", 1), 0, 96)
+    assert torch.equal(qkv, torch.cat(by_head))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+def test_any_rows_are_those_of_the_whole(tmp_path: Path, name: str) -> None:
+    save_as(tiny(name), tmp_path / "model", "sharded_safetensors")
+    view = open_hugging_face(tmp_path / "model")
+    for key, spec in view.tensors.items():
+        rows = spec.shape[0]
+        whole = view.read(key, 0, rows)
+        assert (tuple(whole.shape), whole.dtype) == (spec.shape, spec.dtype)
+        for start, stop in ((0, rows // 3), (rows // 3, rows - 1), (rows - 1, rows), (rows, rows)):
+            assert torch.equal(view.read(key, start, stop), whole[start:stop]), key
+
+
+# ---- dtypes ---------------------------------------------------------------------------------------------------------
+
+
+def test_each_tensor_keeps_its_dtype(tmp_path: Path) -> None:
+    expected = save_as(tiny("qwen3"), tmp_path / "source", "safetensors")
+    kinds = {".weight": torch.bfloat16, "norm.weight": torch.float32, "embed_tokens.weight": torch.float16}
+    mixed = {
+        name: tensor.to(next(dtype for end, dtype in reversed(kinds.items()) if name.endswith(end)))
+        for name, tensor in expected.items()
+    }
+    save_file(mixed, tmp_path / "source" / "model.safetensors")
+    _convert(tmp_path / "source", tmp_path / "target")
+    _assert_same(_tensors(tmp_path / "target"), mixed)
+    assert json.loads((tmp_path / "target" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("float16", torch.float16)])
+def test_weights_are_rounded_to_the_dtype_asked_for(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    expected = save_as(tiny_gpt2(), tmp_path / "source", "safetensors")
+    _convert(tmp_path / "source", tmp_path / "target", dtype=name)
+    _assert_same(_tensors(tmp_path / "target"), {n: t.to(dtype) for n, t in expected.items()})
+    assert json.loads((tmp_path / "target" / "config.json").read_text())["dtype"] == str(dtype).split(".")[1]
+
+
+def test_numbers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    tensors = save_as(tiny_llama(), tmp_path / "source", "safetensors")
+    tensors["model.layers.2.mlp.up_proj.weight"][5, 7] = -70000.0
+    save_file(tensors, tmp_path / "source" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"layers\.2\.mlp\.up_proj\.weight .* 7e\+04, and float16 ends at 6\.55"):
+        _convert(tmp_path / "source", tmp_path / "target", dtype="fp16")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+# ---- heads ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_without_its_head_stays_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_bert("PreTraining")
+    model.bert.save_pretrained(tmp_path / "source")
+    _convert(tmp_path / "source", tmp_path / "target")
+    expected = {f"bert.{name}": tensor for name, tensor in model.bert.state_dict().items()}
+    _assert_same(_tensors(tmp_path / "target"), expected)
+    assert "left out: cls.predictions.transform.dense.weight" in caplog.text
+    loaded, report = type(model.bert).from_pretrained(tmp_path / "target", output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert loaded.config.architectures == ["MegatronBertModel"]
+
+
+@pytest.mark.parametrize("to", ["megatron", "megatron-legacy"])
+def test_a_checkpoint_to_go_on_from_needs_its_head(tmp_path: Path, to: str) -> None:
+    tiny_bert("PreTraining").bert.save_pretrained(tmp_path / "source")
+    with pytest.raises(CheckpointError, match=r"lacks tensors of its head \(cls\.predictions.*to=hf"):
+        _convert(tmp_path / "source", tmp_path / "target", to=to)
+
+
+def test_every_wrong_tensor_is_named_at_once(tmp_path: Path) -> None:
+    tensors = save_as(tiny_llama(), tmp_path / "source", "bin")
+    del tensors["model.layers.1.self_attn.k_proj.weight"]
+    tensors["model.layers.3.mlp.up_proj.weight"] = torch.zeros(48, 31)
+    tensors["model.layers.9.mlp.up_proj.weight"] = torch.zeros(48, 32)
+    tensors["model.norm.weight"] = torch.zeros(32, dtype=torch.int8)
+    save_pickled(tensors, tmp_path / "source", "bin")
+    with pytest.raises(CheckpointError, match="4 problems") as caught:
+        _convert(tmp_path / "source", tmp_path / "target")
+    for words in ("layers.1.self_attn.k_proj.weight' is missing", "[48, 31] in the file, not [48, 32]", "is int8"):
+        assert words in str(caught.value)
+    assert "'model.layers.9.mlp.up_proj.weight' is not part of the model" in str(caught.value)
+
+
+# ---- companions -----------------------------------------------------------------------------------------------------
+
+
+def _tokenizer(folder: Path, vocab_size: int) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(vocab_size)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+
+
+def test_tokenizer_and_generation_config_travel_along(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    save_as(tiny_llama(), source, "safetensors")
+    _tokenizer(source, 83)
+    (source / "generation_config.json").write_text('{"temperature": 0.7, "do_sample": true}')
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    (source / "modeling.py").write_text("raise SystemExit")
+    (source / "notes.txt").write_text("")
+    _convert(source, target)
+    names = {path.name for path in target.iterdir()} - {"config.json", "model.safetensors"}
+    assert names == {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"}
+    assert all((target / name).read_bytes() == (source / name).read_bytes() for name in names)
+
+
+def test_another_tokenizer_takes_the_place_of_the_sources(tmp_path: Path) -> None:
+    save_as(tiny_llama(), tmp_path / "source", "safetensors")
+    _tokenizer(tmp_path / "source", 83)
+    _tokenizer(tmp_path / "small", 40)
+    _tokenizer(tmp_path / "large", 84)
+    _convert(tmp_path / "source", tmp_path / "target", tokenizer=tmp_path / "small")
+    assert (tmp_path / "target" / "tokenizer.json").read_bytes() == (tmp_path / "small/tokenizer.json").read_bytes()
+    with pytest.raises(ValueError, match="ids up to 83, and the model has vocab_size=83"):
+        _convert(tmp_path / "source", tmp_path / "other", tokenizer=tmp_path / "large")
