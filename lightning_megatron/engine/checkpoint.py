@@ -30,6 +30,7 @@ from lightning_megatron.engine.checkpoint_state import (
     sharded_state,
 )
 from lightning_megatron.engine.checkpoint_swap import recover, remove
+from lightning_megatron.engine.optimizer_state import restore_optimizer_state
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.errors import CheckpointError
 
@@ -96,13 +97,13 @@ def load(run: RunState, meta: Mapping[str, Any], path: Path) -> bool:
 
     random_states = on_all_ranks_alike(check_and_read_random_states)
     with torch.no_grad():
-        state = sharded_state(run, is_loading=True)
+        state = sharded_state(run, loaded_from=meta)
         with failures_as_errors(f"checkpoint {path} does not fit this run, or is damaged"):
             loaded = dist_checkpointing.load(state, str(path))
         for index, chunk in enumerate(run.chunks):
             unwrap(chunk).load_state_dict(loaded[f"model{index}"], strict=True)
         if run.optimizer is not None:
-            run.optimizer.inner.load_state_dict(loaded["optimizer"])
+            restore_optimizer_state(run.optimizer, loaded["optimizer"])
     if run.optimizer is None:
         return False
     if same_layout:

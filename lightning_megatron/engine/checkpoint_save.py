@@ -199,7 +199,7 @@ def _begin(run: RunState, meta: dict[str, Any], path: Path, *, keep_copy: bool) 
         plan = _Plan("torch_dist", 1)
         with failures_as_errors(refusal):
             dist_checkpointing.save(
-                sharded_state(run, is_loading=False),
+                sharded_state(run),
                 str(partial),
                 sharded_strategy=plan,
                 async_sharded_save=True,

@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.optimizer import MegatronOptimizer
+from lightning_megatron.engine.optimizer_state import FORMAT, sharded_optimizer_state
 from lightning_megatron.engine.rng import EngineRng
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.errors import CheckpointError
@@ -69,7 +70,7 @@ def _optimizer_format(run: RunState) -> dict[str, Any] | None:
     has_momentum = part.config.optimizer != "sgd" or part.config.sgd_momentum > 0
     groups = {(float(group["lr_mult"]), float(group["wd_mult"])) for group in run.optimizer.param_groups}
     return {
-        "implementation": type(part).__name__,
+        "implementation": FORMAT,
         "algorithm": part.config.optimizer + ("" if has_momentum else " without momentum"),
         "multipliers of lr and weight decay": [list(group) for group in sorted(groups)],
     }
@@ -80,16 +81,20 @@ def rng_file(rank: int) -> str:
     return f"rng_{rank:05d}.pt"
 
 
-def sharded_state(run: RunState, *, is_loading: bool) -> dict[str, Any]:
-    """Weights and optimizer state as Megatron's sharded tensors; every rank must call."""
+def sharded_state(run: RunState, *, loaded_from: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Weights and optimizer state as Megatron's sharded tensors; every rank must call.
+
+    Args:
+        run: What to save, or to load into.
+        loaded_from: ``meta.pt`` of the checkpoint that is about to be read; None to save.
+    """
     state: dict[str, Any] = {
         f"model{i}": unwrap(chunk).sharded_state_dict(metadata=dict(SHARDING)) for i, chunk in enumerate(run.chunks)
     }
     if run.optimizer is not None:
-        # Megatron looks each parameter up in the models' state: flat for one chunk, by chunk for several.
-        models = state["model0"] if len(run.chunks) == 1 else dict(state)
-        state["optimizer"] = run.optimizer.inner.sharded_state_dict(
-            models, is_loading=is_loading, metadata=dict(SHARDING)
+        written_as = FORMAT if loaded_from is None else loaded_from["optimizer_format"]["implementation"]
+        state["optimizer"] = sharded_optimizer_state(
+            run.optimizer, state, is_loading=loaded_from is not None, written_as=written_as
         )
     return state
 
@@ -155,10 +160,12 @@ def _check_optimizer_fits(wanted: Mapping[str, Any], meta: Mapping[str, Any], pa
             "checkpoint, or start a new run from its weights with MegatronStrategy(load_weights_only=True)"
         )
     for name, value in wanted.items():
+        if name == "implementation":
+            continue  # optimizer_state.py reads what any of them wrote
         written = meta["optimizer_format"].get(name)
         if written != value:
             raise CheckpointError(
                 f"checkpoint {path} holds the state of another optimizer: {name} {written} there and {value} here; "
-                "resume with the same optimizer options, distributed_optimizer and precision, or start from its "
-                "weights with MegatronStrategy(load_weights_only=True)"
+                "resume with the same optimizer options, or start from its weights with "
+                "MegatronStrategy(load_weights_only=True)"
             )

@@ -1,0 +1,261 @@
+"""What of an optimizer is in a checkpoint, whichever of Megatron's optimizers holds it, and how does it come back?
+
+For each parameter there are the entries ``optimizer.state.{param,exp_avg,exp_avg_sq}.NAME`` in the shape of the weight:
+its fp32 master and its moments, as megatron-core's ``fully_reshardable`` format has them. So a run goes on with or
+without distributed optimizer, at any number of data-parallel ranks and in another precision.
+
+megatron-core 0.16.1 (optimizer/distrib_optimizer.py) writes that format by gathering everything on every rank, and its
+optimizers without sharding write other names. Here each rank writes and reads exactly what it holds: its part of a
+parameter is a range of consecutive numbers, which is cut into boxes (rest of a row, whole rows, start of a row).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from torch import Tensor
+
+from lightning_megatron.engine.optimizer import MegatronOptimizer
+from lightning_megatron.errors import CheckpointError
+
+FORMAT = "DistributedOptimizer"
+"""What ``meta.pt`` calls the format above, after the only implementation that could read it once."""
+
+_ENTRY_OF_MASTERS = {FORMAT: "param", "Float16OptimizerWithFloat16Params": "fp32_param", "FP32Optimizer": None}
+"""Under which name a checkpoint of each format has the masters; fp32 weights were their own once."""
+
+_GROUP_IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+"""What tells parameter groups apart; each rank has all of them, in any order."""
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""First index along each axis, and size along each axis."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Held:
+    """What this rank's optimizer holds of one parameter."""
+
+    parameter: Tensor
+    start: int
+    """The first of the parameter's numbers that it holds, counted row by row."""
+    is_sharded: bool
+    """Whether other data-parallel ranks hold other numbers, instead of the same ones."""
+    tensors: Mapping[str, Tensor]
+    """``param``, which is the master, and the moments by name; each [numbers held]."""
+
+    @property
+    def stop(self) -> int:
+        """The first number behind those that it holds."""
+        return self.start + self.tensors["param"].numel()
+
+    @property
+    def is_own_master(self) -> bool:
+        """Whether the master is the weight itself, as in fp32."""
+        master = self.tensors["param"].untyped_storage().data_ptr()
+        return bool(self.parameter.untyped_storage().data_ptr() == master)
+
+
+def sharded_optimizer_state(
+    optimizer: MegatronOptimizer, models: Mapping[str, Any], *, is_loading: bool = False, written_as: str = FORMAT
+) -> dict[str, Any]:
+    """The state as sharded tensors over the live ones, and plain data; every rank must call.
+
+    Args:
+        optimizer: Whose state to save, or to load into.
+        models: Sharded state of all chunks, with the parameters themselves as data.
+        is_loading: Whether a checkpoint is about to be read: fp32 masters, which are weights, then get memory of their
+            own, because the weights are read too, perhaps with fewer digits.
+        written_as: The format of the checkpoint that is read.
+
+    Raises:
+        CheckpointError: If the masters of a 16-bit run are wanted from a checkpoint without any.
+    """
+    placements = _placements(models)
+    entries: dict[str, ShardedTensor] = {}
+    for number, held in _all_held(optimizer):
+        for name, tensor in held.tensors.items():
+            entry = _entry(name, written_as, held)
+            if entry is None:
+                continue
+            flat = torch.empty_like(tensor) if is_loading and name == "param" and held.is_own_master else tensor
+            pieces = _pieces(placements[id(held.parameter)], held, flat, f"optimizer.state.{entry}")
+            entries |= {f"{number}.{name}.{index}": piece for index, piece in enumerate(pieces)}
+    return {"param_state": entries, "param_state_sharding_type": "fully_reshardable", **_plain_state(optimizer)}
+
+
+@torch.no_grad()
+def restore_optimizer_state(optimizer: MegatronOptimizer, loaded: Mapping[str, Any]) -> None:
+    """Take over what was loaded after the weights are back; every rank must call.
+
+    Args:
+        optimizer: The one that ``sharded_optimizer_state`` was asked about.
+        loaded: What became of its answer; masters and moments are in place already, except fp32 masters.
+    """
+    entries = loaded["param_state"]
+    for number, held in _all_held(optimizer):
+        if held.is_own_master and f"{number}.param.0" in entries:
+            pieces = [entries[key] for key in _numbered(f"{number}.param", entries)]
+            held.tensors["param"].copy_(torch.cat([piece.flatten() for piece in pieces]))
+    plain = loaded.get("optimizer", loaded)
+    saved = {_identity(group): group for group in plain["param_groups"]}
+    for part in optimizer.parts:
+        for group in part.optimizer.param_groups:
+            group.update({name: value for name, value in saved[_identity(group)].items() if name != "params"})
+        scaler = getattr(part, "grad_scaler", None)
+        if scaler is not None and "grad_scaler" in loaded:
+            scaler.load_state_dict(loaded["grad_scaler"])
+        _share_masters(part)
+
+
+def _share_masters(part: Any) -> None:
+    """Where weights are masters, each data-parallel rank has just set its own part of them: gather the others."""
+    if isinstance(part, DistributedOptimizer) and part.config.params_dtype is torch.float32:
+        for chunk in part.model_chunks:
+            chunk.start_param_sync(force_sync=True)
+
+
+def _entry(name: str, written_as: str, held: _Held) -> str | None:
+    if name != "param":
+        return name
+    entry = _ENTRY_OF_MASTERS[written_as]
+    if entry is None and not held.is_own_master:
+        raise CheckpointError(
+            "it was written in 32-true by an earlier version, without a second copy of the weights; resume in 32-true"
+        )
+    return entry
+
+
+def _plain_state(optimizer: MegatronOptimizer) -> dict[str, Any]:
+    groups = [
+        {name: value for name, value in group.items() if name != "params"}
+        for part in optimizer.parts
+        for group in part.optimizer.param_groups
+    ]
+    scaler = getattr(optimizer.parts[0], "grad_scaler", None)
+    return {"optimizer": {"param_groups": groups}} | ({} if scaler is None else {"grad_scaler": scaler.state_dict()})
+
+
+def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(group[name] for name in _GROUP_IDENTITY)
+
+
+def _numbered(prefix: str, entries: Mapping[str, Any]) -> Iterator[str]:
+    index = 0
+    while f"{prefix}.{index}" in entries:
+        yield f"{prefix}.{index}"
+        index += 1
+
+
+# ---- what a rank holds ----------------------------------------------------------------------------------------------
+
+
+def _all_held(optimizer: MegatronOptimizer) -> Iterator[tuple[int, _Held]]:
+    number = 0
+    for part in optimizer.parts:
+        # Moments exist from here on, also before the first step.
+        part.init_state_fn(part.optimizer, part.config)
+        for parameter, master, start in _masters(part):
+            moments = {
+                name: value.view(-1)
+                for name, value in part.optimizer.state.get(master, {}).items()
+                if isinstance(value, Tensor) and value.shape == master.shape
+            }
+            yield (
+                number,
+                _Held(
+                    parameter=parameter,
+                    start=start,
+                    is_sharded=isinstance(part, DistributedOptimizer),
+                    tensors={"param": master.detach().view(-1), **moments},
+                ),
+            )
+            number += 1
+
+
+def _masters(part: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """Each parameter, its master or this rank's part of it, and which number of the parameter comes first in it."""
+    if isinstance(part, DistributedOptimizer):
+        for parameter, (group, order) in part.model_param_group_index_map.items():
+            first: int = part._get_model_param_range_map(parameter)["param"].start
+            yield parameter, part.optimizer.param_groups[group]["params"][order], first
+        return
+    if isinstance(part, Float16OptimizerWithFloat16Params):
+        for parameters, masters in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+            yield from ((parameter, master, 0) for parameter, master in zip(parameters, masters, strict=True))
+        yield from ((parameter, parameter, 0) for group in part.fp32_from_fp32_groups for parameter in group)
+        return
+    yield from ((parameter, parameter, 0) for parameter in part.get_parameters())
+
+
+# ---- where it belongs -----------------------------------------------------------------------------------------------
+
+
+def _placements(models: Mapping[str, Any]) -> dict[int, list[ShardedTensor]]:
+    """By parameter (``id``): where it lies in the whole model, in one place or in several."""
+    sharded, _ = extract_sharded_tensors_and_factories(dict(models))
+    placements = {}
+    for placement in nested_values(sharded):
+        is_factory = isinstance(placement, ShardedTensorFactory)
+        placements[id(placement.data)] = list(nested_values(placement.build())) if is_factory else [placement]
+    return placements
+
+
+def _pieces(placements: Sequence[ShardedTensor], held: _Held, flat: Tensor, prefix: str) -> Iterator[ShardedTensor]:
+    """What ``flat``, the held numbers of one kind, is in the whole model, in its order."""
+    for placement in placements:
+        data = placement.data
+        assert data is not None
+        assert data.is_contiguous(), "parts of a parameter are whole rows of it"
+        begin = data.storage_offset() - held.parameter.storage_offset()
+        start, stop = max(held.start, begin), min(held.stop, begin + data.numel())
+        for offset, size in boxes(tuple(data.shape), start - begin, stop - begin):
+            count = math.prod(size)
+            yield _piece(placement, (offset, size), flat[start - held.start :][:count], held, prefix)
+            start += count
+
+
+def _piece(placement: ShardedTensor, box: Box, numbers: Tensor, held: _Held, prefix: str) -> ShardedTensor:
+    offset, size = box
+    prepended = placement.prepend_axis_num
+    shape = (1,) * prepended + size
+    inside = (0,) * prepended + offset
+    # The last component counts data-parallel ranks: of those that hold the same, the first one writes.
+    replica = (*placement.replica_id[:2], 0) if held.is_sharded else placement.replica_id
+    return ShardedTensor(
+        key=f"{prefix}.{placement.key}",
+        data=numbers.view(shape),
+        dtype=numbers.dtype,
+        local_shape=shape,
+        global_shape=placement.global_shape,
+        global_offset=tuple(a + b for a, b in zip(placement.global_offset, inside, strict=True)),
+        axis_fragmentations=None,
+        replica_id=replica,
+        allow_shape_mismatch=placement.allow_shape_mismatch,
+    )
+
+
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    """The numbers ``start`` to ``stop`` of a tensor, counted row by row, as few boxes in the same order."""
+    if start >= stop:
+        return []
+    if len(shape) == 1:
+        return [((start,), (stop - start,))]
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row
+
+    def within(index: int, begin: int, end: int) -> list[Box]:
+        return [((index, *offset), (1, *size)) for offset, size in boxes(shape[1:], begin, end)]
+
+    if first > last:
+        return within(last, start - last * row, stop - last * row)
+    whole = [((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))] if first < last else []
+    return [*within(first - 1, start - (first - 1) * row, row), *whole, *within(last, 0, stop - last * row)]
