@@ -55,6 +55,24 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def convert_peers(session: nox.Session) -> None:
+    """Legacy Megatron-LM checkpoints against the scripts of old transformers, which are installed beside this package."""
+    install(session, "test")
+    peers = []
+    for version in ("4.30.2", "4.47.1"):
+        folder = Path(session.virtualenv.location).parent / f"transformers-{version}"
+        python = folder / "bin" / "python"
+        if not python.exists():
+            session.run("python", "-m", "venv", str(folder))
+        # These releases know NumPy 1 only.
+        session.run(str(python), "-m", "pip", "install", TORCH, "numpy<2", f"transformers=={version}", external=True)
+        peers.append(f"{version}={python}")
+    work = Path(session.create_tmp()) / "peers"
+    shutil.rmtree(work, ignore_errors=True)
+    session.run("python", "-W", "ignore", "-m", "tests.peers", "--work", str(work), *peers)
+
+
+@nox.session
 def gpu(session: nox.Session) -> None:
     """The tests that need a GPU."""
     install(session, "test")

@@ -1,0 +1,1 @@
+"""Programs of others, run in environments of their own, that our formats are compared with."""

@@ -1,0 +1,207 @@
+"""Do transformers' own scripts read what we write, and do we read what they write? Bit by bit; exits with 1 if not.
+
+python -m tests.peers --work FOLDER 4.30.2=PYTHON 4.47.1=PYTHON    # nox -s convert_peers makes the environments
+
+What each release can do: up to 4.47.0 or so the script writes Hugging Face weights rightly; 4.47.1 keeps the last file
+only, and of Megatron's names, so that only its other direction is asked for. The scripts for one rank work in both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_megatron.convert.conversion import convert
+from lightning_megatron.convert.options import ConvertOptions
+from tests.convert.directories import save_as, tiny_bert
+from tests.convert.legacy.written import files, flat
+from tests.families.parity import VOCAB_SIZE, tiny_model
+from tests.peers.scripts import BERT, GPT2, Peer, prepare
+
+WRITES_HUGGING_FACE = "4.30.2"
+"""The release whose script for any layout writes what it should."""
+_OF_VOCABULARY = ("transformer.wte.", "lm_head.", "bert.embeddings.word_embeddings.", "cls.predictions.")
+_MULTIPLE = 8
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def main() -> int:
+    """Compare, and say what was compared."""
+    parser = argparse.ArgumentParser(prog="python -m tests.peers")
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("peers", nargs="+", metavar="VERSION=PYTHON")
+    arguments = parser.parse_args()
+    work = arguments.work.resolve()
+    prepare(work / "surroundings")
+    peers = [
+        Peer(version=version, python=Path(python), surroundings=work / "surroundings")
+        for version, _, python in (each.partition("=") for each in arguments.peers)
+    ]
+    num_problems = 0
+    for peer in peers:
+        for what, problems in _comparisons(peer, work / peer.version):
+            print(f"transformers {peer.version}: {what}: {'; '.join(problems) or 'equal'}", flush=True)
+            num_problems += len(problems)
+    return 1 if num_problems else 0
+
+
+def _comparisons(peer: Peer, work: Path) -> Iterator[tuple[str, list[str]]]:
+    work.mkdir()
+    gpt2, bert = _gpt2(), tiny_bert("PreTraining", hidden_act="gelu")
+    save_as(gpt2, work / "gpt2", "bin")
+    save_as(bert, work / "bert", "bin")
+    if peer.version == WRITES_HUGGING_FACE:
+        for dtype, is_distributed in (("fp32", False), ("bf16", True)):
+            yield _read_at_tp2_pp2(peer, work, gpt2, dtype, is_distributed)
+    yield _read_on_one_rank(peer, work, "gpt2", gpt2, GPT2)
+    yield _read_on_one_rank(peer, work, "bert", bert, BERT)
+    for dtype in _DTYPES:
+        for is_distributed in (False, True):
+            yield from _written(peer, work, gpt2, dtype, is_distributed)
+
+
+def _gpt2() -> Any:
+    from transformers import AutoModelForCausalLM, GPT2Config
+
+    # The script takes n_inner as it is.
+    sizes = {"vocab_size": VOCAB_SIZE, "n_layer": 4, "n_embd": 32, "n_head": 4, "n_positions": 24, "n_inner": 96}
+    config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
+    return tiny_model(AutoModelForCausalLM, config)
+
+
+# ---- ours, read by them ---------------------------------------------------------------------------------------------
+
+
+def _read_at_tp2_pp2(peer: Peer, work: Path, model: Any, dtype: str, is_distributed: bool) -> tuple[str, list[str]]:
+    ours, theirs = work / f"ours-{dtype}", work / f"read-{dtype}"
+    _write(work / "gpt2", ours, dtype, is_distributed)
+    peer.to_hugging_face(ours / "release", theirs)
+    what = f"reads our gpt2 in {dtype} at tp=2, pp=2{', distributed optimizer' * is_distributed}"
+    return what, _differences(_hugging_face(theirs), _in(dtype, model))
+
+
+def _read_on_one_rank(peer: Peer, work: Path, name: str, model: Any, script: str) -> tuple[str, list[str]]:
+    ours = work / f"ours-{name}"
+    convert(_options(work / name, ours))
+    rank = ours / "release" / "mp_rank_00"
+    peer.run(script, rank / "model_optim_rng.pt")  # writes beside its input
+    return f"reads our {name} of one rank", _differences(_hugging_face(rank), model.state_dict())
+
+
+def _hugging_face(folder: Path) -> Tensors:
+    tensors: Tensors = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    return tensors
+
+
+def _differences(theirs: Tensors, expected: Tensors) -> list[str]:
+    problems = [
+        f"{name} is new" for name in set(theirs) - set(expected) if "attn.bias" not in name and "masked" not in name
+    ]
+    for name, tensor in expected.items():
+        if name not in theirs:
+            # A copy under a second name, which the script leaves to transformers.
+            if not (name.endswith("decoder.bias") or name.endswith("position_ids")):
+                problems.append(f"{name} is missing")
+            continue
+        # The scripts for one rank keep the rows that pad the vocabulary.
+        rows = theirs[name][: len(tensor)] if name.startswith(_OF_VOCABULARY) else theirs[name]
+        if rows.shape != tensor.shape or not torch.equal(rows.float(), tensor.float()):
+            problems.append(f"{name} differs")
+    return problems
+
+
+# ---- theirs, read by us ---------------------------------------------------------------------------------------------
+
+
+def _written(peer: Peer, work: Path, model: Any, dtype: str, is_distributed: bool) -> Iterator[tuple[str, list[str]]]:
+    kind = f"{dtype}{', distributed optimizer' * is_distributed}"
+    theirs, ours = work / f"theirs-{dtype}-{is_distributed:d}", work / f"beside-{dtype}-{is_distributed:d}"
+    options = [
+        *("--target_tensor_model_parallel_size", "2", "--target_pipeline_model_parallel_size", "2"),
+        *("--target_params_dtype", dtype, "--make_vocab_size_divisible_by", str(_MULTIPLE)),
+        *(("--use_distributed_optimizer", "--target_data_parallel_size", "2") if is_distributed else ()),
+    ]
+    peer.to_megatron(work / "gpt2", theirs, options)
+    _write(work / "gpt2", ours, dtype, is_distributed)
+    yield f"writes gpt2 at tp=2, pp=2 in {kind} as we do", _differences_of_trees(theirs, ours)
+    back = work / f"back-{theirs.name}"
+    convert(ConvertOptions(load_path=theirs, save_path=back, to="hf"))
+    yield f"writes gpt2 at tp=2, pp=2 in {kind}, and we read it", _differences(_saved(back), _in(dtype, model))
+
+
+def _saved(folder: Path) -> Tensors:
+    from transformers import AutoModelForCausalLM
+
+    tensors: Tensors = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
+    return tensors
+
+
+def _differences_of_trees(theirs: Path, ours: Path) -> list[str]:
+    if files(theirs) != files(ours):
+        return [f"other files: {sorted(set(files(theirs)) ^ set(files(ours)))}"]
+    problems = []
+    for name in files(theirs):
+        if not name.endswith(".pt"):
+            problems += [f"{name} differs"] if (theirs / name).read_text() != (ours / name).read_text() else []
+            continue
+        state, expected = _load(theirs / name), _load(ours / name)
+        more = set(state) - set(expected)
+        problems += [f"{name} has {sorted(more)}, too"] if more else []
+        problems += [
+            f"{name}: {key} is {value!r} there, and {getattr(expected['args'], key, 'absent')!r} here"
+            for key, value in vars(state.get("args", types.SimpleNamespace())).items()
+            if getattr(expected["args"], key, "absent") != value
+        ]
+        if "optimizer" in state and state["optimizer"] != expected["optimizer"]:
+            problems.append(f"{name}: another optimizer")
+        problems += [f"{name}: {problem}" for problem in _differences_of_ranks(state, expected)]
+    return problems
+
+
+def _differences_of_ranks(state: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[str]:
+    tensors, ours = flat(state.get("model", {})), flat(expected.get("model", {}))
+    yield from (f"{name} is there or here only" for name in set(tensors) ^ set(ours))
+    for name in set(tensors) & set(ours):
+        theirs, mine = tensors[name], ours[name]
+        if theirs.dtype != mine.dtype or theirs.shape != mine.shape:
+            yield f"{name} is {theirs.dtype} {tuple(theirs.shape)} there, and {mine.dtype} {tuple(mine.shape)} here"
+        # They pad with copies of the last token, we with zeros.
+        rows = mine.abs().sum(dim=1) > 0 if "word_embeddings" in name else slice(None)
+        if not torch.equal(theirs[rows], mine[rows]):
+            yield f"{name} differs"
+
+
+def _load(file: Path) -> dict[str, Any]:
+    with torch.serialization.safe_globals([argparse.Namespace, types.SimpleNamespace]):
+        state: dict[str, Any] = torch.load(file, weights_only=True)
+    return state
+
+
+# ---- both -----------------------------------------------------------------------------------------------------------
+
+
+def _options(load: Path, save: Path, **fields: Any) -> ConvertOptions:
+    return ConvertOptions(
+        load_path=load, save_path=save, to="megatron-legacy", make_vocab_size_divisible_by=_MULTIPLE, **fields
+    )
+
+
+def _write(load: Path, save: Path, dtype: str, is_distributed: bool) -> None:
+    dp = 2 if is_distributed else 1
+    convert(_options(load, save, tp=2, pp=2, dp=dp, dtype=dtype, use_distributed_optimizer=is_distributed))
+
+
+def _in(dtype: str, model: Any) -> Tensors:
+    return {name: tensor.to(_DTYPES[dtype]) for name, tensor in model.state_dict().items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
