@@ -56,7 +56,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def convert_peers(session: nox.Session) -> None:
-    """Legacy Megatron-LM checkpoints against the scripts of old transformers, which are installed beside this package."""
+    """Legacy Megatron-LM checkpoints against the scripts of old transformers, which have environments of their own."""
     install(session, "test")
     peers = []
     for version in ("4.30.2", "4.47.1"):
