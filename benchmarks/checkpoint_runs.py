@@ -47,8 +47,9 @@ def with_layers(case: Case, layers: int | None) -> Case:
 
 def run_saves(case: Case, plan: SavePlan, asynchronous: bool) -> CheckpointMeasurement:
     """Save with ``MegatronStrategy`` while training goes on or stands still, and load at the same layout."""
-    options: dict[str, Any] = {"async_save": True} if asynchronous else {}
-    strategy = MegatronStrategy(num_microbatches=case.num_microbatches, **case.layout, **options)
+    strategy = MegatronStrategy(
+        num_microbatches=case.num_microbatches, async_save=asynchronous, on_save_failure="raise", **case.layout
+    )
     module = MegatronModule(model=dict(case.model), lr=LR)
     recorder = SaveRecorder(plan)
     trainer = make_trainer(case, strategy, recorder, max_steps=plan.max_steps, gradient_clip_val=CLIP)

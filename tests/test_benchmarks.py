@@ -59,14 +59,15 @@ def test_a_case_runs_and_reports_its_steps(name: str, tmp_path: Path) -> None:
 def _measure_checkpoints(folder: str, output: str) -> int:
     """On each rank: what the command line does for a part."""
     common = ("--case", "smoke-tp2", "--saves", "2", "--folder", folder, "--output", output)
-    saved = checkpoint.main([*common, "--part", "sync", "--keep"])
-    return saved + checkpoint.main([*common, "--part", "resume", "--resume-layout", "pp=2"])
+    code = checkpoint.main([*common, "--part", "sync"])
+    code += checkpoint.main([*common, "--part", "async", "--keep", "--no-load"])
+    return code + checkpoint.main([*common, "--part", "resume", "--resume-layout", "pp=2"])
 
 
 def test_saves_and_a_resume_are_measured(tmp_path: Path) -> None:
     assert run_ranks(_measure_checkpoints, 2, str(tmp_path), str(tmp_path / "out.jsonl")) == [0, 0]
 
-    saved, resumed = map(CheckpointMeasurement.from_json, (tmp_path / "out.jsonl").read_text().splitlines())
+    saved, beside, resumed = map(CheckpointMeasurement.from_json, (tmp_path / "out.jsonl").read_text().splitlines())
     assert len(saved.saves) == 2
     assert all(0 < save.stall <= save.complete and save.steps_during == () for save in saved.saves)
     # Weights, their fp32 copies and two moments of 37,120 parameters, and what the format adds.
@@ -74,6 +75,10 @@ def test_saves_and_a_resume_are_measured(tmp_path: Path) -> None:
     assert 1 < saved.gigabytes * 1e9 / (37_120 * 4 * 4) < 2
     assert saved.load_layout == "tp=2 dp=1"
     assert (saved.load_seconds or 0) > 0
+    assert len(beside.saves) == 2
+    assert all(save.stall <= save.complete for save in beside.saves)
+    assert beside.gigabytes == pytest.approx(saved.gigabytes, rel=0.01)
+    assert beside.load_seconds is None
     assert resumed.load_layout == "pp=2 dp=1"
     assert (resumed.load_seconds or 0) > 0
     assert CheckpointMeasurement.from_json(saved.to_json()) == saved
