@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 from lightning_megatron.engine.agreement import on_all_ranks_alike
@@ -37,6 +38,10 @@ from lightning_megatron.engine.wrap import finish_parameter_gathers
 from lightning_megatron.errors import CheckpointError
 
 _UNFINISHED_META = "meta.tmp"
+
+_FILES_PER_RANK = 4
+"""Each has a thread; one H100 host wrote 1.5 GB/s to its disk with two and 1.8 with four, 3.5 and 4.7 to memory."""
+
 _host_memory = HostMemory()
 
 
@@ -196,12 +201,12 @@ def _begin(run: RunState, meta: dict[str, Any], path: Path, *, keep_copy: bool) 
     partial = path.with_name(path.name + PARTIAL)
     try:
         finish_parameter_gathers(run.chunks)
-        plan = _Plan("torch_dist", 1)
+        plan = _Plan("torch_dist", 1, thread_count=_FILES_PER_RANK)
         with failures_as_errors(refusal):
             dist_checkpointing.save(
                 sharded_state(run),
                 str(partial),
-                sharded_strategy=plan,
+                sharded_strategy=_spread_over_replicas(plan, run),
                 async_sharded_save=True,
                 content_metadata=dict(SHARDING),
             )
@@ -217,6 +222,14 @@ def _begin(run: RunState, meta: dict[str, Any], path: Path, *, keep_copy: bool) 
     pending._lock = started[1] if started is not None else None
     _pending = pending
     return pending
+
+
+def _spread_over_replicas(plan: _Plan, run: RunState) -> Any:
+    """What all data-parallel ranks have alike is written in parts by all of them, not by the first one."""
+    if run.topology.dp * run.topology.parallel.cp == 1:
+        return plan
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return FullyParallelSaveStrategyWrapper(plan, group)
 
 
 def _staged(plan: _Plan, refusal: str, *, keep_copy: bool) -> dict[str, Shards]:

@@ -6,6 +6,7 @@ pinning takes longer than copying. It is as large as the largest save so far: on
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -73,4 +74,8 @@ class HostMemory:
 
 def _call_cuda(function: str, *args: Any) -> bool:
     """Whether a function of the CUDA runtime succeeded; without pinning, copies are only slower."""
-    return int(getattr(torch.cuda.cudart(), function)(*args)) == 0
+    succeeded = int(getattr(torch.cuda.cudart(), function)(*args)) == 0
+    if not succeeded:
+        with contextlib.suppress(RuntimeError):  # the runtime remembers the error until the next kernel is launched
+            torch.zeros(1, device="cuda").add_(1)
+    return succeeded
