@@ -1,0 +1,323 @@
+"""Which Hugging Face model is a legacy checkpoint? Told from Megatron-LM's arguments and the shapes of its tensors.
+
+Sizes come from the tensors, which cannot be wrong; arguments say what no tensor shows. The oldest checkpoints have no
+arguments: then Megatron-LM's own defaults hold, which NVIDIA's published 345M models were trained with.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_megatron.convert.legacy.arguments_out import HUGGING_FACE_CONFIG
+from lightning_megatron.convert.registry import family_of
+from lightning_megatron.convert.stored.base import Key
+from lightning_megatron.errors import CheckpointError
+from lightning_megatron.models.config import Architecture
+
+_GIVE_A_CONFIG = "give the Hugging Face config.json of the same model with --config"
+_HEAD_WIDTH = 64
+"""Of NVIDIA's published models."""
+_GPT2_VOCABULARY = 50257
+_LARGEST_PADDING = 128
+"""Rows, times tp: Megatron-LM's ``--make-vocab-size-divisible-by``."""
+
+_REFUSED = {
+    "apply_layernorm_1p": "the weights of its norms are stored less 1",
+    "apply_residual_connection_post_layernorm": "its residuals come after the norms",
+    "multi_latent_attention": "it has latent attention",
+    "num_experts": "it has experts",
+    "rotary_interleaved": "its rotary positions turn neighbouring numbers",
+    "squared_relu": "its activation is a squared ReLU",
+    "quick_geglu": "its activation is a quick GELU",
+}
+"""Arguments that change the mathematics into one that no known family has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shapes:
+    """The whole tensors of a model, vocabulary padding included."""
+
+    of: Mapping[Key, tuple[int, ...]]
+    num_layers: Mapping[str, int]
+    """Of each stack."""
+    architecture: Architecture
+    tp: int
+
+    @property
+    def stack(self) -> str:
+        """Name of the only or first stack of layers."""
+        return "decoder" if self.architecture == "gpt" else "encoder"
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a tensor, in the first layer if it is one of a layer."""
+        return self.shape(name) is not None
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Of the tensor ``name`` (Megatron-Core's, from the layer on), in the first layer if it is one of a layer."""
+        for key in (Key(name, None), Key(f"{self.stack}.layers.{name}", 0), Key(f"{self.stack}.{name}", None)):
+            if key in self.of:
+                return self.of[key]
+        return None
+
+    def size(self, name: str, axis: int) -> int:
+        """Length of a tensor that must be there.
+
+        Raises:
+            CheckpointError: If it is not.
+        """
+        shape = self.shape(name)
+        if shape is None or len(shape) <= axis:
+            raise CheckpointError(f"the checkpoint has no {name}, without which it is no model; use another copy")
+        return shape[axis]
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the MLP's first matrix makes two branches."""
+        return self.size("mlp.linear_fc1.weight", 0) == 2 * self.size("mlp.linear_fc2.weight", 1)
+
+
+def own_config(arguments: Mapping[str, Any]) -> Any:
+    """The Hugging Face config object that ``convert`` wrote beside Megatron-LM's arguments; None in other checkpoints.
+
+    Raises:
+        CheckpointError: If it is damaged.
+        ConfigError: If its family is not known.
+    """
+    from transformers import CONFIG_MAPPING
+
+    text = arguments.get(HUGGING_FACE_CONFIG)
+    if not isinstance(text, str):
+        return None
+    try:
+        fields = json.loads(text)
+    except ValueError as error:
+        raise CheckpointError(f"args.{HUGGING_FACE_CONFIG} is damaged ({error}); {_GIVE_A_CONFIG}") from None
+    if not isinstance(fields, dict) or "model_type" not in fields:
+        raise CheckpointError(f"args.{HUGGING_FACE_CONFIG} names no model_type; {_GIVE_A_CONFIG}")
+    known = family_of(str(fields.pop("model_type")))
+    try:
+        return CONFIG_MAPPING[known.model_type](**fields)
+    except Exception as error:  # transformers validates with errors of its own
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"args.{HUGGING_FACE_CONFIG} is refused by transformers: {reason}") from None
+
+
+def hf_config_of(arguments: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
+    """The fields of a Hugging Face config, ``model_type`` and ``architectures`` included.
+
+    Args:
+        arguments: Megatron-LM's, by name; perhaps none.
+        shapes: Of the whole tensors.
+
+    Raises:
+        CheckpointError: If no known family computes what Megatron-LM computed.
+    """
+    for name, reason in _REFUSED.items():
+        if arguments.get(name):
+            raise CheckpointError(f"the checkpoint has {name}={arguments[name]}: {reason}, as in no known family")
+    if shapes.architecture == "t5":
+        raise CheckpointError(
+            "the checkpoint is an encoder-decoder of Megatron-LM, whose scaled scores (and, by default, learned "
+            "positions and biases) no Hugging Face model has; if it was made from a T5, " + _GIVE_A_CONFIG
+        )
+    if shapes.architecture == "bert":
+        return _bert(arguments, shapes)
+    return _gpt(arguments, shapes)
+
+
+def vocab_size(arguments: Mapping[str, Any], shapes: Shapes) -> tuple[int, bool]:
+    """Tokens without padding, and whether something says so; else all rows of the embedding are counted."""
+    rows = shapes.size("embedding.word_embeddings.weight", 0)
+    original = arguments.get("orig_vocab_size")
+    if type(original) is int and 0 < original <= rows:
+        return original, True
+    is_gpt2s = arguments.get("tokenizer_type", "GPT2BPETokenizer") == "GPT2BPETokenizer"
+    if shapes.architecture == "gpt" and is_gpt2s and 0 <= rows - _GPT2_VOCABULARY < _LARGEST_PADDING * shapes.tp:
+        return _GPT2_VOCABULARY, True
+    return rows, False
+
+
+def num_heads(arguments: Mapping[str, Any], shapes: Shapes) -> int:
+    """Attention heads, which no tensor shows; without arguments as wide as NVIDIA's."""
+    heads = arguments.get("num_attention_heads")
+    if type(heads) is int and heads > 0:
+        return heads
+    return shapes.size("self_attention.linear_proj.weight", 1) // _HEAD_WIDTH
+
+
+def _epsilon(arguments: Mapping[str, Any]) -> float:
+    return float(arguments.get("norm_epsilon") or arguments.get("layernorm_epsilon") or 1e-5)
+
+
+def _gelu(arguments: Mapping[str, Any], default: str) -> str:
+    """Which approximation; Megatron-LM's fused kernel and OpenAI's formula are the same function, with tanh."""
+    if not arguments:
+        return default
+    if arguments.get("bias_gelu_fusion"):
+        return "gelu_fast"
+    return "gelu_new" if arguments.get("openai_gelu") else "gelu"
+
+
+def _dropouts(arguments: Mapping[str, Any]) -> tuple[float, float]:
+    return float(arguments.get("hidden_dropout", 0.1)), float(arguments.get("attention_dropout", 0.1))
+
+
+# ---- BERT -----------------------------------------------------------------------------------------------------------
+
+
+def bert_task(shapes: Shapes) -> str:
+    """The task whose head is there."""
+    if shapes.has("classification_head.dense.weight"):
+        return "sequence_classification"
+    if shapes.has("token_head.dense.weight"):
+        return "token_classification"
+    return "pretraining" if shapes.has("binary_head.weight") and shapes.has("pooler.dense.weight") else "masked_lm"
+
+
+def _bert(arguments: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
+    hidden_dropout, attention_dropout = _dropouts(arguments)
+    task = bert_task(shapes)
+    head = {"sequence_classification": "classification_head", "token_classification": "token_head"}.get(task)
+    return {
+        "model_type": "megatron-bert",
+        "architectures": [family_of("megatron-bert").architectures[task]],
+        "vocab_size": vocab_size(arguments, shapes)[0],
+        "hidden_size": shapes.size("embedding.word_embeddings.weight", 1),
+        "num_hidden_layers": shapes.num_layers["encoder"],
+        "num_attention_heads": num_heads(arguments, shapes),
+        "intermediate_size": shapes.size("mlp.linear_fc1.weight", 0),
+        "hidden_act": _gelu(arguments, default="gelu"),
+        "hidden_dropout_prob": hidden_dropout,
+        "attention_probs_dropout_prob": attention_dropout,
+        "max_position_embeddings": shapes.size("embedding.position_embeddings.weight", 0),
+        "type_vocab_size": shapes.size("embedding.tokentype_embeddings.weight", 0),
+        "initializer_range": float(arguments.get("init_method_std", 0.02)),
+        "layer_norm_eps": _epsilon(arguments),
+        **({} if head is None else {"num_labels": shapes.size(f"{head}.dense.weight", 0)}),
+    }
+
+
+# ---- decoders -------------------------------------------------------------------------------------------------------
+
+
+def _gpt(arguments: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
+    is_rms = not shapes.has("final_layernorm.bias")
+    if shapes.has("embedding.position_embeddings.weight"):
+        if not is_rms and not shapes.is_gated and shapes.has("mlp.linear_fc1.bias"):
+            return _gpt2(arguments, shapes)
+        raise _no_family("learned positions with RMSNorm, a gated MLP or without biases")
+    kind = arguments.get("position_embedding_type")
+    if kind == "alibi" or shapes.has("embedding.norm.weight"):
+        raise _no_family("ALiBi, of which its arguments do not say enough")
+    is_rotary = kind == "rope" or arguments.get("use_rotary_position_embeddings") or not arguments
+    if is_rotary and is_rms and shapes.is_gated and arguments.get("swiglu", True):
+        return _llama(arguments, shapes)
+    raise _no_family(
+        f"position_embedding_type={kind}, {'RMSNorm' if is_rms else 'LayerNorm'} and "
+        f"{'a gated MLP' if shapes.is_gated else 'a plain MLP'}"
+    )
+
+
+def _no_family(combination: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint is a decoder with {combination}, for which no Hugging Face family is told from Megatron-LM's "
+        f"arguments; {_GIVE_A_CONFIG}"
+    )
+
+
+def _gpt2(arguments: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
+    hidden = shapes.size("embedding.word_embeddings.weight", 1)
+    heads, inner = num_heads(arguments, shapes), shapes.size("mlp.linear_fc1.weight", 0)
+    tokens = vocab_size(arguments, shapes)[0]
+    hidden_dropout, attention_dropout = _dropouts(arguments)
+    has_one_key = shapes.size("self_attention.linear_qkv.weight", 0) != 3 * hidden
+    end = min(_GPT2_VOCABULARY, tokens) - 1
+    return {
+        "model_type": "gpt_bigcode" if has_one_key else "gpt2",
+        "architectures": ["GPTBigCodeForCausalLM" if has_one_key else "GPT2LMHeadModel"],
+        "vocab_size": tokens,
+        "n_positions": shapes.size("embedding.position_embeddings.weight", 0),
+        "n_embd": hidden,
+        "n_layer": shapes.num_layers["decoder"],
+        "n_head": heads,
+        "n_inner": inner,
+        "activation_function": _gelu(arguments, default="gelu_new"),
+        "resid_pdrop": hidden_dropout,
+        "embd_pdrop": hidden_dropout,
+        "attn_pdrop": attention_dropout,
+        "layer_norm_epsilon": _epsilon(arguments),
+        "initializer_range": float(arguments.get("init_method_std", 0.02)),
+        "bos_token_id": end,
+        "eos_token_id": end,
+        "tie_word_embeddings": is_tied(arguments, shapes),
+    }
+
+
+def is_tied(arguments: Mapping[str, Any], shapes: Shapes) -> bool:
+    """Whether the output layer is the embedding; on the last of several stages a tied model has a copy, too."""
+    untied = arguments.get("untie_embeddings_and_output_weights")
+    return not shapes.has("output_layer.weight") if untied is None else not untied
+
+
+def _llama(arguments: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
+    heads = num_heads(arguments, shapes)
+    width = shapes.size("self_attention.linear_proj.weight", 1) // heads
+    groups = (shapes.size("self_attention.linear_qkv.weight", 0) // width - heads) // 2
+    positions = arguments.get("max_position_embeddings") or arguments.get("seq_length") or 4096
+    fields: dict[str, Any] = {
+        "vocab_size": vocab_size(arguments, shapes)[0],
+        "hidden_size": shapes.size("embedding.word_embeddings.weight", 1),
+        "intermediate_size": shapes.size("mlp.linear_fc2.weight", 1),
+        "num_hidden_layers": shapes.num_layers["decoder"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "head_dim": width,
+        "max_position_embeddings": positions,
+        "rms_norm_eps": _epsilon(arguments),
+        "hidden_act": "silu",
+        "rope_parameters": _rope(arguments),
+        "attention_dropout": _dropouts(arguments)[1] if arguments else 0.0,
+        "initializer_range": float(arguments.get("init_method_std", 0.02)),
+        "tie_word_embeddings": is_tied(arguments, shapes),
+    }
+    return _kind_of_llama(arguments, shapes, fields)
+
+
+def _kind_of_llama(arguments: Mapping[str, Any], shapes: Shapes, fields: dict[str, Any]) -> dict[str, Any]:
+    """Which of the families that differ in biases, norms and windows."""
+    biases = tuple(
+        shapes.has(f"{name}.bias")
+        for name in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1")
+    )
+    window = arguments.get("window_size")
+    if shapes.has("self_attention.q_layernorm.weight") and biases in ((False,) * 3, (True, True, False)):
+        own = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "attention_bias": biases[0]}
+    elif biases == (True, False, False):
+        own = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+        fields.pop("head_dim")
+    elif window is not None and not any(biases):
+        tokens = window[0] + 1 if isinstance(window, (list, tuple)) else window
+        own = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": tokens}
+    elif biases[0] == biases[1] and window is None:
+        own = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+        own |= {"attention_bias": biases[0], "mlp_bias": biases[2]}
+    else:
+        raise _no_family(f"biases {biases} of queries, projection and MLP, and window_size={window}")
+    return {**own, **fields}
+
+
+def _rope(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    if arguments.get("rotary_percent", 1.0) != 1.0:
+        raise _no_family(f"rotary_percent={arguments['rotary_percent']}")
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(arguments.get("rotary_base") or 10000.0)}
+    if arguments.get("use_rope_scaling"):
+        # Megatron-Core's other numbers are those of Llama 3.1, too (models/common/embeddings/rotary_pos_embedding.py).
+        factor = float(arguments.get("rope_scaling_factor") or 8.0)
+        rope |= {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        rope["original_max_position_embeddings"] = 8192
+    elif arguments.get("rotary_seq_len_interpolation_factor"):
+        rope |= {"rope_type": "linear", "factor": float(arguments["rotary_seq_len_interpolation_factor"])}
+    return rope

@@ -1,0 +1,199 @@
+"""Which moments belong to which parameter in the optimizer of a legacy checkpoint?
+
+Torch's optimizers number their parameters, and Megatron-LM gives them in two groups: those that decay (matrices), then
+those that do not (biases and norms), each in the order of the model's modules. With 16-bit weights the float32 copies
+stand beside, group by group. Every shape is compared; where one does not fit nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_megatron.convert.legacy.layout import RankFiles
+from lightning_megatron.convert.legacy.rank_state import RankState
+from lightning_megatron.convert.legacy.stacking import Parameter, Shards, Stacked, States
+from lightning_megatron.convert.legacy.tensor_handle import TensorHandle
+from lightning_megatron.convert.stored.base import Key, State, Training
+
+_MASTERS = "fp32_from_fp16_params"
+_SCHEDULERS = ("opt_param_scheduler", "lr_scheduler")
+_MOMENTS: tuple[State, ...] = ("exp_avg", "exp_avg_sq")
+_STATES: tuple[State, ...] = ("param", *_MOMENTS)
+
+_log = logging.getLogger(__name__)
+
+
+class _Unclear(Exception):
+    """The text says what is not known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Group:
+    """A parameter group of a rank, and which of its parameters it has."""
+
+    members: Sequence[int]
+    """Numbers of parameters, in the order of the group."""
+    identities: Sequence[Any]
+    """Under which the optimizer keeps their state."""
+    options: Mapping[str, Any]
+    """Of the group, with ``wd_mult``."""
+    masters: Sequence[TensorHandle]
+    """Float32 copies of those that have one."""
+
+
+def read_training(files: RankFiles, states: States, stacked: Stacked) -> tuple[Training | None, dict[Key, Shards]]:
+    """Where the run was, and the shards of its moments and float32 copies.
+
+    Returns:
+        None for weights alone. Without moments, if there are none or they are of an unknown kind (which is logged).
+    """
+    first = states[0, 0]
+    moments: dict[Key, Shards] = {}
+    groups: tuple[Mapping[str, Any], ...] = ()
+    if any(_optimizer(state) for state in states.values()):
+        try:
+            moments, groups = _read_all(files, states, stacked)
+        except _Unclear as reason:
+            _log.warning("the optimizer state of %s is left out: %s", files.path, reason)
+    elif files.has_distributed_optimizer:
+        _log.warning(
+            "the optimizer state of %s is left out: it is in files of Megatron-LM's distributed optimizer, whose order "
+            "of numbers they do not say",
+            files.path,
+        )
+    iteration = _whole_number(first.others.get("iteration")) or _whole_number(first.arguments.get("iteration")) or 0
+    if not iteration and not groups:
+        return None, {}
+    schedule = next((first.others[name] for name in _SCHEDULERS if isinstance(first.others.get(name), Mapping)), None)
+    training = Training(
+        iteration=iteration,
+        consumed_samples=_whole_number(first.arguments.get("consumed_train_samples")),
+        param_groups=groups,
+        lr_scheduler=None if schedule is None else _plain(schedule),
+    )
+    return training, moments
+
+
+def _read_all(
+    files: RankFiles, states: States, stacked: Stacked
+) -> tuple[dict[Key, Shards], tuple[Mapping[str, Any], ...]]:
+    moments: dict[Key, Shards] = {}
+    options: dict[float, Mapping[str, Any]] = {}
+    for stage, parameters in enumerate(stacked.stages):
+        of_ranks = [
+            _of_rank(files.rank_name(tensor, stage), states[tensor, stage], parameters, tensor)
+            for tensor in range(files.tp)
+        ]
+        options |= {group.options["wd_mult"]: group.options for group in _groups(states[0, stage], parameters, 0)}
+        for number, parameter in enumerate(parameters):
+            if not parameter.is_copy:
+                for state in _STATES:
+                    moments[parameter.key._replace(state=state)] = tuple(each[number, state] for each in of_ranks)
+    return moments, tuple(options[multiple] for multiple in sorted(options, reverse=True))
+
+
+def _of_rank(
+    name: str, state: RankState, parameters: Sequence[Parameter], tensor: int
+) -> dict[tuple[int, State], TensorHandle]:
+    """The moments and the float32 copy of each parameter of a rank, by its number."""
+    optimizer = _optimizer(state)
+    if optimizer is None:
+        raise _Unclear(f"{name} has none")
+    found: dict[tuple[int, State], TensorHandle] = {}
+    kept = _mapping(optimizer.get("state"))
+    for group in _groups(state, parameters, tensor):
+        masters = iter(group.masters)
+        for number, identity in zip(group.members, group.identities, strict=True):
+            weight = parameters[number].shards[tensor]
+            for moment in _MOMENTS:
+                found[number, moment] = _handle(_mapping(kept.get(identity)).get(moment))
+            found[number, "param"] = weight if weight.dtype == torch.float32 else _handle(next(masters, None))
+            for each in _STATES:
+                if found[number, each].shape != weight.shape:
+                    raise _Unclear(f"{each} of parameter {number} in {name} has another shape than the parameter")
+    if len(found) != 3 * len(parameters):
+        raise _Unclear(f"{name} has {len(found) // 3} of {len(parameters)} parameters in its groups")
+    return found
+
+
+def _groups(state: RankState, parameters: Sequence[Parameter], tensor: int) -> list[_Group]:
+    """Which parameters each group of a rank has: by the shapes of their moments, in order."""
+    optimizer = _optimizer(state) or {}
+    kept = _mapping(optimizer.get("state"))
+    shapes = [parameter.shards[tensor].shape for parameter in parameters]
+    kinds = {
+        1.0: [number for number, shape in enumerate(shapes) if len(shape) > 1],
+        0.0: [number for number, shape in enumerate(shapes) if len(shape) <= 1],
+    }
+    masters = state.others["optimizer"].get(_MASTERS, [])
+    groups = []
+    for place, stored in enumerate(_list(optimizer.get("param_groups"))):
+        identities = _list(_mapping(stored).get("params"))
+        if not identities:
+            continue
+        theirs = [_handle(_mapping(kept.get(each)).get("exp_avg")).shape for each in identities]
+        multiple = next((m for m, members in kinds.items() if theirs == [shapes[n] for n in members]), None)
+        if multiple is None:
+            raise _Unclear(f"parameter group {place} holds neither all matrices nor all biases and norms")
+        options = _plain(stored) | {"wd_mult": multiple, "lr_mult": float(stored.get("lr_mult", 1.0))}
+        step = _mapping(kept[identities[0]]).get("step", options.get("step"))
+        if isinstance(step, TensorHandle):
+            step = step.whole().item()
+        groups.append(
+            _Group(
+                members=kinds[multiple],
+                identities=identities,
+                options=options | ({} if step is None else {"step": int(step)}),
+                masters=_list(masters)[place] if place < len(_list(masters)) else (),
+            )
+        )
+    return groups
+
+
+# ---- what is stored -------------------------------------------------------------------------------------------------
+
+
+def _optimizer(state: RankState) -> Mapping[str, Any] | None:
+    """Torch's state of a rank's optimizer, if it has moments; with 16-bit weights it is one level deeper."""
+    stored = state.others.get("optimizer")
+    if isinstance(stored, Mapping) and isinstance(stored.get("optimizer"), Mapping):
+        stored = stored["optimizer"]
+    return stored if isinstance(stored, Mapping) and stored.get("state") else None
+
+
+def _mapping(stored: Any) -> Mapping[Any, Any]:
+    if not isinstance(stored, Mapping):
+        raise _Unclear(f"there is a {type(stored).__name__} where a dictionary is expected")
+    return stored
+
+
+def _list(stored: Any) -> Sequence[Any]:
+    if not isinstance(stored, (list, tuple)):
+        raise _Unclear(f"there is a {type(stored).__name__} where a list is expected")
+    return stored
+
+
+def _handle(stored: Any) -> TensorHandle:
+    if not isinstance(stored, TensorHandle):
+        raise _Unclear(f"there is a {type(stored).__name__} where a moment or a copy of a weight is expected")
+    return stored
+
+
+def _whole_number(stored: Any) -> int | None:
+    return stored if type(stored) is int and stored >= 0 else None
+
+
+def _plain(stored: Mapping[Any, Any]) -> dict[str, Any]:
+    """Numbers, strings and tuples of them."""
+    plain = (int, float, str, bool, type(None))
+    return {
+        str(name): value
+        for name, value in stored.items()
+        if isinstance(value, plain)
+        or (isinstance(value, (list, tuple)) and name != "params" and all(isinstance(each, plain) for each in value))
+    }

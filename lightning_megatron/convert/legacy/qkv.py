@@ -1,0 +1,54 @@
+"""In which order are the rows of one rank's queries, keys and values, and where do Megatron-Core's rows stand?
+
+| checkpoint version | rows of a shard | written by |
+|---|---|---|
+| 0 | [3, heads, width] | Megatron-LM v1, NVIDIA's published models |
+| 1.0 | [heads, width, 3] | Megatron-LM of some months of 2020 |
+| 2.0, 3.0 | [heads, 3, width] | since; with query groups [groups, heads of a group + 2, width] |
+
+The last one is Megatron-Core's. Of cross-attention's keys and values the same holds with 2 instead of 3.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_megatron.errors import CheckpointError
+
+VERSIONS = (0.0, 1.0, 2.0, 3.0)
+
+
+def check_version(version: float, has_query_groups: bool) -> None:
+    """Raise if it is not known how the rows are ordered.
+
+    Raises:
+        CheckpointError: If the version is another one, or grouped queries stand in one that had none.
+    """
+    if version not in VERSIONS:
+        raise CheckpointError(
+            f"checkpoint_version={version:g} is unknown; known are {', '.join(f'{each:g}' for each in VERSIONS)}"
+        )
+    if version < 2.0 and has_query_groups:
+        raise CheckpointError(
+            f"checkpoint_version={version:g} has no query groups, and the model has; correct its description"
+        )
+
+
+def shard_order(version: float, kinds: int, heads: int, width: int) -> torch.Tensor | None:
+    """Which row of a shard is Megatron-Core's i-th row of it.
+
+    Args:
+        version: Of the checkpoint.
+        kinds: 3 for queries, keys and values; 2 for keys and values.
+        heads: Of this shard.
+        width: Of a head.
+
+    Returns:
+        [kinds * heads * width], int64; None if they are the same.
+    """
+    if version >= 2.0:
+        return None
+    rows = torch.arange(kinds * heads * width)
+    if version == 1.0:
+        return rows.view(heads, width, kinds).permute(0, 2, 1).flatten()
+    return rows.view(kinds, heads, width).transpose(0, 1).flatten()
