@@ -37,7 +37,6 @@ from lightning_megatron.models.config import ModelConfig
 COMPANIONS = "hugging_face"
 """Folder of a ``*.ckpt`` with the tokenizer and the generation config that belong to it."""
 
-_STATES_OF_ADAM: tuple[State, ...] = ("exp_avg", "exp_avg_sq")
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 _log = logging.getLogger(__name__)
@@ -101,7 +100,7 @@ def _opened(path: Path, kind: str, model: ModelConfig, hf_config: Any, training:
             f"checkpoint {path} is not of this {model.family} model ({model.task}), {counted}: {'; '.join(problems)}. "
             "Give the config that belongs to it with --config"
         )
-    if training is not None and training.has_optimizer and not _has_moments(places):
+    if training is not None and training.has_optimizer and not _is_optimizer_readable(files, places):
         _log.warning(
             "the optimizer state of %s cannot be read without the layout that wrote it; only weights are converted",
             path,
@@ -178,9 +177,13 @@ def _missing(found: Mapping[Key, _Place], shapes: Mapping[Key, tuple[int, ...]],
     return problems
 
 
-def _has_moments(places: Mapping[Key, _Place]) -> bool:
+def _is_optimizer_readable(files: ChunkedFiles, places: Mapping[Key, _Place]) -> bool:
+    """Whether all of the optimizer's state has the shapes of weights; SGD has fewer moments than Adam."""
     weights = [key for key in places if key.state == "weight"]
-    return all(key._replace(state=state) in places for key in weights for state in _STATES_OF_ADAM)
+    known = {key.name for key in weights}
+    kinds = [[key._replace(state=state) in places for key in weights] for state in get_args(State)]
+    names = [name for name in files.tensors if is_of_optimizer(name)]
+    return all(all(kind) or not any(kind) for kind in kinds) and all(entry_of(name, known) for name in names)
 
 
 # ---- where its run was ----------------------------------------------------------------------------------------------

@@ -39,13 +39,6 @@ from lightning_megatron.engine.checkpoint_failures import failures_as_errors
 from lightning_megatron.engine.checkpoint_safety import COMMON, META
 from lightning_megatron.models.config import ModelConfig
 
-_ENTRIES: dict[str, dict[State, str]] = {
-    "DistributedOptimizer": {"param": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"},
-    "Float16OptimizerWithFloat16Params": {"param": "fp32_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"},
-    "FP32Optimizer": {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"},
-}
-"""What each of Megatron-Core's optimizers calls its states; that of float32 has no copies of the weights."""
-
 
 def write_distributed(source: StoredModel, options: ConvertOptions) -> None:
     """Write the folder ``options.save_path``; whoever calls gives it its final name.
@@ -73,7 +66,8 @@ class _Target:
         self._dtype = dtype_of(options.dtype)
         self._layout = TargetLayout.of(model, options)
         self._format = optimizer_format(source.training)
-        self._states = {} if self._format is None else _ENTRIES[self._format["implementation"]]
+        moments = {key.state for key in source.tensors} - {"weight", "param"}
+        self._states: list[State] = [] if self._format is None else ["param", *sorted(moments)]
 
     def write(self, folder: Path) -> None:
         """Write all files, ``meta.pt`` and its checksums last."""
@@ -124,12 +118,12 @@ class _Target:
         weights = [key for key in self._source.tensors if key.state == "weight"]
         for key in weights:
             yield from self._entry(key, key, key.name, self._dtype or self._source.tensors[key].dtype)
-        for state, name in self._states.items():
+        for state in self._states:
             for key in weights:
                 own = key._replace(state=state)
                 # A run in float32 may have its weights only once.
                 source = key if state == "param" and own not in self._source.tensors else own
-                yield from self._entry(own, source, f"optimizer.state.{name}.{key.name}", torch.float32)
+                yield from self._entry(own, source, f"optimizer.state.{state}.{key.name}", torch.float32)
 
     def _entry(self, key: Key, source: Key, entry: str, dtype: torch.dtype) -> Iterator[Chunk]:
         shape = self._layout.padded_shape(key, self._source.tensors[source].shape)

@@ -102,12 +102,16 @@ def optimizer_format(training: Training | None) -> Mapping[str, Any] | None:
     """What ``MegatronStrategy`` compares before it loads an optimizer; None without one."""
     if training is None or not training.has_optimizer:
         return None
-    if isinstance(training, StrategyTraining):
-        return training.optimizer_format
+    # Not above: the engine's imports take seconds.
+    from lightning_megatron.engine.optimizer_state import FORMAT
+
+    algorithm = "adam"
+    if isinstance(training, StrategyTraining) and training.optimizer_format is not None:
+        algorithm = training.optimizer_format["algorithm"]
     multipliers = {(float(group["lr_mult"]), float(group["wd_mult"])) for group in _param_groups(training)}
     return {
-        "implementation": "DistributedOptimizer",
-        "algorithm": "adam",
+        "implementation": FORMAT,
+        "algorithm": algorithm,
         "multipliers of lr and weight decay": [list(each) for each in sorted(multipliers)],
     }
 
@@ -117,15 +121,17 @@ def common_state(training: Training | None, sharding: Mapping[str, Any]) -> dict
     common: dict[str, Any] = {"content_metadata": dict(sharding)}
     if training is None or not training.has_optimizer:
         return common
-    if isinstance(training, StrategyTraining):
-        return {**training.common, **common}
+    state: dict[str, Any] = {"optimizer": {"param_groups": _param_groups(training)}}
+    if isinstance(training, StrategyTraining) and "grad_scaler" in training.common["optimizer"]:
+        state["grad_scaler"] = training.common["optimizer"]["grad_scaler"]
     (kind,) = sharding.values()
-    groups = {"param_groups": _param_groups(training)}
-    return {"optimizer": {"optimizer": groups, "param_state_sharding_type": kind}, **common}
+    return {"optimizer": {**state, "param_state_sharding_type": kind}, **common}
 
 
 def _param_groups(training: Training) -> list[dict[str, Any]]:
     """Megatron-Core's groups: one whose weights decay, and one for biases and norms."""
+    if isinstance(training, StrategyTraining):
+        return [dict(group) for group in training.param_groups]
     groups = []
     for given in training.param_groups:
         group = {**_OF_A_GROUP, **{name: value for name, value in given.items() if name != "params"}}

@@ -1,0 +1,161 @@
+"""Does a run go on from a converted checkpoint as from its own, with its moments, schedule, place and random states?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron.convert.options import ConvertOptions
+from lightning_megatron.convert.stored.base import Key, Training
+from lightning_megatron.convert.stored.distributed import DistributedModel, open_distributed
+from lightning_megatron.convert.targets.distributed import write_distributed
+from lightning_megatron.engine.lr_schedule import LRSchedule
+from tests.checkpoint.corpus import make_corpus
+from tests.checkpoint.runs import NO_DROPOUT, VOCAB_SIZE, Run, Trace, differences, fit, read_tensors
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+
+
+# ---- on the ranks ---------------------------------------------------------------------------------------------------
+
+
+def trained_and_saved(run: Run, path: Path) -> Trace:
+    """Train, and save as ``path``."""
+    trainer, trace = fit(run)
+    trainer.save_checkpoint(path)
+    return trace
+
+
+def trained(run: Run) -> Trace:
+    """Train."""
+    return fit(run)[1]
+
+
+# ---- tests ----------------------------------------------------------------------------------------------------------
+
+
+def _converted(source: Path, target: Path, **options: Any) -> Path:
+    return _written(open_distributed(source, None), target, **options)
+
+
+def _written(source: Any, target: Path, **options: Any) -> Path:
+    given = {"load_path": source.path, "save_path": target, "to": "megatron", "make_vocab_size_divisible_by": 8}
+    write_distributed(source, ConvertOptions(**{**given, **options}))
+    return target
+
+
+def _assert_same_traces(found: list[Trace], expected: list[Trace]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.steps == other.steps
+        assert differences(other.state, one.state) == []
+
+
+_PADDED = {"make_vocab_size_divisible_by": 8}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "model"),
+    [
+        pytest.param({"tp": 2}, {"tp": 2}, {}, id="the same layout, dropout included"),
+        pytest.param({"pp": 2, "vpp": 2}, {"tp": 2}, NO_DROPOUT, id="pp2 vpp2 to tp2"),
+    ],
+)
+def test_a_run_goes_on_exactly(
+    tmp_path: Path, before: dict[str, Any], after: dict[str, Any], model: dict[str, Any]
+) -> None:
+    run = Run(strategy=before, model=model, module=_PADDED, trainer={"max_steps": 3})
+    run_ranks(trained_and_saved, 2, run, tmp_path / "a.ckpt")
+    converted = _converted(tmp_path / "a.ckpt", tmp_path / "b.ckpt", **after)
+
+    resumed = Run(strategy=after, model=model, module=_PADDED, trainer={"max_steps": 5})
+    expected = run_ranks(trained, 2, resumed.but(ckpt_path=str(tmp_path / "a.ckpt")))
+    found = run_ranks(trained, 2, resumed.but(ckpt_path=str(converted)))
+
+    assert list(found[0].steps) == [4, 5]
+    _assert_same_traces(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "distributed_optimizer"),
+    [
+        ("bf16-mixed", {}, True),
+        ("bf16-mixed", {}, False),
+        ("16-mixed", {"initial_loss_scale": 16.0}, True),
+        ("32-true", {"name": "sgd"}, True),
+    ],
+)
+def test_every_kind_of_optimizer_travels(
+    tmp_path: Path, precision: str, optimizer: dict[str, Any], distributed_optimizer: bool
+) -> None:
+    run = Run(
+        strategy={"tp": 2, "distributed_optimizer": distributed_optimizer},
+        module=_PADDED,
+        optimizer=optimizer,
+        trainer={"max_steps": 2, "precision": precision},
+    )
+    run_ranks(trained_and_saved, 2, run, tmp_path / "a.ckpt")
+
+    _converted(tmp_path / "a.ckpt", tmp_path / "b.ckpt", tp=1, pp=2)
+
+    expected, found = read_tensors(tmp_path / "a.ckpt"), read_tensors(tmp_path / "b.ckpt")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        rows = VOCAB_SIZE if "word_embeddings" in name else None
+        assert found[name].dtype is tensor.dtype
+        assert found[name][:rows].equal(tensor[:rows]), name
+    assert found["optimizer.state.exp_avg.embedding.word_embeddings.weight"].abs().sum() > 0
+    (before, meta_before), (after, meta_after) = (
+        [torch.load(tmp_path / folder / name, weights_only=True) for name in ("common.pt", "meta.pt")]
+        for folder in ("a.ckpt", "b.ckpt")
+    )
+    assert {name: str(value) for name, value in after["optimizer"].items()} == {
+        name: str(value) for name, value in before["optimizer"].items()
+    }
+    assert meta_after["optimizer_format"] == meta_before["optimizer_format"]
+    (resumed,) = run_ranks(trained, 1, run.but(strategy={"tp": 1}, ckpt_path=str(tmp_path / "b.ckpt")))
+    assert resumed.state["global_step"] == 2
+
+
+class _OfAnotherProgram:
+    """A stored model whose run is known by its numbers only."""
+
+    companions = None
+
+    def __init__(self, stored: DistributedModel, training: Training) -> None:
+        self.path, self.kind, self.training = stored.path, stored.kind, training
+        self.model, self.hf_config, self.tensors = stored.model, stored.hf_config, stored.tensors
+        self._stored = stored
+
+    def read(self, key: Key, start: int, stop: int) -> torch.Tensor:
+        return self._stored.read(key, start, stop)
+
+
+def test_a_run_of_another_program_goes_on_at_its_step_and_sample(tmp_path: Path) -> None:
+    run = Run(
+        model=NO_DROPOUT,
+        module={**_PADDED, "lr_schedule": LRSchedule(warmup_steps=4, decay_steps=8, style="linear")},
+        trainer={"max_steps": 6, "max_epochs": -1},
+        indexed=make_corpus(tmp_path),
+    )
+    run_ranks(trained_and_saved, 1, run.but(trainer={"max_steps": 3}), tmp_path / "a.ckpt")
+    stored = open_distributed(tmp_path / "a.ckpt", None)
+    assert stored.training is not None
+    assert stored.training.consumed_samples == 24
+    groups = tuple(
+        {name: group[name] for name in ("lr", "weight_decay", "betas", "eps", "wd_mult", "lr_mult", "step")}
+        for group in stored.training.param_groups
+    )
+    training = Training(iteration=3, consumed_samples=24, param_groups=groups)
+    _written(_OfAnotherProgram(stored, training), tmp_path / "b.ckpt", tp=2)
+
+    for world_size, strategy in ((1, {}), (2, {"tp": 2})):
+        resumed = run.but(strategy=strategy)
+        expected = run_ranks(trained, world_size, resumed.but(ckpt_path=str(tmp_path / "a.ckpt")))
+        found = run_ranks(trained, world_size, resumed.but(ckpt_path=str(tmp_path / "b.ckpt")))
+        assert list(found[0].steps) == [4, 5, 6]
+        for one, other in zip(found, expected, strict=True):
+            assert one.steps == other.steps
