@@ -208,6 +208,23 @@ CASES: tuple[Case, ...] = (
         target=Target(metric="tokens_per_s_per_gpu", value=9_700),
     ),
     Case(
+        name="llama-8b-tp2",
+        model=LLAMA_8B,
+        seq_length=4096,
+        micro_batch_size=2,
+        num_microbatches=4,
+        num_devices=2,
+        layout={"tp": 2, "sequence_parallel": True},
+    ),
+    Case(
+        name="llama-8b-dp2",
+        model=LLAMA_8B,
+        seq_length=4096,
+        micro_batch_size=1,
+        num_microbatches=8,
+        num_devices=2,
+    ),
+    Case(
         name="llama-8b-dp4-mb1",
         model=LLAMA_8B,
         seq_length=4096,
