@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -16,12 +16,16 @@ from lightning_megatron.checkpoint_io import (
     loader_state,
     only_weights,
 )
+from lightning_megatron.ckpt_path import find_checkpoint, is_of_requeue
 from lightning_megatron.data.serving.loaders import ResumableLoader
 from lightning_megatron.engine import checkpoint
 from lightning_megatron.engine.signals import DeferredSignals
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.saves import Saves
 from lightning_megatron.strategy_state import StrategyState, ready
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 
 class Checkpointing(StrategyState):
@@ -120,11 +124,24 @@ class Checkpointing(StrategyState):
     def on_exception(self, exception: BaseException) -> None:
         # These errors, and Lightning's for SIGTERM, are raised on all ranks at the same place. After any other one the
         # ranks cannot be told to meet again.
-        if isinstance(exception, (ConfigError, SIGTERMException)):
+        if not isinstance(exception, (ConfigError, SIGTERMException)):
+            self._saves.abandon()
+        elif self._saves.is_saving:
             with self.engine():
                 self._saves.finish(is_final=True)
-        else:
-            self._saves.abandon()
+
+    def begin_with(self, trainer: pl.Trainer, ckpt_path: str | Path | None, model_is_given: bool) -> str | Path | None:
+        """The checkpoint that a run begins with; called by the launcher before there are other processes.
+
+        Args:
+            trainer: About to run.
+            ckpt_path: As the user gave it.
+            model_is_given: Whether the user gave a model too; without one Lightning takes the best of its own.
+
+        Raises:
+            CheckpointError: If a checkpoint is missing or not complete.
+        """
+        return find_checkpoint(trainer, ckpt_path)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -132,13 +149,14 @@ class Checkpointing(StrategyState):
         path = Path(self.broadcast(str(checkpoint_path)))
         trainer = ready(self.lightning_module, "connect").trainer
         fitting = trainer.state.fn == TrainerFn.FITTING
-        run = self._run_state(with_optimizer=fitting and not self.load_weights_only)
+        begins_anew = fitting and self.load_weights_only and not is_of_requeue(path)
+        run = self._run_state(with_optimizer=fitting and not begins_anew)
         with self.engine():
             loaded = load_lightning_checkpoint(run, path)
-            if fitting and self.load_weights_only:
+            if begins_anew:
                 for optimizer in self.optimizers:
                     optimizer.inner.reload_model_params()  # type: ignore[attr-defined]
-        if fitting and self.load_weights_only:
+        if begins_anew:
             return only_weights(loaded, getattr(trainer, "datamodule", None))
         if fitting:
             self._restore_loader(loader_state(loaded), trainer.train_dataloader)

@@ -68,6 +68,11 @@ class Saves:
         self.failure: ConfigError | None = None
         """Why the last save has failed; None if it has not."""
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way."""
+        return self._saving is not None
+
     def save(self, run: RunState, lightning_state: Mapping[str, Any], path: Path, *, is_final: bool) -> None:
         """Save to ``path``, after the save that is still under way.
 

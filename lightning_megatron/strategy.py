@@ -145,8 +145,7 @@ class MegatronStrategy(Checkpointing):
         self.parallel.data_parallel_size(self.num_nodes * self.num_processes)
         if self.root_device.type == "cuda" and self.tp > 1:
             allow_overlap()
-        if not environment.creates_processes_externally:
-            self._launcher = ScriptLauncher(environment, self.num_processes, self.num_nodes)
+        self._launcher = ScriptLauncher(environment, self.num_processes, self.num_nodes)
 
     @override
     def connect(self, model: pl.LightningModule) -> None:
