@@ -92,6 +92,7 @@ class _Writer:
         model = source.model
         check_optimizer(source.training, is_distributed=options.use_distributed_optimizer)
         self._source, self._options = source, options
+        self._specs = source.tensors
         self._cut = pipeline(model, options.pp, options.vpp)
         multiple = options.make_vocab_size_divisible_by * options.tp
         padded = -(-model.vocab_size // multiple) * multiple
@@ -150,7 +151,7 @@ class _Writer:
     def _held(self, chunk: Chunk) -> Iterator[_Held]:
         """The tensors of a chunk, in the order in which Megatron-LM builds its modules."""
         model = self._source.model
-        keys = [key for key in self._source.tensors if key.state == "weight" and _is_held(key, chunk)]
+        keys = [key for key in self._specs if key.state == "weight" and _is_held(key, chunk)]
         firsts = {stack: layers.start for stack, layers in chunk.layers}
         held = []
         for key in sorted(keys, key=_build_order):
@@ -165,22 +166,25 @@ class _Writer:
         yield from held
 
     def _weight(self, key: Key, rank: int) -> torch.Tensor:
-        dtype = self._dtype or self._source.tensors[key].dtype
+        dtype = self._dtype or self._specs[key].dtype
         master = key._replace(state="param")
         # An optimizer of a float32 model has no copies of its parameters: the model's are the run's own numbers.
-        stored = master if dtype == torch.float32 and master in self._source.tensors else key
-        return cast(self._tensor_parallel.read(self._source, stored, rank), dtype, key.name)
+        stored = master if dtype == torch.float32 and master in self._specs else key
+        return cast(self._read(stored, rank), dtype, key.name)
+
+    def _read(self, key: Key, rank: int) -> torch.Tensor:
+        return self._tensor_parallel.read(self._source, key, self._specs[key], rank)
 
     def _reader(self, key: Key, rank: int) -> Any:
         def read(state: State) -> torch.Tensor:
             stored = key._replace(state=state)
-            if state == "param" and stored not in self._source.tensors:
+            if state == "param" and stored not in self._specs:
                 stored = key  # a float32 model's weights
-            if stored not in self._source.tensors:
+            if stored not in self._specs:
                 raise CheckpointError(
                     f"{self._source.path} has an optimizer, but no {state} of {key.name}; use a whole checkpoint"
                 )
-            return self._tensor_parallel.read(self._source, stored, rank).float()
+            return self._read(stored, rank).float()
 
         return read
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from lightning_megatron.convert.legacy.names import VOCABULARY, split_axis
-from lightning_megatron.convert.stored.base import Key, StoredModel
+from lightning_megatron.convert.stored.base import Key, Spec, StoredModel
 from lightning_megatron.models.config import ModelConfig
 
 _BLOCK_BYTES = 8 << 20
@@ -40,18 +40,18 @@ class TensorParallel:
             return whole
         return (rows // self.size, *whole[1:]) if axis == 0 else (rows, whole[1] // self.size, *whole[2:])
 
-    def read(self, source: StoredModel, key: Key, rank: int) -> torch.Tensor:
+    def read(self, source: StoredModel, key: Key, spec: Spec, rank: int) -> torch.Tensor:
         """The shard of ``rank``, zero in rows that pad the vocabulary.
 
         Args:
             source: Where the whole tensor is read from, some rows at a time.
             key: Which tensor.
+            spec: What it is there.
             rank: The tensor-parallel rank.
 
         Returns:
             A tensor on the CPU with memory of its own, in the source's dtype.
         """
-        spec = source.tensors[key]
         shape = self.shape(key, spec.shape)
         shard = torch.empty(shape, dtype=spec.dtype)
         columns = slice(None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,7 +48,7 @@ def options(source: Path, target: Path, **fields: Any) -> ConvertOptions:
     return replace(base, **fields)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class InTraining:
     """A stored model with moments, as a run's checkpoint gives it; they follow from the weights, in any shard."""
 
@@ -74,7 +75,7 @@ class InTraining:
     def companions(self) -> Path | None:
         return None
 
-    @property
+    @functools.cached_property
     def tensors(self) -> Mapping[Key, Spec]:
         tensors: dict[Key, Spec] = {}
         for key, spec in self.weights.tensors.items():

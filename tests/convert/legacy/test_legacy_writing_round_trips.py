@@ -1,0 +1,103 @@
+"""Does every family come back from a legacy checkpoint of any layout bit by bit, with its config and its moments?"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lightning_megatron.convert.conversion import convert
+from lightning_megatron.convert.legacy.reading import open_legacy
+from lightning_megatron.convert.legacy.target import write_legacy
+from lightning_megatron.convert.options import ConvertOptions
+from lightning_megatron.convert.stored.hugging_face import open_hugging_face
+from tests.convert.directories import MODELS, save_as, tiny, tiny_llama
+from tests.convert.legacy.written import SCHEDULE, InTraining, options
+
+_tiny = functools.cache(tiny)
+_LAYOUTS: tuple[dict[str, Any], ...] = ({"tp": 2, "pp": 2}, {"tp": 4}, {"pp": 3})
+
+
+def _layouts() -> list[tuple[str, dict[str, Any]]]:
+    cases: list[tuple[str, dict[str, Any]]] = []
+    for name in MODELS:
+        if name in ("t5", "mt5"):  # of three heads
+            cases += [(name, {"tp": 3, "pp": 2}), (name, {"pp": 4})]
+        elif name.startswith("megatron-bert"):  # of two layers
+            cases.append((name, {"tp": 2, "pp": 2}))
+        else:
+            cases += [(name, layout) for layout in _LAYOUTS]
+    return cases
+
+
+def _assert_same_directory(found: Path, expected: dict[str, torch.Tensor]) -> None:
+    tensors = load_file(found / "model.safetensors")
+    assert tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert tensors[name].dtype is tensor.dtype, name
+        assert torch.equal(tensors[name], tensor), name
+
+
+@pytest.mark.parametrize(("name", "layout"), _layouts(), ids=str)
+def test_every_family_comes_back_from_every_layout(tmp_path: Path, name: str, layout: dict[str, Any]) -> None:
+    model = _tiny(name)
+    expected = save_as(model, tmp_path / "hf", "safetensors")
+    convert(options(tmp_path / "hf", tmp_path / "legacy", **layout))
+    convert(ConvertOptions(load_path=tmp_path / "legacy", save_path=tmp_path / "back", to="hf"))
+
+    _assert_same_directory(tmp_path / "back", expected)
+    config = type(model.config).from_pretrained(tmp_path / "back").to_dict()
+    assert config == type(model.config).from_pretrained(tmp_path / "hf").to_dict()
+    if (tmp_path / "hf" / "generation_config.json").is_file():
+        ours, theirs = ((tmp_path / each / "generation_config.json").read_text() for each in ("back", "hf"))
+        assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    "fields", [{"pp": 2, "vpp": 2, "tp": 2}, {"use_distributed_optimizer": True, "dp": 2}], ids=str
+)
+def test_a_llama_comes_back_from_chunks_and_from_a_distributed_optimizer(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    expected = save_as(tiny_llama(), tmp_path / "hf", "safetensors")
+    convert(options(tmp_path / "hf", tmp_path / "legacy", **fields))
+    convert(ConvertOptions(load_path=tmp_path / "legacy", save_path=tmp_path / "back", to="hf"))
+    _assert_same_directory(tmp_path / "back", expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [
+        ("gpt2", {"tp": 2, "pp": 2}, {"tp": 1, "pp": 3}),
+        ("megatron-bert-PreTraining", {"pp": 2}, {"tp": 2}),
+        ("llama-biases", {"tp": 2, "pp": 3}, {}),
+        ("t5", {"pp": 3}, {"tp": 3, "pp": 1}),
+    ],
+)
+def test_moments_travel_from_layout_to_layout(
+    tmp_path: Path, name: str, first: dict[str, Any], second: dict[str, Any], dtype: str
+) -> None:
+    save_as(copy.deepcopy(_tiny(name)).to(getattr(torch, dtype)), tmp_path / "hf", "safetensors")
+    run = InTraining(weights=open_hugging_face(tmp_path / "hf"))
+    write_legacy(run, options(tmp_path / "hf", tmp_path / "first", **first))
+    write_legacy(open_legacy(tmp_path / "first"), options(tmp_path / "first", tmp_path / "second", **second))
+
+    found = open_legacy(tmp_path / "second")
+    training = found.training
+    assert training is not None
+    assert (training.iteration, training.consumed_samples, training.lr_scheduler) == (7, 448, SCHEDULE)
+    for group, expected in zip(training.param_groups, run.training.param_groups, strict=True):
+        assert {name: group[name] for name in expected} == expected
+    specs = found.tensors
+    assert specs.keys() == run.tensors.keys()
+    for key, spec in run.tensors.items():
+        # A run in float32 has one copy of its numbers.
+        source = key._replace(state="param") if dtype == "float32" and key.state == "weight" else key
+        assert specs[key] == spec
+        assert torch.equal(found.read(key, 0, spec.shape[0]), run.read(source, 0, spec.shape[0])), key
