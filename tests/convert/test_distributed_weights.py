@@ -1,0 +1,258 @@
+"""Are converted weights the same, bit for bit, to Hugging Face, to our strategy and to Megatron-Core itself?"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lightning_megatron.convert.conversion import convert
+from lightning_megatron.convert.options import ConvertOptions
+from lightning_megatron.convert.stored.base import Key
+from lightning_megatron.convert.stored.distributed import open_distributed
+from lightning_megatron.convert.stored.hugging_face import open_hugging_face
+from tests.checkpoint.runs import LLAMA, Run, fit, read_tensors
+from tests.convert.directories import MODELS, save_as, tiny, tiny_gpt2, tiny_llama
+from tests.families.parity import VOCAB_SIZE, Rows, padded_sentences
+from tests.parity.training import Case, Layout, trainer_of
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+
+
+def _convert(source: Path, target: Path, **options: Any) -> Path:
+    convert(ConvertOptions(**{"load_path": source, "save_path": target, "to": "megatron", **options}))
+    return target
+
+
+def _tensors(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: t for file in directory.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+def _assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype is tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+# ---- on the ranks ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Losses:
+    """Of the same rows."""
+
+    validated: float
+    first_of_training: float
+
+
+def losses(checkpoint: str, config: str, layout: Layout, rows: Rows) -> Losses:
+    """The loss of a module with random weights that gets those of ``checkpoint``."""
+    from lightning.pytorch import Callback
+    from torch.utils.data import DataLoader
+
+    from lightning_megatron import MegatronModule
+
+    class Recorder(Callback):
+        loss = 0.0
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.loss = outputs["loss"].item()
+
+    loader: Any = DataLoader(rows, batch_size=len(rows))  # type: ignore[arg-type]
+    module = functools.partial(MegatronModule, model=config, make_vocab_size_divisible_by=8)
+    (logged,) = trainer_of(Case(layout=layout)).validate(module(), loader, ckpt_path=checkpoint, verbose=False)
+    recorder = Recorder()
+    trainer = trainer_of(Case(layout=layout, steps=1), callbacks=[recorder])
+    trainer.strategy.load_weights_only = True
+    trainer.fit(module(), loader, ckpt_path=checkpoint)
+    return Losses(validated=float(logged["val_loss"]), first_of_training=recorder.loss)
+
+
+def trained_and_saved(run: Run, folder: str) -> None:
+    """Train, and save as a checkpoint and as a Hugging Face directory."""
+    trainer, _ = fit(run)
+    trainer.save_checkpoint(Path(folder) / "run.ckpt")
+    trainer.lightning_module.save_pretrained(Path(folder) / "expected")
+
+
+def loaded_by_megatron_core(checkpoint: str) -> dict[str, torch.Tensor]:
+    """This rank's weights of Megatron-Core's own GPT at tp=2, with nothing of ours but the groups."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+    from megatron.core import dist_checkpointing
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from lightning_megatron.engine import groups
+    from lightning_megatron.engine.parallel import ParallelConfig
+    from lightning_megatron.engine.runtime import Runtime
+
+    dist.init_process_group("gloo")
+    runtime = Runtime(torch.device("cpu"))
+    groups.initialize(ParallelConfig(tp=2), timedelta(minutes=1))
+    runtime.seed(1, 0)
+    with runtime.active():
+        config = TransformerConfig(
+            num_layers=2,
+            hidden_size=32,
+            num_attention_heads=4,
+            tensor_model_parallel_size=2,
+            use_cpu_initialization=True,
+        )
+        model = GPTModel(
+            config,
+            get_gpt_layer_local_spec(normalization="LayerNorm"),
+            vocab_size=128,
+            max_sequence_length=1024,
+            position_embedding_type="learned_absolute",
+            share_embeddings_and_output_weights=True,
+        )
+        model.load_state_dict(dist_checkpointing.load({"model": model.sharded_state_dict()}, checkpoint)["model"])
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+# ---- there and back -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_family_comes_back_bit_for_bit(tmp_path: Path, name: str) -> None:
+    expected = save_as(tiny(name), tmp_path / "source", "safetensors")
+    tp = 3 if name in ("t5", "mt5") else 2
+    pp = 2 if "bert" in name else 3
+
+    _convert(tmp_path / "source", tmp_path / "model.ckpt", tp=tp, pp=pp, make_vocab_size_divisible_by=8)
+    _convert(tmp_path / "model.ckpt", tmp_path / "again.ckpt", pp=2, make_vocab_size_divisible_by=1)
+    _convert(tmp_path / "again.ckpt", tmp_path / "back", to="hf")
+
+    _assert_same(_tensors(tmp_path / "back"), expected)
+    source, target = (
+        json.loads((tmp_path / folder / "config.json").read_text())
+        for folder in ("source", "back")
+    )
+    assert target == source
+
+
+def test_what_is_stored_are_megatrons_tensors_with_padding_of_zeros(tmp_path: Path) -> None:
+    model = tiny_gpt2()
+    expected = save_as(model, tmp_path / "source", "safetensors")
+    _convert(tmp_path / "source", tmp_path / "model.ckpt", tp=2, make_vocab_size_divisible_by=16)
+    stored = read_tensors(tmp_path / "model.ckpt")
+
+    words = stored["embedding.word_embeddings.weight"]
+    assert words.shape == (96, 32)
+    assert torch.equal(words[:VOCAB_SIZE], expected["transformer.wte.weight"])
+    assert not words[VOCAB_SIZE:].any()
+    fc1 = torch.stack([expected[f"transformer.h.{i}.mlp.c_fc.weight"].t() for i in range(2)])
+    assert torch.equal(stored["decoder.layers.mlp.linear_fc1.weight"], fc1)
+    biases = [expected[f"transformer.h.{i}.attn.c_attn.bias"].view(3, 4, 8).transpose(0, 1) for i in range(2)]
+    assert torch.equal(stored["decoder.layers.self_attention.linear_qkv.bias"], torch.stack(biases).flatten(1))
+
+
+def test_chunks_are_those_of_the_ranks(tmp_path: Path) -> None:
+    from lightning_megatron.engine.checkpoint_safety import read_table
+
+    save_as(tiny("llama"), tmp_path / "source", "safetensors")
+    _convert(tmp_path / "source", tmp_path / "model.ckpt", tp=2, pp=3)
+    table = read_table(tmp_path / "model.ckpt")
+    files = {
+        (index.fqn, tuple(index.offset)): place.relative_path
+        for index, place in table.storage_data.items()
+        if index.offset is not None
+    }
+    fc1, proj = "decoder.layers.mlp.linear_fc1.weight", "decoder.layers.self_attention.linear_proj.weight"
+    # 48 gates and 48 others; the first rank of a stage has half of both.
+    assert [files[fc1, (1, row, 0)] for row in (0, 24, 48, 72)] == [f"__{rank}_0.distcp" for rank in (2, 3, 2, 3)]
+    assert [files[proj, (2, 0, column)] for column in (0, 16)] == ["__4_0.distcp", "__5_0.distcp"]
+    assert files["embedding.word_embeddings.weight", (128, 0)] == "__1_0.distcp"
+    assert files["output_layer.weight", (0, 0)] == files["decoder.final_layernorm.weight", (0,)] == "__4_0.distcp"
+
+
+def test_weights_are_rounded_to_the_dtype_that_is_asked_for(tmp_path: Path) -> None:
+    expected = save_as(tiny("llama"), tmp_path / "source", "safetensors")
+    _convert(tmp_path / "source", tmp_path / "model.ckpt", dtype="bf16")
+    _convert(tmp_path / "model.ckpt", tmp_path / "back", to="hf")
+    _assert_same(_tensors(tmp_path / "back"), {name: t.to(torch.bfloat16) for name, t in expected.items()})
+
+
+def test_tokenizer_and_generation_config_travel(tmp_path: Path) -> None:
+    save_as(tiny("llama"), tmp_path / "source", "safetensors")
+    (tmp_path / "source" / "generation_config.json").write_text('{"temperature": 0.7, "do_sample": true}')
+    (tmp_path / "source" / "tokenizer.json").write_text("{}")
+    _convert(tmp_path / "source", tmp_path / "model.ckpt")
+    assert open_distributed(tmp_path / "model.ckpt", None).companions == tmp_path / "model.ckpt" / "hugging_face"
+    _convert(tmp_path / "model.ckpt", tmp_path / "back", to="hf")
+    for name in ("generation_config.json", "tokenizer.json"):
+        assert (tmp_path / "back" / name).read_text() == (tmp_path / "source" / name).read_text()
+
+
+# ---- who loads it ---------------------------------------------------------------------------------------------------
+
+
+def _t5() -> Any:
+    model = tiny("t5")
+    model.config.update({"decoder_start_token_id": 0, "dropout_rate": 0.0})
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "layout"),
+    [(tiny_llama, Layout(tp=2)), (_t5, Layout(pp=2, num_microbatches=2))],
+    ids=["llama", "t5"],
+)
+def test_the_strategy_computes_hugging_faces_loss(tmp_path: Path, make: Any, layout: Layout) -> None:
+    model = make()
+    save_as(model, tmp_path / "source", "safetensors")
+    rows = padded_sentences()
+    expected = model(**{field: torch.stack([row[field] for row in rows]) for field in rows[0]}).loss.item()
+    _convert(tmp_path / "source", tmp_path / "model.ckpt", tp=layout.tp, pp=layout.pp)
+
+    arguments = (str(tmp_path / "model.ckpt"), str(tmp_path / "source" / "config.json"), layout, rows)
+    for found in run_ranks(losses, layout.world_size, *arguments):
+        # Other kernels add in another order.
+        assert found.validated == pytest.approx(expected, rel=2e-6)
+        assert found.first_of_training == pytest.approx(expected, rel=2e-6)
+
+
+@pytest.mark.parametrize(("model", "precision"), [(LLAMA, "32-true"), ({}, "bf16-mixed")], ids=["llama", "gpt2-bf16"])
+def test_a_trained_checkpoint_becomes_what_the_module_saves(
+    tmp_path: Path, model: dict[str, Any], precision: str
+) -> None:
+    strategy = {"tp": 2, "pp": 2, "sequence_parallel": True}
+    run = Run(model=model, strategy=strategy, trainer={"max_steps": 2, "precision": precision})
+    run_ranks(trained_and_saved, 4, run, str(tmp_path))
+
+    _convert(tmp_path / "run.ckpt", tmp_path / "back", to="hf")
+
+    _assert_same(_tensors(tmp_path / "back"), _tensors(tmp_path / "expected"))
+    stored = open_distributed(tmp_path / "run.ckpt", None)
+    assert stored.training is not None
+    assert stored.training.iteration == 2
+    assert len(stored.tensors) == 4 * len([key for key in stored.tensors if key.state == "weight"])
+
+
+def test_megatron_core_loads_it_at_its_own_layout(tmp_path: Path) -> None:
+    save_as(tiny_gpt2(), tmp_path / "source", "safetensors")
+    _convert(tmp_path / "source", tmp_path / "model.ckpt", pp=2)
+    view = open_hugging_face(tmp_path / "source")
+
+    for rank, found in enumerate(run_ranks(loaded_by_megatron_core, 2, str(tmp_path / "model.ckpt"))):
+        words = view.read(Key("embedding.word_embeddings.weight", None), 0, VOCAB_SIZE)
+        here = words[64 * rank : 64 * (rank + 1)]
+        assert torch.equal(found["embedding.word_embeddings.weight"][: len(here)], here)
+        qkv = view.read(Key("decoder.layers.self_attention.linear_qkv.weight", 1), 48 * rank, 48 * (rank + 1))
+        assert torch.equal(found["decoder.layers.1.self_attention.linear_qkv.weight"], qkv)
+        norm = view.read(Key("decoder.layers.mlp.linear_fc1.layer_norm_bias", 0), 0, 32)
+        assert torch.equal(found["decoder.layers.0.pre_mlp_layernorm.bias"], norm)
+        proj = view.read(Key("decoder.layers.self_attention.linear_proj.weight", 1), 0, 32)
+        here = proj[:, 16 * rank : 16 * (rank + 1)]
+        assert torch.equal(found["decoder.layers.1.self_attention.linear_proj.weight"], here)
