@@ -63,21 +63,7 @@ def _ddp(chunk: torch.nn.Module, reduction: GradientReduction, index: int) -> Di
         disable_bucketing=index > 0,
     )
     wrapped.broadcast_params()
-    _count_inner_padding(wrapped)
     return wrapped
-
-
-def _count_inner_padding(wrapped: DistributedDataParallel) -> None:
-    """Make the places of parameters in a buffer, which count the padding between buckets, and its size agree.
-
-    megatron-core 0.16.1, distributed/param_and_grad_buffer.py leaves that padding out of ``numel_unpadded``, and
-    optimizer/distrib_optimizer.py:sharded_param_state_fully_reshardable reads what follows it at the wrong place: a
-    checkpoint then holds the moments of other weights. Weights that several stages have are buckets of their own.
-    """
-    for buffer in wrapped.buffers:
-        for bucket in buffer.buckets[:-1]:
-            bucket.numel_unpadded = bucket.grad_data.numel()
-        buffer.numel_unpadded = sum(bucket.numel_unpadded for bucket in buffer.buckets)
 
 
 def finish_parameter_gathers(chunks: list[Any]) -> None:

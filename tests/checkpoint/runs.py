@@ -62,6 +62,8 @@ class Run:
     """Whether there is a validation ``DataLoader`` too."""
     ckpt_path: str | None = None
     """What to resume from."""
+    global_batch: int = GLOBAL_BATCH
+    """Rows of a step of ``indexed``; a ``loader`` has its own."""
     seed: int = 7
     """Of weights, dropout and the order of samples."""
 
@@ -115,6 +117,7 @@ def make_trainer(run: Run, *callbacks: Any) -> Any:
 
     import lightning.pytorch as pl
 
+    from lightning_megatron.precision import MegatronPrecision
     from lightning_megatron.strategy import MegatronStrategy
 
     settings = {
@@ -127,6 +130,8 @@ def make_trainer(run: Run, *callbacks: Any) -> Any:
         "gradient_clip_val": 1.0,
         **run.trainer,
     }
+    if settings.get("precision") == "16-mixed":  # Lightning itself would turn it into bf16-mixed on a CPU
+        settings |= {"precision": None, "plugins": [MegatronPrecision("16-mixed")]}
     strategy = MegatronStrategy(**{"num_microbatches": 2, **run.strategy})
     return pl.Trainer(strategy=strategy, callbacks=list(callbacks), **settings)
 
@@ -149,7 +154,7 @@ def _data(run: Run, trainer: Any) -> dict[str, Any]:
     from lightning_megatron.datamodules.indexed import IndexedDataModule
 
     dp = trainer.strategy.data_parallel_size
-    rows = GLOBAL_BATCH // dp
+    rows = run.global_batch // dp
     if run.indexed is None:
         validation = DataLoader(rows_dataset(12), batch_size=rows) if run.validate else None
         return {"train_dataloaders": (run.loader or shuffled_loader)(dp), "val_dataloaders": validation}
@@ -172,6 +177,7 @@ def recorder_callback() -> Any:
             self.steps[trainer.global_step] = {
                 "loss": float(outputs["loss"]),
                 "lr": [group["lr"] for group in trainer.optimizers[0].param_groups],
+                "weight_decay": [group["weight_decay"] for group in trainer.optimizers[0].param_groups],
                 "grad_norm": trainer.strategy.optimizer_report.grad_norm,
                 "tokens": next(iter(batch.values())).tolist(),
             }
@@ -233,6 +239,15 @@ def read_tensors(path: Path) -> dict[str, Any]:
     }
     dcp.load(tensors, storage_reader=reader, no_dist=True)
     return tensors
+
+
+def read_plain_state(path: Path) -> dict[str, Any]:
+    """Parameter groups and loss scale of a checkpoint's optimizer as flat names and plain values."""
+    import torch
+
+    flat: dict[str, Any] = {}
+    _flatten("", torch.load(path / "common.pt", weights_only=True)["optimizer"], flat)
+    return flat
 
 
 def checkpoints_at(folder: Path, **options: Any) -> Any:

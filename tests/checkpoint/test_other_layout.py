@@ -1,4 +1,7 @@
-"""Does a run go on when it is resumed with other sizes of tp, pp, vpp and dp?"""
+"""Does a run go on when it is resumed with other sizes of tp, pp, vpp and dp, with or without distributed optimizer?
+
+Megatron's buckets are padded to multiples of dp, so dp = 3 puts everything into other places than dp = 1, 2 and 4 do.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,20 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoint.corpus import make_corpus
 from tests.checkpoint.runs import (
-    GLOBAL_BATCH,
     LLAMA,
     NO_DROPOUT,
-    NUM_SAMPLES,
     VOCAB_SIZE,
     Run,
     Trace,
+    differences,
     fit,
+    read_plain_state,
     read_tensors,
     rows_dataset,
 )
+from tests.parity.training import MODELS
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
@@ -31,14 +36,53 @@ ONE: Layout = (1, {})
 TP2: Layout = (2, {"tp": 2})
 TP2_SP: Layout = (2, {"tp": 2, "sequence_parallel": True})
 PP2: Layout = (2, {"pp": 2})
+PP3: Layout = (3, {"pp": 3})
+PP4: Layout = (4, {"pp": 4})
 PP2_VPP2: Layout = (2, {"pp": 2, "vpp": 2})
 DP2: Layout = (2, {})
+DP3: Layout = (3, {})
+DP4: Layout = (4, {"num_microbatches": 1})
 TP2_PP2_SP: Layout = (4, {"tp": 2, "pp": 2, "sequence_parallel": True})
+TP2_DP2: Layout = (4, {"tp": 2})
+
+BATCH = 12
+"""Rows of a step: a multiple of every dp."""
+SAMPLES = 48
+"""Four steps an epoch."""
 
 
 def _unsharded(layout: Layout) -> Layout:
     """The layout without distributed optimizer."""
     return layout[0], {**layout[1], "distributed_optimizer": False}
+
+
+def _loader(dp: int) -> Any:
+    from torch.utils.data import DataLoader
+
+    return DataLoader(rows_dataset(SAMPLES), batch_size=BATCH // dp, shuffle=True)
+
+
+def _loader_of_pairs(dp: int) -> Any:
+    """For BERT, which predicts the order of two sentences too, and T5."""
+    from torch.utils.data import DataLoader
+
+    rows = [
+        {
+            "input_ids": row["input_ids"],
+            "labels": row["input_ids"],
+            "token_type_ids": (row["input_ids"] > VOCAB_SIZE // 2).long(),
+            "next_sentence_label": row["input_ids"][0] % 2,
+        }
+        for row in rows_dataset(SAMPLES, vocab_size=80)
+    ]
+    return DataLoader(rows, batch_size=BATCH // dp, shuffle=True)  # type: ignore[arg-type]
+
+
+def _loader_of_targets(dp: int) -> Any:
+    from torch.utils.data import DataLoader
+
+    rows = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in rows_dataset(SAMPLES, vocab_size=80)]
+    return DataLoader(rows, batch_size=BATCH // dp, shuffle=True)  # type: ignore[arg-type]
 
 
 def _train(run: Run) -> Trace:
@@ -51,6 +95,16 @@ def _train_and_save(run: Run, path: Path) -> Trace:
     return trace
 
 
+_CURVE = Run(model=NO_DROPOUT, loader=_loader, trainer={"max_steps": 7})
+
+
+@pytest.fixture(scope="module")
+def whole() -> Trace:
+    """The run without interruption."""
+    trace: Trace = run_ranks(_train, 1, _CURVE)[0]
+    return trace
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -58,16 +112,17 @@ def _train_and_save(run: Run, path: Path) -> Trace:
         pytest.param(TP2_PP2_SP, ONE, id="tp2 pp2 sp to one rank"),
         pytest.param(PP2_VPP2, DP2, id="pp2 vpp2 to dp2"),
         pytest.param(DP2, PP2, id="dp2 to pp2"),
-        pytest.param(_unsharded(DP2), _unsharded(PP2_VPP2), id="dp2 to pp2 vpp2, unsharded optimizer"),
+        pytest.param(DP3, DP4, id="dp3 to dp4"),
+        pytest.param(DP4, _unsharded(DP3), id="dp4 to dp3 with unsharded optimizer"),
+        pytest.param(_unsharded(TP2), DP3, id="tp2 with unsharded optimizer to dp3"),
+        pytest.param(_unsharded(PP4), _unsharded(TP2_DP2), id="pp4 to tp2 dp2, unsharded optimizer"),
     ],
 )
-def test_the_loss_curve_goes_on(tmp_path: Path, before: Layout, after: Layout) -> None:
-    run = Run(model=NO_DROPOUT, trainer={"max_steps": 7})
-    (whole,) = run_ranks(_train, 1, run)
+def test_the_loss_curve_goes_on(tmp_path: Path, whole: Trace, before: Layout, after: Layout) -> None:
     path = tmp_path / "a.ckpt"
-    run_ranks(_train_and_save, before[0], run.but(strategy=before[1], trainer={"max_steps": 3}), path)
+    run_ranks(_train_and_save, before[0], _CURVE.but(strategy=before[1], trainer={"max_steps": 3}), path)
 
-    resumed = run_ranks(_train, after[0], run.but(strategy=after[1], ckpt_path=str(path)))
+    resumed = run_ranks(_train, after[0], _CURVE.but(strategy=after[1], ckpt_path=str(path)))
 
     for step in range(4, 8):
         for trace in resumed:
@@ -76,33 +131,76 @@ def test_the_loss_curve_goes_on(tmp_path: Path, before: Layout, after: Layout) -
             assert trace.steps[step]["grad_norm"] == pytest.approx(whole.steps[step]["grad_norm"], rel=1e-4)
 
 
+SIX_LAYERS = {"n_layer": 6}
+BERT: dict[str, Any] = {
+    "model_type": "megatron-bert",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 16,
+}
+FP16: dict[str, Any] = {
+    "trainer": {"precision": "16-mixed"},
+    "optimizer": {"initial_loss_scale": 2.0**9, "loss_scale_window": 2},
+}
+
+
 @pytest.mark.parametrize(
-    ("model", "layouts"),
+    ("changes", "layouts"),
     [
-        pytest.param({}, [ONE, TP2_SP, PP2_VPP2, TP2_PP2_SP, DP2, ONE], id="tied"),
-        pytest.param(LLAMA, [TP2_PP2_SP, PP2, TP2, ONE], id="untied"),
-        pytest.param({}, [_unsharded(each) for each in (TP2, PP2_VPP2, DP2, TP2)], id="unsharded optimizer"),
+        pytest.param({}, [ONE, TP2_SP, PP2_VPP2, TP2_PP2_SP, PP4, DP3, DP4, ONE], id="tied"),
+        pytest.param(
+            {"model": {**LLAMA, "num_hidden_layers": 6}},
+            [DP3, PP3, _unsharded(DP2), TP2_PP2_SP, _unsharded(TP2), ONE],
+            id="untied",
+        ),
+        pytest.param(
+            {"model": SIX_LAYERS, "trainer": {"precision": "bf16-mixed"}},
+            [DP4, PP3, _unsharded(DP3), TP2_DP2, _unsharded(PP2)],
+            id="tied, bf16",
+        ),
+        pytest.param(FP16, [DP2, _unsharded(TP2), DP3], id="fp16"),
+        pytest.param({"optimizer": {"name": "sgd"}}, [DP3, _unsharded(TP2), DP2], id="sgd"),
+        pytest.param(
+            {"model": MODELS["t5"], "loader": _loader_of_targets}, [DP2, PP3, _unsharded(PP2), DP3], id="t5, 7 layers"
+        ),
+        pytest.param({"model": BERT, "loader": _loader_of_pairs}, [TP2_PP2_SP, DP3, _unsharded(PP2), TP2], id="bert"),
     ],
 )
 def test_weights_and_moments_pass_through_other_layouts_unchanged(
-    tmp_path: Path, model: dict[str, Any], layouts: list[Layout]
+    tmp_path: Path, changes: dict[str, Any], layouts: list[Layout]
 ) -> None:
-    """The padded vocabulary is 104 rows at tp=1 and 112 at tp=2; only the 100 real rows are compared."""
-    run = Run(model=model, module={"make_vocab_size_divisible_by": 8}, trainer={"max_steps": 2})
+    """The padded vocabulary is 104 rows at tp=1 and 112 at tp=2; only the real rows are compared."""
+    run = Run(loader=_loader, module={"make_vocab_size_divisible_by": 8}, trainer={"max_steps": 3}).but(**changes)
     paths = [tmp_path / f"{index}.ckpt" for index in range(len(layouts))]
     for index, (world_size, strategy) in enumerate(layouts):
         # From the second on, max_steps is reached already: what was loaded is saved again.
         resumed_from = str(paths[index - 1]) if index else None
         run_ranks(_train_and_save, world_size, run.but(strategy=strategy, ckpt_path=resumed_from), paths[index])
 
-    original = read_tensors(paths[0])
+    original, plain = read_tensors(paths[0]), read_plain_state(paths[0])
     for path, (_, strategy) in zip(paths[1:], layouts[1:], strict=True):
         copy = read_tensors(path)
         assert copy.keys() == original.keys()
         for name, tensor in original.items():
-            rows = VOCAB_SIZE if "word_embeddings" in name or "output_layer" in name else None
+            rows = _vocabulary(run) if "word_embeddings" in name or "output_layer" in name else None
             assert tensor[:rows].equal(copy[name][:rows]), f"{name} changed on the way to {strategy}"
-    assert original["optimizer.state.exp_avg.embedding.word_embeddings.weight"][:VOCAB_SIZE].abs().sum() > 0
+        assert differences(plain, read_plain_state(path)) == [], f"it changed on the way to {strategy}"
+    assert original["optimizer.state.exp_avg.embedding.word_embeddings.weight"][: _vocabulary(run)].abs().sum() > 0
+    if "precision" in run.trainer:
+        weight = "decoder.layers.mlp.linear_fc1.weight"
+        assert original[weight].dtype != original[f"optimizer.state.param.{weight}"].dtype
+        assert original[f"optimizer.state.param.{weight}"].to(original[weight].dtype).equal(original[weight])
+    if changes is FP16:
+        # 512, doubled after two good steps; one more has been counted since.
+        assert plain[".grad_scaler.scale"] == 2.0**10
+        assert plain[".grad_scaler.growth_tracker"] == 1
+
+
+def _vocabulary(run: Run) -> int:
+    return int(run.model.get("vocab_size", VOCAB_SIZE))
 
 
 def _messages_of(run: Run) -> list[str]:
@@ -127,7 +225,7 @@ def test_rank_0_says_when_random_states_stay_behind(tmp_path: Path) -> None:
 def _loader_of_random_order(dp: int) -> Any:
     from torch.utils.data import DataLoader
 
-    return DataLoader(rows_dataset(), batch_size=GLOBAL_BATCH // dp, shuffle=True)
+    return DataLoader(rows_dataset(SAMPLES), batch_size=BATCH // dp, shuffle=True)
 
 
 def test_an_order_drawn_from_global_random_numbers_goes_on_in_later_epochs_too(tmp_path: Path) -> None:
@@ -144,14 +242,32 @@ def test_an_order_drawn_from_global_random_numbers_goes_on_in_later_epochs_too(t
         }
 
 
-@pytest.mark.parametrize(("before", "after"), [(ONE, DP2), (DP2, ONE)])
+@pytest.mark.parametrize(("before", "after"), [(ONE, DP3), (DP3, DP2), (DP4, DP3)])
 def test_each_sample_of_the_epoch_is_taken_once_though_dp_changes(
     tmp_path: Path, before: Layout, after: Layout
 ) -> None:
-    run = Run(trainer={"max_steps": 5})
-    first = run_ranks(_train_and_save, before[0], run.but(trainer={"max_steps": 2}), tmp_path / "a.ckpt")
+    run = Run(loader=_loader, trainer={"max_steps": 4})
+    first_two = run.but(strategy=before[1], trainer={"max_steps": 2})
+    first = run_ranks(_train_and_save, before[0], first_two, tmp_path / "a.ckpt")
 
-    second = run_ranks(_train, after[0], run.but(ckpt_path=str(tmp_path / "a.ckpt")))
+    second = run_ranks(_train, after[0], run.but(strategy=after[1], ckpt_path=str(tmp_path / "a.ckpt")))
 
     rows = [tuple(row) for trace in first + second for numbers in trace.steps.values() for row in numbers["tokens"]]
-    assert sorted(rows) == sorted(tuple(each["input_ids"].tolist()) for each in rows_dataset(NUM_SAMPLES))
+    assert sorted(rows) == sorted(tuple(each["input_ids"].tolist()) for each in rows_dataset(SAMPLES))
+
+
+@pytest.mark.parametrize(("before", "after"), [(ONE, DP3), (DP3, TP2_DP2)])
+def test_indexed_data_goes_on_with_the_next_sample_though_dp_changes(
+    tmp_path: Path, before: Layout, after: Layout
+) -> None:
+    run = Run(indexed=make_corpus(tmp_path), global_batch=BATCH, trainer={"max_steps": 5})
+    (whole,) = run_ranks(_train, 1, run)
+    first_two = run.but(strategy=before[1], trainer={"max_steps": 2})
+    run_ranks(_train_and_save, before[0], first_two, tmp_path / "a.ckpt")
+
+    resumed = run_ranks(_train, after[0], run.but(strategy=after[1], ckpt_path=str(tmp_path / "a.ckpt")))
+
+    tp = after[1].get("tp", 1)
+    for step in range(3, 6):
+        rows = [row for trace in resumed[::tp] for row in trace.steps[step]["tokens"]]
+        assert sorted(rows) == sorted(whole.steps[step]["tokens"])

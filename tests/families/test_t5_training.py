@@ -236,31 +236,6 @@ def test_a_checkpoint_goes_on_in_other_layouts(tmp_path: Path) -> None:
                 assert trace.steps[step]["grad_norm"] == pytest.approx(whole.steps[step]["grad_norm"], rel=1e-4)
 
 
-def _warnings_of_saving(run: Run, path: Path, is_corrected: bool) -> list[str]:
-    import logging
-    from contextlib import nullcontext
-
-    found: list[str] = []
-
-    class Recorder(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            found.append(record.getMessage())
-
-    logging.getLogger("megatron.core.optimizer.distrib_optimizer").addHandler(Recorder())
-    nothing = patch("lightning_megatron.engine.wrap._count_inner_padding", lambda wrapped: None)
-    with nullcontext() if is_corrected else nothing:
-        _train_and_save(run, path)
-    return [message for message in found if "exceeds unpadded buffer" in message]
-
-
-def test_the_engine_still_miscounts_the_padding_between_buckets(tmp_path: Path) -> None:
-    # If this fails, engine/wrap.py:_count_inner_padding is no longer needed.
-    run = RUN.but(strategy={"pp": 2}, trainer={"max_steps": 1})
-    for is_corrected in (False, True):
-        warnings = run_ranks(_warnings_of_saving, 2, run, tmp_path / f"{is_corrected}.ckpt", is_corrected)
-        assert bool(warnings[0]) is not is_corrected
-
-
 # ---- random weights -------------------------------------------------------------------------------------------------
 
 
