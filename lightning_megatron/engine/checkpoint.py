@@ -56,9 +56,11 @@ def read_meta(path: Path) -> dict[str, Any]:
         CheckpointError: If the checkpoint is missing, unfinished, damaged or could run code.
     """
 
-    def check_and_read() -> dict[str, Any]:
+    def check_own_share() -> None:
         check_complete(path)
         verify_checksums(path, (dist.get_rank(), dist.get_world_size()))
+
+    def check_and_read() -> dict[str, Any]:
         check_only_data(path)
         meta = load_plain(path / META)
         if not isinstance(meta, dict) or not meta.keys() >= OWN_KEYS:
@@ -73,6 +75,7 @@ def read_meta(path: Path) -> dict[str, Any]:
             raise CheckpointError(f"checkpoint {path} lacks its file {CHECKSUMS}: it is damaged; use an earlier one")
         return meta
 
+    on_all_ranks_alike(check_own_share)
     return on_all_ranks_alike(check_and_read)
 
 

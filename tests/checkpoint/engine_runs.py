@@ -1,0 +1,64 @@
+"""A run whose engine saves and loads by itself, without Lightning's checkpoints around it.
+
+For rank functions: nothing here is heavy before it is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.checkpoint.runs import Run, fit
+
+RUN = Run(strategy={"num_microbatches": 1}, trainer={"max_steps": 1}, model={"n_layer": 2})
+"""One step, on as many copies as there are ranks."""
+
+
+@contextlib.contextmanager
+def engine_run(run: Run) -> Iterator[Any]:
+    """What ``run`` has become after its steps, as a ``RunState``, inside the engine."""
+    trainer, _ = fit(run)
+    with trainer.strategy.engine():
+        yield trainer.strategy._run_state(with_optimizer=True)
+
+
+def change(state: Any) -> None:
+    """Weights, masters and moments become others, in place and the same way in every process."""
+    import torch
+
+    with torch.no_grad():
+        for chunk in state.chunks:
+            for parameter in chunk.parameters():
+                parameter.add_(1.0)
+        for part in state.optimizer.parts:
+            for group in part.optimizer.param_groups:
+                for master in group["params"]:
+                    master.add_(0.5)
+                    for moment in part.optimizer.state.get(master, {}).values():
+                        moment.add_(0.25)
+    torch.rand(3)
+
+
+def save_once(run: Run, path: Path) -> None:
+    from lightning_megatron.engine import checkpoint
+
+    with engine_run(run) as state:
+        checkpoint.save(state, {}, path)
+
+
+def attempts_to_load(run: Run, paths: list[Path]) -> dict[Path, str]:
+    """What loading each checkpoint raises; nothing if it loads."""
+    from lightning_megatron.engine import checkpoint
+    from lightning_megatron.errors import CheckpointError
+
+    found = {}
+    with engine_run(run) as state:
+        for path in paths:
+            try:
+                checkpoint.load(state, checkpoint.read_meta(path), path)
+                found[path] = ""
+            except CheckpointError as error:
+                found[path] = str(error)
+    return found

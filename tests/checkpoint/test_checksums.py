@@ -1,0 +1,247 @@
+"""Does every changed byte of a checkpoint become an error that names its place, before anything is loaded?"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_megatron.engine import checkpoint_checksums
+from lightning_megatron.engine.checkpoint_checksums import (
+    CHECKSUMS,
+    FileChecksums,
+    checksums_of,
+    verify_checksums,
+    write_checksums,
+)
+from lightning_megatron.errors import CheckpointError
+from tests.checkpoint.engine_runs import RUN, attempts_to_load, save_once
+from tests.ranks import run_ranks
+
+SEGMENT = 1000
+"""Instead of 64 MiB; three segments and a bit in the longest file."""
+LENGTHS = {"__0_0.distcp": 3210, "__0_1.distcp": 1000, ".metadata": 999, "common.pt": 1, "empty.pt": 0}
+
+
+@pytest.fixture
+def _small_segments() -> Iterator[None]:
+    with _small():
+        yield
+
+
+@contextlib.contextmanager
+def _small() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_checksums, "SEGMENT", SEGMENT)
+        yield
+
+
+def _content(name: str) -> bytes:
+    return bytes((index * 7 + len(name)) % 251 for index in range(LENGTHS[name]))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, _small_segments: None) -> Path:
+    path = tmp_path / "a.ckpt"
+    path.mkdir()
+    for name in LENGTHS:
+        (path / name).write_bytes(_content(name))
+    write_checksums(path, {"meta.pt": b"123456789"})
+    (path / "meta.pt").write_bytes(b"123456789")
+    return path
+
+
+def test_the_file_holds_zlibs_crc32_of_every_segment(folder: Path) -> None:
+    content = json.loads((folder / CHECKSUMS).read_text())
+
+    assert content["files"].keys() == {*LENGTHS, "meta.pt"}
+    for name, length in LENGTHS.items():
+        data = _content(name)
+        expected = [zlib.crc32(data[start : start + SEGMENT]) for start in range(0, length, SEGMENT)]
+        assert content["files"][name] == {"size": length, "segments": expected}
+    # The check value that every description of this CRC gives.
+    assert content["files"]["meta.pt"] == {"size": 9, "segments": [0xCBF43926]}
+    verify_checksums(folder)
+
+
+@given(pieces=st.lists(st.binary(max_size=2500), max_size=8))
+def test_checksums_grow_with_what_is_written_in_any_pieces(pieces: list[bytes]) -> None:
+    grown = FileChecksums()
+    for piece in pieces:
+        grown.update(memoryview(piece))
+    assert grown == checksums_of(b"".join(pieces))
+
+
+def _damage(folder: Path, name: str, change: Callable[[bytes], bytes]) -> str:
+    """What the whole check says to a changed file, which is put back afterwards."""
+    original = (folder / name).read_bytes()
+    (folder / name).write_bytes(change(original))
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            verify_checksums(folder)
+    finally:
+        (folder / name).write_bytes(original)
+    return str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def kept_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("flips") / "a.ckpt"
+    path.mkdir()
+    for name in LENGTHS:
+        (path / name).write_bytes(_content(name))
+    with _small():
+        write_checksums(path)
+    return path
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_a_flipped_bit_is_found_wherever_it_is(kept_folder: Path, data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from([name for name, length in LENGTHS.items() if length > 0]))
+    bit = data.draw(st.integers(0, 8 * LENGTHS[name] - 1))
+
+    def flip(content: bytes) -> bytes:
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        return bytes(changed)
+
+    start = bit // 8 // SEGMENT * SEGMENT
+    with _small():
+        message = _damage(kept_folder, name, flip)
+        verify_checksums(kept_folder)
+    assert message == (
+        f"checkpoint {kept_folder} is damaged: {name} differs from its checksum in bytes "
+        f"{start}-{min(start + SEGMENT, LENGTHS[name])}; use an earlier one"
+    )
+
+
+def test_a_flipped_bit_in_the_checksums_themselves_is_found_too(folder: Path) -> None:
+    original = (folder / CHECKSUMS).read_bytes()
+    for place in range(len(original)):
+        changed = bytearray(original)
+        changed[place] ^= 1 << place % 8
+        (folder / CHECKSUMS).write_bytes(changed)
+        with pytest.raises(CheckpointError, match="is damaged"):
+            verify_checksums(folder)
+
+
+CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut": (
+        lambda p: (p / "__0_0.distcp").write_bytes(_content("__0_0.distcp")[:-1]),
+        "has 3209 bytes and was .* 3210",
+    ),
+    "longer": (lambda p: (p / "__0_1.distcp").write_bytes(_content("__0_1.distcp") + b"\0"), "has 1001 bytes and was"),
+    "filled": (lambda p: (p / "empty.pt").write_bytes(b"\0"), "empty.pt has 1 bytes and was written with 0"),
+    "missing": (lambda p: (p / "common.pt").unlink(), "lacks its file common.pt"),
+    "meta": (lambda p: (p / "meta.pt").write_bytes(b"123456780"), "meta.pt differs from its checksum in bytes 0-9"),
+    "zeros": (lambda p: (p / "__0_0.distcp").write_bytes(bytes(3210)), "__0_0.distcp differs .* in bytes 0-1000"),
+    "no checksums of ours": (lambda p: (p / CHECKSUMS).write_text('{"algorithm": "md5"}'), "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_other_damage_is_named(folder: Path, name: str) -> None:
+    change, message = CHANGES[name]
+    change(folder)
+    with pytest.raises(CheckpointError, match=message):
+        verify_checksums(folder)
+
+
+def test_files_that_changed_places_are_found(tmp_path: Path) -> None:
+    for name, data in (("__0_0.distcp", b"a" * 500), ("__1_0.distcp", b"b" * 500)):
+        (tmp_path / name).write_bytes(data)
+    write_checksums(tmp_path)
+    (tmp_path / "__0_0.distcp").rename(tmp_path / "x")
+    (tmp_path / "__1_0.distcp").rename(tmp_path / "__0_0.distcp")
+    (tmp_path / "x").rename(tmp_path / "__1_0.distcp")
+    with pytest.raises(CheckpointError, match="__0_0.distcp differs from its checksum in bytes 0-500"):
+        verify_checksums(tmp_path)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5, 20])
+def test_each_segment_is_checked_by_one_rank(folder: Path, world: int) -> None:
+    data = bytearray(_content("__0_0.distcp"))
+    data[2500] ^= 4
+    (folder / "__0_0.distcp").write_bytes(data)
+    finders = 0
+    for rank in range(world):
+        try:
+            verify_checksums(folder, (rank, world))
+        except CheckpointError:
+            finders += 1
+    assert finders == 1
+
+
+def test_a_folder_without_checksums_is_of_an_earlier_version(folder: Path) -> None:
+    (folder / CHECKSUMS).unlink()
+    (folder / "common.pt").unlink()
+    verify_checksums(folder)
+
+
+# ---- in a run -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "a.ckpt"
+    run_ranks(save_once, 2, RUN, path)
+    return path
+
+
+def test_a_save_sums_up_what_it_writes(saved: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    shutil.copytree(saved, path)
+    written = (path / CHECKSUMS).read_bytes()
+    (path / CHECKSUMS).unlink()
+
+    write_checksums(path)  # reads the files, which the threads that wrote them did not
+
+    assert (path / CHECKSUMS).read_bytes() == written
+    assert json.loads(written)["files"].keys() == {each.name for each in path.iterdir()} - {CHECKSUMS}
+
+
+def _flip_in_the_middle(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 16
+    file.write_bytes(data)
+
+
+def test_a_run_refuses_a_flipped_bit_in_any_file_alike_on_all_ranks(saved: Path, tmp_path: Path) -> None:
+    names = sorted(each.name for each in saved.iterdir())
+    paths = {name: tmp_path / f"{name.strip('.')}.ckpt" for name in names}
+    for name, path in paths.items():
+        shutil.copytree(saved, path)
+        _flip_in_the_middle(path / name)
+    earlier, stripped = tmp_path / "earlier.ckpt", tmp_path / "stripped.ckpt"
+    for path in (earlier, stripped):
+        shutil.copytree(saved, path)
+        (path / CHECKSUMS).unlink()
+    _forget_checksums(earlier)
+
+    first, second = run_ranks(attempts_to_load, 2, RUN, [*paths.values(), saved, earlier, stripped])
+
+    assert {"__0_0.distcp", "__1_0.distcp", ".metadata", "rng_00001.pt", "meta.pt", CHECKSUMS} <= set(names)
+    for name, path in paths.items():
+        for text in (first[path], second[path]):
+            assert text.startswith(f"checkpoint {path} is damaged: {name} "), text
+        assert first[path].removesuffix(" (on rank 1)") == second[path].removesuffix(" (on rank 0)")
+    assert first[saved] == second[saved] == ""
+    assert first[earlier] == second[earlier] == ""
+    assert f"lacks its file {CHECKSUMS}" in first[stripped]
+    assert first[stripped] == second[stripped]
+
+
+def _forget_checksums(path: Path) -> None:
+    import torch
+
+    meta = torch.load(path / "meta.pt", weights_only=True)
+    del meta["has_checksums"]
+    torch.save(meta, path / "meta.pt")

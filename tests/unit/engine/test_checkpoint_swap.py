@@ -1,0 +1,136 @@
+"""Does a folder take its name so that a complete one always has it, and is what others write left alone?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_megatron.engine import checkpoint_swap
+from lightning_megatron.engine.checkpoint_swap import FolderLock, recover, remove, start_partial, swap_in
+from lightning_megatron.errors import CheckpointError
+
+
+def _folder(path: Path, content: str) -> Path:
+    path.mkdir()
+    (path / "meta.pt").write_text(content)
+    return path
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(each.name for each in folder.iterdir())
+
+
+@pytest.fixture(params=["exchange", "two renames"])
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "two renames":
+        monkeypatch.setattr(checkpoint_swap, "_exchange", lambda a, b: False)
+
+
+@pytest.mark.usefixtures("_way")
+@pytest.mark.parametrize("old", ["nothing", "folder", "file", "link"])
+def test_the_new_folder_replaces_whatever_has_the_name(tmp_path: Path, old: str) -> None:
+    path = tmp_path / "a.ckpt"
+    _folder(tmp_path / "b.ckpt", "other")
+    if old == "folder":
+        _folder(path, "old")
+    elif old == "file":
+        path.write_text("old")
+    elif old == "link":
+        path.symlink_to("b.ckpt")
+
+    swap_in(_folder(tmp_path / "a.ckpt.partial", "new"), path)
+
+    assert _names(tmp_path) == ["a.ckpt", "b.ckpt"]
+    assert not path.is_symlink()
+    assert (path / "meta.pt").read_text() == "new"
+    assert (tmp_path / "b.ckpt" / "meta.pt").read_text() == "other"
+
+
+def test_this_kernel_and_file_system_exchange_names_in_one_step(tmp_path: Path) -> None:
+    a, b = _folder(tmp_path / "a", "a"), _folder(tmp_path / "b", "b")
+    assert checkpoint_swap._exchange(a, b)
+    assert ((a / "meta.pt").read_text(), (b / "meta.pt").read_text()) == ("b", "a")
+    with pytest.raises(FileNotFoundError):
+        checkpoint_swap._exchange(a, tmp_path / "c")
+
+
+def test_at_no_file_system_call_of_an_exchange_is_the_name_without_a_whole_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = _folder(tmp_path / "a.ckpt", "old")
+    partial = _folder(tmp_path / "a.ckpt.partial", "new")
+    seen: list[str] = []
+    for name in ("fsync", "rename", "unlink", "rmdir", "open"):
+        original = getattr(checkpoint_swap.os, name)
+
+        def watched(*args: object, _original: object = original, **kwargs: object) -> object:
+            seen.append((path / "meta.pt").read_text())
+            return _original(*args, **kwargs)  # type: ignore[operator]
+
+        monkeypatch.setattr(checkpoint_swap.os, name, watched)
+
+    swap_in(partial, path)
+
+    assert seen == sorted(seen, reverse=True)
+    assert set(seen) == {"old", "new"}
+
+
+def test_what_an_interrupted_swap_left_is_found_and_stays_until_there_is_another(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    replaced = _folder(tmp_path / "a.ckpt.replaced", "old")
+    assert recover(path) == replaced
+    swap_in(_folder(tmp_path / "a.ckpt.partial", "new"), path)
+    assert recover(path) == path
+    assert _names(tmp_path) == ["a.ckpt"]
+
+
+def test_left_overs_of_killed_programs_are_cleared_and_others_are_not(tmp_path: Path) -> None:
+    own = _folder(tmp_path / "a.ckpt.partial", "half")
+    _folder(tmp_path / "b.ckpt.partial", "half")
+    _folder(tmp_path / "c.ckpt.removed", "half")
+    active = _folder(tmp_path / "d.ckpt.partial", "of a program that runs")
+    (tmp_path / "e.ckpt.partial").mkdir()  # has just been made
+    _folder(tmp_path / "f.ckpt", "whole")
+    _folder(tmp_path / "g.partial", "no checkpoint")
+    others = FolderLock(active)
+
+    partial, lock = start_partial(tmp_path / "a.ckpt")
+
+    assert partial == own
+    assert _names(own) == []
+    assert _names(tmp_path) == ["a.ckpt.partial", "d.ckpt.partial", "e.ckpt.partial", "f.ckpt", "g.partial"]
+    others.release()
+    lock.release()
+
+
+def test_two_programs_cannot_write_one_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    partial, lock = start_partial(path)
+    (partial / "__0_0.distcp").touch()
+    with pytest.raises(CheckpointError, match="another program is writing .*a.ckpt.partial at this moment"):
+        start_partial(path)
+    _folder(path, "old")
+    remove(path)
+    assert _names(partial) == ["__0_0.distcp"]
+    lock.release()
+    start_partial(path)[1].release()
+    assert _names(partial) == []
+
+
+def test_what_is_removed_has_no_name_that_anybody_reads_before_it_is_incomplete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = _folder(tmp_path / "a.ckpt", "old")
+
+    def interrupted(folder: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint_swap.shutil, "rmtree", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        remove(path)
+    assert _names(tmp_path) == ["a.ckpt.removed"]
+    assert recover(path) == path
+    monkeypatch.undo()
+    start_partial(tmp_path / "b.ckpt")[1].release()
+    assert _names(tmp_path) == ["b.ckpt.partial"]
