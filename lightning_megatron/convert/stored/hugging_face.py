@@ -110,8 +110,10 @@ class HuggingFaceModel:
         return self._read(key, start, stop)
 
     def _read(self, key: Key, start: int, stop: int) -> torch.Tensor:
-        spec = self.tensors[key]
+        spec, rule, names = self.tensors[key], self._rules[key.name], self._names[key]
         place = rows_of(spec.shape, start, stop, spec.dtype)
+        if len(names) == 1 and rule.order is None and not rule.transposed:
+            return self._files.rows(names[0], start, stop)  # they are the file's: nothing is to be copied
         rows = torch.empty(place.size, dtype=spec.dtype)
-        read_rows(self._files, self._names[key], self._rules[key.name], place, rows)
+        read_rows(self._files, names, rule, place, rows)
         return rows
