@@ -1,0 +1,293 @@
+"""Does every legacy checkpoint give the weights that went into it, bit for bit?"""
+
+from __future__ import annotations
+
+import functools
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron.convert.legacy.reading import is_legacy, open_legacy
+from lightning_megatron.convert.stored.base import StoredModel
+from lightning_megatron.convert.stored.hugging_face import open_hugging_face
+from tests.convert.directories import tiny_bert, tiny_llama
+from tests.convert.legacy.layouts import (
+    Layout,
+    bert,
+    bert_arguments,
+    even,
+    gpt2,
+    gpt2_arguments,
+    llama,
+    llama_arguments,
+    t5,
+    write,
+)
+from tests.families.parity import tiny_model
+
+LAYERS = 4
+UNEVEN = (((0,),), ((1, 2),), ((3,),))
+INTERLEAVED = (((0,), (2,)), ((1,), (3,)))
+PIPELINES = {"pp1": even(4), "pp2": even(4, 2), "pp3 uneven": UNEVEN, "pp2 vpp2": INTERLEAVED}
+
+
+@functools.cache
+def _gpt2() -> Any:
+    from transformers import AutoModelForCausalLM, GPT2Config
+
+    config = GPT2Config(
+        vocab_size=45, n_layer=LAYERS, n_embd=32, n_head=4, n_positions=24, bos_token_id=44, eos_token_id=44
+    )
+    return tiny_model(AutoModelForCausalLM, config)
+
+
+@functools.cache
+def _llama() -> Any:
+    return tiny_llama(num_key_value_heads=4, num_attention_heads=8)
+
+
+@functools.cache
+def _bert() -> Any:
+    return tiny_bert("PreTraining")
+
+
+@functools.cache
+def _t5() -> Any:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=45, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_decoder_layers=3, num_heads=4,
+        feed_forward_proj="gated-gelu", relative_attention_num_buckets=8,
+    )  # fmt: skip
+    return tiny_model(T5ForConditionalGeneration, config)
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, StoredModel]:
+    """The models as Hugging Face saved them, opened."""
+    folder = tmp_path_factory.mktemp("references")
+    for name, model in (("gpt2", _gpt2()), ("llama", _llama()), ("bert", _bert()), ("t5", _t5())):
+        model.save_pretrained(folder / name)
+    return {each.name: open_hugging_face(each) for each in folder.iterdir()}
+
+
+def _assert_equal(read: StoredModel, reference: StoredModel, *, blocks: int = 1) -> None:
+    """All tensors of the same names, shapes and numbers."""
+    weights = {key: spec for key, spec in read.tensors.items() if key.state == "weight"}
+    assert {key: spec.shape for key, spec in weights.items()} == {
+        key: spec.shape for key, spec in reference.tensors.items()
+    }
+    for key, spec in weights.items():
+        rows = spec.shape[0]
+        borders = [rows * block // blocks for block in range(blocks + 1)]
+        parts = [read.read(key, start, stop) for start, stop in zip(borders[:-1], borders[1:], strict=True)]
+        expected = reference.read(key, 0, rows).to(spec.dtype)
+        assert torch.equal(torch.cat(parts), expected), key
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("version", [None, 0, 1.0, 2.0, 3.0])
+def test_a_gpt_of_every_version_and_layout(
+    references: dict[str, StoredModel], tmp_path: Path, version: float | None, tp: int, pipeline: str
+) -> None:
+    layout = Layout(stages=PIPELINES[pipeline], version=version, tp=tp)
+    write(tmp_path, layout, gpt2(_gpt2(), layout), gpt2_arguments(_gpt2()))
+
+    read = open_legacy(tmp_path)
+
+    _assert_equal(read, references["gpt2"], blocks=1 if tp == 1 else 3)
+    assert read.training is not None
+    assert (read.training.iteration, read.training.consumed_samples) == (40, 640)
+    assert not read.training.has_optimizer
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"stack": "transformer", "attention": "attention", "version": None, "is_zip": False},
+        {"norm": "norm"},
+        {"dtype": torch.float16},
+        {"dtype": torch.bfloat16, "is_zip": False},
+    ],
+    ids=lambda names: ", ".join(map(str, names.values())),
+)
+def test_names_dtypes_and_files_of_all_releases(
+    references: dict[str, StoredModel], tmp_path: Path, names: dict[str, Any]
+) -> None:
+    layout = Layout(**{"stages": even(LAYERS, 2), "tp": 2, **names})
+    write(tmp_path, layout, gpt2(_gpt2(), layout), gpt2_arguments(_gpt2()))
+
+    read = open_legacy(tmp_path)
+
+    _assert_equal(read, references["gpt2"])
+    assert {spec.dtype for spec in read.tensors.values()} == {layout.dtype}
+
+
+def test_names_of_transformer_engine(references: dict[str, StoredModel], tmp_path: Path) -> None:
+    layout = Layout(stages=even(LAYERS), tp=2)
+    plain = gpt2(_gpt2(), layout)
+    renamed = {
+        "input_layernorm.": "self_attention.layernorm_qkv.layer_norm_",
+        "self_attention.query_key_value.": "self_attention.layernorm_qkv.",
+        "self_attention.dense.": "self_attention.proj.",
+        "post_attention_layernorm.": "layernorm_mlp.layer_norm_",
+        "mlp.dense_h_to_4h.": "layernorm_mlp.fc1_",
+        "mlp.dense_4h_to_h.": "layernorm_mlp.fc2_",
+        "final_layernorm.": "final_norm.",
+    }
+
+    def chunk(*arguments: Any) -> dict[str, Any]:
+        model: dict[str, Any] = plain(*arguments)  # type: ignore[assignment]
+        stack = {}
+        for name, tensor in model["language_model"]["encoder"].items():
+            old = next(each for each in renamed if each in name)
+            stack[name.replace(old, renamed[old])] = tensor
+        stack["layers.0.self_attention.core_attention._extra_state"] = torch.zeros(3)
+        return {"language_model": {**model["language_model"], "encoder": stack}}
+
+    write(tmp_path, layout, chunk, gpt2_arguments(_gpt2()))
+
+    _assert_equal(open_legacy(tmp_path), references["gpt2"])
+
+
+@pytest.mark.parametrize("is_of_core", [False, True])
+@pytest.mark.parametrize(("tp", "pipeline"), [(1, "pp1"), (2, "pp2"), (4, "pp3 uneven"), (2, "pp2 vpp2")])
+def test_a_decoder_with_groups_gates_and_an_output_layer(
+    references: dict[str, StoredModel], tmp_path: Path, tp: int, pipeline: str, is_of_core: bool
+) -> None:
+    layout = Layout(stages=PIPELINES[pipeline], tp=tp, version=None if is_of_core else 3.0)
+    write(tmp_path, layout, llama(_llama(), layout, is_of_core=is_of_core), llama_arguments(_llama()))
+
+    read = open_legacy(tmp_path)
+
+    _assert_equal(read, references["llama"], blocks=2)
+    assert read.model == references["llama"].model
+
+
+@pytest.mark.parametrize("has_pooler", [False, True])
+@pytest.mark.parametrize("has_binary_head", [False, True])
+@pytest.mark.parametrize(("tp", "pp", "version"), [(1, 1, 0), (2, 2, 2.0), (4, 1, 1.0)])
+def test_a_bert_with_and_without_its_second_head(
+    references: dict[str, StoredModel],
+    tmp_path: Path,
+    tp: int,
+    pp: int,
+    version: float,
+    has_binary_head: bool,
+    has_pooler: bool,
+) -> None:
+    layout = Layout(stages=even(2, pp), tp=tp, version=version)
+    chunk = bert(_bert(), layout, has_pooler=has_pooler, has_binary_head=has_binary_head)
+    write(tmp_path, layout, chunk, bert_arguments(_bert()))
+
+    read = open_legacy(tmp_path)
+
+    is_whole = has_pooler and has_binary_head
+    assert read.model.task == ("pretraining" if is_whole else "masked_lm")
+    if is_whole:
+        _assert_equal(read, references["bert"])
+    heads = {key for key in references["bert"].tensors if key.name.startswith(("pooler.", "binary_head."))}
+    assert set(read.tensors) == set(references["bert"].tensors) - (set() if is_whole else heads)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("version", [0, 1.0, 2.0])
+def test_a_t5_with_relative_positions(
+    references: dict[str, StoredModel], tmp_path: Path, version: float, tp: int
+) -> None:
+    layout = Layout(stages=even(2), tp=tp, version=version)
+    write(tmp_path / "t5", layout, t5(_t5(), layout), {})
+    with pytest.raises(ValueError, match="no Hugging Face model has.*--config"):
+        open_legacy(tmp_path / "t5")
+
+    _assert_equal(open_legacy(tmp_path / "t5", references["t5"].path), references["t5"])
+
+    own = Layout(
+        stages=even(2), tp=tp, version=version, arguments={"hugging_face_config": _t5().config.to_json_string()}
+    )
+    write(tmp_path / "ours", own, t5(_t5(), own), {})
+    _assert_equal(open_legacy(tmp_path / "ours"), references["t5"])
+
+
+# ---- where it is ----------------------------------------------------------------------------------------------------
+
+
+def _one_rank(folder: Path, **fields: Any) -> Path:
+    layout = Layout(**{"stages": even(LAYERS), **fields})
+    return write(folder, layout, gpt2(_gpt2(), layout), gpt2_arguments(_gpt2()))
+
+
+def test_every_way_to_name_a_checkpoint(references: dict[str, StoredModel], tmp_path: Path) -> None:
+    iteration = _one_rank(tmp_path)
+    ways = [tmp_path, iteration, iteration / "mp_rank_00", iteration / "mp_rank_00" / "model_optim_rng.pt"]
+    for path in ways:
+        _assert_equal(open_legacy(path), references["gpt2"])
+    assert all(is_legacy(path) for path in ways[1:])
+
+    write(tmp_path, layout := Layout(stages=even(LAYERS)), gpt2(_gpt2(), layout), gpt2_arguments(_gpt2()), iteration=80)
+    assert open_legacy(tmp_path).training.iteration == 80  # type: ignore[union-attr]
+    assert open_legacy(tmp_path, None, 40).training.iteration == 40  # type: ignore[union-attr]
+    iteration.rename(tmp_path / "release")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release\n")
+    _assert_equal(open_legacy(tmp_path), references["gpt2"])
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("41")
+    with pytest.raises(ValueError, match="names iteration '41', and there is no folder iter_0000041"):
+        open_legacy(tmp_path)
+    assert not is_legacy(tmp_path / "latest_checkpointed_iteration.txt")
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+@pytest.mark.parametrize("is_zip", [False, True])
+@pytest.mark.parametrize(
+    "member", ["release/mp_rank_00/model_optim_rng.pt", "model_optim_rng.pt", "../../mp_rank_00/model_optim_rng.pt"]
+)
+def test_nvidias_zip_files(
+    references: dict[str, StoredModel], tmp_path: Path, member: str, is_zip: bool, compression: int
+) -> None:
+    file = _one_rank(tmp_path / "in", is_zip=is_zip, version=None, stack="transformer", attention="attention")
+    archive = tmp_path / "megatron_gpt2_345m_v0_0.zip"
+    with zipfile.ZipFile(archive, "w", compression) as opened:
+        opened.writestr("latest_checkpointed_iteration.txt", "release")
+        opened.write(file / "mp_rank_00" / "model_optim_rng.pt", member)
+    before = sorted(path for path in tmp_path.parent.rglob("*"))
+
+    assert is_legacy(archive)
+    read = open_legacy(archive)
+
+    _assert_equal(read, references["gpt2"])
+    assert sorted(path for path in tmp_path.parent.rglob("*")) == before
+
+
+def test_checkpoints_without_arguments_are_nvidias(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, GPT2Config
+
+    config = GPT2Config(vocab_size=50257, n_layer=2, n_embd=128, n_head=2, n_positions=24)
+    model = tiny_model(AutoModelForCausalLM, config)
+    layout = Layout(
+        stages=even(2), version=None, arguments=None, padding=47, stack="transformer", attention="attention"
+    )
+    write(tmp_path, layout, gpt2(model, layout), {})
+
+    read = open_legacy(tmp_path)
+
+    model.save_pretrained(tmp_path / "hf")
+    _assert_equal(read, open_hugging_face(tmp_path / "hf"))
+    described = json.loads(read.hf_config.to_json_string())
+    assert (described["activation_function"], described["n_head"]) == ("gelu_new", 2)
+
+
+def test_rows_that_may_pad_the_vocabulary_are_kept_and_mentioned(
+    references: dict[str, StoredModel], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _one_rank(tmp_path, arguments={"orig_vocab_size": None})
+
+    assert open_legacy(tmp_path).model.vocab_size == 48
+    assert "whether some rows of its vocabulary of 48 only pad it" in caplog.text
+    caplog.clear()
+    _assert_equal(open_legacy(tmp_path, references["gpt2"].path / "config.json"), references["gpt2"])
+    assert not caplog.text
