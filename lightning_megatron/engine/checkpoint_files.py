@@ -96,7 +96,6 @@ class FileWriter:
         jobs.append(partial(self._write_plain, plain))
         self._threads = [threading.Thread(target=self._run, args=(job,), daemon=True) for job in jobs]
         _unfinished.add(self)
-        _without_archive_checksums.enter(len(jobs))
         for thread in self._threads:
             thread.start()
 
@@ -128,11 +127,10 @@ class FileWriter:
 
     def _run(self, job: Callable[[], None]) -> None:
         try:
-            job()
+            with _without_archive_checksums:
+                job()
         except Exception as error:
             self._error = self._error or error
-        finally:
-            _without_archive_checksums.leave()
 
     def _write_shards(self, name: str, shards: Shards) -> None:
         with self._open(name) as stream:
@@ -159,24 +157,27 @@ class FileWriter:
 
 
 class _WithoutArchiveChecksums:
-    """Keeps torch's option off while any thread writes, and puts it back after the last."""
+    """Keeps torch's option off while any thread is inside, and puts it back after the last.
+
+    The option belongs to a thread in torch 2.13, and to the program in some earlier versions.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._writers = 0
+        self._inside = 0
         self._before = True
 
-    def enter(self, writers: int) -> None:
+    def __enter__(self) -> None:
         with self._lock:
-            if self._writers == 0:
+            if self._inside == 0:
                 self._before = torch.serialization.get_crc32_options()
-                torch.serialization.set_crc32_options(False)
-            self._writers += writers
+            torch.serialization.set_crc32_options(False)
+            self._inside += 1
 
-    def leave(self) -> None:
+    def __exit__(self, *exc: object) -> None:
         with self._lock:
-            self._writers -= 1
-            if self._writers == 0:
+            self._inside -= 1
+            if self._inside == 0:
                 torch.serialization.set_crc32_options(self._before)
 
 

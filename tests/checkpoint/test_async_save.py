@@ -1,0 +1,166 @@
+"""Does a save that goes on beside training hold what the run was when it began, and fail on all ranks alike?"""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.engine_runs import RUN, change, engine_run
+from tests.checkpoint.runs import differences, read_tensors
+from tests.ranks import run_ranks
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(each.name for each in folder.iterdir())
+
+
+def _save_twice_beside_training(folder: Path) -> None:
+    from lightning_megatron.engine import checkpoint
+
+    with engine_run(RUN) as state:
+        checkpoint.save(state, {}, folder / "before.ckpt")
+        first = checkpoint.begin_save(state, {"save": 1}, folder / "first.ckpt")
+        change(state)
+        checkpoint.save(state, {}, folder / "after.ckpt")  # finishes the first one first
+        assert (folder / "first.ckpt").is_dir()
+        second = checkpoint.begin_save(state, {"save": 2}, folder / "first.ckpt")
+        change(state)
+        first.finish()
+        second.finish()
+        second.finish()
+
+
+def test_it_holds_the_run_as_it_was_when_the_save_began(tmp_path: Path) -> None:
+    import torch
+
+    run_ranks(_save_twice_beside_training, 2, tmp_path)
+
+    before, after = read_tensors(tmp_path / "before.ckpt"), read_tensors(tmp_path / "after.ckpt")
+    assert {name for name in differences(before, after) if "_extra_state" not in name} == before.keys()
+    # ``first.ckpt`` was saved once with each state; what is there is the second.
+    assert differences(after, read_tensors(tmp_path / "first.ckpt")) == []
+    assert torch.load(tmp_path / "first.ckpt" / "meta.pt", weights_only=True)["save"] == 2
+    for rank in range(2):
+        name = f"rng_{rank:05d}.pt"
+        assert (tmp_path / "first.ckpt" / name).read_bytes() == (tmp_path / "after.ckpt" / name).read_bytes()
+    assert _names(tmp_path) == ["after.ckpt", "before.ckpt", "first.ckpt"]
+
+
+def _train_while_it_is_written(path: Path) -> list[Any]:
+    """Hold the disk up, look, train, let go, finish."""
+    from lightning_megatron.engine import checkpoint, checkpoint_files
+
+    let_go = threading.Event()
+    original = checkpoint_files.os.write
+    with engine_run(RUN) as state, pytest.MonkeyPatch.context() as patch:
+        checkpoint.save(state, {}, path.with_name("sync.ckpt"))
+        patch.setattr(checkpoint_files.os, "write", lambda *args: let_go.wait(30) and original(*args))
+        pending = checkpoint.begin_save(state, {}, path)
+        change(state)
+        found = [pending.is_written(), path.exists()]
+        let_go.set()
+        while not pending.is_written():
+            time.sleep(0.01)
+        found += [path.exists()]
+        pending.finish()
+        return [*found, path.exists()]
+
+
+def test_it_has_its_name_only_after_it_is_finished(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    assert run_ranks(_train_while_it_is_written, 2, path) == [[False, False, False, True]] * 2
+    assert differences(read_tensors(tmp_path / "sync.ckpt"), read_tensors(path)) == []
+
+
+def _fail(path: Path, victim: int, *, in_thread: bool) -> list[Any]:
+    """A full disk on one rank: of what threads write, or of what rank 0 writes at the end."""
+    import torch.distributed as dist
+
+    from lightning_megatron.engine import checkpoint, checkpoint_files, checkpoint_save
+    from lightning_megatron.errors import CheckpointError
+
+    def full(*args: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with engine_run(RUN) as state:
+        checkpoint.save(state, {"save": "old"}, path)
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == victim:
+                patch.setattr(
+                    *((checkpoint_files.os, "write") if in_thread else (checkpoint_save, "save_config")), full
+                )
+            pending = checkpoint.begin_save(state, {"save": "new"}, path)
+            try:
+                pending.finish()
+                message = ""
+            except CheckpointError as error:
+                message = str(error)
+        dist.barrier()
+        meta, names = checkpoint.read_meta(path), _names(path.parent)
+        checkpoint.begin_save(state, {"save": "newer"}, path).finish()
+        return [message, meta["save"], names, checkpoint.read_meta(path)["save"]]
+
+
+@pytest.mark.parametrize(("victim", "in_thread"), [(0, True), (1, True), (0, False)])
+def test_a_full_disk_is_an_error_of_finish_on_all_ranks(tmp_path: Path, victim: int, in_thread: bool) -> None:
+    path = tmp_path / "a.ckpt"
+    for message, meta, names, newer in run_ranks(_fail_in_thread if in_thread else _fail_at_the_end, 2, path, victim):
+        assert message.startswith(f"checkpoint {path} is not written: [Errno 28] No space left on device")
+        assert meta == "old"
+        assert names == ["a.ckpt"]
+        assert newer == "newer"
+
+
+def _fail_in_thread(path: Path, victim: int) -> list[Any]:
+    return _fail(path, victim, in_thread=True)
+
+
+def _fail_at_the_end(path: Path, victim: int) -> list[Any]:
+    return _fail(path, victim, in_thread=False)
+
+
+def _abandon(path: Path) -> list[Any]:
+    """Once by the run itself, and once as at the end of a program whose disk is slow."""
+    import torch.distributed as dist
+
+    from lightning_megatron.engine import checkpoint, checkpoint_files
+
+    original = checkpoint_files.os.write
+    with engine_run(RUN) as state, pytest.MonkeyPatch.context() as patch:
+        checkpoint.save(state, {"save": "old"}, path)
+        checkpoint.begin_save(state, {"save": "new"}, path).abandon()
+        dist.barrier()
+        names = _names(path.parent)
+        patch.setattr(checkpoint_files.os, "write", lambda *args: time.sleep(0.5) or original(*args))  # type: ignore[func-returns-value]
+        checkpoint.begin_save(state, {"save": "newer"}, path)
+        start = time.monotonic()
+        checkpoint_files._abandon_all()
+        return [names, checkpoint.read_meta(path)["save"], time.monotonic() - start]
+
+
+def test_an_abandoned_save_leaves_the_old_checkpoint_and_ends_at_once(tmp_path: Path) -> None:
+    for names, save, seconds in run_ranks(_abandon, 2, tmp_path / "a.ckpt"):
+        assert names == ["a.ckpt"]
+        assert save == "old"
+        assert seconds < 2  # one piece, of dozens
+
+
+def _meta_of(path: Path) -> tuple[Any, Any]:
+    from dataclasses import replace
+
+    from lightning_megatron.engine import checkpoint
+
+    with engine_run(RUN) as state:
+        checkpoint.save(state, {}, path)
+        without = checkpoint.read_meta(path)["hugging_face_config"]
+        checkpoint.save(replace(state, hugging_face_config={"model_type": "gpt2", "eos_token_id": [1, 2]}), {}, path)
+        return without, checkpoint.read_meta(path)["hugging_face_config"]
+
+
+def test_the_config_of_hugging_face_is_kept(tmp_path: Path) -> None:
+    assert run_ranks(_meta_of, 1, tmp_path / "a.ckpt") == [(None, {"model_type": "gpt2", "eos_token_id": [1, 2]})]
