@@ -11,9 +11,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.optimizer import MegatronOptimizer
-from lightning_megatron.engine.optimizer_state import FORMAT, sharded_optimizer_state
+from lightning_megatron.engine.optimizer_state import FORMAT, has_masters, sharded_optimizer_state
 from lightning_megatron.engine.rng import EngineRng
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.errors import CheckpointError
@@ -150,14 +152,22 @@ def check_fits(run: RunState, meta: Mapping[str, Any], path: Path) -> None:
                 "model's config the checkpoint's values"
             )
     if run.optimizer is not None:
-        _check_optimizer_fits(_optimizer_format(run) or {}, meta, path)
+        _check_optimizer_fits(run.optimizer, _optimizer_format(run) or {}, meta, path)
 
 
-def _check_optimizer_fits(wanted: Mapping[str, Any], meta: Mapping[str, Any], path: Path) -> None:
+def _check_optimizer_fits(
+    optimizer: MegatronOptimizer, wanted: Mapping[str, Any], meta: Mapping[str, Any], path: Path
+) -> None:
     if not meta["has_optimizer"]:
         raise CheckpointError(
             f"checkpoint {path} holds only weights (save_weights_only), so training cannot resume from it; use a full "
             "checkpoint, or start a new run from its weights with MegatronStrategy(load_weights_only=True)"
+        )
+    is_16bit = optimizer.parts[0].config.params_dtype is not torch.float32
+    if is_16bit and not has_masters(meta["optimizer_format"]["implementation"]):
+        raise CheckpointError(
+            f"checkpoint {path} was written in 32-true by an earlier version, without a second copy of the weights for "
+            "a 16-bit run; resume in 32-true, save there, and go on from that"
         )
     for name, value in wanted.items():
         if name == "implementation":

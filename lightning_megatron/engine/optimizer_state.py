@@ -25,7 +25,6 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 
 from lightning_megatron.engine.optimizer import MegatronOptimizer
-from lightning_megatron.errors import CheckpointError
 
 FORMAT = "DistributedOptimizer"
 """What ``meta.pt`` calls the format above, after the only implementation that could read it once."""
@@ -74,16 +73,13 @@ def sharded_optimizer_state(
         models: Sharded state of all chunks, with the parameters themselves as data.
         is_loading: Whether a checkpoint is about to be read: fp32 masters, which are weights, then get memory of their
             own, because the weights are read too, perhaps with fewer digits.
-        written_as: The format of the checkpoint that is read.
-
-    Raises:
-        CheckpointError: If the masters of a 16-bit run are wanted from a checkpoint without any.
+        written_as: The format of the checkpoint that is read; a 16-bit run needs one that ``has_masters``.
     """
     placements = _placements(models)
     entries: dict[str, ShardedTensor] = {}
     for number, held in _all_held(optimizer):
         for name, tensor in held.tensors.items():
-            entry = _entry(name, written_as, held)
+            entry = _ENTRY_OF_MASTERS[written_as] if name == "param" else name
             if entry is None:
                 continue
             flat = torch.empty_like(tensor) if is_loading and name == "param" and held.is_own_master else tensor
@@ -123,15 +119,9 @@ def _share_masters(part: Any) -> None:
             chunk.start_param_sync(force_sync=True)
 
 
-def _entry(name: str, written_as: str, held: _Held) -> str | None:
-    if name != "param":
-        return name
-    entry = _ENTRY_OF_MASTERS[written_as]
-    if entry is None and not held.is_own_master:
-        raise CheckpointError(
-            "it was written in 32-true by an earlier version, without a second copy of the weights; resume in 32-true"
-        )
-    return entry
+def has_masters(written_as: str) -> bool:
+    """Whether a checkpoint of that format has fp32 masters beside the weights, as a 16-bit run needs them."""
+    return _ENTRY_OF_MASTERS.get(written_as) is not None
 
 
 def _plain_state(optimizer: MegatronOptimizer) -> dict[str, Any]:

@@ -1,0 +1,112 @@
+"""Is the optimizer's state in a checkpoint what Megatron itself writes, and does it come back in another precision?
+
+The reference is the writing of megatron-core 0.16.1, which gathers: checkpoints of earlier versions were its work.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from tests.checkpoint.runs import LLAMA, Run, Trace, differences, fit, read_plain_state, read_tensors
+from tests.ranks import RankError, run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+
+UNSHARDED: dict[str, Any] = {"distributed_optimizer": False}
+BF16: dict[str, Any] = {"precision": "bf16-mixed"}
+RUN = Run(model=LLAMA, module={"make_vocab_size_divisible_by": 4}, trainer={"max_steps": 2})
+"""Without rows that pad the vocabulary."""
+
+
+def _save(run: Run, path: Path) -> Trace:
+    trainer, trace = fit(run)
+    trainer.save_checkpoint(path)
+    return trace
+
+
+def _save_now_and_as_before(run: Run, now: Path, before: Path) -> str:
+    """Save twice; returns what implements the optimizer."""
+    from lightning_megatron.engine import checkpoint_state
+
+    def gathered(optimizer: Any, models: Any, **options: Any) -> dict[str, Any]:
+        state: dict[str, Any] = optimizer.inner.sharded_state_dict(models, metadata=dict(checkpoint_state.SHARDING))
+        return state
+
+    trainer, _ = fit(run)
+    trainer.save_checkpoint(now)
+    implementation = type(trainer.optimizers[0].parts[0]).__name__
+    with (
+        patch.object(checkpoint_state, "sharded_optimizer_state", gathered),
+        patch.object(checkpoint_state, "FORMAT", implementation),
+    ):
+        trainer.save_checkpoint(before)
+    return implementation
+
+
+@pytest.mark.parametrize("dp", [2, 3])
+def test_a_sharded_optimizer_writes_what_megatron_gathers(tmp_path: Path, dp: int) -> None:
+    now, before = tmp_path / "now.ckpt", tmp_path / "before.ckpt"
+    run_ranks(_save_now_and_as_before, dp, RUN, now, before)
+
+    ours, theirs = read_tensors(now), read_tensors(before)
+    assert differences(theirs, ours) == []
+    assert differences(read_plain_state(before), read_plain_state(now)) == []
+    assert sum(name.startswith("optimizer.state.exp_avg_sq.") for name in ours) == len(ours) // 4
+
+
+@pytest.mark.parametrize(
+    ("written", "read", "implementation"),
+    [
+        pytest.param(RUN, RUN.but(strategy=UNSHARDED), "DistributedOptimizer", id="sharded, fp32"),
+        pytest.param(RUN.but(strategy=UNSHARDED), RUN, "FP32Optimizer", id="unsharded, fp32"),
+        pytest.param(
+            RUN.but(strategy=UNSHARDED, trainer=BF16),
+            RUN.but(trainer=BF16),
+            "Float16OptimizerWithFloat16Params",
+            id="unsharded, bf16",
+        ),
+    ],
+)
+def test_checkpoints_of_earlier_versions_are_read(tmp_path: Path, written: Run, read: Run, implementation: str) -> None:
+    now, before, again = tmp_path / "now.ckpt", tmp_path / "before.ckpt", tmp_path / "again.ckpt"
+    assert run_ranks(_save_now_and_as_before, 2, written, now, before) == [implementation] * 2
+
+    run_ranks(_save, 3, read.but(ckpt_path=str(before)), again)
+
+    assert differences(read_tensors(now), read_tensors(again)) == []
+    assert differences(read_plain_state(now), read_plain_state(again)) == []
+
+
+def test_masters_that_an_earlier_version_did_not_write_are_missed(tmp_path: Path) -> None:
+    before = tmp_path / "before.ckpt"
+    run_ranks(_save_now_and_as_before, 1, RUN.but(strategy=UNSHARDED), tmp_path / "now.ckpt", before)
+    with pytest.raises(
+        RankError, match=r"CheckpointError.*written in 32-true by an earlier version.*resume in 32-true"
+    ):
+        run_ranks(_save, 1, RUN.but(trainer=BF16, ckpt_path=str(before)), tmp_path / "again.ckpt")
+
+
+@pytest.mark.parametrize("optimizer", [{}, UNSHARDED], ids=["sharded optimizer", "unsharded optimizer"])
+def test_masters_become_the_weights_of_a_32_bit_run_and_the_other_way_round(
+    tmp_path: Path, optimizer: dict[str, Any]
+) -> None:
+    in_16_bits, in_32_bits, back = (tmp_path / f"{name}.ckpt" for name in ("a", "b", "c"))
+    run_ranks(_save, 2, RUN.but(trainer=BF16), in_16_bits)
+    first, *others = run_ranks(_save, 3, RUN.but(strategy=optimizer, ckpt_path=str(in_16_bits)), in_32_bits)
+    run_ranks(_save, 2, RUN.but(trainer=BF16, ckpt_path=str(in_32_bits)), back)
+
+    source, copy = read_tensors(in_16_bits), read_tensors(in_32_bits)
+    weights = [name for name in source if not name.startswith("optimizer.")]
+    assert weights
+    for name in weights:
+        master = source[f"optimizer.state.param.{name}"]
+        assert copy[name].equal(master)
+        assert not source[name].float().equal(master) or name.endswith("layer_norm_weight"), "nothing was rounded"
+    assert differences(source, read_tensors(back)) == []
+    for trace in others:  # every rank has the masters of all, also those that its optimizer does not hold
+        mine = {name: value for name, value in trace.state.items() if name.startswith("weights.")}
+        assert differences({name: first.state[name] for name in mine}, mine) == []
