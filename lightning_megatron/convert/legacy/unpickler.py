@@ -20,7 +20,7 @@ from lightning_megatron.convert.legacy.pickle_machine import Damaged, Global, Re
 from lightning_megatron.convert.legacy.tensor_handle import Storage
 from lightning_megatron.errors import CheckpointError
 
-_LARGEST_PICKLE = 1 << 29
+_LARGEST_PICKLE = 1 << 27
 """Bytes of the part of a file that is not tensors."""
 _MAGIC = 0x1950A86A20F9469CFC6C
 """First number in a file of torch before 1.6 (torch/serialization.py)."""
@@ -127,21 +127,30 @@ def _load_archive(stream: IO[bytes], part: FilePart) -> Any:
         if len(pickles) != 1:
             raise Damaged("a zip file without a data.pkl")
         folder = pickles[0].removesuffix("data.pkl")
+        _check_stored(members[pickles[0]])
         if members[pickles[0]].file_size > _LARGEST_PICKLE:
             raise Damaged(f"a data.pkl of {members[pickles[0]].file_size:,} bytes")
-        order = archive.read(f"{folder}byteorder")[:8] if f"{folder}byteorder" in members else b"little"
+        order = b"little"
+        if f"{folder}byteorder" in members:
+            with archive.open(f"{folder}byteorder") as opened:
+                order = opened.read(8)
         text = archive.read(pickles[0])
     if order not in (b"little", b"big"):
         raise Damaged(f"the byte order {order!r}")
 
     def storage_of(key: str, _: int) -> Storage:
         info = members[f"{folder}data/{key}"]
-        if info.compress_type != zipfile.ZIP_STORED:
-            raise Damaged(f"{info.filename[:80]!r} is compressed, which torch.save never does")
+        _check_stored(info)
         place = member_part(stream, info, part)
         return Storage(file=part.path, offset=place.start, num_bytes=place.size, is_little_endian=order == b"little")
 
     return read_pickle(io.BytesIO(text), find_global, _Storages(storage_of))
+
+
+def _check_stored(info: zipfile.ZipInfo) -> None:
+    """Raise if a member is compressed: a few bytes could become very many."""
+    if info.compress_type != zipfile.ZIP_STORED:
+        raise Damaged(f"{info.filename[:80]!r} is compressed, which torch.save never does")
 
 
 class _Storages:
