@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -19,8 +20,10 @@ from lightning_megatron.checkpoint_io import (
 from lightning_megatron.ckpt_path import find_checkpoint, is_of_requeue
 from lightning_megatron.data.serving.loaders import ResumableLoader
 from lightning_megatron.engine import checkpoint
+from lightning_megatron.engine.agreement import on_all_ranks_alike
 from lightning_megatron.engine.signals import DeferredSignals
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.preemption import TERMINATED, last_of, refuge_of
 from lightning_megatron.saves import Saves
 from lightning_megatron.strategy_state import StrategyState, ready
 
@@ -36,6 +39,9 @@ class Checkpointing(StrategyState):
     _signals: DeferredSignals | None
     _is_delivering_signals: bool
     _is_trained: bool
+    _is_preempted: bool
+    _first_step: int | None
+    """``global_step`` when training began; None before."""
     _loader_state: dict[str, Any] | None
     """Where the training data goes on, until its loader is made."""
 
@@ -105,8 +111,13 @@ class Checkpointing(StrategyState):
             finally:
                 self._is_delivering_signals = False
 
-        with self.engine():
-            self._saves.at_step_boundary(agree)
+        if self._saves.is_written_everywhere(agree):
+            with self.engine():
+                self._saves.finish()
+
+    @override
+    def on_train_start(self) -> None:
+        self._first_step = ready(self.lightning_module, "connect").trainer.global_step
 
     @override
     def on_train_end(self) -> None:
@@ -115,7 +126,7 @@ class Checkpointing(StrategyState):
         Raises:
             CheckpointError: If it has failed, or an earlier one has and none after it has been tried.
         """
-        self._is_trained = True
+        self._is_trained, self._first_step = True, None
         with self.engine():
             self._saves.finish(is_final=True)
         self._saves.raise_failure()
@@ -126,9 +137,29 @@ class Checkpointing(StrategyState):
         # ranks cannot be told to meet again.
         if not isinstance(exception, (ConfigError, SIGTERMException)):
             self._saves.abandon()
-        elif self._saves.is_saving:
+            return
+        if self._saves.is_saving:
             with self.engine():
                 self._saves.finish(is_final=True)
+        if isinstance(exception, SIGTERMException):
+            self._save_before_exit()
+            exception.code = TERMINATED
+            self._is_preempted = True
+
+    def _save_before_exit(self) -> None:
+        """Save what was trained, unless the last checkpoint is of this very step; every rank must call."""
+        trainer = ready(self.lightning_module, "connect").trainer
+        news = f"SIGTERM at step {trainer.global_step}: the run ends with code {TERMINATED}"
+        refuge = refuge_of(trainer) if self._first_step is not None else None
+        if refuge is None or trainer.global_step == self._first_step:
+            rank_zero_info(f"{news}, with nothing to save")
+            return
+        is_saved = self.broadcast(self._saves.is_newest(last_of(trainer), trainer.global_step))
+        if not is_saved:
+            trainer.save_checkpoint(refuge.path)
+            on_all_ranks_alike(refuge.renew_link if self.is_global_zero else lambda: None)
+        where = self._saves.newest if is_saved else refuge.path
+        rank_zero_info(f"{news}; its checkpoint is {where}, go on with ckpt_path='last'")
 
     def begin_with(self, trainer: pl.Trainer, ckpt_path: str | Path | None, model_is_given: bool) -> str | Path | None:
         """The checkpoint that a run begins with; called by the launcher before there are other processes.

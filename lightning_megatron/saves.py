@@ -18,6 +18,7 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_megatron.checkpoint_io import check_plain, plain_state
+from lightning_megatron.ckpt_path import Found
 from lightning_megatron.engine import checkpoint
 from lightning_megatron.engine.checkpoint import RunState
 from lightning_megatron.errors import ConfigError
@@ -49,6 +50,7 @@ class _Saving:
     """The save that is under way."""
 
     path: Path
+    run: RunState
     pending: checkpoint.PendingSave
     begin: float
     """``time.monotonic()`` before the state was taken."""
@@ -67,6 +69,8 @@ class Saves:
         self._removals: list[Path] = []
         self.failure: ConfigError | None = None
         """Why the last save has failed; None if it has not."""
+        self.newest: Path | None = None
+        """The last checkpoint that a run can go on from; None before the first."""
 
     @property
     def is_saving(self) -> bool:
@@ -93,10 +97,11 @@ class Saves:
         with self._failures(is_final, lambda: check_plain(meta)):
             if self._policy.asynchronous and not is_final:
                 pending = checkpoint.begin_save(run, meta, path)
-                self._saving = _Saving(path=path, pending=pending, begin=start, stall=time.monotonic() - start)
+                stall = time.monotonic() - start
+                self._saving = _Saving(path=path, run=run, pending=pending, begin=start, stall=stall)
             else:
                 checkpoint.save(run, meta, path)
-                self._succeeded()
+                self._succeeded(path, run)
 
     def remove(self, path: Path) -> None:
         """Remove ``path``, as soon as no save that may replace it is under way or has failed."""
@@ -104,17 +109,16 @@ class Saves:
         if self._saving is None and self.failure is None:
             self._remove_what_is_replaced()
 
-    def at_step_boundary(self, agree: Callable[[bool], bool]) -> None:
-        """Complete the save that is under way if all ranks have written it, without waiting for anything.
+    def is_written_everywhere(self, agree: Callable[[bool], bool]) -> bool:
+        """Whether ``finish`` would not have to wait; costs no waiting itself, and is to be asked at every step.
 
         Args:
             agree: Tells the other ranks whether this one has written its files, and returns whether all ranks had said
-                so at the step boundary before.
+                so when they were asked at the step before.
         """
         asked_about, self._asked_about = self._asked_about, self._saving
         all_written = agree(self._saving is not None and self._saving.pending.is_written())
-        if all_written and asked_about is not None and asked_about is self._saving:
-            self.finish()
+        return all_written and asked_about is not None and asked_about is self._saving
 
     def finish(self, *, is_final: bool = False) -> None:
         """Complete the save that is under way, if there is one; waits for the files of all ranks.
@@ -128,10 +132,20 @@ class Saves:
         with self._failures(is_final):
             saving.pending.finish()
             self._report(saving)
-            self._succeeded()
+            self._succeeded(saving.path, saving.run)
 
-    def _succeeded(self) -> None:
+    def is_newest(self, found: Found | None, step: int) -> bool:
+        """Whether ``found`` is the last checkpoint of these saves, and of ``step``."""
+        if found is None or self.newest is None or found.step != step:
+            return False
+        return found.path.resolve() == self.newest.resolve()
+
+    def _succeeded(self, path: Path, run: RunState) -> None:
         self.failure = None
+        if run.optimizer is not None:
+            self.newest = path
+        elif path == self.newest:
+            self.newest = None
         self._remove_what_is_replaced()
 
     def abandon(self) -> None:

@@ -13,11 +13,13 @@ from lightning.fabric.utilities.distributed import _get_default_process_group_ba
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_megatron.checkpointing import Checkpointing
 from lightning_megatron.data.serving.broadcast import broadcast_batch, own_batch
 from lightning_megatron.data.serving.loaders import EvaluationLoader, ResumableLoader, is_map_style
+from lightning_megatron.data.serving.served_loader import TrainLoader
 from lightning_megatron.engine import groups
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.launch import allow_overlap, die_with_launcher, seed_of_run
@@ -127,7 +129,9 @@ class MegatronStrategy(Checkpointing):
         self._loader_state: dict[str, Any] | None = None
         self._signals: DeferredSignals | None = None
         self._is_delivering_signals = False
-        self._is_trained = False
+        self._is_trained = self._is_preempted = False
+        self._first_step: int | None = None
+        self._loader_tells_steps = False
         self._saves = Saves(SavePolicy(asynchronous=async_save, on_failure=on_save_failure))
         self.num_nodes = 1
 
@@ -168,7 +172,7 @@ class MegatronStrategy(Checkpointing):
         self._topology = groups.initialize(self.parallel, self._timeout)
         self._runtime.seed(seed_of_run(), self._topology.pp_rank)
         self._signals = DeferredSignals(self._signums, groups.host_group(self._timeout))
-        self._is_trained = False
+        self._is_trained, self._first_step = False, None
 
     def _keep_weights(self) -> Path | None:
         """Weights of a module that another Trainer has built for another layout, before its groups are gone."""
@@ -246,11 +250,17 @@ class MegatronStrategy(Checkpointing):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        if not is_map_style(dataloader):
-            return dataloader
         trainer = ready(self.lightning_module, "connect").trainer
         if trainer.state.stage in _EVALUATING:
-            return EvaluationLoader(dataloader)
+            return EvaluationLoader(dataloader) if is_map_style(dataloader) else dataloader
+        loader = self._resumable(dataloader) if is_map_style(dataloader) else dataloader
+        self._loader_tells_steps = isinstance(loader, (ResumableLoader, TrainLoader))
+        if isinstance(loader, (ResumableLoader, TrainLoader)):
+            loader.before_batch = self._at_step_boundary
+        return loader
+
+    def _resumable(self, dataloader: DataLoader[Any]) -> ResumableLoader:
+        trainer = ready(self.lightning_module, "connect").trainer
         limit = lambda: trainer.num_training_batches  # noqa: E731
         loader = ResumableLoader(dataloader, self.topology.dp, limit, first_epoch=trainer.current_epoch)
         if self._loader_state is not None:
@@ -260,7 +270,9 @@ class MegatronStrategy(Checkpointing):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        self._at_step_boundary()
+        stage = ready(self.lightning_module, "connect").trainer.state.stage
+        if stage in _EVALUATING or not self._loader_tells_steps:
+            self._at_step_boundary()
         check = getattr(self.lightning_module, "check_batch", None)
         with torch.inference_mode(False):
             if self.load_data_on_every_rank:
@@ -315,6 +327,8 @@ class MegatronStrategy(Checkpointing):
     def teardown(self) -> None:
         # Not super().teardown(): it would move the module and the optimizer to the CPU, out of Megatron's buffers.
         # The process groups stay for the next fit or validate.
+        if self._is_preempted:
+            self.barrier()  # a rank that ends earlier would have Lightning's launcher kill the others (code 137)
         ready(self.cluster_environment, "the Trainer").teardown()
         self.precision_plugin.teardown()
         ready(self.accelerator, "the Trainer").teardown()

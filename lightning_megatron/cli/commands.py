@@ -14,7 +14,7 @@ from typing import NoReturn
 from lightning_megatron.cli.conversion_command import add_convert_command
 from lightning_megatron.cli.corpus_commands import add_corpus_commands
 from lightning_megatron.cli.dataset_commands import add_dataset_commands
-from lightning_megatron.cli.failure import DONE, UsageError, report, report_interrupt, users_mistake
+from lightning_megatron.cli.failure import DONE, TERMINATED, UsageError, report, report_interrupt, users_mistake
 from lightning_megatron.cli.help_text import TRAINER_COMMANDS, trainer_help
 
 PROG = "lightning-megatron"
@@ -39,8 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments after the program's name; ``sys.argv[1:]`` if None.
 
     Returns:
-        The exit code: 0 done, 2 wrong arguments or settings, 130 ended by Ctrl-C. Anything else that fails keeps its
-        traceback (code 1).
+        The exit code: 0 done, 2 wrong arguments or settings, 130 ended by Ctrl-C, 143 stopped by SIGTERM. Anything else
+        that fails keeps its traceback (code 1).
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -51,6 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(parsed)
     except KeyboardInterrupt:
         return report_interrupt()
+    except SystemExit as ended:
+        if ended.code != TERMINATED:
+            raise
+        return TERMINATED
     except Exception as error:
         message = users_mistake(error)
         if message is None:
@@ -63,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         prog=PROG,
         description="Train language models with tensor, pipeline and sequence parallelism on PyTorch Lightning.",
         epilog=f"{PROG} COMMAND --help describes a command. Exit codes: 0 done, 1 failed, 2 wrong arguments,"
-        " 130 ended by Ctrl-C.",
+        " 130 ended by Ctrl-C, 143 stopped by SIGTERM.",
     )
     # The parsers of the sub-commands are of the same class, so they report errors in the same way.
     commands = parser.add_subparsers(metavar="COMMAND", required=True)

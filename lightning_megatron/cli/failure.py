@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from lightning_megatron.errors import ConfigError
 
-DONE, WRONG_ARGUMENTS, INTERRUPTED = 0, 2, 130
+DONE, WRONG_ARGUMENTS, INTERRUPTED, TERMINATED = 0, 2, 130, 143
 
 _LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID")
 _PATIENCE_SECONDS = 6.0

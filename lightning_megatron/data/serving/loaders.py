@@ -77,6 +77,8 @@ class ResumableLoader:
         self._limit = limit
         self._epoch = first_epoch
         self._handed_out = 0
+        self.before_batch: Callable[[], None] = lambda: None
+        """Called when a batch is asked for: what was handed out before has been trained on."""
         self._is_resuming = False
         self._generator = loader.generator or getattr(loader.sampler, "generator", None)
         self._random_state: torch.Tensor | None = None
@@ -97,9 +99,11 @@ class ResumableLoader:
         self._is_resuming = False
         if isinstance(self.loader.sampler, DistributedSampler):
             self.loader.sampler.set_epoch(self._epoch)
+        self.before_batch()
         for batch in self._rest() if self._handed_out else self._whole():
             self._handed_out += 1
             yield batch
+            self.before_batch()
 
     def _whole(self) -> DataLoader[Any]:
         self._random_state, self._generator_state = torch.get_rng_state(), _state_of(self._generator)

@@ -5,7 +5,7 @@ They are not ``torch.utils.data.DataLoader`` objects, so Lightning leaves their 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,8 @@ class TrainLoader:
         """May be replaced before the next iteration."""
         self._shape = shape
         self._num_workers = num_workers
+        self.before_batch: Callable[[], None] = lambda: None
+        """Called when a batch is asked for: what was handed out before has been trained on."""
 
     def __len__(self) -> int:
         """Steps of the whole epoch, those before a resume included."""
@@ -54,10 +56,12 @@ class TrainLoader:
         sampler = self.sampler
         # Samples that are drawn at random differ from epoch to epoch, copy to copy, and behind a resume.
         seed = (sampler.order.seed, sampler.epoch, sampler.consumed_samples, self._shape.data_parallel_rank)
+        self.before_batch()
         for batch in _read(self.samples, sampler.batches(), self._num_workers, seed):
             # Counted before it is handed out, so that a checkpoint written during the step has it.
             self.sampler.advance()
             yield batch
+            self.before_batch()
 
     def state_dict(self) -> dict[str, Any]:
         """The position, for Lightning's fit loop."""
