@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from lightning_megatron.engine.checkpoint_failures import failures_as_errors
 from lightning_megatron.errors import CheckpointError
 
 WEIGHTS_FILE = "model.safetensors"
@@ -247,6 +246,9 @@ def _offset(tensor: torch.Tensor) -> int | None:
 
 def _unpickle(file: Path) -> dict[str, torch.Tensor]:
     """A dict of tensors, mapped into memory; files of torch before 1.6 cannot be mapped and are read whole."""
+    # Not above: it imports Megatron-Core, which takes seconds.
+    from lightning_megatron.engine.checkpoint_failures import failures_as_errors
+
     with failures_as_errors(f"weights file {file} cannot be read (fetch it again)"):
         tensors = torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=True)
     if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):

@@ -53,7 +53,7 @@ def write_hugging_face(source: StoredModel, options: ConvertOptions) -> None:
 
 
 def _is_headless(hf_config: Any) -> bool:
-    return (getattr(hf_config, "architectures", None) or [""])[0].endswith("Model")
+    return str((getattr(hf_config, "architectures", None) or [""])[0]).endswith("Model")
 
 
 def _shapes(rule: Rule, spec: Spec) -> tuple[tuple[int, ...], ...]:

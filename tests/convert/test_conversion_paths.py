@@ -1,0 +1,264 @@
+"""Is every mistake found before a weight is read, and is nothing half-written ever found under the final name?"""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron.convert.conversion import ConvertOptions, convert, open_model
+from lightning_megatron.convert.detection import iteration_folder
+from lightning_megatron.convert.stored.hugging_face import HuggingFaceModel
+from lightning_megatron.errors import CheckpointError, ConfigError
+from tests.convert.directories import save_as, tiny_llama
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A Llama of four heads in two groups and four layers."""
+    save_as(tiny_llama(), tmp_path / "source", "safetensors")
+    return tmp_path / "source"
+
+
+def _options(source: Path, **options: Any) -> ConvertOptions:
+    return ConvertOptions(**{"load_path": source, "save_path": source.with_name("target"), "to": "hf", **options})
+
+
+def _nothing_but_the_source(source: Path) -> bool:
+    return [path.name for path in source.parent.iterdir()] == ["source"]
+
+
+# ---- mistakes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"to": "onnx"}, "to=onnx is not a format; choose from hf, megatron, megatron-legacy"),
+        ({"dtype": "fp8"}, "dtype=fp8 is not a dtype"),
+        ({"max_shard_size": "many"}, "max_shard_size='many' is not a size"),
+        ({"tp": 2}, "tp=2 would do nothing with to=hf"),
+        ({"pp": 2}, "pp=2 would do nothing with to=hf"),
+        ({"make_vocab_size_divisible_by": 8}, "make_vocab_size_divisible_by=8 would do nothing with to=hf"),
+        ({"use_distributed_optimizer": True}, "use_distributed_optimizer=True would do nothing with to=hf"),
+        ({"to": "megatron", "use_distributed_optimizer": True}, "would do nothing with to=megatron"),
+        ({"to": "megatron", "max_shard_size": "1GB"}, "max_shard_size=1GB would do nothing with to=megatron"),
+        ({"to": "megatron", "dp": 2}, "dp=2 would do nothing with to=megatron"),
+        ({"to": "megatron-legacy", "dp": 2}, "dp=2 would do nothing without use_distributed_optimizer"),
+        ({"to": "megatron-legacy", "dp": 0}, "dp=0 must be at least 1"),
+        ({"to": "megatron", "tp": 0}, "tp=0 must be an integer of at least 1"),
+        ({"to": "megatron", "tp": 3}, "tp=3 does not divide num_attention_heads=4; choose tp from 1, 2, 4"),
+        ({"to": "megatron", "vpp": 2}, "vpp=2 interleaves pipeline stages, but pp=1"),
+        ({"to": "megatron", "pp": 5}, "pp=5 x vpp=1 = 5 stages are more than the 4 layers"),
+        ({"to": "megatron", "pp": 3, "vpp": 2}, "pp=3 x vpp=2 = 6 stages are more than the 4 layers"),
+        ({"iteration": -1}, "iteration=-1 must be at least 0"),
+        ({"iteration": 5}, "iteration=5 would do nothing"),
+        ({"tokenizer": Path("nowhere")}, "tokenizer=nowhere does not exist"),
+        ({"tokenizer": Path(__file__).parent}, "is no folder with a tokenizer's files"),
+        ({"config": Path("nowhere.json")}, "config=nowhere.json does not exist"),
+        ({"config": Path(__file__)}, "would do nothing: .* has a config.json"),
+    ],
+    ids=str,
+)
+def test_mistakes_in_options(source: Path, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        convert(_options(source, **options))
+    assert _nothing_but_the_source(source)
+
+
+def test_mistakes_in_paths(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = source.with_name("full")
+    full.mkdir()
+    (full / "file").write_text("")
+    for save_path, says in (
+        (full, "full is not empty; give a new name, or remove it"),
+        (full / "file", "is a file"),
+        (full / "file" / "below", "cannot be made: .*file is no folder"),
+        (source / "below", "lie in each other"),
+        (source.parent, "is not empty"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            convert(_options(source, save_path=save_path))
+    with pytest.raises(CheckpointError, match="nowhere does not exist"):
+        convert(_options(source, load_path=source.with_name("nowhere")))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1_000_000))
+    with pytest.raises(CheckpointError, match=r"needs 0\.00119 GB, and its disk has 0\.001 GB free"):
+        convert(_options(source))
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({}, r"is no checkpoint \(it has nothing\)"),
+        ({"notes.txt": "", "a.py": ""}, r"\(it has a.py, notes.txt\)"),
+        ({"config.json": "{}"}, "has a config.json and no weights beside it"),
+        ({"a.ckpt/x": "", "b.ckpt/x": ""}, "a folder of checkpoints; give one of them: a.ckpt, b.ckpt"),
+        ({"model.safetensors": ""}, "truncated or no safetensors file"),
+        ({"iter_0000002/x": "", "iter_0000010/x": ""}, "several iterations and no latest_checkpointed_iteration.txt"),
+    ],
+    ids=str,
+)
+def test_folders_of_other_things(tmp_path: Path, files: dict[str, str], says: str) -> None:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    with pytest.raises(CheckpointError, match=says):
+        convert(_options(folder))
+
+
+def test_a_file_of_another_kind(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(CheckpointError, match="a file of another kind"):
+        convert(_options(tmp_path / "notes.txt"))
+
+
+def test_weights_without_a_config_need_one(source: Path, tmp_path: Path) -> None:
+    (source / "config.json").rename(tmp_path / "elsewhere.json")
+    with pytest.raises(CheckpointError, match=r"has no config\.json.*--config"):
+        convert(_options(source))
+    convert(_options(source, config=tmp_path / "elsewhere.json"))
+    assert (source.with_name("target") / "config.json").is_file()
+
+
+def test_a_weight_file_means_its_folder(source: Path) -> None:
+    assert open_model(source / "model.safetensors", _options(source)).path == source
+
+
+# ---- iterations -----------------------------------------------------------------------------------------------------
+
+
+def _iterations(folder: Path, tracked: str | None, *names: str) -> Path:
+    for name in names:
+        (folder / name).mkdir()
+    if tracked is not None:
+        (folder / "latest_checkpointed_iteration.txt").write_text(tracked)
+    return folder
+
+
+def test_the_tracker_file_says_which_iteration(tmp_path: Path) -> None:
+    folder = _iterations(tmp_path, "500\n", "iter_0000500", "iter_0001000", "release")
+    assert iteration_folder(folder, None).name == "iter_0000500"
+    assert iteration_folder(folder, 1000).name == "iter_0001000"
+    with pytest.raises(
+        CheckpointError, match="iteration=7 is not there.*there are: iter_0000500, iter_0001000, release"
+    ):
+        iteration_folder(folder, 7)
+
+
+def test_a_release_and_an_only_iteration(tmp_path: Path) -> None:
+    assert iteration_folder(_iterations(tmp_path, "release", "release"), None).name == "release"
+    (tmp_path / "other").mkdir()
+    assert iteration_folder(_iterations(tmp_path / "other", None, "iter_0000003"), None).name == "iter_0000003"
+
+
+@pytest.mark.parametrize("text", ["", "../..", "5e3", "900"])
+def test_a_wrong_tracker_file(tmp_path: Path, text: str) -> None:
+    with pytest.raises(CheckpointError, match="is no iteration|names is not there"):
+        iteration_folder(_iterations(tmp_path, text, "iter_0000500"), None)
+
+
+# ---- what is left behind --------------------------------------------------------------------------------------------
+
+
+def _stop(error: BaseException) -> Any:
+    def read(self: Any, key: Any, start: int, stop: int) -> torch.Tensor:
+        raise error
+
+    return read
+
+
+@pytest.mark.parametrize("to", ["hf", "megatron", "megatron-legacy"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), CheckpointError("damaged"), ZeroDivisionError()], ids=repr)
+def test_what_fails_leaves_nothing(
+    source: Path, monkeypatch: pytest.MonkeyPatch, to: str, error: BaseException
+) -> None:
+    monkeypatch.setattr(HuggingFaceModel, "read", _stop(error))
+    with pytest.raises(type(error)):
+        convert(_options(source, to=to))
+    assert _nothing_but_the_source(source)
+
+
+@pytest.fixture
+def small_disk() -> Iterator[None]:
+    """No file may grow past 20 kB."""
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+
+@pytest.mark.parametrize("to", ["hf", "megatron"])
+def test_a_full_disk_is_said_and_leaves_nothing(source: Path, small_disk: None, to: str) -> None:
+    with pytest.raises(CheckpointError, match=r"writ.*(File too large|is the disk full)"):
+        convert(_options(source, to=to))
+    assert _nothing_but_the_source(source)
+
+
+_SLOW = """
+import sys, time
+from pathlib import Path
+from lightning_megatron.convert.conversion import ConvertOptions, convert
+from lightning_megatron.convert.stored.hugging_face import HuggingFaceModel
+
+read = HuggingFaceModel.read
+def slow(self, key, start, stop):
+    if key.layer == 2:
+        print("half", flush=True)
+        time.sleep(60)
+    return read(self, key, start, stop)
+
+HuggingFaceModel.read = slow
+convert(ConvertOptions(load_path=Path(sys.argv[1]), save_path=Path(sys.argv[2]), to="hf", max_shard_size="20KB"))
+"""
+
+
+def test_a_killed_run_leaves_no_name_and_the_next_one_removes_the_rest(source: Path) -> None:
+    target = source.with_name("target")
+    with subprocess.Popen(
+        [sys.executable, "-c", _SLOW, str(source), str(target)], stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "half\n"
+        assert not target.exists()
+        with pytest.raises(CheckpointError, match="is being written by another process"):
+            convert(_options(source))
+        child.send_signal(signal.SIGKILL)
+    assert sorted(path.name for path in source.parent.iterdir()) == [".target.partial", "source"]
+    assert any(source.parent.joinpath(".target.partial").rglob("*.safetensors"))
+    convert(_options(source))
+    assert sorted(path.name for path in source.parent.iterdir()) == ["source", "target"]
+    assert sorted(path.name for path in target.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
+
+
+def test_an_empty_folder_and_new_parents_are_filled(source: Path) -> None:
+    empty = source.with_name("empty")
+    empty.mkdir()
+    convert(_options(source, save_path=empty))
+    assert (empty / "model.safetensors").is_file()
+    done = convert(_options(source, save_path=source.with_name("a") / "b" / "c"))
+    assert done.num_files == 3
+    assert done.num_bytes == sum(file.stat().st_size for file in empty.iterdir())
+
+
+def test_a_link_to_an_empty_folder_stays_a_link(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "disk")
+    convert(_options(source, save_path=link))
+    assert link.is_symlink()
+    assert (tmp_path / "disk" / "model.safetensors").is_file()
