@@ -110,6 +110,34 @@ def test_a_run_resumed_in_mid_epoch_is_exactly_the_same(tmp_path: Path, world_si
 
 
 @pytest.mark.parametrize(
+    ("before", "after", "trainer"),
+    [
+        pytest.param({}, UNSHARDED_OPTIMIZER, {}, id="no longer sharded"),
+        pytest.param(UNSHARDED_OPTIMIZER, {}, BF16, id="sharded from there on, bf16"),
+    ],
+)
+def test_a_run_goes_on_exactly_when_its_optimizer_is_sharded_otherwise(
+    tmp_path: Path, before: dict[str, Any], after: dict[str, Any], trainer: dict[str, Any]
+) -> None:
+    # Without clipping, because the norm's sum has another order; that of two ranks' gradients has not.
+    run = Run(strategy=before, trainer={"max_steps": 6, "gradient_clip_val": None, **trainer})
+    whole = run_ranks(_train_and_keep, 2, run, tmp_path, {"every_n_train_steps": 3})
+
+    resumed = run_ranks(
+        _train, 2, run.but(strategy={"distributed_optimizer": True, **after}, ckpt_path=str(tmp_path / "step=3.ckpt"))
+    )
+
+    for expected, found in zip(whole, resumed, strict=True):
+        for step in (4, 5, 6):
+            grad_norm = expected.steps[step].pop("grad_norm")
+            assert found.steps[step].pop("grad_norm") == pytest.approx(grad_norm, rel=1e-5)
+            assert found.steps[step] == expected.steps[step]
+        for kind in ("weights.", "rng."):
+            state = {name: value for name, value in expected.state.items() if name.startswith(kind)}
+            assert differences(state, {name: found.state[name] for name in state}) == []
+
+
+@pytest.mark.parametrize(
     ("strategy", "world_size"), [({}, 1), (PP2_VPP2, 2), ({}, 2)], ids=["one rank", "pp2 vpp2", "dp2"]
 )
 def test_a_run_on_indexed_data_goes_on_exactly(
