@@ -46,6 +46,8 @@ class PositionedGPT(GPTModel):
             **arguments,
         )
         self.description = model
+        self.rotary_length: int | None = None
+        """Tokens of the longest row, where a call shows only some rows of a batch; None: as the positions say."""
         if self.pre_process:
             self.embedding.embedding_dropout.p = model.embedding_dropout
             if model.embedding_layernorm:
@@ -83,6 +85,8 @@ class PositionedGPT(GPTModel):
         if position_ids is None:
             position_ids = torch.arange(seq_length, device=counted.device)[None]
             length = seq_length
+        elif self.rotary_length is not None:
+            length = self.rotary_length
         else:
             # Hugging Face's measure of a sequence's length; it makes the host wait, in these two scalings only.
             length = int(position_ids.max()) + 1

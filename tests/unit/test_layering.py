@@ -24,6 +24,7 @@ LEVELS = {
     "data": 3,
     "steps": 4,
     "convert": 4,
+    "generate": 4,
     "": 5,  # strategy.py, module.py and the other files of the root, with callbacks/
     "datamodules": 5,
     "callbacks": 5,

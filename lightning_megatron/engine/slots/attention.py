@@ -25,6 +25,7 @@ from lightning_megatron.engine.slots import flex, runs
 from lightning_megatron.engine.slots.alibi import Alibi, AlibiKind, key_biases, key_biases_without_mask, relative
 from lightning_megatron.engine.slots.attention_masks import MASKED_SCORE as MASKED_SCORE
 from lightning_megatron.engine.slots.attention_masks import Pattern, PerMask, added_scores, hidden_keys, pattern_of
+from lightning_megatron.engine.slots.kv_cache import KeyValueCache
 from lightning_megatron.errors import ConfigError
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
@@ -81,6 +82,7 @@ class SDPAttention(MegatronModule):
         self.attn_mask_type = attn_mask_type
         self.is_cross: bool = attention_type == "cross"
         self.softmax_scale: float | None = softmax_scale
+        self.kv_cache: KeyValueCache | None = None  # set while text is generated
         self.sliding_window = sliding_window
         self.alibi: AlibiKind | None = alibi
         self.tp_rank: int = 0 if alibi is None else _tp_rank(config, pg_collection)
@@ -104,8 +106,8 @@ class SDPAttention(MegatronModule):
             query: [sq, b, np, hn].
             key: [sk, b, ng, hn]; ng divides np.
             value: [sk, b, ng, hn].
-            attention_mask: Integers [b, sk], the segment of each key (``attention_masks.py``); or bool
-                [b or 1, 1, sq or 1, sk], True where a key must not be seen; None for no mask.
+            attention_mask: Integers [b, sk], the segment of each key (``attention_masks.py``), cached ones included; or
+                bool [b or 1, 1, sq or 1, sk], True where a key must not be seen; None for no mask.
             attn_mask_type: Replaces the layer's mask type for this call.
             attention_bias: Added to the scores, [b or 1, np or 1, sq or 1, sk].
             packed_seq_params: Must be None.
@@ -120,6 +122,8 @@ class SDPAttention(MegatronModule):
             raise ConfigError("packed_seq_params is set, but SDPAttention has no packed sequences; pad them instead")
         sq, b, np, hn = query.shape
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        if self.kv_cache is not None:
+            k, v = self.kv_cache.append(k, v)
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         pattern = pattern_of(
             sq, k.shape[2], causal=mask_type in _CAUSAL, window=self.sliding_window, cross=self.is_cross

@@ -1,0 +1,1 @@
+"""How does a trained model write? Decoding on any layout."""

@@ -1,0 +1,124 @@
+"""What do rows of unequal length look like to the model? Tokens on the right, padding on the left, positions from 0."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.generate.options import GenerationOptions
+from lightning_megatron.models.config import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """Rows that all end at the same place, so that each new token of all rows has one place in the cache."""
+
+    tokens: Tensor
+    """[b, s], int64; padding on the left."""
+    lengths: Tensor
+    """[b], int64: tokens of each row."""
+    is_padded: bool
+    """Whether any row has padding."""
+    longest: int
+    """Tokens of the longest row of the whole call, of which these rows may be a part."""
+
+    @property
+    def is_token(self) -> Tensor:
+        """[b, s], int64: 1 for tokens, 0 for padding."""
+        width = self.tokens.shape[1]
+        return (torch.arange(width, device=self.tokens.device) >= width - self.lengths[:, None]).long()
+
+    @property
+    def positions(self) -> Tensor:
+        """[b, s], int64: each row counts its own tokens from 0."""
+        return (self.is_token.cumsum(-1) - 1).clamp(min=0)
+
+    def rows(self, first: int, stop: int) -> Prompts:
+        """Some of the rows."""
+        return replace(self, tokens=self.tokens[first:stop], lengths=self.lengths[first:stop])
+
+    def to(self, device: torch.device) -> Prompts:
+        """The same on ``device``."""
+        return replace(self, tokens=self.tokens.to(device), lengths=self.lengths.to(device))
+
+
+def aligned(input_ids: Tensor, attention_mask: Tensor | None) -> Prompts:
+    """Prompts as the model reads them, wherever their padding was.
+
+    Args:
+        input_ids: [b, s].
+        attention_mask: [b, s], 1 for tokens and 0 for padding; None for no padding.
+    """
+    tokens = input_ids.long()
+    rows, width = tokens.shape
+    if attention_mask is None:
+        return Prompts(tokens=tokens, lengths=tokens.new_full((rows,), width), is_padded=False, longest=width)
+    mask = attention_mask.long()
+    lengths = mask.sum(-1)
+    longest, shortest = int(lengths.max()), int(lengths.min())
+    tokens_last = mask.argsort(dim=-1, stable=True)
+    # What stands for padding need not be a token of the vocabulary, and the embedding is asked for it.
+    tokens = (tokens * mask).gather(-1, tokens_last)[:, width - longest :]
+    return Prompts(tokens=tokens, lengths=lengths, is_padded=shortest < longest, longest=longest)
+
+
+def check_prompts(
+    input_ids: Tensor, attention_mask: Tensor | None, model: ModelConfig, options: GenerationOptions
+) -> None:
+    """Refuse what the model cannot continue. Reads the tensors, which should be on the host.
+
+    Raises:
+        ConfigError: If the tensors are no [b, s] of tokens and of 0 and 1, a prompt is empty, a token is not in the
+            vocabulary, or the text would outgrow the table of positions.
+    """
+    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.dtype.is_floating_point:
+        given = f"{list(input_ids.shape)} {input_ids.dtype}" if isinstance(input_ids, Tensor) else type(input_ids)
+        raise ConfigError(f"input_ids are {given}; give a tensor of integers, [prompts, tokens]")
+    if input_ids.numel() == 0:
+        raise ConfigError(f"input_ids have the shape {list(input_ids.shape)}; give at least one prompt of one token")
+    if attention_mask is not None:
+        _check_mask(input_ids, attention_mask)
+    real = input_ids if attention_mask is None else input_ids[attention_mask == 1]
+    check_tokens("input_ids", (int(real.min()), int(real.max())), model.vocab_size)
+    longest = input_ids.shape[1] if attention_mask is None else int(attention_mask.sum(-1).max())
+    limit = model.max_position_embeddings
+    # The last new token is not read again.
+    if model.position_embedding_type == "learned_absolute" and longest + options.max_new_tokens - 1 > limit:
+        room = limit + 1 - longest
+        fix = f"use max_new_tokens of at most {room}" if room > 0 else f"cut the prompts to fewer than {limit} tokens"
+        raise ConfigError(
+            f"a prompt of {longest} tokens and max_new_tokens={options.max_new_tokens} need more positions than the "
+            f"model's max_position_embeddings={limit}; {fix}"
+        )
+
+
+def check_tokens(name: str, tokens: tuple[int, ...], vocab_size: int) -> None:
+    """Refuse tokens outside the vocabulary.
+
+    Raises:
+        ConfigError: With the first one.
+    """
+    for token in tokens:
+        if not 0 <= token < vocab_size:
+            raise ConfigError(
+                f"{name} has the token {token}, and the model's vocabulary is 0..{vocab_size - 1}; does the tokenizer "
+                "belong to the model?"
+            )
+
+
+def _check_mask(input_ids: Tensor, attention_mask: Tensor) -> None:
+    given = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask)
+    if given != list(input_ids.shape):
+        raise ConfigError(
+            f"attention_mask has the shape {given} and input_ids {list(input_ids.shape)}; give each token one number"
+        )
+    if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
+        raise ConfigError("attention_mask has other numbers than 0 and 1; give 1 for tokens and 0 for padding")
+    empty = (attention_mask.sum(-1) == 0).nonzero().flatten().tolist()
+    if empty:
+        raise ConfigError(
+            f"the prompts {empty} are empty (their attention_mask is 0 everywhere); give a token at least"
+        )

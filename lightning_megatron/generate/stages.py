@@ -1,0 +1,131 @@
+"""How do tokens become logits on a pipeline? Each stage runs its layers on what the stage before it has sent.
+
+Rows are cut into as many groups as there are stages, so that the stages work at the same time: while the second one
+has the first group, the first one has the second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_megatron.engine.groups import Topology
+from lightning_megatron.engine.slots.attention import SDPAttention
+from lightning_megatron.engine.slots.kv_cache import KeyValueCache
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextTokens:
+    """What the model reads in one pass, behind what its caches hold."""
+
+    tokens: Tensor
+    """[b, s], int64."""
+    positions: Tensor
+    """[b, s], int64."""
+    mask: Tensor | None
+    """[b, cached + s], int64, 0 for padding; None for no padding."""
+    longest: int
+    """Tokens of the longest row of all copies, these included."""
+
+
+class Stages:
+    """This rank's part of one batch's passes through the model; all ranks of a copy must call alike."""
+
+    def __init__(self, models: Sequence[Any], topology: Topology, rows: int, capacity: int) -> None:
+        """Prepare empty caches.
+
+        Args:
+            models: This rank's plain model chunks.
+            topology: This rank's place.
+            rows: b.
+            capacity: How many tokens a row may have in the cache.
+        """
+        self._models = list(models)
+        self._topology = topology
+        # Two messages under way in both directions could wait for each other: with chunks the batch is one group.
+        count = 1 if topology.parallel.vpp else min(topology.parallel.pp, rows)
+        bounds = [rows * i // count for i in range(count + 1)]
+        self._groups = list(zip(bounds, bounds[1:], strict=False))
+        self._layers = [[m for m in model.modules() if isinstance(m, SDPAttention)] for model in self._models]
+        self._caches = [[[KeyValueCache(capacity) for _ in layers] for layers in self._layers] for _ in self._groups]
+
+    def logits(self, batch: NextTokens) -> Tensor | None:
+        """What follows the last token of each row: [b, padded vocabulary] fp32 on the last stage, None elsewhere."""
+        found: list[Tensor] = []
+        under_way: list[tuple[Any, Tensor]] = []
+        for index, model in enumerate(self._models):
+            is_first = self._topology.is_first_stage and index == 0
+            is_last = self._topology.is_last_stage and index == len(self._models) - 1
+            for (first, stop), caches in zip(self._groups, self._caches, strict=True):
+                rows = replace(
+                    batch,
+                    tokens=batch.tokens[first:stop],
+                    positions=batch.positions[first:stop],
+                    mask=None if batch.mask is None else batch.mask[first:stop],
+                )
+                hidden = None if is_first else self._received(rows.tokens, model.config)
+                with _attending_to(self._layers[index], caches[index]), _last_position_only(model):
+                    output = _output(model, hidden, rows)
+                if is_last:
+                    found.append(output[:, -1].float())
+                else:
+                    sent = output.contiguous()
+                    under_way.append((dist.isend(sent, self._neighbour(1), group=self._topology.pp_group), sent))
+        for message, _ in under_way:
+            message.wait()
+        return torch.cat(found) if found else None
+
+    def _received(self, tokens: Tensor, config: Any) -> Tensor:
+        """Hidden states of the stage before: [s, b, h]."""
+        rows, length = tokens.shape
+        shape = (length, rows, config.hidden_size)
+        hidden = torch.empty(shape, dtype=config.pipeline_dtype, device=tokens.device)
+        dist.recv(hidden, self._neighbour(-1), group=self._topology.pp_group)
+        return hidden
+
+    def _neighbour(self, distance: int) -> int:
+        """Global rank of a stage behind (or before) this one; behind the last is the first, with its next chunk."""
+        ranks = dist.get_process_group_ranks(self._topology.pp_group)
+        return ranks[(self._topology.pp_rank + distance) % len(ranks)]
+
+
+def _output(model: Any, hidden: Tensor | None, rows: NextTokens) -> Tensor:
+    model.set_input_tensor(hidden)
+    model.rotary_length = rows.longest
+    try:
+        output: Tensor = model(rows.tokens, rows.positions, rows.mask, runtime_gather_output=True)
+    finally:
+        model.set_input_tensor(None)
+        model.rotary_length = None
+    return output
+
+
+@contextlib.contextmanager
+def _attending_to(layers: list[SDPAttention], caches: list[KeyValueCache]) -> Iterator[None]:
+    """Layers that see what is in the caches, and add to it."""
+    for layer, cache in zip(layers, caches, strict=True):
+        layer.kv_cache = cache
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.kv_cache = None
+
+
+@contextlib.contextmanager
+def _last_position_only(model: Any) -> Iterator[None]:
+    """The output layer, if this chunk has it, computes the logits of the last position alone."""
+    if not model.post_process:
+        yield
+        return
+    hook = model.output_layer.register_forward_pre_hook(lambda layer, inputs: (inputs[0][-1:], *inputs[1:]))
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -1,0 +1,131 @@
+"""Which models do the tests of generation ask, and how are the ranks of a layout asked?
+
+``continued(calls, layout)`` starts the ranks of a layout, which load each model from a directory that Hugging Face has
+written and continue the prompts; what every rank got comes back, in the order of the calls.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from tests.families.parity import VOCAB_SIZE, pretrained_module, tiny_model
+from tests.parity.training import Case, Layout, trainer_of
+from tests.ranks import run_ranks
+
+POSITIONS = 40
+_DECODER = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 48}
+_LLAMA = {**_DECODER, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": POSITIONS}
+_GPT2 = {"vocab_size": VOCAB_SIZE, "n_layer": 4, "n_embd": 32, "n_head": 4, "n_positions": POSITIONS}
+_FALCON = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", _GPT2),
+    "gpt_bigcode": ("gpt_bigcode", _GPT2),
+    "llama": ("llama", _LLAMA),
+    "llama_dynamic": (
+        "llama",
+        {**_LLAMA, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}}
+        | {"max_position_embeddings": 12},
+    ),
+    "mistral": ("mistral", {**_LLAMA, "sliding_window": 5}),
+    "qwen2": ("qwen2", _LLAMA),
+    "qwen3": ("qwen3", {**_LLAMA, "head_dim": 10}),
+    "bloom": ("bloom", {"vocab_size": VOCAB_SIZE, "n_layer": 4, "hidden_size": 32, "n_head": 4}),
+    "falcon": ("falcon", _FALCON),
+    "falcon_40b": ("falcon", {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon_alibi": ("falcon", {**_FALCON, "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}),
+}
+"""Each family of GPTs: model type and fields; every dropout is Hugging Face's default, which generation leaves out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call of ``generate``."""
+
+    model: str
+    """A key of ``MODELS``."""
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@functools.cache
+def hugging_face(name: str) -> Any:
+    """The model by transformers, with random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    # Between threads on shared cores a tiny model takes ten times as long.
+    torch.set_num_threads(1)
+
+    model_type, fields = MODELS[name]
+    config = AutoConfig.for_model(model_type, **fields)
+    if model_type != "falcon":
+        return tiny_model(AutoModelForCausalLM, config)
+    from transformers import FalconForCausalLM
+
+    return tiny_model(FalconForCausalLM, config)
+
+
+def prompts(side: str = "left", lengths: tuple[int, ...] = (7, 3, 1, 5), width: int = 7) -> tuple[torch.Tensor, ...]:
+    """Tokens and their mask, [b, width]; the real tokens of a row are the same on both sides."""
+    generator = torch.Generator().manual_seed(4)
+    tokens, mask = torch.full((len(lengths), width), 2), torch.zeros(len(lengths), width, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        place = slice(width - length, None) if side == "left" else slice(length)
+        tokens[row, place] = torch.randint(3, VOCAB_SIZE, (length,), generator=generator)
+        mask[row, place] = 1
+    return tokens, mask
+
+
+def continued(calls: list[Call], layout: Layout, **case: Any) -> list[torch.Tensor]:
+    """What rank 0 got from each call; every rank must have got the same."""
+    return _of_all_ranks(run_with_models(_answers, layout, calls, **case))
+
+
+def run_with_models(function: Callable[..., Any], layout: Layout, calls: list[Call], **case: Any) -> list[Any]:
+    """``function(directory, case, calls)`` of every rank, where ``directory`` has the models that the calls name."""
+    directory = Path(tempfile.mkdtemp(prefix="generate_"))
+    try:
+        for name in {call.model for call in calls}:
+            hugging_face(name).save_pretrained(directory / name)
+        return run_ranks(function, layout.world_size, str(directory), Case(layout=layout, steps=1, **case), calls)
+    finally:
+        shutil.rmtree(directory)
+
+
+def _of_all_ranks(answers: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    for others in answers[1:]:
+        assert all(torch.equal(mine, other) for mine, other in zip(answers[0], others, strict=True))
+    return answers[0]
+
+
+# ---- on the ranks ---------------------------------------------------------------------------------------------------
+
+
+def set_up(directory: str, case: Case, name: str) -> Any:
+    """A module with its chunks built and its weights loaded."""
+    module = pretrained_module(f"{directory}/{name}")
+    rows = [{"input_ids": torch.arange(4)} for _ in range(case.layout.dp * case.layout.num_microbatches)]
+    loader: DataLoader[Any] = DataLoader(rows, batch_size=case.layout.num_microbatches)  # type: ignore[arg-type]
+    trainer_of(case).validate(module, loader, verbose=False)
+    return module
+
+
+def _answers(directory: str, case: Case, calls: list[Call]) -> list[torch.Tensor]:
+    modules = dict.fromkeys(call.model for call in calls)
+    answers: dict[int, torch.Tensor] = {}
+    for name in modules:
+        module = set_up(directory, case, name)
+        for index, call in enumerate(calls):
+            if call.model == name:
+                answers[index] = module.generate(call.input_ids, call.attention_mask, **call.options)
+    return [answers[index] for index in range(len(calls))]

@@ -1,0 +1,106 @@
+"""Do models write what Hugging Face's write, in every layout, with padding on either side and rows that end early?"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.generate.models import MODELS, Call, continued, hugging_face, prompts
+from tests.parity.training import Layout
+
+LAYOUTS = (
+    Layout(),
+    Layout(tp=2, sequence_parallel=True),
+    Layout(pp=2, recompute="full"),
+    Layout(pp=2, vpp=2, num_microbatches=2),
+    Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2, recompute="selective"),
+    Layout(dp=3),
+)
+
+
+NO_END: dict[str, Any] = {"eos_token_id": ()}
+
+
+def _written_by_hugging_face(name: str, ids: torch.Tensor, mask: torch.Tensor, **options: Any) -> torch.Tensor:
+    written: torch.Tensor = hugging_face(name).generate(ids, attention_mask=mask, do_sample=False, **options)
+    return written
+
+
+@functools.cache
+def _calls_and_answers() -> list[tuple[Call, torch.Tensor]]:
+    """Each family twice: rows that never end, and rows of which some end early."""
+    ids, mask = prompts()
+    pairs = []
+    for name in MODELS:
+        whole = _written_by_hugging_face(name, ids, mask, max_new_tokens=12, eos_token_id=-1, pad_token_id=0)
+        ends = [int(token) for token in whole[:2, ids.shape[1] + 4]]
+        options: dict[str, Any] = {"max_new_tokens": 12, "min_new_tokens": 3, "pad_token_id": 1}
+        ended = _written_by_hugging_face(name, ids, mask, eos_token_id=ends, **options)
+        endless = Call(model=name, input_ids=ids, attention_mask=mask, options={"max_new_tokens": 12} | NO_END)
+        pairs.append((endless, whole))
+        pairs.append((replace(endless, options={**options, "eos_token_id": tuple(ends)}), ended))
+    return pairs
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_family_writes_what_hugging_face_writes(layout: Layout) -> None:
+    calls, expected = zip(*_calls_and_answers(), strict=True)
+    for call, actual, hf in zip(calls, continued(list(calls), layout), expected, strict=True):
+        assert actual.tolist() == hf.tolist(), (call.model, call.options)
+
+
+def test_the_side_of_the_padding_and_the_other_rows_change_nothing() -> None:
+    left, left_mask = prompts("left")
+    right, right_mask = prompts("right")
+    options = {"max_new_tokens": 8} | NO_END
+    calls = []
+    for name in ("gpt2", "mistral", "bloom"):
+        calls.append(Call(model=name, input_ids=left, attention_mask=left_mask, options=options))
+        calls.append(Call(model=name, input_ids=right, attention_mask=right_mask, options=options))
+        calls.extend(
+            Call(model=name, input_ids=row[m == 1][None], options=options)
+            for row, m in zip(left, left_mask, strict=True)
+        )
+    answers = continued(calls, Layout(pp=2))
+    for first in range(0, len(calls), 6):
+        on_left, on_right, *alone = answers[first : first + 6]
+        assert torch.equal(on_right[:, :7], right)
+        assert torch.equal(on_left[:, 7:], on_right[:, 7:])
+        assert torch.equal(on_left[:, 7:], torch.cat([row[:, -8:] for row in alone]))
+
+
+def test_more_ranks_than_key_value_heads() -> None:
+    ids, mask = prompts()
+    options = {"max_new_tokens": 8} | NO_END
+    calls = [Call(model=n, input_ids=ids, attention_mask=mask, options=options) for n in ("gpt_bigcode", "falcon_40b")]
+    for call, actual in zip(calls, continued(calls, Layout(tp=4)), strict=True):
+        hf = _written_by_hugging_face(call.model, ids, mask, max_new_tokens=8, eos_token_id=-1, pad_token_id=0)
+        assert actual.tolist() == hf.tolist(), call.model
+
+
+def test_repetition_penalty_stop_sequences_and_the_models_own_end() -> None:
+    ids, _ = prompts(lengths=(7, 7, 7))
+    hf = hugging_face("llama")
+    penalized = hf.generate(ids, do_sample=False, max_new_tokens=12, repetition_penalty=1.7, eos_token_id=-1)
+    plain = hf.generate(ids, do_sample=False, max_new_tokens=30)  # the config's eos_token_id
+    whole = hf.generate(ids, do_sample=False, max_new_tokens=12, eos_token_id=-1)
+    new = whole[0, 7:].tolist()
+    stop = new[3:5]
+    end = next(n for n in range(2, 13) if new[n - 2 : n] == stop)
+    stopping: dict[str, Any] = {"max_new_tokens": 12, "stop_sequences": (tuple(stop),), "pad_token_id": 1} | NO_END
+    calls = [
+        Call(model="llama", input_ids=ids, options={"max_new_tokens": 12, "repetition_penalty": 1.7} | NO_END),
+        Call(model="llama", input_ids=ids, options={"max_new_tokens": 30}),
+        Call(model="llama", input_ids=ids, options=stopping),
+        Call(model="llama", input_ids=ids[:1], options=stopping),
+    ]
+    answers = continued(calls, Layout(tp=2))
+    assert answers[0].tolist() == penalized.tolist()
+    assert answers[1].tolist() == plain.tolist()
+    assert answers[2][0].tolist() == whole[0, : 7 + end].tolist() + [1] * (12 - end)
+    assert answers[2][1:].tolist() == whole[1:].tolist()
+    assert answers[3].tolist() == whole[:1, : 7 + end].tolist()

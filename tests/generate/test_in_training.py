@@ -1,0 +1,150 @@
+"""Does training go on as if no text had been generated, and is what is drawn the same in every layout?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.generate.models import MODELS, Call, continued, prompts
+from tests.parity.training import Case, Layout, RankOutcome, loader_of, module_of, train_module, trainer_of
+from tests.ranks import RankError, run_ranks
+
+NO_END: dict[str, Any] = {"eos_token_id": ()}
+
+
+def test_the_same_seed_draws_the_same_text_in_every_layout() -> None:
+    ids, mask = prompts()
+    sampled = [{"top_p": 0.9, "top_p_decay": 0.9, "top_p_bound": 0.2}, {"top_k": 20, "temperature": 0.9}]
+    options = [
+        {**o, "max_new_tokens": 8, "seed": seed} | NO_END for o, seed in zip(sampled * 2, (1, 1, 2, 2), strict=True)
+    ]
+    calls = [Call(model="gpt2", input_ids=ids, attention_mask=mask, options=o) for o in options]
+    alone = continued(calls, Layout())
+    assert not torch.equal(alone[0], alone[2])
+    for layout in (Layout(tp=2), Layout(pp=2), Layout(dp=2)):
+        for mine, other in zip(alone, continued(calls, layout), strict=True):
+            assert torch.equal(mine, other), layout
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=2, sequence_parallel=True, recompute="full"),
+        Layout(pp=2, vpp=2, num_microbatches=2),
+        Layout(dp=2, overlap_communication=True),
+    ],
+    ids=str,
+)
+def test_training_goes_on_as_if_nothing_had_happened(layout: Layout) -> None:
+    # With dropout: a random number drawn by generation would change the next mask.
+    case = Case(layout=layout, steps=3, model_fields=(("embd_pdrop", 0.1), ("resid_pdrop", 0.1)))
+    undisturbed = run_ranks(_trained, layout.world_size, case, False)
+    disturbed = run_ranks(_trained, layout.world_size, case, True)
+    for (one, _), (other, texts) in zip(undisturbed, disturbed, strict=True):
+        assert one.losses == other.losses
+        assert one.grad_norms == other.grad_norms
+        assert len(texts) == 3
+        assert texts == disturbed[0][1]
+        # Trained weights, not those of the start: the last text is that of the final model, another time.
+        assert texts[0] != texts[1] or texts[1] != texts[2]
+
+
+def _trained(case: Case, generates: bool) -> tuple[RankOutcome, list[Any]]:
+    from lightning_megatron import MegatronModule
+
+    texts: list[Any] = []
+
+    class Writing(MegatronModule):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            super().on_train_batch_end(outputs, batch, batch_idx)
+            if not generates:
+                return
+            switches = _switches(self)
+            texts.append(self.generate(torch.tensor([[1, 2], [3, 4], [5, 6]]), max_new_tokens=6).tolist())
+            assert _switches(self) == switches
+
+    return train_module(module_of(case, Writing), case, loader_of(case)), texts
+
+
+def _switches(module: Any) -> list[Any]:
+    """What generation switches, of every module of the chunks."""
+    names = ("training", "sequence_parallel", "reduce_scatter_embeddings", "kv_cache", "rotary_length")
+    found = [getattr(m, name, None) for m in module.model_chunks.modules() for name in names]
+    return [*found, *(m.config.sequence_parallel for m in module.model_chunks.modules() if hasattr(m, "config"))]
+
+
+@pytest.mark.parametrize(
+    ("calls", "says"),
+    [
+        ([{"top_k": 84}], "top_k=84 is more than the 83 tokens"),
+        ([{"top_p": 2.0}], "top_p=2.0 is no number from 0 to 1"),
+        ([{"max_new_tokens": 40}], "need more positions than the model's max_position_embeddings=16"),
+        ([{"tokens": [[83]]}], "token 83, and the model's vocabulary is 0..82"),
+        ([{"stop_sequences": ((99,),)}], "stop_sequences has the token 99"),
+        ([{}, {"tokens": [[2]]}], "rank 1 calls generate with other prompts or options than rank 0"),
+        ([{}, {"top_k": -3}], "top_k=-3 must be an integer of at least 0"),
+        ([{}, {"seed": 3}], "rank 1 calls generate with other prompts"),
+    ],
+)
+def test_wrong_input_is_refused_on_all_ranks_and_leaves_the_model_as_it_was(calls: Any, says: str) -> None:
+    refusals = run_ranks(_refused, 2, Case(layout=Layout(tp=2, sequence_parallel=True), steps=1), calls)
+    for refusal in refusals:
+        assert says in refusal
+
+
+def _refused(case: Case, calls: list[dict[str, Any]]) -> str:
+    from lightning_megatron.errors import ConfigError
+
+    module = module_of(case)
+    trainer = trainer_of(case)
+    trainer.validate(module, loader_of(case), verbose=False)
+    call = dict(calls[min(trainer.global_rank, len(calls) - 1)])
+    ids = torch.tensor(call.pop("tokens", [[1]]))
+    call.setdefault("max_new_tokens", 4)
+    switches = _switches(module)
+    try:
+        module.generate(ids, **call)
+    except ConfigError as error:
+        assert _switches(module) == switches
+        assert module.generate(torch.tensor([[1]]), max_new_tokens=2).shape == (1, 3)
+        return str(error)
+    return "nothing was refused"
+
+
+def test_switches_are_put_back_after_an_error_inside() -> None:
+    run_ranks(_interrupted, 2, Case(layout=Layout(tp=2, sequence_parallel=True), steps=1))
+
+
+def _interrupted(case: Case) -> None:
+    module = module_of(case)
+    trainer_of(case).validate(module, loader_of(case), verbose=False)
+    module.model_chunks.train()
+    switches = _switches(module)
+    assert True in switches
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a layer fails")
+
+    hook = list(module.model_chunks.modules())[-1].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="a layer fails"):
+        module.generate(torch.tensor([[1]]), max_new_tokens=4)
+    hook.remove()
+    assert _switches(module) == switches
+
+
+def test_generating_before_there_is_a_model_is_refused() -> None:
+    with pytest.raises(RankError, match="there is no model to generate with before"):
+        run_ranks(_too_early, 1)
+
+
+def _too_early() -> None:
+    module_of(Case()).generate(torch.tensor([[1]]))
+
+
+def test_the_models_that_are_tested_are_all_families_of_gpts() -> None:
+    from lightning_megatron.convert.registry import known_families
+
+    others = {"megatron-bert", "bert", "t5", "mt5"}
+    assert {model_type for model_type, _ in MODELS.values()} >= set(known_families()) - others

@@ -1,0 +1,86 @@
+"""Are prompts laid side by side as the model reads them, and those that it cannot continue refused?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.generate.options import GenerationOptions
+from lightning_megatron.generate.prompts import aligned, check_prompts
+from lightning_megatron.generate.stopping import Stops
+from lightning_megatron.models.config import ModelConfig
+
+MODEL = ModelConfig(
+    family="gpt2",
+    num_layers=1,
+    hidden_size=8,
+    ffn_hidden_size=8,
+    num_attention_heads=2,
+    num_query_groups=2,
+    kv_channels=4,
+    vocab_size=50,
+    max_position_embeddings=16,
+)
+
+
+def test_padding_on_any_side_and_in_between_goes_to_the_left() -> None:
+    tokens = torch.tensor([[1, 2, 3, 99], [99, 99, 4, 5], [6, 99, 7, 99]])
+    prompts = aligned(tokens, (tokens != 99).long())
+    assert prompts.tokens.tolist() == [[1, 2, 3], [0, 4, 5], [0, 6, 7]]
+    assert prompts.is_token.tolist() == [[1, 1, 1], [0, 1, 1], [0, 1, 1]]
+    assert prompts.positions.tolist() == [[0, 1, 2], [0, 0, 1], [0, 0, 1]]
+    assert prompts.lengths.tolist() == [3, 2, 2]
+    assert prompts.is_padded
+
+
+@pytest.mark.parametrize("mask", [None, torch.tensor([[1, 1, 0], [1, 1, 0]])])
+def test_rows_of_one_length_need_no_mask(mask: torch.Tensor | None) -> None:
+    tokens = torch.tensor([[1, 2, 9], [3, 4, 9]])
+    prompts = aligned(tokens, mask)
+    assert not prompts.is_padded
+    assert prompts.tokens.tolist() == tokens[:, : 3 if mask is None else 2].tolist()
+
+
+def _ids(*rows: list[int]) -> torch.Tensor:
+    return torch.tensor(rows)
+
+
+@pytest.mark.parametrize(
+    ("input_ids", "mask", "options", "says"),
+    [
+        ([[1]], None, {}, "input_ids are <class 'list'>"),
+        (torch.tensor([1]), None, {}, r"input_ids are \[1\] torch.int64; give a tensor of integers"),
+        (torch.ones(1, 2), None, {}, "torch.float32"),
+        (torch.ones(0, 2).long(), None, {}, r"shape \[0, 2\]; give at least one prompt"),
+        (torch.ones(2, 0).long(), None, {}, r"shape \[2, 0\]; give at least one prompt"),
+        (_ids([1, 2]), _ids([1]), {}, r"attention_mask has the shape \[1, 1\] and input_ids \[1, 2\]"),
+        (_ids([1, 2]), _ids([1, 2]), {}, "other numbers than 0 and 1"),
+        (_ids([1], [2]), _ids([0], [1]), {}, r"prompts \[0\] are empty"),
+        (_ids([1, 50]), None, {}, r"token 50, and the model's vocabulary is 0..49"),
+        (_ids([1, -1]), None, {}, "token -1"),
+        (_ids([1] * 8), None, {"max_new_tokens": 10}, "a prompt of 8 tokens and max_new_tokens=10 .* at most 9"),
+        (_ids([1] * 20), None, {"max_new_tokens": 1}, "cut the prompts to fewer than 16 tokens"),
+    ],
+)
+def test_prompts_that_cannot_be_continued_are_refused(input_ids: Any, mask: Any, options: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        check_prompts(input_ids, mask, MODEL, GenerationOptions(**options))
+
+
+def test_the_last_new_token_needs_no_position_and_padding_no_token() -> None:
+    check_prompts(_ids([1] * 8), None, MODEL, GenerationOptions(max_new_tokens=9))
+    check_prompts(_ids([-1] * 12 + [1] * 8), _ids([0] * 12 + [1] * 8), MODEL, GenerationOptions(max_new_tokens=9))
+
+
+def test_rows_end_with_any_of_the_tokens_or_the_whole_of_a_sequence() -> None:
+    options = GenerationOptions(eos_token_id=(7, 8), stop_sequences=((1, 2, 3),))
+    stops = Stops(options, torch.device("cpu"))
+    new = _ids([5, 1, 2, 3], [5, 5, 2, 3], [1, 2, 3, 7], [1, 2, 3, 4], [0, 0, 7, 8])
+    assert stops.at(new).tolist() == [True, False, True, False, True]
+    assert stops.at(new[:, 1:]).tolist() == [True, False, True, False, True]
+    assert stops.at(new[:, 2:]).tolist() == [False, False, True, False, True]
+    assert not Stops(GenerationOptions(min_new_tokens=5, eos_token_id=7), torch.device("cpu")).at(new).any()
+    assert not Stops(GenerationOptions(), torch.device("cpu"))
