@@ -1,0 +1,169 @@
+"""Is there a whole checkpoint, the old or the new one, wherever kill -9 hits a save, a replacement or a removal?
+
+The program dies before one of its calls that change files, which one a seed says. What is on the disk is then read by
+torch's own reader and compared, tensor by tensor, with what is known to be the old and the new state.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.engine_runs import RUN, change, engine_run
+from tests.checkpoint.runs import differences, read_tensors
+from tests.ranks import RankError, run_ranks
+
+_EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir"}
+"""Of Python's audit hooks: what is about to change names."""
+
+_random = random.Random(20)
+MOMENTS = [
+    (kind, rank, _random.random())
+    for kind, rank, times in (
+        ("save", 0, 4),
+        ("save", 1, 2),
+        ("save beside training", 0, 4),
+        ("save beside training", 1, 2),
+        ("save without exchange", 0, 4),
+        ("remove", 0, 4),
+    )
+    for _ in range(times)
+]
+"""What dies, on which of two ranks, and when: as a share of the calls that it makes."""
+
+
+class _Calls:
+    """Counts the calls of this process that change files, and dies before the one that it is told."""
+
+    def __init__(self, folder: Path) -> None:
+        from lightning_megatron.engine import checkpoint_swap
+
+        self._folder = str(folder)
+        self._counter = itertools.count(1)
+        self.count = 0
+        self.last: int | None = None
+        sys.addaudithook(self._hook)
+        for owner, name in ((os, "write"), (os, "fsync"), (checkpoint_swap, "_exchange")):
+            setattr(owner, name, self._counted(getattr(owner, name)))
+
+    def begin(self, last: int | None = None) -> None:
+        """Count from 0 again, and die before call number ``last``."""
+        self._counter, self.count, self.last = itertools.count(1), 0, last
+
+    def _hook(self, event: str, args: tuple[Any, ...]) -> None:
+        if event in _EVENTS and self._folder in str(args[0]) and (event != "open" or _changes(args[2])):
+            self._count()
+
+    def _counted(self, original: Any) -> Any:
+        def call(*args: Any) -> Any:
+            self._count()
+            return original(*args)
+
+        return call
+
+    def _count(self) -> None:
+        self.count = next(self._counter)
+        if self.count == self.last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _changes(flags: int) -> bool:
+    return bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+
+
+def _act(kind: str, state: Any, path: Path, name: str) -> None:
+    from lightning_megatron.engine import checkpoint, checkpoint_swap
+
+    if kind == "remove":
+        if int(os.environ["RANK"]) == 0:  # as in a run
+            checkpoint.remove(path)
+    elif kind == "save beside training":
+        pending = checkpoint.begin_save(state, {"name": name}, path)
+        pending.finish()
+    else:
+        if kind == "save without exchange":
+            checkpoint_swap._exchange = lambda a, b: False
+        checkpoint.save(state, {"name": name}, path)
+
+
+def _die_in(path: Path, kind: str, victim: int, share: float) -> None:
+    """Save the old state under two names, count the calls once, then die in the same with the new state."""
+    from lightning_megatron.engine import checkpoint
+
+    with engine_run(RUN) as state:
+        checkpoint.save(state, {"name": "old"}, path.with_name("kept.ckpt"))
+        checkpoint.save(state, {"name": "old"}, path)
+        calls = _Calls(path.parent)
+        _act(kind, state, path, "old")
+        total = calls.count
+        if kind == "remove":
+            checkpoint.save(state, {"name": "old"}, path)
+        change(state)
+        is_victim = int(os.environ["RANK"]) == victim
+        calls.begin(1 + int(share * total) if is_victim else None)
+        _act(kind, state, path, "new")
+        if is_victim:
+            raise AssertionError(f"did not die before call {calls.last}, made {calls.count}")
+
+
+def _save_old_and_new(folder: Path) -> None:
+    from lightning_megatron.engine import checkpoint
+
+    with engine_run(RUN) as state:
+        checkpoint.save(state, {}, folder / "old.ckpt")
+        change(state)
+        checkpoint.save(state, {}, folder / "new.ckpt")
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("known")
+    run_ranks(_save_old_and_new, 2, folder)
+    return {name: read_tensors(folder / f"{name}.ckpt") for name in ("old", "new")}
+
+
+def _name_of(path: Path, known: dict[str, dict[str, Any]]) -> str:
+    """Which of the known states a checkpoint is, whose checksums and description must agree with its tensors."""
+    import torch
+
+    from lightning_megatron.engine.checkpoint_checksums import CHECKSUMS, verify_checksums
+
+    assert (path / CHECKSUMS).is_file()
+    verify_checksums(path)
+    name: str = torch.load(path / "meta.pt", weights_only=True)["name"]
+    assert differences(known[name], read_tensors(path)) == []
+    return name
+
+
+@pytest.mark.parametrize(("kind", "victim", "share"), MOMENTS)
+def test_there_is_always_a_whole_checkpoint(
+    tmp_path: Path, known: dict[str, dict[str, Any]], kind: str, victim: int, share: float
+) -> None:
+    from lightning_megatron.engine.checkpoint import recover, remove
+    from lightning_megatron.engine.checkpoint_swap import start_partial, swap_in
+
+    path = tmp_path / "last.ckpt"
+    with pytest.raises(RankError, match=rf"rank {victim} \(pid \d+\) died without a result"):
+        run_ranks(_die_in, 2, path, kind, victim, share)
+
+    assert _name_of(tmp_path / "kept.ckpt", known) == "old"
+    found = recover(path)
+    if kind == "remove":
+        assert not found.exists() or _name_of(found, known) == "old"
+    else:
+        assert _name_of(found, known) in ("old", "new")
+    # The next save of that name leaves nothing else behind.
+    partial, lock = start_partial(path)
+    (partial / "meta.pt").touch()
+    swap_in(partial, path)
+    lock.release()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["kept.ckpt", "last.ckpt"]
+    remove(path)
+    assert [each.name for each in tmp_path.iterdir()] == ["kept.ckpt"]
