@@ -47,6 +47,38 @@ def _save_now_and_as_before(run: Run, now: Path, before: Path) -> str:
     return implementation
 
 
+def _resume_as_before_and_save(run: Run, path: Path) -> None:
+    """Read the checkpoint that ``run`` resumes from as Megatron does, and write another one as we do."""
+    from lightning_megatron.engine import checkpoint, checkpoint_state
+    from lightning_megatron.engine.optimizer_state import sharded_optimizer_state
+
+    def whole(optimizer: Any, models: Any, *, is_loading: bool, **options: Any) -> dict[str, Any]:
+        if not is_loading:
+            return sharded_optimizer_state(optimizer, models)
+        metadata = dict(checkpoint_state.SHARDING)
+        state: dict[str, Any] = optimizer.inner.sharded_state_dict(models, is_loading=True, metadata=metadata)
+        return state
+
+    with (
+        patch.object(checkpoint_state, "sharded_optimizer_state", whole),
+        patch.object(
+            checkpoint, "restore_optimizer_state", lambda optimizer, state: optimizer.inner.load_state_dict(state)
+        ),
+    ):
+        trainer, _ = fit(run)
+        trainer.save_checkpoint(path)
+
+
+def test_megatron_reads_what_a_sharded_optimizer_writes(tmp_path: Path) -> None:
+    ours, again = tmp_path / "ours.ckpt", tmp_path / "again.ckpt"
+    run_ranks(_save, 3, RUN, ours)
+
+    run_ranks(_resume_as_before_and_save, 2, RUN.but(ckpt_path=str(ours)), again)
+
+    assert differences(read_tensors(ours), read_tensors(again)) == []
+    assert differences(read_plain_state(ours), read_plain_state(again)) == []
+
+
 @pytest.mark.parametrize("dp", [2, 3])
 def test_a_sharded_optimizer_writes_what_megatron_gathers(tmp_path: Path, dp: int) -> None:
     now, before = tmp_path / "now.ckpt", tmp_path / "before.ckpt"
