@@ -17,6 +17,7 @@ _SHAPE_OF_A_MODEL = (
     *("num_layers", "num_hidden_layers", "n_layer", "num_decoder_layers", "hidden_size", "n_embd", "d_model"),
     *("ffn_hidden_size", "intermediate_size", "n_inner", "d_ff", "num_attention_heads", "n_head", "num_heads"),
     *("num_query_groups", "num_key_value_heads", "vocab_size", "max_position_embeddings", "n_positions"),
+    *("padded_vocab_size", "position_embedding_type", "normalization"),
 )
 """What a reader of text wants of the dozens of fields."""
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -100,7 +101,7 @@ def _kinds_of_state(state: list[TensorEntry]) -> str:
 def _fact(name: str, value: Any) -> str:
     if not isinstance(value, Mapping):
         return str(value)
-    if name in ("model", "config"):
+    if name in ("model", "config", "args"):
         value = {field: value[field] for field in _SHAPE_OF_A_MODEL if value.get(field) is not None}
     parts = [
         f"{field} ({_fact('', each)})" if isinstance(each, Mapping) else f"{field} {each}"

@@ -1,7 +1,7 @@
 """What is in a checkpoint: which tensors, of which model, at which layout? Read without any weight, and without code.
 
-Known are directories of ``MegatronStrategy`` (``*.ckpt``), distributed checkpoints of Megatron-Core (``torch_dist``),
-also below ``iter_0000N``, and Hugging Face model directories.
+Known are directories of ``MegatronStrategy`` (``*.ckpt``), distributed checkpoints of Megatron-Core (``torch_dist``)
+and legacy ones of Megatron-LM, both also below ``iter_0000N``, and Hugging Face model directories.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 from lightning_megatron.convert.hugging_face_files import has_weights, open_weights
+from lightning_megatron.convert.legacy.description import describe_legacy
+from lightning_megatron.convert.legacy.layout import is_legacy
 from lightning_megatron.engine.checkpoint_safety import (
     META,
     check_backends,
@@ -30,6 +32,8 @@ from lightning_megatron.errors import CheckpointError
 OF_STRATEGY = "checkpoint of MegatronStrategy"
 OF_MEGATRON_CORE = "Megatron-Core distributed checkpoint (torch_dist)"
 """Kinds of distributed checkpoints, as messages name them."""
+OF_MEGATRON_LM = "checkpoint of Megatron-LM"
+"""The legacy kind: a pickle for each rank."""
 
 _LATEST = "latest_checkpointed_iteration.txt"
 _CONFIG = "config.json"
@@ -81,7 +85,7 @@ def checkpoint_contents(path: Path) -> CheckpointContents | None:
     if path.is_file() and path.suffix == ".safetensors" and has_weights(path.parent):
         return _hugging_face(path.parent)
     if not path.is_dir():
-        return None
+        return _of_megatron_lm(path) if is_legacy(path) else None
     if (path / _LATEST).is_file():
         return checkpoint_contents(_latest(path))
     if (path / META).is_file():
@@ -90,7 +94,7 @@ def checkpoint_contents(path: Path) -> CheckpointContents | None:
         return _of_megatron_core(path)
     if has_weights(path):
         return _hugging_face(path)
-    return None
+    return _of_megatron_lm(path) if is_legacy(path) else None
 
 
 def _of_strategy(path: Path) -> CheckpointContents:
@@ -124,6 +128,20 @@ def _positions(lightning: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _of_megatron_core(path: Path) -> CheckpointContents:
     check_backends(path)
     return _contents(path, OF_MEGATRON_CORE, {}, _distributed_tensors(path))
+
+
+def _of_megatron_lm(path: Path) -> CheckpointContents:
+    found = describe_legacy(path)
+    tensors = [
+        TensorEntry(
+            name=each.name,
+            shape=each.shape,
+            dtype=_name(each.dtype),
+            num_bytes=math.prod(each.shape) * each.dtype.itemsize,
+        )
+        for each in found.entries
+    ]
+    return _contents(found.folder, OF_MEGATRON_LM, found.facts, tensors)
 
 
 def _latest(path: Path) -> Path:
@@ -174,7 +192,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _contents(path: Path, kind: str, facts: Mapping[str, Any], tensors: list[TensorEntry]) -> CheckpointContents:
-    files = [each for each in path.rglob("*") if each.is_file()]
+    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
     return CheckpointContents(
         path=path,
         kind=kind,

@@ -13,6 +13,8 @@ import torch
 
 from lightning_megatron.cli import main
 from tests.checkpoint.runs import Run, make_trainer
+from tests.convert.directories import tiny_gpt2
+from tests.convert.legacy.layouts import Layout, even, gpt2, gpt2_arguments, write
 from tests.ranks import run_ranks
 
 LAYERS, HIDDEN, VOCAB = 2, 16, 50
@@ -146,3 +148,58 @@ def test_options_of_datasets_are_refused(
 ) -> None:
     assert main(["inspect", str(saved / "hf"), *option]) == 2
     assert f"{option[0].strip('-')}={option[1]} is for datasets" in capsys.readouterr().err
+
+
+def _legacy(folder: Path, **fields: Any) -> Path:
+    model = tiny_gpt2()
+    layout = Layout(**{"stages": even(2, 2), "tp": 2, "version": 2.0, **fields})
+    return write(folder, layout, gpt2(model, layout), gpt2_arguments(model))
+
+
+def test_a_legacy_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    iteration = _legacy(tmp_path, arguments={"hidden_act": torch.nn.functional.gelu, "params_dtype": torch.bfloat16})
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert "it would run torch._C._nn.gelu when loaded" in capsys.readouterr().err
+    shutil.rmtree(tmp_path)
+
+    iteration = _legacy(tmp_path, arguments={"params_dtype": torch.bfloat16, "notes": ["a"] * 1000})
+    shown = _json(tmp_path, capsys)
+
+    assert (shown["kind"], shown["path"], shown["files"]) == ("checkpoint of Megatron-LM", str(iteration), 4)
+    assert (shown["checkpoint_version"], shown["layout"], shown["iteration"]) == (2.0, {"tp": 2, "pp": 2}, 40)
+    assert shown["consumed_samples"] == 640
+    assert (shown["args"]["hidden_size"], shown["args"]["params_dtype"], len(shown["args"]["notes"])) == (
+        32,
+        "bfloat16",
+        200,
+    )
+    tensors = {each["name"]: each["shape"] for each in shown["tensors"]}
+    before = "language_model.encoder.layers.1."  # on the second stage it is layer 0
+    assert tensors[f"{before}self_attention.query_key_value.weight"] == [96, 32]
+    assert tensors[f"{before}mlp.dense_4h_to_h.weight"] == [32, 128]
+    assert tensors["language_model.embedding.word_embeddings.weight"][0] % 2 == 0
+    assert "word_embeddings_for_head.weight" not in tensors
+    assert len(tensors) == 2 * 12 + 4
+    assert main(["inspect", str(iteration)]) == 0
+    text = capsys.readouterr().out
+    for expected in ("tp 2, pp 2", "language_model.encoder.layers.{0-1}.input_layernorm.weight", "num_layers 2"):
+        assert expected in text
+
+
+def test_a_legacy_file_of_an_unknown_variant_is_shown_rank_by_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mp_rank_00" / "model_optim_rng.pt"
+    file.parent.mkdir()
+    torch.save({"model": {"language_model": {"encoder": {"layers.0.experts.weight": torch.ones(2, 3)}}}}, file)
+
+    shown = _json(file, capsys)
+
+    name = "mp_rank_00.model.language_model.encoder.layers.0.experts.weight"
+    assert [(each["name"], each["shape"]) for each in shown["tensors"]] == [(name, [2, 3])]
+    assert "has tensors that no known model has" in shown["note"]
+    torch.save({"model": _RunsCode()}, file)
+    assert main(["inspect", str(tmp_path)]) == 2
+    captured = capsys.readouterr()
+    assert "it would run __builtin__.print when loaded" in captured.err
+    assert "this must not run" not in captured.out + captured.err

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lightning_megatron.convert.companions import companion_files
+from lightning_megatron.convert.contents import OF_MEGATRON_LM
 from lightning_megatron.convert.legacy.arguments import Shapes, bert_task, hf_config_of, own_config, vocab_size
 from lightning_megatron.convert.legacy.comparison import check_copies, check_layout, check_tensors
 from lightning_megatron.convert.legacy.layout import RankFiles, find_files, is_legacy
@@ -24,9 +25,7 @@ from lightning_megatron.convert.shapes import tensor_shapes
 from lightning_megatron.convert.stored.base import Key, Spec, Training
 from lightning_megatron.models.config import ModelConfig
 
-__all__ = ["KIND", "LegacyModel", "is_legacy", "open_legacy"]
-
-KIND = "checkpoint of Megatron-LM"
+__all__ = ["LegacyModel", "is_legacy", "open_legacy"]
 
 _OUTPUT = Key("output_layer.weight", None)
 _ORDER_OF_MEGATRON_CORE = 3.0
@@ -131,7 +130,7 @@ class LegacyModel:
     @property
     def kind(self) -> str:
         """For messages."""
-        return KIND
+        return OF_MEGATRON_LM
 
     @property
     def tensors(self) -> Mapping[Key, Spec]:

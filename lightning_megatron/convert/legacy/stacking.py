@@ -34,6 +34,8 @@ class Parameter:
 
     key: Key
     """What it is; a copy has that of the original."""
+    name: str
+    """In the file, its layer counted over all stages."""
     is_copy: bool
     """Whether an earlier stage has it, too."""
     shards: Shards
@@ -122,12 +124,15 @@ def _parameters(
     for name, shards in named.items():
         key = local[name]
         assert key is not None
+        name_of_all = name
         if key.layer is not None:
             stack_name = key.name.split(".")[0]
             layers.setdefault(stack_name, set()).add(key.layer)
-            key = key._replace(layer=key.layer + before.get(stack_name, 0))
+            layer = key.layer + before.get(stack_name, 0)
+            name_of_all = name.replace(f".layers.{key.layer}.", f".layers.{layer}.", 1)
+            key = key._replace(layer=layer)
         is_copy = key in stacked.tensors or name == HEAD_COPY
-        parameters.append(Parameter(key=key, is_copy=is_copy, shards=shards))
+        parameters.append(Parameter(key=key, name=name_of_all, is_copy=is_copy, shards=shards))
         if not is_copy:
             stacked.tensors[key] = shards
     for stack_name, numbers in layers.items():
