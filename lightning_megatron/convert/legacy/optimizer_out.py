@@ -24,6 +24,9 @@ NO_STATE: Mapping[str, Any] = {
 }
 """Of a checkpoint without moments; readers of old wanted an optimizer, and this is what transformers' script wrote."""
 
+_IDENTITY: Mapping[str, Any] = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+"""By which Megatron-Core tells groups from each other (optimizer/optimizer.py)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
@@ -87,14 +90,35 @@ def optimizer_state(training: Training | None, parameters: Sequence[Parameter]) 
     return {"optimizer": adam, "fp32_from_fp16_params": masters} if any(masters) else adam
 
 
+def schedule_state(training: Training | None) -> Mapping[str, Any] | None:
+    """What stands under ``opt_param_scheduler``; None without moments, to which it belongs.
+
+    Megatron's own is kept. Of another library's schedule only the place is known: Megatron-LM goes on from there with
+    ``--override-opt_param-scheduler`` and a schedule on its command line.
+    """
+    if training is None or not training.has_optimizer:
+        return None
+    if training.lr_scheduler is not None and "num_steps" in training.lr_scheduler:
+        return dict(training.lr_scheduler)
+    group = _group(training, decays=True)
+    rate, decay, samples = group.get("lr", 0.0), group.get("weight_decay", 0.0), training.consumed_samples or 0
+    return {
+        "max_lr": rate,
+        "min_lr": rate,
+        "lr_warmup_steps": 0,
+        "num_steps": samples,
+        "lr_decay_style": "constant",
+        "lr_decay_steps": samples,
+        "start_wd": decay,
+        "end_wd": decay,
+        "wd_incr_style": "constant",
+        "wd_incr_steps": samples,
+    }
+
+
 def _group(training: Training, *, decays: bool) -> dict[str, Any]:
     """The options of parameters that decay, or of those that do not."""
-    for group in training.param_groups:
-        if (group.get("wd_mult", 1.0) != 0.0) == decays:
-            return _plain(group)
-    # All of the run's parameters were of the other kind; this rank's decide for themselves.
-    return _plain(training.param_groups[0]) | ({"wd_mult": 1.0} if decays else {"wd_mult": 0.0, "weight_decay": 0.0})
-
-
-def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
+    kept = next((each for each in training.param_groups if (each.get("wd_mult", 1.0) != 0.0) == decays), None)
+    if kept is None:  # all of the run's parameters were of the other kind
+        kept = {**training.param_groups[0], **({"wd_mult": 1.0} if decays else {"wd_mult": 0.0, "weight_decay": 0.0})}
+    return {**_IDENTITY, **{name: value for name, value in kept.items() if name != "params"}}

@@ -25,7 +25,13 @@ import torch
 from lightning_megatron.convert.companions import companion_files, copy_companions
 from lightning_megatron.convert.legacy.arguments_out import megatron_arguments
 from lightning_megatron.convert.legacy.names import HEAD_COPY, legacy_name, nested_path
-from lightning_megatron.convert.legacy.optimizer_out import NO_STATE, Parameter, check_optimizer, optimizer_state
+from lightning_megatron.convert.legacy.optimizer_out import (
+    NO_STATE,
+    Parameter,
+    check_optimizer,
+    optimizer_state,
+    schedule_state,
+)
 from lightning_megatron.convert.legacy.stages import Chunk, pipeline
 from lightning_megatron.convert.legacy.tp_shards import TensorParallel
 from lightning_megatron.convert.options import ConvertOptions
@@ -132,7 +138,9 @@ class _Writer:
             state["model" if self._options.vpp is None else f"model{number}"] = tensors
         if not self._options.use_distributed_optimizer:
             state["optimizer"] = optimizer_state(self._source.training, parameters)
-        _save({**state, **self._schedule()}, folder / self._model_file)
+        if (schedule := schedule_state(self._source.training)) is not None:
+            state["opt_param_scheduler"] = schedule
+        _save(state, folder / self._model_file)
         if self._options.use_distributed_optimizer:
             for copy in range(self._options.dp):
                 _save({"optimizer": dict(NO_STATE)}, folder.with_name(f"{folder.name}_{copy:03d}") / "optim.pt")
@@ -140,11 +148,6 @@ class _Writer:
     @property
     def _model_file(self) -> str:
         return "model_rng.pt" if self._options.use_distributed_optimizer else "model_optim_rng.pt"
-
-    def _schedule(self) -> Mapping[str, Any]:
-        """The learning rate's, if it is Megatron's own."""
-        schedule = None if self._source.training is None else self._source.training.lr_scheduler
-        return {} if schedule is None or "num_steps" not in schedule else {"opt_param_scheduler": dict(schedule)}
 
     # ---- tensors ----
 
