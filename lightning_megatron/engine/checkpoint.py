@@ -19,7 +19,7 @@ from lightning_megatron.engine.agreement import on_all_ranks_alike
 from lightning_megatron.engine.checkpoint_checksums import CHECKSUMS, verify_checksums
 from lightning_megatron.engine.checkpoint_failures import failures_as_errors
 from lightning_megatron.engine.checkpoint_safety import META, check_complete, check_only_data, load_plain
-from lightning_megatron.engine.checkpoint_save import PendingSave, begin_save, save
+from lightning_megatron.engine.checkpoint_save import PendingSave, begin_save, release_host_memory, save
 from lightning_megatron.engine.checkpoint_state import (
     FORMAT_VERSION,
     OWN_KEYS,
@@ -42,6 +42,7 @@ __all__ = [
     "load",
     "read_meta",
     "recover",
+    "release_host_memory",
     "remove",
     "save",
 ]

@@ -78,6 +78,12 @@ def begin_save(run: RunState, meta: dict[str, Any], path: Path) -> PendingSave:
     return _begin(run, meta, path, keep_copy=True)
 
 
+def release_host_memory() -> None:
+    """Give back the memory that is kept for the next save, of which there will be none soon; does not communicate."""
+    if _pending is None:
+        _host_memory.release()
+
+
 class PendingSave:
     """A checkpoint that threads are writing. It has its final name only after ``finish``."""
 
@@ -156,6 +162,7 @@ class PendingSave:
     def _end(self) -> None:
         global _pending
         self._is_over = True
+        self._plan = self._meta = None  # they hold on to the model
         if self._lock is not None:
             self._lock.release()
         if _pending is self:

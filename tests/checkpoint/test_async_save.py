@@ -14,6 +14,8 @@ from tests.checkpoint.engine_runs import RUN, change, engine_run
 from tests.checkpoint.runs import differences, read_tensors
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+
 
 def _names(folder: Path) -> list[str]:
     return sorted(each.name for each in folder.iterdir())

@@ -20,6 +20,8 @@ from tests.checkpoint.engine_runs import RUN, change, engine_run
 from tests.checkpoint.runs import differences, read_tensors
 from tests.ranks import RankError, run_ranks
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+
 _EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir"}
 """Of Python's audit hooks: what is about to change names."""
 

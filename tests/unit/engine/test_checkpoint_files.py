@@ -42,6 +42,8 @@ def test_memory_is_reused_and_grows() -> None:
     places = [memory.copy([torch.ones(size)])[0].data_ptr() for size in (5000, 4000, 5000)]
     assert len(set(places)) == 1
     assert torch.equal(memory.copy([torch.ones(50_000), torch.full((3,), 2.0)])[1], torch.full((3,), 2.0))
+    memory.release()
+    assert torch.equal(memory.copy([torch.full((3,), 2.0)])[0], torch.full((3,), 2.0))
 
 
 def _item(name: str, kind: WriteItemType) -> WriteItem:
