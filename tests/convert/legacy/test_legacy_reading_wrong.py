@@ -1,0 +1,200 @@
+"""Is a legacy checkpoint that is incomplete, a mixture or of another model refused, and is what is wrong named?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron.convert.legacy.reading import open_legacy
+from lightning_megatron.errors import CheckpointError
+from tests.convert.directories import tiny_gpt2, tiny_llama
+from tests.convert.legacy.layouts import Layout, even, gpt2, gpt2_arguments, llama, llama_arguments, write
+
+FILE = "model_optim_rng.pt"
+
+
+def _gpt2(folder: Path, **fields: Any) -> Path:
+    model = tiny_gpt2()
+    layout = Layout(**{"stages": even(2, 2), "tp": 2, **fields})
+    return write(folder, layout, gpt2(model, layout), gpt2_arguments(model))
+
+
+def _changed(folder: Path, rank: str, change: Callable[[dict[str, Any]], object]) -> None:
+    file = folder / rank / FILE
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        state = torch.load(file, weights_only=True)
+    change(state)
+    torch.save(state, file)
+
+
+def _encoder(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    encoder: dict[str, torch.Tensor] = state["model"]["language_model"]["encoder"]
+    return encoder
+
+
+def test_files_that_are_missing(tmp_path: Path) -> None:
+    folder = _gpt2(tmp_path)
+    alone = "mp_rank_01_001 is one of 4 ranks; give the folder of all of them"
+    with pytest.raises(CheckpointError, match=alone):
+        open_legacy(folder / "mp_rank_01_001")
+    with pytest.raises(CheckpointError, match="written with tensor_model_parallel_size=2 and has the files of 1"):
+        open_legacy(folder / "mp_rank_00_000" / FILE)
+    (folder / "mp_rank_01_000" / FILE).unlink()
+    with pytest.raises(CheckpointError, match="lacks the file of mp_rank_01_000: there are 3 of tp=2 x pp=2"):
+        open_legacy(folder)
+    shutil.rmtree(folder / "mp_rank_01_001")
+    shutil.rmtree(folder / "mp_rank_01_000")
+    with pytest.raises(CheckpointError, match="written with tensor_model_parallel_size=2 and has the files of 1"):
+        open_legacy(folder)
+    shutil.rmtree(folder / "mp_rank_00_000")
+    with pytest.raises(CheckpointError, match="lacks the file of mp_rank_00_000"):
+        open_legacy(folder)
+    shutil.rmtree(folder / "mp_rank_00_001")
+    with pytest.raises(CheckpointError, match="has no folders mp_rank_TT"):
+        open_legacy(folder)
+
+
+def test_an_absurd_number_of_ranks(tmp_path: Path) -> None:
+    folder = _gpt2(tmp_path, tp=1, stages=even(2))
+    (folder / "mp_rank_00").rename(folder / "mp_rank_99999999999_99999999999")
+    with pytest.raises(CheckpointError, match="lacks the file of mp_rank_00_000: there are 1 of"):
+        open_legacy(folder)
+
+
+CHANGES: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
+    "a shape of one rank": (
+        "mp_rank_01_000",
+        lambda state: _encoder(state).update({"layers.0.input_layernorm.weight": torch.ones(31)}),
+        "mp_rank_00_000 and mp_rank_01_000 differ in language_model.encoder.layers.0.input_layernorm.weight",
+    ),
+    "a tensor of one rank": (
+        "mp_rank_01_001",
+        lambda state: _encoder(state).pop("final_layernorm.bias"),
+        "mp_rank_00_001 and mp_rank_01_001 differ in language_model.encoder.final_layernorm.bias",
+    ),
+    "a version": (
+        "mp_rank_01_001",
+        lambda state: state.update(checkpoint_version=2.0),
+        "is a mixture: mp_rank_01_001 has 1 model chunks of version 2, mp_rank_00_000 1 of 3",
+    ),
+    "an unknown version": (
+        "mp_rank_*",
+        lambda state: state.update(checkpoint_version=4.0),
+        "checkpoint_version=4 is unknown; known are 0, 1, 2, 3",
+    ),
+    "the copy of the embedding": (
+        "mp_rank_01_001",
+        lambda state: state["model"]["word_embeddings_for_head"]["weight"][0, 0].add_(1),
+        "disagree in embedding.word_embeddings.weight",
+    ),
+    "a tensor of no model": (
+        "mp_rank_*_001",
+        lambda state: _encoder(state).update({"layers.0.mlp.router.weight": torch.ones(3)}),
+        "tensors that no known model has: language_model.encoder.layers.0.mlp.router.weight",
+    ),
+    "a tensor too few": (
+        "mp_rank_*_001",
+        lambda state: _encoder(state).pop("layers.0.mlp.dense_4h_to_h.bias"),
+        "decoder.layers.1.mlp.linear_fc2.bias is missing",
+    ),
+    "a layer too many": (
+        "mp_rank_*_000",
+        lambda state: _encoder(state).update({"layers.5.input_layernorm.weight": torch.ones(32)}),
+        r"has the layers \[0, 5\] in one model chunk",
+    ),
+    "whole numbers as weights": (
+        "mp_rank_*_001",
+        lambda state: _encoder(state).update({"final_layernorm.bias": torch.ones(32, dtype=torch.int32)}),
+        "final_layernorm.bias is torch.int32",
+    ),
+    "no model": ("mp_rank_00_000", lambda state: state.pop("model"), "it has no 'model'.*but 'iteration', "),
+    "a list as a model": ("mp_rank_00_000", lambda state: state.update(model=[1]), "'model' is a list"),
+    "experts": (
+        "mp_rank_*",
+        lambda state: vars(state["args"]).update(num_experts=8),
+        "num_experts=8: it has experts, as in no known family",
+    ),
+    "another activation": ("mp_rank_*", lambda state: vars(state["args"]).update(squared_relu=True), "squared ReLU"),
+    "a damaged config": (
+        "mp_rank_*",
+        lambda state: vars(state["args"]).update(hugging_face_config="{"),
+        "args.hugging_face_config is damaged",
+    ),
+    "a foreign config": (
+        "mp_rank_*",
+        lambda state: vars(state["args"]).update(hugging_face_config='{"model_type": "mamba"}'),
+        "'mamba' is not a known model family",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_what_is_wrong_is_named(tmp_path: Path, case: str) -> None:
+    ranks, change, message = CHANGES[case]
+    folder = _gpt2(tmp_path)
+    for rank in sorted(each.name for each in folder.glob(ranks)):
+        _changed(folder, rank, change)
+
+    with pytest.raises(ValueError, match=message) as error:
+        open_legacy(tmp_path)
+
+    assert "\n" not in str(error.value)
+
+
+def test_a_config_of_another_model(tmp_path: Path) -> None:
+    _gpt2(tmp_path / "gpt2")
+    model = tiny_gpt2()
+    fields = {**model.config.to_dict(), "n_layer": 3, "n_inner": 64}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(fields))
+    with pytest.raises(CheckpointError) as error:
+        open_legacy(tmp_path / "gpt2", config)
+    assert "decoder.layers.2.self_attention.linear_qkv.weight is missing" in str(error.value)
+    assert str(error.value).endswith("Give the config that belongs to it with --config, and all of its files")
+    config.write_text(json.dumps({**model.config.to_dict(), "vocab_size": 500}))
+    with pytest.raises(CheckpointError, match=r"word_embeddings.weight has the shape \[\d+, 32\], not \[500, 32\]"):
+        open_legacy(tmp_path / "gpt2", config)
+
+
+def test_query_groups_came_with_version_2(tmp_path: Path) -> None:
+    model = tiny_llama()
+    layout = Layout(stages=even(4), version=1.0)
+    write(tmp_path, layout, llama(model, layout), llama_arguments(model))
+    with pytest.raises(CheckpointError, match="checkpoint_version=1 has no query groups"):
+        open_legacy(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rotary_percent": 0.25}, "rotary_percent=0.25"),
+        ({"position_embedding_type": "alibi"}, "ALiBi"),
+        ({"position_embedding_type": "none"}, "position_embedding_type=none, RMSNorm and a gated MLP"),
+    ],
+)
+def test_decoders_of_no_known_family(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    model = tiny_llama()
+    layout = Layout(stages=even(4), arguments=arguments)
+    write(tmp_path, layout, llama(model, layout), llama_arguments(model))
+    with pytest.raises(CheckpointError, match=f"{message}.*give the Hugging Face config.json"):
+        open_legacy(tmp_path)
+
+
+def test_damaged_zip_files(tmp_path: Path) -> None:
+    file = _gpt2(tmp_path / "in", tp=1, stages=even(2)) / "mp_rank_00" / FILE
+    archive = tmp_path / "a.zip"
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as opened:
+        opened.write(file, f"release/mp_rank_00/{FILE}")
+    data = bytearray(archive.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    archive.write_bytes(data)
+    with pytest.raises(CheckpointError, match="zip file .* cannot be unpacked"):
+        open_legacy(archive)
