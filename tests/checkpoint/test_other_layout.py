@@ -98,6 +98,22 @@ def _train_and_save(run: Run, path: Path) -> Trace:
 _CURVE = Run(model=NO_DROPOUT, loader=_loader, trainer={"max_steps": 7})
 
 
+SIX_LAYERS = {"n_layer": 6}
+BERT: dict[str, Any] = {
+    "model_type": "megatron-bert",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 16,
+}
+FP16: dict[str, Any] = {
+    "trainer": {"precision": "16-mixed"},
+    "optimizer": {"initial_loss_scale": 2.0**9, "loss_scale_window": 2},
+}
+
+
 @pytest.fixture(scope="module")
 def whole() -> Trace:
     """The run without interruption."""
@@ -124,27 +140,27 @@ def test_the_loss_curve_goes_on(tmp_path: Path, whole: Trace, before: Layout, af
 
     resumed = run_ranks(_train, after[0], _CURVE.but(strategy=after[1], ckpt_path=str(path)))
 
-    for step in range(4, 8):
+    _assert_on_the_curve(resumed, whole, range(4, 8))
+
+
+def test_the_loss_curve_of_a_bert_goes_on(tmp_path: Path) -> None:
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    run = Run(model={**BERT, **no_dropout}, loader=_loader_of_pairs, trainer={"max_steps": 5})
+    (whole,) = run_ranks(_train, 1, run)
+    path = tmp_path / "a.ckpt"
+    run_ranks(_train_and_save, 3, run.but(trainer={"max_steps": 2}), path)
+
+    resumed = run_ranks(_train, 2, run.but(strategy=_unsharded(PP2)[1], ckpt_path=str(path)))
+
+    _assert_on_the_curve(resumed, whole, range(3, 6))
+
+
+def _assert_on_the_curve(resumed: list[Trace], whole: Trace, steps: range) -> None:
+    for step in steps:
         for trace in resumed:
             assert trace.steps[step]["loss"] == pytest.approx(whole.steps[step]["loss"], rel=1e-5)
             # The norm of small gradients has fewer digits than the loss.
             assert trace.steps[step]["grad_norm"] == pytest.approx(whole.steps[step]["grad_norm"], rel=1e-4)
-
-
-SIX_LAYERS = {"n_layer": 6}
-BERT: dict[str, Any] = {
-    "model_type": "megatron-bert",
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "max_position_embeddings": 16,
-}
-FP16: dict[str, Any] = {
-    "trainer": {"precision": "16-mixed"},
-    "optimizer": {"initial_loss_scale": 2.0**9, "loss_scale_window": 2},
-}
 
 
 @pytest.mark.parametrize(
