@@ -54,7 +54,9 @@ class PeerModule(pl.LightningModule):
     def configure_model(self) -> None:
         if self.model is not None:
             return
-        self.model = self._model_class.from_config(self._config, dtype=torch.float32)
+        # Drawn where it is trained: billions of random numbers take minutes on a CPU.
+        with self.trainer.strategy.root_device:
+            self.model = self._model_class.from_config(self._config, dtype=torch.float32)
         if self._compiled:
             layer_class = LAYERS[self._config.model_type]
             for layer in (module for module in self.model.modules() if isinstance(module, layer_class)):
