@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
 from pathlib import Path
@@ -55,13 +56,13 @@ def test_it_holds_the_run_as_it_was_when_the_save_began(tmp_path: Path) -> None:
 
 def _train_while_it_is_written(path: Path) -> list[Any]:
     """Hold the disk up, look, train, let go, finish."""
-    from lightning_megatron.engine import checkpoint, checkpoint_files
+    from lightning_megatron.engine import checkpoint
 
     let_go = threading.Event()
-    original = checkpoint_files.os.write
+    original = os.write
     with engine_run(RUN) as state, pytest.MonkeyPatch.context() as patch:
         checkpoint.save(state, {}, path.with_name("sync.ckpt"))
-        patch.setattr(checkpoint_files.os, "write", lambda *args: let_go.wait(30) and original(*args))
+        patch.setattr(os, "write", lambda *args: let_go.wait(30) and original(*args))
         pending = checkpoint.begin_save(state, {}, path)
         change(state)
         found = [pending.is_written(), path.exists()]
@@ -83,7 +84,7 @@ def _fail(path: Path, victim: int, *, in_thread: bool) -> list[Any]:
     """A full disk on one rank: of what threads write, or of what rank 0 writes at the end."""
     import torch.distributed as dist
 
-    from lightning_megatron.engine import checkpoint, checkpoint_files, checkpoint_save
+    from lightning_megatron.engine import checkpoint, checkpoint_save
     from lightning_megatron.errors import CheckpointError
 
     def full(*args: Any) -> Any:
@@ -93,9 +94,7 @@ def _fail(path: Path, victim: int, *, in_thread: bool) -> list[Any]:
         checkpoint.save(state, {"save": "old"}, path)
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == victim:
-                patch.setattr(
-                    *((checkpoint_files.os, "write") if in_thread else (checkpoint_save, "save_config")), full
-                )
+                patch.setattr(*((os, "write") if in_thread else (checkpoint_save, "save_config")), full)
             pending = checkpoint.begin_save(state, {"save": "new"}, path)
             try:
                 pending.finish()
@@ -132,13 +131,13 @@ def _abandon(path: Path) -> list[Any]:
 
     from lightning_megatron.engine import checkpoint, checkpoint_files
 
-    original = checkpoint_files.os.write
+    original = os.write
     with engine_run(RUN) as state, pytest.MonkeyPatch.context() as patch:
         checkpoint.save(state, {"save": "old"}, path)
         checkpoint.begin_save(state, {"save": "new"}, path).abandon()
         dist.barrier()
         names = _names(path.parent)
-        patch.setattr(checkpoint_files.os, "write", lambda *args: time.sleep(0.5) or original(*args))  # type: ignore[func-returns-value]
+        patch.setattr(os, "write", lambda *args: time.sleep(0.5) or original(*args))  # type: ignore[func-returns-value]
         checkpoint.begin_save(state, {"save": "newer"}, path)
         start = time.monotonic()
         checkpoint_files._abandon_all()

@@ -25,7 +25,7 @@ def _die(*args: Any, **kwargs: Any) -> None:
 def _before_anything() -> None:
     from lightning_megatron.engine import checkpoint_save
 
-    checkpoint_save._on_rank_0 = _die
+    checkpoint_save._on_rank_0 = _die  # type: ignore[assignment]
 
 
 def _while_writing_weights() -> None:

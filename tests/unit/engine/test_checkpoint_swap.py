@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -62,13 +64,13 @@ def test_at_no_file_system_call_of_an_exchange_is_the_name_without_a_whole_folde
     partial = _folder(tmp_path / "a.ckpt.partial", "new")
     seen: list[str] = []
     for name in ("fsync", "rename", "unlink", "rmdir", "open"):
-        original = getattr(checkpoint_swap.os, name)
+        original = getattr(os, name)
 
         def watched(*args: object, _original: object = original, **kwargs: object) -> object:
             seen.append((path / "meta.pt").read_text())
             return _original(*args, **kwargs)  # type: ignore[operator]
 
-        monkeypatch.setattr(checkpoint_swap.os, name, watched)
+        monkeypatch.setattr(os, name, watched)
 
     swap_in(partial, path)
 
@@ -126,7 +128,7 @@ def test_what_is_removed_has_no_name_that_anybody_reads_before_it_is_incomplete(
     def interrupted(folder: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint_swap.shutil, "rmtree", interrupted)
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
     with pytest.raises(KeyboardInterrupt):
         remove(path)
     assert _names(tmp_path) == ["a.ckpt.removed"]
