@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lightning_megatron.engine.lr_schedule import LRSchedule
     from lightning_megatron.engine.optimizer import OptimizerOptions
     from lightning_megatron.errors import CheckpointError, ConfigError, DataError
+    from lightning_megatron.load_from import LoadFrom
     from lightning_megatron.module import MegatronModule
     from lightning_megatron.precision import MegatronPrecision
     from lightning_megatron.steps.base import TrainStep
@@ -45,6 +46,7 @@ _HOMES = {
     "IndexedDataModule": "lightning_megatron.datamodules.indexed",
     "InstructionDataModule": "lightning_megatron.datamodules.instructions",
     "LRSchedule": "lightning_megatron.engine.lr_schedule",
+    "LoadFrom": "lightning_megatron.load_from",
     "LossCurve": "lightning_megatron.callbacks",
     "MaskingOptions": "lightning_megatron.data.samples.masking",
     "MegatronDataModule": "lightning_megatron.datamodules.base",
@@ -71,6 +73,7 @@ __all__ = [
     "IndexedDataModule",
     "InstructionDataModule",
     "LRSchedule",
+    "LoadFrom",
     "LossCurve",
     "MaskingOptions",
     "MegatronDataModule",

@@ -21,8 +21,10 @@ from lightning_megatron.ckpt_path import find_checkpoint, is_of_requeue
 from lightning_megatron.data.serving.loaders import ResumableLoader
 from lightning_megatron.engine import checkpoint
 from lightning_megatron.engine.agreement import on_all_ranks_alike
+from lightning_megatron.engine.checkpoint_partial import reload_masters
 from lightning_megatron.engine.signals import DeferredSignals
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.load_from import LoadFrom, load_weights, modules_with_weights
 from lightning_megatron.preemption import TERMINATED, last_of, refuge_of
 from lightning_megatron.saves import Saves
 from lightning_megatron.strategy_state import StrategyState, ready
@@ -38,6 +40,9 @@ class Checkpointing(StrategyState):
     _saves: Saves
     _signals: DeferredSignals | None
     _is_delivering_signals: bool
+    _load_from: LoadFrom | None
+    _resumes: bool
+    """Whether the Trainer loads a checkpoint in this run."""
     _is_trained: bool
     _is_preempted: bool
     _first_step: int | None
@@ -161,18 +166,29 @@ class Checkpointing(StrategyState):
         where = self._saves.newest if is_saved else refuge.path
         rank_zero_info(f"{news}; its checkpoint is {where}, go on with ckpt_path='last'")
 
-    def begin_with(self, trainer: pl.Trainer, ckpt_path: str | Path | None, model_is_given: bool) -> str | Path | None:
+    def begin_with(self, trainer: pl.Trainer, ckpt_path: str | Path | None) -> str | Path | None:
         """The checkpoint that a run begins with; called by the launcher before there are other processes.
 
         Args:
             trainer: About to run.
             ckpt_path: As the user gave it.
-            model_is_given: Whether the user gave a model too; without one Lightning takes the best of its own.
 
         Raises:
             CheckpointError: If a checkpoint is missing or not complete.
         """
-        return find_checkpoint(trainer, ckpt_path)
+        found = find_checkpoint(trainer, ckpt_path)
+        self._resumes = found is not None and found != "last"  # which now means that there is none yet
+        if self._load_from is not None and not self._resumes and self.lightning_module not in modules_with_weights:
+            self._load_from.found()
+        return found
+
+    def _load_new_runs_weights(self, *, fitting: bool) -> None:
+        """Load what ``load_from`` says into a model that has only its initial weights; every rank must call."""
+        module = ready(self.lightning_module, "connect")
+        if self._load_from is not None and not self._resumes and module not in modules_with_weights:
+            load_weights(self._run_state(with_optimizer=fitting), self._load_from)
+        if fitting or self._load_from is not None:
+            modules_with_weights.add(module)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -180,13 +196,13 @@ class Checkpointing(StrategyState):
         path = Path(self.broadcast(str(checkpoint_path)))
         trainer = ready(self.lightning_module, "connect").trainer
         fitting = trainer.state.fn == TrainerFn.FITTING
+        modules_with_weights.add(ready(self.lightning_module, "connect"))
         begins_anew = fitting and self.load_weights_only and not is_of_requeue(path)
         run = self._run_state(with_optimizer=fitting and not begins_anew)
         with self.engine():
             loaded = load_lightning_checkpoint(run, path)
             if begins_anew:
-                for optimizer in self.optimizers:
-                    optimizer.inner.reload_model_params()  # type: ignore[attr-defined]
+                reload_masters(ready(self._megatron_optimizer, "configure_optimizers"))
         if begins_anew:
             return only_weights(loaded, getattr(trainer, "datamodule", None))
         if fitting:

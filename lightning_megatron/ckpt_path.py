@@ -90,6 +90,7 @@ def find_newest(path: Path, step: int | None = None) -> Found:
     Raises:
         CheckpointError: If there is none.
     """
+    path = path.absolute()
     own = recover(path)
     if (own / META).is_file() or not own.is_dir():
         check_complete(own)

@@ -38,8 +38,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         if trainer is not None and "ckpt_path" in call.signature.parameters:
             call.apply_defaults()
             strategy: Checkpointing = trainer.strategy
-            is_given = call.arguments.get("model") is not None
-            call.arguments["ckpt_path"] = strategy.begin_with(trainer, call.arguments["ckpt_path"], is_given)
+            call.arguments["ckpt_path"] = strategy.begin_with(trainer, call.arguments["ckpt_path"])
         if self.cluster_environment.creates_processes_externally:
             return function(*call.args, **call.kwargs)
         announce_launcher()

@@ -38,6 +38,7 @@ from lightning_megatron.engine.stepper import Stepper
 from lightning_megatron.engine.wrap import to_16bit, to_ddp
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.launcher import ScriptLauncher
+from lightning_megatron.load_from import LoadFrom, as_load_from
 from lightning_megatron.models.transformer_config import Recompute
 from lightning_megatron.preflight import check_trainer, preflight
 from lightning_megatron.saves import SavePolicy, Saves
@@ -73,6 +74,7 @@ class MegatronStrategy(Checkpointing):
         recompute_num_layers: For ``full``: layers per group (uniform) or per stage (block).
         overlap_communication: Reduce gradients and gather parameters while computing; None: on GPUs with dp > 1.
         load_weights_only: ``ckpt_path`` gives only weights: training starts anew from them.
+        load_from: A checkpoint, or folder of some, that gives a run its weights if ``ckpt_path`` gives it nothing.
         async_save: Train on while the files of a checkpoint are written, from a copy in the host's memory.
         on_save_failure: What a disk that is full, read-only or gone does to the run: ``warn`` (it goes on, and the next
             save is tried as usual) or ``raise``. A save that ends the run always raises.
@@ -101,6 +103,7 @@ class MegatronStrategy(Checkpointing):
         recompute_num_layers: int = 1,
         overlap_communication: bool | None = None,
         load_weights_only: bool = False,
+        load_from: str | Path | LoadFrom | None = None,
         async_save: bool = False,
         on_save_failure: Literal["warn", "raise"] = "warn",
         load_data_on_every_rank: bool = False,
@@ -128,6 +131,7 @@ class MegatronStrategy(Checkpointing):
         self._weights_of_other_layout: Path | None = None
         self._loader_state: dict[str, Any] | None = None
         self._signals: DeferredSignals | None = None
+        self._load_from, self._resumes = as_load_from(load_from), False
         self._is_delivering_signals = False
         self._is_trained = self._is_preempted = False
         self._first_step: int | None = None
@@ -218,6 +222,7 @@ class MegatronStrategy(Checkpointing):
                 module.model_chunks = to_ddp(module.model_chunks, self.reduction)
                 self._reset_optimizers_and_schedulers()
                 self.setup_optimizers(trainer)
+            self._load_new_runs_weights(fitting=fitting)
         self._stepper = Stepper(self._chunks, self.topology)
         self.setup_precision_plugin()
         self.barrier()

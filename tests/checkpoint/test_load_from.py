@@ -1,0 +1,177 @@
+"""Does a new run begin with the weights of ``load_from``, and with nothing else of that checkpoint?"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.runs import GLOBAL_BATCH, NO_DROPOUT, Run, checkpoints_at, fit, live_state, rows_dataset
+from tests.ranks import RankError, run_ranks
+
+TP2: dict[str, Any] = {"tp": 2}
+RUN = Run(model=NO_DROPOUT, trainer={"max_steps": 3}, strategy=TP2)
+
+
+def _ordered_loader(dp: int) -> Any:
+    from torch.utils.data import DataLoader
+
+    return DataLoader(rows_dataset(12)[:GLOBAL_BATCH], batch_size=GLOBAL_BATCH // dp)
+
+
+def _train(run: Run, folder: Path) -> dict[str, Any]:
+    """A checkpoint of each step; what there is at the end, and how the model does then."""
+    trainer, trace = fit(run, checkpoints_at(folder))
+    (metrics,) = trainer.validate(
+        trainer.lightning_module, _ordered_loader(trainer.strategy.data_parallel_size), verbose=False
+    )
+    return {"state": trace.state, "loss": metrics["val_loss"]}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("trained")
+    return folder, run_ranks(_train, 2, RUN, folder)
+
+
+def _begin(run: Run) -> dict[str, Any]:
+    """How a run begins, what it does, and how a Trainer that only validates finds the model before and after."""
+    import lightning.pytorch as pl
+
+    from tests.checkpoint.runs import make_trainer
+
+    class Begin(pl.Callback):
+        state: dict[str, Any]
+
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            self.state = live_state(trainer)
+
+    begin = Begin()
+    trainer, trace = fit(run, begin)
+    loader = _ordered_loader(trainer.strategy.data_parallel_size)
+    (after,) = make_trainer(run).validate(trainer.lightning_module, loader, verbose=False)
+    return {
+        "state": begin.state,
+        "losses": {step: each["loss"] for step, each in trace.steps.items()},
+        "lr": [each["lr"] for each in trace.steps.values()],
+        "end": trace.state,
+        "after": after["val_loss"],
+    }
+
+
+def _of(state: dict[str, Any], prefix: str) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name.startswith(prefix)}
+
+
+@pytest.mark.parametrize("as_folder", [True, False])
+@pytest.mark.parametrize("optimizer", [True, False])
+def test_a_new_run_begins_with_weights_and_if_asked_with_moments(
+    trained: tuple[Path, list[dict[str, Any]]], optimizer: bool, as_folder: bool
+) -> None:
+    from lightning_megatron import LoadFrom
+
+    folder, before = trained
+    path = folder if as_folder else folder / "step=3.ckpt"
+    options = LoadFrom(path=str(path), optimizer=optimizer)
+    run = RUN.but(
+        # Nothing was saved before, so ckpt_path gives nothing.
+        strategy={"load_from": options},
+        seed=99,
+        ckpt_path="last",
+        trainer={"max_steps": 1},
+        module={"lr": 1e-3},
+        loader=_ordered_loader,
+    )
+
+    for old, new in zip(before, run_ranks(_begin, 2, run), strict=True):
+        weights = _of(old["state"], "weights.")
+        assert weights
+        assert all(new["state"][name].equal(value) for name, value in weights.items())
+        assert new["state"]["global_step"] == 0
+        assert list(new["losses"]) == [1]
+        assert new["losses"][1] == pytest.approx(old["loss"], rel=1e-6)
+        assert new["lr"] == [[1e-3, 1e-3]]
+        moments = {name: value for name, value in old["state"].items() if "exp_avg" in name and value.any()}
+        assert moments
+        found = [name in new["state"] and new["state"][name].equal(value) for name, value in moments.items()]
+        assert all(found) if optimizer else not any(found)
+        # One step, which a Trainer that validates with the same option does not undo.
+        assert new["after"] != pytest.approx(old["loss"], rel=1e-4)
+
+
+def _validate(run: Run) -> float:
+    from tests.checkpoint.runs import make_module, make_trainer
+
+    trainer = make_trainer(run)
+    (metrics,) = trainer.validate(make_module(run), _ordered_loader(trainer.strategy.data_parallel_size), verbose=False)
+    return float(metrics["val_loss"])
+
+
+def test_evaluation_without_a_checkpoint_takes_the_weights_from_there_at_any_layout(
+    trained: tuple[Path, list[dict[str, Any]]],
+) -> None:
+    folder, before = trained
+    run = RUN.but(strategy={"tp": 1, "pp": 2, "load_from": str(folder / "step=3.ckpt")}, seed=99)
+    assert run_ranks(_validate, 2, run) == pytest.approx([before[0]["loss"]] * 2, rel=1e-6)
+
+
+def test_a_run_that_resumes_does_not_read_it(trained: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+    folder, _ = trained
+    shutil.copytree(folder / "step=2.ckpt", tmp_path / "a.ckpt")
+    run = RUN.but(strategy={"load_from": str(tmp_path / "missing.ckpt")}, ckpt_path=str(tmp_path / "a.ckpt"))
+    assert [min(begin["losses"]) for begin in run_ranks(_begin, 2, run)] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"path": "nowhere"}, "nowhere does not exist"),
+        ({"path": ".", "step": 7}, "has no complete checkpoint of step=7; those it has: 1, 2, 3"),
+    ],
+)
+def test_what_is_missing_is_an_error_before_any_process_starts(
+    trained: tuple[Path, list[dict[str, Any]]], options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import lightning.pytorch as pl
+
+    from lightning_megatron import CheckpointError, LoadFrom, MegatronModule, MegatronStrategy
+    from tests.checkpoint.runs import GPT2
+
+    monkeypatch.chdir(trained[0])
+    strategy = MegatronStrategy(load_from=LoadFrom(**options))
+    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, enable_checkpointing=False)
+    with pytest.raises(CheckpointError, match=message):
+        trainer.fit(MegatronModule(model=GPT2, lr=0.1), _ordered_loader(1))
+
+
+def test_weights_that_only_one_side_has_are_listed_and_the_rest_is_loaded(
+    trained: tuple[Path, list[dict[str, Any]]],
+) -> None:
+    from lightning_megatron import LoadFrom
+
+    folder, before = trained
+    untied = RUN.but(model={"tie_word_embeddings": False}, trainer={"max_steps": 1}, seed=99)
+    path = str(folder / "step=3.ckpt")
+    with pytest.raises(RankError, match="is of another model: share_embeddings_and_output_weights"):
+        run_ranks(_begin, 2, untied.but(strategy={"load_from": path}))
+
+    lenient = untied.but(strategy={"load_from": LoadFrom(path=path, strict=False)})
+    (new, text), (_, silent) = run_ranks(_begin_and_warn, 2, lenient)
+
+    assert silent == ""
+    assert "keep their initial values (output_layer.weight); not used are none" in text
+    weights = _of(before[0]["state"], "weights.")
+    assert "weights.0.output_layer.weight" not in weights
+    assert all(new[name].equal(value) for name, value in weights.items())
+
+
+def _begin_and_warn(run: Run) -> tuple[dict[str, Any], str]:
+    import warnings
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        begin = _begin(run)
+    text = "\n".join(str(each.message) for each in caught if "The run begins" in str(each.message))
+    return begin["state"], text
