@@ -107,6 +107,7 @@ def saved_config(hf_config: Any, model: ModelConfig, contents: Contents) -> Any:
         sizes[dtype] = sizes.get(dtype, 0) + math.prod(shape)
     config = copy.deepcopy(hf_config)
     config.architectures = [family_of(model.family).architectures[model.task]]
+    config.__dict__.pop("auto_map", None)  # it names files with code, which do not travel along
     config.dtype = str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.")
     return config
 

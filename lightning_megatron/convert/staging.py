@@ -29,8 +29,7 @@ def staged(save_path: Path) -> Iterator[Path]:
         _lock(lock, save_path)
         try:
             with _disk_errors(save_path):
-                for left in container.iterdir():
-                    shutil.rmtree(left)
+                _empty(container)
                 yield container / save_path.name
                 _to_disk(container)
                 (container / save_path.name).rename(save_path)
@@ -47,6 +46,14 @@ def _lock(folder: int, save_path: Path) -> None:
         raise CheckpointError(f"save_path={save_path} is being written by another process; wait for it") from None
     except OSError:
         pass  # a file system without locks
+
+
+def _empty(folder: Path) -> None:
+    for left in folder.iterdir():
+        if left.is_dir() and not left.is_symlink():
+            shutil.rmtree(left)
+        else:
+            left.unlink()
 
 
 def _to_disk(folder: Path) -> None:

@@ -212,7 +212,10 @@ def test_tokenizer_and_generation_config_travel_along(tmp_path: Path) -> None:
     (source / "chat_template.jinja").write_text("{{ messages }}")
     (source / "modeling.py").write_text("raise SystemExit")
     (source / "notes.txt").write_text("")
+    fields = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**fields, "auto_map": {"AutoModel": "modeling.Model"}}))
     _convert(source, target)
+    assert json.loads((target / "config.json").read_text()) == fields
     names = {path.name for path in target.iterdir()} - {"config.json", "model.safetensors"}
     assert names == {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"}
     assert all((target / name).read_bytes() == (source / name).read_bytes() for name in names)

@@ -248,8 +248,12 @@ def test_a_killed_run_leaves_no_name_and_the_next_one_removes_the_rest(source: P
 def test_an_empty_folder_and_new_parents_are_filled(source: Path) -> None:
     empty = source.with_name("empty")
     empty.mkdir()
+    left = source.with_name(".empty.partial")  # of a save_pretrained that was killed
+    left.mkdir()
+    (left / "model.safetensors").write_text("")
     convert(_options(source, save_path=empty))
-    assert (empty / "model.safetensors").is_file()
+    assert (empty / "model.safetensors").stat().st_size > 0
+    assert not left.exists()
     done = convert(_options(source, save_path=source.with_name("a") / "b" / "c"))
     assert done.num_files == 3
     assert done.num_bytes == sum(file.stat().st_size for file in empty.iterdir())
