@@ -54,6 +54,8 @@ class Merged:
         if self.axis != 0:
             blocks = [shard.rows(start, stop) for shard in self.shards]
             return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
+        if len(self.shards) == 1 and self.order is None:
+            return self.shards[0].rows(start, stop)
         result = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
         rows = torch.arange(start, stop) if self.order is None else self.order[start:stop]
         per_shard = self.shards[0].shape[0]

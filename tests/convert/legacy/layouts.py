@@ -274,7 +274,7 @@ def bert_arguments(model: Any) -> dict[str, Any]:
 def llama(model: Any, layout: Layout, *, is_of_core: bool = False) -> Chunk:
     """A decoder with the weights of a Llama: of Megatron-LM's legacy modules, or of Megatron-Core's local ones."""
     weights: Tensors = model.state_dict()
-    width = model.config.head_dim
+    width = weights["model.layers.0.self_attn.k_proj.weight"].shape[0] // model.config.num_key_value_heads
     names = (
         {
             "qkv": "self_attention.linear_qkv",
@@ -297,7 +297,15 @@ def llama(model: Any, layout: Layout, *, is_of_core: bool = False) -> Chunk:
         h, n, tp = f"model.layers.{number}.", f"layers.{local}.", layout.tp
         query, key, value = (weights[f"{h}self_attn.{name}_proj.weight"] for name in "qkv")
         gate, up = (block(weights[f"{h}mlp.{name}_proj.weight"], 0, tensor, tp) for name in ("gate", "up"))
-        return {
+        own = {
+            f"{n}self_attention.{name}_layernorm.weight": weights[f"{h}self_attn.{name}_norm.weight"]
+            for name in "qk"
+            if f"{h}self_attn.q_norm.weight" in weights
+        }
+        if f"{h}self_attn.q_proj.bias" in weights:
+            biases = [weights[f"{h}self_attn.{name}_proj.bias"] for name in "qkv"]
+            own[f"{n}{names['qkv']}.bias"] = groups(*biases, width, tp, tensor)
+        return own | {
             f"{n}input_layernorm.weight": weights[f"{h}input_layernorm.weight"],
             f"{n}{names['qkv']}.weight": groups(query, key, value, width, tp, tensor),
             f"{n}{names['proj']}.weight": block(weights[f"{h}self_attn.o_proj.weight"], 1, tensor, tp),
@@ -313,14 +321,19 @@ def llama(model: Any, layout: Layout, *, is_of_core: bool = False) -> Chunk:
         if is_last:
             stack["final_layernorm.weight"] = weights["model.norm.weight"]
         words = {"weight": vocabulary(weights["model.embed_tokens.weight"], layout, tensor)} if is_first else {}
+        is_tied = model.config.tie_word_embeddings
         head = {"weight": vocabulary(weights["lm_head.weight"], layout, tensor)} if is_last else {}
+        if is_tied and is_first:
+            head = {}  # the same module
         if is_of_core:
             flat = {f"embedding.word_embeddings.{name}": each for name, each in words.items()}
             flat |= {f"decoder.{name}": each for name, each in stack.items()}
             return {**flat, **{f"output_layer.{name}": each for name, each in head.items()}}
         language_model: dict[str, Any] = {"embedding": {"word_embeddings": words}} if is_first else {}
         language_model["encoder"] = stack
-        if is_last:
+        if is_tied and head:
+            return {"language_model": language_model, "word_embeddings_for_head": head}
+        if head:
             language_model["output_layer"] = head
         return {"language_model": language_model}
 
@@ -342,7 +355,7 @@ def llama_arguments(model: Any) -> dict[str, Any]:
         "position_embedding_type": "rope",
         "rotary_percent": 1.0,
         "rotary_base": 10000,
-        "untie_embeddings_and_output_weights": True,
+        "untie_embeddings_and_output_weights": not config.tie_word_embeddings,
         "attention_dropout": 0.0,
     }
 

@@ -169,6 +169,70 @@ def test_a_decoder_with_groups_gates_and_an_output_layer(
     assert read.model == references["llama"].model
 
 
+FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama": ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, {"rotary_base": 500000}),
+    "llama with longer contexts": (
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1e4,
+                "factor": 32.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            }
+        },
+        {"use_rope_scaling": True, "rope_scaling_factor": 32.0},
+    ),
+    "qwen2": ({"tie_word_embeddings": True}, {}),
+    "qwen3": ({"head_dim": 16}, {}),
+    "mistral": ({"sliding_window": 8}, {"window_size": (7, 0)}),
+}
+"""Fields of the config, and what Megatron-LM's arguments say of them."""
+
+
+@pytest.mark.parametrize("is_of_core", [False, True])
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_with_rotary_positions_are_told_apart(tmp_path: Path, family: str, pp: int, is_of_core: bool) -> None:
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    fields, arguments = FAMILIES[family]
+    config = CONFIG_MAPPING[family.split()[0]](
+        vocab_size=45,
+        hidden_size=32,
+        num_hidden_layers=2,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=24,
+        **fields,
+    )
+    model = tiny_model(AutoModelForCausalLM, config)
+    model.save_pretrained(tmp_path / "hf")
+    layout = Layout(stages=even(2, pp), tp=2, arguments=arguments)
+    write(tmp_path / "legacy", layout, llama(model, layout, is_of_core=is_of_core), llama_arguments(model))
+
+    read, reference = open_legacy(tmp_path / "legacy"), open_hugging_face(tmp_path / "hf")
+
+    _assert_equal(read, reference)
+    assert read.model == reference.model
+
+
+@pytest.mark.parametrize(
+    ("arguments", "activation"),
+    [
+        ({"bias_gelu_fusion": True, "openai_gelu": False}, "gelu_fast"),
+        ({"bias_gelu_fusion": False, "openai_gelu": True}, "gelu_new"),
+        ({"bias_gelu_fusion": False, "openai_gelu": False}, "gelu"),
+        ({"bias_gelu_fusion": False, "openai_gelu": False, "onnx_safe": True}, "gelu"),
+    ],
+)
+def test_activations(tmp_path: Path, arguments: dict[str, Any], activation: str) -> None:
+    _one_rank(tmp_path, arguments=arguments)
+    assert open_legacy(tmp_path).hf_config.activation_function == activation
+
+
 @pytest.mark.parametrize("has_pooler", [False, True])
 @pytest.mark.parametrize("has_binary_head", [False, True])
 @pytest.mark.parametrize(("tp", "pp", "version"), [(1, 1, 0), (2, 2, 2.0), (4, 1, 1.0)])
