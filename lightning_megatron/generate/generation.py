@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,10 +14,11 @@ from torch import Tensor
 from lightning_megatron.engine.agreement import on_all_ranks_alike
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.generate.beams import search
 from lightning_megatron.generate.decoding import Continuations, decode
 from lightning_megatron.generate.end_tokens import EndTokens
 from lightning_megatron.generate.options import GenerationOptions
-from lightning_megatron.generate.prompts import aligned, check_prompts, check_tokens
+from lightning_megatron.generate.prompts import Prompts, aligned, check_prompts, check_tokens
 from lightning_megatron.generate.quiet import generating
 from lightning_megatron.generate.sampling import uniform_numbers
 from lightning_megatron.models.config import ModelConfig
@@ -65,21 +67,33 @@ class Generator:
         mask = self._mask_of(on_host, attention_mask, options)
         on_all_ranks_alike(lambda: self._check(on_host, mask, options))
         _check_agreement(on_host, mask, options)
-        prompts = aligned(on_host, mask)
-        first, stop = self._own_rows(on_host.shape[0])
-        uniform = uniform_numbers(options.seed, options.max_new_tokens, on_host.shape[0])[:, first:stop]
+        prompts, repeats = aligned(on_host, mask), options.num_return_sequences
+        if options.num_beams == 1:
+            prompts, repeats = prompts.repeated(repeats), 1
+        counts = self._rows_of_copies(len(prompts.tokens))
         with generating(self._chunks) as models:
-            own = Continuations(
+            own = self._continued(models, prompts, options, counts)
+            written = self._gathered(own, [count * repeats for count in counts])
+        longest = int(written.lengths.max())
+        given = input_ids.long().repeat_interleave(options.num_return_sequences, dim=0)
+        return torch.cat((given, written.tokens[:, :longest].to(given.device)), dim=-1)
+
+    def _continued(
+        self, models: list[Any], prompts: Prompts, options: GenerationOptions, counts: list[int]
+    ) -> Continuations:
+        """What this copy of the model adds to its rows."""
+        first = sum(counts[: self._topology.dp_rank])
+        stop = first + counts[self._topology.dp_rank]
+        if stop == first:
+            return Continuations(
                 tokens=torch.empty((0, options.max_new_tokens), dtype=torch.long, device=self._device),
                 lengths=torch.empty((0,), dtype=torch.long, device=self._device),
             )
-            if stop > first:
-                rows = prompts.rows(first, stop).to(self._device)
-                own = decode(models, self._topology, rows, options, self._model.vocab_size, uniform)
-            written = self._gathered(own, on_host.shape[0])
-        longest = int(written.lengths.max())
-        new = written.tokens[:, :longest].to(input_ids.device)
-        return torch.cat((input_ids.long(), new), dim=-1)
+        rows = prompts.rows(first, stop).to(self._device)
+        if options.num_beams > 1:
+            return search(models, self._topology, rows, options, self._model.vocab_size)
+        uniform = uniform_numbers(options.seed, options.max_new_tokens, len(prompts.tokens))[:, first:stop]
+        return decode(models, self._topology, rows, options, self._model.vocab_size, uniform)
 
     def _with_own_tokens(self, options: GenerationOptions) -> GenerationOptions:
         eos = self._ends.eos if options.eos_token_id is None else options.eos_token_ids
@@ -107,22 +121,20 @@ class Generator:
         for sequence in options.stop_sequences:
             check_tokens("stop_sequences", sequence, vocab_size)
 
-    def _own_rows(self, rows: int) -> tuple[int, int]:
-        """First and last + 1 of this copy's rows."""
-        dp, rank = self._topology.dp, self._topology.dp_rank
-        return rows * rank // dp, rows * (rank + 1) // dp
-
-    def _gathered(self, own: Continuations, rows: int) -> Continuations:
-        """Those of all copies, in the order of the prompts, on every rank."""
+    def _rows_of_copies(self, rows: int) -> list[int]:
+        """How many rows each copy of the model continues."""
         dp = self._topology.dp
-        if dp == 1:
+        return [rows * (rank + 1) // dp - rows * rank // dp for rank in range(dp)]
+
+    def _gathered(self, own: Continuations, counts: list[int]) -> Continuations:
+        """Those of all copies, in the order of the prompts, on every rank."""
+        if len(counts) == 1:
             return own
-        counts = [rows * (rank + 1) // dp - rows * rank // dp for rank in range(dp)]
         # One message: the lengths are another column; every copy sends as many rows.
         mine = own.tokens.new_zeros(max(counts), own.tokens.shape[1] + 1)
         mine[: len(own.tokens), :-1] = own.tokens
         mine[: len(own.tokens), -1] = own.lengths
-        parts = [torch.empty_like(mine) for _ in range(dp)]
+        parts = [torch.empty_like(mine) for _ in counts]
         dist.all_gather(parts, mine, group=self._topology.dp_group)
         whole = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
         return Continuations(tokens=whole[:, :-1], lengths=whole[:, -1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from lightning_megatron.errors import ConfigError
 
@@ -34,6 +34,15 @@ class GenerationOptions:
     """Below this ``top_p`` does not decay."""
     repetition_penalty: float = 1.0
     """Positive logits of tokens that a row has already are divided by it, negative ones multiplied."""
+    num_return_sequences: int = 1
+    """Texts per prompt, one after the other in the result: drawn, or the best of the beams."""
+    num_beams: int = 1
+    """Keep so many beginnings of each text, and find one that is likely as a whole; 1 for none of this."""
+    length_penalty: float = 1.0
+    """Beams: the sum of a text's log-probabilities is divided by its number of tokens to the power of this."""
+    early_stopping: bool | Literal["never"] = False
+    """Beams: True ends a search when ``num_beams`` texts are complete; False when no better one is to be expected from
+    the length so far; ``never`` when none is possible."""
     eos_token_id: int | tuple[int, ...] | None = None
     """Tokens that end a row; None for the model's own, () for none."""
     pad_token_id: int | None = None
@@ -67,6 +76,7 @@ class GenerationOptions:
         if not self.repetition_penalty > 0.0:
             raise ConfigError(f"repetition_penalty={self.repetition_penalty} must be above 0; 1 penalizes nothing")
         self._check_contradictions()
+        self._check_beams()
         for sequence in self.stop_sequences:
             if len(sequence) == 0:
                 raise ConfigError("stop_sequences has an empty sequence, which every text ends with; remove it")
@@ -84,6 +94,31 @@ class GenerationOptions:
             raise ConfigError(
                 "do_sample=False takes the likeliest token, and temperature, top_k or top_p say how to draw; leave "
                 "them out, or set do_sample=True"
+            )
+
+    def _check_beams(self) -> None:
+        _check_integer("num_beams", self.num_beams, 1)
+        _check_integer("num_return_sequences", self.num_return_sequences, 1)
+        if self.early_stopping not in (True, False, "never"):
+            raise ConfigError(f"early_stopping={self.early_stopping!r} is none of True, False and 'never'; use one")
+        if self.num_beams > 1:
+            if self.samples:
+                raise ConfigError(
+                    f"num_beams={self.num_beams} searches for the likeliest text, and do_sample, temperature, top_k "
+                    "and top_p draw one; use one of the two"
+                )
+            if self.num_return_sequences > self.num_beams:
+                raise ConfigError(
+                    f"num_return_sequences={self.num_return_sequences} is more than num_beams={self.num_beams} find; "
+                    "raise num_beams"
+                )
+            return
+        if self.length_penalty != 1.0 or self.early_stopping is not False:
+            raise ConfigError("length_penalty and early_stopping are for beams; set num_beams to 2 or more")
+        if self.num_return_sequences > 1 and not self.samples:
+            raise ConfigError(
+                f"num_return_sequences={self.num_return_sequences} would all be the same text; set do_sample=True, or "
+                "num_beams"
             )
 
     @property

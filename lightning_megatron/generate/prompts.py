@@ -40,6 +40,11 @@ class Prompts:
         """Some of the rows."""
         return replace(self, tokens=self.tokens[first:stop], lengths=self.lengths[first:stop])
 
+    def repeated(self, times: int) -> Prompts:
+        """Each row so many times, one after the other."""
+        tokens, lengths = (x.repeat_interleave(times, dim=0) for x in (self.tokens, self.lengths))
+        return replace(self, tokens=tokens, lengths=lengths)
+
     def to(self, device: torch.device) -> Prompts:
         """The same on ``device``."""
         return replace(self, tokens=self.tokens.to(device), lengths=self.lengths.to(device))

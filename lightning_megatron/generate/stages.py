@@ -43,15 +43,20 @@ class Stages:
         Args:
             models: This rank's plain model chunks.
             topology: This rank's place.
-            rows: b.
+            rows: Prompts.
             capacity: How many tokens a row may have in the cache.
         """
         self._models = list(models)
         self._topology = topology
+        ranks = sorted(dist.get_process_group_ranks(topology.mp_group))
+        self._num_ranks = len(ranks)
+        # Of the last stage the first: tp ranks could draw differently, as sums on a GPU are not exactly reproducible.
+        self._source = ranks[-topology.parallel.tp]
         # Two messages under way in both directions could wait for each other: with chunks the batch is one group.
         count = 1 if topology.parallel.vpp else min(topology.parallel.pp, rows)
         bounds = [rows * i // count for i in range(count + 1)]
         self._groups = list(zip(bounds, bounds[1:], strict=False))
+        self._rows_per_prompt = 1
         self._layers = [[m for m in model.modules() if isinstance(m, SDPAttention)] for model in self._models]
         self._caches = [[[KeyValueCache(capacity) for _ in layers] for layers in self._layers] for _ in self._groups]
 
@@ -62,7 +67,7 @@ class Stages:
         for index, model in enumerate(self._models):
             is_first = self._topology.is_first_stage and index == 0
             is_last = self._topology.is_last_stage and index == len(self._models) - 1
-            for (first, stop), caches in zip(self._groups, self._caches, strict=True):
+            for (first, stop), caches in zip(self._bounds, self._caches, strict=True):
                 rows = replace(
                     batch,
                     tokens=batch.tokens[first:stop],
@@ -80,6 +85,36 @@ class Stages:
         for message, _ in under_way:
             message.wait()
         return torch.cat(found) if found else None
+
+    @property
+    def chooses(self) -> bool:
+        """Whether this rank chooses the tokens of this copy of the model."""
+        return self._topology.is_last_stage and self._topology.tp_rank == 0
+
+    def told(self, message: Tensor) -> Tensor:
+        """What the rank that chooses passes here, on all ranks of this copy; theirs must have the same shape."""
+        if self._num_ranks > 1:
+            message = message.contiguous()
+            dist.broadcast(message, self._source, group=self._topology.mp_group)
+        return message
+
+    @property
+    def _bounds(self) -> list[tuple[int, int]]:
+        """First and last + 1 row of each group."""
+        return [(first * self._rows_per_prompt, stop * self._rows_per_prompt) for first, stop in self._groups]
+
+    def select(self, rows: Tensor, rows_per_prompt: int) -> None:
+        """In every cache row i becomes what row ``rows[i]`` was.
+
+        Args:
+            rows: [prompts * rows_per_prompt]; those of a prompt come from rows of the same prompt.
+            rows_per_prompt: How many each prompt has from now on.
+        """
+        before = self._bounds
+        self._rows_per_prompt = rows_per_prompt
+        for (old, _), (first, stop), of_chunks in zip(before, self._bounds, self._caches, strict=True):
+            for cache in (cache for caches in of_chunks for cache in caches):
+                cache.select(rows[first:stop] - old)
 
     def _received(self, tokens: Tensor, config: Any) -> Tensor:
         """Hidden states of the stage before: [s, b, h]."""

@@ -40,3 +40,13 @@ class KeyValueCache:
         self._keys[:, :, first : self.length] = key
         self._values[:, :, first : self.length] = value
         return self._keys[:, :, : self.length], self._values[:, :, : self.length]
+
+    def select(self, rows: Tensor) -> None:
+        """Row i becomes what row ``rows[i]`` was; there may be more rows than before, or fewer.
+
+        Args:
+            rows: [b], int64.
+        """
+        if self._keys is not None and self._values is not None:
+            self._keys = self._keys.index_select(0, rows)
+            self._values = self._values.index_select(0, rows)
