@@ -65,13 +65,14 @@ def checksums_of_file(file: Path) -> FileChecksums:
 
 
 def write_checksums(folder: Path, unwritten: Mapping[str, bytes] | None = None) -> None:
-    """Write ``checksums.json`` for all files in a folder, which must not change any more.
+    """Write ``checksums.json`` for all files in a folder and below, which must not change any more.
 
     Args:
         folder: A checkpoint that is complete but for this file and ``unwritten``.
         unwritten: Contents of files that will be written after it, by name, e.g. of ``meta.pt``.
     """
-    files = {each.name: checksums_of_file(each) for each in folder.iterdir() if each.name != CHECKSUMS}
+    found = {each.relative_to(folder).as_posix(): each for each in folder.rglob("*") if each.is_file()}
+    files = {name: checksums_of_file(file) for name, file in found.items() if name != CHECKSUMS}
     write_known_checksums(folder, files | {name: checksums_of(data) for name, data in (unwritten or {}).items()})
 
 

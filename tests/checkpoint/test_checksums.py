@@ -166,6 +166,16 @@ def test_files_that_changed_places_are_found(tmp_path: Path) -> None:
         verify_checksums(tmp_path)
 
 
+def test_files_in_folders_below_are_covered_too(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "vocab.json").write_text("{}")
+    write_checksums(tmp_path)
+    verify_checksums(tmp_path)
+    (tmp_path / "tokenizer" / "vocab.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="tokenizer/vocab.json differs from its checksum in bytes 0-2"):
+        verify_checksums(tmp_path)
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 20])
 def test_each_segment_is_checked_by_one_rank(folder: Path, world: int) -> None:
     data = bytearray(_content("__0_0.distcp"))
