@@ -121,4 +121,5 @@ def _group(training: Training, *, decays: bool) -> dict[str, Any]:
     kept = next((each for each in training.param_groups if (each.get("wd_mult", 1.0) != 0.0) == decays), None)
     if kept is None:  # all of the run's parameters were of the other kind
         kept = {**training.param_groups[0], **({"wd_mult": 1.0} if decays else {"wd_mult": 0.0, "weight_decay": 0.0})}
-    return {**_IDENTITY, **{name: value for name, value in kept.items() if name != "params"}}
+    # A max_lr of None is Megatron-Core's "as the schedule says" in its own checkpoints, and an error in its schedule.
+    return {**_IDENTITY, **{name: value for name, value in kept.items() if name != "params" and value is not None}}

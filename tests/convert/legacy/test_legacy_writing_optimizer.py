@@ -16,7 +16,7 @@ from lightning_megatron.convert.legacy.target import write_legacy
 from lightning_megatron.convert.stored.hugging_face import open_hugging_face
 from lightning_megatron.errors import ConfigError
 from tests.convert.directories import tiny_gpt2
-from tests.convert.legacy.written import InTraining, flat, load, of_state, options
+from tests.convert.legacy.written import GROUPS, InTraining, flat, load, of_state, options
 
 
 @functools.cache
@@ -78,8 +78,9 @@ def test_megatron_core_loads_the_optimizer_and_the_schedule(tmp_path: Path, dtyp
 
     copy.deepcopy(_gpt2()).to(dtype).save_pretrained(tmp_path / "hf")
     run = InTraining(weights=open_hugging_face(tmp_path / "hf"))
-    # Lightning's schedule, of which only the place is known.
-    run = replace(run, training=replace(run.training, lr_scheduler={"last_epoch": 7}))
+    # As a run under Lightning has it: of its schedule only the place is known.
+    groups_of_run = tuple({**group, "max_lr": None, "min_lr": None} for group in GROUPS)
+    run = replace(run, training=replace(run.training, lr_scheduler={"last_epoch": 7}, param_groups=groups_of_run))
     write_legacy(run, options(tmp_path / "hf", tmp_path / "legacy", tp=2))
     state = load(tmp_path / "legacy" / "iter_0000007" / "mp_rank_00" / "model_optim_rng.pt")
     # As Megatron-LM groups the parameters of this model; a float32 model's are the run's own numbers.
