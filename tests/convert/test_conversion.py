@@ -63,6 +63,24 @@ def test_a_directory_becomes_the_same_model_in_other_files(tmp_path: Path, name:
     assert not changed
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_comes_back_from_every_format(tmp_path: Path, name: str) -> None:
+    expected = save_as(tiny(name), tmp_path / "hf", "safetensors")
+    layers = 5 if name in ("t5", "mt5") else 2 if "bert" in name else 3
+    steps: list[dict[str, Any]] = [
+        {"to": "megatron-legacy", "tp": 2, "pp": layers, "make_vocab_size_divisible_by": 8},
+        {"to": "megatron", "tp": 4, "pp": 2},
+        {"to": "megatron-legacy"},
+        {"to": "megatron"},
+        {"to": "hf"},
+    ]
+    source = tmp_path / "hf"
+    for number, step in enumerate(steps):
+        source = _convert(source, tmp_path / str(number), **step).path
+    _assert_same(_tensors(source), expected)
+    assert json.loads((source / "config.json").read_text()) == json.loads((tmp_path / "hf/config.json").read_text())
+
+
 def test_an_output_layer_that_differs_from_the_embedding_stays_apart(tmp_path: Path) -> None:
     tensors = save_as(tiny("t5"), tmp_path / "source", "safetensors")
     tensors["lm_head.weight"] = tensors["shared.weight"] + 1  # as T5 v1.1 has it, whatever its config says
