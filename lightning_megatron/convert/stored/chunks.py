@@ -6,16 +6,16 @@ somewhere into a file. The numbers of a chunk lie in its archive one after the o
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightning_megatron.engine.checkpoint_failures import failures_as_errors
+from lightning_megatron.convert.legacy.tensor_handle import TensorHandle
+from lightning_megatron.convert.legacy.unpickler import FilePart, load_pickled
 from lightning_megatron.engine.checkpoint_safety import read_table
 from lightning_megatron.errors import CheckpointError
 
@@ -44,21 +44,13 @@ class ChunkedTensor:
     """Together they are the tensor, each number once."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Numbers:
-    """Where a chunk's numbers are in its file."""
-
-    offset: int
-    strides: tuple[int, ...]
-
-
 class ChunkedFiles:
     """The tensors of one distributed checkpoint; nothing of them is read until ``read`` is called."""
 
     def __init__(self, path: Path, tensors: Mapping[str, ChunkedTensor]) -> None:
         self.path = path
         self.tensors = tensors
-        self._numbers: dict[Chunk, _Numbers | None] = {}
+        self._handles: dict[Chunk, TensorHandle] = {}
 
     def read(self, name: str, start: Sequence[int], size: Sequence[int]) -> torch.Tensor:
         """The box of a tensor that begins at index ``start`` and has the shape ``size``, on the CPU.
@@ -66,31 +58,26 @@ class ChunkedFiles:
         Raises:
             CheckpointError: If a file is damaged.
         """
-        tensor = self.tensors[name]
-        box = torch.empty(tuple(size), dtype=tensor.dtype)
+        tensor, box = self.tensors[name], None
         for chunk in tensor.chunks:
             first = [max(a, b) for a, b in zip(start, chunk.start, strict=True)]
             last = [min(a + n, b + m) for a, n, b, m in zip(start, size, chunk.start, chunk.size, strict=True)]
-            if all(a < b for a, b in zip(first, last, strict=True)):
-                common = tuple(b - a for a, b in zip(first, last, strict=True))
-                here = tuple(slice(a - s, b - s) for a, b, s in zip(first, last, start, strict=True))
-                box[here] = self._part(
-                    chunk, tensor.dtype, [a - s for a, s in zip(first, chunk.start, strict=True)], common
-                )
-        return box
+            common = tuple(b - a for a, b in zip(first, last, strict=True))
+            if min(common, default=1) > 0:
+                part = self._part(chunk, tensor.dtype, [a - s for a, s in zip(first, chunk.start, strict=True)], common)
+                if common == tuple(size):
+                    return part
+                box = torch.empty(tuple(size), dtype=tensor.dtype) if box is None else box
+                box[tuple(slice(a - s, b - s) for a, b, s in zip(first, last, start, strict=True))] = part
+        return torch.empty(tuple(size), dtype=tensor.dtype) if box is None else box
 
     def _part(self, chunk: Chunk, dtype: torch.dtype, start: Sequence[int], size: tuple[int, ...]) -> torch.Tensor:
-        """A box of a chunk: the numbers from its first to its last one, and what lies between them."""
-        if chunk not in self._numbers:
-            self._numbers[chunk] = _find_numbers(chunk, dtype)
-        numbers = self._numbers[chunk]
-        if numbers is None:
-            return _load(chunk)[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
-        first = sum(a * stride for a, stride in zip(start, numbers.strides, strict=True))
-        count = 1 + sum((n - 1) * stride for n, stride in zip(size, numbers.strides, strict=True))
-        data = torch.empty(count * dtype.itemsize, dtype=torch.uint8)
-        _read_into(data, chunk.file, numbers.offset + first * dtype.itemsize)
-        return data.view(dtype).as_strided(size, numbers.strides)
+        """A box of a chunk: what is between its first and its last number is read, too."""
+        if chunk not in self._handles:
+            self._handles[chunk] = _handle(chunk, dtype)
+        handle = self._handles[chunk]
+        first = handle.first + sum(a * stride for a, stride in zip(start, handle.stride, strict=True))
+        return replace(handle, shape=size, first=first).whole()
 
 
 def open_chunks(path: Path) -> ChunkedFiles:
@@ -157,78 +144,13 @@ def _chunked(path: Path, name: str, stored: Any, archives: Mapping[tuple[str, tu
     return ChunkedTensor(shape=shape, dtype=stored.properties.dtype, chunks=tuple(chunks.values()))
 
 
-def _find_numbers(chunk: Chunk, dtype: torch.dtype) -> _Numbers | None:
-    """Torch notes where a storage is in an archive when it loads one without its numbers (serialization.py)."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        tensor = _load(chunk)
-    start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
-    if tuple(tensor.shape) != chunk.size or tensor.dtype != dtype:
+def _handle(chunk: Chunk, dtype: torch.dtype) -> TensorHandle:
+    """Where the numbers of a chunk are."""
+    handle = load_pickled(FilePart(path=chunk.file, start=chunk.offset, size=chunk.length))
+    if not isinstance(handle, TensorHandle) or handle.shape != chunk.size or handle.dtype != dtype:
+        found = f"a tensor of {list(handle.shape)} {handle.dtype}" if isinstance(handle, TensorHandle) else "no tensor"
         raise CheckpointError(
-            f"checkpoint file {chunk.file} is damaged: at byte {chunk.offset} is a tensor of {list(tensor.shape)} "
-            f"{tensor.dtype}, and there should be {list(chunk.size)} {dtype}; use another"
+            f"checkpoint file {chunk.file} is damaged: at byte {chunk.offset} is {found}, and there should be one of "
+            f"{list(chunk.size)} {dtype}; use another"
         )
-    if start is None:
-        return None
-    offset = int(start) + int(tensor.storage_offset()) * dtype.itemsize
-    strides = tuple(tensor.stride())
-    count = 1 + sum((n - 1) * stride for n, stride in zip(chunk.size, strides, strict=True))
-    if offset + count * dtype.itemsize > chunk.length:
-        raise CheckpointError(f"checkpoint file {chunk.file} is damaged at byte {chunk.offset}; use another")
-    return _Numbers(offset=chunk.offset + offset, strides=strides)
-
-
-def _load(chunk: Chunk) -> torch.Tensor:
-    with (
-        failures_as_errors(f"checkpoint file {chunk.file} cannot be read"),
-        chunk.file.open("rb") as file,
-    ):
-        tensor = torch.load(
-            io.BufferedReader(_Window(file, chunk.offset, chunk.length)), map_location="cpu", weights_only=True
-        )
-    if not isinstance(tensor, torch.Tensor):
-        raise CheckpointError(f"checkpoint file {chunk.file} holds no tensor at byte {chunk.offset}; use another")
-    return tensor.detach()
-
-
-class _Window(io.RawIOBase):
-    """A part of a file that looks like a file."""
-
-    def __init__(self, file: io.BufferedReader, offset: int, length: int) -> None:
-        super().__init__()
-        self._file, self._offset, self._length, self._position = file, offset, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        self._file.seek(self._offset + self._position)
-        count = self._file.readinto(memoryview(buffer)[: max(0, self._length - self._position)])
-        self._position += count
-        return count
-
-
-def _read_into(data: torch.Tensor, file: Path, offset: int) -> None:
-    """Plain reads: mapped pages would count as memory of this process."""
-    view, done = memoryview(data.numpy().data), 0
-    try:
-        with file.open("rb", buffering=0) as opened:
-            opened.seek(offset)
-            while done < len(view):
-                count = opened.readinto(view[done:])
-                if not count:
-                    raise CheckpointError(f"checkpoint file {file} is truncated; use another checkpoint")
-                done += count
-    except OSError as error:
-        raise CheckpointError(f"checkpoint file {file} cannot be read ({error}); check the disk") from error
+    return handle

@@ -1,8 +1,4 @@
-"""How are boxes of tensors written as a distributed checkpoint? By torch's writer, each box read when its turn comes.
-
-Torch's writer takes the numbers of one chunk after the other; of each entry it keeps the last one until the end of the
-file. Entries stack layers, so that what it keeps is at most a layer and what belongs to none.
-"""
+"""How are boxes of tensors written as a distributed checkpoint? By torch's writer, each read when its turn comes."""
 
 from __future__ import annotations
 
@@ -89,11 +85,16 @@ class _Planner(DefaultSavePlanner):
         super().__init__()
         self._chunks = {_index(chunk): chunk for chunk in chunks}
         self._objects = objects
+        self._last: torch.Tensor | None = None
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(self._objects[write_item.index.fqn])
-        return self._chunks[write_item.index].read()
+        if self._last is not None:
+            # It is written; torch's writer only forgets it at the end of the file.
+            self._last.untyped_storage().resize_(0)
+        self._last = self._chunks[write_item.index].read()
+        return self._last
 
 
 def _index(chunk: Chunk) -> MetadataIndex:
