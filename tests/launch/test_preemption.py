@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoint.corpus import make_corpus
 from tests.checkpoint.runs import Run, Trace, checkpoints_at, differences, fit
 from tests.ranks import run_ranks
 
@@ -82,3 +83,76 @@ def test_sigterm_saves_at_the_next_step_and_the_run_goes_on_exactly(
     rest = run_ranks(_whole, 2, SIX_STEPS.but(ckpt_path="last"), tmp_path, keep)
     # Noted in step 1, agreed on in step 2, and step 3 is the last.
     _goes_on_exactly(expected, rest, first=4)
+
+
+def _in_slurm(run: Run, root: Path, signals: bool, restarts: int) -> Trace:
+    """A run as one of two tasks of a job; with ``signals`` rank 1 gets the requeue signal in step 2."""
+    from lightning.pytorch.plugins.environments import SLURMEnvironment
+
+    rank = os.environ["RANK"]
+    os.environ |= {
+        "SLURM_JOB_ID": "7070",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_PROCID": rank,
+        "SLURM_LOCALID": rank,
+        "SLURM_NODEID": "0",
+        "SLURM_RESTART_COUNT": str(restarts),
+        "PATH": f"{root}:{os.environ['PATH']}",
+    }
+    run = run.but(trainer={"plugins": [SLURMEnvironment(auto_requeue=True)], "default_root_dir": str(root)})
+    return fit(run, *([_signals_itself(signal.SIGUSR1, (1,), 2)] if signals else []))[1]
+
+
+def _fake_scontrol(folder: Path) -> Path:
+    folder.mkdir()
+    scontrol = folder / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {folder}/called.txt\n')
+    scontrol.chmod(0o700)
+    return folder
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+@pytest.mark.parametrize("async_save", [False, True])
+def test_slurms_signal_saves_between_steps_and_the_requeued_run_goes_on_exactly(
+    tmp_path: Path, indexed: bool, async_save: bool
+) -> None:
+    run = SIX_STEPS.but(strategy={"async_save": async_save}, indexed=make_corpus(tmp_path) if indexed else None)
+    root = _fake_scontrol(tmp_path / "job")
+
+    expected = run_ranks(_in_slurm, 2, run, root, True, 0)
+
+    assert (root / "called.txt").read_text() == "requeue 7070\n"
+    (root / "hpc_ckpt_2.ckpt.partial").mkdir()  # of a save that was killed, which Lightning takes for the newest
+    rest = run_ranks(_in_slurm, 2, run, root, False, 1)
+    _goes_on_exactly(expected, rest, first=4)
+
+
+def test_a_requeued_run_does_not_begin_anew_from_the_weights_it_was_given(tmp_path: Path) -> None:
+    root = _fake_scontrol(tmp_path / "job")
+    pretrained = tmp_path / "pretrained.ckpt"
+    run_ranks(_train_and_save, 2, SIX_STEPS.but(trainer={"max_steps": 2}), pretrained)
+    run = SIX_STEPS.but(strategy={"load_weights_only": True}, ckpt_path=str(pretrained))
+
+    expected = run_ranks(_in_slurm, 2, run, root, True, 0)
+
+    assert [min(trace.steps) for trace in expected] == [1, 1]
+    _goes_on_exactly(expected, run_ranks(_in_slurm, 2, run, root, False, 1), first=4)
+
+
+def _train_and_save(run: Run, path: Path) -> None:
+    fit(run)[0].save_checkpoint(path)
+
+
+def test_sigterm_while_validating_saves_the_step_before(tmp_path: Path) -> None:
+    run = SIX_STEPS.but(validate=True, trainer={"val_check_interval": 2, "check_val_every_n_epoch": None})
+    expected = run_ranks(_whole, 2, run)
+
+    stopped = run_ranks(_stopped, 2, run, tmp_path, {"save_last": True, **NEVER}, {"ranks": (1,), "step": -1})
+
+    assert stopped == [(143, ["last.ckpt"])] * 2
+    rest = run_ranks(_whole, 2, run.but(ckpt_path="last"), tmp_path, {"save_last": True, **NEVER})
+    first = min(rest[0].steps)
+    assert first in (5, 6)
+    _goes_on_exactly(expected, rest, first=first)
