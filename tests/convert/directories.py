@@ -93,7 +93,7 @@ _DECODER = {
     "max_position_embeddings": 24,
 }
 _T5 = {
-    **{"vocab_size": VOCAB_SIZE, "d_model": 32, "d_kv": 6, "d_ff": 48, "num_heads": 4},
+    **{"vocab_size": VOCAB_SIZE, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 3},
     **{"num_layers": 3, "num_decoder_layers": 2, "relative_attention_num_buckets": 8},
 }
 _CONFIGS: dict[str, dict[str, Any]] = {

@@ -66,10 +66,11 @@ def test_a_directory_becomes_the_same_model_in_other_files(tmp_path: Path, name:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_comes_back_from_every_format(tmp_path: Path, name: str) -> None:
     expected = save_as(tiny(name), tmp_path / "hf", "safetensors")
-    layers = 5 if name in ("t5", "mt5") else 2 if "bert" in name else 3
+    # T5 has three heads, the others four; its encoder's and decoder's layers are one stack of five.
+    small, large, layers = (1, 3, 5) if name in ("t5", "mt5") else (2, 4, 2 if "bert" in name else 3)
     steps: list[dict[str, Any]] = [
-        {"to": "megatron-legacy", "tp": 2, "pp": layers, "make_vocab_size_divisible_by": 8},
-        {"to": "megatron", "tp": 4, "pp": 2},
+        {"to": "megatron-legacy", "tp": large, "pp": layers, "make_vocab_size_divisible_by": 8},
+        {"to": "megatron", "tp": small, "pp": 2},
         {"to": "megatron-legacy"},
         {"to": "megatron"},
         {"to": "hf"},
