@@ -136,7 +136,8 @@ def find_last(trainer: pl.Trainer) -> Found | None:
             found.append(max(lasts, key=lambda each: each.time))
         elif complete:
             found.append(_newest(complete))
-            rank_zero_warn(f"{folder} has no complete {LAST}; {found[-1].path.name} has most steps and takes its place")
+            tell = rank_zero_warn if callback.save_last else rank_zero_info
+            tell(f"{folder} keeps no complete {LAST}; {found[-1].path.name} has most steps and takes its place")
         else:
             broken += [str(folder / name) for name in _broken_names(folder)]
     if not found and broken:

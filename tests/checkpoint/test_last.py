@@ -1,0 +1,207 @@
+"""Does ``ckpt_path`` always mean a complete checkpoint, whatever a killed run has left behind?
+
+The folders are made by hand, and no process is started: what ``ckpt_path`` means is known before.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron.errors import CheckpointError
+
+
+def _complete(path: Path, step: int) -> None:
+    path.mkdir()
+    for name in (".metadata", "metadata.json", "common.pt"):
+        (path / name).touch()
+    torch.save({"lightning": {"global_step": step}}, path / "meta.pt")
+    os.utime(path / "meta.pt", (step, step))
+
+
+def _unfinished(path: Path) -> None:
+    path.mkdir()
+    (path / "common.pt").touch()
+
+
+def _find(folder: Path, ckpt_path: str | Path | None, **options: Any) -> str | Path | None:
+    import lightning.pytorch as pl
+    from lightning.pytorch.trainer.states import TrainerFn
+
+    from lightning_megatron.ckpt_path import find_checkpoint
+
+    keeper = pl.callbacks.ModelCheckpoint(folder, **{"save_last": "link", **options})
+    trainer = pl.Trainer(
+        accelerator="cpu", logger=False, default_root_dir=folder.parent, callbacks=[keeper], enable_progress_bar=False
+    )
+    trainer.state.fn = TrainerFn.FITTING
+    return find_checkpoint(trainer, ckpt_path)
+
+
+def _whole(folder: Path) -> None:
+    _complete(folder / "step=2.ckpt", 2)
+    _complete(folder / "step=4.ckpt", 4)
+    (folder / "last.ckpt").symlink_to("step=4.ckpt")
+
+
+def _between_removal_and_link(folder: Path) -> None:
+    _whole(folder)
+    (folder / "last.ckpt").unlink()
+
+
+def _link_to_a_save_that_was_killed(folder: Path) -> None:
+    _between_removal_and_link(folder)
+    _unfinished(folder / "step=6.ckpt.partial")
+    (folder / "last.ckpt").symlink_to("step=6.ckpt")
+
+
+def _link_to_an_unfinished_folder(folder: Path) -> None:
+    _between_removal_and_link(folder)
+    _unfinished(folder / "step=6.ckpt")
+    (folder / "last.ckpt").symlink_to("step=6.ckpt")
+
+
+def _between_two_renames(folder: Path) -> None:
+    _complete(folder / "step=2.ckpt", 2)
+    _complete(folder / "last.ckpt.replaced", 4)
+    _unfinished(folder / "last.ckpt.partial")
+
+
+def _removal_was_killed(folder: Path) -> None:
+    _between_removal_and_link(folder)
+    _unfinished(folder / "last.ckpt")
+
+
+def _of_two_runs(folder: Path) -> None:
+    """The later one has done fewer steps so far."""
+    _complete(folder / "last.ckpt", 9)
+    os.utime(folder / "last.ckpt" / "meta.pt", (1, 1))
+    _complete(folder / "last-v1.ckpt", 3)
+
+
+@pytest.mark.parametrize(
+    ("left", "found", "warns"),
+    [
+        (_whole, "last.ckpt", False),
+        (_between_removal_and_link, "step=4.ckpt", True),
+        (_link_to_a_save_that_was_killed, "step=4.ckpt", True),
+        (_link_to_an_unfinished_folder, "step=4.ckpt", True),
+        (_between_two_renames, "last.ckpt", False),
+        (_removal_was_killed, "step=4.ckpt", True),
+        (_of_two_runs, "last-v1.ckpt", False),
+    ],
+)
+def test_last_is_a_complete_checkpoint(tmp_path: Path, left: Callable[[Path], None], found: str, warns: bool) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    left(folder)
+    before = sorted(folder.rglob("*"))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert _find(folder, "last") == str(folder / found)
+
+    assert any(f"{found} has most steps and takes its place" in str(each.message) for each in caught) == warns
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_a_last_one_that_nobody_renews_does_not_hide_newer_ones(tmp_path: Path) -> None:
+    """As SIGTERM leaves it where ``save_last`` is not set."""
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    _complete(folder / "last.ckpt", 3)
+    _complete(folder / "step=6.ckpt", 6)
+    assert _find(folder, "last", save_last=None) == str(folder / "step=6.ckpt")
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_first_run_finds_nothing_and_begins(tmp_path: Path, exists: bool) -> None:
+    folder = tmp_path / "checkpoints"
+    if exists:
+        folder.mkdir()
+        # Killed in its first save: nothing was ever complete.
+        _unfinished(folder / "step=2.ckpt.partial")
+        (folder / "last.ckpt").symlink_to("step=2.ckpt")
+    assert _find(folder, "last") == "last"  # for Lightning, which warns
+
+
+@pytest.mark.parametrize(
+    ("ckpt_path", "message"),
+    [
+        ("last", "finds no complete checkpoint, but .*step=2.ckpt"),
+        ("step=2.ckpt", "step=2.ckpt has no meta.pt: it was never finished"),
+        ("nowhere.ckpt", "nowhere.ckpt does not exist"),
+        (".", "none of the checkpoints in .* is complete: step=2.ckpt"),
+    ],
+)
+def test_what_is_not_complete_is_an_error(tmp_path: Path, ckpt_path: str, message: str) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    _unfinished(folder / "step=2.ckpt")
+    with pytest.raises(CheckpointError, match=message):
+        _find(folder, ckpt_path if ckpt_path == "last" else folder / ckpt_path)
+
+
+def test_a_folder_means_the_checkpoint_with_most_steps(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    _complete(folder / "step=10.ckpt", 10)
+    _complete(folder / "step=9.ckpt", 9)
+    _unfinished(folder / "step=11.ckpt")
+    assert _find(folder, folder) == str(folder / "step=10.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "program"),
+    [
+        ("hf", "config.json", "a model of Hugging Face"),
+        ("legacy", "latest_checkpointed_iteration.txt", "a checkpoint of Megatron-LM"),
+    ],
+)
+def test_what_another_program_wrote_is_named(tmp_path: Path, name: str, file: str, program: str) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / file).touch()
+    with pytest.raises(CheckpointError, match=f"is {program}; convert it with `lightning-megatron convert`"):
+        _find(tmp_path / "checkpoints", tmp_path / name)
+
+
+@pytest.fixture
+def requeued(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SLURM_NTASKS": "1", "SLURM_JOB_NAME": "train", "SLURM_RESTART_COUNT": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("requeued")
+@pytest.mark.parametrize(
+    ("steps", "last", "ckpt_path", "found"),
+    [
+        ([3, 5], 2, None, "hpc_ckpt_2.ckpt"),
+        ([3, 5], 4, "last", "hpc_ckpt_2.ckpt"),
+        ([3, 5], 6, "last", "checkpoints/last.ckpt"),
+        ([3], 9, "checkpoints/last.ckpt", "hpc_ckpt_1.ckpt"),
+    ],
+)
+def test_a_requeued_job_goes_on_from_its_newest_checkpoint(
+    tmp_path: Path, steps: list[int], last: int, ckpt_path: str | None, found: str
+) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    for version, step in enumerate(steps, start=1):
+        _complete(tmp_path / f"hpc_ckpt_{version}.ckpt", step)
+    _unfinished(tmp_path / "hpc_ckpt_7.ckpt.partial")
+    _complete(folder / "last.ckpt", last)
+    given = str(tmp_path / ckpt_path) if ckpt_path and "/" in ckpt_path else ckpt_path
+    assert _find(folder, given, save_last=True) == str(tmp_path / found)
+
+
+@pytest.mark.usefixtures("requeued")
+def test_a_requeued_job_without_a_complete_checkpoint_does_not_begin_anew(tmp_path: Path) -> None:
+    _unfinished(tmp_path / "hpc_ckpt_1.ckpt.partial")
+    with pytest.raises(CheckpointError, match="no complete checkpoint of a requeued job, but hpc_ckpt_1.ckpt.partial"):
+        _find(tmp_path / "checkpoints", None)

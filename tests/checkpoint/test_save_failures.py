@@ -1,0 +1,139 @@
+"""What does a save that fails cost? A warning; the run goes on, nothing is removed, and the next save makes it good."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.runs import Run, checkpoints_at, fit
+from tests.ranks import RankError, run_ranks
+
+RUN = Run(strategy={"tp": 2}, trainer={"max_steps": 4})
+
+
+def _full_disk(victim: int, first: int, last: int, seen: dict[int, list[str]], folder: Path) -> Any:
+    import lightning.pytorch as pl
+
+    class FullDisk(pl.Callback):
+        """A limit on the size of files stands in for a disk without room, for the saves of some steps."""
+
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            with trainer.strategy.engine():
+                trainer.strategy._saves.finish()  # else it would depend on the clock which save meets the limit
+            trainer.strategy.barrier()
+            seen[trainer.global_step] = _names(folder)
+            trainer.strategy.barrier()
+            if trainer.global_rank == victim:
+                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+                limit = 10_000 if first <= trainer.global_step + 1 <= last else resource.RLIM_INFINITY
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+
+    return FullDisk()
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.suffix == ".ckpt" and path.exists())
+
+
+def _train_on_a_full_disk(run: Run, folder: Path, victim: int, steps: tuple[int, int]) -> Any:
+    """Which checkpoints there were before each step, and at the end; the warnings."""
+    seen: dict[int, list[str]] = {}
+    disk = _full_disk(victim, *steps, seen, folder)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            _, trace = fit(run, disk, checkpoints_at(folder, save_top_k=1))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    texts = [str(each.message) for each in caught if "is not written" in str(each.message)]
+    return list(trace.steps), seen, texts
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_full_disk_costs_a_warning_and_keeps_the_older_checkpoint(
+    tmp_path: Path, victim: int, async_save: bool
+) -> None:
+    run = RUN.but(strategy={"async_save": async_save})
+
+    results = run_ranks(_train_on_a_full_disk, 2, run, tmp_path, victim, (2, 3))
+
+    for steps, seen, _ in results:
+        assert steps == [1, 2, 3, 4]
+        assert seen == {0: [], 1: ["step=1.ckpt"], 2: ["step=1.ckpt"], 3: ["step=1.ckpt"]}
+    texts = results[0][2]
+    assert [text.split()[1] for text in texts] == [str(tmp_path / f"step={step}.ckpt") for step in (2, 3)]
+    assert all("the next save is tried as usual" in text for text in texts)
+    assert results[1][2] == []
+    assert [path.name for path in tmp_path.iterdir()] == ["step=4.ckpt"]
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize(("policy", "steps"), [("raise", (2, 2)), ("warn", (4, 4))], ids=["raise", "last save"])
+def test_a_failure_that_is_not_made_good_ends_the_run(
+    tmp_path: Path, policy: str, steps: tuple[int, int], async_save: bool
+) -> None:
+    run = RUN.but(strategy={"async_save": async_save, "on_save_failure": policy})
+    with pytest.raises(RankError, match=f"step={steps[0]}.ckpt is not written") as caught:
+        run_ranks(_train_on_a_full_disk, 2, run, tmp_path, 1, steps)
+    assert caught.value.error_type == "CheckpointError"
+    assert [path.name for path in tmp_path.iterdir()] == [f"step={steps[0] - 1}.ckpt"]
+
+
+def _train_with_state_that_is_no_data(run: Run, folder: Path) -> None:
+    import lightning.pytorch as pl
+
+    class Odd(pl.Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"path": object()}
+
+    fit(run, Odd(), checkpoints_at(folder))
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_mistake_of_the_users_ends_the_run_at_the_first_save(tmp_path: Path, async_save: bool) -> None:
+    with pytest.raises(RankError, match="its state must be plain data") as caught:
+        run_ranks(_train_with_state_that_is_no_data, 2, RUN.but(strategy={"async_save": async_save}), tmp_path)
+    assert caught.value.error_type == "CheckpointError"
+    assert list(tmp_path.iterdir()) == []
+
+
+def _train_below_a_file(run: Run, folder: Path) -> list[str]:
+    """The folder of the checkpoints cannot be made, because a file has its name."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(run, _make_room(folder), checkpoints_at(folder / "below"))
+    return [str(each.message) for each in caught if "is not written" in str(each.message)]
+
+
+def _make_room(folder: Path) -> Any:
+    import lightning.pytorch as pl
+
+    class MakeRoom(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 2 and trainer.is_global_zero:
+                folder.unlink()
+            trainer.strategy.barrier()
+
+    return MakeRoom()
+
+
+def test_a_folder_that_cannot_be_made_costs_a_warning(tmp_path: Path) -> None:
+    folder = tmp_path / "not_a_folder"
+    folder.touch()
+    first, _ = run_ranks(_train_below_a_file, 2, RUN, folder)
+    assert len(first) == 2
+    assert sorted(path.name for path in (folder / "below").iterdir()) == ["step=3.ckpt", "step=4.ckpt"]
+
+
+@pytest.mark.parametrize("value", ["ignore", "Warn"])
+def test_an_unknown_policy_is_refused(value: Any) -> None:
+    from lightning_megatron import ConfigError, MegatronStrategy
+
+    with pytest.raises(ConfigError, match=f"on_save_failure='{value}' is unknown; choose 'warn' or 'raise'"):
+        MegatronStrategy(on_save_failure=value)
