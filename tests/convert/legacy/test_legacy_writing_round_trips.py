@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from lightning_megatron.convert.conversion import convert
 from lightning_megatron.convert.legacy.reading import open_legacy
@@ -68,6 +68,15 @@ def test_a_llama_comes_back_from_chunks_and_from_a_distributed_optimizer(
     convert(options(tmp_path / "hf", tmp_path / "legacy", **fields))
     convert(ConvertOptions(load_path=tmp_path / "legacy", save_path=tmp_path / "back", to="hf"))
     _assert_same_directory(tmp_path / "back", expected)
+
+
+def test_a_t5_keeps_an_output_layer_of_its_own(tmp_path: Path) -> None:
+    tensors = save_as(_tiny("t5"), tmp_path / "hf", "safetensors")
+    tensors["lm_head.weight"] = tensors["shared.weight"] + 1  # as T5 v1.1 has it, whatever its config says
+    save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    convert(options(tmp_path / "hf", tmp_path / "legacy", pp=3))
+    convert(ConvertOptions(load_path=tmp_path / "legacy", save_path=tmp_path / "back", to="hf"))
+    _assert_same_directory(tmp_path / "back", tensors)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
