@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.convert.registry import config_object, family_of, model_config
+from lightning_megatron.convert.legacy.arguments import Shapes, hf_config_of, own_config, vocab_size
+from lightning_megatron.convert.registry import config_object, family_of
+from lightning_megatron.convert.stored.base import Key
+from lightning_megatron.convert.stored.chunks import ChunkedFiles
+from lightning_megatron.convert.stored.distributed_names import entry_of, is_weightless
 from lightning_megatron.errors import CheckpointError
-from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.models.config import Architecture, ModelConfig
+
+_log = logging.getLogger(__name__)
 
 _SAID_BY_THE_RUN = ("make_vocab_size_divisible_by", "share_embeddings_and_output_weights")
 """What a run may have decided that its config does not say: T5's weight files tell whether its output layer is tied."""
@@ -46,19 +53,67 @@ def describe_run(path: Path, meta: Mapping[str, Any], config: Path | None) -> tu
     return model, hf_config
 
 
-def describe_given(path: Path, config: Path | Mapping[str, Any] | None) -> tuple[ModelConfig, Any]:
-    """The model of a checkpoint that does not say what it is of.
+def describe_arguments(
+    path: Path, arguments: Mapping[str, Any] | None, files: ChunkedFiles, config: Path | None
+) -> tuple[ModelConfig, Any]:
+    """The model of a checkpoint of another program.
+
+    Args:
+        path: For messages.
+        arguments: Megatron-LM's command line, if the checkpoint has it.
+        files: Its tensors.
+        config: A ``config.json``, which says more than arguments.
 
     Raises:
-        CheckpointError: If no config is given.
+        CheckpointError: If nothing says what the model is, or no known family computes it.
         ConfigError: If the config is not valid.
     """
-    if config is None:
+    if config is None and arguments is None:
         raise CheckpointError(
             f"checkpoint {path} does not say which model it is of; give the model's Hugging Face config.json (or the "
             "folder with it) with --config"
         )
-    return model_config(config), config_object(config)
+    hf_config = _told_config(path, arguments or {}, files) if config is None else config_object(config)
+    return family_of(hf_config.model_type).model_config(hf_config), hf_config
+
+
+def _told_config(path: Path, arguments: Mapping[str, Any], files: ChunkedFiles) -> Any:
+    hf_config = own_config(arguments)
+    if hf_config is None:
+        shapes = _shapes(arguments, files)
+        hf_config = config_object(hf_config_of(arguments, shapes))
+        if not vocab_size(arguments, shapes)[1]:
+            _log.warning(
+                "%s does not say whether rows of its vocabulary of %d only pad it: all are kept; give the model's "
+                "config with --config if it has fewer",
+                path,
+                hf_config.vocab_size,
+            )
+    return hf_config
+
+
+def _shapes(arguments: Mapping[str, Any], files: ChunkedFiles) -> Shapes:
+    """The shapes of the weights, by which arguments are completed."""
+    shapes: dict[Key, tuple[int, ...]] = {}
+    for name, tensor in files.tensors.items():
+        entry = None if is_weightless(name) else entry_of(name)
+        if entry is None or entry.state != "weight":
+            continue
+        layers = range(tensor.shape[0]) if entry.is_stacked else [entry.layer]
+        shape = tensor.shape[1:] if entry.is_stacked else tensor.shape
+        shapes |= {Key(entry.name, layer): shape for layer in layers}
+    num_layers: dict[str, int] = {}
+    for key in shapes:
+        if key.layer is not None:
+            stack = key.name.split(".")[0]
+            num_layers[stack] = max(num_layers.get(stack, 0), key.layer + 1)
+    architecture: Architecture = "gpt" if set(num_layers) == {"decoder"} else "t5"
+    return Shapes(
+        of=shapes,
+        num_layers=num_layers,
+        architecture="bert" if set(num_layers) == {"encoder"} else architecture,
+        tp=int(arguments.get("tensor_model_parallel_size") or 1),
+    )
 
 
 def _own_config(path: Path, meta: Mapping[str, Any]) -> Any:

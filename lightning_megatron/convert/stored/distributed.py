@@ -8,9 +8,11 @@ the layout that wrote them.
 from __future__ import annotations
 
 import logging
+from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import torch
@@ -18,10 +20,11 @@ import torch
 from lightning_megatron.convert.companions import companion_files
 from lightning_megatron.convert.contents import OF_MEGATRON_CORE, OF_STRATEGY
 from lightning_megatron.convert.legacy.names import VOCABULARY
+from lightning_megatron.convert.legacy.unpickler import load_pickled
 from lightning_megatron.convert.shapes import rules_by_name, tensor_shapes
 from lightning_megatron.convert.stored.base import Key, Spec, State, Training
 from lightning_megatron.convert.stored.chunks import ChunkedFiles, open_chunks
-from lightning_megatron.convert.stored.description import describe_given, describe_run
+from lightning_megatron.convert.stored.description import describe_arguments, describe_run
 from lightning_megatron.convert.stored.distributed_names import entry_of, is_of_optimizer, is_weightless
 from lightning_megatron.engine.checkpoint_safety import (
     COMMON,
@@ -85,14 +88,21 @@ def open_distributed(path: Path, config: Path | None) -> DistributedModel:
             training = _training_of_strategy(path, meta)
         except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"checkpoint {path} was written by another strategy ({error!r} in {META})") from None
-        return _opened(path, OF_STRATEGY, model, hf_config, training)
+        return _opened(open_chunks(path), OF_STRATEGY, model, hf_config, training)
     check_backends(path)
-    model, hf_config = describe_given(path, config)
-    return _opened(path, OF_MEGATRON_CORE, model, hf_config, None)
-
-
-def _opened(path: Path, kind: str, model: ModelConfig, hf_config: Any, training: Training | None) -> DistributedModel:
+    common = load_pickled(path / COMMON) if (path / COMMON).is_file() else {}
+    if not isinstance(common, Mapping):
+        raise CheckpointError(f"checkpoint {path} has a damaged {COMMON}; use another")
+    arguments = vars(common["args"]) if isinstance(common.get("args"), (Namespace, SimpleNamespace)) else None
     files = open_chunks(path)
+    model, hf_config = describe_arguments(path, arguments, files, config)
+    return _opened(files, OF_MEGATRON_CORE, model, hf_config, _training_of_megatron_core(common, arguments))
+
+
+def _opened(
+    files: ChunkedFiles, kind: str, model: ModelConfig, hf_config: Any, training: Training | None
+) -> DistributedModel:
+    path = files.path
     places, problems = _places(files, model)
     if problems:
         counted = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
@@ -100,7 +110,8 @@ def _opened(path: Path, kind: str, model: ModelConfig, hf_config: Any, training:
             f"checkpoint {path} is not of this {model.family} model ({model.task}), {counted}: {'; '.join(problems)}. "
             "Give the config that belongs to it with --config"
         )
-    if training is not None and training.has_optimizer and not _is_optimizer_readable(files, places):
+    has_moments = any(key.state == "exp_avg" for key in places) or isinstance(training, StrategyTraining)
+    if training is not None and training.has_optimizer and not (has_moments and _is_readable(files, places)):
         _log.warning(
             "the optimizer state of %s cannot be read without the layout that wrote it; only weights are converted",
             path,
@@ -177,7 +188,7 @@ def _missing(found: Mapping[Key, _Place], shapes: Mapping[Key, tuple[int, ...]],
     return problems
 
 
-def _is_optimizer_readable(files: ChunkedFiles, places: Mapping[Key, _Place]) -> bool:
+def _is_readable(files: ChunkedFiles, places: Mapping[Key, _Place]) -> bool:
     """Whether all of the optimizer's state has the shapes of weights; SGD has fewer moments than Adam."""
     weights = [key for key in places if key.state == "weight"]
     known = {key.name for key in weights}
@@ -205,10 +216,28 @@ def _training_of_strategy(path: Path, meta: Mapping[str, Any]) -> StrategyTraini
     )
 
 
+def _training_of_megatron_core(common: Mapping[str, Any], arguments: Mapping[str, Any] | None) -> Training | None:
+    """Where a run of Megatron-LM was; None if it does not say."""
+    iteration = common.get("iteration")
+    if type(iteration) is not int:
+        return None
+    samples = (arguments or {}).get("consumed_train_samples")
+    scheduler = common.get("opt_param_scheduler")
+    return Training(
+        iteration=iteration,
+        consumed_samples=samples if type(samples) is int else None,
+        param_groups=_param_groups(common),
+        lr_scheduler=scheduler if isinstance(scheduler, Mapping) else None,
+    )
+
+
 def _param_groups(common: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    """They are one level deeper in the state of a distributed optimizer."""
-    state = common["optimizer"]
-    return tuple(state.get("optimizer", state)["param_groups"])
+    """They are one level deeper in the state of a distributed optimizer; none if there is no such state."""
+    state: Any = common.get("optimizer")
+    if isinstance(state, Mapping):
+        state = state.get("optimizer", state)
+    groups = state.get("param_groups") if isinstance(state, Mapping) else None
+    return tuple(group for group in groups or () if isinstance(group, Mapping))
 
 
 def _consumed_samples(lightning: Mapping[str, Any]) -> int | None:

@@ -57,12 +57,12 @@ def is_of_optimizer(name: str) -> bool:
     return _OPTIMIZER.match(name) is not None
 
 
-def entry_of(name: str, known: Collection[str]) -> Entry | None:
+def entry_of(name: str, known: Collection[str] | None = None) -> Entry | None:
     """Read an entry's name.
 
     Args:
         name: As the table of contents has it.
-        known: The names in the rules of the model's family.
+        known: The names in the rules of the model's family; None if the model is not known yet.
 
     Returns:
         None if the model has no such tensor.
@@ -78,6 +78,8 @@ def entry_of(name: str, known: Collection[str]) -> Entry | None:
     if numbered:
         name = f"{numbered[1]}.{numbered[3]}"
     for unfused, fused in _UNFUSED:
-        if name not in known:
+        if known is None or name not in known:
             name = name.replace(unfused, fused)
-    return Entry(name=name, layer=int(numbered[2]) if numbered else None, state=state) if name in known else None
+    if known is not None and name not in known:
+        return None
+    return Entry(name=name, layer=int(numbered[2]) if numbered else None, state=state)

@@ -1,0 +1,284 @@
+"""Which distributed checkpoints of other programs are read, and what is said of those that are wrong?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from lightning_megatron.convert.conversion import convert
+from lightning_megatron.convert.options import ConvertOptions
+from lightning_megatron.convert.stored.base import Key
+from lightning_megatron.convert.stored.distributed import DistributedModel, open_distributed
+from lightning_megatron.convert.stored.hugging_face import open_hugging_face
+from lightning_megatron.errors import CheckpointError
+from tests.checkpoint.runs import read_tensors
+from tests.convert.directories import save_as, tiny, tiny_gpt2
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+
+_LOCAL = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+
+
+def _write(folder: Path, tensors: Mapping[str, torch.Tensor], common: Mapping[str, Any] | None = None) -> Path:
+    """A checkpoint by torch's own writer, in its own chunks: each tensor is one."""
+    dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
+    (folder / "metadata.json").write_text(json.dumps(backends))
+    torch.save(dict(common or {}), folder / "common.pt")
+    return folder
+
+
+def _stacked(source: Path) -> dict[str, torch.Tensor]:
+    """What Megatron-Core would name and stack, from a directory of Hugging Face."""
+    view = open_hugging_face(source)
+    layers: dict[str, list[torch.Tensor]] = {}
+    tensors = {}
+    for key, spec in view.tensors.items():
+        tensor = view.read(key, 0, spec.shape[0])
+        if key.layer is None:
+            tensors[key.name] = tensor
+        else:
+            layers.setdefault(key.name, []).append(tensor)
+    return {**tensors, **{name: torch.stack(each) for name, each in layers.items()}}
+
+
+def _numbered(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Each layer by itself, with norms of their own, inside a wrapper."""
+    named = {}
+    for name, tensor in tensors.items():
+        for fused, own in _LOCAL.items():
+            name = name.replace(fused, own)
+        if ".layers." not in name:
+            named[f"module.{name}"] = tensor
+        for layer in range(len(tensor) if ".layers." in name else 0):
+            named["module." + name.replace(".layers.", f".layers.{layer}.")] = tensor[layer].clone()
+    return named
+
+
+def _padded(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    word = "embedding.word_embeddings.weight"
+    return {**tensors, word: torch.cat([tensors[word], torch.full((13, 32), 7.0)])}
+
+
+def _assert_same_model(found: DistributedModel, source: Path) -> None:
+    expected = open_hugging_face(source)
+    assert list(found.tensors) == list(expected.tensors)
+    for key, spec in expected.tensors.items():
+        assert found.tensors[key] == spec
+        rows = spec.shape[0]
+        for start, stop in ((0, rows), (rows // 3, rows - 1)):
+            assert torch.equal(found.read(key, start, stop), expected.read(key, start, stop)), key
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT-2 of two layers."""
+    folder = tmp_path_factory.mktemp("foreign") / "gpt2"
+    save_as(tiny_gpt2(), folder, "safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("change", [dict, _numbered, _padded], ids=["stacked", "numbered", "padded"])
+def test_checkpoints_of_any_program_are_read(tmp_path: Path, source: Path, change: Callable[..., Any]) -> None:
+    path = _write(tmp_path / "core", {**change(_stacked(source)), "decoder._extra_state": torch.zeros(3)})
+    found = open_distributed(path, source / "config.json")
+    _assert_same_model(found, source)
+    assert found.training is None
+
+
+def test_transposed_memory_and_a_part_of_a_larger_tensor_are_read(tmp_path: Path, source: Path) -> None:
+    tensors = _stacked(source)
+    fc1, positions = "decoder.layers.mlp.linear_fc1.weight", "embedding.position_embeddings.weight"
+    tensors[fc1] = tensors[fc1].transpose(1, 2).contiguous().transpose(1, 2)
+    tensors[positions] = torch.cat([tensors[positions], tensors[positions]])[: len(tensors[positions])]
+    assert not tensors[fc1].is_contiguous()
+    _assert_same_model(open_distributed(_write(tmp_path / "core", tensors), source), source)
+
+
+def test_megatron_lms_arguments_describe_the_model(tmp_path: Path) -> None:
+    save_as(tiny("qwen2"), tmp_path / "source", "safetensors")
+    config = json.loads((tmp_path / "source" / "config.json").read_text())
+    arguments = argparse.Namespace(
+        num_attention_heads=4,
+        swiglu=True,
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        norm_epsilon=config["rms_norm_eps"],
+        max_position_embeddings=24,
+        untie_embeddings_and_output_weights=True,
+        consumed_train_samples=96,
+    )
+    common = {"args": arguments, "iteration": 12, "checkpoint_version": 3.0}
+    found = open_distributed(_write(tmp_path / "core", _stacked(tmp_path / "source"), common), None)
+    assert found.model.family == "qwen2"
+    assert found.training is not None
+    assert (found.training.iteration, found.training.consumed_samples) == (12, 96)
+    _assert_same_model(found, tmp_path / "source")
+
+
+def _with_optimizer(tensors: Mapping[str, torch.Tensor], kinds: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    states = {f"optimizer.state.{kind}.{name}": t + 1 for name, t in tensors.items() for kind in kinds}
+    return {**tensors, **states}
+
+
+_GROUPS = [{"lr": 1e-3, "wd_mult": mult, "lr_mult": 1.0, "betas": (0.9, 0.99), "eps": 1e-8} for mult in (1.0, 0.0)]
+
+
+@pytest.mark.parametrize("master", ["param", "fp32_param", None])
+def test_moments_are_read_under_each_optimizers_names(tmp_path: Path, source: Path, master: str | None) -> None:
+    kinds = [*([] if master is None else [master]), "exp_avg", "exp_avg_sq"]
+    common = {"iteration": 5, "optimizer": {"param_groups": _GROUPS}}
+    tensors = _stacked(source)
+    path = _write(tmp_path / "core", _with_optimizer(tensors, dict.fromkeys(kinds, "")), common)
+    convert(
+        ConvertOptions(load_path=path, save_path=tmp_path / "run.ckpt", to="megatron", config=source / "config.json")
+    )
+
+    stored = read_tensors(tmp_path / "run.ckpt")
+    name = "decoder.layers.mlp.linear_fc2.weight"
+    assert torch.equal(stored[f"optimizer.state.exp_avg_sq.{name}"], tensors[name] + 1)
+    # Without copies the weights are their own.
+    assert torch.equal(stored[f"optimizer.state.param.{name}"], tensors[name] + (master is not None))
+    assert torch.load(tmp_path / "run.ckpt" / "meta.pt", weights_only=True)["lightning"]["global_step"] == 5
+
+
+def test_moments_that_only_their_layout_can_read_are_left_out(
+    tmp_path: Path, source: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = {**_stacked(source), "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.exp_avg": torch.zeros(9)}
+    common = {"iteration": 5, "optimizer": {"optimizer": {"param_groups": _GROUPS}}}
+    found = open_distributed(_write(tmp_path / "core", tensors, common), source)
+    assert found.training is not None
+    assert not found.training.has_optimizer
+    assert {key.state for key in found.tensors} == {"weight"}
+    assert "only weights are converted" in caplog.text
+
+
+# ---- what is wrong --------------------------------------------------------------------------------------------------
+
+
+def test_every_tensor_that_does_not_fit_is_named(tmp_path: Path, source: Path) -> None:
+    tensors = _stacked(source)
+    del tensors["decoder.final_layernorm.bias"]
+    tensors["decoder.layers.mlp.linear_fc2.weight"] = torch.zeros(2, 32, 64)
+    tensors["decoder.layers.mlp.router.weight"] = torch.zeros(2, 4, 32)
+    numbered = _numbered({name: tensors.pop(name) for name in list(tensors) if "linear_proj.bias" in name})
+    numbered.pop("module.decoder.layers.1.self_attention.linear_proj.bias")
+    tensors |= {"decoder.layers.self_attention.linear_qkv.bias": torch.zeros(2, 96, dtype=torch.int32), **numbered}
+    with pytest.raises(CheckpointError) as caught:
+        open_distributed(_write(tmp_path / "core", tensors), source)
+    message = str(caught.value)
+    assert "5 problems" in message
+    assert "'decoder.final_layernorm.bias' is missing;" in message
+    assert "'decoder.layers.mlp.linear_fc2.weight' has the shape [32, 64], not [32, 128]" in message
+    assert "'decoder.layers.mlp.router.weight' is not part of the model" in message
+    assert "'decoder.layers.self_attention.linear_proj.bias' is missing in layers 1" in message
+    assert "linear_qkv.bias' is int32" in message
+
+
+def test_a_model_that_nothing_describes_needs_a_config(tmp_path: Path, source: Path) -> None:
+    with pytest.raises(CheckpointError, match="does not say which model it is of; give .* with --config"):
+        open_distributed(_write(tmp_path / "core", _stacked(source)), None)
+
+
+def _truncate(folder: Path) -> None:
+    file = next(folder.glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _remove_file(folder: Path) -> None:
+    next(folder.glob("*.distcp")).unlink()
+
+
+def _shift(folder: Path) -> None:
+    """The first archive begins elsewhere."""
+    file = next(folder.glob("*.distcp"))
+    file.write_bytes(b"x" * 64 + file.read_bytes()[:-64])
+
+
+def _point_outside(folder: Path) -> None:
+    shutil.copy(next(folder.glob("*.distcp")), folder.parent / "other.distcp")
+    _change_table(folder, lambda place: setattr(place, "relative_path", "../other.distcp"))
+
+
+def _change_table(folder: Path, change: Callable[[Any], None]) -> None:
+    table = pickle.loads((folder / ".metadata").read_bytes())
+    for place in table.storage_data.values():
+        change(place)
+    (folder / ".metadata").write_bytes(pickle.dumps(table))
+
+
+class _Hostile:
+    def __reduce__(self) -> Any:
+        return (print, ("run",))
+
+
+def _run_code(folder: Path) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(_Hostile()))
+
+
+def _run_code_from_common(folder: Path) -> None:
+    torch.save({"args": _Hostile()}, folder / "common.pt")
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (_truncate, "is missing, or shorter than"),
+        (_remove_file, "is missing, or shorter than"),
+        (_shift, "is damaged"),
+        (_point_outside, "outside itself"),
+        (_run_code, "would run builtins.print"),
+        (_run_code_from_common, "would run __builtin__.print"),
+    ],
+)
+def test_what_is_damaged_or_hostile_is_refused(
+    tmp_path: Path, source: Path, harm: Callable[[Path], None], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = _write(tmp_path / "core", _stacked(source))
+    harm(path)
+    with pytest.raises(CheckpointError, match=says):
+        convert(ConvertOptions(load_path=path, save_path=tmp_path / "hf", to="hf", config=source / "config.json"))
+    assert "run" not in capsys.readouterr().out
+    assert not (tmp_path / "hf").exists()
+
+
+def test_a_checkpoint_of_ours_is_refused_when_it_is_damaged_or_of_a_variant(tmp_path: Path, source: Path) -> None:
+    convert(ConvertOptions(load_path=source, save_path=tmp_path / "run.ckpt", to="megatron"))
+    key = Key("embedding.word_embeddings.weight", None)
+    stored = open_distributed(tmp_path / "run.ckpt", None)
+    assert torch.equal(stored.read(key, 3, 5), open_hugging_face(source).read(key, 3, 5))
+
+    meta = torch.load(tmp_path / "run.ckpt" / "meta.pt", weights_only=True)
+    meta["model_description"]["position_embedding_type"] = "rope"
+    torch.save(meta, tmp_path / "run.ckpt" / "meta.pt")
+    with pytest.raises(CheckpointError, match="position_embedding_type=rope .the config says learned_absolute"):
+        open_distributed(tmp_path / "run.ckpt", None)
+    _truncate(tmp_path / "run.ckpt")
+    with pytest.raises(CheckpointError, match="damaged"):
+        open_distributed(tmp_path / "run.ckpt", None)
+
+
+def test_checkpoints_of_the_first_releases_name_their_config_elsewhere(tmp_path: Path, source: Path) -> None:
+    convert(ConvertOptions(load_path=source, save_path=tmp_path / "run.ckpt", to="megatron"))
+    meta = torch.load(tmp_path / "run.ckpt" / "meta.pt", weights_only=True)
+    config = meta.pop("hugging_face_config")
+    torch.save(meta, tmp_path / "run.ckpt" / "meta.pt")
+    with pytest.raises(CheckpointError, match="--config"):
+        open_distributed(tmp_path / "run.ckpt", None)
+    _assert_same_model(open_distributed(tmp_path / "run.ckpt", source / "config.json"), source)
+    meta["lightning"]["hyper_parameters"] = {"model": config}
+    torch.save(meta, tmp_path / "run.ckpt" / "meta.pt")
+    _assert_same_model(open_distributed(tmp_path / "run.ckpt", None), source)
