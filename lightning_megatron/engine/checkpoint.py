@@ -29,7 +29,7 @@ from lightning_megatron.engine.checkpoint_state import (
     rng_file,
     sharded_state,
 )
-from lightning_megatron.engine.checkpoint_swap import recover, remove
+from lightning_megatron.engine.checkpoint_swap import recover, remove, wait_for_deletions
 from lightning_megatron.engine.optimizer_state import restore_optimizer_state
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.errors import CheckpointError
@@ -45,6 +45,7 @@ __all__ = [
     "release_host_memory",
     "remove",
     "save",
+    "wait_for_deletions",
 ]
 
 

@@ -94,6 +94,7 @@ class PendingSave:
         self._partial = partial
         self._writer = writer
         self._refusal = f"checkpoint {path} is not written"
+        self._is_beside_training = False
         self._meta: bytes | None = None
         self._lock: FolderLock | None = None
         self._plan: _Plan | None = None
@@ -157,7 +158,7 @@ class PendingSave:
         sync(unfinished)
         unfinished.rename(partial / META)
         check_complete(partial)
-        swap_in(partial, self.path)
+        swap_in(partial, self.path, in_background=self._is_beside_training)
 
     def _end(self) -> None:
         global _pending
@@ -225,7 +226,7 @@ def _begin(run: RunState, meta: dict[str, Any], path: Path, *, keep_copy: bool) 
             discard(partial)
             started[1].release()
         raise
-    pending._plan, pending._meta = plan, meta_bytes
+    pending._plan, pending._meta, pending._is_beside_training = plan, meta_bytes, keep_copy
     pending._lock = started[1] if started is not None else None
     _pending = pending
     return pending

@@ -14,6 +14,7 @@ import errno
 import fcntl
 import os
 import shutil
+import threading
 from pathlib import Path
 
 from lightning_megatron.engine.checkpoint_safety import META
@@ -69,6 +70,7 @@ def start_partial(path: Path) -> tuple[Path, FolderLock]:
         CheckpointError: If another program is writing the same checkpoint.
     """
     partial = path.with_name(path.name + PARTIAL)
+    wait_for_deletions()
     if partial.is_dir():
         FolderLock(partial).release()
         _delete(partial)
@@ -78,10 +80,15 @@ def start_partial(path: Path) -> tuple[Path, FolderLock]:
     return partial, lock
 
 
-def swap_in(partial: Path, path: Path) -> None:
+def swap_in(partial: Path, path: Path, *, in_background: bool = False) -> None:
     """Give ``partial`` its final name; at every moment the old or the new checkpoint exists whole.
 
     If ``path`` does not exist, what an interrupted swap left beside it may be the only one, and stays until the end.
+
+    Args:
+        partial: The new one, complete.
+        path: The final name.
+        in_background: Whether a thread deletes the old one, which may take a second for every few gigabytes.
     """
     replaced = path.with_name(path.name + _REPLACED)
     sync(partial)
@@ -90,11 +97,11 @@ def swap_in(partial: Path, path: Path) -> None:
         sync(path.parent)
     elif _exchange(partial, path):
         sync(path.parent)
-        _delete(partial)
+        _delete(partial, in_background=in_background)
     else:
         _swap_in_two_steps(partial, path, replaced)
     if replaced.exists():
-        _delete(replaced)
+        _delete(replaced, in_background=in_background)
 
 
 def _swap_in_two_steps(partial: Path, path: Path, replaced: Path) -> None:
@@ -121,14 +128,25 @@ def _exchange(a: Path, b: Path) -> bool:
     raise OSError(error, os.strerror(error), str(a), None, str(b))
 
 
-def remove(path: Path) -> None:
-    """Delete a checkpoint, a link to one, or a file, whichever ``path`` is, and what a crash left beside it."""
+def remove(path: Path, *, in_background: bool = False) -> None:
+    """Delete a checkpoint, a link to one, or a file, whichever ``path`` is, and what a crash left beside it.
+
+    Args:
+        path: What to delete; it has lost its name when this returns.
+        in_background: Whether a thread deletes the files, which may take a second for every few gigabytes.
+    """
     if path.is_symlink() or path.is_file():
         path.unlink()
         return
     for folder in (path, path.with_name(path.name + _REPLACED), path.with_name(path.name + PARTIAL)):
         if folder.is_dir() and not _is_being_written(folder):
-            _delete(folder)
+            _delete(folder, in_background=in_background)
+
+
+def wait_for_deletions() -> None:
+    """Wait until the files of what was removed in the background are gone."""
+    while _deletions:
+        _deletions.pop().join()
 
 
 def recover(path: Path) -> Path:
@@ -151,18 +169,28 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _delete(path: Path) -> None:
+_deletions: list[threading.Thread] = []
+
+
+def _delete(path: Path, *, in_background: bool = False) -> None:
     """Delete a folder, which first takes a name that nobody reads, or a file."""
     if path.is_symlink() or path.is_file():
         path.unlink()
         return
+    wait_for_deletions()
     removed = path.with_name(path.name.removesuffix(PARTIAL).removesuffix(_REPLACED) + _REMOVED)
     if removed.exists():
         shutil.rmtree(removed)
     path.rename(removed)
     sync(path.parent)
     (removed / META).unlink(missing_ok=True)
-    shutil.rmtree(removed)
+    if in_background:
+        # Not a daemon: the end of the program waits for it.
+        thread = threading.Thread(target=shutil.rmtree, args=(removed,), kwargs={"ignore_errors": True})
+        thread.start()
+        _deletions.append(thread)
+    else:
+        shutil.rmtree(removed)
 
 
 def _sweep(folder: Path, own: Path) -> None:

@@ -36,6 +36,7 @@ def _save_twice_beside_training(folder: Path) -> None:
         first.finish()
         second.finish()
         second.finish()
+        checkpoint.wait_for_deletions()
 
 
 def test_it_holds_the_run_as_it_was_when_the_save_began(tmp_path: Path) -> None:

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lightning_megatron.engine import checkpoint_swap
-from lightning_megatron.engine.checkpoint_swap import FolderLock, recover, remove, start_partial, swap_in
+from lightning_megatron.engine.checkpoint_swap import (
+    FolderLock,
+    recover,
+    remove,
+    start_partial,
+    swap_in,
+    wait_for_deletions,
+)
 from lightning_megatron.errors import CheckpointError
 
 
@@ -118,6 +127,29 @@ def test_two_programs_cannot_write_one_checkpoint(tmp_path: Path) -> None:
     lock.release()
     start_partial(path)[1].release()
     assert _names(partial) == []
+
+
+def test_a_thread_deletes_the_files_of_what_was_replaced_or_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_go, rmtree = threading.Event(), shutil.rmtree
+
+    def slow(*args: Any, **kwargs: Any) -> None:
+        let_go.wait(10)
+        rmtree(*args, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", slow)
+    a, b = _folder(tmp_path / "a.ckpt", "old"), tmp_path / "b.ckpt"
+
+    swap_in(_folder(tmp_path / "a.ckpt.partial", "new"), a, in_background=True)
+
+    assert (a / "meta.pt").read_text() == "new"
+    assert _names(tmp_path) == ["a.ckpt", "a.ckpt.removed"]
+    let_go.set()
+    _folder(b, "old")
+    remove(b, in_background=True)
+    wait_for_deletions()
+    assert _names(tmp_path) == ["a.ckpt"]
 
 
 def test_what_is_removed_has_no_name_that_anybody_reads_before_it_is_incomplete(
