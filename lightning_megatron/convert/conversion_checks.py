@@ -72,6 +72,10 @@ def check_paths(options: ConvertOptions) -> Path:
     if os.path.lexists(save) and not (save.is_dir() and not any(save.iterdir())):
         kind = "is not empty" if save.is_dir() else "is a file"
         raise ConfigError(f"save_path={options.save_path} {kind}; give a new name, or remove it")
+    if os.path.ismount(save):
+        raise ConfigError(
+            f"save_path={options.save_path} is a mount point, which cannot be renamed; give a folder in it"
+        )
     if save.is_relative_to(load) or load.is_relative_to(save):
         raise ConfigError(
             f"save_path={options.save_path} and load_path={options.load_path} lie in each other; give another save_path"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 import signal
@@ -90,6 +91,10 @@ def test_mistakes_in_paths(source: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             convert(_options(source, save_path=save_path))
     with pytest.raises(CheckpointError, match="nowhere does not exist"):
         convert(_options(source, load_path=source.with_name("nowhere")))
+    (source.parent / "volume").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "volume")
+    with pytest.raises(ConfigError, match="volume is a mount point.*a folder in it"):
+        convert(_options(source, save_path=source.with_name("volume")))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1_000_000))
     with pytest.raises(CheckpointError, match=r"needs 0\.00119 GB, and its disk has 0\.001 GB free"):
         convert(_options(source))
