@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 
+from lightning_megatron.convert.legacy.gathered_optimizer import gathered_moments
 from lightning_megatron.convert.legacy.layout import RankFiles
 from lightning_megatron.convert.legacy.rank_state import RankState
 from lightning_megatron.convert.legacy.stacking import Parameter, Shards, Stacked, States
+from lightning_megatron.convert.legacy.stored_state import Unclear, handle_of, list_of, mapping_of, plain
 from lightning_megatron.convert.legacy.tensor_handle import TensorHandle
 from lightning_megatron.convert.stored.base import Key, State, Training
 
@@ -26,10 +28,6 @@ _MOMENTS: tuple[State, ...] = ("exp_avg", "exp_avg_sq")
 _STATES: tuple[State, ...] = ("param", *_MOMENTS)
 
 _log = logging.getLogger(__name__)
-
-
-class _Unclear(Exception):
-    """The text says what is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,17 +53,13 @@ def read_training(files: RankFiles, states: States, stacked: Stacked) -> tuple[T
     first = states[0, 0]
     moments: dict[Key, Shards] = {}
     groups: tuple[Mapping[str, Any], ...] = ()
-    if any(_optimizer(state) for state in states.values()):
+    has_moments = any(_optimizer(state) for state in states.values())
+    if has_moments or files.has_distributed_optimizer:
+        read = _read_all if has_moments else gathered_moments
         try:
-            moments, groups = _read_all(files, states, stacked)
-        except _Unclear as reason:
+            moments, groups = read(files, states, stacked)
+        except Unclear as reason:
             _log.warning("the optimizer state of %s is left out: %s", files.path, reason)
-    elif files.has_distributed_optimizer:
-        _log.warning(
-            "the optimizer state of %s is left out: it is in files of Megatron-LM's distributed optimizer, whose order "
-            "of numbers they do not say",
-            files.path,
-        )
     iteration = _whole_number(first.others.get("iteration")) or _whole_number(first.arguments.get("iteration")) or 0
     if not iteration and not groups:
         return None, {}
@@ -74,7 +68,7 @@ def read_training(files: RankFiles, states: States, stacked: Stacked) -> tuple[T
         iteration=iteration,
         consumed_samples=_whole_number(first.arguments.get("consumed_train_samples")),
         param_groups=groups,
-        lr_scheduler=None if schedule is None else _plain(schedule),
+        lr_scheduler=None if schedule is None else plain(schedule),
     )
     return training, moments
 
@@ -103,28 +97,28 @@ def _of_rank(
     """The moments and the float32 copy of each parameter of a rank, by its number."""
     optimizer = _optimizer(state)
     if optimizer is None:
-        raise _Unclear(f"{name} has none")
+        raise Unclear(f"{name} has none")
     found: dict[tuple[int, State], TensorHandle] = {}
-    kept = _mapping(optimizer.get("state"))
+    kept = mapping_of(optimizer.get("state"))
     for group in _groups(state, parameters, tensor):
         masters = iter(group.masters)
         for number, identity in zip(group.members, group.identities, strict=True):
             weight = parameters[number].shards[tensor]
             for moment in _MOMENTS:
-                found[number, moment] = _handle(_mapping(kept.get(identity)).get(moment))
-            found[number, "param"] = weight if weight.dtype == torch.float32 else _handle(next(masters, None))
+                found[number, moment] = handle_of(mapping_of(kept.get(identity)).get(moment))
+            found[number, "param"] = weight if weight.dtype == torch.float32 else handle_of(next(masters, None))
             for each in _STATES:
                 if found[number, each].shape != weight.shape:
-                    raise _Unclear(f"{each} of parameter {number} in {name} has another shape than the parameter")
+                    raise Unclear(f"{each} of parameter {number} in {name} has another shape than the parameter")
     if len(found) != 3 * len(parameters):
-        raise _Unclear(f"{name} has {len(found) // 3} of {len(parameters)} parameters in its groups")
+        raise Unclear(f"{name} has {len(found) // 3} of {len(parameters)} parameters in its groups")
     return found
 
 
 def _groups(state: RankState, parameters: Sequence[Parameter], tensor: int) -> list[_Group]:
     """Which parameters each group of a rank has: by the shapes of their moments, in order."""
     optimizer = _optimizer(state) or {}
-    kept = _mapping(optimizer.get("state"))
+    kept = mapping_of(optimizer.get("state"))
     shapes = [parameter.shards[tensor].shape for parameter in parameters]
     kinds = {
         1.0: [number for number, shape in enumerate(shapes) if len(shape) > 1],
@@ -132,16 +126,16 @@ def _groups(state: RankState, parameters: Sequence[Parameter], tensor: int) -> l
     }
     masters = state.others["optimizer"].get(_MASTERS, [])
     groups = []
-    for place, stored in enumerate(_list(optimizer.get("param_groups"))):
-        identities = _list(_mapping(stored).get("params"))
+    for place, stored in enumerate(list_of(optimizer.get("param_groups"))):
+        identities = list_of(mapping_of(stored).get("params"))
         if not identities:
             continue
-        theirs = [_handle(_mapping(kept.get(each)).get("exp_avg")).shape for each in identities]
+        theirs = [handle_of(mapping_of(kept.get(each)).get("exp_avg")).shape for each in identities]
         multiple = next((m for m, members in kinds.items() if theirs == [shapes[n] for n in members]), None)
         if multiple is None:
-            raise _Unclear(f"parameter group {place} holds neither all matrices nor all biases and norms")
-        options = _plain(stored) | {"wd_mult": multiple, "lr_mult": float(stored.get("lr_mult", 1.0))}
-        step = _mapping(kept[identities[0]]).get("step", options.get("step"))
+            raise Unclear(f"parameter group {place} holds neither all matrices nor all biases and norms")
+        options = plain(stored) | {"wd_mult": multiple, "lr_mult": float(stored.get("lr_mult", 1.0))}
+        step = mapping_of(kept[identities[0]]).get("step", options.get("step"))
         if isinstance(step, TensorHandle):
             step = step.whole().item()
         groups.append(
@@ -149,7 +143,7 @@ def _groups(state: RankState, parameters: Sequence[Parameter], tensor: int) -> l
                 members=kinds[multiple],
                 identities=identities,
                 options=options | ({} if step is None else {"step": int(step)}),
-                masters=_list(masters)[place] if place < len(_list(masters)) else (),
+                masters=list_of(masters)[place] if place < len(list_of(masters)) else (),
             )
         )
     return groups
@@ -166,34 +160,5 @@ def _optimizer(state: RankState) -> Mapping[str, Any] | None:
     return stored if isinstance(stored, Mapping) and stored.get("state") else None
 
 
-def _mapping(stored: Any) -> Mapping[Any, Any]:
-    if not isinstance(stored, Mapping):
-        raise _Unclear(f"there is a {type(stored).__name__} where a dictionary is expected")
-    return stored
-
-
-def _list(stored: Any) -> Sequence[Any]:
-    if not isinstance(stored, (list, tuple)):
-        raise _Unclear(f"there is a {type(stored).__name__} where a list is expected")
-    return stored
-
-
-def _handle(stored: Any) -> TensorHandle:
-    if not isinstance(stored, TensorHandle):
-        raise _Unclear(f"there is a {type(stored).__name__} where a moment or a copy of a weight is expected")
-    return stored
-
-
 def _whole_number(stored: Any) -> int | None:
     return stored if type(stored) is int and stored >= 0 else None
-
-
-def _plain(stored: Mapping[Any, Any]) -> dict[str, Any]:
-    """Numbers, strings and tuples of them."""
-    plain = (int, float, str, bool, type(None))
-    return {
-        str(name): value
-        for name, value in stored.items()
-        if isinstance(value, plain)
-        or (isinstance(value, (list, tuple)) and name != "params" and all(isinstance(each, plain) for each in value))
-    }

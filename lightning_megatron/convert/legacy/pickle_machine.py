@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import IO, Any
 
+import torch
+
 _LARGEST_ARGUMENT = 1 << 28
 """Bytes of one string; what is larger is not read at all, whatever length is declared."""
 _MOST_COPIED = 1 << 28
@@ -286,7 +288,7 @@ def as_key(item: Any) -> Hashable:
     Raises:
         Damaged: If it is anything else.
     """
-    plain = (str, bytes, int, float, bool, type(None))
+    plain = (str, bytes, int, float, bool, type(None), torch.dtype)
     if isinstance(item, plain) or (type(item) is tuple and all(isinstance(part, plain) for part in item)):
         return item
     raise Damaged(f"a {type(item).__name__} as a key")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,17 @@ def _adam(model: Mapping[str, Any], is_half: bool) -> dict[str, Any]:
         return {"optimizer": state, "fp32_from_fp16_params": [[p.detach() for p in group] for group in groups]}
     for parameter, weight in zip(groups[0] + groups[1], decays + others, strict=True):
         weight.copy_(parameter.detach())
+    return state
+
+
+def _adam_after_rounding(model: Mapping[str, Any], is_half: bool) -> dict[str, Any]:
+    """As after any step: the weights are the rounded float32 copies."""
+    state = _adam(model, is_half)
+    named = list(_in_order_of_modules(model))
+    decays, others = ([each for _, each in named if (each.dim() > 1) == kind] for kind in (True, False))
+    masters = state["fp32_from_fp16_params"]
+    for weight, master in zip(decays + others, masters[0] + masters[1], strict=True):
+        weight.copy_(master)
     return state
 
 
@@ -168,4 +180,69 @@ def test_moments_in_files_of_their_own_are_left_out(tmp_path: Path, caplog: pyte
     torch.save({}, rank.parent / "mp_rank_00_000" / "optim.pt")
 
     assert {key.state for key in open_legacy(tmp_path).tensors} == {"weight"}
-    assert "distributed optimizer" in caplog.text
+    assert "the optimizer state of" in caplog.text
+
+
+def _spread(folder: Path, copies: int, *, is_reversed: bool = True) -> None:
+    """Move the moments of every rank into a file of their own, as the distributed optimizer of 2023 gathered them."""
+    for file in folder.glob("mp_rank_*/model_optim_rng.pt"):
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            state = torch.load(file, weights_only=True)
+        adam, masters = state["optimizer"]["optimizer"], state["optimizer"]["fp32_from_fp16_params"]
+        kinds: dict[str, Any] = {"param": masters[0] + masters[1]}
+        for kind in ("exp_avg", "exp_avg_sq"):
+            kinds[kind] = [adam["state"][number][kind] for number in range(len(kinds["param"]))]
+        named = list(_in_order_of_modules(state["model"]))
+        groups = [[i for i, (_, each) in enumerate(named) if (each.dim() > 1) == decays] for decays in (True, False)]
+        place = {module: number for number, module in enumerate(groups[0] + groups[1])}
+        order = [place[module] for module in range(len(named))][:: -1 if is_reversed else 1]
+        buffer = {kind: torch.cat([each[number].flatten() for number in order]) for kind, each in kinds.items()}
+        buffer = {kind: torch.nn.functional.pad(each, (0, -len(each) % copies)) for kind, each in buffer.items()}
+        torch.save({0: {torch.float32: buffer}}, file.with_name("distrib_optim.pt"))
+        for group in adam["param_groups"]:
+            del group["params"]
+        state["optimizer"] = {"optimizer": {"param_groups": adam["param_groups"]}}
+        torch.save(state, file)
+
+
+@pytest.mark.parametrize(("tp", "stages"), [(1, even(2)), (2, even(2, 2))])
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_gathered_moments_are_those_of_their_weights(tmp_path: Path, kind: str, tp: int, stages: Stages) -> None:
+    layout = Layout(
+        stages=stages, tp=tp, dtype=torch.bfloat16, optimizer=_adam_after_rounding, arguments={"data_parallel_size": 64}
+    )
+    model, chunk, arguments = _models(kind, layout)
+    folder = write(tmp_path / "legacy", layout, chunk, arguments)
+    together = open_legacy(folder)
+    expected = {key: together.read(key, 0, spec.shape[0]) for key, spec in together.tensors.items()}
+
+    _spread(folder, copies=64)
+    read = open_legacy(folder)
+
+    assert set(read.tensors) == set(expected)
+    assert {key.state for key in expected} == {"weight", "param", "exp_avg", "exp_avg_sq"}
+    for key, tensor in expected.items():
+        assert torch.equal(read.read(key, 0, len(tensor)), tensor), key
+    assert read.training is not None
+    assert [group["wd_mult"] for group in read.training.param_groups] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_reversed", "reason"),
+    [
+        ({}, True, "it is not known how many copies"),
+        ({"data_parallel_size": 2}, True, "numbers for parameters of"),
+        ({"data_parallel_size": 64}, False, "are not in the order of the weights"),
+    ],
+)
+def test_gathered_moments_in_an_unknown_order_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, arguments: dict[str, Any], is_reversed: bool, reason: str
+) -> None:
+    layout = Layout(stages=even(2), dtype=torch.bfloat16, optimizer=_adam_after_rounding, arguments=arguments)
+    model, chunk, of_model = _models("llama", layout)
+    folder = write(tmp_path, layout, chunk, of_model)
+    _spread(folder, copies=64, is_reversed=is_reversed)
+
+    assert {key.state for key in open_legacy(folder).tensors} == {"weight"}
+    (record,) = caplog.records
+    assert reason in record.getMessage()
