@@ -9,13 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_megatron.convert.registry import HFConfigLike, config_fields, config_object, model_config, with_weights
-from lightning_megatron.engine.agreement import on_all_ranks_alike
 from lightning_megatron.engine.data_parallel import computed_metrics
 from lightning_megatron.engine.launch import seed_of_run, unchanged_environment
 from lightning_megatron.engine.lr_schedule import LRSchedule, check_schedule
@@ -23,6 +21,7 @@ from lightning_megatron.engine.lr_scheduler import MegatronLRScheduler
 from lightning_megatron.engine.optimizer import OptimizerOptions
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.inference import Inference
 from lightning_megatron.models.variants import AttentionHeads, Positions, with_variant
 from lightning_megatron.steps.base import TrainStep
 from lightning_megatron.steps.registry import train_step_named
@@ -33,10 +32,9 @@ if TYPE_CHECKING:
     from lightning_megatron.engine.schedule import StepOutput
     from lightning_megatron.models.config import ModelConfig
     from lightning_megatron.models.transformer_config import EngineSettings
-    from lightning_megatron.strategy import MegatronStrategy
 
 
-class MegatronModule(pl.LightningModule):
+class MegatronModule(Inference):
     """Trains a Hugging Face model under ``MegatronStrategy``, from its weights or from random ones.
 
     Logs ``train_loss`` (and each of its terms as ``train_<term>``), ``val_loss``, ``test_loss``, ``lr`` and
@@ -98,22 +96,6 @@ class MegatronModule(pl.LightningModule):
         self._metrics: dict[str, dict[str, Metric]] = {}
         self._model = model
         self.save_hyperparameters({"model": config_fields(model), "lr": lr, "train_step": str(train_step)})
-
-    @property
-    def megatron(self) -> MegatronStrategy:
-        """The strategy that runs this module.
-
-        Raises:
-            ConfigError: If it is another one.
-        """
-        from lightning_megatron.strategy import MegatronStrategy
-
-        strategy = self.trainer.strategy
-        if not isinstance(strategy, MegatronStrategy):
-            raise ConfigError(
-                f"{type(self).__name__} runs on {type(strategy).__name__}; use Trainer(strategy=MegatronStrategy(...))"
-            )
-        return strategy
 
     @property
     def model_description(self) -> dict[str, Any]:
@@ -178,44 +160,6 @@ class MegatronModule(pl.LightningModule):
                 max_shard_size,
                 source=self.pretrained_path,
             )
-
-    def generate(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: Any
-    ) -> torch.Tensor:
-        """Continue prompts, as Hugging Face's ``generate`` does, on any layout; every rank must call alike.
-
-        Works in training too (from a callback, say), which goes on as if nothing had happened. The copies of the model
-        share the prompts' rows.
-
-        Args:
-            input_ids: [b, s], the prompts, the same on every rank.
-            attention_mask: [b, s], 1 for tokens and 0 for padding, on whichever side; None for no padding.
-            options: Fields of ``GenerationOptions``: ``max_new_tokens``, ``temperature``, ``top_k``, ``seed``, ...
-
-        Returns:
-            [b, s + new] on every rank: ``input_ids`` and what follows; padding behind rows that ended before others.
-
-        Raises:
-            ConfigError: On all ranks alike, before anything runs: if there is no model yet, a prompt cannot be
-                continued, or an option is unknown, out of range or contradicts another.
-        """
-        from lightning_megatron.generate.end_tokens import end_tokens
-        from lightning_megatron.generate.generation import Generator
-        from lightning_megatron.generate.options import options_from
-
-        if self.model_chunks is None:
-            raise ConfigError("there is no model to generate with before Trainer.fit (or validate) has built it")
-        strategy = self.megatron
-        chosen = on_all_ranks_alike(partial(options_from, options))
-        generator = Generator(
-            list(self.model_chunks),
-            self.model_config,
-            strategy.topology,
-            strategy.root_device,
-            end_tokens(self._model),
-        )
-        with strategy.engine():
-            return generator.generate(input_ids, attention_mask, chosen)
 
     # ---- Lightning's hooks ----------------------------------------------------------------------------------------
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron.engine.agreement import on_all_ranks_alike
@@ -21,6 +19,7 @@ from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.generate.prompts import Prompts, aligned, check_prompts, check_tokens
 from lightning_megatron.generate.quiet import generating
 from lightning_megatron.generate.sampling import uniform_numbers
+from lightning_megatron.generate.sharing import check_agreement, gathered, own_rows, rows_of_copies
 from lightning_megatron.models.config import ModelConfig
 
 
@@ -66,34 +65,33 @@ class Generator:
         on_host = input_ids.cpu() if isinstance(input_ids, Tensor) else input_ids
         mask = self._mask_of(on_host, attention_mask, options)
         on_all_ranks_alike(lambda: self._check(on_host, mask, options))
-        _check_agreement(on_host, mask, options)
+        check_agreement(options, on_host, mask)
         prompts, repeats = aligned(on_host, mask), options.num_return_sequences
         if options.num_beams == 1:
             prompts, repeats = prompts.repeated(repeats), 1
-        counts = self._rows_of_copies(len(prompts.tokens))
+        counts = rows_of_copies(self._topology, len(prompts.tokens))
+        rows = own_rows(self._topology, counts)
         with generating(self._chunks) as models:
-            own = self._continued(models, prompts, options, counts)
-            written = self._gathered(own, [count * repeats for count in counts])
-        longest = int(written.lengths.max())
+            own = self._continued(models, prompts, options, rows)
+            # One message: the lengths are another column.
+            joined = torch.cat((own.tokens, own.lengths[:, None]), dim=-1)
+            written = gathered(self._topology, joined, [count * repeats for count in counts])
+        longest = int(written[:, -1].max())
         given = input_ids.long().repeat_interleave(options.num_return_sequences, dim=0)
-        return torch.cat((given, written.tokens[:, :longest].to(given.device)), dim=-1)
+        return torch.cat((given, written[:, :longest].to(given.device)), dim=-1)
 
-    def _continued(
-        self, models: list[Any], prompts: Prompts, options: GenerationOptions, counts: list[int]
-    ) -> Continuations:
+    def _continued(self, models: list[Any], prompts: Prompts, options: GenerationOptions, rows: slice) -> Continuations:
         """What this copy of the model adds to its rows."""
-        first = sum(counts[: self._topology.dp_rank])
-        stop = first + counts[self._topology.dp_rank]
-        if stop == first:
+        if rows.stop == rows.start:
             return Continuations(
                 tokens=torch.empty((0, options.max_new_tokens), dtype=torch.long, device=self._device),
                 lengths=torch.empty((0,), dtype=torch.long, device=self._device),
             )
-        rows = prompts.rows(first, stop).to(self._device)
+        own = prompts.rows(rows).to(self._device)
         if options.num_beams > 1:
-            return search(models, self._topology, rows, options, self._model.vocab_size)
-        uniform = uniform_numbers(options.seed, options.max_new_tokens, len(prompts.tokens))[:, first:stop]
-        return decode(models, self._topology, rows, options, self._model.vocab_size, uniform)
+            return search(models, self._topology, own, options, self._model.vocab_size)
+        uniform = uniform_numbers(options.seed, options.max_new_tokens, len(prompts.tokens))[:, rows]
+        return decode(models, self._topology, own, options, self._model.vocab_size, uniform)
 
     def _with_own_tokens(self, options: GenerationOptions) -> GenerationOptions:
         eos = self._ends.eos if options.eos_token_id is None else options.eos_token_ids
@@ -109,54 +107,9 @@ class Generator:
         return (input_ids != pad).long()
 
     def _check(self, input_ids: Tensor, mask: Tensor | None, options: GenerationOptions) -> None:
-        if self._model.architecture != "gpt":
-            raise ConfigError(
-                f"generate continues the texts of GPTs, and {self._model.family} is a "
-                f"{self._model.architecture.upper()}"
-            )
         check_prompts(input_ids, mask, self._model, options)
         vocab_size = self._model.vocab_size
         if options.top_k > vocab_size:
             raise ConfigError(f"top_k={options.top_k} is more than the {vocab_size} tokens of the vocabulary; lower it")
         for sequence in options.stop_sequences:
             check_tokens("stop_sequences", sequence, vocab_size)
-
-    def _rows_of_copies(self, rows: int) -> list[int]:
-        """How many rows each copy of the model continues."""
-        dp = self._topology.dp
-        return [rows * (rank + 1) // dp - rows * rank // dp for rank in range(dp)]
-
-    def _gathered(self, own: Continuations, counts: list[int]) -> Continuations:
-        """Those of all copies, in the order of the prompts, on every rank."""
-        if len(counts) == 1:
-            return own
-        # One message: the lengths are another column; every copy sends as many rows.
-        mine = own.tokens.new_zeros(max(counts), own.tokens.shape[1] + 1)
-        mine[: len(own.tokens), :-1] = own.tokens
-        mine[: len(own.tokens), -1] = own.lengths
-        parts = [torch.empty_like(mine) for _ in counts]
-        dist.all_gather(parts, mine, group=self._topology.dp_group)
-        whole = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
-        return Continuations(tokens=whole[:, :-1], lengths=whole[:, -1])
-
-
-def _check_agreement(input_ids: Tensor, mask: Tensor | None, options: GenerationOptions) -> None:
-    """Every rank must have been asked for the same, or they would wait for each other forever.
-
-    Raises:
-        ConfigError: On all ranks, if the prompts or the options differ.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    digest = hashlib.sha256(repr((tuple(input_ids.shape), options)).encode())
-    for tensor in (input_ids, mask):
-        if tensor is not None:
-            digest.update(tensor.long().contiguous().numpy().tobytes())
-    digests: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, digest.hexdigest())
-    different = [rank for rank, other in enumerate(digests) if other != digests[0]]
-    if different:
-        raise ConfigError(
-            f"rank {different[0]} calls generate with other prompts or options than rank 0; give every rank the same "
-            "(they share the rows)"
-        )

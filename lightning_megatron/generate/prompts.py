@@ -36,9 +36,9 @@ class Prompts:
         """[b, s], int64: each row counts its own tokens from 0."""
         return (self.is_token.cumsum(-1) - 1).clamp(min=0)
 
-    def rows(self, first: int, stop: int) -> Prompts:
+    def rows(self, some: slice) -> Prompts:
         """Some of the rows."""
-        return replace(self, tokens=self.tokens[first:stop], lengths=self.lengths[first:stop])
+        return replace(self, tokens=self.tokens[some], lengths=self.lengths[some])
 
     def repeated(self, times: int) -> Prompts:
         """Each row so many times, one after the other."""
@@ -79,13 +79,14 @@ def check_prompts(
         ConfigError: If the tensors are no [b, s] of tokens and of 0 and 1, a prompt is empty, a token is not in the
             vocabulary, or the text would outgrow the table of positions.
     """
-    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.dtype.is_floating_point:
-        given = f"{list(input_ids.shape)} {input_ids.dtype}" if isinstance(input_ids, Tensor) else type(input_ids)
-        raise ConfigError(f"input_ids are {given}; give a tensor of integers, [prompts, tokens]")
-    if input_ids.numel() == 0:
-        raise ConfigError(f"input_ids have the shape {list(input_ids.shape)}; give at least one prompt of one token")
+    _check_tensor(input_ids)
     if attention_mask is not None:
         _check_mask(input_ids, attention_mask)
+        empty = (attention_mask.sum(-1) == 0).nonzero().flatten().tolist()
+        if empty:
+            raise ConfigError(
+                f"the prompts {empty} are empty (their attention_mask is 0 everywhere); give each a token"
+            )
     real = input_ids if attention_mask is None else input_ids[attention_mask == 1]
     check_tokens("input_ids", (int(real.min()), int(real.max())), model.vocab_size)
     longest = input_ids.shape[1] if attention_mask is None else int(attention_mask.sum(-1).max())
@@ -93,10 +94,28 @@ def check_prompts(
     # The last new token is not read again.
     if model.position_embedding_type == "learned_absolute" and longest + options.max_new_tokens - 1 > limit:
         room = limit + 1 - longest
-        fix = f"use max_new_tokens of at most {room}" if room > 0 else f"cut the prompts to fewer than {limit} tokens"
+        fix = f"use max_new_tokens of at most {room}" if room > 0 else f"cut the prompts to {limit} tokens"
         raise ConfigError(
             f"a prompt of {longest} tokens and max_new_tokens={options.max_new_tokens} need more positions than the "
             f"model's max_position_embeddings={limit}; {fix}"
+        )
+
+
+def check_rows(input_ids: Tensor, attention_mask: Tensor | None, model: ModelConfig) -> None:
+    """Refuse what the model cannot read. Reads the tensors, which should be on the host.
+
+    Raises:
+        ConfigError: If the tensors are no [b, s] of tokens and of 0 and 1, a token (of padding, too) is not in the
+            vocabulary, or the rows are longer than the table of positions.
+    """
+    _check_tensor(input_ids)
+    if attention_mask is not None:
+        _check_mask(input_ids, attention_mask)
+    check_tokens("input_ids", (int(input_ids.min()), int(input_ids.max())), model.vocab_size)
+    length, limit = input_ids.shape[1], model.max_position_embeddings
+    if model.position_embedding_type == "learned_absolute" and length > limit:
+        raise ConfigError(
+            f"input_ids have {length} tokens per row, more than the model's max_position_embeddings={limit}; cut them"
         )
 
 
@@ -114,6 +133,14 @@ def check_tokens(name: str, tokens: tuple[int, ...], vocab_size: int) -> None:
             )
 
 
+def _check_tensor(input_ids: Tensor) -> None:
+    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.dtype.is_floating_point:
+        given = f"{list(input_ids.shape)} {input_ids.dtype}" if isinstance(input_ids, Tensor) else type(input_ids)
+        raise ConfigError(f"input_ids are {given}; give a tensor of integers, [prompts, tokens]")
+    if input_ids.numel() == 0:
+        raise ConfigError(f"input_ids have the shape {list(input_ids.shape)}; give at least one prompt of one token")
+
+
 def _check_mask(input_ids: Tensor, attention_mask: Tensor) -> None:
     given = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask)
     if given != list(input_ids.shape):
@@ -122,8 +149,3 @@ def _check_mask(input_ids: Tensor, attention_mask: Tensor) -> None:
         )
     if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
         raise ConfigError("attention_mask has other numbers than 0 and 1; give 1 for tokens and 0 for padding")
-    empty = (attention_mask.sum(-1) == 0).nonzero().flatten().tolist()
-    if empty:
-        raise ConfigError(
-            f"the prompts {empty} are empty (their attention_mask is 0 everywhere); give a token at least"
-        )

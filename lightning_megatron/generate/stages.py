@@ -26,8 +26,8 @@ class NextTokens:
 
     tokens: Tensor
     """[b, s], int64."""
-    positions: Tensor
-    """[b, s], int64."""
+    positions: Tensor | None
+    """[b, s], int64; None for 0, 1, 2, ..."""
     mask: Tensor | None
     """[b, cached + s], int64, 0 for padding; None for no padding."""
     longest: int
@@ -37,14 +37,14 @@ class NextTokens:
 class Stages:
     """This rank's part of one batch's passes through the model; all ranks of a copy must call alike."""
 
-    def __init__(self, models: Sequence[Any], topology: Topology, rows: int, capacity: int) -> None:
+    def __init__(self, models: Sequence[Any], topology: Topology, rows: int, capacity: int | None = None) -> None:
         """Prepare empty caches.
 
         Args:
             models: This rank's plain model chunks.
             topology: This rank's place.
             rows: Prompts.
-            capacity: How many tokens a row may have in the cache.
+            capacity: How many tokens a row may have in the cache; None keeps nothing.
         """
         self._models = list(models)
         self._topology = topology
@@ -57,11 +57,20 @@ class Stages:
         bounds = [rows * i // count for i in range(count + 1)]
         self._groups = list(zip(bounds, bounds[1:], strict=False))
         self._rows_per_prompt = 1
-        self._layers = [[m for m in model.modules() if isinstance(m, SDPAttention)] for model in self._models]
-        self._caches = [[[KeyValueCache(capacity) for _ in layers] for layers in self._layers] for _ in self._groups]
+        self._layers: list[list[SDPAttention]] = [[] for _ in self._models]
+        if capacity is not None:
+            self._layers = [[m for m in model.modules() if isinstance(m, SDPAttention)] for model in self._models]
+        self._caches = [
+            [[KeyValueCache(capacity or 0) for _ in layers] for layers in self._layers] for _ in self._groups
+        ]
 
-    def logits(self, batch: NextTokens) -> Tensor | None:
-        """What follows the last token of each row: [b, padded vocabulary] fp32 on the last stage, None elsewhere."""
+    def logits(self, batch: NextTokens, *, every_position: bool = False) -> Tensor | None:
+        """What follows the last token of each row: [b, padded vocabulary] fp32 on the last stage, None elsewhere.
+
+        Args:
+            batch: What the model reads.
+            every_position: What follows every token instead, [b, s, padded vocabulary].
+        """
         found: list[Tensor] = []
         under_way: list[tuple[Any, Tensor]] = []
         for index, model in enumerate(self._models):
@@ -71,14 +80,15 @@ class Stages:
                 rows = replace(
                     batch,
                     tokens=batch.tokens[first:stop],
-                    positions=batch.positions[first:stop],
+                    positions=None if batch.positions is None else batch.positions[first:stop],
                     mask=None if batch.mask is None else batch.mask[first:stop],
                 )
                 hidden = None if is_first else self._received(rows.tokens, model.config)
-                with _attending_to(self._layers[index], caches[index]), _last_position_only(model):
+                last_only = contextlib.nullcontext() if every_position else _last_position_only(model)
+                with _attending_to(self._layers[index], caches[index]), last_only:
                     output = _output(model, hidden, rows)
                 if is_last:
-                    found.append(output[:, -1].float())
+                    found.append(output.float() if every_position else output[:, -1].float())
                 else:
                     sent = output.contiguous()
                     under_way.append((dist.isend(sent, self._neighbour(1), group=self._topology.pp_group), sent))

@@ -83,9 +83,9 @@ def _switches(module: Any) -> list[Any]:
         ([{"max_new_tokens": 40}], "need more positions than the model's max_position_embeddings=16"),
         ([{"tokens": [[83]]}], "token 83, and the model's vocabulary is 0..82"),
         ([{"stop_sequences": ((99,),)}], "stop_sequences has the token 99"),
-        ([{}, {"tokens": [[2]]}], "rank 1 calls generate with other prompts or options than rank 0"),
+        ([{}, {"tokens": [[2]]}], "rank 1 asks with other prompts or options than rank 0"),
         ([{}, {"top_k": -3}], "top_k=-3 must be an integer of at least 0"),
-        ([{}, {"seed": 3}], "rank 1 calls generate with other prompts"),
+        ([{}, {"seed": 3}], "rank 1 asks with other prompts"),
     ],
 )
 def test_wrong_input_is_refused_on_all_ranks_and_leaves_the_model_as_it_was(calls: Any, says: str) -> None:
@@ -135,7 +135,7 @@ def _interrupted(case: Case) -> None:
 
 
 def test_generating_before_there_is_a_model_is_refused() -> None:
-    with pytest.raises(RankError, match="there is no model to generate with before"):
+    with pytest.raises(RankError, match="there is no model to ask before"):
         run_ranks(_too_early, 1)
 
 

@@ -62,7 +62,7 @@ def _ids(*rows: list[int]) -> torch.Tensor:
         (_ids([1, 50]), None, {}, r"token 50, and the model's vocabulary is 0..49"),
         (_ids([1, -1]), None, {}, "token -1"),
         (_ids([1] * 8), None, {"max_new_tokens": 10}, "a prompt of 8 tokens and max_new_tokens=10 .* at most 9"),
-        (_ids([1] * 20), None, {"max_new_tokens": 1}, "cut the prompts to fewer than 16 tokens"),
+        (_ids([1] * 20), None, {"max_new_tokens": 1}, "cut the prompts to 16 tokens"),
     ],
 )
 def test_prompts_that_cannot_be_continued_are_refused(input_ids: Any, mask: Any, options: Any, says: str) -> None:
