@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,14 +128,12 @@ def _load_archive(stream: IO[bytes], part: FilePart) -> Any:
         if len(pickles) != 1:
             raise Damaged("a zip file without a data.pkl")
         folder = pickles[0].removesuffix("data.pkl")
-        _check_stored(members[pickles[0]])
         if members[pickles[0]].file_size > _LARGEST_PICKLE:
             raise Damaged(f"a data.pkl of {members[pickles[0]].file_size:,} bytes")
         order = b"little"
         if f"{folder}byteorder" in members:
-            with archive.open(f"{folder}byteorder") as opened:
-                order = opened.read(8)
-        text = archive.read(pickles[0])
+            order = _content(stream, members[f"{folder}byteorder"], part)
+        text = _content(stream, members[pickles[0]], part)
     if order not in (b"little", b"big"):
         raise Damaged(f"the byte order {order!r}")
 
@@ -145,6 +144,17 @@ def _load_archive(stream: IO[bytes], part: FilePart) -> Any:
         return Storage(file=part.path, offset=place.start, num_bytes=place.size, is_little_endian=order == b"little")
 
     return read_pickle(io.BytesIO(text), find_global, _Storages(storage_of))
+
+
+def _content(stream: IO[bytes], info: zipfile.ZipInfo, part: FilePart) -> bytes:
+    """A stored member; ``torch.serialization.set_crc32_options(False)`` writes zero for its checksum."""
+    _check_stored(info)
+    place = member_part(stream, info, part)
+    stream.seek(place.start - part.start)
+    content = stream.read(place.size)
+    if info.CRC not in (0, zlib.crc32(content)):
+        raise Damaged(f"the checksum of {info.filename[:80]!r} is another one")
+    return content
 
 
 def _check_stored(info: zipfile.ZipInfo) -> None:
