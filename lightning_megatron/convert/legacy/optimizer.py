@@ -22,7 +22,9 @@ from lightning_megatron.convert.legacy.stored_state import Unclear, handle_of, l
 from lightning_megatron.convert.legacy.tensor_handle import TensorHandle
 from lightning_megatron.convert.stored.base import Key, State, Training
 
-_MASTERS = "fp32_from_fp16_params"
+_INNER = ("optimizer", "optimizer_state_dict")
+_MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
+"""Where torch's state and the float32 copies are if weights are of 16 bits; the second ones until 2020."""
 _SCHEDULERS = ("opt_param_scheduler", "lr_scheduler")
 _MOMENTS: tuple[State, ...] = ("exp_avg", "exp_avg_sq")
 _STATES: tuple[State, ...] = ("param", *_MOMENTS)
@@ -60,6 +62,8 @@ def read_training(files: RankFiles, states: States, stacked: Stacked) -> tuple[T
             moments, groups = read(files, states, stacked)
         except Unclear as reason:
             _log.warning("the optimizer state of %s is left out: %s", files.path, reason)
+    elif isinstance(first.others.get("optimizer"), list):
+        _log.warning("the optimizer state of %s is left out: it is that of several optimizers", files.path)
     iteration = _whole_number(first.others.get("iteration")) or _whole_number(first.arguments.get("iteration")) or 0
     if not iteration and not groups:
         return None, {}
@@ -124,7 +128,8 @@ def _groups(state: RankState, parameters: Sequence[Parameter], tensor: int) -> l
         1.0: [number for number, shape in enumerate(shapes) if len(shape) > 1],
         0.0: [number for number, shape in enumerate(shapes) if len(shape) <= 1],
     }
-    masters = state.others["optimizer"].get(_MASTERS, [])
+    stored_optimizer = state.others["optimizer"]
+    masters = list_of(next((stored_optimizer[name] for name in _MASTERS if name in stored_optimizer), []))
     groups = []
     for place, stored in enumerate(list_of(optimizer.get("param_groups"))):
         identities = list_of(mapping_of(stored).get("params"))
@@ -143,7 +148,7 @@ def _groups(state: RankState, parameters: Sequence[Parameter], tensor: int) -> l
                 members=kinds[multiple],
                 identities=identities,
                 options=options | ({} if step is None else {"step": int(step)}),
-                masters=list_of(masters)[place] if place < len(list_of(masters)) else (),
+                masters=list_of(masters[place]) if place < len(masters) else (),
             )
         )
     return groups
@@ -155,8 +160,8 @@ def _groups(state: RankState, parameters: Sequence[Parameter], tensor: int) -> l
 def _optimizer(state: RankState) -> Mapping[str, Any] | None:
     """Torch's state of a rank's optimizer, if it has moments; with 16-bit weights it is one level deeper."""
     stored = state.others.get("optimizer")
-    if isinstance(stored, Mapping) and isinstance(stored.get("optimizer"), Mapping):
-        stored = stored["optimizer"]
+    if isinstance(stored, Mapping):
+        stored = next((stored[name] for name in _INNER if isinstance(stored.get(name), Mapping)), stored)
     return stored if isinstance(stored, Mapping) and stored.get("state") else None
 
 

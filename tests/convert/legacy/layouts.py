@@ -78,7 +78,8 @@ def write(root: Path, layout: Layout, chunk: Chunk, arguments: Mapping[str, Any]
                 name = "model" if num_chunks == 1 else f"model{number}"
                 state[name] = _cast(chunk(tensor, layers, is_first, is_last), layout.dtype)
             if layout.optimizer is not None:
-                state["optimizer"] = layout.optimizer(state["model"], layout.dtype != torch.float32)
+                models = {name: each for name, each in state.items() if name.startswith("model")}
+                state["optimizer"] = layout.optimizer(models.get("model", models), layout.dtype != torch.float32)
                 state["opt_param_scheduler"] = {"max_lr": 1e-3, "num_steps": 640, "lr_decay_style": "linear"}
             file = folder / layout.rank_folder(tensor, stage) / "model_optim_rng.pt"
             file.parent.mkdir(parents=True)

@@ -97,9 +97,17 @@ def _models(kind: str, layout: Layout) -> tuple[Any, Chunk, dict[str, Any]]:
     return model, llama(model, layout), llama_arguments(model)
 
 
-@pytest.mark.parametrize("kind", ["bert", "llama"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("tp", "stages"), [(1, even(2)), (2, even(2, 2))])
+@pytest.mark.parametrize(
+    ("kind", "tp", "stages"),
+    [
+        ("bert", 1, even(2)),
+        ("bert", 2, even(2, 2)),
+        ("llama", 1, even(2)),
+        ("llama", 2, even(2, 2)),
+        ("llama", 2, (((0,), (1,)),)),  # two chunks
+    ],
+)
 def test_moments_and_copies_are_those_of_their_weights(
     tmp_path: Path, kind: str, dtype: torch.dtype, tp: int, stages: Stages
 ) -> None:
@@ -129,6 +137,24 @@ def test_moments_and_copies_are_those_of_their_weights(
     assert all((group["lr"], group["betas"]) == (0.01, BETAS) for group in read.training.param_groups)
 
 
+def test_moments_of_the_first_releases(tmp_path: Path) -> None:
+    def optimizer(model: Mapping[str, Any], is_half: bool) -> dict[str, Any]:
+        state = _adam(model, is_half)
+        return {"optimizer_state_dict": state["optimizer"], "fp32_from_fp16": state["fp32_from_fp16_params"]}
+
+    names = {"stack": "transformer", "attention": "attention", "version": None, "is_zip": False}
+    for folder, fields in (("old", {**names, "optimizer": optimizer}), ("new", {**names, "optimizer": _adam})):
+        layout = Layout(**{"stages": even(2), "dtype": torch.float16, **fields})
+        _, chunk, arguments = _models("bert", layout)
+        write(tmp_path / folder, layout, chunk, arguments)
+    old, new = open_legacy(tmp_path / "old"), open_legacy(tmp_path / "new")
+
+    assert old.tensors == new.tensors
+    assert {key.state for key in old.tensors} == {"weight", "param", "exp_avg", "exp_avg_sq"}
+    for key, spec in old.tensors.items():
+        assert torch.equal(old.read(key, 0, spec.shape[0]), new.read(key, 0, spec.shape[0]))
+
+
 def _with_groups_of_another_kind(model: Mapping[str, Any], is_half: bool) -> Mapping[str, Any]:
     state = _adam(model, is_half)
     first, second = state["param_groups"]
@@ -152,6 +178,7 @@ def _without_a_parameter(model: Mapping[str, Any], is_half: bool) -> Mapping[str
         (_with_groups_of_another_kind, "holds neither all matrices nor all biases and norms"),
         (_of_another_optimizer, "there is a NoneType where a moment"),
         (_without_a_parameter, "parameters in its groups"),
+        (lambda model, is_half: [_adam(model, is_half)] * 2, "it is that of several optimizers"),
         (lambda model, is_half: {"state": {0: 1}, "param_groups": 3}, "there is a int where a list"),
     ],
 )

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_megatron.convert.conversion import convert
 from lightning_megatron.convert.legacy.reading import is_legacy, open_legacy
+from lightning_megatron.convert.options import ConvertOptions
 from lightning_megatron.convert.stored.base import StoredModel
 from lightning_megatron.convert.stored.hugging_face import open_hugging_face
 from tests.convert.directories import tiny_bert, tiny_llama
@@ -276,6 +278,28 @@ def test_a_t5_with_relative_positions(
     )
     write(tmp_path / "ours", own, t5(_t5(), own), {})
     _assert_equal(open_legacy(tmp_path / "ours"), references["t5"])
+
+
+@pytest.mark.parametrize("version", [0, 3.0])
+def test_transformers_loads_what_was_converted(tmp_path: Path, version: float) -> None:
+    from transformers import AutoModelForCausalLM, AutoModelForPreTraining
+
+    layout = Layout(stages=even(2, 2), tp=2, version=version, is_zip=False)
+    chunk = bert(_bert(), layout, has_pooler=True, has_binary_head=True)
+    write(tmp_path / "bert", layout, chunk, bert_arguments(_bert()))
+    layout = Layout(stages=UNEVEN, tp=2, version=version)
+    write(tmp_path / "gpt2", layout, gpt2(_gpt2(), layout), gpt2_arguments(_gpt2()))
+
+    for model, auto_class, name in (
+        (_bert(), AutoModelForPreTraining, "bert"),
+        (_gpt2(), AutoModelForCausalLM, "gpt2"),
+    ):
+        convert(ConvertOptions(load_path=tmp_path / name, save_path=tmp_path / f"{name}-hf", to="hf"))
+        converted = auto_class.from_pretrained(tmp_path / f"{name}-hf")
+        assert type(converted) is type(model)
+        expected = model.state_dict()
+        assert list(converted.state_dict()) == list(expected)
+        assert all(torch.equal(each, expected[key]) for key, each in converted.state_dict().items())
 
 
 # ---- where it is ----------------------------------------------------------------------------------------------------
