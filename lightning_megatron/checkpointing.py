@@ -159,7 +159,9 @@ class Checkpointing(StrategyState):
         if refuge is None or trainer.global_step == self._first_step:
             rank_zero_info(f"{news}, with nothing to save")
             return
-        is_saved = self.broadcast(self._saves.is_newest(last_of(trainer), trainer.global_step))
+        is_saved = refuge.is_found_beside_others and self.broadcast(
+            self._saves.is_newest(last_of(trainer), trainer.global_step)
+        )
         if not is_saved:
             trainer.save_checkpoint(refuge.path)
             on_all_ranks_alike(refuge.renew_link if self.is_global_zero else lambda: None)

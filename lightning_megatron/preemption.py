@@ -32,8 +32,10 @@ class Refuge:
 
     path: Path
     """Of the checkpoint."""
-    link: Path | None
+    link: Path | None = None
     """What points to it afterwards."""
+    is_found_beside_others: bool = True
+    """Whether other checkpoints of this run will be found where it is, so that one of them may do."""
 
     def renew_link(self) -> None:
         """Have ``link`` point to ``path``, in one step; on one rank."""
@@ -57,12 +59,12 @@ def refuge_of(trainer: pl.Trainer) -> Refuge | None:
     log_dir = trainer.log_dir if trainer.loggers else None
     if log_dir is not None and folder.is_relative_to(Path(log_dir).absolute()):
         # A folder of this one run's logs, where the next run will not look.
-        return Refuge(path=Path(trainer.default_root_dir).absolute() / LAST, link=None)
+        return Refuge(path=Path(trainer.default_root_dir).absolute() / LAST, is_found_beside_others=False)
     last = Path(keeper.last_model_path or folder / LAST)
     keeper.last_model_path = str(last)  # so that the run that goes on replaces it
     if keeper.save_last == "link" and (last.is_symlink() or not last.exists()):
         return Refuge(path=folder / _PREEMPTED, link=last)
-    return Refuge(path=last, link=None)
+    return Refuge(path=last)
 
 
 def last_of(trainer: pl.Trainer) -> Found | None:

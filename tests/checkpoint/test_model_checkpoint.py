@@ -48,7 +48,8 @@ def _train_then_evaluate_best_and_last(run: Run, folder: Path, save_last: bool |
 
     losses, keeper = _losses_callback(), _keeper(folder, save_last)
     trainer, _ = fit(run, losses, keeper)
-    listing = {path.name: os.readlink(path) if path.is_symlink() else path.is_dir() for path in folder.iterdir()}
+    trainer.strategy.barrier()  # rank 0 removes the old ones
+    listing = {path.name: os.readlink(path) if path.is_symlink() else path.is_dir() for path in folder.glob("*.ckpt")}
     trainer.strategy.barrier()
     loader = DataLoader(rows_dataset(12), batch_size=GLOBAL_BATCH // trainer.strategy.data_parallel_size)
     evaluated = {}
@@ -66,7 +67,7 @@ def _train_then_evaluate_best_and_last(run: Run, folder: Path, save_last: bool |
 
 
 @pytest.mark.parametrize("save_last", [True, "link"])
-@pytest.mark.parametrize("strategy", [PP2, {}], ids=["pp2", "dp2"])
+@pytest.mark.parametrize("strategy", [PP2, {}, {"async_save": True}], ids=["pp2", "dp2", "async"])
 def test_top_k_best_and_last_are_kept_and_found_alike_on_all_ranks(
     tmp_path: Path, strategy: dict[str, Any], save_last: bool | str
 ) -> None:
@@ -89,15 +90,18 @@ def test_top_k_best_and_last_are_kept_and_found_alike_on_all_ranks(
 
 
 def _train_with_keeper(run: Run, folder: Path, save_last: bool | str) -> tuple[list[int], list[str]]:
-    _, trace = fit(run, checkpoints_at(folder, save_top_k=1, save_last=save_last, every_n_train_steps=2))
-    return sorted(trace.steps), sorted(path.name for path in folder.iterdir())
+    trainer, trace = fit(run, checkpoints_at(folder, save_top_k=1, save_last=save_last, every_n_train_steps=2))
+    trainer.strategy.barrier()  # rank 0 removes the old ones
+    # What is called *.removed is being deleted.
+    return sorted(trace.steps), sorted(path.name for path in folder.iterdir() if path.suffix == ".ckpt")
 
 
+@pytest.mark.parametrize("async_save", [False, True])
 @pytest.mark.parametrize("save_last", [True, "link"])
 def test_a_new_trainer_finds_the_last_checkpoint_and_old_ones_are_deleted(
-    tmp_path: Path, save_last: bool | str
+    tmp_path: Path, save_last: bool | str, async_save: bool
 ) -> None:
-    run = Run(strategy=PP2, trainer={"max_steps": 5})
+    run = Run(strategy={**PP2, "async_save": async_save}, trainer={"max_steps": 5})
     first = run_ranks(_train_with_keeper, 2, run, tmp_path, save_last)
     assert first == [([1, 2, 3, 4, 5], ["last.ckpt", "step=4.ckpt"])] * 2
 
@@ -127,3 +131,33 @@ def test_removing_a_checkpoint_removes_what_it_is_and_nothing_else(tmp_path: Pat
     checkpoint.remove(path)
 
     assert sorted(each.name for each in tmp_path.rglob("*")) == ["kept.ckpt", "meta.pt"]
+
+
+def _steps_during_which_a_save_was_under_way(run: Run, folder: Path) -> tuple[list[int], list[str]]:
+    """Its files are written only when somebody waits for them; which checkpoints there are by then."""
+    import lightning.pytorch as pl
+
+    from lightning_megatron.engine.checkpoint import PendingSave
+
+    PendingSave.is_written = lambda self: False  # type: ignore[method-assign]
+    seen: list[int] = []
+    names: list[str] = []
+
+    class Watch(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            if trainer.strategy._saves.is_saving:
+                seen.append(trainer.global_step)
+                names.extend(path.name for path in folder.iterdir() if path.suffix == ".ckpt")
+
+    fit(run, Watch(), checkpoints_at(folder, save_top_k=1, every_n_train_steps=2))
+    return seen, names
+
+
+def test_training_goes_on_while_a_save_is_under_way_and_the_older_one_stays_until_then(tmp_path: Path) -> None:
+    run = Run(strategy={"tp": 2, "async_save": True}, trainer={"max_steps": 7})
+
+    results = run_ranks(_steps_during_which_a_save_was_under_way, 2, run, tmp_path)
+
+    # Before step 7 the third save, of step 6, is under way; the second was completed when the third began.
+    assert results == [([2, 3, 4, 5, 6], ["step=2.ckpt", "step=2.ckpt", "step=4.ckpt"])] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["step=6.ckpt"]

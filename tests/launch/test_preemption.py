@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.checkpoint.corpus import make_corpus
 from tests.checkpoint.runs import Run, Trace, checkpoints_at, differences, fit
+from tests.cli.test_training import configuration as cli_configuration
+from tests.cli.test_training import run_cli
+from tests.launch.test_dead_ranks import _SCRIPT as ENDLESS_SCRIPT
+from tests.launch.test_dead_ranks import _ends
+from tests.launch.test_started_by import _environment
 from tests.ranks import run_ranks
 
 SIX_STEPS = Run(strategy={"tp": 2}, trainer={"max_steps": 6})
@@ -156,3 +166,62 @@ def test_sigterm_while_validating_saves_the_step_before(tmp_path: Path) -> None:
     first = min(rest[0].steps)
     assert first in (5, 6)
     _goes_on_exactly(expected, rest, first=first)
+
+
+def _wait_for(what: Callable[[], bool], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_the_command_line_ends_with_143_and_the_next_run_finds_the_checkpoint(tmp_path: Path) -> None:
+    """SIGTERM to the process that started the other rank; the logger gives each run a folder of its own."""
+    from tests.cli.corpus import make_corpus as make_cli_corpus
+
+    configuration = cli_configuration(make_cli_corpus(tmp_path), tmp_path)
+    keeper = {"class_path": "ModelCheckpoint", "init_args": {"every_n_train_steps": 1}}
+    configuration["trainer"] |= {
+        "default_root_dir": str(tmp_path),
+        "devices": 2,
+        "max_steps": 100_000,
+        "limit_val_batches": 0,
+        "callbacks": [keeper],
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(configuration))
+    command = [sys.executable, "-m", "lightning_megatron", "fit", "--config", "config.yaml", "--ckpt_path", "last"]
+    run = subprocess.Popen(command, cwd=tmp_path, env=_environment(), stderr=subprocess.PIPE, text=True)
+    try:
+        _wait_for(lambda: any(tmp_path.rglob("version_0/checkpoints/*.ckpt")))
+        run.send_signal(signal.SIGTERM)
+        _, err = run.communicate(timeout=60)
+    finally:
+        run.kill()
+
+    assert run.returncode == 143, err
+    (line,) = [line for line in err.splitlines() if "SIGTERM at step" in line]
+    assert line.endswith(
+        f"the run ends with code 143; its checkpoint is {tmp_path}/last.ckpt, go on with ckpt_path='last'"
+    )
+    step = int(line.split("SIGTERM at step ")[1].split(":")[0])
+    more = ["--trainer.max_steps", str(step + 2), "--trainer.devices", "1"]
+    code, _, err = run_cli(tmp_path, *command[3:], *more)
+    assert code == 0, err
+    assert f"Restored all states from the checkpoint at {tmp_path}/last.ckpt" in err
+    assert any(tmp_path.rglob(f"version_1/checkpoints/*step={step + 2}.ckpt"))
+
+
+@pytest.mark.slow
+def test_a_script_ends_with_143_too(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ENDLESS_SCRIPT)
+    command = [sys.executable, "train.py", "training"]
+    run = subprocess.Popen(command, cwd=tmp_path, env=_environment(), stderr=subprocess.PIPE, text=True)
+    try:
+        _wait_for(lambda: all((tmp_path / f"trains_{rank}").exists() for rank in (0, 1)))
+        os.kill(int((tmp_path / "pid_1").read_text()), signal.SIGTERM)  # the rank that did not start the others
+        _, err = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert run.returncode == 143, err
+    assert "with nothing to save" in err
+    assert _ends(int((tmp_path / "pid_1").read_text()), seconds=5)
