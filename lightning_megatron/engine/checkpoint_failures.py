@@ -11,7 +11,6 @@ import contextlib
 import pickle
 from collections.abc import Iterator
 
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_megatron.engine.checkpoint_safety import more_than_data
@@ -19,7 +18,6 @@ from lightning_megatron.errors import CheckpointError
 
 _CAUSED_BY_FILES = (
     CheckpointError,
-    CheckpointingException,
     OSError,
     EOFError,
     KeyError,
@@ -27,7 +25,10 @@ _CAUSED_BY_FILES = (
     ValueError,
     pickle.UnpicklingError,
 )
-"""What torch and Megatron raise on files that are missing, damaged or of another model, and on a disk that is full."""
+"""What torch raises on files that are missing, damaged or of another model, and on a disk that is full."""
+
+_OF_MEGATRON = "CheckpointingException"
+"""What Megatron raises then; by its name, since importing it takes seconds that a conversion does not need."""
 
 _LONGEST_REASON = 300
 """Characters."""
@@ -49,11 +50,17 @@ def failures_as_errors(refusal: str) -> Iterator[None]:
         if not gathered.failures:  # megatron-core 0.16.1 tells only the coordinator (strategies/state_dict_saver.py)
             raise CheckpointError(f"{refusal}: another rank failed, see its message") from gathered
         rank, (cause, _) = min(gathered.failures.items())
-        if not isinstance(cause, _CAUSED_BY_FILES):
+        if not _is_caused_by_files(cause):
             raise
         raise CheckpointError(f"{refusal}: {_reason(cause)} (on rank {rank})") from gathered
-    except _CAUSED_BY_FILES as error:
+    except Exception as error:
+        if not _is_caused_by_files(error):
+            raise
         raise CheckpointError(f"{refusal}: {_reason(error)}") from error
+
+
+def _is_caused_by_files(error: BaseException) -> bool:
+    return isinstance(error, _CAUSED_BY_FILES) or any(base.__name__ == _OF_MEGATRON for base in type(error).__mro__)
 
 
 def _reason(error: BaseException) -> str:

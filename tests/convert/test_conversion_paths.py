@@ -203,7 +203,7 @@ def small_disk() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
 
-@pytest.mark.parametrize("to", ["hf", "megatron"])
+@pytest.mark.parametrize("to", ["hf", "megatron", "megatron-legacy"])
 def test_a_full_disk_is_said_and_leaves_nothing(source: Path, small_disk: None, to: str) -> None:
     with pytest.raises(CheckpointError, match=r"writ.*(File too large|is the disk full)"):
         convert(_options(source, to=to))

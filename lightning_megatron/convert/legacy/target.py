@@ -37,6 +37,7 @@ from lightning_megatron.convert.legacy.tp_shards import TensorParallel
 from lightning_megatron.convert.options import ConvertOptions
 from lightning_megatron.convert.stored.base import Key, State, StoredModel
 from lightning_megatron.convert.targets.casting import cast, dtype_of
+from lightning_megatron.engine.checkpoint_failures import failures_as_errors
 from lightning_megatron.engine.checkpoint_swap import sync
 from lightning_megatron.errors import CheckpointError
 
@@ -233,6 +234,7 @@ def _put(tensors: MutableMapping[str, Any], path: tuple[str, ...], tensor: torch
 
 
 def _save(state: Mapping[str, Any], file: Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(dict(state), file)
-    sync(file)
+    with failures_as_errors(f"{file} is not written"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(dict(state), file)
+        sync(file)
