@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_megatron.convert.conversion import convert
 from lightning_megatron.convert.options import ConvertOptions
 from lightning_megatron.convert.stored.base import Key, Training
 from lightning_megatron.convert.stored.distributed import DistributedModel, open_distributed
@@ -159,3 +160,22 @@ def test_a_run_of_another_program_goes_on_at_its_step_and_sample(tmp_path: Path)
         assert list(found[0].steps) == [4, 5, 6]
         for one, other in zip(found, expected, strict=True):
             assert one.steps == other.steps
+
+
+def test_a_run_goes_through_megatron_lms_format_and_back(tmp_path: Path) -> None:
+    run = Run(
+        model=NO_DROPOUT, module=_PADDED, trainer={"max_steps": 5, "max_epochs": -1}, indexed=make_corpus(tmp_path)
+    )
+    run_ranks(trained_and_saved, 2, run.but(strategy={"tp": 2}, trainer={"max_steps": 3}), tmp_path / "a.ckpt")
+    options: dict[str, Any] = {"make_vocab_size_divisible_by": 8, "tp": 2}
+    legacy, back = tmp_path / "legacy", tmp_path / "b.ckpt"
+    convert(ConvertOptions(load_path=tmp_path / "a.ckpt", save_path=legacy, to="megatron-legacy", pp=2, **options))
+    convert(ConvertOptions(load_path=legacy, save_path=back, to="megatron", **options))
+
+    before, after = read_tensors(tmp_path / "a.ckpt"), read_tensors(back)
+    assert after.keys() == before.keys()
+    assert [name for name, tensor in before.items() if not after[name].equal(tensor)] == []
+    resumed = run.but(strategy={"tp": 2})
+    expected = run_ranks(trained, 2, resumed.but(ckpt_path=str(tmp_path / "a.ckpt")))
+    found = run_ranks(trained, 2, resumed.but(ckpt_path=str(back)))
+    assert [trace.steps for trace in found] == [trace.steps for trace in expected]
