@@ -255,30 +255,55 @@ def test_what_is_damaged_or_hostile_is_refused(
     assert not (tmp_path / "hf").exists()
 
 
-def test_a_checkpoint_of_ours_is_refused_when_it_is_damaged_or_of_a_variant(tmp_path: Path, source: Path) -> None:
-    convert(ConvertOptions(load_path=source, save_path=tmp_path / "run.ckpt", to="megatron"))
-    key = Key("embedding.word_embeddings.weight", None)
-    stored = open_distributed(tmp_path / "run.ckpt", None)
-    assert torch.equal(stored.read(key, 3, 5), open_hugging_face(source).read(key, 3, 5))
+def _change_meta(path: Path, **changes: Any) -> dict[str, Any]:
+    """Write ``meta.pt`` anew, as of a release without checksums."""
+    meta: dict[str, Any] = torch.load(path / "meta.pt", weights_only=True)
+    meta |= {"has_checksums": False, **changes}
+    torch.save(meta, path / "meta.pt")
+    (path / "checksums.json").unlink(missing_ok=True)
+    return meta
 
-    meta = torch.load(tmp_path / "run.ckpt" / "meta.pt", weights_only=True)
-    meta["model_description"]["position_embedding_type"] = "rope"
-    torch.save(meta, tmp_path / "run.ckpt" / "meta.pt")
+
+@pytest.fixture
+def own(tmp_path: Path, source: Path) -> Path:
+    """A checkpoint of ours."""
+    convert(ConvertOptions(load_path=source, save_path=tmp_path / "run.ckpt", to="megatron", dtype="fp16"))
+    return tmp_path / "run.ckpt"
+
+
+def test_a_flipped_bit_is_found(own: Path) -> None:
+    file = own / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="__0_0.distcp differs from its checksum"):
+        open_distributed(own, None)
+    (own / "checksums.json").unlink()
+    with pytest.raises(CheckpointError, match="lacks its file checksums.json"):
+        open_distributed(own, None)
+
+
+def test_a_variant_that_no_config_describes_is_refused(own: Path) -> None:
+    description = _change_meta(own)["model_description"]
+    _change_meta(own, model_description={**description, "position_embedding_type": "rope"})
     with pytest.raises(CheckpointError, match="position_embedding_type=rope .the config says learned_absolute"):
-        open_distributed(tmp_path / "run.ckpt", None)
-    _truncate(tmp_path / "run.ckpt")
-    with pytest.raises(CheckpointError, match="damaged"):
-        open_distributed(tmp_path / "run.ckpt", None)
+        open_distributed(own, None)
 
 
-def test_checkpoints_of_the_first_releases_name_their_config_elsewhere(tmp_path: Path, source: Path) -> None:
-    convert(ConvertOptions(load_path=source, save_path=tmp_path / "run.ckpt", to="megatron"))
-    meta = torch.load(tmp_path / "run.ckpt" / "meta.pt", weights_only=True)
-    config = meta.pop("hugging_face_config")
-    torch.save(meta, tmp_path / "run.ckpt" / "meta.pt")
+def test_a_checkpoint_of_a_later_format_is_refused(own: Path) -> None:
+    _change_meta(own, format_version=99)
+    with pytest.raises(CheckpointError, match="format version"):
+        open_distributed(own, None)
+
+
+def test_checkpoints_of_the_first_releases_name_their_config_elsewhere(own: Path, source: Path) -> None:
+    config = _change_meta(own)["hugging_face_config"]
+    lightning = _change_meta(own, hugging_face_config=None)["lightning"]
     with pytest.raises(CheckpointError, match="--config"):
-        open_distributed(tmp_path / "run.ckpt", None)
-    _assert_same_model(open_distributed(tmp_path / "run.ckpt", source / "config.json"), source)
-    meta["lightning"]["hyper_parameters"] = {"model": config}
-    torch.save(meta, tmp_path / "run.ckpt" / "meta.pt")
-    _assert_same_model(open_distributed(tmp_path / "run.ckpt", None), source)
+        open_distributed(own, None)
+    given = open_distributed(own, source / "config.json")
+    _change_meta(own, hugging_face_config=None, lightning={**lightning, "hyper_parameters": {"model": config}})
+    found = open_distributed(own, None)
+    assert found.tensors == given.tensors
+    key = Key("embedding.word_embeddings.weight", None)
+    assert torch.equal(found.read(key, 3, 5), open_hugging_face(source).read(key, 3, 5).half())

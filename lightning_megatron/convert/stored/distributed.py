@@ -26,6 +26,7 @@ from lightning_megatron.convert.stored.base import Key, Spec, State, Training
 from lightning_megatron.convert.stored.chunks import ChunkedFiles, open_chunks
 from lightning_megatron.convert.stored.description import describe_arguments, describe_run
 from lightning_megatron.convert.stored.distributed_names import entry_of, is_of_optimizer, is_weightless
+from lightning_megatron.engine.checkpoint_checksums import CHECKSUMS, verify_checksums
 from lightning_megatron.engine.checkpoint_safety import (
     COMMON,
     META,
@@ -68,7 +69,9 @@ class _Place:
 
 
 def open_distributed(path: Path, config: Path | None) -> DistributedModel:
-    """Look at a ``*.ckpt`` of ``MegatronStrategy`` or a Megatron-Core checkpoint (``torch_dist``); no weight is read.
+    """Look at a ``*.ckpt`` of ``MegatronStrategy`` or a Megatron-Core checkpoint (``torch_dist``).
+
+    Files that have checksums are read once, to compare them.
 
     Args:
         path: The folder with ``.metadata``.
@@ -80,9 +83,7 @@ def open_distributed(path: Path, config: Path | None) -> DistributedModel:
         ConfigError: If the config cannot be honoured.
     """
     if (path / META).is_file():
-        check_complete(path)
-        check_only_data(path)
-        meta = load_plain(path / META)
+        meta = _checked_meta(path)
         try:
             model, hf_config = describe_run(path, meta, config)
             training = _training_of_strategy(path, meta)
@@ -97,6 +98,25 @@ def open_distributed(path: Path, config: Path | None) -> DistributedModel:
     files = open_chunks(path)
     model, hf_config = describe_arguments(path, arguments, files, config)
     return _opened(files, OF_MEGATRON_CORE, model, hf_config, _training_of_megatron_core(common, arguments))
+
+
+def _checked_meta(path: Path) -> Mapping[str, Any]:
+    """``meta.pt`` of a checkpoint of the strategy, after its bytes have proved to be those that were written."""
+    # Not above: the engine's imports take seconds.
+    from lightning_megatron.engine.checkpoint_state import FORMAT_VERSION
+
+    check_complete(path)
+    verify_checksums(path)
+    check_only_data(path)
+    meta: Mapping[str, Any] = load_plain(path / META)
+    if not isinstance(meta, Mapping) or meta.get("format_version") != FORMAT_VERSION:
+        raise CheckpointError(
+            f"checkpoint {path} has another format version than {FORMAT_VERSION}, which this program reads; convert it "
+            "with the version that wrote it"
+        )
+    if meta.get("has_checksums") and not (path / CHECKSUMS).is_file():
+        raise CheckpointError(f"checkpoint {path} lacks its file {CHECKSUMS}: it is damaged; use another")
+    return meta
 
 
 def _opened(
