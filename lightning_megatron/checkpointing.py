@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from lightning_megatron.engine import checkpoint
 from lightning_megatron.engine.agreement import on_all_ranks_alike
 from lightning_megatron.engine.checkpoint_partial import reload_masters
 from lightning_megatron.engine.signals import DeferredSignals
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.errors import CheckpointError, ConfigError
 from lightning_megatron.load_from import LoadFrom, load_weights, modules_with_weights
 from lightning_megatron.preemption import TERMINATED, last_of, refuge_of
 from lightning_megatron.saves import Saves
@@ -41,8 +42,8 @@ class Checkpointing(StrategyState):
     _signals: DeferredSignals | None
     _is_delivering_signals: bool
     _load_from: LoadFrom | None
-    _resumes: bool
-    """Whether the Trainer loads a checkpoint in this run."""
+    _beginning: str | None
+    """The checkpoint that the Trainer loads in this run."""
     _is_trained: bool
     _is_preempted: bool
     _first_step: int | None
@@ -179,15 +180,24 @@ class Checkpointing(StrategyState):
             CheckpointError: If a checkpoint is missing or not complete.
         """
         found = find_checkpoint(trainer, ckpt_path)
-        self._resumes = found is not None and found != "last"  # which now means that there is none yet
-        if self._load_from is not None and not self._resumes and self.lightning_module not in modules_with_weights:
+        self._beginning = None if found is None or found == "last" else str(found)  # "last" means that there is none
+        if (
+            self._load_from is not None
+            and self._beginning is None
+            and self.lightning_module not in modules_with_weights
+        ):
             self._load_from.found()
         return found
 
     def _load_new_runs_weights(self, *, fitting: bool) -> None:
-        """Load what ``load_from`` says into a model that has only its initial weights; every rank must call."""
+        """Load what ``load_from`` says into a model that has only its initial weights; every rank must call.
+
+        Raises:
+            CheckpointError: If that fails, or the ranks have not found the same checkpoint to resume from.
+        """
+        on_all_ranks_alike(partial(_check_same, self._beginning, self.broadcast(self._beginning)))
         module = ready(self.lightning_module, "connect")
-        if self._load_from is not None and not self._resumes and module not in modules_with_weights:
+        if self._load_from is not None and self._beginning is None and module not in modules_with_weights:
             load_weights(self._run_state(with_optimizer=fitting), self._load_from)
         if fitting or self._load_from is not None:
             modules_with_weights.add(module)
@@ -221,3 +231,11 @@ class Checkpointing(StrategyState):
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
         self._saves.remove(Path(filepath))
+
+
+def _check_same(mine: str | None, of_rank_0: str | None) -> None:
+    if mine != of_rank_0:
+        raise CheckpointError(
+            f"this rank would begin with {mine or 'no checkpoint'} and rank 0 with {of_rank_0 or 'none'}; keep "
+            "checkpoints on a file system that all nodes share"
+        )

@@ -195,7 +195,7 @@ class Saves:
             return
         for path in removals:
             try:
-                checkpoint.remove(path)
+                checkpoint.remove(path, in_background=self._policy.asynchronous)
             except OSError as error:
                 rank_zero_warn(f"checkpoint {path} could not be removed: {error}; remove it by hand")
 

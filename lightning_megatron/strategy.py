@@ -131,7 +131,7 @@ class MegatronStrategy(Checkpointing):
         self._weights_of_other_layout: Path | None = None
         self._loader_state: dict[str, Any] | None = None
         self._signals: DeferredSignals | None = None
-        self._load_from, self._resumes = as_load_from(load_from), False
+        self._load_from, self._beginning = as_load_from(load_from), None
         self._is_delivering_signals = False
         self._is_trained = self._is_preempted = False
         self._first_step: int | None = None

@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from lightning_megatron.errors import CheckpointError
+from tests.checkpoint.runs import Run, fit
+from tests.ranks import RankError, run_ranks
 
 
 def _complete(path: Path, step: int) -> None:
@@ -205,3 +207,16 @@ def test_a_requeued_job_without_a_complete_checkpoint_does_not_begin_anew(tmp_pa
     _unfinished(tmp_path / "hpc_ckpt_1.ckpt.partial")
     with pytest.raises(CheckpointError, match="no complete checkpoint of a requeued job, but hpc_ckpt_1.ckpt.partial"):
         _find(tmp_path / "checkpoints", None)
+
+
+def _resume_from_a_folder_of_its_own(folder: Path) -> None:
+    """As on two machines that share no disk: rank 1 does not see the checkpoint."""
+    there = os.environ["RANK"] == "0"
+    trainer = {"default_root_dir": str(folder if there else folder / "empty"), "max_steps": 1}
+    fit(Run(strategy={"tp": 2}, trainer=trainer, ckpt_path="last"))
+
+
+def test_ranks_that_find_different_checkpoints_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    _complete(tmp_path / "last.ckpt", 3)
+    with pytest.raises(RankError, match="would begin with no checkpoint and rank 0 with .*last.ckpt; keep checkpoints"):
+        run_ranks(_resume_from_a_folder_of_its_own, 2, tmp_path, timeout=60)
