@@ -13,6 +13,7 @@ from lightning_megatron.convert.options import ConvertOptions
 from lightning_megatron.convert.stored.base import Key, Training
 from lightning_megatron.convert.stored.distributed import DistributedModel, open_distributed
 from lightning_megatron.convert.targets.distributed import write_distributed
+from lightning_megatron.convert.targets.run_state import lightning_state
 from lightning_megatron.engine.lr_schedule import LRSchedule
 from tests.checkpoint.corpus import make_corpus
 from tests.checkpoint.runs import NO_DROPOUT, VOCAB_SIZE, Run, Trace, differences, fit, read_tensors
@@ -160,6 +161,19 @@ def test_a_run_of_another_program_goes_on_at_its_step_and_sample(tmp_path: Path)
         assert list(found[0].steps) == [4, 5, 6]
         for one, other in zip(found, expected, strict=True):
             assert one.steps == other.steps
+
+
+def test_the_place_in_the_data_is_there_for_every_data_module() -> None:
+    import lightning_megatron.datamodules.datasets
+    import lightning_megatron.datamodules.indexed
+    import lightning_megatron.datamodules.instructions  # noqa: F401
+    from lightning_megatron.datamodules.base import MegatronDataModule
+
+    group = {"lr": 1e-3, "wd_mult": 1.0, "params": []}
+    state = lightning_state(Training(iteration=3, consumed_samples=24, param_groups=(group,)))
+    ours = [each for each in MegatronDataModule.__subclasses__() if each.__module__.startswith("lightning_megatron.")]
+    assert len(ours) > 2
+    assert all(state[each.__qualname__]["train"]["consumed_samples"] == 24 for each in ours)
 
 
 def test_a_run_goes_through_megatron_lms_format_and_back(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ RANDOM_STATES = "rng_*.pt"
 
 _DATA_MODULES = ("IndexedDataModule", "DatasetDataModule", "InstructionDataModule")
 """Those that count samples; a run has one of them, and Lightning looks for its name."""
+_OPTIONS = ("lr", "weight_decay", "betas", "eps", "wd_mult", "lr_mult")
+"""Of a parameter group, what another program's run says; more is the new run's business."""
 _OF_A_GROUP = {
     "is_expert_parallel": False,
     "is_decoupled_lr": False,
@@ -134,8 +136,9 @@ def _param_groups(training: Training) -> list[dict[str, Any]]:
         return [dict(group) for group in training.param_groups]
     groups = []
     for given in training.param_groups:
-        group = {**_OF_A_GROUP, **{name: value for name, value in given.items() if name != "params"}}
-        group |= {"max_lr": None, "min_lr": None, "step": int(group.get("step", training.iteration))}
+        group = {**_OF_A_GROUP, **{name: given[name] for name in _OPTIONS if name in given}}
+        step = given.get("step")
+        group["step"] = step if isinstance(step, int) else training.iteration
         group["default_config"] = (group["lr_mult"], group["wd_mult"]) == (1.0, 1.0)
         group["initial_lr"] = group["lr"]
         groups.append(group)
