@@ -141,15 +141,35 @@ def vocab_size(arguments: Mapping[str, Any], shapes: Shapes) -> tuple[int, bool]
 
 
 def num_heads(arguments: Mapping[str, Any], shapes: Shapes) -> int:
-    """Attention heads, which no tensor shows; without arguments as wide as NVIDIA's."""
+    """Attention heads, which no tensor shows; without arguments as wide as NVIDIA's.
+
+    Raises:
+        CheckpointError: If they do not divide the width of the attention.
+    """
+    width = shapes.size("self_attention.linear_proj.weight", 1)
     heads = arguments.get("num_attention_heads")
-    if type(heads) is int and heads > 0:
-        return heads
-    return shapes.size("self_attention.linear_proj.weight", 1) // _HEAD_WIDTH
+    if heads is None:
+        heads = max(1, width // _HEAD_WIDTH)
+    if type(heads) is not int or heads < 1 or width == 0 or width % heads != 0:
+        raise CheckpointError(
+            f"args.num_attention_heads={str(heads)[:40]} does not divide the {width} columns of the attention's "
+            f"projection; {_GIVE_A_CONFIG}"
+        )
+    return heads
+
+
+def _number(arguments: Mapping[str, Any], name: str, default: float) -> float:
+    """An argument that must be a number; ``default`` if it is not given."""
+    value = arguments.get(name)
+    if value is None:
+        return default
+    if type(value) not in (int, float):
+        raise CheckpointError(f"args.{name} is a {type(value).__name__}, not a number; {_GIVE_A_CONFIG}")
+    return float(value)
 
 
 def _epsilon(arguments: Mapping[str, Any]) -> float:
-    return float(arguments.get("norm_epsilon") or arguments.get("layernorm_epsilon") or 1e-5)
+    return _number(arguments, "norm_epsilon", _number(arguments, "layernorm_epsilon", 1e-5))
 
 
 def _gelu(arguments: Mapping[str, Any], default: str) -> str:
@@ -162,7 +182,7 @@ def _gelu(arguments: Mapping[str, Any], default: str) -> str:
 
 
 def _dropouts(arguments: Mapping[str, Any]) -> tuple[float, float]:
-    return float(arguments.get("hidden_dropout", 0.1)), float(arguments.get("attention_dropout", 0.1))
+    return _number(arguments, "hidden_dropout", 0.1), _number(arguments, "attention_dropout", 0.1)
 
 
 # ---- BERT -----------------------------------------------------------------------------------------------------------
@@ -194,7 +214,7 @@ def _bert(arguments: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
         "attention_probs_dropout_prob": attention_dropout,
         "max_position_embeddings": shapes.size("embedding.position_embeddings.weight", 0),
         "type_vocab_size": shapes.size("embedding.tokentype_embeddings.weight", 0),
-        "initializer_range": float(arguments.get("init_method_std", 0.02)),
+        "initializer_range": _number(arguments, "init_method_std", 0.02),
         "layer_norm_eps": _epsilon(arguments),
         **({} if head is None else {"num_labels": shapes.size(f"{head}.dense.weight", 0)}),
     }
@@ -249,7 +269,7 @@ def _gpt2(arguments: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
         "embd_pdrop": hidden_dropout,
         "attn_pdrop": attention_dropout,
         "layer_norm_epsilon": _epsilon(arguments),
-        "initializer_range": float(arguments.get("init_method_std", 0.02)),
+        "initializer_range": _number(arguments, "init_method_std", 0.02),
         "bos_token_id": end,
         "eos_token_id": end,
         "tie_word_embeddings": is_tied(arguments, shapes),
@@ -280,7 +300,7 @@ def _llama(arguments: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
         "hidden_act": "silu",
         "rope_parameters": _rope(arguments),
         "attention_dropout": _dropouts(arguments)[1] if arguments else 0.0,
-        "initializer_range": float(arguments.get("init_method_std", 0.02)),
+        "initializer_range": _number(arguments, "init_method_std", 0.02),
         "tie_word_embeddings": is_tied(arguments, shapes),
     }
     return _kind_of_llama(arguments, shapes, fields)
@@ -312,12 +332,12 @@ def _kind_of_llama(arguments: Mapping[str, Any], shapes: Shapes, fields: dict[st
 def _rope(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if arguments.get("rotary_percent", 1.0) != 1.0:
         raise _no_family(f"rotary_percent={arguments['rotary_percent']}")
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(arguments.get("rotary_base") or 10000.0)}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _number(arguments, "rotary_base", 10000.0)}
     if arguments.get("use_rope_scaling"):
         # Megatron-Core's other numbers are those of Llama 3.1, too (models/common/embeddings/rotary_pos_embedding.py).
-        factor = float(arguments.get("rope_scaling_factor") or 8.0)
+        factor = _number(arguments, "rope_scaling_factor", 8.0)
         rope |= {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         rope["original_max_position_embeddings"] = 8192
     elif arguments.get("rotary_seq_len_interpolation_factor"):
-        rope |= {"rope_type": "linear", "factor": float(arguments["rotary_seq_len_interpolation_factor"])}
+        rope |= {"rope_type": "linear", "factor": _number(arguments, "rotary_seq_len_interpolation_factor", 1.0)}
     return rope

@@ -36,7 +36,7 @@ class Merged:
     def shape(self) -> tuple[int, ...]:
         """Of the whole tensor, with padding."""
         shape = list(self.shards[0].shape)
-        if self.axis is not None:
+        if self.axis is not None and self.axis < len(shape):  # else it is of another model, which is said later
             shape[self.axis] *= len(self.shards)
         return tuple(shape)
 

@@ -123,6 +123,21 @@ CHANGES: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
         "num_experts=8: it has experts, as in no known family",
     ),
     "another activation": ("mp_rank_*", lambda state: vars(state["args"]).update(squared_relu=True), "squared ReLU"),
+    "heads that do not divide": (
+        "mp_rank_*",
+        lambda state: vars(state["args"]).update(num_attention_heads=5),
+        "args.num_attention_heads=5 does not divide the 32 columns",
+    ),
+    "a text as a number": (
+        "mp_rank_*",
+        lambda state: vars(state["args"]).update(hidden_dropout="abc"),
+        "args.hidden_dropout is a str, not a number",
+    ),
+    "a matrix without axes": (
+        "mp_rank_*_000",
+        lambda state: _encoder(state).update({"layers.0.mlp.dense_4h_to_h.weight": torch.ones(())}),
+        "the checkpoint has no mlp.linear_fc2.weight, without which it is no model",
+    ),
     "a damaged config": (
         "mp_rank_*",
         lambda state: vars(state["args"]).update(hugging_face_config="{"),
