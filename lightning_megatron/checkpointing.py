@@ -181,11 +181,8 @@ class Checkpointing(StrategyState):
         """
         found = find_checkpoint(trainer, ckpt_path)
         self._beginning = None if found is None or found == "last" else str(found)  # "last" means that there is none
-        if (
-            self._load_from is not None
-            and self._beginning is None
-            and self.lightning_module not in modules_with_weights
-        ):
+        is_new = self._beginning is None and self.lightning_module not in modules_with_weights
+        if self._load_from is not None and is_new:
             self._load_from.found()
         return found
 
@@ -204,7 +201,6 @@ class Checkpointing(StrategyState):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        self._saves.finish()
         path = Path(self.broadcast(str(checkpoint_path)))
         trainer = ready(self.lightning_module, "connect").trainer
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -212,6 +208,7 @@ class Checkpointing(StrategyState):
         begins_anew = fitting and self.load_weights_only and not is_of_requeue(path)
         run = self._run_state(with_optimizer=fitting and not begins_anew)
         with self.engine():
+            self._saves.finish()
             loaded = load_lightning_checkpoint(run, path)
             if begins_anew:
                 reload_masters(ready(self._megatron_optimizer, "configure_optimizers"))

@@ -203,7 +203,9 @@ class Saves:
         if not self._policy.asynchronous or dist.get_rank() != 0:
             return
         seconds = time.monotonic() - saving.begin
-        size = sum(file.stat().st_size for file in saving.path.iterdir() if file.is_file())
+        size = 0
+        with contextlib.suppress(OSError):  # this is news, not a check
+            size = sum(file.stat().st_size for file in saving.path.iterdir())
         rank_zero_info(
             f"checkpoint {saving.path} is complete: {size / _GIGABYTE:.3g} GB in {seconds:.3g} s, "
             f"{size / _GIGABYTE / seconds:.3g} GB/s; training stood still for {saving.stall:.3g} s"

@@ -332,6 +332,7 @@ class MegatronStrategy(Checkpointing):
     def teardown(self) -> None:
         # Not super().teardown(): it would move the module and the optimizer to the CPU, out of Megatron's buffers.
         # The process groups stay for the next fit or validate.
+        self._saves.abandon()  # nothing to do, unless a tuner has ended the run
         if self._is_preempted:
             self.barrier()  # a rank that ends earlier would have Lightning's launcher kill the others (code 137)
         ready(self.cluster_environment, "the Trainer").teardown()

@@ -131,6 +131,29 @@ def test_a_folder_that_cannot_be_made_costs_a_warning(tmp_path: Path) -> None:
     assert sorted(path.name for path in (folder / "below").iterdir()) == ["step=3.ckpt", "step=4.ckpt"]
 
 
+def _fail_while_saving(run: Run, folder: Path) -> None:
+    import lightning.pytorch as pl
+
+    from lightning_megatron.engine.checkpoint import PendingSave
+
+    PendingSave.is_written = lambda self: False  # type: ignore[method-assign]
+
+    class Fails(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 3:
+                raise RuntimeError("something else")
+
+    fit(run, Fails(), checkpoints_at(folder, save_top_k=1))
+
+
+def test_a_run_that_fails_gives_the_save_under_way_up_and_keeps_the_older_one(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="something else") as caught:
+        run_ranks(_fail_while_saving, 2, RUN.but(strategy={"async_save": True}), tmp_path)
+    assert caught.value.error_type == "RuntimeError"
+    assert "step=3.ckpt is not written: the run failed before" in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["step=2.ckpt"]
+
+
 @pytest.mark.parametrize("value", ["ignore", "Warn"])
 def test_an_unknown_policy_is_refused(value: Any) -> None:
     from lightning_megatron import ConfigError, MegatronStrategy

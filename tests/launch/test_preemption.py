@@ -51,7 +51,7 @@ def _stopped(run: Run, folder: Path, keep: dict[str, Any], sent: dict[str, Any])
         fit(run, checkpoints_at(folder, **keep), _signals_itself(signal.SIGTERM, **sent))
     except SystemExit as ended:
         code = ended.code
-    return code, sorted(path.name for path in folder.iterdir())
+    return code, sorted(path.name for path in folder.glob("*.ckpt"))
 
 
 def _whole(run: Run, folder: Path | None = None, keep: dict[str, Any] | None = None) -> Trace:
@@ -80,6 +80,12 @@ NEVER = {"every_n_train_steps": 100}
             ["last.ckpt", "preempted.ckpt", "step=2.ckpt"],
             id="both, twice, link",
         ),
+        pytest.param(
+            {"ranks": (0,)},
+            {"save_last": "link", "save_top_k": 1, "every_n_train_steps": 1},
+            ["last.ckpt", "step=3.ckpt"],
+            id="this step is saved already",
+        ),
     ],
 )
 def test_sigterm_saves_at_the_next_step_and_the_run_goes_on_exactly(
@@ -87,7 +93,8 @@ def test_sigterm_saves_at_the_next_step_and_the_run_goes_on_exactly(
 ) -> None:
     expected = run_ranks(_whole, 2, SIX_STEPS)
 
-    stopped = run_ranks(_stopped, 2, SIX_STEPS, tmp_path, keep, {"step": 1, **sent})
+    run = SIX_STEPS.but(strategy={"async_save": True})
+    stopped = run_ranks(_stopped, 2, run, tmp_path, keep, {"step": 1, **sent})
 
     assert stopped == [(143, left)] * 2
     rest = run_ranks(_whole, 2, SIX_STEPS.but(ckpt_path="last"), tmp_path, keep)
