@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lightning_megatron.engine.lr_schedule import LRSchedule
     from lightning_megatron.engine.optimizer import OptimizerOptions
     from lightning_megatron.errors import CheckpointError, ConfigError, DataError
+    from lightning_megatron.generate.options import GenerationOptions
     from lightning_megatron.load_from import LoadFrom
     from lightning_megatron.module import MegatronModule
     from lightning_megatron.precision import MegatronPrecision
@@ -43,6 +44,7 @@ _HOMES = {
     "DataError": "lightning_megatron.errors",
     "DatasetDataModule": "lightning_megatron.datamodules.datasets",
     "GPTTrainStep": "lightning_megatron.steps.gpt",
+    "GenerationOptions": "lightning_megatron.generate.options",
     "IndexedDataModule": "lightning_megatron.datamodules.indexed",
     "InstructionDataModule": "lightning_megatron.datamodules.instructions",
     "LRSchedule": "lightning_megatron.engine.lr_schedule",
@@ -70,6 +72,7 @@ __all__ = [
     "DataError",
     "DatasetDataModule",
     "GPTTrainStep",
+    "GenerationOptions",
     "IndexedDataModule",
     "InstructionDataModule",
     "LRSchedule",

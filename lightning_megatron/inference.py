@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,10 @@ import torch
 
 from lightning_megatron.engine.agreement import on_all_ranks_alike
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.generate.options import GenerationOptions, options_from
 
 if TYPE_CHECKING:
+    from lightning_megatron.generate.generation import Generator
     from lightning_megatron.models.config import ModelConfig
     from lightning_megatron.strategy import MegatronStrategy
 
@@ -21,6 +24,8 @@ class Inference(pl.LightningModule):
 
     model_config: ModelConfig
     model_chunks: torch.nn.ModuleList | None
+    generation: GenerationOptions
+    """How ``predict_step`` continues prompts."""
     _model: Any
 
     @property
@@ -59,21 +64,46 @@ class Inference(pl.LightningModule):
             ConfigError: On all ranks alike, before anything runs: if there is no model yet, a prompt cannot be
                 continued, or an option is unknown, out of range or contradicts another.
         """
+        self._built_chunks()  # before a Trainer is asked for
+        chosen = on_all_ranks_alike(partial(options_from, options))
+        with self.megatron.engine():
+            return self._generator().generate(input_ids, attention_mask, chosen)
+
+    def predict_step(self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
+        """Continue the prompts of one batch as ``generation`` says; each copy of the model has batches of its own.
+
+        Args:
+            batch: ``input_ids`` [b, s] and, if rows are padded, ``attention_mask``.
+            batch_idx: Makes each batch draw other numbers.
+            dataloader_idx: Not used.
+
+        Returns:
+            [b, s + new], on all ranks of the copy; rows that fill up the last batch are left out.
+
+        Raises:
+            ConfigError: If the batch has no prompts, or one that cannot be continued.
+        """
+        if "input_ids" not in batch:
+            raise ConfigError(
+                f"batch keys {', '.join(sorted(batch))} have no 'input_ids', which predict continues; add them"
+            )
+        rows = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
+        if "sample_mask" in batch:
+            rows = {name: tensor[batch["sample_mask"] != 0] for name, tensor in rows.items()}
+        if len(rows["input_ids"]) == 0:
+            return rows["input_ids"].long()
+        options = replace(self.generation, seed=self.generation.seed + batch_idx)
+        with self.megatron.engine():
+            return self._generator().generate(rows["input_ids"], rows.get("attention_mask"), options, is_shared=False)
+
+    def _generator(self) -> Generator:
         from lightning_megatron.generate.end_tokens import end_tokens
         from lightning_megatron.generate.generation import Generator
-        from lightning_megatron.generate.options import options_from
 
-        chunks, strategy = self._built_chunks(), self.megatron
-        chosen = on_all_ranks_alike(partial(options_from, options))
-        generator = Generator(
-            chunks,
-            self.model_config,
-            strategy.topology,
-            strategy.root_device,
-            end_tokens(self._model),
+        strategy = self.megatron
+        return Generator(
+            self._built_chunks(), self.model_config, strategy.topology, strategy.root_device, end_tokens(self._model)
         )
-        with strategy.engine():
-            return generator.generate(input_ids, attention_mask, chosen)
 
     def logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         """What a GPT predicts after every token, as its Hugging Face model would; every rank must call alike.

@@ -21,6 +21,7 @@ from lightning_megatron.engine.lr_scheduler import MegatronLRScheduler
 from lightning_megatron.engine.optimizer import OptimizerOptions
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.inference import Inference
 from lightning_megatron.models.variants import AttentionHeads, Positions, with_variant
 from lightning_megatron.steps.base import TrainStep
@@ -54,6 +55,7 @@ class MegatronModule(Inference):
         lr: Peak learning rate.
         optimizer: Which optimizer, and its numbers.
         lr_schedule: How the learning rate and the weight decay move.
+        generation: How ``Trainer.predict`` continues the prompts of its batches.
         make_vocab_size_divisible_by: The vocabulary is padded to a multiple of this times tp.
 
     Raises:
@@ -72,6 +74,7 @@ class MegatronModule(Inference):
         lr: float = 3e-4,
         optimizer: OptimizerOptions = OptimizerOptions(),  # noqa: B008 (frozen)
         lr_schedule: LRSchedule = LRSchedule(),  # noqa: B008 (frozen)
+        generation: GenerationOptions = GenerationOptions(),  # noqa: B008 (frozen)
         make_vocab_size_divisible_by: int = 128,
     ) -> None:
         super().__init__()
@@ -91,6 +94,7 @@ class MegatronModule(Inference):
         self.lr = lr
         self.optimizer_options = optimizer
         self.lr_schedule = lr_schedule
+        self.generation = generation
         self.model_chunks: torch.nn.ModuleList | None = None
         self.built_for: EngineSettings | None = None
         self._metrics: dict[str, dict[str, Metric]] = {}

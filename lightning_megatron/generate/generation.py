@@ -49,7 +49,14 @@ class Generator:
         self._device = device
         self._ends = ends
 
-    def generate(self, input_ids: Tensor, attention_mask: Tensor | None, options: GenerationOptions) -> Tensor:
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        options: GenerationOptions,
+        *,
+        is_shared: bool = True,
+    ) -> Tensor:
         """Prompts and what follows them: [b, s + new], on the device of ``input_ids``.
 
         Args:
@@ -57,25 +64,32 @@ class Generator:
             attention_mask: [b, s], 1 for tokens and 0 for padding on any side. None: no padding, except that, as in
                 Hugging Face, a padding token of the model that does not end texts is padding.
             options: How tokens are chosen.
+            is_shared: Whether all copies of the model have the same rows and share them; else each copy has rows of its
+                own, and only the ranks of one copy need call alike.
 
         Raises:
-            ConfigError: On all ranks alike, before anything runs, if a prompt cannot be continued.
+            ConfigError: On all these ranks alike, before anything runs, if a prompt cannot be continued.
         """
         options = self._with_own_tokens(options)
         on_host = input_ids.cpu() if isinstance(input_ids, Tensor) else input_ids
         mask = self._mask_of(on_host, attention_mask, options)
-        on_all_ranks_alike(lambda: self._check(on_host, mask, options))
-        check_agreement(options, on_host, mask)
+        if is_shared:
+            on_all_ranks_alike(lambda: self._check(on_host, mask, options))
+            check_agreement(options, on_host, mask)
+        else:
+            self._check(on_host, mask, options)
         prompts, repeats = aligned(on_host, mask), options.num_return_sequences
         if options.num_beams == 1:
             prompts, repeats = prompts.repeated(repeats), 1
         counts = rows_of_copies(self._topology, len(prompts.tokens))
-        rows = own_rows(self._topology, counts)
+        rows = own_rows(self._topology, counts) if is_shared else slice(0, len(prompts.tokens))
         with generating(self._chunks) as models:
             own = self._continued(models, prompts, options, rows)
             # One message: the lengths are another column.
             joined = torch.cat((own.tokens, own.lengths[:, None]), dim=-1)
-            written = gathered(self._topology, joined, [count * repeats for count in counts])
+            written = joined
+            if is_shared:
+                written = gathered(self._topology, joined, [count * repeats for count in counts])
         longest = int(written[:, -1].max())
         given = input_ids.long().repeat_interleave(options.num_return_sequences, dim=0)
         return torch.cat((given, written[:, :longest].to(given.device)), dim=-1)
