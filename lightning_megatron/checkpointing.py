@@ -69,6 +69,7 @@ class Checkpointing(StrategyState):
             rng=ready(ready(self._runtime, "setup_environment").rng, "setup_environment"),
             topology=self.topology,
             model_description=getattr(module, "model_description", {}),
+            hugging_face_config=getattr(module, "hugging_face_config", None),
         )
 
     @override

@@ -99,7 +99,9 @@ class MegatronModule(Inference):
         self.built_for: EngineSettings | None = None
         self._metrics: dict[str, dict[str, Metric]] = {}
         self._model = model
-        self.save_hyperparameters({"model": config_fields(model), "lr": lr, "train_step": str(train_step)})
+        self.hugging_face_config = config_fields(model)
+        """The fields of the model's ``config.json``, by which a checkpoint becomes a Hugging Face directory again."""
+        self.save_hyperparameters({"model": self.hugging_face_config, "lr": lr, "train_step": str(train_step)})
 
     @property
     def model_description(self) -> dict[str, Any]:
