@@ -1,0 +1,67 @@
+"""On GPUs, does a checkpoint that was written beside training bring the run back as it was when the save began?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.runs import Run, differences, fit, live_state
+from tests.ranks import run_ranks
+
+SAVED_AT, LAST = 2, 4
+ON_GPUS = {"accelerator": "gpu", "max_steps": LAST}
+
+ONE = [pytest.param(1, {}, precision, marks=pytest.mark.gpu(1)) for precision in ("32-true", "bf16-mixed", "16-mixed")]
+TWO = [
+    pytest.param(2, strategy, "bf16-mixed", marks=pytest.mark.gpu(2))
+    for strategy in ({"tp": 2, "sequence_parallel": True}, {"pp": 2}, {}, {"distributed_optimizer": False})
+]
+
+
+def _watch(save_to: Path | None) -> Any:
+    """Keeps the state of the saved step: after it was trained, or when it was loaded."""
+    import lightning.pytorch as pl
+
+    class Watch(pl.Callback):
+        state: dict[str, Any]
+
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            if save_to is None:
+                self.state = _on_host(live_state(trainer))
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if save_to is not None and trainer.global_step == SAVED_AT:
+                self.state = _on_host(live_state(trainer))
+                trainer.save_checkpoint(save_to)
+
+    return Watch()
+
+
+def _on_host(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.cpu() if hasattr(value, "cpu") else value for name, value in state.items()}
+
+
+def _save_then_resume(run: Run, path: Path) -> tuple[list[str], list[float], list[float]]:
+    """What differs between the state that was saved and the one that came back, and the losses after it of both."""
+    before, after = _watch(path), _watch(None)
+    _, whole = fit(run.but(strategy={"async_save": True}), before)
+    _, resumed = fit(run.but(ckpt_path=str(path)), after)
+    later = range(SAVED_AT + 1, LAST + 1)
+    return (
+        differences(before.state, after.state),
+        [whole.steps[step]["loss"] for step in later],
+        [resumed.steps[step]["loss"] for step in later],
+    )
+
+
+@pytest.mark.parametrize(("world_size", "strategy", "precision"), [*ONE, *TWO])
+def test_it_is_the_run_of_the_step_that_was_saved(
+    world_size: int, strategy: dict[str, Any], precision: str, tmp_path: Path
+) -> None:
+    run = Run(strategy=strategy, trainer={**ON_GPUS, "precision": precision})
+    for differing, whole, resumed in run_ranks(_save_then_resume, world_size, run, tmp_path / "saved.ckpt"):
+        assert differing == []
+        # Every bit came back; what follows may differ by the order in which some kernels add.
+        assert resumed == pytest.approx(whole, rel=1e-3)
