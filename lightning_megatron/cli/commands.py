@@ -15,6 +15,7 @@ from lightning_megatron.cli.conversion_command import add_convert_command
 from lightning_megatron.cli.corpus_commands import add_corpus_commands
 from lightning_megatron.cli.dataset_commands import add_dataset_commands
 from lightning_megatron.cli.failure import DONE, TERMINATED, UsageError, report, report_interrupt, users_mistake
+from lightning_megatron.cli.generate_command import add_generate_command
 from lightning_megatron.cli.help_text import TRAINER_COMMANDS, trainer_help
 
 PROG = "lightning-megatron"
@@ -76,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     add_corpus_commands(commands)
     add_dataset_commands(commands)
     add_convert_command(commands)
+    add_generate_command(commands)
     _add_doctor(commands)
     return parser
 

@@ -1,0 +1,95 @@
+"""What does ``generate`` take?
+
+Only the standard library is imported before the command runs, as in ``commands.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from lightning_megatron.cli.failure import DONE
+
+_DESCRIPTION = """\
+Continue prompts with the model of a checkpoint, on one process or on tp x pp of them.
+
+Read is what convert reads: Hugging Face model directories, *.ckpt of MegatronStrategy, Megatron-Core's distributed
+checkpoints and Megatron-LM's; each process reads its own part. Greedy unless an option says how to draw."""
+_EPILOG = """\
+examples:
+  {prog} --checkpoint gpt2 --prompt "Are you human?" --max-new-tokens 40
+  {prog} --checkpoint last.ckpt --tokenizer gpt2 --tp 2 --prompt "Once" "Twice" --top-p 0.8 --top-p-decay 0.9
+  {prog} --checkpoint gpt2 --prompt "Are you human?" --num-beams 20 --length-penalty 1.5"""
+
+
+def add_generate_command(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add the parser of this file to those of the program."""
+    parser = commands.add_parser(
+        "generate",
+        help="continue prompts with the model of any checkpoint",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.epilog = _EPILOG.format(prog=parser.prog)
+    parser.add_argument("--checkpoint", type=Path, required=True, metavar="PATH", help="checkpoint to read")
+    parser.add_argument("--prompt", nargs="+", required=True, metavar="TEXT", help="texts to continue, as one batch")
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="DIR", help="transformers tokenizer (default: that of the checkpoint)"
+    )
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor parallel size (default: 1)")
+    parser.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline stages (default: 1)")
+    parser.add_argument(
+        "--accelerator", choices=("auto", "cpu", "gpu"), default="auto", help="where to compute (default: auto)"
+    )
+    parser.add_argument(
+        "--precision",
+        choices=("32-true", "bf16-mixed", "16-mixed"),
+        default="32-true",
+        help="32-true computes in float32, the others in 16 bits (default: 32-true)",
+    )
+    _add_ends(parser.add_argument_group("length"))
+    _add_drawing(parser.add_argument_group("drawing"))
+    _add_beams(parser.add_argument_group("beams"))
+    parser.set_defaults(run=_generate)
+
+
+def _add_ends(group: Any) -> None:
+    group.add_argument("--max-new-tokens", type=int, default=20, metavar="N", help="at most so many (default: 20)")
+    group.add_argument("--min-new-tokens", type=int, default=0, metavar="N", help="no end before (default: 0)")
+    group.add_argument("--stop", nargs="+", default=[], metavar="TEXT", help="texts behind which a text ends")
+    group.add_argument("--add-bos", action="store_true", help="put the tokenizer's first token before each prompt")
+
+
+def _add_drawing(group: Any) -> None:
+    group.add_argument("--temperature", type=float, default=1.0, metavar="X", help="divides logits; in (0, 100]")
+    group.add_argument("--top-k", type=int, default=0, metavar="N", help="draw from the N likeliest tokens")
+    group.add_argument(
+        "--top-p", type=float, default=0.0, metavar="X", help="draw from the likeliest tokens with this probability"
+    )
+    group.add_argument("--top-p-decay", type=float, default=0.0, metavar="X", help="multiplies top-p after each token")
+    group.add_argument("--top-p-bound", type=float, default=0.0, metavar="X", help="top-p decays no further")
+    group.add_argument(
+        "--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1 repetition is rarer (default: 1)"
+    )
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="another seed draws another text (default: 0)")
+
+
+def _add_beams(group: Any) -> None:
+    group.add_argument("--num-beams", type=int, default=1, metavar="N", help="search with N beams (default: 1, none)")
+    group.add_argument(
+        "--length-penalty", type=float, default=1.0, metavar="X", help="above 0 favours longer texts (default: 1)"
+    )
+    group.add_argument(
+        "--num-return-sequences", type=int, default=1, metavar="N", help="texts of each prompt (default: 1)"
+    )
+
+
+def _generate(parsed: argparse.Namespace) -> int:
+    from lightning_megatron.cli.messages import hide_known_warnings
+
+    hide_known_warnings()  # before the imports that cause some of them
+    from lightning_megatron.cli.generation import GenerateArguments, generate
+
+    generate(GenerateArguments(**{name: value for name, value in vars(parsed).items() if name != "run"}))
+    return DONE

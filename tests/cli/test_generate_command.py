@@ -1,0 +1,138 @@
+"""Does ``generate`` print what Hugging Face writes, from any checkpoint, and say in one line what is wrong?"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_megatron.cli import main
+from tests.cli.corpus import VOCAB_SIZE
+from tests.ranks import run_ranks
+
+PROMPTS = ("w1 w5", "w90 w7 w11 w3 w2")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny GPT-2 in all formats, with its tokenizer."""
+    from transformers import AutoModelForCausalLM, GPT2Config, T5Config, T5ForConditionalGeneration
+
+    from tests.families.parity import tiny_model
+
+    folder = tmp_path_factory.mktemp("generate")
+    config = GPT2Config(vocab_size=VOCAB_SIZE, n_layer=2, n_embd=16, n_head=2, n_positions=64, eos_token_id=0)
+    tiny_model(AutoModelForCausalLM, config).save_pretrained(folder / "hf")
+    shutil.copytree(folder / "hf", folder / "bare")
+    t5 = T5Config(vocab_size=VOCAB_SIZE, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    T5ForConditionalGeneration(t5).save_pretrained(folder / "t5")
+    shutil.copytree(corpus.parent / "tok", folder / "hf", dirs_exist_ok=True)
+    for name, to in (("run.ckpt", "megatron"), ("legacy", "megatron-legacy")):
+        layout = ("--tp", "2", "--pp", "2")
+        assert (
+            main(["convert", "--load-path", f"{folder}/hf", "--save-path", f"{folder}/{name}", "--to", to, *layout])
+            == 0
+        )
+    return folder
+
+
+def _main(arguments: list[str], is_one_of_many: bool) -> tuple[int, str, str]:
+    """Run the command in a rank, where everything is imported already: alone, or as torchrun would start it."""
+    if not is_one_of_many:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
+            os.environ.pop(name, None)
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = main(["generate", *arguments])
+    return code, out.getvalue(), err.getvalue()
+
+
+def _generate(*arguments: object, ranks: int = 1) -> tuple[int, str, str]:
+    """What the first rank ended with; the others must print nothing."""
+    results = run_ranks(_main, ranks, [str(each) for each in arguments], ranks > 1)
+    assert all(out == "" for _, out, _ in results[1:])
+    result: tuple[int, str, str] = results[0]
+    return result
+
+
+def _by_hugging_face(folder: Path, **options: Any) -> list[str]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    texts = []
+    for prompt in PROMPTS:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        written = model.generate(ids, do_sample=False, pad_token_id=0, **options)
+        texts += [tokenizer.decode(row, skip_special_tokens=True) for row in written]
+    return texts
+
+
+@pytest.mark.parametrize(("name", "tp", "pp"), [("hf", 1, 1), ("run.ckpt", 2, 1), ("legacy", 1, 2)])
+def test_prompts_are_continued_from_every_kind_of_checkpoint(checkpoints: Path, name: str, tp: int, pp: int) -> None:
+    code, out, err = _generate(
+        *("--checkpoint", checkpoints / name, "--tokenizer", checkpoints / "hf", "--accelerator", "cpu"),
+        *("--max-new-tokens", 6, "--tp", tp, "--pp", pp, "--prompt", *PROMPTS),
+        ranks=tp * pp,
+    )
+    assert code == 0, err
+    assert out == "\n\n".join(_by_hugging_face(checkpoints / "hf", max_new_tokens=6)) + "\n"
+
+
+def test_beams_and_several_texts_per_prompt(checkpoints: Path) -> None:
+    code, out, err = _generate(
+        *("--checkpoint", checkpoints / "hf", "--num-beams", 4, "--num-return-sequences", 2),
+        *("--max-new-tokens", 5, "--length-penalty", 1.5, "--prompt", *PROMPTS),
+    )
+    assert code == 0, err
+    options = {"num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 5, "length_penalty": 1.5}
+    assert out == "\n\n".join(_by_hugging_face(checkpoints / "hf", **options)) + "\n"
+
+
+def test_a_text_ends_behind_a_stop_text_and_the_seed_draws_it(checkpoints: Path) -> None:
+    common = ("--checkpoint", checkpoints / "hf", "--prompt", PROMPTS[0], "--max-new-tokens", 12, "--temperature", 2)
+    _, whole, _ = _generate(*common)
+    _, again, _ = _generate(*common)
+    _, other, _ = _generate(*common, "--seed", 1)
+    assert whole == again != other
+    new = whole.rstrip("\n")[len(PROMPTS[0]) :]
+    stop = new[4:6]
+    code, out, err = _generate(*common, "--stop", stop)
+    assert code == 0, err
+    assert out == f"{PROMPTS[0]}{new[: new.index(stop) + 2]}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("", "the following arguments are required: --checkpoint, --prompt"),
+        ("--checkpoint {folder}/none --prompt x", "does not exist"),
+        ("--checkpoint {folder}/bare --prompt x", "/bare comes with no tokenizer; give --tokenizer DIR"),
+        ("--checkpoint {folder}/t5 --prompt x", "t5 is no GPT, whose texts generate continues"),
+        ("--checkpoint {folder}/hf --prompt x --top-k 3 --top-p 0.5", "top_k=3 and top_p=0.5 both say"),
+        ("--checkpoint {folder}/hf --prompt x --top-p 1.5", "top_p=1.5 is no number from 0 to 1"),
+        ("--checkpoint {folder}/hf --prompt x --num-beams 2 --top-k 3", "num_beams=2 searches for the likeliest"),
+        ("--checkpoint {folder}/hf --prompt x --max-new-tokens 99", "need more positions than the model's"),
+        ("--checkpoint {folder}/hf --prompt x --tp 3 --accelerator cpu", "tp=3 does not divide num_attention_heads=2"),
+    ],
+)
+def test_a_mistake_is_one_line_and_code_2(checkpoints: Path, arguments: str, says: str) -> None:
+    code, out, err = _generate(*arguments.format(folder=checkpoints).split())
+    assert code == 2
+    assert out == ""
+    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert says in line
+
+
+def test_the_tokenizer_of_another_model_is_refused(checkpoints: Path, tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB_SIZE - 50, n_layer=1, n_embd=8, n_head=1, n_positions=8))
+    model.save_pretrained(tmp_path)
+    code, _, err = _generate("--checkpoint", tmp_path, "--tokenizer", checkpoints / "hf", "--prompt", "x")
+    assert code == 2
+    assert f"has tokens up to {VOCAB_SIZE - 1}, and the vocabulary of" in err
