@@ -26,6 +26,7 @@ _LARGEST_PICKLE = 1 << 27
 _MAGIC = 0x1950A86A20F9469CFC6C
 """First number in a file of torch before 1.6 (torch/serialization.py)."""
 _PROTOCOL = 1001
+_BEGINNING_OF_ZIP = b"PK\x03\x04"
 _LOCAL_HEADER_BYTES = 30
 """Of a member in a zip file, before its name (PKWARE, APPNOTE.TXT, 4.3.7)."""
 
@@ -60,6 +61,9 @@ def load_pickled(file: Path | FilePart) -> Any:
             if zipfile.is_zipfile(stream):
                 return _load_archive(stream, part)
             stream.seek(0)
+            if stream.read(len(_BEGINNING_OF_ZIP)) == _BEGINNING_OF_ZIP:
+                raise Damaged("it ends too early")
+            stream.seek(0)
             return _load_sequence(stream, part)
     except Refused as error:
         raise CheckpointError(f"{path} is not loaded: {error}; do not trust its source") from None
@@ -84,7 +88,7 @@ class _Window(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._part.size}[whence]
         if origin + offset < 0:
-            raise ValueError(f"byte {origin + offset}")
+            raise OSError(f"byte {origin + offset}")  # as files do: zipfile asks whether they are too short so
         self._place = origin + offset
         return self._place
 
@@ -112,7 +116,7 @@ def member_part(stream: IO[bytes], info: zipfile.ZipInfo, part: FilePart) -> Fil
     """
     stream.seek(info.header_offset)
     header = stream.read(_LOCAL_HEADER_BYTES)
-    if len(header) < _LOCAL_HEADER_BYTES or header[:4] != b"PK\x03\x04":
+    if len(header) < _LOCAL_HEADER_BYTES or header[:4] != _BEGINNING_OF_ZIP:
         raise Damaged(f"no header of {info.filename[:80]!r}")
     name, extra = (int.from_bytes(header[place : place + 2], "little") for place in (26, 28))
     start = info.header_offset + _LOCAL_HEADER_BYTES + name + extra

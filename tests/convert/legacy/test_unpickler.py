@@ -320,6 +320,14 @@ def test_truncated_files_are_damaged(tmp_path: Path, is_zip: bool) -> None:
             load_pickled(tmp_path / "cut.pt")
 
 
+@pytest.mark.parametrize("length", [4, 5, 30, 1000])
+def test_half_a_zip_file_is_damaged_whatever_its_bytes_would_say_as_a_pickle(tmp_path: Path, length: int) -> None:
+    torch.save({"model": torch.full((300,), 10, dtype=torch.uint8)}, tmp_path / "cut.pt")  # 10 ends a line
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "cut.pt").read_bytes()[:length])
+    with pytest.raises(CheckpointError, match="is damaged.*it ends too early"):
+        load_pickled(tmp_path / "cut.pt")
+
+
 @pytest.mark.parametrize("is_zip", [False, True])
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
