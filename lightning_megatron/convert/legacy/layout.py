@@ -10,7 +10,7 @@ import re
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,7 @@ _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 _RANK_OF_MORE = re.compile(r"mp_rank_\d{2,}(_\d{3,}){2,}")
 _TRACKER = "latest_checkpointed_iteration.txt"
 _COPIED_AT_ONCE = 1 << 24
+_MOST_NAMED = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,15 +158,26 @@ def _is_archive_of_ranks(path: Path) -> bool:
         return False
 
 
-def _members(archive: zipfile.ZipFile) -> dict[tuple[int, int], zipfile.ZipInfo]:
-    """The member of each rank: ``anything/mp_rank_TT[_PPP]/model_optim_rng.pt``, or that file without folders."""
-    found: dict[tuple[int, int], zipfile.ZipInfo] = {}
+def _members(archive: zipfile.ZipFile) -> list[tuple[tuple[int, int], zipfile.ZipInfo]]:
+    """The files of ranks: ``anything/mp_rank_TT[_PPP]/model_optim_rng.pt``, or that name without folders."""
+    found = []
     for info in archive.infolist():
         *folders, name = info.filename.replace("\\", "/").split("/")
         rank = _RANK.fullmatch(folders[-1]) if folders else None
         if name in MODEL_FILES and (rank is not None or not folders):
-            found[(int(rank[1]), int(rank[2] or 0)) if rank else (0, 0)] = info
+            found.append(((int(rank[1]), int(rank[2] or 0)) if rank else (0, 0), info))
     return found
+
+
+def _check_one_checkpoint(path: Path, members: Sequence[tuple[tuple[int, int], zipfile.ZipInfo]]) -> None:
+    """Raise if the zip file has several checkpoints, whose ranks would be mixed."""
+    names = sorted(info.filename for _, info in members)
+    folders = {name.rpartition("mp_rank_")[0] for name in names}
+    if len(folders) > 1 or len({rank for rank, _ in members}) < len(members):
+        raise CheckpointError(
+            f"zip file {path} has several checkpoints ({', '.join(names[:_MOST_NAMED])}); unpack it, and give the "
+            "folder of one"
+        )
 
 
 def _in_archive(path: Path) -> RankFiles:
@@ -175,12 +187,16 @@ def _in_archive(path: Path) -> RankFiles:
     parts = {}
     try:
         with path.open("rb") as opened, zipfile.ZipFile(opened) as archive:
-            for rank, info in _members(archive).items():
+            members = _members(archive)
+            _check_one_checkpoint(path, members)
+            for rank, info in members:
                 if info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1:
                     parts[rank] = member_part(opened, info, whole)
                     continue
                 temporary = temporary or tempfile.TemporaryDirectory(prefix="lightning_megatron_")
                 parts[rank] = _unpacked(archive, info, Path(temporary.name) / f"{len(parts)}.pt")
+    except CheckpointError:
+        raise
     except (OSError, RuntimeError, NotImplementedError, zipfile.BadZipFile, EOFError, ValueError, Damaged) as error:
         raise CheckpointError(f"zip file {path} cannot be unpacked ({error}); fetch it again") from None
     files = _complete(path, parts, is_spread=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from lightning_megatron.convert.legacy.stacking import architecture_of, stack
 from lightning_megatron.convert.registry import config_object, family_of
 from lightning_megatron.convert.shapes import tensor_shapes
 from lightning_megatron.convert.stored.base import Key, Spec, Training
+from lightning_megatron.errors import CheckpointError
 from lightning_megatron.models.config import ModelConfig
 
 __all__ = ["LegacyModel", "is_legacy", "open_legacy"]
@@ -83,6 +85,12 @@ def open_legacy(path: Path, config: Path | None = None, iteration: int | None = 
 
 def _told_config(path: Path, arguments: Mapping[str, Any], shapes: Shapes) -> Any:
     """The Hugging Face config that the arguments and the shapes tell."""
+    layers, found = arguments.get("num_layers"), shapes.num_layers[shapes.stack]
+    if type(layers) is int and layers > found:
+        raise CheckpointError(
+            f"{path} was written with num_layers={layers} and has {found} layers; give the folder of all stages, or if "
+            "the model has no more, its Hugging Face config.json with --config"
+        )
     hf_config = config_object(hf_config_of(arguments, shapes))
     if not vocab_size(arguments, shapes)[1]:
         _log.warning(
@@ -132,7 +140,7 @@ class LegacyModel:
         """For messages."""
         return OF_MEGATRON_LM
 
-    @property
+    @cached_property
     def tensors(self) -> Mapping[Key, Spec]:
         """Weights in the model's order, then what the optimizer has."""
         shapes = tensor_shapes(self.model)

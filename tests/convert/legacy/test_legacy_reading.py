@@ -329,6 +329,11 @@ def test_every_way_to_name_a_checkpoint(references: dict[str, StoredModel], tmp_
     assert not is_legacy(tmp_path / "latest_checkpointed_iteration.txt")
 
 
+def test_the_list_of_tensors_is_made_once(tmp_path: Path) -> None:
+    model = open_legacy(_one_rank(tmp_path))  # targets look into it for every block of rows
+    assert model.tensors is model.tensors
+
+
 @pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 @pytest.mark.parametrize("is_zip", [False, True])
 @pytest.mark.parametrize(

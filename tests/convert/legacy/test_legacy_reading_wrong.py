@@ -213,3 +213,21 @@ def test_damaged_zip_files(tmp_path: Path) -> None:
     archive.write_bytes(data)
     with pytest.raises(CheckpointError, match="zip file .* cannot be unpacked"):
         open_legacy(archive)
+
+
+@pytest.mark.parametrize("members", [("iter_0000100", "iter_0000200"), ("release", "release"), ("a/release", "b")])
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_a_zip_file_of_several_checkpoints(tmp_path: Path, members: tuple[str, str]) -> None:
+    file = _gpt2(tmp_path / "in", tp=1, stages=even(2)) / "mp_rank_00" / FILE
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as opened:
+        for folder in members:
+            opened.write(file, f"{folder}/mp_rank_00/{FILE}")
+    with pytest.raises(CheckpointError, match=f"has several checkpoints .*{members[1]}/mp_rank_00.*; unpack it"):
+        open_legacy(tmp_path / "a.zip")
+
+
+def test_a_lost_last_stage_that_no_layout_tells(tmp_path: Path) -> None:
+    folder = _gpt2(tmp_path, tp=1, stages=even(2))
+    _changed(folder, "mp_rank_00", lambda state: vars(state["args"]).update(num_layers=3))
+    with pytest.raises(CheckpointError, match="written with num_layers=3 and has 2 layers.*--config"):
+        open_legacy(folder)
