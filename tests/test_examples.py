@@ -21,7 +21,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-def _run(example: str, *arguments: object) -> None:
+def _run(example: str, *arguments: object) -> str:
     done = subprocess.run(
         [sys.executable, ROOT / "examples" / example, *(str(each) for each in arguments)],
         capture_output=True,
@@ -30,6 +30,7 @@ def _run(example: str, *arguments: object) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
 
 
 def _metrics(folder: Path) -> list[dict[str, str]]:
@@ -134,3 +135,18 @@ def test_pretrain_t5_trains_on_a_pipeline_and_leaves_a_hugging_face_model(tmp_pa
 def test_examples_are_short_enough_to_be_read_at_once() -> None:
     for path in (ROOT / "examples").glob("*.py"):
         assert len(path.read_text().splitlines()) <= 100, path.name
+
+
+@pytest.mark.slow
+def test_generate_text_writes_in_four_ways(corpus: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=VOCAB_SIZE, n_layer=2, n_embd=16, n_head=2, n_positions=32, eos_token_id=0)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(corpus.parent / "tok").save_pretrained(tmp_path)
+    out = _run("generate_text.py", "--model", tmp_path, "--prompts", "w1 w2", "w3", "--max-new-tokens", 6)
+    ways = out[out.index("---- ") :].split("---- ")[1:]
+    assert [way.split("\n")[0] for way in ways] == [
+        *("top-p, decaying", "top-k", "top-k, after the first token of texts", "20 beams")
+    ]
+    assert all("w1 w2" in way and "w3" in way for way in ways)

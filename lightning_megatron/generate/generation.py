@@ -16,7 +16,7 @@ from lightning_megatron.generate.beams import search
 from lightning_megatron.generate.decoding import Continuations, decode
 from lightning_megatron.generate.end_tokens import EndTokens
 from lightning_megatron.generate.options import GenerationOptions
-from lightning_megatron.generate.prompts import Prompts, aligned, check_prompts, check_tokens
+from lightning_megatron.generate.prompts import Prompts, aligned, check_prompts, check_tokens, with_first_token
 from lightning_megatron.generate.quiet import generating
 from lightning_megatron.generate.sampling import uniform_numbers
 from lightning_megatron.generate.sharing import check_agreement, gathered, own_rows, rows_of_copies
@@ -72,13 +72,13 @@ class Generator:
         """
         options = self._with_own_tokens(options)
         on_host = input_ids.cpu() if isinstance(input_ids, Tensor) else input_ids
-        mask = self._mask_of(on_host, attention_mask, options)
+        given_mask = self._mask_of(on_host, attention_mask, options)
         if is_shared:
-            on_all_ranks_alike(lambda: self._check(on_host, mask, options))
-            check_agreement(options, on_host, mask)
+            tokens, mask = on_all_ranks_alike(lambda: self._checked(on_host, given_mask, options))
+            check_agreement(options, tokens, mask)
         else:
-            self._check(on_host, mask, options)
-        prompts, repeats = aligned(on_host, mask), options.num_return_sequences
+            tokens, mask = self._checked(on_host, given_mask, options)
+        prompts, repeats = aligned(tokens, mask), options.num_return_sequences
         if options.num_beams == 1:
             prompts, repeats = prompts.repeated(repeats), 1
         counts = rows_of_copies(self._topology, len(prompts.tokens))
@@ -91,8 +91,8 @@ class Generator:
             if is_shared:
                 written = gathered(self._topology, joined, [count * repeats for count in counts])
         longest = int(written[:, -1].max())
-        given = input_ids.long().repeat_interleave(options.num_return_sequences, dim=0)
-        return torch.cat((given, written[:, :longest].to(given.device)), dim=-1)
+        given = tokens.long().repeat_interleave(options.num_return_sequences, dim=0)
+        return torch.cat((given.to(input_ids.device), written[:, :longest].to(input_ids.device)), dim=-1)
 
     def _continued(self, models: list[Any], prompts: Prompts, options: GenerationOptions, rows: slice) -> Continuations:
         """What this copy of the model adds to its rows."""
@@ -120,10 +120,18 @@ class Generator:
             return None
         return (input_ids != pad).long()
 
-    def _check(self, input_ids: Tensor, mask: Tensor | None, options: GenerationOptions) -> None:
+    def _checked(
+        self, input_ids: Tensor, mask: Tensor | None, options: GenerationOptions
+    ) -> tuple[Tensor, Tensor | None]:
+        """Tokens and mask of prompts that can be continued, with their first token."""
         check_prompts(input_ids, mask, self._model, options)
         vocab_size = self._model.vocab_size
         if options.top_k > vocab_size:
             raise ConfigError(f"top_k={options.top_k} is more than the {vocab_size} tokens of the vocabulary; lower it")
         for sequence in options.stop_sequences:
             check_tokens("stop_sequences", sequence, vocab_size)
+        if options.bos_token_id is not None:
+            check_tokens("bos_token_id", (options.bos_token_id,), vocab_size)
+            input_ids, mask = with_first_token(input_ids, mask, options.bos_token_id)
+            check_prompts(input_ids, mask, self._model, options)
+        return input_ids, mask

@@ -47,6 +47,8 @@ class GenerationOptions:
     """Tokens that end a row; None for the model's own, () for none."""
     pad_token_id: int | None = None
     """What fills rows that ended before others; None for the model's own, else the first that ends a row."""
+    bos_token_id: int | None = None
+    """Put before each prompt that does not begin with it; the result has it, too (Megatron's ``add_BOS``)."""
     stop_sequences: tuple[tuple[int, ...], ...] = ()
     """Runs of new tokens that end a row; they stay in it."""
     seed: int = 0

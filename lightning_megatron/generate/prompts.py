@@ -70,6 +70,31 @@ def aligned(input_ids: Tensor, attention_mask: Tensor | None) -> Prompts:
     return Prompts(tokens=tokens, lengths=lengths, is_padded=shortest < longest, longest=longest)
 
 
+def with_first_token(input_ids: Tensor, attention_mask: Tensor | None, token: int) -> tuple[Tensor, Tensor | None]:
+    """The rows with ``token`` before the first of their own, if not all of them begin with it already.
+
+    Args:
+        input_ids: [b, s].
+        attention_mask: [b, s], 1 for tokens and 0 for padding on any side; None for no padding.
+        token: What texts begin with.
+
+    Returns:
+        Tokens and mask, [b, s + 1]; of a row that begins with ``token`` the new column is padding. Or what was given.
+    """
+    rows, width = input_ids.shape
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    first = mask.argmax(dim=-1, keepdim=True)
+    begins = input_ids.gather(-1, first) == token
+    if bool(begins.all()):
+        return input_ids, attention_mask
+    places = torch.arange(width + 1, device=input_ids.device).expand(rows, -1)
+    sources = (places - (places > first).long()).clamp(max=width - 1)
+    tokens, mask = input_ids.gather(-1, sources), mask.gather(-1, sources)
+    tokens.scatter_(-1, first, token)
+    mask.scatter_(-1, first, (~begins).to(mask.dtype))
+    return tokens, mask
+
+
 def check_prompts(
     input_ids: Tensor, attention_mask: Tensor | None, model: ModelConfig, options: GenerationOptions
 ) -> None:

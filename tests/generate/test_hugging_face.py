@@ -115,3 +115,13 @@ def test_repetition_penalty_stop_sequences_and_the_models_own_end() -> None:
     assert answers[2][0].tolist() == whole[0, : 7 + end].tolist() + [1] * (12 - end)
     assert answers[2][1:].tolist() == whole[1:].tolist()
     assert answers[3].tolist() == whole[:1, : 7 + end].tolist()
+
+
+def test_a_first_token_is_put_before_the_prompts() -> None:
+    ids, mask = prompts()
+    options = {"max_new_tokens": 6, "bos_token_id": 1} | NO_END
+    (actual,) = continued([Call(model="gpt2", input_ids=ids, attention_mask=mask, options=options)], Layout(dp=2))
+    for row, row_mask, text in zip(ids, mask, actual, strict=True):
+        prompt = torch.cat((torch.tensor([1]), row[row_mask == 1]))[None]
+        hf = _written_by_hugging_face("gpt2", prompt, torch.ones_like(prompt), max_new_tokens=6, eos_token_id=-1)
+        assert text[-hf.shape[1] :].tolist() == hf[0].tolist()

@@ -9,7 +9,7 @@ import torch
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.generate.options import GenerationOptions
-from lightning_megatron.generate.prompts import aligned, check_prompts
+from lightning_megatron.generate.prompts import aligned, check_prompts, with_first_token
 from lightning_megatron.generate.stopping import Stops
 from lightning_megatron.models.config import ModelConfig
 
@@ -73,6 +73,21 @@ def test_prompts_that_cannot_be_continued_are_refused(input_ids: Any, mask: Any,
 def test_the_last_new_token_needs_no_position_and_padding_no_token() -> None:
     check_prompts(_ids([1] * 8), None, MODEL, GenerationOptions(max_new_tokens=9))
     check_prompts(_ids([-1] * 12 + [1] * 8), _ids([0] * 12 + [1] * 8), MODEL, GenerationOptions(max_new_tokens=9))
+
+
+def test_a_first_token_is_put_before_the_rows_that_have_none() -> None:
+    tokens = _ids([5, 6, 7], [9, 9, 5], [9, 1, 5], [1, 2, 9], [6, 9, 9])
+    mask = (tokens != 9).long()
+    longer, its_mask = with_first_token(tokens, mask, 1)
+    assert its_mask is not None
+    assert longer.shape == its_mask.shape == (5, 4)
+    real = [row[m == 1].tolist() for row, m in zip(longer, its_mask, strict=True)]
+    assert real == [[1, 5, 6, 7], [1, 5], [1, 5], [1, 2], [1, 6]]
+    without_mask, mask_of_ones = with_first_token(tokens[:1], None, 1)
+    assert without_mask.tolist() == [[1, 5, 6, 7]]
+    assert mask_of_ones is not None
+    assert mask_of_ones.tolist() == [[1, 1, 1, 1]]
+    assert with_first_token(tokens[2:4], mask[2:4], 1)[0].tolist() == tokens[2:4].tolist()
 
 
 def test_rows_end_with_any_of_the_tokens_or_the_whole_of_a_sequence() -> None:
