@@ -17,7 +17,7 @@ from lightning_megatron.data.formats.report import as_json, as_text, draw_length
 from lightning_megatron.errors import ConfigError, DataError
 
 _DOCUMENTS_WITH_A_TOKENIZER = 3
-_MOST_DATASETS_NAMED = 5
+_MOST_NAMED = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +64,10 @@ def inspect(options: InspectOptions) -> str:
         )
     if os.path.isdir(path):
         found = sorted({str(each.with_suffix("")) for each in Path(path).glob("*.idx")})
-        names = ", ".join(found[:_MOST_DATASETS_NAMED]) + (", …" if len(found) > _MOST_DATASETS_NAMED else "")
+        found += sorted(map(str, Path(path).glob("*.ckpt")))
+        names = ", ".join(found[:_MOST_NAMED]) + (", …" if len(found) > _MOST_NAMED else "")
         fix = (
-            f"give one of its datasets: {names}"
+            f"give one of these in it: {names}"
             if found
             else "give the prefix of a dataset, e.g. data/corpus_document, a *.ckpt or a model directory"
         )
@@ -79,7 +80,7 @@ def inspect(options: InspectOptions) -> str:
 
 def _describe_dataset(options: InspectOptions) -> str | None:
     prefix = dataset_prefix(options.path)
-    if prefix is None:
+    if prefix is None or _is_of_a_model(Path(options.path)):
         return None
     tokenizer = None
     if options.tokenizer is not None:
@@ -96,6 +97,15 @@ def _describe_dataset(options: InspectOptions) -> str | None:
         return json.dumps(as_json(description, previews), indent=2)
     text = as_text(description, previews)
     return text if options.png is None else f"{text}\n\nPicture: {options.png}"
+
+
+def _is_of_a_model(path: Path) -> bool:
+    """Whether ``path`` is a pickled weight file, which ends in .bin like a dataset's."""
+    if path.suffix != ".bin" or path.with_suffix(".idx").exists():
+        return False
+    from lightning_megatron.convert.hugging_face_files import directory_of
+
+    return directory_of(path) is not None
 
 
 def _describe_checkpoint(options: InspectOptions) -> str | None:

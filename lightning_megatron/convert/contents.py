@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 
-from lightning_megatron.convert.hugging_face_files import has_weights, open_weights
+from lightning_megatron.convert.hugging_face_files import directory_of, has_weights, open_weights
+from lightning_megatron.convert.iterations import iteration_folder
 from lightning_megatron.convert.legacy.description import describe_legacy
 from lightning_megatron.convert.legacy.layout import is_legacy
+from lightning_megatron.engine.checkpoint_checksums import CHECKSUMS
 from lightning_megatron.engine.checkpoint_safety import (
     META,
     check_backends,
@@ -35,7 +37,6 @@ OF_MEGATRON_CORE = "Megatron-Core distributed checkpoint (torch_dist)"
 OF_MEGATRON_LM = "checkpoint of Megatron-LM"
 """The legacy kind: a pickle for each rank."""
 
-_LATEST = "latest_checkpointed_iteration.txt"
 _CONFIG = "config.json"
 
 
@@ -82,12 +83,9 @@ def checkpoint_contents(path: Path) -> CheckpointContents | None:
     Raises:
         CheckpointError: If it is unfinished, damaged, or could run code.
     """
-    if path.is_file() and path.suffix == ".safetensors" and has_weights(path.parent):
-        return _hugging_face(path.parent)
-    if not path.is_dir():
+    path = directory_of(path) or iteration_folder(path)
+    if path.is_file():
         return _of_megatron_lm(path) if is_legacy(path) else None
-    if (path / _LATEST).is_file():
-        return checkpoint_contents(_latest(path))
     if (path / META).is_file():
         return _of_strategy(path)
     if is_distributed(path):
@@ -125,8 +123,19 @@ def _positions(lightning: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, state["train"]
 
 
-def _of_megatron_core(path: Path) -> CheckpointContents:
+def check_of_megatron_core(path: Path) -> None:
+    """Raise unless a distributed checkpoint without ``meta.pt`` is Megatron-Core's, not one of ours that is damaged.
+
+    Raises:
+        CheckpointError: If it has our checksums, or other backends than torch's.
+    """
+    if (path / CHECKSUMS).is_file():
+        raise CheckpointError(f"checkpoint {path} lacks its file {META}: it is damaged; use another")
     check_backends(path)
+
+
+def _of_megatron_core(path: Path) -> CheckpointContents:
+    check_of_megatron_core(path)
     return _contents(path, OF_MEGATRON_CORE, {}, _distributed_tensors(path))
 
 
@@ -142,15 +151,6 @@ def _of_megatron_lm(path: Path) -> CheckpointContents:
         for each in found.entries
     ]
     return _contents(found.folder, OF_MEGATRON_LM, found.facts, tensors)
-
-
-def _latest(path: Path) -> Path:
-    """The folder of the iteration that Megatron's tracker file names."""
-    text = (path / _LATEST).read_text(errors="replace").strip()
-    folder = path / ("release" if text == "release" else f"iter_{text.zfill(7)}")
-    if not (text == "release" or text.isdecimal()) or not folder.is_dir():
-        raise CheckpointError(f"{path / _LATEST} names iteration {text!r}, and there is no folder {folder.name}")
-    return folder
 
 
 def _distributed_tensors(path: Path) -> list[TensorEntry]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ SAFETENSORS_NAMES = {
 }
 """What the format calls the dtypes that a model's tensors may have."""
 
+_SHARD = re.compile(r"(?:model|pytorch_model)-\d{5}-of-\d{5}\.(?:safetensors|bin)")
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 _LARGEST_HEADER_BYTES = 100_000_000
 """As in the safetensors library."""
@@ -103,6 +105,13 @@ def has_weights(directory: Path) -> bool:
     """Whether there are weight files where transformers looks for them."""
     names = (WEIGHTS_FILE, INDEX_FILE, _PICKLED_FILE, _PICKLED_INDEX_FILE)
     return any((directory / name).is_file() for name in names)
+
+
+def directory_of(file: Path) -> Path | None:
+    """The model directory that a weight file or its index is a part of; None if ``file`` is none."""
+    names = {WEIGHTS_FILE, INDEX_FILE, _PICKLED_FILE, _PICKLED_INDEX_FILE}
+    is_part = file.name in names or _SHARD.fullmatch(file.name) is not None
+    return file.parent if is_part and file.is_file() and has_weights(file.parent) else None
 
 
 def open_weights(directory: str | Path) -> WeightFiles:
@@ -249,8 +258,12 @@ def _unpickle(file: Path) -> dict[str, torch.Tensor]:
     # Not above: it imports Megatron-Core, which takes seconds.
     from lightning_megatron.engine.checkpoint_failures import failures_as_errors
 
-    with failures_as_errors(f"weights file {file} cannot be read (fetch it again)"):
-        tensors = torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=True)
+    with failures_as_errors(f"weights file {file} is not loaded (fetch it again, from a source that you trust)"):
+        is_zip = zipfile.is_zipfile(file)
+        with file.open("rb") as opened:
+            if not is_zip and opened.read(4) in (b"", b"PK\x03\x04"):
+                raise EOFError("it is truncated")
+        tensors = torch.load(file, map_location="cpu", mmap=is_zip, weights_only=True)
     if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
         raise CheckpointError(f"weights file {file} is not a dict of tensors; save model.state_dict()")
     return tensors

@@ -13,7 +13,7 @@ import torch
 
 from lightning_megatron.cli import main
 from tests.checkpoint.runs import Run, make_trainer
-from tests.convert.directories import tiny_gpt2
+from tests.convert.directories import save_as, tiny_gpt2
 from tests.convert.legacy.layouts import Layout, even, gpt2, gpt2_arguments, write
 from tests.ranks import run_ranks
 
@@ -92,12 +92,30 @@ def test_a_hugging_face_directory_and_one_file_of_it(saved: Path, capsys: pytest
     assert "transformer.h.{0-1}.attn.c_attn.weight" in capsys.readouterr().out
 
 
+def test_a_file_of_a_model_means_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for kind in ("bin", "sharded_bin"):
+        save_as(tiny_gpt2(), tmp_path / kind, kind)
+    whole = _json(tmp_path / "bin", capsys)
+    assert _json(tmp_path / "bin" / "pytorch_model.bin", capsys) == whole  # a dataset's file ends in .bin, too
+    assert _json(tmp_path / "sharded_bin" / "pytorch_model-00002-of-00003.bin", capsys)["tensors"] == whole["tensors"]
+    assert main(["inspect", str(tmp_path / "bin" / "config.json")]) == 2
+
+
+def test_a_folder_of_checkpoints_names_them(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(saved)]) == 2
+    assert f"give one of these in it: {saved / 'a.ckpt'}" in capsys.readouterr().err
+
+
 def test_a_distributed_checkpoint_of_megatron_below_its_tracker(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     iteration = tmp_path / "iter_0000012"
     shutil.copytree(saved / "a.ckpt", iteration)
     (iteration / "meta.pt").unlink()
+    assert main(["inspect", str(iteration)]) == 2  # its checksums are there, so that it was ours
+    assert "lacks its file meta.pt: it is damaged" in capsys.readouterr().err
+    (iteration / "checksums.json").unlink()
+    assert _json(tmp_path, capsys)["path"] == str(iteration)  # the only one
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("12\n")
 
     shown = _json(tmp_path, capsys)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from lightning_megatron.convert.conversion import ConvertOptions, convert, open_model
-from lightning_megatron.convert.detection import iteration_folder
+from lightning_megatron.convert.iterations import iteration_folder
 from lightning_megatron.convert.stored.hugging_face import HuggingFaceModel
 from lightning_megatron.errors import CheckpointError, ConfigError
 from tests.convert.directories import save_as, tiny_llama
@@ -136,8 +136,21 @@ def test_weights_without_a_config_need_one(source: Path, tmp_path: Path) -> None
     assert (source.with_name("target") / "config.json").is_file()
 
 
-def test_a_weight_file_means_its_folder(source: Path) -> None:
+def test_a_weight_file_means_its_folder(source: Path, tmp_path: Path) -> None:
     assert open_model(source / "model.safetensors", _options(source)).path == source
+    (source / "adapter_model.safetensors").write_bytes(b"other weights than the model's")
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors is a file of another kind"):
+        open_model(source / "adapter_model.safetensors", _options(source))
+
+
+def test_a_file_of_a_checkpoint_names_the_checkpoint(source: Path, tmp_path: Path) -> None:
+    done = convert(_options(source, save_path=tmp_path / "a.ckpt", to="megatron"))
+    for name in ("meta.pt", "__0_0.distcp", ".metadata"):
+        with pytest.raises(CheckpointError, match=r"is one file of the checkpoint .*a\.ckpt; give that"):
+            convert(_options(done.path / name))
+    (done.path / "meta.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"lacks its file meta\.pt: it is damaged"):
+        convert(_options(done.path, config=source, save_path=tmp_path / "b"))
 
 
 # ---- iterations -----------------------------------------------------------------------------------------------------
@@ -167,9 +180,9 @@ def test_a_release_and_an_only_iteration(tmp_path: Path) -> None:
     assert iteration_folder(_iterations(tmp_path / "other", None, "iter_0000003"), None).name == "iter_0000003"
 
 
-@pytest.mark.parametrize("text", ["", "../..", "5e3", "900"])
+@pytest.mark.parametrize("text", ["", "../..", "5e3", "-500", "500 500", "٥٠٠", "release", "900"])
 def test_a_wrong_tracker_file(tmp_path: Path, text: str) -> None:
-    with pytest.raises(CheckpointError, match="is no iteration|names is not there"):
+    with pytest.raises(CheckpointError, match="is no iteration|there is no folder .* in .*there are: iter_0000500"):
         iteration_folder(_iterations(tmp_path, text, "iter_0000500"), None)
 
 

@@ -149,7 +149,7 @@ class _Malicious:
 def test_no_code_of_a_pickled_file_runs(tmp_path: Path, is_new: bool) -> None:
     content = {"x": torch.ones(2), "y": _Malicious(tmp_path / "it_ran")}
     torch.save(content, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=is_new)
-    _refused(tmp_path, "pytorch_model.bin")
+    _refused(tmp_path, "pytorch_model.bin", "from a source that you trust")
     assert not (tmp_path / "it_ran").exists()
 
 
@@ -157,3 +157,10 @@ def test_no_code_of_a_pickled_file_runs(tmp_path: Path, is_new: bool) -> None:
 def test_a_pickled_file_of_another_kind_is_refused(tmp_path: Path, content: object) -> None:
     torch.save(content, tmp_path / "pytorch_model.bin")
     _refused(tmp_path, "pytorch_model.bin", "state_dict()")
+
+
+@pytest.mark.parametrize("length", [0, 4, 500])
+def test_a_truncated_pickled_file_is_said_to_be(tmp_path: Path, length: int) -> None:
+    torch.save({"x": torch.ones(500)}, tmp_path / "pytorch_model.bin")
+    (tmp_path / "pytorch_model.bin").write_bytes((tmp_path / "pytorch_model.bin").read_bytes()[:length])
+    _refused(tmp_path, "pytorch_model.bin", "it is truncated")

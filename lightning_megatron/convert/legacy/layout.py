@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_megatron.convert.iterations import iteration_folder
 from lightning_megatron.convert.legacy.pickle_machine import Damaged
 from lightning_megatron.convert.legacy.unpickler import FilePart, member_part
 from lightning_megatron.errors import CheckpointError
@@ -25,7 +26,6 @@ DISTRIBUTED_OPTIMIZER_FILES = ("distrib_optim.pt", "optim.pt")
 
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 _RANK_OF_MORE = re.compile(r"mp_rank_\d{2,}(_\d{3,}){2,}")
-_TRACKER = "latest_checkpointed_iteration.txt"
 _COPIED_AT_ONCE = 1 << 24
 _MOST_NAMED = 4
 
@@ -73,7 +73,7 @@ def find_files(path: Path, iteration: int | None = None) -> RankFiles:
         if zipfile.is_zipfile(path) and _is_archive_of_ranks(path):
             return _in_archive(path)
         return RankFiles(path=path, tp=1, pp=1, parts={(0, 0): FilePart.whole(path)})
-    folder = _iteration(path, iteration)
+    folder = iteration_folder(path, iteration)
     own = [folder / name for name in MODEL_FILES if (folder / name).is_file()]
     if own:
         _check_alone(folder)
@@ -90,22 +90,6 @@ def find_files(path: Path, iteration: int | None = None) -> RankFiles:
         raise CheckpointError(f"{folder} has expert-parallel ranks ({more[0]}), which are not read; no family has them")
     parts = {rank: FilePart.whole(file) for rank, file in found.items()}
     return _complete(folder, parts, is_spread=_spread(folder.glob("mp_rank_*")))
-
-
-def _iteration(path: Path, iteration: int | None) -> Path:
-    if iteration is not None:
-        folder = path / f"iter_{iteration:07d}"
-        if not folder.is_dir():
-            raise CheckpointError(f"{path} has no folder {folder.name}; choose another iteration")
-        return folder
-    tracker = path / _TRACKER
-    if not tracker.is_file():
-        return path
-    text = tracker.read_text(errors="replace").strip()
-    folder = path / ("release" if text == "release" else f"iter_{text.zfill(7)}")
-    if not (text == "release" or (text.isascii() and text.isdecimal())) or not folder.is_dir():
-        raise CheckpointError(f"{tracker} names iteration {text[:40]!r}, and there is no folder {folder.name[:40]}")
-    return folder
 
 
 def _files_of_ranks(folder: Path) -> dict[tuple[int, int], Path]:

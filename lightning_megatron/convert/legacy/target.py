@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from lightning_megatron.convert.companions import companion_files, copy_companions
+from lightning_megatron.convert.iterations import TRACKER_FILE
 from lightning_megatron.convert.legacy.arguments_out import megatron_arguments
 from lightning_megatron.convert.legacy.names import HEAD_COPY, legacy_name, nested_path
 from lightning_megatron.convert.legacy.optimizer_out import (
@@ -41,7 +42,6 @@ from lightning_megatron.engine.checkpoint_failures import failures_as_errors
 from lightning_megatron.engine.checkpoint_swap import sync
 from lightning_megatron.errors import CheckpointError
 
-TRACKER = "latest_checkpointed_iteration.txt"
 CHECKPOINT_VERSION = 3.0
 """Says that the rows of queries, keys and values stand as in Megatron-Core."""
 
@@ -117,7 +117,7 @@ class _Writer:
         for stage, chunks in enumerate(self._cut.stages):
             for rank in range(options.tp):
                 self._write_rank(self._rank_folder(rank, stage), rank, chunks)
-        (root / TRACKER).write_text(self._tracked)
+        (root / TRACKER_FILE).write_text(self._tracked)
 
     def _rank_folder(self, rank: int, stage: int) -> Path:
         name = f"mp_rank_{rank:02d}" if self._options.pp == 1 else f"mp_rank_{rank:02d}_{stage:03d}"

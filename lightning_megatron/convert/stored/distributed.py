@@ -18,7 +18,7 @@ from typing import Any, get_args
 import torch
 
 from lightning_megatron.convert.companions import companion_files
-from lightning_megatron.convert.contents import OF_MEGATRON_CORE, OF_STRATEGY
+from lightning_megatron.convert.contents import OF_MEGATRON_CORE, OF_STRATEGY, check_of_megatron_core
 from lightning_megatron.convert.legacy.names import VOCABULARY
 from lightning_megatron.convert.legacy.unpickler import load_pickled
 from lightning_megatron.convert.shapes import rules_by_name, tensor_shapes
@@ -30,7 +30,6 @@ from lightning_megatron.engine.checkpoint_checksums import CHECKSUMS, verify_che
 from lightning_megatron.engine.checkpoint_safety import (
     COMMON,
     META,
-    check_backends,
     check_complete,
     check_only_data,
     load_plain,
@@ -90,7 +89,7 @@ def open_distributed(path: Path, config: Path | None) -> DistributedModel:
         except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"checkpoint {path} was written by another strategy ({error!r} in {META})") from None
         return _opened(open_chunks(path), OF_STRATEGY, model, hf_config, training)
-    check_backends(path)
+    check_of_megatron_core(path)
     common = load_pickled(path / COMMON) if (path / COMMON).is_file() else {}
     if not isinstance(common, Mapping):
         raise CheckpointError(f"checkpoint {path} has a damaged {COMMON}; use another")
