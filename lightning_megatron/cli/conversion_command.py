@@ -103,13 +103,12 @@ def _convert(parsed: argparse.Namespace) -> int:
 
     options = {name: value for name, value in vars(parsed).items() if name != "run"}
     done = convert(ConvertOptions(**options))
-    speed = done.num_bytes / max(done.seconds, 1e-9) / 1e9
     sys.stdout.write(
         f"{done.path}: {done.target} ({done.num_files:,} files, {_size(done.num_bytes)}) from {done.source}"
-        f" {parsed.load_path}, in {done.seconds:.1f} s ({speed:.2f} GB/s)\n"
+        f" {parsed.load_path}, in {done.seconds:.1f} s ({_size(done.num_bytes / max(done.seconds, 1e-9))}/s)\n"
     )
     return DONE
 
 
-def _size(num_bytes: int) -> str:
+def _size(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 10**9 else f"{num_bytes / 1e6:.2f} MB"

@@ -29,7 +29,7 @@ def test_one_line_says_what_was_written(source: Path, tmp_path: Path, capfd: pyt
     size = sum(file.stat().st_size for file in target.iterdir()) / 1e6
     assert re.fullmatch(
         rf"{re.escape(str(target))}: Hugging Face model directory \(3 files, {size:.2f} MB\) from Hugging Face model"
-        rf" directory {re.escape(str(source))}, in \d+\.\d s \(\d+\.\d\d GB/s\)\n",
+        rf" directory {re.escape(str(source))}, in \d+\.\d s \(\d+\.\d\d [MG]B/s\)\n",
         shown.out,
     )
     assert "converting" not in shown.err, "a progress bar, and standard error is no terminal"
