@@ -90,7 +90,11 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
         "--use-distributed-optimizer", action="store_true", help="write the files of the distributed optimizer"
     )
     legacy.add_argument(
-        "--dp", type=int, default=1, metavar="N", help="data parallel size, with the distributed optimizer (default: 1)"
+        "--dp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="copies of the model, for the files of that optimizer (default: 1)",
     )
 
 

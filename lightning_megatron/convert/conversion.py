@@ -12,7 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lightning_megatron.convert.conversion_checks import check_model, check_options, check_paths, missing_weights
+from lightning_megatron.convert.conversion_checks import (
+    check_model,
+    check_options,
+    check_paths,
+    missing_weights,
+    without_effect,
+)
 from lightning_megatron.convert.detection import open_model
 from lightning_megatron.convert.options import ConvertOptions
 from lightning_megatron.convert.staging import staged
@@ -54,6 +60,8 @@ def convert(options: ConvertOptions) -> Converted:
     """
     start = time.monotonic()
     check_options(options)
+    if said := without_effect(options):
+        _log.warning("note: %s", said)
     save_path = check_paths(options)
     source = open_model(options.load_path, options)
     check_model(source, options)

@@ -25,8 +25,8 @@ _ONLY_FOR = {
     "vpp": (("megatron", "megatron-legacy"), _OF_LAYOUTS),
     "make_vocab_size_divisible_by": (("megatron", "megatron-legacy"), "a Hugging Face model directory has no padding"),
     "max_shard_size": (("hf",), "Megatron's checkpoints have a file for each rank"),
-    "use_distributed_optimizer": (("megatron-legacy",), "only Megatron-LM's checkpoints have other files with it"),
-    "dp": (("megatron-legacy",), "only the distributed optimizer of Megatron-LM has a file for each copy"),
+    "use_distributed_optimizer": (("megatron", "megatron-legacy"), _OF_LAYOUTS),
+    "dp": (("megatron", "megatron-legacy"), _OF_LAYOUTS),
 }
 """Option -> for which targets it does something, and why not for others."""
 _SMALL_FILES_BYTES = 1 << 20
@@ -51,12 +51,16 @@ def check_options(options: ConvertOptions) -> None:
         value = getattr(options, name)
         if options.to not in targets and value != type(options).__dataclass_fields__[name].default:
             raise ConfigError(f"{name}={value} would do nothing with to={options.to}: {reason}; leave it out")
-    if options.dp > 1 and not options.use_distributed_optimizer:
-        raise ConfigError(
-            f"dp={options.dp} would do nothing without use_distributed_optimizer: copies of the model share their "
-            "files; leave it out"
-        )
     _parallel(options)
+
+
+def without_effect(options: ConvertOptions) -> str | None:
+    """What of a layout, which is named whole, makes no difference to the files; None if all of it does."""
+    if options.to == "megatron" and (options.dp > 1 or options.use_distributed_optimizer):
+        return "a *.ckpt is the same for any number of copies, with and without distributed optimizer"
+    if options.to == "megatron-legacy" and options.dp > 1 and not options.use_distributed_optimizer:
+        return "without use_distributed_optimizer all copies of the model share one set of files"
+    return None
 
 
 def check_paths(options: ConvertOptions) -> Path:
