@@ -253,6 +253,8 @@ def _check(config: TransformerConfig, sliding_window: int | None) -> None:
 
 def _attend_with_mask(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, dropout: float, scale: float | None) -> Tensor:
     grouped = q.shape[1] != k.shape[1]
+    if grouped and q.shape[2] == 1:
+        return _attend_from_one_token(q, k, v, scores, dropout, scale)
     if not q.is_cuda:
         return F.scaled_dot_product_attention(q, k, v, scores, dropout_p=dropout, scale=scale, enable_gqa=grouped)
     if grouped:
@@ -261,3 +263,23 @@ def _attend_with_mask(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, dropout: 
         k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
     with sdpa_kernel(_BACKENDS_WITH_MASK):
         return F.scaled_dot_product_attention(q, k, v, scores, dropout_p=dropout, scale=scale)
+
+
+def _attend_from_one_token(
+    q: Tensor, k: Tensor, v: Tensor, scores: Tensor, dropout: float, scale: float | None
+) -> Tensor:
+    """One query per row, as when text is generated: the heads of a group are queries of one head, and no key is copied.
+
+    Args:
+        q: [b, np, 1, hn].
+        k: [b, ng, sk, hn], the cache.
+        v: [b, ng, sk, hn].
+        scores: Added, [b or 1, np or 1, 1, sk].
+        dropout: Probability.
+        scale: What scores are multiplied by.
+    """
+    groups = k.shape[1]
+    if scores.shape[1] > 1:
+        scores = scores.reshape(scores.shape[0], groups, -1, scores.shape[3])
+    out = _attend_with_mask(q.reshape(len(q), groups, -1, q.shape[3]), k, v, scores, dropout, scale)
+    return out.reshape(q.shape)
