@@ -35,6 +35,9 @@ _ENTRY_OF_MASTERS = {FORMAT: "param", "Float16OptimizerWithFloat16Params": "fp32
 _GROUP_IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 """What tells parameter groups apart; each rank has all of them, in any order."""
 
+_GROUP_SETTINGS = ("max_lr", "min_lr", "start_wd", "end_wd", "weight_decay", "betas", "eps", "momentum")
+"""What a run sets for its parameter groups; the rest of them, as ``lr`` and ``step``, is where a run stands."""
+
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """First index along each axis, and size along each axis."""
 
@@ -92,6 +95,8 @@ def sharded_optimizer_state(
 def restore_optimizer_state(optimizer: MegatronOptimizer, loaded: Mapping[str, Any]) -> None:
     """Take over what was loaded after the weights are back; every rank must call.
 
+    The settings of the optimizer stay those that it was made with, so they may change on the way.
+
     Args:
         optimizer: The one that ``sharded_optimizer_state`` was asked about.
         loaded: What became of its answer; masters and moments are in place already, except fp32 masters.
@@ -105,7 +110,8 @@ def restore_optimizer_state(optimizer: MegatronOptimizer, loaded: Mapping[str, A
     saved = {_identity(group): group for group in plain["param_groups"]}
     for part in optimizer.parts:
         for group in part.optimizer.param_groups:
-            group.update({name: value for name, value in saved[_identity(group)].items() if name != "params"})
+            kept = {"params", *(name for name in _GROUP_SETTINGS if name in group)}
+            group.update({name: value for name, value in saved[_identity(group)].items() if name not in kept})
         scaler = getattr(part, "grad_scaler", None)
         if scaler is not None and "grad_scaler" in loaded:
             scaler.load_state_dict(loaded["grad_scaler"])

@@ -160,6 +160,26 @@ def test_saving_changes_nothing(tmp_path: Path) -> None:
     assert differences(undisturbed.state, saving.state) == []
 
 
+@pytest.mark.parametrize("distributed_optimizer", [True, False])
+def test_a_resumed_run_has_the_settings_that_it_was_started_with(tmp_path: Path, distributed_optimizer: bool) -> None:
+    """A new learning rate or weight decay holds for all groups, with and without weight decay, and so do Adam's."""
+    run = Run(strategy={"distributed_optimizer": distributed_optimizer}, trainer={"max_steps": 2})
+    run_ranks(_train_and_save, 1, run, [2], tmp_path)
+    changed = run.but(
+        trainer={"max_steps": 3},
+        module={"lr": 0.125},
+        optimizer={"weight_decay": 0.5, "beta1": 0.75, "eps": 0.25},
+        ckpt_path=str(tmp_path / "2.ckpt"),
+    )
+    (trace,) = run_ranks(_train, 1, changed)
+    assert trace.steps[3]["lr"] == [0.125, 0.125]
+    assert sorted(trace.steps[3]["weight_decay"]) == [0, 0.5]
+    group = "optimizer.0.param_groups.{}.{}"
+    for index in (0, 1):
+        assert trace.state[group.format(index, "betas.0")] == 0.75
+        assert trace.state[group.format(index, "eps")] == 0.25
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_run_that_max_steps_ended_goes_on_with_a_larger_max_steps(tmp_path: Path, world_size: int) -> None:
     run = Run(trainer={"max_steps": 11})
