@@ -107,8 +107,10 @@ class _Writer:
         self._dtype = dtype_of(options.dtype)
         self._arguments = megatron_arguments(source, options, self._cut, padded, self._dtype or _most_common(source))
         training = source.training
-        self._folder = options.save_path / ("release" if training is None else f"iter_{training.iteration:07d}")
-        self._tracked = "release" if training is None else str(training.iteration)
+        # Megatron-LM takes nothing but weights from a release; a run that has not made a step has no more than that.
+        iteration = training.iteration if training is not None else 0
+        self._folder = options.save_path / (f"iter_{iteration:07d}" if iteration else "release")
+        self._tracked = str(iteration) if iteration else "release"
 
     def write(self) -> None:
         root, options = self._options.save_path, self._options
