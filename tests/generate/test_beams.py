@@ -54,3 +54,14 @@ def test_several_texts_are_drawn_of_each_prompt() -> None:
     assert len({tuple(row) for row in alone[:, 7:].tolist()}) == 6
     (shared,) = continued([call], Layout(dp=2))
     assert torch.equal(alone, shared)
+
+
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_there_may_be_fewer_prompts_than_copies_and_stages(num_beams: int) -> None:
+    ids, _ = prompts(lengths=(5,), width=5)
+    options: dict[str, Any] = {"max_new_tokens": 5, "num_beams": num_beams}
+    expected = hugging_face("qwen2").generate(ids, do_sample=False, pad_token_id=0, eos_token_id=-1, **options)
+    call = Call(model="qwen2", input_ids=ids, options={**options, "eos_token_id": ()})
+    for layout in (Layout(dp=3), Layout(pp=4)):
+        (actual,) = continued([call], layout)
+        assert actual.tolist() == expected.tolist(), layout

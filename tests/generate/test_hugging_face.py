@@ -125,3 +125,17 @@ def test_a_first_token_is_put_before_the_prompts() -> None:
         prompt = torch.cat((torch.tensor([1]), row[row_mask == 1]))[None]
         hf = _written_by_hugging_face("gpt2", prompt, torch.ones_like(prompt), max_new_tokens=6, eos_token_id=-1)
         assert text[-hf.shape[1] :].tolist() == hf[0].tolist()
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_sixteen_bits_write_what_hugging_face_writes_in_them(precision: str) -> None:
+    import copy
+
+    ids, mask = prompts(lengths=(7,))
+    dtype = torch.bfloat16 if precision == "bf16-mixed" else torch.float16
+    model = copy.deepcopy(hugging_face("llama")).to(dtype)
+    expected = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=6, eos_token_id=-1)
+    call = Call(model="llama", input_ids=ids, options={"max_new_tokens": 6} | NO_END)
+    for layout in (Layout(), Layout(pp=2)):
+        (actual,) = continued([call], layout, precision=precision)
+        assert actual.tolist() == expected.tolist(), layout

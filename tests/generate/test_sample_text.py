@@ -1,0 +1,136 @@
+"""Does ``SampleText`` write what the model says at that step, and is training the same with and without it?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parity.training import VOCAB_SIZE, Case, Layout, RankOutcome, loader_of, module_of, train_module, trainer_of
+from tests.ranks import RankError, run_ranks
+
+PROMPTS = ["w3 w5 w7", "w11"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Each word w0 to w82 is a token."""
+    return _tokenizer(tmp_path_factory.mktemp("words"), VOCAB_SIZE)
+
+
+def _tokenizer(folder: Path, vocab_size: int) -> Path:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{token}": token for token in range(vocab_size)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2, sequence_parallel=True), Layout(pp=2, num_microbatches=2)], ids=str)
+def test_training_is_the_same_and_the_texts_are_those_of_the_step(
+    tokenizer: Path, tmp_path: Path, layout: Layout
+) -> None:
+    # With dropout: a random number drawn by the callback would change the next mask.
+    case = Case(layout=layout, steps=4, model_fields=(("embd_pdrop", 0.1), ("resid_pdrop", 0.1)))
+    undisturbed = run_ranks(_trained, layout.world_size, case, None, tmp_path)
+    disturbed = run_ranks(_trained, layout.world_size, case, tokenizer, tmp_path)
+    for (one, _, _), (other, _, _) in zip(undisturbed, disturbed, strict=True):
+        assert one.losses == other.losses
+        assert one.grad_norms == other.grad_norms
+        assert all(mine.data.equal(its.data) for mine, its in zip(one.weights, other.weights, strict=True))
+
+    lines = [json.loads(line) for line in (tmp_path / "csv" / "samples.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["prompt"]) for line in lines] == [(step, p) for step in (2, 4) for p in PROMPTS]
+    # Asked again after training: the last step's model says what the file has.
+    _, final, shown = disturbed[0]
+    words = [" ".join(f"w{token}" for token in row) for row in final]
+    assert [line["prompt"] + line["text"] for line in lines[2:]] == words
+    assert lines[:2] != lines[2:]
+    assert [(tag, step) for tag, _, step in shown] == [(f"samples/{i}", step) for step in (2, 4) for i in (0, 1)]
+    assert f"    {lines[3]['prompt']}\n" in shown[3][1]
+    assert f"    {lines[3]['text']}\n" in shown[3][1]
+    assert all(others == [] for _, _, others in disturbed[1:])
+
+
+def _trained(case: Case, tokenizer: Path | None, folder: Path) -> tuple[RankOutcome, Any, list[Any]]:
+    import torch
+    from lightning.pytorch.loggers import CSVLogger, Logger
+
+    from lightning_megatron import GenerationOptions, SampleText
+
+    shown: list[tuple[str, str, int]] = []
+
+    class Writer:
+        def add_text(self, tag: str, text: str, step: int) -> None:
+            shown.append((tag, text, step))
+
+    class Showing(Logger):
+        """As TensorBoard's, of which only rank 0 writes."""
+
+        name, version = "showing", 0
+        experiment = Writer()
+
+        def log_metrics(self, metrics: Any, step: Any = None) -> None: ...
+
+        def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None: ...
+
+    module, callbacks = module_of(case), []
+    if tokenizer is not None:
+        options = GenerationOptions(max_new_tokens=6, eos_token_id=())
+        callbacks = [SampleText(tokenizer, PROMPTS, every_n_steps=2, generation=options)]
+    loggers = [CSVLogger(folder, name="", version="csv"), Showing()]
+    outcome = train_module(module, case, loader_of(case), callbacks=callbacks, logger=loggers)
+    mask = torch.tensor([[1, 1, 1], [0, 0, 1]])
+    rows = module.generate(torch.tensor([[3, 5, 7], [0, 0, 11]]), mask, max_new_tokens=6, eos_token_id=())
+    return outcome, [rows[0].tolist(), rows[1, 2:].tolist()], shown
+
+
+def test_without_a_logger_the_texts_are_printed(tokenizer: Path) -> None:
+    out = run_ranks(_printed, 1, Case(steps=2), tokenizer)[0].splitlines()
+    samples = [line for line in out if line.startswith("step ")]
+    assert [line.split(" -> ")[0] for line in samples] == ["step 1: 'w11'", "step 2: 'w11'"]
+    # The module's own options.
+    assert all(line.split(" -> ")[1].count("w") == 3 for line in samples)
+
+
+def _printed(case: Case, tokenizer: Path) -> str:
+    import contextlib
+    import io
+
+    from lightning_megatron import GenerationOptions, SampleText
+
+    module, out = module_of(case, generation=GenerationOptions(max_new_tokens=3)), io.StringIO()
+    with contextlib.redirect_stdout(out):
+        trainer_of(case, callbacks=[SampleText(tokenizer, PROMPTS[1:], every_n_steps=1)]).fit(module, loader_of(case))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("model", "extra_words", "prompts", "says"),
+    [
+        ("gpt2", 1, PROMPTS, f"has tokens up to {VOCAB_SIZE}, and the model's vocabulary ends at {VOCAB_SIZE - 1}"),
+        ("gpt2", 0, [" ".join(["w1"] * 17)], "need more positions than the model's max_position_embeddings=16"),
+        ("gpt2", 0, ["w1", ""], "the prompt '' has no token to continue"),
+        ("t5", 0, PROMPTS, "SampleText continues texts with GPTs"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused_before_the_first_step(
+    tmp_path: Path, model: str, extra_words: int, prompts: list[str], says: str
+) -> None:
+    folder = _tokenizer(tmp_path, VOCAB_SIZE + extra_words)
+    with pytest.raises(RankError, match=says):
+        run_ranks(_started, 1, Case(model=model), folder, prompts)
+
+
+def _started(case: Case, tokenizer: Path, prompts: list[str]) -> None:
+    from lightning_megatron import SampleText
+
+    class NoStep(SampleText):
+        def on_train_start(self, *_: Any) -> None:
+            raise AssertionError("training began")
+
+    trainer_of(case, callbacks=[NoStep(tokenizer, prompts)]).fit(module_of(case), loader_of(case))
