@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_megatron.registration import register_strategies
 
 if TYPE_CHECKING:
-    from lightning_megatron.callbacks import LossCurve, PerplexityReport, ThroughputMonitor
+    from lightning_megatron.callbacks import LossCurve, PerplexityReport, SampleText, ThroughputMonitor
     from lightning_megatron.data.samples.masking import MaskingOptions
     from lightning_megatron.datamodules.base import MegatronDataModule
     from lightning_megatron.datamodules.datasets import DatasetDataModule
@@ -57,6 +57,7 @@ _HOMES = {
     "MegatronStrategy": "lightning_megatron.strategy",
     "OptimizerOptions": "lightning_megatron.engine.optimizer",
     "PerplexityReport": "lightning_megatron.callbacks",
+    "SampleText": "lightning_megatron.callbacks",
     "T5TrainStep": "lightning_megatron.steps.t5",
     "ThroughputMonitor": "lightning_megatron.callbacks",
     "TrainStep": "lightning_megatron.steps.base",
@@ -85,6 +86,7 @@ __all__ = [
     "MegatronStrategy",
     "OptimizerOptions",
     "PerplexityReport",
+    "SampleText",
     "T5TrainStep",
     "ThroughputMonitor",
     "TrainStep",

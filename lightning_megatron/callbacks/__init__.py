@@ -1,7 +1,8 @@
-"""What can be watched while a model trains? Lightning callbacks for speed, loss and perplexity."""
+"""What can be watched while a model trains? Lightning callbacks for speed, loss, perplexity and texts."""
 
 from lightning_megatron.callbacks.loss_curve import LossCurve
 from lightning_megatron.callbacks.perplexity import PerplexityReport
+from lightning_megatron.callbacks.sample_text import SampleText
 from lightning_megatron.callbacks.throughput import ThroughputMonitor
 
-__all__ = ["LossCurve", "PerplexityReport", "ThroughputMonitor"]
+__all__ = ["LossCurve", "PerplexityReport", "SampleText", "ThroughputMonitor"]

@@ -25,8 +25,8 @@ class ThroughputMonitor(Callback):
     """Logs speed, model FLOP/s, their share of the device's peak, and peak memory.
 
     A step is timed from the end of one training batch to the end of the next, so waiting for data counts; steps with a
-    validation or a checkpoint in between do not. Each figure is of the steps since the last report. The device is
-    waited for only when a report is due.
+    validation, a checkpoint or a ``SampleText`` in between do not. Each figure is of the steps since the last report.
+    The device is waited for only when a report is due.
 
     Logged: ``tokens_per_s`` over all ranks, padding included (also in the progress bar); ``tokens_per_s_per_device``;
     ``step_seconds``, the median, and ``step_seconds_mean``, from which the speeds follow; on models whose FLOPs are
@@ -92,15 +92,19 @@ class ThroughputMonitor(Callback):
         if is_due(trainer, self.every_n_steps):
             self._report(trainer, pl_module)
 
+    def interrupt(self) -> None:
+        """Do not count the step under way: it does more than train."""
+        self._clock.interrupt()
+
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Do not count the time of a validation."""
-        self._clock.interrupt()
+        self.interrupt()
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Do not count the time of a checkpoint."""
-        self._clock.interrupt()
+        self.interrupt()
 
     def _report(self, trainer: Trainer, pl_module: LightningModule) -> None:
         window = self._clock.take()

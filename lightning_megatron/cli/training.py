@@ -11,7 +11,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
-from lightning_megatron.callbacks import LossCurve, PerplexityReport, ThroughputMonitor
+from lightning_megatron.callbacks import LossCurve, PerplexityReport, SampleText, ThroughputMonitor
 from lightning_megatron.cli.failure import UsageError
 from lightning_megatron.cli.messages import HeldMessages
 from lightning_megatron.datamodules.datasets import DatasetDataModule
@@ -24,7 +24,7 @@ from lightning_megatron.strategy import MegatronStrategy, preflight
 SHORT_NAMES = (
     *(MegatronModule, MegatronStrategy),
     *(IndexedDataModule, InstructionDataModule, DatasetDataModule),
-    *(ThroughputMonitor, LossCurve, PerplexityReport),
+    *(ThroughputMonitor, LossCurve, PerplexityReport, SampleText),
 )
 """Classes that a configuration may name without their module, because they are imported here."""
 DEFAULT_SEED = 1234

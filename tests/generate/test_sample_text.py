@@ -89,24 +89,29 @@ def _trained(case: Case, tokenizer: Path | None, folder: Path) -> tuple[RankOutc
     return outcome, [rows[0].tolist(), rows[1, 2:].tolist()], shown
 
 
-def test_without_a_logger_the_texts_are_printed(tokenizer: Path) -> None:
-    out = run_ranks(_printed, 1, Case(steps=2), tokenizer)[0].splitlines()
-    samples = [line for line in out if line.startswith("step ")]
+def test_without_a_logger_the_texts_are_printed_and_their_time_is_not_counted(tokenizer: Path) -> None:
+    out, metrics = run_ranks(_printed, 1, Case(steps=2), tokenizer)[0]
+    samples = [line for line in out.splitlines() if line.startswith("step ")]
     assert [line.split(" -> ")[0] for line in samples] == ["step 1: 'w11'", "step 2: 'w11'"]
     # The module's own options.
     assert all(line.split(" -> ")[1].count("w") == 3 for line in samples)
+    # Steps in which texts were written are none to measure.
+    assert "train_loss" in metrics
+    assert "tokens_per_s" not in metrics
 
 
-def _printed(case: Case, tokenizer: Path) -> str:
+def _printed(case: Case, tokenizer: Path) -> tuple[str, dict[str, Any]]:
     import contextlib
     import io
 
-    from lightning_megatron import GenerationOptions, SampleText
+    from lightning_megatron import GenerationOptions, SampleText, ThroughputMonitor
 
     module, out = module_of(case, generation=GenerationOptions(max_new_tokens=3)), io.StringIO()
     with contextlib.redirect_stdout(out):
-        trainer_of(case, callbacks=[SampleText(tokenizer, PROMPTS[1:], every_n_steps=1)]).fit(module, loader_of(case))
-    return out.getvalue()
+        callbacks = [SampleText(tokenizer, PROMPTS[1:], every_n_steps=1), ThroughputMonitor(1, warmup_steps=1)]
+        trainer = trainer_of(case, callbacks=callbacks)
+        trainer.fit(module, loader_of(case))
+    return out.getvalue(), dict(trainer.callback_metrics)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ so that any layout can be compared with one process.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -218,7 +219,9 @@ def train(case: Case) -> RankOutcome:
     return train_module(module_of(case), case, loader_of(case))
 
 
-def train_module(module: Any, case: Case, loader: Any) -> RankOutcome:
+def train_module(
+    module: Any, case: Case, loader: Any, callbacks: Sequence[Any] = (), logger: Any = False
+) -> RankOutcome:
     """Train a module of one's own on data of one's own."""
     from lightning.pytorch import Callback
 
@@ -244,7 +247,7 @@ def train_module(module: Any, case: Case, loader: Any) -> RankOutcome:
             self.grad_norms.append(trainer.strategy.optimizer_report.grad_norm)
 
     recorder = Recorder()
-    trainer_of(case, callbacks=[recorder]).fit(module, loader)
+    trainer_of(case, callbacks=[recorder, *callbacks], logger=logger).fit(module, loader)
     finish_parameter_gathers(module)
     return RankOutcome(
         losses=recorder.losses,
