@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,6 +43,8 @@ class Found:
     """Optimizer steps that it has behind it."""
     time: float
     """When it was completed; ``stat``'s ``st_mtime``."""
+    has_optimizer: bool = True
+    """Whether training can go on from it; False for ``save_weights_only``."""
 
 
 def find_checkpoint(trainer: pl.Trainer, ckpt_path: str | Path | None) -> str | Path | None:
@@ -73,19 +75,23 @@ def find_checkpoint(trainer: pl.Trainer, ckpt_path: str | Path | None) -> str | 
         return ckpt_path if requeued is None else str(requeued.path)
     if ckpt_path == "best" or str(ckpt_path).startswith("registry") or "://" in str(ckpt_path):
         return ckpt_path
-    found = find_last(trainer) if ckpt_path == "last" else find_newest(Path(str(ckpt_path)))
+    if ckpt_path == "last":
+        found = find_last(trainer)
+    else:
+        found = find_newest(Path(str(ckpt_path)), to_resume=_resumes(trainer))
     if fitting and requeued is not None and _was_requeued() and (ckpt_path != "last" or _is_newer(requeued, found)):
         rank_zero_info(f"this job was requeued: it goes on from {requeued.path}, not from ckpt_path={ckpt_path}")
         return str(requeued.path)
     return ckpt_path if found is None else str(found.path)
 
 
-def find_newest(path: Path, step: int | None = None) -> Found:
+def find_newest(path: Path, step: int | None = None, *, to_resume: bool = False) -> Found:
     """The checkpoint ``path``, or the one with most steps in the folder ``path``.
 
     Args:
         path: A checkpoint or a folder of some.
-        step: The one of the folder to take instead.
+        step: The one of the folder to take instead, or the step that the checkpoint must be of.
+        to_resume: Take one with only weights if the folder has no other.
 
     Raises:
         CheckpointError: If there is none.
@@ -94,8 +100,11 @@ def find_newest(path: Path, step: int | None = None) -> Found:
     own = recover(path)
     if (own / META).is_file() or not own.is_dir():
         check_complete(own)
-        return _found(path)
-    found = list(complete_checkpoints(path))
+        own_found = _found(path)
+        if step not in (None, own_found.step):
+            raise CheckpointError(f"checkpoint {path} is of step {own_found.step}, not of step={step}; leave step out")
+        return own_found
+    found = _preferred(complete_checkpoints(path), to_resume)
     if step is not None:
         found_there = [each for each in found if each.step == step]
         if not found_there:
@@ -116,7 +125,7 @@ def find_last(trainer: pl.Trainer) -> Found | None:
     """What ``ckpt_path="last"`` means: the newest of what the Trainer's callbacks have left; None before the first.
 
     A callback's ``last.ckpt`` counts if it keeps one and that is complete, otherwise the checkpoint with most steps in
-    its folder.
+    its folder. A run that shall go on takes one with only weights if there is no other.
 
     Raises:
         CheckpointError: If there are checkpoints and none is complete.
@@ -124,20 +133,22 @@ def find_last(trainer: pl.Trainer) -> Found | None:
     root = Path(trainer.default_root_dir)
     found = [_found(root / LAST)] if _is_complete(root / LAST) else []  # of SIGTERM
     broken: list[str] = []
+    resumes = _resumes(trainer)
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, OnExceptionCheckpoint) and _is_complete(Path(callback.ckpt_path)):
             found.append(_found(Path(callback.ckpt_path)))
         if not isinstance(callback, ModelCheckpoint):
             continue
         folder = folder_of(callback, trainer)
-        complete = list(complete_checkpoints(folder))
+        complete = _preferred(complete_checkpoints(folder), resumes)
         lasts = [each for each in complete if re.match(callback.CHECKPOINT_NAME_LAST, each.path.name)]
         if lasts and callback.save_last:
             found.append(max(lasts, key=lambda each: each.time))
         elif complete:
             found.append(_newest(complete))
             tell = rank_zero_warn if callback.save_last else rank_zero_info
-            tell(f"{folder} keeps no complete {LAST}; {found[-1].path.name} has most steps and takes its place")
+            instead = f"{found[-1].path.name} has most steps and takes its place"
+            tell(f"{folder} keeps no complete {LAST} to begin with; {instead}")
         else:
             broken += [str(folder / name) for name in _broken_names(folder)]
     if not found and broken:
@@ -145,7 +156,19 @@ def find_last(trainer: pl.Trainer) -> Found | None:
             f"ckpt_path='last' finds no complete checkpoint, but {', '.join(broken)}; give ckpt_path another one, or "
             "remove them to begin anew"
         )
-    return max(found, key=lambda each: each.time, default=None)
+    return max(_preferred(found, resumes), key=lambda each: each.time, default=None)
+
+
+def _resumes(trainer: pl.Trainer) -> bool:
+    """Whether the run wants the optimizer's state, too."""
+    return trainer.state.fn == TrainerFn.FITTING and not getattr(trainer.strategy, "load_weights_only", False)
+
+
+def _preferred(found: Iterable[Found], to_resume: bool) -> list[Found]:
+    """``found`` without those that have only weights, unless there are no others or they will do."""
+    every = list(found)
+    whole = [each for each in every if each.has_optimizer]
+    return whole if to_resume and whole else every
 
 
 def folder_of(callback: ModelCheckpoint, trainer: pl.Trainer) -> Path:
@@ -223,7 +246,8 @@ def _found(path: Path) -> Found:
     meta = recover(path) / META
     state = load_plain(meta)
     step = state["lightning"]["global_step"] if isinstance(state, dict) and "lightning" in state else 0
-    return Found(path=path, step=int(step), time=meta.stat().st_mtime)
+    has_optimizer = not isinstance(state, dict) or bool(state.get("has_optimizer", True))
+    return Found(path=path, step=int(step), time=meta.stat().st_mtime, has_optimizer=has_optimizer)
 
 
 def _other_program(path: Path) -> str | None:

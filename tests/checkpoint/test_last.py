@@ -19,11 +19,11 @@ from tests.checkpoint.runs import Run, fit
 from tests.ranks import RankError, run_ranks
 
 
-def _complete(path: Path, step: int) -> None:
+def _complete(path: Path, step: int, *, has_optimizer: bool = True) -> None:
     path.mkdir()
     for name in (".metadata", "metadata.json", "common.pt"):
         (path / name).touch()
-    torch.save({"lightning": {"global_step": step}}, path / "meta.pt")
+    torch.save({"lightning": {"global_step": step}, "has_optimizer": has_optimizer}, path / "meta.pt")
     os.utime(path / "meta.pt", (step, step))
 
 
@@ -32,7 +32,9 @@ def _unfinished(path: Path) -> None:
     (path / "common.pt").touch()
 
 
-def _find(folder: Path, ckpt_path: str | Path | None, **options: Any) -> str | Path | None:
+def _find(
+    folder: Path, ckpt_path: str | Path | None, load_weights_only: bool = False, **options: Any
+) -> str | Path | None:
     import lightning.pytorch as pl
     from lightning.pytorch.trainer.states import TrainerFn
 
@@ -43,6 +45,7 @@ def _find(folder: Path, ckpt_path: str | Path | None, **options: Any) -> str | P
         accelerator="cpu", logger=False, default_root_dir=folder.parent, callbacks=[keeper], enable_progress_bar=False
     )
     trainer.state.fn = TrainerFn.FITTING
+    trainer.strategy.load_weights_only = load_weights_only  # type: ignore[attr-defined]
     return find_checkpoint(trainer, ckpt_path)
 
 
@@ -120,6 +123,26 @@ def test_a_last_one_that_nobody_renews_does_not_hide_newer_ones(tmp_path: Path) 
     _complete(folder / "last.ckpt", 3)
     _complete(folder / "step=6.ckpt", 6)
     assert _find(folder, "last", save_last=None) == str(folder / "step=6.ckpt")
+
+
+@pytest.mark.filterwarnings("ignore:.*takes its place")
+@pytest.mark.parametrize("save_last", [None, True])
+@pytest.mark.parametrize("load_weights_only", [False, True])
+def test_a_run_goes_on_from_a_checkpoint_with_optimizer_though_a_newer_one_has_only_weights(
+    tmp_path: Path, load_weights_only: bool, save_last: bool | None
+) -> None:
+    """As two callbacks leave them, one of which saves only weights."""
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    _complete(folder / "step=4.ckpt", 4)
+    newer = folder / ("last.ckpt" if save_last else "weights-step=4.ckpt")
+    _complete(newer, 4, has_optimizer=False)
+    os.utime(newer / "meta.pt", (5, 5))
+    expected = str(newer if load_weights_only else folder / "step=4.ckpt")
+    for ckpt_path in ("last", folder):
+        assert _find(folder, ckpt_path, load_weights_only, save_last=save_last) == expected
+    (folder / "step=4.ckpt" / "meta.pt").unlink()
+    assert _find(folder, folder, load_weights_only) == str(newer)  # loading it says what is missing
 
 
 @pytest.mark.parametrize("exists", [True, False])
