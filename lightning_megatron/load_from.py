@@ -26,7 +26,7 @@ class LoadFrom:
     path: str
     """A checkpoint, or a folder of some, of which the one with most steps counts."""
     step: int | None = None
-    """The checkpoint of the folder to take instead."""
+    """The checkpoint of the folder to take instead; of a single checkpoint, the step that it must be of."""
     optimizer: bool = False
     """Take the optimizer's moments along."""
     strict: bool = True
@@ -38,6 +38,8 @@ class LoadFrom:
         Raises:
             ConfigError: If they do not fit together.
         """
+        if not self.path:
+            raise ConfigError("load_from='' is no path; give a checkpoint or a folder of some, or leave load_from out")
         if self.optimizer and not self.strict:
             raise ConfigError("load_from: optimizer=True needs strict=True: weights that are new have no moments")
 
@@ -47,7 +49,7 @@ class LoadFrom:
         Raises:
             CheckpointError: If it is missing or not complete.
         """
-        return find_newest(Path(self.path), self.step).path
+        return find_newest(Path(self.path), self.step, to_resume=self.optimizer).path
 
 
 def as_load_from(value: str | Path | LoadFrom | None) -> LoadFrom | None:
@@ -71,7 +73,7 @@ def load_weights(run: RunState, options: LoadFrom) -> None:
         load_for_new_run(run if options.optimizer else replace(run, optimizer=None), meta, path)
         rank_zero_info(f"The run begins with the weights of {path}")
     else:
-        difference = load_what_fits(run, path)
+        difference = load_what_fits(run, meta, path)
         if difference.missing or difference.superfluous:
             rank_zero_warn(
                 f"The run begins with the weights of {path}, except for those that it has not and that keep their "

@@ -6,7 +6,7 @@ which models, optimizers and layouts the sharded part is good.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -138,21 +138,50 @@ _MAY_BE_STRETCHED = ("rotary_base", "rope_scaling", "sliding_window", "sliding_w
 """A new run may begin with the weights and another reach of positions; a run does not change it on the way."""
 
 
+_SHOWS_IN_WEIGHTS = {
+    "architecture",
+    "task",
+    "vocab_size",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "embedding_layernorm",
+    "position_embedding_type",
+    "num_tokentypes",
+    "num_labels",
+    "share_embeddings_and_output_weights",
+}
+"""What can differ although the weights that two models share mean the same: one of them has more, or other rows."""
+
+
+def check_means_the_same(run: RunState, meta: Mapping[str, Any], path: Path) -> None:
+    """Raise if weights that ``run`` and the checkpoint at ``path`` both have would be used in different ways.
+
+    Raises:
+        CheckpointError: If the models differ in what no weight's shape or name tells.
+    """
+    _check_same(run, meta, path, [name for name in _STRUCTURE if name not in _SHOWS_IN_WEIGHTS])
+
+
 def check_fits(run: RunState, meta: Mapping[str, Any], path: Path) -> None:
     """Raise unless ``run`` can go on from the checkpoint at ``path``.
 
     Raises:
         CheckpointError: If the model or the optimizer is another one.
     """
+    _check_same(run, meta, path, _STRUCTURE + (_MAY_BE_STRETCHED if run.optimizer is not None else ()))
+    if run.optimizer is not None:
+        _check_optimizer_fits(run.optimizer, _optimizer_format(run) or {}, meta, path)
+
+
+def _check_same(run: RunState, meta: Mapping[str, Any], path: Path, names: Iterable[str]) -> None:
     saved, wanted = meta["model_description"], run.model_description
-    for name in _STRUCTURE + (_MAY_BE_STRETCHED if run.optimizer is not None else ()):
+    for name in names:
         if name in saved and name in wanted and saved[name] != wanted[name]:
             raise CheckpointError(
                 f"checkpoint {path} is of another model: {name}={saved[name]} there and {wanted[name]} here; give the "
                 "model's config the checkpoint's values"
             )
-    if run.optimizer is not None:
-        _check_optimizer_fits(run.optimizer, _optimizer_format(run) or {}, meta, path)
 
 
 def _check_optimizer_fits(

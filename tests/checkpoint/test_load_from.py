@@ -129,6 +129,7 @@ def test_a_run_that_resumes_does_not_read_it(trained: tuple[Path, list[dict[str,
     [
         ({"path": "nowhere"}, "nowhere does not exist"),
         ({"path": ".", "step": 7}, "has no complete checkpoint of step=7; those it has: 1, 2, 3"),
+        ({"path": "step=2.ckpt", "step": 3}, "is of step 2, not of step=3; leave step out"),
     ],
 )
 def test_what_is_missing_is_an_error_before_any_process_starts(
@@ -144,6 +145,55 @@ def test_what_is_missing_is_an_error_before_any_process_starts(
     trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, enable_checkpointing=False)
     with pytest.raises(CheckpointError, match=message):
         trainer.fit(MegatronModule(model=GPT2, lr=0.1), _ordered_loader(1))
+
+
+def test_an_empty_path_is_not_the_working_directory() -> None:
+    from lightning_megatron import ConfigError, MegatronStrategy
+
+    with pytest.raises(ConfigError, match="load_from='' is no path"):
+        MegatronStrategy(load_from="")
+
+
+@pytest.mark.parametrize("model", [{"n_head": 2}, {"activation_function": "relu"}, {"n_layer": 2}])
+def test_weights_that_would_mean_something_else_are_refused_though_not_strict(
+    trained: tuple[Path, list[dict[str, Any]]], model: dict[str, Any]
+) -> None:
+    """Their shapes may fit all the same."""
+    from lightning_megatron import LoadFrom
+
+    strategy = {"tp": 1, "load_from": LoadFrom(path=str(trained[0]), strict=False)}
+    with pytest.raises(RankError, match="is of another model: (num_attention_heads|activation|num_layers)=") as caught:
+        run_ranks(_begin, 1, RUN.but(model=model, strategy=strategy))
+    assert caught.value.error_type == "CheckpointError"
+
+
+@pytest.mark.parametrize("vocab_size", [110, 300])
+def test_rows_of_new_tokens_keep_their_initial_values(
+    trained: tuple[Path, list[dict[str, Any]]], vocab_size: int
+) -> None:
+    """Within the padding of the vocabulary of 100 tokens, and beyond it; at tp=2 each rank has half of the rows."""
+    import torch
+
+    from lightning_megatron import LoadFrom
+
+    folder, before = trained
+    larger = RUN.but(model={"vocab_size": vocab_size}, trainer={"max_steps": 1}, seed=99)
+    initial = run_ranks(_begin, 2, larger)
+    lenient = larger.but(strategy={"load_from": LoadFrom(path=str(folder / "step=3.ckpt"), strict=False)})
+    loaded = run_ranks(_begin_and_warn, 2, lenient)
+
+    name = "weights.0.module.embedding.word_embeddings.weight"
+    old, new, fresh = (
+        torch.cat([each[name] for each in states])
+        for states in (
+            [each["state"] for each in before],
+            [state for state, _ in loaded],
+            [each["state"] for each in initial],
+        )
+    )
+    assert new[:100].equal(old[:100])
+    assert new[100:].equal(fresh[100:])
+    assert f"initial values (rows 100 to {vocab_size - 1} of embedding.word_embeddings.weight)" in loaded[0][1]
 
 
 def test_weights_that_only_one_side_has_are_listed_and_the_rest_is_loaded(
