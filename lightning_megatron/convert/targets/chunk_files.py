@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -21,6 +24,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from lightning_megatron.engine.checkpoint_checksums import FileChecksums
 
 _BACKENDS = {
     "sharded_backend": "torch_dist",
@@ -47,7 +52,9 @@ class Chunk:
     """Reads the box: of the shape ``size``, contiguous and with memory of its own."""
 
 
-def write_chunks(folder: Path, num_ranks: int, chunks: Sequence[Chunk], objects: Mapping[str, bytes]) -> None:
+def write_chunks(
+    folder: Path, num_ranks: int, chunks: Sequence[Chunk], objects: Mapping[str, bytes]
+) -> dict[str, FileChecksums]:
     """Write the data files, the table of contents and ``metadata.json``.
 
     Args:
@@ -55,9 +62,11 @@ def write_chunks(folder: Path, num_ranks: int, chunks: Sequence[Chunk], objects:
         num_ranks: Files are named after ranks, one for each.
         chunks: In the order in which they are read and written, rank by rank.
         objects: Entries that are no tensors, with what ``torch.save`` makes of them; in the first file.
+
+    Returns:
+        The checksums of the data files and the table of contents, which are not to be read again for them.
     """
-    # per_thread_copy_ahead=0: nothing is read before its turn, though there be a GPU.
-    writer = _Writer(folder, thread_count=1, per_thread_copy_ahead=0)
+    writer = _Writer(folder)
     writer.set_up_storage_writer(True)
     planner = _Planner(chunks, objects)
     items = [_item(chunk) for chunk in chunks]
@@ -69,13 +78,63 @@ def write_chunks(folder: Path, num_ranks: int, chunks: Sequence[Chunk], objects:
     results = [writer.write_data(plan, planner).wait() for plan in writer.prepare_global_plan(plans)]
     writer.finish(_table(chunks, objects), results)
     (folder / "metadata.json").write_text(json.dumps(_BACKENDS))
+    return writer.files.checksums
 
 
 class _Writer(FileSystemWriter):
-    """Does not write down where the files were written, which may be a temporary name."""
+    """Sums up what it writes, and does not write down where, which may be a temporary name."""
+
+    def __init__(self, folder: Path) -> None:
+        # per_thread_copy_ahead=0: nothing is read before its turn, though there be a GPU.
+        super().__init__(folder, thread_count=1, per_thread_copy_ahead=0)
+        self.files = self.fs = _Files()
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()
+
+
+class _Files(FileSystem):
+    """Torch's files, with the checksums of what was written to each."""
+
+    def __init__(self) -> None:
+        self.checksums: dict[str, FileChecksums] = {}
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            if mode != "wb":
+                yield stream
+                return
+            yield _Summed(stream, self.checksums.setdefault(Path(path).name, FileChecksums()))
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.checksums[Path(new_path).name] = self.checksums.pop(Path(path).name)
+
+
+class _Summed(io.RawIOBase):
+    """A stream that is written from its beginning to its end."""
+
+    def __init__(self, stream: Any, checksums: FileChecksums) -> None:
+        super().__init__()
+        self._stream, self._checksums = stream, checksums
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._checksums.update(memoryview(data).cast("B"))
+        return int(self._stream.write(data))
+
+    def tell(self) -> int:
+        return self._checksums.size
+
+    def fileno(self) -> int:
+        return int(self._stream.fileno())
+
+    def flush(self) -> None:
+        if not self.closed:
+            self._stream.flush()
 
 
 class _Planner(DefaultSavePlanner):

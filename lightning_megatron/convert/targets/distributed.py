@@ -80,7 +80,9 @@ class _Target:
             (folder / COMPANIONS).mkdir()
             copy_companions(companions, folder / COMPANIONS)
         chunks = sorted(self._chunks(), key=lambda chunk: chunk.rank)
-        write_chunks(folder, options.tp * options.pp, chunks, _extra_states(self._layout.model, self._source.tensors))
+        checksums = write_chunks(
+            folder, options.tp * options.pp, chunks, _extra_states(self._layout.model, self._source.tensors)
+        )
         torch.save(common_state(training, SHARDING), folder / COMMON)
         layout = self._write_random_states(folder)
         meta = {
@@ -94,9 +96,8 @@ class _Target:
             "lightning": lightning_state(training),
         }
         torch.save(meta, folder / META)
-        write_known_checksums(
-            folder, {file.name: checksums_of_file(file) for file in folder.iterdir() if file.is_file()}
-        )
+        files = (file for file in folder.iterdir() if file.is_file() and file.name not in checksums)
+        write_known_checksums(folder, checksums | {file.name: checksums_of_file(file) for file in files})
 
     def _write_random_states(self, folder: Path) -> Mapping[str, Any]:
         """Returns the layout whose random states these are: none's, if those of its ranks are not known."""
