@@ -104,9 +104,11 @@ def _convert(parsed: argparse.Namespace) -> int:
     hide_known_warnings()  # before the imports that cause some of them
     from lightning_megatron.convert.conversion import convert
     from lightning_megatron.convert.options import ConvertOptions
+    from lightning_megatron.data.formats.staged import exit_on_sigterm
 
     options = {name: value for name, value in vars(parsed).items() if name != "run"}
-    done = convert(ConvertOptions(**options))
+    with exit_on_sigterm():
+        done = convert(ConvertOptions(**options))
     sys.stdout.write(
         f"{done.path}: {done.target} ({done.num_files:,} files, {_size(done.num_bytes)}) from {done.source}"
         f" {parsed.load_path}, in {done.seconds:.1f} s ({_size(done.num_bytes / max(done.seconds, 1e-9))}/s)\n"

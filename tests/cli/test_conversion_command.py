@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -81,6 +83,21 @@ def test_a_mistake_is_one_line_and_code_2(
     (line,) = shown.err.splitlines()
     assert line.startswith("error: ")
     assert says in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_sigterm_leaves_nothing(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_megatron.convert.stored.hugging_face import HuggingFaceModel
+
+    def read(*_: object) -> None:
+        assert list(tmp_path.iterdir())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(HuggingFaceModel, "read", read)
+    before = signal.getsignal(signal.SIGTERM)
+    arguments = ["convert", "--load-path", str(source), "--save-path", str(tmp_path / "new"), "--to", "megatron"]
+    assert main(arguments) == 143
+    assert signal.getsignal(signal.SIGTERM) is before
     assert not list(tmp_path.iterdir())
 
 
