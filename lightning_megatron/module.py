@@ -99,9 +99,11 @@ class MegatronModule(Inference):
         self.built_for: EngineSettings | None = None
         self._metrics: dict[str, dict[str, Metric]] = {}
         self._model = model
-        self.hugging_face_config = config_fields(model)
-        """The fields of the model's ``config.json``, by which a checkpoint becomes a Hugging Face directory again."""
-        self.save_hyperparameters({"model": self.hugging_face_config, "lr": lr, "train_step": str(train_step)})
+        fields = config_fields(model)
+        self.hugging_face_config = fields if model_provider is None else None
+        """The fields of the model's ``config.json``, by which a checkpoint becomes a Hugging Face directory again;
+        None where nobody knows what a ``model_provider`` computes."""
+        self.save_hyperparameters({"model": fields, "lr": lr, "train_step": str(train_step)})
 
     @property
     def model_description(self) -> dict[str, Any]:

@@ -20,6 +20,8 @@ from lightning_megatron.convert.stored.base import Key
 from lightning_megatron.convert.stored.distributed import DistributedModel, open_distributed
 from lightning_megatron.convert.stored.hugging_face import open_hugging_face
 from lightning_megatron.errors import CheckpointError
+from lightning_megatron.models.build import build_chunks
+from lightning_megatron.module import MegatronModule
 from tests.checkpoint.runs import read_tensors
 from tests.convert.directories import save_as, tiny, tiny_gpt2
 
@@ -290,6 +292,17 @@ def test_a_variant_that_no_config_describes_is_refused(own: Path) -> None:
         open_distributed(own, None)
 
 
+def test_what_a_model_provider_computes_is_not_guessed(own: Path, source: Path) -> None:
+    config = json.loads((source / "config.json").read_text())
+    assert MegatronModule(model=config).hugging_face_config == config
+    module = MegatronModule(model=config, model_provider=build_chunks)  # or one with another activation: who knows
+    lightning = _change_meta(own)["lightning"] | {"hyper_parameters": dict(module.hparams)}
+    _change_meta(own, hugging_face_config=module.hugging_face_config, lightning=lightning)
+    with pytest.raises(CheckpointError, match="as those of a model_provider do not; .* give its config.json"):
+        open_distributed(own, None)
+    assert open_distributed(own, source).model.family == config["model_type"]
+
+
 def test_a_checkpoint_of_a_later_format_is_refused(own: Path) -> None:
     _change_meta(own, format_version=99)
     with pytest.raises(CheckpointError, match="format version"):
@@ -302,7 +315,9 @@ def test_checkpoints_of_the_first_releases_name_their_config_elsewhere(own: Path
     with pytest.raises(CheckpointError, match="--config"):
         open_distributed(own, None)
     given = open_distributed(own, source / "config.json")
-    _change_meta(own, hugging_face_config=None, lightning={**lightning, "hyper_parameters": {"model": config}})
+    meta = _change_meta(own, lightning={**lightning, "hyper_parameters": {"model": config}})
+    del meta["hugging_face_config"]
+    torch.save(meta, own / "meta.pt")
     found = open_distributed(own, None)
     assert found.tensors == given.tensors
     key = Key("embedding.word_embeddings.weight", None)

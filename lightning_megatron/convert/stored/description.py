@@ -117,13 +117,14 @@ def _shapes(arguments: Mapping[str, Any], files: ChunkedFiles) -> Shapes:
 
 
 def _own_config(path: Path, meta: Mapping[str, Any]) -> Any:
-    fields = meta.get("hugging_face_config")
-    if fields is None:  # checkpoints of the first releases
+    if "hugging_face_config" in meta:
+        fields = meta["hugging_face_config"]
+    else:  # checkpoints of the first releases
         fields = meta["lightning"].get("hyper_parameters", {}).get("model")
     if not isinstance(fields, Mapping) or "model_type" not in fields:
         raise CheckpointError(
-            f"checkpoint {path} does not hold its model's Hugging Face config; give the config.json (or the folder "
-            "with it) with --config"
+            f"checkpoint {path} does not hold its model's Hugging Face config, as those of a model_provider do not; if "
+            "a Hugging Face model computes the same, give its config.json (or the folder with it) with --config"
         )
     known = family_of(str(fields["model_type"]))  # refuses families that are unknown
     from transformers import CONFIG_MAPPING
