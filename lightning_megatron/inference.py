@@ -14,7 +14,7 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.generate.options import GenerationOptions, options_from
 
 if TYPE_CHECKING:
-    from lightning_megatron.generate.generation import Generator
+    from lightning_megatron.generate.generation import Generated, Generator
     from lightning_megatron.models.config import ModelConfig
     from lightning_megatron.strategy import MegatronStrategy
 
@@ -64,6 +64,12 @@ class Inference(pl.LightningModule):
             ConfigError: On all ranks alike, before anything runs: if there is no model yet, a prompt cannot be
                 continued, or an option is unknown, out of range or contradicts another.
         """
+        return self.generate_with_scores(input_ids, attention_mask, **options).sequences
+
+    def generate_with_scores(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: Any
+    ) -> Generated:
+        """As ``generate``, with the log-probability of each new token and the score of each text."""
         self._built_chunks()  # before a Trainer is asked for
         chosen = on_all_ranks_alike(partial(options_from, options))
         with self.megatron.engine():
@@ -94,7 +100,8 @@ class Inference(pl.LightningModule):
             return rows["input_ids"].long()
         options = replace(self.generation, seed=self.generation.seed + batch_idx)
         with self.megatron.engine():
-            return self._generator().generate(rows["input_ids"], rows.get("attention_mask"), options, is_shared=False)
+            generator, mask = self._generator(), rows.get("attention_mask")
+            return generator.generate(rows["input_ids"], mask, options, is_shared=False).sequences
 
     def _generator(self) -> Generator:
         from lightning_megatron.generate.end_tokens import end_tokens

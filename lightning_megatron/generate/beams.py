@@ -51,7 +51,8 @@ def search(
         logits = reading.token(message[rows * count : -1])
     found = torch.empty(rows * options.num_return_sequences, most + 1, dtype=torch.long, device=device)
     found = stages.told(found if beams is None else beams.best())
-    return Continuations(tokens=found[:, :-1], lengths=found[:, -1])
+    scores = stages.told(torch.zeros(len(found), device=device) if beams is None else beams.best_scores())
+    return Continuations(tokens=found[:, :-1], lengths=found[:, -1], log_probabilities=None, scores=scores)
 
 
 class Beams:
@@ -116,6 +117,10 @@ class Beams:
         number = self._options.num_return_sequences
         found = torch.cat((self._complete, self._complete_lengths[..., None]), dim=-1)
         return found[:, :number].flatten(0, 1)
+
+    def best_scores(self) -> Tensor:
+        """Their scores: [b * num_return_sequences], fp32."""
+        return self._complete_scores[:, : self._options.num_return_sequences].flatten()
 
     def _log_probabilities(self, logits: Tensor, step: int) -> Tensor:
         """[b * num_beams, v]."""

@@ -29,6 +29,11 @@ class Continuations:
     """[b, max_new_tokens], int64; behind the end of a row the padding token."""
     lengths: Tensor
     """[b], int64: tokens of each row, the one that ended it included."""
+    log_probabilities: Tensor | None
+    """[b, max_new_tokens], fp32: what the model gives to each new token, before temperature and the like; 0 behind the
+    end of a row. None after a search."""
+    scores: Tensor
+    """[b], fp32: by what a search has ranked the rows; else their sums of log-probabilities."""
 
 
 def decode(
@@ -73,7 +78,9 @@ def decode(
         if step + 1 < most:
             # What fills finished rows need not be a token of the vocabulary.
             logits = reading.token(chosen.clamp(0, vocab_size - 1))
-    return Continuations(tokens=written, lengths=lengths)
+    found = stages.told(torch.zeros(rows, most, device=device) if chooser is None else chooser.log_probabilities)
+    found = found.masked_fill(torch.arange(most, device=device) >= lengths[:, None], 0.0)
+    return Continuations(tokens=written, lengths=lengths, log_probabilities=found, scores=found.sum(-1))
 
 
 def repeated_tokens(prompts: Prompts, vocab_size: int) -> Tensor:
@@ -91,11 +98,15 @@ class _Chooser:
         self._vocab_size = vocab_size
         self._uniform = uniform
         self._repeated = repeated_tokens(prompts, vocab_size) if options.repetition_penalty != 1.0 else None
+        shape = (len(prompts.tokens), options.max_new_tokens)
+        self.log_probabilities = torch.zeros(shape, device=prompts.tokens.device)
+        """[b, max_new_tokens], fp32: of the tokens chosen so far, before anything made them likelier or rarer."""
 
     def choose(self, logits: Tensor | None, step: int) -> Tensor:
         """The next token of each row, [b]."""
         assert logits is not None
         options, logits = self._options, logits[:, : self._vocab_size]
+        given = logits
         if self._repeated is not None:
             logits = sampling.penalized(logits, self._repeated, options.repetition_penalty)
         if step < options.min_new_tokens:
@@ -106,4 +117,5 @@ class _Chooser:
             chosen = logits.argmax(-1)
         if self._repeated is not None:
             self._repeated.scatter_(-1, chosen[:, None], True)
+        self.log_probabilities[:, step] = given.gather(-1, chosen[:, None])[:, 0] - given.logsumexp(-1)
         return chosen

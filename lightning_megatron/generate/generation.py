@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,19 @@ from lightning_megatron.generate.quiet import generating
 from lightning_megatron.generate.sampling import uniform_numbers
 from lightning_megatron.generate.sharing import check_agreement, gathered, own_rows, rows_of_copies
 from lightning_megatron.models.config import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generated:
+    """Texts, and how likely the model finds them; the same on every rank."""
+
+    sequences: Tensor
+    """[b, s + new], int64: the prompts and what follows; padding behind rows that ended before others."""
+    scores: Tensor
+    """[b], fp32: by what a search with beams has ranked them; else the sums of the log-probabilities."""
+    log_probabilities: Tensor | None
+    """[b, new], fp32: what the model gives to each new token, before temperature and the like; 0 behind the end of a
+    row. None after a search with beams."""
 
 
 class Generator:
@@ -56,8 +69,8 @@ class Generator:
         options: GenerationOptions,
         *,
         is_shared: bool = True,
-    ) -> Tensor:
-        """Prompts and what follows them: [b, s + new], on the device of ``input_ids``.
+    ) -> Generated:
+        """Prompts and what follows them, on the device of ``input_ids``.
 
         Args:
             input_ids: [b, s], the same on every rank; rows are divided among the copies of the model.
@@ -85,21 +98,29 @@ class Generator:
         rows = own_rows(self._topology, counts) if is_shared else slice(0, len(prompts.tokens))
         with generating(self._chunks) as models:
             own = self._continued(models, prompts, options, rows)
-            # One message: the lengths are another column.
-            joined = torch.cat((own.tokens, own.lengths[:, None]), dim=-1)
-            written = joined
+            numbers = [count * repeats for count in counts]
+            found = [own.tokens, own.lengths, own.scores]
+            found += [] if own.log_probabilities is None else [own.log_probabilities]
             if is_shared:
-                written = gathered(self._topology, joined, [count * repeats for count in counts])
-        longest = int(written[:, -1].max())
-        given = tokens.long().repeat_interleave(options.num_return_sequences, dim=0)
-        return torch.cat((given.to(input_ids.device), written[:, :longest].to(input_ids.device)), dim=-1)
+                found = [gathered(self._topology, tensor, numbers) for tensor in found]
+        written, lengths, scores, *others = (tensor.to(input_ids.device) for tensor in found)
+        longest = int(lengths.max())
+        given = tokens.long().repeat_interleave(options.num_return_sequences, dim=0).to(input_ids.device)
+        return Generated(
+            sequences=torch.cat((given, written[:, :longest]), dim=-1),
+            scores=scores,
+            log_probabilities=others[0][:, :longest] if others else None,
+        )
 
     def _continued(self, models: list[Any], prompts: Prompts, options: GenerationOptions, rows: slice) -> Continuations:
         """What this copy of the model adds to its rows."""
         if rows.stop == rows.start:
+            nothing = torch.empty((0, options.max_new_tokens), device=self._device)
             return Continuations(
-                tokens=torch.empty((0, options.max_new_tokens), dtype=torch.long, device=self._device),
-                lengths=torch.empty((0,), dtype=torch.long, device=self._device),
+                tokens=nothing.long(),
+                lengths=nothing[:, 0].long(),
+                log_probabilities=nothing if options.num_beams == 1 else None,
+                scores=nothing[:, 0],
             )
         own = prompts.rows(rows).to(self._device)
         if options.num_beams > 1:
