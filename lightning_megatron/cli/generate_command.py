@@ -33,7 +33,9 @@ def add_generate_command(commands: argparse._SubParsersAction[Any]) -> None:
     )
     parser.epilog = _EPILOG.format(prog=parser.prog)
     parser.add_argument("--checkpoint", type=Path, required=True, metavar="PATH", help="checkpoint to read")
-    parser.add_argument("--prompt", nargs="+", required=True, metavar="TEXT", help="texts to continue, as one batch")
+    prompts = parser.add_mutually_exclusive_group(required=True)
+    prompts.add_argument("--prompt", nargs="+", metavar="TEXT", help="texts to continue")
+    prompts.add_argument("--prompt-file", type=Path, metavar="FILE", help="text file with a prompt on each line")
     parser.add_argument(
         "--tokenizer", type=Path, metavar="DIR", help="transformers tokenizer (default: that of the checkpoint)"
     )
@@ -48,10 +50,18 @@ def add_generate_command(commands: argparse._SubParsersAction[Any]) -> None:
         default="32-true",
         help="32-true computes in float32, the others in 16 bits (default: 32-true)",
     )
+    parser.add_argument(
+        "--batch-size", type=int, default=32, metavar="N", help="prompts that are continued together (default: 32)"
+    )
+    _add_output(parser.add_argument_group("output"))
     _add_ends(parser.add_argument_group("length"))
     _add_drawing(parser.add_argument_group("drawing"))
     _add_beams(parser.add_argument_group("beams"))
     parser.set_defaults(run=_generate)
+
+
+def _add_output(group: Any) -> None:
+    group.add_argument("--json", action="store_true", help='a line {"prompt": ..., "text": ...} for each text')
 
 
 def _add_ends(group: Any) -> None:
@@ -62,6 +72,9 @@ def _add_ends(group: Any) -> None:
 
 
 def _add_drawing(group: Any) -> None:
+    group.add_argument(
+        "--sample", action="store_true", help="draw tokens at random; temperature, top-k and top-p do so, too"
+    )
     group.add_argument("--temperature", type=float, default=1.0, metavar="X", help="divides logits; in (0, 100]")
     group.add_argument("--top-k", type=int, default=0, metavar="N", help="draw from the N likeliest tokens")
     group.add_argument(
@@ -79,6 +92,12 @@ def _add_beams(group: Any) -> None:
     group.add_argument("--num-beams", type=int, default=1, metavar="N", help="search with N beams (default: 1, none)")
     group.add_argument(
         "--length-penalty", type=float, default=1.0, metavar="X", help="above 0 favours longer texts (default: 1)"
+    )
+    group.add_argument(
+        "--early-stopping",
+        choices=("true", "false", "never"),
+        default="false",
+        help="end when enough texts are complete, when no better one is likely, or none possible (default: false)",
     )
     group.add_argument(
         "--num-return-sequences", type=int, default=1, metavar="N", help="texts of each prompt (default: 1)"

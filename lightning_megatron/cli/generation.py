@@ -13,6 +13,7 @@ from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader
 
+from lightning_megatron.cli.generated_text import Continued, cut, printed
 from lightning_megatron.convert.companions import GENERATION_CONFIG_FILE, tokenizer_files
 from lightning_megatron.convert.conversion import open_model
 from lightning_megatron.convert.load_stored import load_stored
@@ -23,6 +24,7 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.generate.end_tokens import end_tokens
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.generate.prompts import check_prompts
+from lightning_megatron.generate.texts import continuations, encoded
 from lightning_megatron.module import MegatronModule
 from lightning_megatron.strategy import MegatronStrategy
 
@@ -32,16 +34,20 @@ class GenerateArguments:
     """The arguments of the command line, as they stand there."""
 
     checkpoint: Path
-    prompt: list[str]
+    prompt: list[str] | None
+    prompt_file: Path | None
     tokenizer: Path | None
     tp: int
     pp: int
     accelerator: str
     precision: Any
+    batch_size: int
+    json: bool
     max_new_tokens: int
     min_new_tokens: int
     stop: list[str]
     add_bos: bool
+    sample: bool
     temperature: float
     top_k: int
     top_p: float
@@ -51,7 +57,28 @@ class GenerateArguments:
     seed: int
     num_beams: int
     length_penalty: float
+    early_stopping: str
     num_return_sequences: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """What is to be continued."""
+
+    prompts: list[str]
+    tokenizer: Any
+    input_ids: torch.Tensor
+    """[b, s]."""
+    attention_mask: torch.Tensor
+    """[b, s]."""
+
+    def loader(self, batch_size: int) -> DataLoader[Any]:
+        """The rows in batches."""
+        rows = [
+            {"input_ids": tokens, "attention_mask": mask}
+            for tokens, mask in zip(self.input_ids, self.attention_mask, strict=True)
+        ]
+        return DataLoader(rows, batch_size=batch_size)  # type: ignore[arg-type]
 
 
 class _StoredModule(MegatronModule):
@@ -72,16 +99,18 @@ def generate(arguments: GenerateArguments) -> None:
         ConfigError: If an argument is wrong, the tokenizer is that of another model, or a prompt cannot be continued.
         CheckpointError: If the checkpoint cannot be read.
     """
-    options = _options(arguments)
+    options, prompts = _options(arguments), _prompts(arguments)
+    if arguments.batch_size < 1:
+        raise ConfigError(f"--batch-size {arguments.batch_size} must be at least 1; correct it")
     paths = ConvertOptions(load_path=arguments.checkpoint, save_path=arguments.checkpoint, to="hf")
     stored = open_model(arguments.checkpoint, paths)
     if stored.model.architecture != "gpt":
         raise ConfigError(f"{stored.path} is no GPT, whose texts generate continues, but a {stored.model.family}")
     tokenizer = _tokenizer(arguments.tokenizer, stored)
     options = _with_ends(options, arguments.stop, stored, tokenizer)
-    rows = _rows(arguments.prompt, tokenizer, arguments.add_bos)
-    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    check_prompts(batch["input_ids"], batch["attention_mask"], stored.model, options)
+    input_ids, mask = encoded(prompts, tokenizer, add_bos=arguments.add_bos)
+    check_prompts(input_ids, mask, stored.model, options)
+    job = _Job(prompts=prompts, tokenizer=tokenizer, input_ids=input_ids, attention_mask=mask)
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     trainer = Trainer(
         accelerator=arguments.accelerator,
@@ -93,9 +122,8 @@ def generate(arguments: GenerateArguments) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    loader: DataLoader[Any] = DataLoader(rows, batch_size=len(rows))  # type: ignore[arg-type]
-    predicted: Any = trainer.predict(_StoredModule(stored, options), loader)
-    _print(predicted[0], batch, tokenizer, arguments)
+    predicted: Any = trainer.predict(_StoredModule(stored, options), job.loader(arguments.batch_size))
+    _print(predicted, job, arguments)
 
 
 def _options(arguments: GenerateArguments) -> GenerationOptions:
@@ -103,7 +131,12 @@ def _options(arguments: GenerateArguments) -> GenerationOptions:
         *("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "top_p_decay", "top_p_bound"),
         *("repetition_penalty", "seed", "num_beams", "length_penalty", "num_return_sequences"),
     )
-    return GenerationOptions(**{name: getattr(arguments, name) for name in names})
+    early_stopping: Any = {"true": True, "false": False}.get(arguments.early_stopping, arguments.early_stopping)
+    return GenerationOptions(
+        do_sample=True if arguments.sample else None,
+        early_stopping=early_stopping,
+        **{name: getattr(arguments, name) for name in names},
+    )
 
 
 def _tokenizer(folder: Path | None, stored: StoredModel) -> Any:
@@ -135,42 +168,30 @@ def _with_ends(options: GenerationOptions, stop: list[str], stored: StoredModel,
     return replace(options, eos_token_id=eos, pad_token_id=pad, stop_sequences=sequences)
 
 
-def _rows(prompts: list[str], tokenizer: Any, add_bos: bool) -> list[dict[str, torch.Tensor]]:
-    """Tokens of the prompts, with padding on the left."""
-    bos = tokenizer.bos_token_id
-    if add_bos and bos is None:
-        raise ConfigError("--add-bos needs a tokenizer that has a first token (bos_token); leave it out")
-    tokens = [tokenizer.encode(prompt) for prompt in prompts]
-    if add_bos:
-        tokens = [row if row[:1] == [bos] else [bos, *row] for row in tokens]
-    for prompt, row in zip(prompts, tokens, strict=True):
-        if not row:
-            raise ConfigError(f"the prompt {prompt!r} has no token to continue; give it some text, or --add-bos")
-    width = max(len(row) for row in tokens)
-    return [
-        {
-            "input_ids": torch.tensor([0] * (width - len(row)) + row),
-            "attention_mask": torch.tensor([0] * (width - len(row)) + [1] * len(row)),
-        }
-        for row in tokens
-    ]
+def _prompts(arguments: GenerateArguments) -> list[str]:
+    """The texts of the command line or of the file, of which empty lines are none."""
+    if arguments.prompt_file is None:
+        return arguments.prompt or []
+    try:
+        lines = arguments.prompt_file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(f"--prompt-file {arguments.prompt_file} cannot be read: {reason}; give a text file") from None
+    prompts = [line for line in lines if line.strip()]
+    if not prompts:
+        raise ConfigError(f"--prompt-file {arguments.prompt_file} has no text; write a prompt on each line")
+    return prompts
 
 
 @rank_zero_only
-def _print(texts: torch.Tensor, batch: dict[str, torch.Tensor], tokenizer: Any, arguments: GenerateArguments) -> None:
-    """Each prompt and what follows it, a blank line between two."""
-    width, copies = batch["input_ids"].shape[1], arguments.num_return_sequences
-    printed = []
-    for index, row in enumerate(texts.tolist()):
-        mask = batch["attention_mask"][index // copies].tolist()
-        prompt = tokenizer.decode([t for t, m in zip(row, mask, strict=False) if m], skip_special_tokens=True)
-        whole = [t for t, m in zip(row[:width], mask, strict=True) if m] + row[width:]
-        new = tokenizer.decode(whole, skip_special_tokens=True)[len(prompt) :]
-        printed.append(prompt + _cut(new, arguments.stop))
-    sys.stdout.write("\n\n".join(printed) + "\n")
-
-
-def _cut(text: str, stop: list[str]) -> str:
-    """The text up to the end of the first of the stop texts."""
-    ends = [text.index(each) + len(each) for each in stop if each in text]
-    return text[: min(ends)] if ends else text
+def _print(predicted: list[torch.Tensor], job: _Job, arguments: GenerateArguments) -> None:
+    """All texts, in the order of the prompts."""
+    found, first = [], 0
+    for written in predicted:
+        rows = slice(first, first + len(written) // arguments.num_return_sequences)
+        first = rows.stop
+        texts = continuations(job.tokenizer, written, job.input_ids[rows], job.attention_mask[rows])
+        for index, (_, new) in enumerate(texts):
+            prompt = job.prompts[rows][index // arguments.num_return_sequences]
+            found.append(Continued(prompt=prompt, text=cut(new, arguments.stop)))
+    sys.stdout.write(printed(found, as_json=arguments.json))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import shutil
 from contextlib import redirect_stderr, redirect_stdout
@@ -106,10 +107,38 @@ def test_a_text_ends_behind_a_stop_text_and_the_seed_draws_it(checkpoints: Path)
     assert out == f"{PROMPTS[0]}{new[: new.index(stop) + 2]}\n"
 
 
+def test_prompts_of_a_file_are_continued_in_batches_and_written_for_programs(checkpoints: Path, tmp_path: Path) -> None:
+    prompts = [*PROMPTS, 'w3 "\u00e9"']
+    (tmp_path / "prompts.txt").write_text("\n".join([prompts[0], "", *prompts[1:]]) + "\n", encoding="utf-8")
+    common = ("--checkpoint", checkpoints / "hf", "--max-new-tokens", 5)
+    code, out, err = _generate(*common, "--prompt-file", tmp_path / "prompts.txt", "--batch-size", 2, "--json")
+    assert code == 0, err
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [line["prompt"] for line in lines] == prompts
+    _, together, _ = _generate(*common, "--prompt", *prompts)
+    assert "\n\n".join(line["prompt"] + line["text"] for line in lines) + "\n" == together
+
+
+def test_beams_may_stop_early_and_tokens_be_drawn_from_the_whole_distribution(checkpoints: Path) -> None:
+    common = ("--checkpoint", checkpoints / "hf", "--prompt", *PROMPTS, "--max-new-tokens", 8)
+    for chosen, value in (("true", True), ("never", "never")):
+        options = {"num_beams": 3, "early_stopping": value, "length_penalty": -1.0, "max_new_tokens": 8}
+        arguments = ("--num-beams", 3, "--early-stopping", chosen, "--length-penalty", -1.0)
+        expected = "\n\n".join(_by_hugging_face(checkpoints / "hf", **options)) + "\n"
+        assert _generate(*common, *arguments)[1] == expected
+    _, drawn, _ = _generate(*common, "--sample")
+    _, greedy, _ = _generate(*common)
+    assert drawn != greedy
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("", "the following arguments are required: --checkpoint, --prompt"),
+        ("--prompt x", "the following arguments are required: --checkpoint"),
+        ("--checkpoint {folder}/hf", "one of the arguments --prompt --prompt-file is required"),
+        ("--checkpoint {folder}/hf --prompt-file {folder}/none.txt", "none.txt cannot be read: No such file"),
+        ("--checkpoint {folder}/hf --prompt-file {folder}/hf/model.safetensors", "cannot be read: it is not UTF-8"),
+        ("--checkpoint {folder}/hf --prompt x --batch-size 0", "--batch-size 0 must be at least 1"),
         ("--checkpoint {folder}/none --prompt x", "does not exist"),
         ("--checkpoint {folder}/bare --prompt x", "/bare comes with no tokenizer; give --tokenizer DIR"),
         ("--checkpoint {folder}/t5 --prompt x", "t5 is no GPT, whose texts generate continues"),
