@@ -18,7 +18,7 @@ from lightning_megatron.checkpoint_io import (
     loader_state,
     only_weights,
 )
-from lightning_megatron.ckpt_path import find_checkpoint, is_of_requeue
+from lightning_megatron.ckpt_path import check_local, find_checkpoint, is_of_requeue
 from lightning_megatron.data.serving.loaders import ResumableLoader
 from lightning_megatron.engine import checkpoint
 from lightning_megatron.engine.agreement import on_all_ranks_alike
@@ -95,7 +95,7 @@ class Checkpointing(StrategyState):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        path = Path(self.broadcast(str(filepath)))
+        path = check_local(self.broadcast(str(filepath)))
         run = self._run_state(with_optimizer="optimizer_states" in checkpoint)
         with self.engine():
             self._saves.save(run, checkpoint, path, is_final=self._is_ending)
@@ -178,8 +178,10 @@ class Checkpointing(StrategyState):
             ckpt_path: As the user gave it.
 
         Raises:
-            CheckpointError: If a checkpoint is missing or not complete.
+            CheckpointError: If a checkpoint is missing or not complete, or would be saved where there are no folders.
         """
+        for callback in trainer.checkpoint_callbacks:
+            check_local(getattr(callback, "dirpath", None) or trainer.default_root_dir)
         found = find_checkpoint(trainer, ckpt_path)
         self._beginning = None if found is None or found == "last" else str(found)  # "last" means that there is none
         is_new = self._beginning is None and self.lightning_module not in modules_with_weights

@@ -73,16 +73,30 @@ def find_checkpoint(trainer: pl.Trainer, ckpt_path: str | Path | None) -> str | 
         requeued = _find_requeued(Path(trainer.default_root_dir))
     if ckpt_path in (None, "hpc"):
         return ckpt_path if requeued is None else str(requeued.path)
-    if ckpt_path == "best" or str(ckpt_path).startswith("registry") or "://" in str(ckpt_path):
+    if ckpt_path == "best" or str(ckpt_path).startswith("registry"):
         return ckpt_path
     if ckpt_path == "last":
         found = find_last(trainer)
     else:
-        found = find_newest(Path(str(ckpt_path)), to_resume=_resumes(trainer))
+        found = find_newest(check_local(str(ckpt_path)), to_resume=_resumes(trainer))
     if fitting and requeued is not None and _was_requeued() and (ckpt_path != "last" or _is_newer(requeued, found)):
         rank_zero_info(f"this job was requeued: it goes on from {requeued.path}, not from ckpt_path={ckpt_path}")
         return str(requeued.path)
     return ckpt_path if found is None else str(found.path)
+
+
+def check_local(path: str | Path) -> Path:
+    """``path``, unless it is an address.
+
+    Raises:
+        CheckpointError: If it is: ``Path`` would make it a folder named, say, ``s3:``.
+    """
+    if "://" in str(path):
+        raise CheckpointError(
+            f"{path} is not on a file system, and a checkpoint is a folder that all ranks write and read; give a path "
+            "on a disk that all nodes share, and copy the checkpoints from or to there"
+        )
+    return Path(path)
 
 
 def find_newest(path: Path, step: int | None = None, *, to_resume: bool = False) -> Found:

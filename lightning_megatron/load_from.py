@@ -9,7 +9,7 @@ from weakref import WeakSet
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_megatron.ckpt_path import find_newest
+from lightning_megatron.ckpt_path import check_local, find_newest
 from lightning_megatron.engine import checkpoint
 from lightning_megatron.engine.checkpoint import RunState
 from lightning_megatron.engine.checkpoint_partial import load_for_new_run, load_what_fits, reload_masters
@@ -49,7 +49,7 @@ class LoadFrom:
         Raises:
             CheckpointError: If it is missing or not complete.
         """
-        return find_newest(Path(self.path), self.step, to_resume=self.optimizer).path
+        return find_newest(check_local(self.path), self.step, to_resume=self.optimizer).path
 
 
 def as_load_from(value: str | Path | LoadFrom | None) -> LoadFrom | None:

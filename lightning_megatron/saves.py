@@ -72,6 +72,16 @@ class Saves:
         self.newest: Path | None = None
         """The last checkpoint that a run can go on from; None before the first."""
 
+    def begin(self) -> None:
+        """Forget what became of the saves of an earlier run; its checkpoints stay."""
+        self.failure, self._removals = None, []
+
+    def end(self) -> None:
+        """Give up what is still under way, and give back what saves have taken. Does not communicate."""
+        self.abandon()
+        checkpoint.wait_for_deletions()
+        checkpoint.release_host_memory()
+
     @property
     def is_saving(self) -> bool:
         """Whether a save is under way."""
@@ -102,6 +112,8 @@ class Saves:
             else:
                 checkpoint.save(run, meta, path)
                 self._succeeded(path, run)
+        if is_final:
+            checkpoint.release_host_memory()
 
     def remove(self, path: Path) -> None:
         """Remove ``path``, as soon as no save that may replace it is under way or has failed."""

@@ -177,6 +177,7 @@ class MegatronStrategy(Checkpointing):
         self._runtime.seed(seed_of_run(), self._topology.pp_rank)
         self._signals = DeferredSignals(self._signums, groups.host_group(self._timeout))
         self._is_trained, self._first_step = False, None
+        self._saves.begin()
 
     def _keep_weights(self) -> Path | None:
         """Weights of a module that another Trainer has built for another layout, before its groups are gone."""
@@ -332,7 +333,7 @@ class MegatronStrategy(Checkpointing):
     def teardown(self) -> None:
         # Not super().teardown(): it would move the module and the optimizer to the CPU, out of Megatron's buffers.
         # The process groups stay for the next fit or validate.
-        self._saves.abandon()  # nothing to do, unless a tuner has ended the run
+        self._saves.end()
         if self._is_preempted:
             self.barrier()  # a rank that ends earlier would have Lightning's launcher kill the others (code 137)
         ready(self.cluster_environment, "the Trainer").teardown()

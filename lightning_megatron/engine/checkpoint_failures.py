@@ -67,6 +67,8 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, pickle.UnpicklingError):
         return more_than_data(error)
     text = str(error).strip().split("\n")[0] or type(error).__name__
+    if isinstance(error, CheckpointError):
+        return text  # it has been here before
     if len(text) > _LONGEST_REASON:  # torch lists all tensors where one is missing
         text = text[:_LONGEST_REASON] + "..."
     # Torch's archive writer does not say why it could not write (inline_container.cc).

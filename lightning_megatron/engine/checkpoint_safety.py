@@ -73,6 +73,19 @@ def is_distributed(path: Path) -> bool:
     return (path / _TABLE_OF_CONTENTS).is_file() and (path / _BACKENDS).is_file()
 
 
+def check_replaceable(path: Path) -> None:
+    """Raise if a checkpoint of that name would take the place of a folder of something else.
+
+    Raises:
+        CheckpointError: If ``path`` is a folder with files of which none is a checkpoint's.
+    """
+    if path.is_symlink() or not path.is_dir() or not any(path.iterdir()):
+        return
+    own = (path / name for name in (META, COMMON, _TABLE_OF_CONTENTS, _BACKENDS))
+    if not any(file.exists() for file in own) and not any(path.glob("*.distcp")):
+        raise CheckpointError(f"{path} is a folder of other files, which would be lost; give the checkpoint a new name")
+
+
 def check_complete(path: Path) -> None:
     """Raise unless ``path`` is a finished checkpoint directory of ours.
 

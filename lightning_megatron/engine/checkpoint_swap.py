@@ -17,7 +17,7 @@ import shutil
 import threading
 from pathlib import Path
 
-from lightning_megatron.engine.checkpoint_safety import META
+from lightning_megatron.engine.checkpoint_safety import META, check_replaceable
 from lightning_megatron.errors import CheckpointError
 
 PARTIAL = ".partial"
@@ -67,8 +67,9 @@ def start_partial(path: Path) -> tuple[Path, FolderLock]:
     """An empty folder beside ``path`` to write into, after what killed programs left in its parent is gone.
 
     Raises:
-        CheckpointError: If another program is writing the same checkpoint.
+        CheckpointError: If another program is writing the same checkpoint, or ``path`` is a folder of other files.
     """
+    check_replaceable(path)
     partial = path.with_name(path.name + PARTIAL)
     wait_for_deletions()
     if partial.is_dir():

@@ -196,6 +196,24 @@ def test_what_another_program_wrote_is_named(tmp_path: Path, name: str, file: st
         _find(tmp_path / "checkpoints", tmp_path / name)
 
 
+def test_an_address_is_no_folder(tmp_path: Path) -> None:
+    """Neither to begin with nor, in stock callbacks, to save to; this is known before any process starts."""
+    import lightning.pytorch as pl
+
+    from lightning_megatron import LoadFrom, MegatronStrategy
+
+    message = "memory://bucket.* is not on a file system, and a checkpoint is a folder that all ranks write and read"
+    with pytest.raises(CheckpointError, match=message):
+        _find(tmp_path, "memory://bucket/a.ckpt")
+    with pytest.raises(CheckpointError, match=message):
+        LoadFrom(path="memory://bucket/a.ckpt").found()
+    keeper = pl.callbacks.ModelCheckpoint("memory://bucket")
+    strategy = MegatronStrategy()
+    trainer = pl.Trainer(accelerator="cpu", devices=2, logger=False, callbacks=[keeper], strategy=strategy)
+    with pytest.raises(CheckpointError, match=message):
+        strategy.begin_with(trainer, None)
+
+
 @pytest.fixture
 def requeued(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"SLURM_NTASKS": "1", "SLURM_JOB_NAME": "train", "SLURM_RESTART_COUNT": "1"}.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 import warnings
@@ -10,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.runs import Run, checkpoints_at, fit
+from tests.checkpoint.engine_runs import RUN as ENGINE_RUN
+from tests.checkpoint.engine_runs import engine_run
+from tests.checkpoint.runs import Run, checkpoints_at, fit, make_module, make_trainer, shuffled_loader
 from tests.ranks import RankError, run_ranks
 
 RUN = Run(strategy={"tp": 2}, trainer={"max_steps": 4})
@@ -152,6 +155,81 @@ def test_a_run_that_fails_gives_the_save_under_way_up_and_keeps_the_older_one(tm
     assert caught.value.error_type == "RuntimeError"
     assert "step=3.ckpt is not written: the run failed before" in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["step=2.ckpt"]
+
+
+def _fail_and_fit_again(run: Run, folder: Path) -> list[Any]:
+    """The only save fails and the run is interrupted; then the same Trainer trains without saving."""
+    import lightning.pytorch as pl
+
+    class Stops(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 1:
+                raise RuntimeError("stop")
+
+    keeper = checkpoints_at(folder)
+    trainer, module = make_trainer(run, Stops(), keeper), make_module(run)
+    with pytest.warns(UserWarning, match="is not written"), pytest.raises(RuntimeError, match="stop"):
+        trainer.fit(module, shuffled_loader(1))
+    trainer.callbacks.remove(keeper)
+    trainer.callbacks[:] = [each for each in trainer.callbacks if not isinstance(each, Stops)]
+    trainer.fit(module, shuffled_loader(1))
+    return [trainer.global_step, folder.is_file()]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_does_not_end_with_what_failed_in_an_earlier_one(tmp_path: Path) -> None:
+    folder = tmp_path / "not_a_folder"
+    folder.touch()
+    run = RUN.but(strategy={"tp": 1})
+    assert run_ranks(_fail_and_fit_again, 1, run, folder / "below") == [[4, False]]
+
+
+def _save_over(path: Path) -> str:
+    from lightning_megatron.engine import checkpoint
+    from lightning_megatron.errors import CheckpointError
+
+    with engine_run(ENGINE_RUN) as state:
+        try:
+            checkpoint.save(state, {}, path)
+        except CheckpointError as error:
+            return str(error)
+    return ""
+
+
+def test_a_folder_of_other_files_is_not_replaced(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    results.mkdir()
+    (results / "notes.txt").touch()
+    for message in run_ranks(_save_over, 2, results):
+        assert message.startswith(f"checkpoint {results} is not written: {results} is a folder of other files")
+    assert [path.name for path in tmp_path.rglob("*")] == ["results", "notes.txt"]
+    (results / "notes.txt").rename(tmp_path / "notes.txt")
+    assert run_ranks(_save_over, 1, results) == [""]  # the folder is empty
+    (results / ".DS_Store").touch()
+    assert run_ranks(_save_over, 1, results) == [""]  # a checkpoint is replaced, whatever else somebody put into it
+
+
+def _left_by(run: Run, folder: Path) -> dict[str, Any]:
+    """What a process still has after a run with saves beside it."""
+    import threading
+
+    from lightning_megatron.engine import checkpoint_save
+
+    trainer, _ = fit(run, checkpoints_at(folder, save_top_k=1))
+    trainer.save_checkpoint(folder / "by_hand.ckpt")
+    return {
+        "host memory": checkpoint_save._host_memory._size,
+        "threads": [each.name for each in threading.enumerate() if "rmtree" in each.name or "_run" in each.name],
+        "folder": sorted(path.name for path in folder.iterdir()),
+        "open files": [name for name in map(os.path.realpath, Path("/proc/self/fd").iterdir()) if str(folder) in name],
+    }
+
+
+def test_saves_leave_no_memory_threads_or_open_files_behind(tmp_path: Path) -> None:
+    run = RUN.but(strategy={"tp": 1, "async_save": True})
+    assert run_ranks(_left_by, 1, run, tmp_path) == [
+        {"host memory": 0, "threads": [], "folder": ["by_hand.ckpt", "step=4.ckpt"], "open files": []}
+    ]
 
 
 @pytest.mark.parametrize("value", ["ignore", "Warn"])
