@@ -17,10 +17,13 @@ import torch
 
 from lightning_megatron.convert.hugging_face_files import directory_of, has_weights, open_weights
 from lightning_megatron.convert.iterations import iteration_folder
-from lightning_megatron.convert.legacy.description import describe_legacy
+from lightning_megatron.convert.legacy.description import describe_legacy, shown_arguments
 from lightning_megatron.convert.legacy.layout import is_legacy
+from lightning_megatron.convert.legacy.rank_state import arguments_of
+from lightning_megatron.convert.legacy.unpickler import load_pickled
 from lightning_megatron.engine.checkpoint_checksums import CHECKSUMS
 from lightning_megatron.engine.checkpoint_safety import (
+    COMMON,
     META,
     check_backends,
     check_complete,
@@ -136,7 +139,13 @@ def check_of_megatron_core(path: Path) -> None:
 
 def _of_megatron_core(path: Path) -> CheckpointContents:
     check_of_megatron_core(path)
-    return _contents(path, OF_MEGATRON_CORE, {}, _distributed_tensors(path))
+    common = load_pickled(path / COMMON) if (path / COMMON).is_file() else {}
+    facts: dict[str, Any] = {}
+    if isinstance(common, Mapping):  # Megatron-LM's; other programs put there what they like
+        plain = ("checkpoint_version", "iteration")
+        facts = {name: common[name] for name in plain if isinstance(common.get(name), (int, float))}
+        facts["args"] = shown_arguments(arguments_of(common))
+    return _contents(path, OF_MEGATRON_CORE, facts, _distributed_tensors(path))
 
 
 def _of_megatron_lm(path: Path) -> CheckpointContents:

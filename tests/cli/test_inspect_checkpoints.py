@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import pickle
 import shutil
@@ -126,6 +127,24 @@ def test_a_distributed_checkpoint_of_megatron_below_its_tracker(
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("13\n")
     assert main(["inspect", str(tmp_path)]) == 2
     assert "names iteration '13', and there is no folder iter_0000013" in capsys.readouterr().err
+
+
+def test_the_arguments_of_a_distributed_checkpoint_of_megatron_lm(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(saved / "a.ckpt", iteration := tmp_path / "iter_0000012")
+    for name in ("meta.pt", "checksums.json"):
+        (iteration / name).unlink()
+    arguments = argparse.Namespace(num_layers=LAYERS, params_dtype=torch.bfloat16, data_path=["a", "b"])
+    torch.save({"args": arguments, "checkpoint_version": 3.0, "iteration": 12}, iteration / "common.pt")
+
+    shown = _json(tmp_path, capsys)
+
+    assert (shown["checkpoint_version"], shown["iteration"]) == (3.0, 12)
+    assert shown["args"] == {"data_path": ["a", "b"], "num_layers": LAYERS, "params_dtype": "bfloat16"}
+    torch.save({"args": _RunsCode()}, iteration / "common.pt")
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert "print when loaded; do not trust its source" in capsys.readouterr().err
 
 
 class _RunsCode:

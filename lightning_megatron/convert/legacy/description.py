@@ -70,12 +70,17 @@ def describe_legacy(path: Path) -> Description:
         },
         "iteration": first.others.get("iteration") if training is None else training.iteration,
         "consumed_samples": None if training is None else training.consumed_samples,
-        "args": {name: _shown(value) for name, value in sorted(first.arguments.items()) if name != HUGGING_FACE_CONFIG},
+        "args": shown_arguments(first.arguments),
         "config": _config(first.arguments),
         "others": [name for name in first.others if name not in ("iteration", "checkpoint_version")],
         "note": note,
     }
     return Description(folder=files.path, facts=facts, entries=entries)
+
+
+def shown_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron-LM's arguments as plain data, without the config of ours among them."""
+    return {name: _shown(value) for name, value in sorted(arguments.items()) if name != HUGGING_FACE_CONFIG}
 
 
 def _config(arguments: Mapping[str, Any]) -> Mapping[str, Any]:

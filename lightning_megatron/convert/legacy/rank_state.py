@@ -57,7 +57,7 @@ def load_rank(part: FilePart) -> RankState:
     if isinstance(version, bool) or not isinstance(version, (int, float)):
         raise _foreign(part, f"checkpoint_version is a {type(version).__name__}")
     return RankState(
-        arguments=_arguments(state.get("args")),
+        arguments=arguments_of(state),
         version=float(version),
         chunks=tuple(chunks),
         others={
@@ -66,7 +66,9 @@ def load_rank(part: FilePart) -> RankState:
     )
 
 
-def _arguments(stored: Any) -> Mapping[str, Any]:
+def arguments_of(state: Mapping[Any, Any]) -> Mapping[str, Any]:
+    """Megatron-LM's arguments by name, as a legacy file or ``common.pt`` keeps them; none if it has none."""
+    stored = state.get("args")
     if isinstance(stored, (Namespace, SimpleNamespace)):
         return vars(stored)
     return stored if isinstance(stored, Mapping) else {}
