@@ -52,7 +52,8 @@ def refuge_of(trainer: pl.Trainer) -> Refuge | None:
     Every rank must call.
     """
     keepers = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
-    if not keepers or trainer.fast_dev_run:
+    # Lightning's debugging setup gives the Trainer the attribute, where no type checker sees it.
+    if not keepers or bool(getattr(trainer, "fast_dev_run", False)):
         return None
     keeper = next((each for each in keepers if each.save_last), keepers[0])
     folder = Path(str(keeper.dirpath))

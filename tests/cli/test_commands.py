@@ -16,7 +16,7 @@ from tests.ranks import ROOT
 
 COMMANDS = (
     *("fit", "validate", "test", "predict"),
-    *("train-tokenizer", "preprocess", "convert-dataset", "merge", "inspect", "doctor"),
+    *("train-tokenizer", "preprocess", "convert-dataset", "merge", "inspect", "convert", "generate", "doctor"),
 )
 
 
