@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -45,7 +46,12 @@ class Inference(pl.LightningModule):
         return strategy
 
     def generate(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: Any
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        on_tokens: Callable[[torch.Tensor], None] | None = None,
+        **options: Any,
     ) -> torch.Tensor:
         """Continue prompts, as Hugging Face's ``generate`` does, on any layout; every rank must call alike.
 
@@ -55,6 +61,8 @@ class Inference(pl.LightningModule):
         Args:
             input_ids: [b, s], the prompts, the same on every rank.
             attention_mask: [b, s], 1 for tokens and 0 for padding, on whichever side; None for no padding.
+            on_tokens: Called with each new token of this rank's rows as soon as it is chosen, [b] with -1 for rows that
+                have ended, where it is given; reading them on the host makes generation wait.
             options: Fields of ``GenerationOptions``: ``max_new_tokens``, ``temperature``, ``top_k``, ``seed``, ...
 
         Returns:
@@ -64,16 +72,21 @@ class Inference(pl.LightningModule):
             ConfigError: On all ranks alike, before anything runs: if there is no model yet, a prompt cannot be
                 continued, or an option is unknown, out of range or contradicts another.
         """
-        return self.generate_with_scores(input_ids, attention_mask, **options).sequences
+        return self.generate_with_scores(input_ids, attention_mask, on_tokens=on_tokens, **options).sequences
 
     def generate_with_scores(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: Any
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        on_tokens: Callable[[torch.Tensor], None] | None = None,
+        **options: Any,
     ) -> Generated:
         """As ``generate``, with the log-probability of each new token and the score of each text."""
         self._built_chunks()  # before a Trainer is asked for
-        chosen = on_all_ranks_alike(partial(options_from, options))
+        chosen = on_all_ranks_alike(partial(_watchable, options, on_tokens))
         with self.megatron.engine():
-            return self._generator().generate(input_ids, attention_mask, chosen)
+            return self._generator(on_tokens).generate(input_ids, attention_mask, chosen)
 
     def predict_step(self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
         """Continue the prompts of one batch as ``generation`` says; each copy of the model has batches of its own.
@@ -103,13 +116,18 @@ class Inference(pl.LightningModule):
             generator, mask = self._generator(), rows.get("attention_mask")
             return generator.generate(rows["input_ids"], mask, options, is_shared=False).sequences
 
-    def _generator(self) -> Generator:
+    def _generator(self, on_tokens: Callable[[torch.Tensor], None] | None = None) -> Generator:
         from lightning_megatron.generate.end_tokens import end_tokens
         from lightning_megatron.generate.generation import Generator
 
         strategy = self.megatron
         return Generator(
-            self._built_chunks(), self.model_config, strategy.topology, strategy.root_device, end_tokens(self._model)
+            self._built_chunks(),
+            self.model_config,
+            strategy.topology,
+            strategy.root_device,
+            end_tokens(self._model),
+            on_tokens,
         )
 
     def logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -134,16 +152,26 @@ class Inference(pl.LightningModule):
             return whole_logits(chunks, self.model_config, strategy.topology, input_ids, attention_mask)
 
     def _built_chunks(self) -> list[torch.nn.Module]:
-        """This rank's chunks of a GPT.
+        """This rank's chunks of a GPT or T5.
 
         Raises:
-            ConfigError: If there are none yet, or the model is none.
+            ConfigError: If there are none yet, or the model is neither.
         """
-        if self.model_config.architecture != "gpt":
+        if self.model_config.architecture not in ("gpt", "t5"):
             raise ConfigError(
-                f"generate and logits are for GPTs, and {self.model_config.family} is a "
+                f"generate and logits are for GPTs and T5s, and {self.model_config.family} is a "
                 f"{self.model_config.architecture.upper()}"
             )
         if self.model_chunks is None:
             raise ConfigError("there is no model to ask before Trainer.fit (or validate) has built it; call this then")
         return list(self.model_chunks)
+
+
+def _watchable(arguments: dict[str, Any], on_tokens: Callable[[torch.Tensor], None] | None) -> GenerationOptions:
+    options = options_from(arguments)
+    if on_tokens is not None and options.num_beams > 1:
+        raise ConfigError(
+            f"on_tokens shows texts while they grow, and a search with num_beams={options.num_beams} knows its texts at "
+            "its end; leave one of them out"
+        )
+    return options

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from lightning_megatron.engine.groups import Topology
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.generate.beams import search
 from lightning_megatron.generate.decoding import Continuations, decode
+from lightning_megatron.generate.encoder_decoder import check_options, started
 from lightning_megatron.generate.end_tokens import EndTokens
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.generate.prompts import Prompts, aligned, check_prompts, check_tokens, with_first_token
@@ -46,6 +47,7 @@ class Generator:
         topology: Topology,
         device: torch.device,
         ends: EndTokens,
+        on_tokens: Callable[[Tensor], None] | None = None,
     ) -> None:
         """Connect the parts.
 
@@ -55,12 +57,14 @@ class Generator:
             topology: This rank's place.
             device: Where they compute.
             ends: The model's own.
+            on_tokens: As for ``decoding.decode``.
         """
         self._chunks = chunks
         self._model = model
         self._topology = topology
         self._device = device
         self._ends = ends
+        self._on_tokens = on_tokens
 
     def generate(
         self,
@@ -71,6 +75,8 @@ class Generator:
         is_shared: bool = True,
     ) -> Generated:
         """Prompts and what follows them, on the device of ``input_ids``.
+
+        Of an encoder-decoder, what the decoder writes and the token before it: [b, 1 + new].
 
         Args:
             input_ids: [b, s], the same on every rank; rows are divided among the copies of the model.
@@ -91,7 +97,11 @@ class Generator:
             check_agreement(options, tokens, mask)
         else:
             tokens, mask = self._checked(on_host, given_mask, options)
-        prompts, repeats = aligned(tokens, mask), options.num_return_sequences
+        given, prompts = tokens.long(), aligned(tokens, mask)
+        if self._model.architecture == "t5":
+            prompts = started(tokens, mask, self._model.decoder_start_token_id)
+            given = prompts.tokens
+        repeats = options.num_return_sequences
         if options.num_beams == 1:
             prompts, repeats = prompts.repeated(repeats), 1
         counts = rows_of_copies(self._topology, len(prompts.tokens))
@@ -105,7 +115,7 @@ class Generator:
                 found = [gathered(self._topology, tensor, numbers) for tensor in found]
         written, lengths, scores, *others = (tensor.to(input_ids.device) for tensor in found)
         longest = int(lengths.max())
-        given = tokens.long().repeat_interleave(options.num_return_sequences, dim=0).to(input_ids.device)
+        given = given.repeat_interleave(options.num_return_sequences, dim=0).to(input_ids.device)
         return Generated(
             sequences=torch.cat((given, written[:, :longest]), dim=-1),
             scores=scores,
@@ -126,7 +136,7 @@ class Generator:
         if options.num_beams > 1:
             return search(models, self._topology, own, options, self._model.vocab_size)
         uniform = uniform_numbers(options.seed, options.max_new_tokens, len(prompts.tokens))[:, rows]
-        return decode(models, self._topology, own, options, self._model.vocab_size, uniform)
+        return decode(models, self._topology, own, options, self._model.vocab_size, uniform, self._on_tokens)
 
     def _with_own_tokens(self, options: GenerationOptions) -> GenerationOptions:
         eos = self._ends.eos if options.eos_token_id is None else options.eos_token_ids
@@ -145,6 +155,7 @@ class Generator:
         self, input_ids: Tensor, mask: Tensor | None, options: GenerationOptions
     ) -> tuple[Tensor, Tensor | None]:
         """Tokens and mask of prompts that can be continued, with their first token."""
+        check_options(options, self._model)
         check_prompts(input_ids, mask, self._model, options)
         vocab_size = self._model.vocab_size
         if options.top_k > vocab_size:

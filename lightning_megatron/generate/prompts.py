@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +26,10 @@ class Prompts:
     """Whether any row has padding."""
     longest: int
     """Tokens of the longest row of the whole call, of which these rows may be a part."""
+    source: Tensor | None = None
+    """What an encoder reads: [b, s_enc], int64; None for models without one."""
+    source_mask: Tensor | None = None
+    """[b, s_enc], int64, 0 for padding of the source; None for no padding."""
 
     @property
     def is_token(self) -> Tensor:
@@ -38,16 +44,19 @@ class Prompts:
 
     def rows(self, some: slice) -> Prompts:
         """Some of the rows."""
-        return replace(self, tokens=self.tokens[some], lengths=self.lengths[some])
+        return self._each(lambda tensor: tensor[some])
 
     def repeated(self, times: int) -> Prompts:
         """Each row so many times, one after the other."""
-        tokens, lengths = (x.repeat_interleave(times, dim=0) for x in (self.tokens, self.lengths))
-        return replace(self, tokens=tokens, lengths=lengths)
+        return self._each(lambda tensor: tensor.repeat_interleave(times, dim=0))
 
     def to(self, device: torch.device) -> Prompts:
         """The same on ``device``."""
-        return replace(self, tokens=self.tokens.to(device), lengths=self.lengths.to(device))
+        return self._each(lambda tensor: tensor.to(device))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Prompts:
+        tensors: dict[str, Any] = {name: change(x) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **tensors)
 
 
 def aligned(input_ids: Tensor, attention_mask: Tensor | None) -> Prompts:

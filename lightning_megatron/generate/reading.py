@@ -29,6 +29,7 @@ class Reading:
             ones = prompts.tokens.new_ones(rows, max_new_tokens)
             self._mask = torch.cat((prompts.is_token, ones), dim=-1)
         self._prompts: Tensor | None = prompts.tokens
+        self._source, self._source_mask = prompts.source, prompts.source_mask
 
     def prompts(self) -> Tensor | None:
         """Read the prompts; what follows each: [b, padded vocabulary] on the last stage, None elsewhere."""
@@ -42,6 +43,8 @@ class Reading:
         Args:
             tokens: [b].
         """
+        if self._source is not None:
+            self._source = tokens.new_empty(len(tokens), 0)  # the encoder reads once
         self._width, self._longest, self._positions = self._width + 1, self._longest + 1, self._positions[:, -1:] + 1
         return self._read(tokens[:, None])
 
@@ -51,9 +54,18 @@ class Reading:
         self._positions = self._positions[rows]
         if self._mask is not None:
             self._mask = self._mask[rows]
+        if self._source_mask is not None:
+            self._source_mask = self._source_mask[rows]
 
     def _read(self, tokens: Tensor) -> Tensor | None:
         mask = None if self._mask is None else self._mask[:, : self._width]
         return self._stages.logits(
-            NextTokens(tokens=tokens, positions=self._positions, mask=mask, longest=self._longest)
+            NextTokens(
+                tokens=tokens,
+                positions=self._positions,
+                mask=mask,
+                longest=self._longest,
+                source=self._source,
+                source_mask=self._source_mask,
+            )
         )

@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.slots.attention import SDPAttention
 from lightning_megatron.engine.slots.kv_cache import KeyValueCache
+from lightning_megatron.generate.encoder_decoder import SourceCache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,20 @@ class NextTokens:
     """[b, cached + s], int64, 0 for padding; None for no padding."""
     longest: int
     """Tokens of the longest row of all copies, these included."""
+    source: Tensor | None = None
+    """What an encoder reads, [b, s_enc] int64; [b, 0] once the caches hold it. None for models without one."""
+    source_mask: Tensor | None = None
+    """[b, s_enc], int64, 0 for padding of the source, also when it is read already; None for no padding."""
+
+    def rows(self, first: int, stop: int) -> NextTokens:
+        """Some of the rows."""
+        tensors: dict[str, Any] = {name: x[first:stop] for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **tensors)
+
+    @property
+    def width(self) -> int:
+        """Tokens per row, of the encoder, too."""
+        return self.tokens.shape[1] + (0 if self.source is None else self.source.shape[1])
 
 
 class Stages:
@@ -59,9 +74,11 @@ class Stages:
         self._rows_per_prompt = 1
         self._layers: list[list[SDPAttention]] = [[] for _ in self._models]
         if capacity is not None:
-            self._layers = [[m for m in model.modules() if isinstance(m, SDPAttention)] for model in self._models]
+            # Not those of an encoder, which reads once.
+            layers = [model.decoder.modules() for model in self._models]
+            self._layers = [[m for m in of_chunk if isinstance(m, SDPAttention)] for of_chunk in layers]
         self._caches = [
-            [[KeyValueCache(capacity or 0) for _ in layers] for layers in self._layers] for _ in self._groups
+            [[_cache_of(layer, capacity or 0) for layer in of_chunk] for of_chunk in self._layers] for _ in self._groups
         ]
 
     def logits(self, batch: NextTokens, *, every_position: bool = False) -> Tensor | None:
@@ -77,13 +94,8 @@ class Stages:
             is_first = self._topology.is_first_stage and index == 0
             is_last = self._topology.is_last_stage and index == len(self._models) - 1
             for (first, stop), caches in zip(self._bounds, self._caches, strict=True):
-                rows = replace(
-                    batch,
-                    tokens=batch.tokens[first:stop],
-                    positions=None if batch.positions is None else batch.positions[first:stop],
-                    mask=None if batch.mask is None else batch.mask[first:stop],
-                )
-                hidden = None if is_first else self._received(rows.tokens, model.config)
+                rows = batch.rows(first, stop)
+                hidden = None if is_first else self._received(rows, model.config)
                 last_only = contextlib.nullcontext() if every_position else _last_position_only(model)
                 with _attending_to(self._layers[index], caches[index]), last_only:
                     output = _output(model, hidden, rows)
@@ -126,11 +138,10 @@ class Stages:
             for cache in (cache for caches in of_chunks for cache in caches):
                 cache.select(rows[first:stop] - old)
 
-    def _received(self, tokens: Tensor, config: Any) -> Tensor:
+    def _received(self, rows: NextTokens, config: Any) -> Tensor:
         """Hidden states of the stage before: [s, b, h]."""
-        rows, length = tokens.shape
-        shape = (length, rows, config.hidden_size)
-        hidden = torch.empty(shape, dtype=config.pipeline_dtype, device=tokens.device)
+        shape = (rows.width, len(rows.tokens), config.hidden_size)
+        hidden = torch.empty(shape, dtype=config.pipeline_dtype, device=rows.tokens.device)
         dist.recv(hidden, self._neighbour(-1), group=self._topology.pp_group)
         return hidden
 
@@ -140,8 +151,15 @@ class Stages:
         return ranks[(self._topology.pp_rank + distance) % len(ranks)]
 
 
+def _cache_of(layer: SDPAttention, capacity: int) -> KeyValueCache:
+    return SourceCache() if layer.is_cross else KeyValueCache(capacity)
+
+
 def _output(model: Any, hidden: Tensor | None, rows: NextTokens) -> Tensor:
     model.set_input_tensor(hidden)
+    if rows.source is not None:
+        decoded: Tensor = model(rows.source, rows.tokens, rows.source_mask, rows.mask, runtime_gather_output=True)
+        return decoded
     model.rotary_length = rows.longest
     try:
         output: Tensor = model(rows.tokens, rows.positions, rows.mask, runtime_gather_output=True)

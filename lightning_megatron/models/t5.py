@@ -73,7 +73,6 @@ class T5Chunk(LanguageModule):
         self.pre_process, self.post_process = share.is_first, share.is_last
         self.share_embeddings_and_output_weights = model.share_embeddings_and_output_weights
         self._output_scale = model.hidden_size**-0.5 if model.scale_decoder_outputs else None
-        self._num_sequence_shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
         self._input_tensor: Tensor | None = None
         heads = model.num_attention_heads // config.tensor_model_parallel_size
         self._table_shape = (model.relative_attention_num_buckets, heads)
@@ -109,24 +108,29 @@ class T5Chunk(LanguageModule):
         encoder_mask: Tensor | None = None,
         decoder_mask: Tensor | None = None,
         labels: Tensor | None = None,
+        *,
+        runtime_gather_output: bool = False,
     ) -> Tensor:
         """Run this chunk; all tensor-parallel ranks must call, and every chunk needs the same arguments.
 
         Args:
-            encoder_ids: [b, s_enc] int64.
+            encoder_ids: [b, s_enc] int64; s_enc is 0 once the decoder's layers have cached what they see
+                of the encoder.
             decoder_ids: [b, s_dec] int64.
             encoder_mask: [b, s_enc], 0 where a token is padding; None if none is.
             decoder_mask: [b, s_dec], the same for the decoder, which sees only backwards besides.
             labels: [b, s_dec] int64; None for logits.
+            runtime_gather_output: Whether logits are gathered over the tensor-parallel ranks.
 
         Returns:
             Before the last chunk encoder's and decoder's states, [s_enc + s_dec or its tp-th, b, h]; there the loss of
-            each label, [b, s_dec] fp32, or logits, [b, s_dec, v/tp].
+            each label, [b, s_dec] fp32, or logits, [b, s_dec, v/tp or v].
         """
         encoder, decoder = self._inputs(encoder_ids, decoder_ids)
         # Recomputation by ``block`` counts the layers of a chunk, of whichever stack.
         budget = self.config.recompute_num_layers or 0
-        encoder = self.encoder(encoder, encoder_mask, num_recomputed=budget)
+        if encoder.shape[0] > 0:
+            encoder = self.encoder(encoder, encoder_mask, num_recomputed=budget)
         budget -= len(self.encoder.layers)
         decoder = self.decoder(decoder, decoder_mask, encoder, encoder_mask, num_recomputed=budget)
         if not self.post_process:
@@ -135,7 +139,7 @@ class T5Chunk(LanguageModule):
         if self._output_scale is not None:
             decoder = decoder * self._output_scale
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits, _ = self.output_layer(decoder, weight=tied)
+        logits, _ = self.output_layer(decoder, weight=tied, runtime_gather_output=runtime_gather_output)
         if labels is None:
             logits_of_rows: Tensor = logits.transpose(0, 1).contiguous()
             return logits_of_rows
@@ -145,9 +149,12 @@ class T5Chunk(LanguageModule):
     def _inputs(self, encoder_ids: Tensor, decoder_ids: Tensor) -> tuple[Tensor, Tensor]:
         if self.pre_process:
             # Two look-ups: under sequence parallelism each part is scattered on its own.
-            return self.embedding(encoder_ids, None), self.embedding(decoder_ids, None)
+            encoder = self.embedding(encoder_ids, None) if encoder_ids.shape[1] > 0 else None
+            decoder = self.embedding(decoder_ids, None)
+            return decoder[:0] if encoder is None else encoder, decoder
         assert self._input_tensor is not None, "the schedule sets the input of every chunk but the first"
-        lengths = [ids.shape[1] // self._num_sequence_shards for ids in (encoder_ids, decoder_ids)]
+        shards = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        lengths = [ids.shape[1] // shards for ids in (encoder_ids, decoder_ids)]
         encoder, decoder = self._input_tensor.split(lengths)
         return encoder, decoder
 

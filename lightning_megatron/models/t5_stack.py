@@ -148,7 +148,8 @@ class T5Stack(MegatronModule):
         with get_cuda_rng_tracker().fork() if self.config.sequence_parallel else contextlib.nullcontext():
             if self.relative_bias is not None:
                 shards = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
-                bias = self.relative_bias(hidden.shape[0] * shards, attention_mask)
+                length = hidden.shape[0] * shards
+                bias = self.relative_bias(self._num_cached() + length, attention_mask, length)
                 for first, last, recomputed in self._groups(num_recomputed):
                     inputs = (hidden, bias, context, context_mask)
                     run = self._runner(first, last)
@@ -156,6 +157,11 @@ class T5Stack(MegatronModule):
             if self.final_layernorm is not None:
                 hidden = F.dropout(self.final_layernorm(hidden), self.config.hidden_dropout, self.training)
         return hidden
+
+    def _num_cached(self) -> int:
+        """How many tokens the layers have read before, whose keys and values they keep while text is generated."""
+        cache = self.layers[0].self_attention.core_attention.kv_cache  # type: ignore[union-attr]
+        return 0 if cache is None else cache.length  # type: ignore[return-value, union-attr]
 
     def _groups(self, num_recomputed: int) -> list[tuple[int, int, bool]]:
         """The layers in groups (first, one after the last), and whether a group is recomputed as a whole."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.families.parity import LAYOUTS, VOCAB_SIZE, Rows, check_family, pretrained_module, tiny_model
+from tests.families.parity import LAYOUTS, VOCAB_SIZE, Rows, check_family, pretrained_module
+from tests.families.t5_models import mt5, t5, t5_1_1, t5_config
 from tests.parity.training import Layout
 
 FURTHER_LAYOUTS = (
@@ -21,71 +20,6 @@ RECOMPUTED = (
     Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2, recompute="full"),
     Layout(pp=2, vpp=2, num_microbatches=2, recompute="full", recompute_method="block"),
 )
-
-
-def _config(config_class: str, **fields: Any) -> Any:
-    import transformers
-
-    arguments = {
-        "vocab_size": VOCAB_SIZE,
-        "d_model": 32,
-        "d_kv": 12,
-        "d_ff": 48,
-        # Seven layers are cut unevenly into two or four parts, and the border of the stacks is inside of one.
-        "num_layers": 3,
-        "num_decoder_layers": 4,
-        "num_heads": 4,
-        "relative_attention_num_buckets": 8,
-        "relative_attention_max_distance": 12,
-        "dropout_rate": 0.0,
-        "layer_norm_epsilon": 1e-5,
-        "decoder_start_token_id": 2,
-        "pad_token_id": 1,
-    }
-    return getattr(transformers, config_class)(**{**arguments, **fields})
-
-
-def _tiny(model_class: Any, config: Any) -> Any:
-    """``tiny_model`` with smaller queries: T5 does not scale its scores, and large ones would amplify rounding."""
-    model = tiny_model(model_class, config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("Attention.q.weight"):
-                parameter *= config.d_kv**-0.5
-    return model
-
-
-def _untied(model: Any) -> Any:
-    """With an output layer of its own: transformers ties what it creates, and keeps apart what it reads apart."""
-    weight = model.lm_head.weight.detach()
-    model.lm_head.weight = torch.nn.Parameter(weight.flip(0).clone())
-    model.all_tied_weights_keys.pop("lm_head.weight")
-    return model
-
-
-@functools.cache
-def _t5() -> Any:
-    """As in 2020: ReLU, tied, scaled before the head."""
-    from transformers import T5ForConditionalGeneration
-
-    return _tiny(T5ForConditionalGeneration, _config("T5Config", feed_forward_proj="relu"))
-
-
-@functools.cache
-def _t5_1_1() -> Any:
-    """As of 2021: gated GELU, untied, not scaled."""
-    from transformers import T5ForConditionalGeneration
-
-    config = _config("T5Config", feed_forward_proj="gated-gelu", tie_word_embeddings=False)
-    return _untied(_tiny(T5ForConditionalGeneration, config))
-
-
-@functools.cache
-def _mt5() -> Any:
-    """Tied, as transformers makes it, and not scaled."""
-    from transformers import MT5ForConditionalGeneration
-
-    return _tiny(MT5ForConditionalGeneration, _config("MT5Config", num_layers=2, feed_forward_proj="gated-silu"))
 
 
 def _pairs(*, with_decoder_mask: bool = True, side: str = "right") -> Rows:
@@ -106,28 +40,28 @@ def _pairs(*, with_decoder_mask: bool = True, side: str = "right") -> Rows:
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *FURTHER_LAYOUTS, *RECOMPUTED], ids=str)
 def test_t5_equals_hugging_face_in_every_layout(layout: Layout) -> None:
-    check_family(_t5(), layout, _pairs())
+    check_family(t5(), layout, _pairs())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[-3:], ids=str)
 def test_gated_untied_t5_equals_hugging_face_in_every_layout(layout: Layout) -> None:
-    check_family(_t5_1_1(), layout, _pairs(side="left"))
+    check_family(t5_1_1(), layout, _pairs(side="left"))
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2)], ids=str)
 def test_mt5_equals_hugging_face(layout: Layout) -> None:
-    check_family(_mt5(), layout, _pairs(with_decoder_mask=False))
+    check_family(mt5(), layout, _pairs(with_decoder_mask=False))
 
 
 def test_the_decoder_may_be_given_its_own_input() -> None:
     generator = torch.Generator().manual_seed(6)
     rows = [{**row, "decoder_input_ids": torch.randint(0, VOCAB_SIZE, (10,), generator=generator)} for row in _pairs()]
-    check_family(_t5(), Layout(tp=2), rows)
+    check_family(t5(), Layout(tp=2), rows)
 
 
 def test_without_masks_every_token_is_seen() -> None:
     rows = [{name: row[name] for name in ("input_ids", "labels")} for row in _pairs()]
-    check_family(_t5(), Layout(pp=2, num_microbatches=4), rows)
+    check_family(t5(), Layout(pp=2, num_microbatches=4), rows)
 
 
 # ---- what config and weights say together ---------------------------------------------------------------------------
@@ -136,8 +70,8 @@ def test_without_masks_every_token_is_seen() -> None:
 def test_the_output_layer_is_the_embedding_unless_the_files_have_another(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    _t5().save_pretrained(tmp_path / "tied")
-    _t5_1_1().save_pretrained(tmp_path / "untied")
+    t5().save_pretrained(tmp_path / "tied")
+    t5_1_1().save_pretrained(tmp_path / "untied")
     assert pretrained_module(str(tmp_path / "tied")).model_config.share_embeddings_and_output_weights
     assert not pretrained_module(str(tmp_path / "untied")).model_config.share_embeddings_and_output_weights
 
@@ -153,7 +87,7 @@ def test_a_model_from_a_config_alone_is_tied_as_in_transformers() -> None:
 
     from lightning_megatron.convert.registry import model_config
 
-    config = _config("T5Config", tie_word_embeddings=False)
+    config = t5_config("T5Config", tie_word_embeddings=False)
     theirs = T5ForConditionalGeneration(config)
     assert theirs.lm_head.weight is theirs.shared.weight
     ours = model_config(config)
@@ -174,7 +108,7 @@ def test_a_model_from_a_config_alone_is_tied_as_in_transformers() -> None:
 def test_every_kind_of_mlp_is_described(name: str, activation: str, is_gated: bool) -> None:
     from lightning_megatron.convert.registry import model_config
 
-    described = model_config(_config("T5Config", feed_forward_proj=name))
+    described = model_config(t5_config("T5Config", feed_forward_proj=name))
     assert (described.activation, described.gated_linear_unit) == (activation, is_gated)
 
 
@@ -183,7 +117,7 @@ def test_an_activation_that_is_not_computed_is_refused_by_name() -> None:
     from lightning_megatron.errors import ConfigError
 
     with pytest.raises(ConfigError, match="'tanh' is not supported"):
-        model_config(_config("T5Config", feed_forward_proj="tanh"))
+        model_config(t5_config("T5Config", feed_forward_proj="tanh"))
 
 
 def test_umt5_whose_layers_have_tables_of_their_own_is_an_unknown_family() -> None:

@@ -1,0 +1,75 @@
+"""Which T5s do tests compare with transformers? Tiny ones of each kind, random weights, on the CPU."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from tests.families.parity import VOCAB_SIZE, tiny_model
+
+
+def t5_config(config_class: str, **fields: Any) -> Any:
+    import transformers
+
+    arguments = {
+        "vocab_size": VOCAB_SIZE,
+        "d_model": 32,
+        "d_kv": 12,
+        "d_ff": 48,
+        # Seven layers are cut unevenly into two or four parts, and the border of the stacks is inside of one.
+        "num_layers": 3,
+        "num_decoder_layers": 4,
+        "num_heads": 4,
+        "relative_attention_num_buckets": 8,
+        "relative_attention_max_distance": 12,
+        "dropout_rate": 0.0,
+        "layer_norm_epsilon": 1e-5,
+        "decoder_start_token_id": 2,
+        "pad_token_id": 1,
+    }
+    return getattr(transformers, config_class)(**{**arguments, **fields})
+
+
+def _tiny(model_class: Any, config: Any) -> Any:
+    """``tiny_model`` with smaller queries: T5 does not scale its scores, and large ones would amplify rounding."""
+    model = tiny_model(model_class, config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("Attention.q.weight"):
+                parameter *= config.d_kv**-0.5
+    return model
+
+
+def _untied(model: Any) -> Any:
+    """With an output layer of its own: transformers ties what it creates, and keeps apart what it reads apart."""
+    weight = model.lm_head.weight.detach()
+    model.lm_head.weight = torch.nn.Parameter(weight.flip(0).clone())
+    model.all_tied_weights_keys.pop("lm_head.weight")
+    return model
+
+
+@functools.cache
+def t5() -> Any:
+    """As in 2020: ReLU, tied, scaled before the head."""
+    from transformers import T5ForConditionalGeneration
+
+    return _tiny(T5ForConditionalGeneration, t5_config("T5Config", feed_forward_proj="relu"))
+
+
+@functools.cache
+def t5_1_1() -> Any:
+    """As of 2021: gated GELU, untied, not scaled."""
+    from transformers import T5ForConditionalGeneration
+
+    config = t5_config("T5Config", feed_forward_proj="gated-gelu", tie_word_embeddings=False)
+    return _untied(_tiny(T5ForConditionalGeneration, config))
+
+
+@functools.cache
+def mt5() -> Any:
+    """Tied, as transformers makes it, and not scaled."""
+    from transformers import MT5ForConditionalGeneration
+
+    return _tiny(MT5ForConditionalGeneration, t5_config("MT5Config", num_layers=2, feed_forward_proj="gated-silu"))
