@@ -62,6 +62,11 @@ def add_generate_command(commands: argparse._SubParsersAction[Any]) -> None:
 
 def _add_output(group: Any) -> None:
     group.add_argument("--json", action="store_true", help='a line {"prompt": ..., "text": ...} for each text')
+    group.add_argument(
+        "--stream",
+        action=argparse.BooleanOptionalAction,
+        help="show a text while it grows (default: a single one on a terminal)",
+    )
 
 
 def _add_ends(group: Any) -> None:

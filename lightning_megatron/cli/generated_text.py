@@ -1,4 +1,4 @@
-"""How does ``generate`` show texts? For readers, or for programs."""
+"""How does ``generate`` show texts? At once or as they come, for readers or for programs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Any, TextIO
+
+from torch import Tensor
+
+from lightning_megatron.generate.texts import continuation
 
 _BOLD, _PLAIN = "\033[1m", "\033[0m"
+_HALF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+"""What tokenizers give for bytes that are no whole character (yet)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +41,57 @@ def cut(text: str, stop: Sequence[str]) -> str:
     """The text up to the end of the first of the stop texts."""
     ends = [text.index(each) + len(each) for each in stop if each in text]
     return text[: min(ends)] if ends else text
+
+
+class TextStream:
+    """Writes one text while it grows, never a part of a character, and nothing behind a stop text."""
+
+    def __init__(self, tokenizer: Any, prompt: str, tokens: Sequence[int], stop: Sequence[str]) -> None:
+        """Set what the text follows.
+
+        Args:
+            tokenizer: Of transformers.
+            prompt: As the user wrote it.
+            tokens: Those of the prompt.
+            stop: Texts that end it.
+        """
+        self._tokenizer = tokenizer
+        self._prompt = prompt
+        self._given = list(tokens)
+        self._stop = stop
+        self._new: list[int] = []
+        self._shown = 0
+
+    def begin(self) -> None:
+        """Write the prompt."""
+        self._write(_marked(self._prompt, sys.stdout))
+
+    def add(self, tokens: Tensor) -> None:
+        """Write what the next token makes readable.
+
+        Args:
+            tokens: [1]; -1 once the text is finished.
+        """
+        token = int(tokens[0])
+        if token >= 0:
+            self._new.append(token)
+            self._show(is_whole=False)
+
+    def end(self) -> None:
+        """Write what is left, and end the line."""
+        self._show(is_whole=True)
+        self._write("\n")
+
+    def _show(self, *, is_whole: bool) -> None:
+        text = cut(continuation(self._tokenizer, self._given, self._new), self._stop)
+        ready = text if is_whole else text.rstrip(_HALF_CHARACTER)
+        if len(ready) > self._shown:
+            self._write(ready[self._shown :])
+            self._shown = len(ready)
+
+    def _write(self, text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
 
 
 def _marked(prompt: str, out: TextIO) -> str:

@@ -13,7 +13,7 @@ from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader
 
-from lightning_megatron.cli.generated_text import Continued, cut, printed
+from lightning_megatron.cli.generated_text import Continued, TextStream, cut, printed
 from lightning_megatron.convert.companions import GENERATION_CONFIG_FILE, tokenizer_files
 from lightning_megatron.convert.conversion import open_model
 from lightning_megatron.convert.load_stored import load_stored
@@ -43,6 +43,7 @@ class GenerateArguments:
     precision: Any
     batch_size: int
     json: bool
+    stream: bool | None
     max_new_tokens: int
     min_new_tokens: int
     stop: list[str]
@@ -84,12 +85,24 @@ class _Job:
 class _StoredModule(MegatronModule):
     """A module with the weights of a checkpoint of any format."""
 
-    def __init__(self, stored: StoredModel, generation: GenerationOptions) -> None:
+    def __init__(self, stored: StoredModel, generation: GenerationOptions, stream: TextStream | None) -> None:
         super().__init__(model=stored.hf_config, generation=generation)
         self._stored = stored
+        self._stream = stream
 
     def _fill_weights(self, chunks: torch.nn.ModuleList) -> None:
         load_stored(chunks, self._stored)
+
+    def predict_step(self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
+        """As ever, or shown by rank 0 while it grows."""
+        if self._stream is None:
+            return super().predict_step(batch, batch_idx, dataloader_idx)
+        on_tokens = None
+        if self.trainer.is_global_zero:
+            self._stream.begin()
+            on_tokens = self._stream.add
+        options = vars(self.generation)
+        return self.generate(batch["input_ids"], batch.get("attention_mask"), on_tokens=on_tokens, **options)
 
 
 def generate(arguments: GenerateArguments) -> None:
@@ -100,6 +113,7 @@ def generate(arguments: GenerateArguments) -> None:
         CheckpointError: If the checkpoint cannot be read.
     """
     options, prompts = _options(arguments), _prompts(arguments)
+    streams = _streams(arguments, prompts)
     if arguments.batch_size < 1:
         raise ConfigError(f"--batch-size {arguments.batch_size} must be at least 1; correct it")
     paths = ConvertOptions(load_path=arguments.checkpoint, save_path=arguments.checkpoint, to="hf")
@@ -122,8 +136,13 @@ def generate(arguments: GenerateArguments) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    predicted: Any = trainer.predict(_StoredModule(stored, options), job.loader(arguments.batch_size))
-    _print(predicted, job, arguments)
+    stream = TextStream(tokenizer, prompts[0], input_ids[0].tolist(), arguments.stop) if streams else None
+    module = _StoredModule(stored, options, stream)
+    predicted: Any = trainer.predict(module, job.loader(arguments.batch_size))
+    if stream is None:
+        _print(predicted, job, arguments)
+    elif trainer.is_global_zero:
+        stream.end()
 
 
 def _options(arguments: GenerateArguments) -> GenerationOptions:
@@ -181,6 +200,18 @@ def _prompts(arguments: GenerateArguments) -> list[str]:
     if not prompts:
         raise ConfigError(f"--prompt-file {arguments.prompt_file} has no text; write a prompt on each line")
     return prompts
+
+
+def _streams(arguments: GenerateArguments, prompts: list[str]) -> bool:
+    """Whether the text is shown while it grows.
+
+    Raises:
+        ConfigError: If it was asked to be, and cannot.
+    """
+    can = len(prompts) == arguments.num_beams == arguments.num_return_sequences == 1 and not arguments.json
+    if arguments.stream and not can:
+        raise ConfigError("--stream shows one text of one prompt, without beams and --json; leave it out, or these")
+    return can and (sys.stdout.isatty() if arguments.stream is None else arguments.stream)
 
 
 @rank_zero_only

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,9 @@ from lightning_megatron.generate.stopping import Stops
 
 STEPS_BETWEEN_LOOKS = 8
 """After how many tokens the host asks the device whether all rows are finished; asking makes it wait."""
+
+ENDED = -1
+"""What whoever watches the tokens gets for rows that are finished."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +46,7 @@ def decode(
     options: GenerationOptions,
     vocab_size: int,
     uniform: Tensor,
+    on_tokens: Callable[[Tensor], None] | None = None,
 ) -> Continuations:
     """Continue the rows of one copy of the model; all its ranks must call alike, and get the same.
 
@@ -53,6 +57,7 @@ def decode(
         options: With the model's own tokens filled in.
         vocab_size: Without padding.
         uniform: What decides about each token if options sample: [max_new_tokens, b].
+        on_tokens: Gets the new token of each row as soon as it is chosen, [b]; ``ENDED`` for finished rows.
     """
     rows, width = prompts.tokens.shape
     device = prompts.tokens.device
@@ -69,6 +74,8 @@ def decode(
         chosen = torch.empty_like(lengths) if chooser is None else chooser.choose(logits, step)
         chosen = stages.told(chosen).masked_fill(finished, options.filling)
         written[:, step] = chosen
+        if on_tokens is not None:
+            on_tokens(chosen.masked_fill(finished, ENDED))
         if stops:
             ends = stops.at(written[:, : step + 1]) & ~finished
             lengths.masked_fill_(ends, step + 1)

@@ -119,6 +119,16 @@ def test_prompts_of_a_file_are_continued_in_batches_and_written_for_programs(che
     assert "\n\n".join(line["prompt"] + line["text"] for line in lines) + "\n" == together
 
 
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (1, 2)])
+def test_a_streamed_text_is_the_same(checkpoints: Path, tp: int, pp: int) -> None:
+    common = ("--checkpoint", checkpoints / "hf", "--prompt", PROMPTS[0], "--max-new-tokens", 12, "--top-k", 40)
+    layout = ("--accelerator", "cpu", "--tp", tp, "--pp", pp)
+    _, expected, _ = _generate(*common)
+    code, out, err = _generate(*common, *layout, "--stream", ranks=tp * pp)
+    assert code == 0, err
+    assert out == expected
+
+
 def test_beams_may_stop_early_and_tokens_be_drawn_from_the_whole_distribution(checkpoints: Path) -> None:
     common = ("--checkpoint", checkpoints / "hf", "--prompt", *PROMPTS, "--max-new-tokens", 8)
     for chosen, value in (("true", True), ("never", "never")):
@@ -138,6 +148,8 @@ def test_beams_may_stop_early_and_tokens_be_drawn_from_the_whole_distribution(ch
         ("--checkpoint {folder}/hf", "one of the arguments --prompt --prompt-file is required"),
         ("--checkpoint {folder}/hf --prompt-file {folder}/none.txt", "none.txt cannot be read: No such file"),
         ("--checkpoint {folder}/hf --prompt-file {folder}/hf/model.safetensors", "cannot be read: it is not UTF-8"),
+        ("--checkpoint {folder}/hf --prompt x y --stream", "--stream shows one text of one prompt"),
+        ("--checkpoint {folder}/hf --prompt x --stream --num-beams 2", "--stream shows one text of one prompt"),
         ("--checkpoint {folder}/hf --prompt x --batch-size 0", "--batch-size 0 must be at least 1"),
         ("--checkpoint {folder}/none --prompt x", "does not exist"),
         ("--checkpoint {folder}/bare --prompt x", "/bare comes with no tokenizer; give --tokenizer DIR"),
