@@ -60,7 +60,12 @@ def _read_transposed(files: WeightFiles, name: str, piece: Piece, place: Place, 
     for start in range(wanted.start, wanted.stop, step):
         stop = min(start + step, wanted.stop)
         block = files.rows(name, start, stop)[:, index(piece.theirs)]
-        _put(target[:, start - wanted.start : stop - wanted.start], piece.ours, block.t())
+        _put(target[:, start - wanted.start : stop - wanted.start], piece.ours, transposed(block))
+
+
+def transposed(matrix: torch.Tensor) -> torch.Tensor:
+    """A copy that is transposed: of contiguous memory torch makes it some times faster than of a part of a matrix."""
+    return matrix.contiguous().t().contiguous()
 
 
 def _blocks(rows: torch.Tensor, row_bytes: int) -> Iterator[tuple[int, int]]:

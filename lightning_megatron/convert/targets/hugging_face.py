@@ -15,7 +15,7 @@ from lightning_megatron.convert.companions import companion_files
 from lightning_megatron.convert.directory import Directory, files_of, saved_config, size_in_bytes
 from lightning_megatron.convert.options import ConvertOptions
 from lightning_megatron.convert.pieces import names_of, shapes_of
-from lightning_megatron.convert.reading import rows_at_once
+from lightning_megatron.convert.reading import rows_at_once, transposed
 from lightning_megatron.convert.rules import Rule
 from lightning_megatron.convert.shapes import rows_of, rules_by_name, tensor_shapes
 from lightning_megatron.convert.stored.base import Key, Spec, StoredModel
@@ -87,7 +87,7 @@ def _scattered_rows(whole: torch.Tensor, rule: Rule, first: int, last: int) -> I
     if rule.transposed:
         step = rows_at_once(len(whole) * whole.element_size())
         for start in range(0, whole.shape[1], step):
-            yield whole[:, start : start + step][ours].t().contiguous()
+            yield transposed(whole[:, start : start + step][ours])
         return
     assert isinstance(ours, torch.Tensor)
     step = rows_at_once(whole[:1].nbytes)
