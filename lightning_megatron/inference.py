@@ -55,6 +55,8 @@ class Inference(pl.LightningModule):
     ) -> torch.Tensor:
         """Continue prompts, as Hugging Face's ``generate`` does, on any layout; every rank must call alike.
 
+        A T5's encoder reads the prompts, and its decoder writes from ``decoder_start_token_id`` on.
+
         Works in training too (from a callback, say), which goes on as if nothing had happened. The copies of the model
         share the prompts' rows.
 
@@ -66,7 +68,8 @@ class Inference(pl.LightningModule):
             options: Fields of ``GenerationOptions``: ``max_new_tokens``, ``temperature``, ``top_k``, ``seed``, ...
 
         Returns:
-            [b, s + new] on every rank: ``input_ids`` and what follows; padding behind rows that ended before others.
+            [b, s + new] on every rank: ``input_ids`` and what follows; padding behind rows that ended before others. Of
+            a T5, what the decoder reads and writes: [b, 1 + new].
 
         Raises:
             ConfigError: On all ranks alike, before anything runs: if there is no model yet, a prompt cannot be
@@ -97,7 +100,8 @@ class Inference(pl.LightningModule):
             dataloader_idx: Not used.
 
         Returns:
-            [b, s + new], on all ranks of the copy; rows that fill up the last batch are left out.
+            [b, s + new] or, of a T5, [b, 1 + new], on all ranks of the copy; rows that fill up the last batch are left
+            out.
 
         Raises:
             ConfigError: If the batch has no prompts, or one that cannot be continued.
@@ -130,17 +134,23 @@ class Inference(pl.LightningModule):
             on_tokens,
         )
 
-    def logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """What a GPT predicts after every token, as its Hugging Face model would; every rank must call alike.
+    def logits(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """What the model predicts after every token, as its Hugging Face model would; every rank must call alike.
 
         The copies of the model share the rows. Works in training too, without dropout.
 
         Args:
             input_ids: [b, s], the same on every rank.
             attention_mask: [b, s], 1 for tokens and 0 for padding; None for no padding.
+            decoder_input_ids: [b, s_dec], what the decoder of a T5 reads; None for other models.
 
         Returns:
-            [b, s, vocab_size] fp32 on every rank, in the order of the rows.
+            [b, s, vocab_size] fp32 on every rank, in the order of the rows; of a T5 [b, s_dec, vocab_size].
 
         Raises:
             ConfigError: On all ranks alike, before anything runs: if there is no model yet, or it cannot read a row.
@@ -149,7 +159,9 @@ class Inference(pl.LightningModule):
 
         chunks, strategy = self._built_chunks(), self.megatron
         with strategy.engine():
-            return whole_logits(chunks, self.model_config, strategy.topology, input_ids, attention_mask)
+            return whole_logits(
+                chunks, self.model_config, strategy.topology, input_ids, attention_mask, decoder_input_ids
+            )
 
     def _built_chunks(self) -> list[torch.nn.Module]:
         """This rank's chunks of a GPT or T5.
@@ -171,7 +183,7 @@ def _watchable(arguments: dict[str, Any], on_tokens: Callable[[torch.Tensor], No
     options = options_from(arguments)
     if on_tokens is not None and options.num_beams > 1:
         raise ConfigError(
-            f"on_tokens shows texts while they grow, and a search with num_beams={options.num_beams} knows its texts at "
+            f"on_tokens shows texts while they grow, and a search with num_beams={options.num_beams} knows none before "
             "its end; leave one of them out"
         )
     return options

@@ -128,10 +128,13 @@ class MegatronModule(Inference):
     def check_batch(self, batch: dict[str, torch.Tensor]) -> None:
         """Refuse a batch with wrong numbers; called on the rank that has read it, before the others get it.
 
+        Prompts are no batches to learn from (a T5's have no labels): ``predict_step`` checks them itself.
+
         Raises:
             DataError: With the key, the value and the rule.
         """
-        self.train_step.check_batch(batch)
+        if not self.trainer.predicting:
+            self.train_step.check_batch(batch)
 
     def save_pretrained(self, save_directory: str | Path, max_shard_size: str | int = "5GB") -> None:
         """Write the model as a Hugging Face directory, which ``AutoModelFor*.from_pretrained`` loads.

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_megatron.engine.slots.kv_cache import KeyValueCache
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.generate.options import GenerationOptions
-from lightning_megatron.generate.prompts import Prompts
+from lightning_megatron.generate.prompts import Prompts, check_rows
 from lightning_megatron.models.config import ModelConfig
 
 
@@ -48,6 +48,27 @@ def check_options(options: GenerationOptions, model: ModelConfig) -> None:
         raise ConfigError(
             f"bos_token_id={options.bos_token_id} stands before texts that are continued, and the texts of "
             f"{model.family} start with its decoder_start_token_id={model.decoder_start_token_id}; leave it out"
+        )
+
+
+def check_decoder_rows(input_ids: Tensor, decoder_input_ids: Tensor | None, model: ModelConfig) -> None:
+    """Refuse what the decoder of ``model`` cannot read. Reads the tensors, which should be on the host.
+
+    Raises:
+        ConfigError: If it reads nothing, the model has no decoder apart from an encoder, the rows are not as many as
+            the encoder's, or a token is not in the vocabulary.
+    """
+    if (model.architecture == "t5") != (decoder_input_ids is not None):
+        if decoder_input_ids is None:
+            raise ConfigError(f"logits of {model.family} need decoder_input_ids, what its decoder reads; give them")
+        raise ConfigError(f"decoder_input_ids are for encoder-decoders, which {model.family} is not; leave them out")
+    if decoder_input_ids is None:
+        return
+    check_rows(decoder_input_ids, None, model, name="decoder_input_ids")
+    if len(decoder_input_ids) != len(input_ids):
+        raise ConfigError(
+            f"decoder_input_ids have {len(decoder_input_ids)} rows and input_ids {len(input_ids)}; give each row of "
+            "the encoder one of the decoder"
         )
 
 

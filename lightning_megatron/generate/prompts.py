@@ -135,21 +135,27 @@ def check_prompts(
         )
 
 
-def check_rows(input_ids: Tensor, attention_mask: Tensor | None, model: ModelConfig) -> None:
+def check_rows(input_ids: Tensor, attention_mask: Tensor | None, model: ModelConfig, name: str = "input_ids") -> None:
     """Refuse what the model cannot read. Reads the tensors, which should be on the host.
+
+    Args:
+        input_ids: [b, s].
+        attention_mask: [b, s], 1 for tokens and 0 for padding; None for no padding.
+        model: What reads them.
+        name: What the caller calls the tokens.
 
     Raises:
         ConfigError: If the tensors are no [b, s] of tokens and of 0 and 1, a token (of padding, too) is not in the
             vocabulary, or the rows are longer than the table of positions.
     """
-    _check_tensor(input_ids)
+    _check_tensor(input_ids, name)
     if attention_mask is not None:
         _check_mask(input_ids, attention_mask)
-    check_tokens("input_ids", (int(input_ids.min()), int(input_ids.max())), model.vocab_size)
+    check_tokens(name, (int(input_ids.min()), int(input_ids.max())), model.vocab_size)
     length, limit = input_ids.shape[1], model.max_position_embeddings
     if model.position_embedding_type == "learned_absolute" and length > limit:
         raise ConfigError(
-            f"input_ids have {length} tokens per row, more than the model's max_position_embeddings={limit}; cut them"
+            f"{name} have {length} tokens per row, more than the model's max_position_embeddings={limit}; cut them"
         )
 
 
@@ -167,12 +173,12 @@ def check_tokens(name: str, tokens: tuple[int, ...], vocab_size: int) -> None:
             )
 
 
-def _check_tensor(input_ids: Tensor) -> None:
+def _check_tensor(input_ids: Tensor, name: str = "input_ids") -> None:
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.dtype.is_floating_point:
         given = f"{list(input_ids.shape)} {input_ids.dtype}" if isinstance(input_ids, Tensor) else type(input_ids)
-        raise ConfigError(f"input_ids are {given}; give a tensor of integers, [prompts, tokens]")
+        raise ConfigError(f"{name} are {given}; give a tensor of integers, [prompts, tokens]")
     if input_ids.numel() == 0:
-        raise ConfigError(f"input_ids have the shape {list(input_ids.shape)}; give at least one prompt of one token")
+        raise ConfigError(f"{name} have the shape {list(input_ids.shape)}; give at least one prompt of one token")
 
 
 def _check_mask(input_ids: Tensor, attention_mask: Tensor) -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from tests.generate.models import ENCODER_DECODERS, Call, continued, hugging_face, prompts
-from tests.parity.training import Layout
+from lightning_megatron.engine.wrap import unwrap
+from lightning_megatron.generate.options import GenerationOptions
+from lightning_megatron.generate.sampling import drawn, shaped, uniform_numbers
+from tests.families.parity import pretrained_module
+from tests.generate.models import ENCODER_DECODERS, Call, continued, hugging_face, prompts, run_with_models, set_up
+from tests.parity.training import Case, Layout, trainer_of
 
 START = 2
-NO_END: dict[str, Any] = {"eos_token_id": ()}
 
 
 def _cut(*layers: int) -> tuple[tuple[str, Any], ...]:
@@ -68,3 +73,116 @@ def _compare(pairs: list[tuple[Call, torch.Tensor]], layout: Layout) -> None:
     for call, actual, hf in zip(calls, continued(list(calls), layout), expected, strict=True):
         assert actual.tolist() == hf.tolist(), (call.model, call.options)
         assert set(actual[:, 0].tolist()) == {START}
+
+
+def test_tokens_are_drawn_from_hugging_faces_logits() -> None:
+    ids, mask = prompts()
+    ways: tuple[dict[str, Any], ...] = ({"top_p": 0.9, "top_p_decay": 0.9}, {"top_k": 20, "temperature": 0.8})
+    options = [GenerationOptions(**way, max_new_tokens=8, eos_token_id=(), seed=5) for way in ways]
+    calls = [Call(model="mt5", input_ids=ids, attention_mask=mask, options=vars(o)) for o in options]
+    for call, chosen, actual in zip(calls, options, continued(calls, Layout(tp=2, pp=2)), strict=True):
+        assert actual.tolist() == _drawn_by_hand(call, chosen).tolist()
+
+
+def _drawn_by_hand(call: Call, options: GenerationOptions) -> torch.Tensor:
+    uniform = uniform_numbers(options.seed, options.max_new_tokens, len(call.input_ids))
+    text = torch.full((len(call.input_ids), 1), START)
+    for step in range(options.max_new_tokens):
+        logits = _logits_by_hand(call, text)[:, -1]
+        text = torch.cat((text, drawn(shaped(logits, options, step), uniform[step])[:, None]), dim=-1)
+    return text
+
+
+def _logits_by_hand(call: Call, decoder_input_ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        model = hugging_face(call.model)
+        logits: torch.Tensor = model(
+            call.input_ids, attention_mask=call.attention_mask, decoder_input_ids=decoder_input_ids
+        ).logits
+    return logits
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2), Layout(dp=3)], ids=str
+)
+def test_logits_and_predictions_equal_hugging_face(layout: Layout) -> None:
+    ids, mask = prompts("right")
+    calls = [Call(model=name, input_ids=ids, attention_mask=mask) for name in ("t5_1_1", "mt5")]
+    calls.append(Call(model="t5", input_ids=ids))
+    for answers, predicted, dp_rank in run_with_models(_logits_and_predictions, layout, calls):
+        for call, logits in zip(calls, answers, strict=True):
+            # As the families' tests: of size 1 to 10, out of four layers in another order of additions.
+            torch.testing.assert_close(logits, _logits_by_hand(call, _decoder_ids(call)), rtol=0.0, atol=5e-5)
+        expected = hugging_face("mt5").generate(
+            ids, attention_mask=mask, do_sample=False, use_cache=False, max_new_tokens=5, eos_token_id=-1
+        )
+        # A distributed sampler deals samples in turn.
+        assert predicted == expected[dp_rank :: layout.dp].tolist()
+
+
+def _decoder_ids(call: Call) -> torch.Tensor:
+    return call.input_ids.flip(1)[:, :5]
+
+
+def _logits_and_predictions(directory: str, case: Case, calls: list[Call]) -> tuple[list[torch.Tensor], Any, int]:
+    logits = []
+    for call in calls:
+        asked = set_up(directory, case, call.model)
+        logits.append(asked.logits(call.input_ids, call.attention_mask, _decoder_ids(call)))
+    module = pretrained_module(f"{directory}/mt5")
+    module.generation = GenerationOptions(max_new_tokens=5, eos_token_id=())
+    assert calls[0].attention_mask is not None
+    rows = [
+        {"input_ids": i, "attention_mask": m} for i, m in zip(calls[0].input_ids, calls[0].attention_mask, strict=True)
+    ]
+    trainer = trainer_of(case)
+    predictions = trainer.predict(module, DataLoader(rows, batch_size=2))  # type: ignore[arg-type]
+    return logits, [text for batch in predictions for text in batch.tolist()], trainer.strategy.topology.dp_rank
+
+
+def test_the_encoder_reads_once_and_what_cannot_be_written_is_refused() -> None:
+    ids, mask = prompts(lengths=(7, 3))
+    (found,) = run_with_models(_read_and_refused, Layout(), [Call(model="t5", input_ids=ids, attention_mask=mask)])
+    reads, refusals = found
+    assert reads == {"encoder": [7], "cross": [7, 0, 0, 0], "decoder": [1, 1, 1, 1]}
+    for refusal, says in zip(
+        refusals,
+        (
+            "bos_token_id=3 stands before texts that are continued, and the texts of t5 start with its",
+            "logits of t5 need decoder_input_ids",
+            "decoder_input_ids have 1 rows and input_ids 2",
+            "decoder_input_ids has the token 83",
+            "input_ids has the token 83",
+        ),
+        strict=True,
+    ):
+        assert says in refusal
+
+
+def _read_and_refused(directory: str, case: Case, calls: list[Call]) -> tuple[dict[str, list[int]], list[str]]:
+    from lightning_megatron.errors import ConfigError
+
+    module, call = set_up(directory, case, "t5"), calls[0]
+    (chunk,) = (unwrap(chunk) for chunk in module.model_chunks)
+    reads: dict[str, list[int]] = {}
+    for name, part in (
+        ("encoder", chunk.encoder),
+        ("cross", chunk.decoder.layers[0].cross_attention.linear_kv),
+        ("decoder", chunk.decoder),
+    ):
+        lengths = reads[name] = []
+        part.register_forward_pre_hook(lambda _, inputs, lengths=lengths: lengths.append(len(inputs[0])))
+    module.generate(call.input_ids, call.attention_mask, max_new_tokens=4, eos_token_id=())
+    refused: list[Callable[[], Any]] = [
+        lambda: module.generate(call.input_ids, bos_token_id=3),
+        lambda: module.logits(call.input_ids),
+        lambda: module.logits(call.input_ids, None, call.input_ids[:1]),
+        lambda: module.logits(call.input_ids, None, torch.full((2, 1), 83)),
+        lambda: module.generate(torch.full((1, 1), 83)),
+    ]
+    refusals = []
+    for ask in refused:
+        with pytest.raises(ConfigError) as error:
+            ask()
+        refusals.append(str(error.value))
+    return {name: list(lengths) for name, lengths in reads.items()}, refusals

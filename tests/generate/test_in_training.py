@@ -29,17 +29,19 @@ def test_the_same_seed_draws_the_same_text_in_every_layout() -> None:
 
 
 @pytest.mark.parametrize(
-    "layout",
+    ("model", "layout"),
     [
-        Layout(tp=2, sequence_parallel=True, recompute="full"),
-        Layout(pp=2, vpp=2, num_microbatches=2),
-        Layout(dp=2, overlap_communication=True),
+        ("gpt2", Layout(tp=2, sequence_parallel=True, recompute="full")),
+        ("gpt2", Layout(pp=2, vpp=2, num_microbatches=2)),
+        ("gpt2", Layout(dp=2, overlap_communication=True)),
+        ("t5", Layout(tp=2, pp=2, num_microbatches=2, sequence_parallel=True, recompute="full")),
     ],
     ids=str,
 )
-def test_training_goes_on_as_if_nothing_had_happened(layout: Layout) -> None:
+def test_training_goes_on_as_if_nothing_had_happened(model: str, layout: Layout) -> None:
     # With dropout: a random number drawn by generation would change the next mask.
-    case = Case(layout=layout, steps=3, model_fields=(("embd_pdrop", 0.1), ("resid_pdrop", 0.1)))
+    dropout = (("dropout_rate", 0.1),) if model == "t5" else (("embd_pdrop", 0.1), ("resid_pdrop", 0.1))
+    case = Case(model=model, layout=layout, steps=3, model_fields=dropout)
     undisturbed = run_ranks(_trained, layout.world_size, case, False)
     disturbed = run_ranks(_trained, layout.world_size, case, True)
     for (one, _), (other, texts) in zip(undisturbed, disturbed, strict=True):
