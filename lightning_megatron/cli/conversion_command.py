@@ -49,7 +49,7 @@ def add_convert_command(commands: argparse._SubParsersAction[Any]) -> None:
         "--to",
         choices=("hf", "megatron", "megatron-legacy"),
         required=True,
-        help="a Hugging Face model directory; a *.ckpt, which fit --ckpt_path and Megatron-Core read; or Megatron-LM's"
+        help="a Hugging Face model directory; a *.ckpt, which MegatronStrategy and Megatron-Core read; or Megatron-LM's"
         " files of each rank",
     )
     parser.add_argument("--dtype", metavar="NAME", help="fp32, fp16 or bf16 for the weights (default: as they are)")
@@ -113,6 +113,8 @@ def _convert(parsed: argparse.Namespace) -> int:
         f"{done.path}: {done.target} ({done.num_files:,} files, {_size(done.num_bytes)}) from {done.source}"
         f" {parsed.load_path}, in {done.seconds:.1f} s ({_size(done.num_bytes / max(done.seconds, 1e-9))}/s)\n"
     )
+    if parsed.to == "megatron" and not done.has_optimizer:
+        sys.stdout.write(f"It holds weights only: begin a run with MegatronStrategy(load_from={str(done.path)!r})\n")
     return DONE
 
 

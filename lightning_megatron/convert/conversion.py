@@ -40,6 +40,8 @@ class Converted:
     """Format of what was written."""
     path: Path
     """Where it is."""
+    has_optimizer: bool
+    """Whether a run can go on from it; else it can only begin with its weights."""
     num_files: int
     """Files in it."""
     num_bytes: int
@@ -75,6 +77,7 @@ def convert(options: ConvertOptions) -> Converted:
         source=source.kind,
         target=target,
         path=options.save_path,
+        has_optimizer=options.to != "hf" and source.training is not None and source.training.has_optimizer,
         num_files=len(files),
         num_bytes=sum(each.stat().st_size for each in files),
         seconds=time.monotonic() - start,

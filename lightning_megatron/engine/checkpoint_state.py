@@ -189,8 +189,9 @@ def _check_optimizer_fits(
 ) -> None:
     if not meta["has_optimizer"]:
         raise CheckpointError(
-            f"checkpoint {path} holds only weights (save_weights_only), so training cannot resume from it; use a full "
-            "checkpoint, or start a new run from its weights with MegatronStrategy(load_weights_only=True)"
+            f"checkpoint {path} holds only weights (by save_weights_only, or converted without moments), so training "
+            "cannot resume from it; use a full checkpoint, or begin a new run with its weights: "
+            "MegatronStrategy(load_from=...), or load_weights_only=True"
         )
     is_16bit = optimizer.parts[0].config.params_dtype is not torch.float32
     if is_16bit and not has_masters(meta["optimizer_format"]["implementation"]):

@@ -86,6 +86,15 @@ def test_a_mistake_is_one_line_and_code_2(
     assert not list(tmp_path.iterdir())
 
 
+def test_weights_alone_are_said_to_begin_a_run(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "a.ckpt"
+    assert main(["convert", "--load-path", str(source), "--save-path", str(target), "--to", "megatron"]) == 0
+    hint = capsys.readouterr().out.splitlines()[1]
+    assert hint == f"It holds weights only: begin a run with MegatronStrategy(load_from={str(target)!r})"
+
+
 def test_sigterm_leaves_nothing(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning_megatron.convert.stored.hugging_face import HuggingFaceModel
 
