@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Mapping
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,10 +24,10 @@ from lightning_megatron.checkpoint_io import (
 from lightning_megatron.ckpt_path import check_local, find_checkpoint, is_of_requeue
 from lightning_megatron.data.serving.loaders import ResumableLoader
 from lightning_megatron.engine import checkpoint
-from lightning_megatron.engine.agreement import on_all_ranks_alike
+from lightning_megatron.engine.agreement import all_ranks_come, on_all_ranks_alike
 from lightning_megatron.engine.checkpoint_partial import reload_masters
 from lightning_megatron.engine.signals import DeferredSignals
-from lightning_megatron.errors import CheckpointError, ConfigError
+from lightning_megatron.errors import CheckpointError
 from lightning_megatron.load_from import LoadFrom, load_weights, modules_with_weights
 from lightning_megatron.preemption import TERMINATED, last_of, refuge_of
 from lightning_megatron.saves import Saves
@@ -32,6 +35,10 @@ from lightning_megatron.strategy_state import StrategyState, ready
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+
+_PATIENCE = timedelta(seconds=30)
+"""How long a rank that has failed waits for the others to fail, too, where a callback then saves."""
 
 
 class Checkpointing(StrategyState):
@@ -95,10 +102,26 @@ class Checkpointing(StrategyState):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
+        self._end_unless_all_ranks_save(filepath)
         path = check_local(self.broadcast(str(filepath)))
         run = self._run_state(with_optimizer="optimizer_states" in checkpoint)
         with self.engine():
             self._saves.save(run, checkpoint, path, is_final=self._is_ending)
+
+    def _end_unless_all_ranks_save(self, path: str | Path) -> None:
+        """Go on with the failure that callbacks like ``OnExceptionCheckpoint`` save after, if it is not all ranks'.
+
+        Otherwise this rank would wait for the others, and they for it, and nobody would hear of the failure.
+        """
+        failure = sys.exc_info()[1]
+        is_after_failure = ready(self.lightning_module, "connect").trainer.state.status == TrainerStatus.INTERRUPTED
+        if failure is None or not is_after_failure or isinstance(failure, SIGTERMException):
+            return
+        if not all_ranks_come(_PATIENCE):
+            self._saves.abandon()
+            reason = f"not all ranks have failed within {_PATIENCE.seconds} s, and one alone cannot save"
+            warnings.warn(f"checkpoint {path} is not written: {reason}", stacklevel=2)
+            raise failure
 
     @property
     def _is_ending(self) -> bool:
@@ -140,18 +163,17 @@ class Checkpointing(StrategyState):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        # These errors, and Lightning's for SIGTERM, are raised on all ranks at the same place. After any other one the
-        # ranks cannot be told to meet again.
-        if not isinstance(exception, (ConfigError, SIGTERMException)):
+        # Lightning's for SIGTERM is raised on all ranks at the same place. After any other one, also of ours (one rank
+        # alone may have read a bad sample), the ranks cannot be told to meet again.
+        if not isinstance(exception, SIGTERMException):
             self._saves.abandon()
             return
         if self._saves.is_saving:
             with self.engine():
                 self._saves.finish(is_final=True)
-        if isinstance(exception, SIGTERMException):
-            self._save_before_exit()
-            exception.code = TERMINATED
-            self._is_preempted = True
+        self._save_before_exit()
+        exception.code = TERMINATED
+        self._is_preempted = True
 
     def _save_before_exit(self) -> None:
         """Save what was trained, unless the last checkpoint is of this very step; every rank must call."""

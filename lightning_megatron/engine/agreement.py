@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -10,6 +13,9 @@ import torch.distributed as dist
 from lightning_megatron.errors import ConfigError
 
 T = TypeVar("T")
+
+_GLANCE = 0.05
+"""Seconds between two looks at who has come."""
 
 
 def on_all_ranks_alike(check: Callable[[], T]) -> T:
@@ -43,3 +49,22 @@ def on_all_ranks_alike(check: Callable[[], T]) -> T:
     if error is not None:
         raise ConfigError(str(error)) from error
     return result  # type: ignore[return-value]
+
+
+_meetings = itertools.count()
+
+
+def all_ranks_come(patience: timedelta) -> bool:
+    """Whether every rank calls this within ``patience`` of the others; False if some are elsewhere.
+
+    Unlike a collective, it leaves ranks that are in the middle of one alone.
+    """
+    place = f"lightning_megatron/all_ranks_come/{next(_meetings)}"
+    store = dist.distributed_c10d._get_default_store()
+    deadline = time.monotonic() + patience.total_seconds()
+    store.add(place, 1)
+    while store.add(place, 0) < dist.get_world_size():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_GLANCE)
+    return True

@@ -157,6 +157,57 @@ def test_a_run_that_fails_gives_the_save_under_way_up_and_keeps_the_older_one(tm
     assert [path.name for path in tmp_path.iterdir()] == ["step=2.ckpt"]
 
 
+def _fail_on_one_rank(run: Run, folder: Path, callback: str) -> None:
+    """A save is under way when rank 1 alone meets what the library takes for a user's mistake."""
+    from datetime import timedelta
+
+    import lightning.pytorch as pl
+
+    from lightning_megatron import DataError, checkpointing
+    from lightning_megatron.engine.checkpoint import PendingSave
+
+    PendingSave.is_written = lambda self: False  # type: ignore[method-assign]
+    checkpointing._PATIENCE = timedelta(seconds=1)
+
+    class Fails(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 3 and trainer.global_rank == 1:
+                raise DataError("a bad sample")
+
+    rescue = [pl.callbacks.OnExceptionCheckpoint(folder, "rescue")] if callback == "OnExceptionCheckpoint" else []
+    fit(run, Fails(), *rescue, checkpoints_at(folder, save_top_k=1))
+
+
+@pytest.mark.parametrize("callback", ["none", "OnExceptionCheckpoint"])
+def test_a_rank_that_fails_alone_does_not_wait_for_the_others(tmp_path: Path, callback: str) -> None:
+    run = RUN.but(strategy={"tp": 1, "async_save": True}, trainer={"enable_checkpointing": True})
+    with pytest.raises(RankError, match="a bad sample") as caught:
+        run_ranks(_fail_on_one_rank, 2, run, tmp_path, callback, timeout=20)
+    assert (caught.value.rank, caught.value.error_type) == (1, "DataError")
+    warns = "rescue.ckpt is not written: not all ranks have failed" in str(caught.value)
+    assert warns == (callback == "OnExceptionCheckpoint")
+    assert _names(tmp_path) == ["step=2.ckpt"]
+
+
+def _fail_on_all_ranks(run: Run, folder: Path) -> None:
+    import lightning.pytorch as pl
+
+    class Fails(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 3:
+                raise RuntimeError("everywhere")
+
+    fit(run, Fails(), pl.callbacks.OnExceptionCheckpoint(folder, "rescue"))
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_ranks_that_fail_together_save_where_a_callback_says_so(tmp_path: Path, async_save: bool) -> None:
+    run = RUN.but(strategy={"async_save": async_save}, trainer={"enable_checkpointing": True})
+    with pytest.raises(RankError, match="everywhere"):
+        run_ranks(_fail_on_all_ranks, 2, run, tmp_path)
+    assert _names(tmp_path) == ["rescue.ckpt"]
+
+
 def _fail_and_fit_again(run: Run, folder: Path) -> list[Any]:
     """The only save fails and the run is interrupted; then the same Trainer trains without saving."""
     import lightning.pytorch as pl
