@@ -37,6 +37,8 @@ def open_model(path: Path, options: ConvertOptions) -> StoredModel:
         if options.config is not None and (folder / CONFIG_FILE).is_file():
             raise ConfigError(f"config={options.config} would do nothing: {folder} has a {CONFIG_FILE}; leave it out")
         return open_hugging_face(folder, options.config)
+    if path.is_file() and ((path.parent / META).is_file() or is_distributed(path.parent)):
+        raise CheckpointError(f"load_path={path} is one file of the checkpoint {path.parent}; give that")
     from lightning_megatron.convert.legacy.reading import is_legacy, open_legacy
 
     if is_legacy(folder):
@@ -50,8 +52,6 @@ def _unknown(path: Path) -> CheckpointError:
         "of Megatron-LM (mp_rank_*/model_optim_rng.pt), or NVIDIA's .zip of one"
     )
     if path.is_file():
-        if (path.parent / META).is_file() or is_distributed(path.parent):
-            return CheckpointError(f"load_path={path} is one file of the checkpoint {path.parent}; give that")
         return CheckpointError(f"load_path={path} is a file of another kind; give {known}")
     checkpoints = named(sorted(each.name for each in path.glob("*.ckpt")))
     if checkpoints:

@@ -53,7 +53,7 @@ class RankFiles:
 def is_legacy(path: Path) -> bool:
     """Whether ``path`` looks like a legacy checkpoint, in any of the known forms."""
     if path.is_file():
-        return path.name in MODEL_FILES or (path.suffix in (".pt", ".zip") and _is_archive_of_ranks(path))
+        return path.suffix == ".pt" or (path.suffix == ".zip" and _is_archive_of_ranks(path))  # one file has any name
     if not path.is_dir():
         return False
     return bool(_files_of_ranks(path)) or any((path / name).is_file() for name in MODEL_FILES)

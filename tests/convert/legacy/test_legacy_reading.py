@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -315,6 +316,9 @@ def test_every_way_to_name_a_checkpoint(references: dict[str, StoredModel], tmp_
     ways = [tmp_path, iteration, iteration / "mp_rank_00", iteration / "mp_rank_00" / "model_optim_rng.pt"]
     for path in ways:
         _assert_equal(open_legacy(path), references["gpt2"])
+    ways.append(tmp_path / "gpt2_345m.pt")
+    shutil.copyfile(ways[3], ways[4])
+    _assert_equal(open_legacy(ways[4]), references["gpt2"])
     assert all(is_legacy(path) for path in ways[1:])
 
     write(tmp_path, layout := Layout(stages=even(LAYERS)), gpt2(_gpt2(), layout), gpt2_arguments(_gpt2()), iteration=80)
