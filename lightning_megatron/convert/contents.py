@@ -20,7 +20,7 @@ from lightning_megatron.convert.iterations import iteration_folder
 from lightning_megatron.convert.legacy.description import describe_legacy, shown_arguments
 from lightning_megatron.convert.legacy.layout import is_legacy
 from lightning_megatron.convert.legacy.rank_state import arguments_of
-from lightning_megatron.convert.legacy.unpickler import load_pickled
+from lightning_megatron.convert.pickled.unpickler import load_pickled
 from lightning_megatron.engine.checkpoint_checksums import CHECKSUMS
 from lightning_megatron.engine.checkpoint_safety import (
     COMMON,

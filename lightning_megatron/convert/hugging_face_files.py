@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from lightning_megatron.convert.plain_reads import read_into
+from lightning_megatron.engine.checkpoint_failures import failures_as_errors
 from lightning_megatron.errors import CheckpointError
 
 WEIGHTS_FILE = "model.safetensors"
@@ -90,7 +92,7 @@ class WeightFiles:
             return self._load(tensor.file)[name].detach()[start:stop].clone(memory_format=torch.contiguous_format)
         buffer = torch.empty((stop - start) * tensor.row_bytes, dtype=torch.uint8)
         if buffer.numel():
-            _read_into(buffer, tensor.file, tensor.offset + start * tensor.row_bytes)
+            read_into(buffer, tensor.file, tensor.offset + start * tensor.row_bytes)
         return buffer.view(tensor.dtype).view(stop - start, *tensor.shape[1:])
 
     def _load(self, file: Path) -> dict[str, torch.Tensor]:
@@ -169,20 +171,6 @@ def _weight_map(index: Path) -> dict[str, str]:
     return names
 
 
-def _read_into(buffer: torch.Tensor, file: Path, offset: int) -> None:
-    view, done = memoryview(buffer.numpy().data), 0
-    try:
-        with file.open("rb", buffering=0) as opened:
-            opened.seek(offset)
-            while done < len(view):
-                count = opened.readinto(view[done:])
-                if not count:
-                    raise CheckpointError(f"weights file {file} is truncated; fetch it again")
-                done += count
-    except OSError as error:
-        raise CheckpointError(f"weights file {file} cannot be read ({error}); check the disk") from error
-
-
 # ---- safetensors ----------------------------------------------------------------------------------------------------
 
 
@@ -255,9 +243,6 @@ def _offset(tensor: torch.Tensor) -> int | None:
 
 def _unpickle(file: Path) -> dict[str, torch.Tensor]:
     """A dict of tensors, mapped into memory; files of torch before 1.6 cannot be mapped and are read whole."""
-    # Not above: it imports Megatron-Core, which takes seconds.
-    from lightning_megatron.engine.checkpoint_failures import failures_as_errors
-
     with failures_as_errors(f"weights file {file} is not loaded (fetch it again, from a source that you trust)"):
         is_zip = zipfile.is_zipfile(file)
         with file.open("rb") as opened:

@@ -14,9 +14,9 @@ from lightning_megatron.convert.legacy.arguments_out import HUGGING_FACE_CONFIG
 from lightning_megatron.convert.legacy.layout import RankFiles, find_files
 from lightning_megatron.convert.legacy.merged import whole_shape
 from lightning_megatron.convert.legacy.optimizer import read_training
-from lightning_megatron.convert.legacy.pickle_machine import Inert
 from lightning_megatron.convert.legacy.rank_state import load_rank
 from lightning_megatron.convert.legacy.stacking import States, architecture_of, stack
+from lightning_megatron.convert.pickled.pickle_machine import Inert
 from lightning_megatron.convert.stored.base import Key, Training
 from lightning_megatron.errors import CheckpointError, ConfigError
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_megatron.convert.iterations import iteration_folder
-from lightning_megatron.convert.legacy.pickle_machine import Damaged
-from lightning_megatron.convert.legacy.unpickler import FilePart, member_part
+from lightning_megatron.convert.pickled.pickle_machine import Damaged
+from lightning_megatron.convert.pickled.unpickler import FilePart, member_part
 from lightning_megatron.errors import CheckpointError
 
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")

@@ -10,7 +10,7 @@ import torch
 
 from lightning_megatron.convert.legacy.names import split_axis
 from lightning_megatron.convert.legacy.qkv import shard_order
-from lightning_megatron.convert.legacy.tensor_handle import TensorHandle
+from lightning_megatron.convert.pickled.tensor_handle import TensorHandle
 from lightning_megatron.convert.pieces import index
 from lightning_megatron.convert.stored.base import Key
 from lightning_megatron.models.config import ModelConfig

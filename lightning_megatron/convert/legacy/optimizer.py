@@ -19,7 +19,7 @@ from lightning_megatron.convert.legacy.layout import RankFiles
 from lightning_megatron.convert.legacy.rank_state import RankState
 from lightning_megatron.convert.legacy.stacking import Parameter, Shards, Stacked, States
 from lightning_megatron.convert.legacy.stored_state import Unclear, handle_of, list_of, mapping_of, plain
-from lightning_megatron.convert.legacy.tensor_handle import TensorHandle
+from lightning_megatron.convert.pickled.tensor_handle import TensorHandle
 from lightning_megatron.convert.stored.base import Key, State, Training
 
 _INNER = ("optimizer", "optimizer_state_dict")

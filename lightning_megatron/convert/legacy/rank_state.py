@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from lightning_megatron.convert.legacy.names import is_weight
-from lightning_megatron.convert.legacy.tensor_handle import TensorHandle
-from lightning_megatron.convert.legacy.unpickler import FilePart, load_pickled
+from lightning_megatron.convert.pickled.tensor_handle import TensorHandle
+from lightning_megatron.convert.pickled.unpickler import FilePart, load_pickled
 from lightning_megatron.errors import CheckpointError
 
 _CHUNK = re.compile(r"model(\d*)")

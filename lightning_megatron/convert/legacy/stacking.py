@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from lightning_megatron.convert.legacy.layout import RankFiles
 from lightning_megatron.convert.legacy.names import HEAD_COPY, key_of
 from lightning_megatron.convert.legacy.rank_state import RankState
-from lightning_megatron.convert.legacy.tensor_handle import TensorHandle
+from lightning_megatron.convert.pickled.tensor_handle import TensorHandle
 from lightning_megatron.convert.stored.base import Key
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.models.config import Architecture

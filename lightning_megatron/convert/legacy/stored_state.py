@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_megatron.convert.legacy.tensor_handle import TensorHandle
+from lightning_megatron.convert.pickled.tensor_handle import TensorHandle
 
 
 class Unclear(Exception):

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from lightning_megatron.convert.legacy.tensor_handle import TensorHandle
-from lightning_megatron.convert.legacy.unpickler import FilePart, load_pickled
+from lightning_megatron.convert.pickled.tensor_handle import TensorHandle
+from lightning_megatron.convert.pickled.unpickler import FilePart, load_pickled
 from lightning_megatron.engine.checkpoint_safety import read_table
 from lightning_megatron.errors import CheckpointError
 

@@ -20,7 +20,7 @@ import torch
 from lightning_megatron.convert.companions import companion_files
 from lightning_megatron.convert.contents import OF_MEGATRON_CORE, OF_STRATEGY, check_of_megatron_core
 from lightning_megatron.convert.legacy.names import VOCABULARY
-from lightning_megatron.convert.legacy.unpickler import load_pickled
+from lightning_megatron.convert.pickled.unpickler import load_pickled
 from lightning_megatron.convert.shapes import rules_by_name, tensor_shapes
 from lightning_megatron.convert.stored.base import Key, Spec, State, Training
 from lightning_megatron.convert.stored.chunks import ChunkedFiles, open_chunks

@@ -24,10 +24,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_megatron.convert.legacy.allowed import find_global
-from lightning_megatron.convert.legacy.pickle_machine import Damaged, Inert, Refused, read_pickle
-from lightning_megatron.convert.legacy.tensor_handle import TensorHandle
-from lightning_megatron.convert.legacy.unpickler import FilePart, load_pickled
+from lightning_megatron.convert.pickled.allowed import find_global
+from lightning_megatron.convert.pickled.pickle_machine import Damaged, Inert, Refused, read_pickle
+from lightning_megatron.convert.pickled.tensor_handle import TensorHandle
+from lightning_megatron.convert.pickled.unpickler import FilePart, load_pickled
 from lightning_megatron.errors import CheckpointError
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_megatron.errors import CheckpointError
+from lightning_megatron.convert.plain_reads import read_into
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,22 +100,3 @@ class TensorHandle:
         """Items from the first to the last one of that many rows."""
         shape = (rows, *self.shape[1:]) if self.shape else ()
         return 1 + sum((length - 1) * step for length, step in zip(shape, self.stride, strict=True))
-
-
-def read_into(buffer: torch.Tensor, file: Path, offset: int) -> None:
-    """Fill ``buffer`` (uint8) from ``file``, with plain reads: mapped pages would count as memory of this process.
-
-    Raises:
-        CheckpointError: If the file cannot be read, or ends too early.
-    """
-    view, done = memoryview(buffer.numpy().data), 0
-    try:
-        with file.open("rb", buffering=0) as opened:
-            opened.seek(offset)
-            while done < len(view):
-                count = opened.readinto(view[done:])
-                if not count:
-                    raise CheckpointError(f"checkpoint file {file} is truncated; use another copy")
-                done += count
-    except OSError as error:
-        raise CheckpointError(f"checkpoint file {file} cannot be read ({error}); check the disk") from error

@@ -16,9 +16,9 @@ from typing import IO, Any
 
 import torch
 
-from lightning_megatron.convert.legacy.allowed import find_global
-from lightning_megatron.convert.legacy.pickle_machine import Damaged, Global, Refused, read_pickle
-from lightning_megatron.convert.legacy.tensor_handle import Storage
+from lightning_megatron.convert.pickled.allowed import find_global
+from lightning_megatron.convert.pickled.pickle_machine import Damaged, Global, Refused, read_pickle
+from lightning_megatron.convert.pickled.tensor_handle import Storage
 from lightning_megatron.errors import CheckpointError
 
 _LARGEST_PICKLE = 1 << 27

@@ -2,7 +2,7 @@
 
 Python's own unpickler can be told which globals to find, but not what an instruction may do with them: it would set
 attributes of a class, or call what a dictionary holds. Here every instruction is one of ours, on our own objects:
-names become values of ``legacy/allowed.py``, and only those are ever called.
+names become values of ``pickled/allowed.py``, and only those are ever called.
 """
 
 from __future__ import annotations

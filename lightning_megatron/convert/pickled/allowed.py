@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_megatron.convert.legacy.pickle_machine import Damaged, Global, Inert, Refused, as_key
-from lightning_megatron.convert.legacy.tensor_handle import Storage, TensorHandle
+from lightning_megatron.convert.pickled.pickle_machine import Damaged, Global, Inert, Refused, as_key
+from lightning_megatron.convert.pickled.tensor_handle import Storage, TensorHandle
 
 _INERT = re.compile(
     r"(megatron|apex|transformer_engine|fp16)(\.\w+)+"  # enums, tokenizers, loss scalers, RNG trackers, options
