@@ -18,11 +18,13 @@ from lightning_megatron.data.corpus.tokenizer import largest_id, load_tokenizer
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.generate.prompts import check_prompts, with_first_token
-from lightning_megatron.generate.texts import continuations, encoded
+from lightning_megatron.generate.texts import decoder_texts, encoded, new_texts
 
 
 class SampleText(Callback):
     """Continues prompts every few steps, on all ranks together; training goes on as if nothing had happened.
+
+    A T5's encoder reads the prompts, and the text is its decoder's.
 
     Loggers that show texts (TensorBoard) get one under ``samples/0``, ``samples/1``, ... for each prompt. For others
     the texts are lines of JSON in the file ``samples.jsonl`` of their folder; without a logger they are printed. With a
@@ -68,9 +70,9 @@ class SampleText(Callback):
         if stage != "fit":
             return
         model = getattr(pl_module, "model_config", None)
-        if model is None or model.architecture != "gpt":
+        if model is None or model.architecture not in ("gpt", "t5"):
             raise ConfigError(
-                f"SampleText continues texts with GPTs, and {type(pl_module).__name__} has none; remove the callback"
+                f"SampleText shows texts of GPTs and T5s, and {type(pl_module).__name__} has none; remove it"
             )
         self._tokenizer = load_tokenizer(self.tokenizer)
         if (largest := largest_id(self._tokenizer)) >= model.vocab_size:
@@ -78,6 +80,7 @@ class SampleText(Callback):
                 f"the tokenizer {self.tokenizer} of SampleText has tokens up to {largest}, and the model's vocabulary "
                 f"ends at {model.vocab_size - 1}; give the tokenizer of the training data"
             )
+        self._is_answer = model.architecture == "t5"
         own: Any = pl_module.generation
         self._options: GenerationOptions = self.generation or own
         rows: tuple[Tensor, Tensor | None] = encoded(self.prompts, self._tokenizer)
@@ -106,7 +109,14 @@ class SampleText(Callback):
             if isinstance(callback, ThroughputMonitor):
                 callback.interrupt()
         if trainer.is_global_zero:
-            self._keep(trainer, continuations(self._tokenizer, written, *self._rows))
+            is_answer = self._is_answer
+            texts = (
+                decoder_texts(self._tokenizer, written)
+                if is_answer
+                else new_texts(self._tokenizer, written, *self._rows)
+            )
+            copies = self._options.num_return_sequences
+            self._keep(trainer, [(self.prompts[index // copies], text) for index, text in enumerate(texts)])
 
     def _keep(self, trainer: Trainer, texts: list[tuple[str, str]]) -> None:
         without_texts: list[Logger] = []

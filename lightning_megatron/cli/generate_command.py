@@ -15,7 +15,8 @@ _DESCRIPTION = """\
 Continue prompts with the model of a checkpoint, on one process or on tp x pp of them.
 
 Read is what convert reads: Hugging Face model directories, *.ckpt of MegatronStrategy, Megatron-Core's distributed
-checkpoints and Megatron-LM's; each process reads its own part. Greedy unless an option says how to draw."""
+checkpoints and Megatron-LM's; each process reads its own part. Greedy unless an option says how to draw.
+GPTs continue the prompts; the encoder of a T5 reads them, and the text is its decoder's."""
 _EPILOG = """\
 examples:
   {prog} --checkpoint gpt2 --prompt "Are you human?" --max-new-tokens 40

@@ -30,11 +30,11 @@ class Continued:
         return json.dumps({"prompt": self.prompt, "text": self.text}, ensure_ascii=False)
 
 
-def printed(continued: Sequence[Continued], *, as_json: bool) -> str:
-    """All texts: each behind its prompt and a blank line between two, or a line of JSON each."""
+def printed(continued: Sequence[Continued], *, as_json: bool, between: str = "") -> str:
+    """All texts: each behind its prompt and ``between``, a blank line between two; or a line of JSON each."""
     if as_json:
         return "".join(each.as_json() + "\n" for each in continued)
-    return "\n\n".join(_marked(each.prompt, sys.stdout) + each.text for each in continued) + "\n"
+    return "\n\n".join(_marked(each.prompt, sys.stdout) + between + each.text for each in continued) + "\n"
 
 
 def cut(text: str, stop: Sequence[str]) -> str:

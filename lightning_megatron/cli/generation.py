@@ -24,7 +24,7 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.generate.end_tokens import end_tokens
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.generate.prompts import check_prompts
-from lightning_megatron.generate.texts import continuations, encoded
+from lightning_megatron.generate.texts import decoder_texts, encoded, new_texts
 from lightning_megatron.module import MegatronModule
 from lightning_megatron.strategy import MegatronStrategy
 
@@ -67,11 +67,29 @@ class _Job:
     """What is to be continued."""
 
     prompts: list[str]
+    is_answer: bool
+    """Whether texts answer the prompts, as an encoder-decoder's, instead of continuing them."""
     tokenizer: Any
     input_ids: torch.Tensor
     """[b, s]."""
     attention_mask: torch.Tensor
     """[b, s]."""
+
+    @property
+    def between(self) -> str:
+        """What stands between a prompt and a text that is shown with it."""
+        return "\n" if self.is_answer else ""
+
+    def stream(self, stop: list[str]) -> TextStream:
+        """For the text of the only prompt."""
+        given = [] if self.is_answer else self.input_ids[0].tolist()
+        return TextStream(self.tokenizer, self.prompts[0] + self.between, given, stop)
+
+    def texts(self, written: torch.Tensor, rows: slice) -> list[str]:
+        """What was written behind the prompts of ``rows``."""
+        if self.is_answer:
+            return decoder_texts(self.tokenizer, written)
+        return new_texts(self.tokenizer, written, self.input_ids[rows], self.attention_mask[rows])
 
     def loader(self, batch_size: int) -> DataLoader[Any]:
         """The rows in batches."""
@@ -118,14 +136,20 @@ def generate(arguments: GenerateArguments) -> None:
         raise ConfigError(f"--batch-size {arguments.batch_size} must be at least 1; correct it")
     paths = ConvertOptions(load_path=arguments.checkpoint, save_path=arguments.checkpoint, to="hf")
     stored = open_model(arguments.checkpoint, paths)
-    if stored.model.architecture != "gpt":
-        raise ConfigError(f"{stored.path} is no GPT, whose texts generate continues, but a {stored.model.family}")
+    if stored.model.architecture not in ("gpt", "t5"):
+        raise ConfigError(
+            f"{stored.path} is a {stored.model.family}, and generate needs a GPT or T5, which write texts"
+        )
+    if stored.model.architecture == "t5" and arguments.add_bos:
+        raise ConfigError("--add-bos is for texts that are continued, and a T5 starts its own; leave it out")
     tokenizer = _tokenizer(arguments.tokenizer, stored)
     options = _with_ends(options, arguments.stop, stored, tokenizer)
     input_ids, mask = encoded(prompts, tokenizer, add_bos=arguments.add_bos)
     check_prompts(input_ids, mask, stored.model, options)
-    job = _Job(prompts=prompts, tokenizer=tokenizer, input_ids=input_ids, attention_mask=mask)
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    is_answer = stored.model.architecture == "t5"
+    job = _Job(prompts=prompts, is_answer=is_answer, tokenizer=tokenizer, input_ids=input_ids, attention_mask=mask)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     trainer = Trainer(
         accelerator=arguments.accelerator,
         devices=arguments.tp * arguments.pp,
@@ -136,7 +160,7 @@ def generate(arguments: GenerateArguments) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    stream = TextStream(tokenizer, prompts[0], input_ids[0].tolist(), arguments.stop) if streams else None
+    stream = job.stream(arguments.stop) if streams else None
     module = _StoredModule(stored, options, stream)
     predicted: Any = trainer.predict(module, job.loader(arguments.batch_size))
     if stream is None:
@@ -192,7 +216,7 @@ def _prompts(arguments: GenerateArguments) -> list[str]:
     if arguments.prompt_file is None:
         return arguments.prompt or []
     try:
-        lines = arguments.prompt_file.read_text(encoding="utf-8").splitlines()
+        lines = arguments.prompt_file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ConfigError(f"--prompt-file {arguments.prompt_file} cannot be read: {reason}; give a text file") from None
@@ -221,8 +245,7 @@ def _print(predicted: list[torch.Tensor], job: _Job, arguments: GenerateArgument
     for written in predicted:
         rows = slice(first, first + len(written) // arguments.num_return_sequences)
         first = rows.stop
-        texts = continuations(job.tokenizer, written, job.input_ids[rows], job.attention_mask[rows])
-        for index, (_, new) in enumerate(texts):
+        for index, new in enumerate(job.texts(written, rows)):
             prompt = job.prompts[rows][index // arguments.num_return_sequences]
             found.append(Continued(prompt=prompt, text=cut(new, arguments.stop)))
-    sys.stdout.write(printed(found, as_json=arguments.json))
+    sys.stdout.write(printed(found, as_json=arguments.json, between=job.between))

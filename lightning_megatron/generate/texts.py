@@ -45,22 +45,29 @@ def continuation(tokenizer: Any, prompt: Sequence[int], new: Sequence[int]) -> s
     return whole[len(before) :]
 
 
-def continuations(
-    tokenizer: Any, written: Tensor, input_ids: Tensor, attention_mask: Tensor | None
-) -> list[tuple[str, str]]:
-    """Prompt and continuation of each row, special tokens left out.
+def new_texts(tokenizer: Any, written: Tensor, input_ids: Tensor, attention_mask: Tensor | None) -> list[str]:
+    """What follows each prompt, special tokens left out.
 
     Args:
         tokenizer: Of transformers.
-        written: What ``generate`` returned, [b * n, s + new]: n texts of each prompt.
+        written: What ``generate`` of a GPT returned, [b * n, s + new]: n texts of each prompt.
         input_ids: The prompts that it was given, [b, s].
         attention_mask: [b, s]; None for no padding.
     """
     copies, width = len(written) // len(input_ids), input_ids.shape[1]
     masks = (torch.ones_like(input_ids) if attention_mask is None else attention_mask).bool().cpu()
-    found = []
-    for index, row in enumerate(written.cpu()):
-        prompt = row[:width][masks[index // copies]].tolist()
-        text = tokenizer.decode(prompt, skip_special_tokens=True)
-        found.append((text, continuation(tokenizer, prompt, row[width:].tolist())))
-    return found
+    return [
+        continuation(tokenizer, row[:width][masks[index // copies]].tolist(), row[width:].tolist())
+        for index, row in enumerate(written.cpu())
+    ]
+
+
+def decoder_texts(tokenizer: Any, written: Tensor) -> list[str]:
+    """What an encoder-decoder wrote, special tokens left out.
+
+    Args:
+        tokenizer: Of transformers.
+        written: What ``generate`` returned, [b, 1 + new].
+    """
+    texts: list[str] = tokenizer.batch_decode(written[:, 1:], skip_special_tokens=True)
+    return texts

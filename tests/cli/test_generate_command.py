@@ -22,7 +22,14 @@ PROMPTS = ("w1 w5", "w90 w7 w11 w3 w2")
 @pytest.fixture(scope="module")
 def checkpoints(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny GPT-2 in all formats, with its tokenizer."""
-    from transformers import AutoModelForCausalLM, GPT2Config, T5Config, T5ForConditionalGeneration
+    from transformers import (
+        AutoModelForCausalLM,
+        GPT2Config,
+        MegatronBertConfig,
+        MegatronBertForPreTraining,
+        T5Config,
+        T5ForConditionalGeneration,
+    )
 
     from tests.families.parity import tiny_model
 
@@ -30,8 +37,11 @@ def checkpoints(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = GPT2Config(vocab_size=VOCAB_SIZE, n_layer=2, n_embd=16, n_head=2, n_positions=64, eos_token_id=0)
     tiny_model(AutoModelForCausalLM, config).save_pretrained(folder / "hf")
     shutil.copytree(folder / "hf", folder / "bare")
-    t5 = T5Config(vocab_size=VOCAB_SIZE, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
-    T5ForConditionalGeneration(t5).save_pretrained(folder / "t5")
+    t5 = T5Config(vocab_size=VOCAB_SIZE, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    tiny_model(T5ForConditionalGeneration, t5).save_pretrained(folder / "t5")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    bert = MegatronBertConfig(vocab_size=VOCAB_SIZE, max_position_embeddings=8, **sizes)
+    MegatronBertForPreTraining(bert).save_pretrained(folder / "bert")
     shutil.copytree(corpus.parent / "tok", folder / "hf", dirs_exist_ok=True)
     for name, to in (("run.ckpt", "megatron"), ("legacy", "megatron-legacy")):
         layout = ("--tp", "2", "--pp", "2")
@@ -129,6 +139,20 @@ def test_a_streamed_text_is_the_same(checkpoints: Path, tp: int, pp: int) -> Non
     assert out == expected
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_t5_answers_its_prompts(checkpoints: Path, streams: bool) -> None:
+    from transformers import AutoTokenizer, T5ForConditionalGeneration
+
+    model = T5ForConditionalGeneration.from_pretrained(checkpoints / "t5")
+    tokenizer = AutoTokenizer.from_pretrained(checkpoints / "hf")
+    ids = tokenizer(PROMPTS[0], return_tensors="pt").input_ids
+    text = tokenizer.decode(model.generate(ids, do_sample=False, max_new_tokens=6)[0], skip_special_tokens=True)
+    common = ("--checkpoint", checkpoints / "t5", "--tokenizer", checkpoints / "hf", "--max-new-tokens", 6)
+    code, out, err = _generate(*common, "--prompt", PROMPTS[0], *(["--stream"] if streams else []))
+    assert code == 0, err
+    assert out == f"{PROMPTS[0]}\n{text}\n"
+
+
 def test_beams_may_stop_early_and_tokens_be_drawn_from_the_whole_distribution(checkpoints: Path) -> None:
     common = ("--checkpoint", checkpoints / "hf", "--prompt", *PROMPTS, "--max-new-tokens", 8)
     for chosen, value in (("true", True), ("never", "never")):
@@ -153,7 +177,8 @@ def test_beams_may_stop_early_and_tokens_be_drawn_from_the_whole_distribution(ch
         ("--checkpoint {folder}/hf --prompt x --batch-size 0", "--batch-size 0 must be at least 1"),
         ("--checkpoint {folder}/none --prompt x", "does not exist"),
         ("--checkpoint {folder}/bare --prompt x", "/bare comes with no tokenizer; give --tokenizer DIR"),
-        ("--checkpoint {folder}/t5 --prompt x", "t5 is no GPT, whose texts generate continues"),
+        ("--checkpoint {folder}/bert --prompt x", "bert is a megatron-bert, and generate needs a GPT or T5"),
+        ("--checkpoint {folder}/t5 --tokenizer {folder}/hf --prompt x --add-bos", "--add-bos is for texts that are"),
         ("--checkpoint {folder}/hf --prompt x --top-k 3 --top-p 0.5", "top_k=3 and top_p=0.5 both say"),
         ("--checkpoint {folder}/hf --prompt x --top-p 1.5", "top_p=1.5 is no number from 0 to 1"),
         ("--checkpoint {folder}/hf --prompt x --num-beams 2 --top-k 3", "num_beams=2 searches for the likeliest"),

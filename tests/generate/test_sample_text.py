@@ -89,8 +89,9 @@ def _trained(case: Case, tokenizer: Path | None, folder: Path) -> tuple[RankOutc
     return outcome, [rows[0].tolist(), rows[1, 2:].tolist()], shown
 
 
-def test_without_a_logger_the_texts_are_printed_and_their_time_is_not_counted(tokenizer: Path) -> None:
-    out, metrics = run_ranks(_printed, 1, Case(steps=2), tokenizer)[0]
+@pytest.mark.parametrize("model", ["gpt2", "t5"])
+def test_without_a_logger_the_texts_are_printed_and_their_time_is_not_counted(tokenizer: Path, model: str) -> None:
+    out, metrics = run_ranks(_printed, 1, Case(steps=2, model=model), tokenizer)[0]
     samples = [line for line in out.splitlines() if line.startswith("step ")]
     assert [line.split(" -> ")[0] for line in samples] == ["step 1: 'w11'", "step 2: 'w11'"]
     # The module's own options.
@@ -115,20 +116,28 @@ def _printed(case: Case, tokenizer: Path) -> tuple[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("model", "extra_words", "prompts", "says"),
+    ("extra_words", "prompts", "says"),
     [
-        ("gpt2", 1, PROMPTS, f"has tokens up to {VOCAB_SIZE}, and the model's vocabulary ends at {VOCAB_SIZE - 1}"),
-        ("gpt2", 0, [" ".join(["w1"] * 17)], "need more positions than the model's max_position_embeddings=16"),
-        ("gpt2", 0, ["w1", ""], "the prompt '' has no token to continue"),
-        ("t5", 0, PROMPTS, "SampleText continues texts with GPTs"),
+        (1, PROMPTS, f"has tokens up to {VOCAB_SIZE}, and the model's vocabulary ends at {VOCAB_SIZE - 1}"),
+        (0, [" ".join(["w1"] * 17)], "need more positions than the model's max_position_embeddings=16"),
+        (0, ["w1", ""], "the prompt '' has no token to continue"),
     ],
 )
 def test_what_cannot_be_continued_is_refused_before_the_first_step(
-    tmp_path: Path, model: str, extra_words: int, prompts: list[str], says: str
+    tmp_path: Path, extra_words: int, prompts: list[str], says: str
 ) -> None:
     folder = _tokenizer(tmp_path, VOCAB_SIZE + extra_words)
     with pytest.raises(RankError, match=says):
-        run_ranks(_started, 1, Case(model=model), folder, prompts)
+        run_ranks(_started, 1, Case(), folder, prompts)
+
+
+def test_a_model_that_writes_no_texts_is_refused(tokenizer: Path) -> None:
+    from lightning.pytorch import LightningModule, Trainer
+
+    from lightning_megatron import ConfigError, SampleText
+
+    with pytest.raises(ConfigError, match="SampleText shows texts of GPTs and T5s, and LightningModule has none"):
+        SampleText(tokenizer, PROMPTS).setup(Trainer(barebones=True), LightningModule(), "fit")
 
 
 def _started(case: Case, tokenizer: Path, prompts: list[str]) -> None:
