@@ -127,18 +127,19 @@ class SampleText(Callback):
                 continue
             for index, (prompt, new) in enumerate(texts):
                 add_text(f"samples/{index}", _as_written(prompt, new), trainer.global_step)
-        if without_texts:
-            self._append(trainer.global_step, texts)
-        elif not trainer.loggers:
+        assert self._folder is not None
+        for folder in {Path(logger.log_dir or self._folder) for logger in without_texts}:
+            _append(folder, trainer.global_step, texts)
+        if not trainer.loggers:
             for prompt, new in texts:
                 print(f"step {trainer.global_step}: {prompt!r} -> {new!r}", flush=True)
 
-    def _append(self, step: int, texts: list[tuple[str, str]]) -> None:
-        assert self._folder is not None
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with (self._folder / "samples.jsonl").open("a", encoding="utf-8") as file:
-            for prompt, new in texts:
-                file.write(json.dumps({"step": step, "prompt": prompt, "text": new}, ensure_ascii=False) + "\n")
+
+def _append(folder: Path, step: int, texts: list[tuple[str, str]]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "samples.jsonl").open("a", encoding="utf-8") as file:
+        for prompt, new in texts:
+            file.write(json.dumps({"step": step, "prompt": prompt, "text": new}, ensure_ascii=False) + "\n")
 
 
 def _as_written(prompt: str, new: str) -> str:

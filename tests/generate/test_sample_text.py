@@ -82,7 +82,7 @@ def _trained(case: Case, tokenizer: Path | None, folder: Path) -> tuple[RankOutc
     if tokenizer is not None:
         options = GenerationOptions(max_new_tokens=6, eos_token_id=())
         callbacks = [SampleText(tokenizer, PROMPTS, every_n_steps=2, generation=options)]
-    loggers = [CSVLogger(folder, name="", version="csv"), Showing()]
+    loggers = [Showing(), CSVLogger(folder, name="", version="csv")]
     outcome = train_module(module, case, loader_of(case), callbacks=callbacks, logger=loggers)
     mask = torch.tensor([[1, 1, 1], [0, 0, 1]])
     rows = module.generate(torch.tensor([[3, 5, 7], [0, 0, 11]]), mask, max_new_tokens=6, eos_token_id=())
