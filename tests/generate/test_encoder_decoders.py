@@ -75,6 +75,15 @@ def _compare(pairs: list[tuple[Call, torch.Tensor]], layout: Layout) -> None:
         assert set(actual[:, 0].tolist()) == {START}
 
 
+def test_stages_send_sixteen_bits() -> None:
+    # One row, so that stages multiply the matrices that one process multiplies.
+    ids, mask = prompts(lengths=(7,))
+    call = Call(model="mt5", input_ids=ids, attention_mask=mask, options={"max_new_tokens": 8, "eos_token_id": ()})
+    (alone,), (sent,) = (continued([call], layout, precision="bf16-mixed") for layout in (Layout(), Layout(pp=2)))
+    assert alone.tolist() == sent.tolist()
+    assert alone.shape == (1, 9)
+
+
 def test_tokens_are_drawn_from_hugging_faces_logits() -> None:
     ids, mask = prompts()
     ways: tuple[dict[str, Any], ...] = ({"top_p": 0.9, "top_p_decay": 0.9}, {"top_k": 20, "temperature": 0.8})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -17,8 +19,10 @@ def test_buckets_are_those_of_hugging_face(num_buckets: int, max_distance: int, 
     expected = T5Attention._relative_position_bucket(
         position[None, :] - position[:, None], bidirectional, num_buckets, max_distance
     )
-    ours = relative_buckets(300, bidirectional=bidirectional, num_buckets=num_buckets, max_distance=max_distance)
-    assert torch.equal(ours, expected)
+    table: Any = {"bidirectional": bidirectional, "num_buckets": num_buckets, "max_distance": max_distance}
+    assert torch.equal(relative_buckets(300, **table), expected)
+    # While text grows: the last query of a longer sequence sees its last keys at the same distances.
+    assert torch.equal(relative_buckets(333, **table, num_queries=1)[:, 33:], expected[-1:])
 
 
 @pytest.mark.gpu(1)
