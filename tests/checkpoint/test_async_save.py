@@ -158,7 +158,7 @@ def _meta_of(path: Path) -> tuple[Any, Any]:
     from lightning_megatron.engine import checkpoint
 
     with engine_run(RUN) as state:
-        checkpoint.save(state, {}, path)
+        checkpoint.save(replace(state, hugging_face_config=None), {}, path)
         without = checkpoint.read_meta(path)["hugging_face_config"]
         checkpoint.save(replace(state, hugging_face_config={"model_type": "gpt2", "eos_token_id": [1, 2]}), {}, path)
         return without, checkpoint.read_meta(path)["hugging_face_config"]

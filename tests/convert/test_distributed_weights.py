@@ -135,10 +135,7 @@ def test_every_family_comes_back_bit_for_bit(tmp_path: Path, name: str) -> None:
     _convert(tmp_path / "again.ckpt", tmp_path / "back", to="hf")
 
     _assert_same(_tensors(tmp_path / "back"), expected)
-    source, target = (
-        json.loads((tmp_path / folder / "config.json").read_text())
-        for folder in ("source", "back")
-    )
+    source, target = (json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("source", "back"))
     assert target == source
 
 
