@@ -32,7 +32,7 @@ def search(
     """The best continuations of each prompt, ``num_return_sequences`` of each, best first; as ``decoding.decode``."""
     rows, width = prompts.tokens.shape
     device, most, count = prompts.tokens.device, options.max_new_tokens, options.num_beams
-    stages = Stages(models, topology, rows, width + most - 1)
+    stages = Stages(models, topology, rows, width + most - 1, static=options.static_cache)
     reading = Reading(stages, prompts, most)
     beams = Beams(prompts, options, vocab_size) if stages.chooses else None
     parents = torch.arange(rows, device=device).repeat_interleave(count)

@@ -62,7 +62,7 @@ def decode(
     rows, width = prompts.tokens.shape
     device = prompts.tokens.device
     most = options.max_new_tokens
-    stages = Stages(models, topology, rows, width + most - 1)
+    stages = Stages(models, topology, rows, width + most - 1, static=options.static_cache)
     reading = Reading(stages, prompts, most)
     chooser = _Chooser(prompts, options, vocab_size, uniform.to(device)) if stages.chooses else None
     stops = Stops(options, device)

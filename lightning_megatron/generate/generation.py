@@ -21,6 +21,7 @@ from lightning_megatron.generate.prompts import Prompts, aligned, check_prompts,
 from lightning_megatron.generate.quiet import generating
 from lightning_megatron.generate.sampling import uniform_numbers
 from lightning_megatron.generate.sharing import check_agreement, gathered, own_rows, rows_of_copies
+from lightning_megatron.generate.static_steps import check_static_cache
 from lightning_megatron.models.config import ModelConfig
 
 
@@ -156,6 +157,7 @@ class Generator:
     ) -> tuple[Tensor, Tensor | None]:
         """Tokens and mask of prompts that can be continued, with their first token."""
         check_options(options, self._model)
+        check_static_cache(options, self._model)
         check_prompts(input_ids, mask, self._model, options)
         vocab_size = self._model.vocab_size
         if options.top_k > vocab_size:

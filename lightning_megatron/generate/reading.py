@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_megatron.generate.passes import NextTokens
 from lightning_megatron.generate.prompts import Prompts
-from lightning_megatron.generate.stages import NextTokens, Stages
+from lightning_megatron.generate.stages import Stages
 
 
 class Reading:

@@ -124,6 +124,11 @@ class SDPAttention(MegatronModule):
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if self.kv_cache is not None:
             k, v = self.kv_cache.append(k, v)
+            if self.kv_cache.step is not None:
+                # One token, causal, of its own sequence; what of the rest it sees is written there.
+                scores = self.kv_cache.step.scores(self.sliding_window, self._alibi_of(q), q.dtype)
+                out = _attend_with_mask(q, k, v, scores, 0.0, self.softmax_scale)
+                return out.permute(2, 0, 1, 3).reshape(sq, b, np * hn)
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         pattern = pattern_of(
             sq, k.shape[2], causal=mask_type in _CAUSAL, window=self.sliding_window, cross=self.is_cross

@@ -7,11 +7,19 @@ pipeline stages. Below the rotation nothing has to be known but the order in whi
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from lightning_megatron.engine.slots.static_cache import TokenStep
 
 
 class KeyValueCache:
     """Keys and values of one layer on one rank, in the dtype in which they are computed."""
+
+    step: TokenStep | None = None
+    """Set while single tokens are read whose place only the device knows (``static_cache.py``)."""
 
     def __init__(self, capacity: int) -> None:
         """Memory is taken when the first keys come.

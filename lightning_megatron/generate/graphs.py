@@ -1,0 +1,86 @@
+"""How does a GPU repeat work without its host? Functions of tensors that stay in place, recorded as CUDA graphs."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Work = Callable[[], Tensor]
+"""Reads and writes tensors that stay in place, and returns one; the host decides nothing in it by their numbers."""
+
+
+class Recorder(Protocol):
+    """What turns work into something that is repeated."""
+
+    def prepared(self, work: Work) -> Tensor:
+        """Do the work once in the surroundings in which it will be recorded, so that all is compiled and allocated."""
+        ...
+
+    def recorded(self, works: Sequence[Work]) -> list[Work]:
+        """Each work as a function that repeats it and returns the same tensor, written anew.
+
+        Raises:
+            RuntimeError: If one cannot be recorded; nothing has been computed then.
+        """
+        ...
+
+
+class CudaGraphs:
+    """The recorder of a GPU. Nothing of it stays behind when what it has returned is dropped."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Record on ``device``."""
+        self._stream = _side_stream(device)
+
+    def prepared(self, work: Work) -> Tensor:
+        """As ``Recorder.prepared``: on the stream of the recording, which has libraries' workspaces of its own."""
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            output = work()
+        # The memory of the output is given out again on the side stream alone, which waits for its readers first.
+        current.wait_stream(self._stream)
+        return output
+
+    def recorded(self, works: Sequence[Work]) -> list[Work]:
+        """As ``Recorder.recorded``; the graphs share one pool of memory, so they must not run at the same time."""
+        pool = torch.cuda.graph_pool_handle()
+        current = torch.cuda.current_stream(self._stream.device)
+        collects = gc.isenabled()
+        # Python could free a graph or an event of somebody else meanwhile, which CUDA refuses while it records.
+        gc.disable()
+        try:
+            return [self._recorded(work, pool) for work in works]
+        finally:
+            # A recording that fails may leave the side stream current.
+            torch.cuda.set_stream(current)
+            if collects:
+                gc.enable()
+
+    def _recorded(self, work: Work, pool: tuple[int, int]) -> Work:
+        graph = torch.cuda.CUDAGraph()
+        # NCCL's watchdog asks events in a thread of its own, which only this mode allows.
+        with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+            output = work()
+        return functools.partial(_replayed, graph, output)
+
+
+def _replayed(graph: torch.cuda.CUDAGraph, output: Tensor) -> Tensor:
+    graph.replay()
+    return output
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all calls: a library's workspace stays with the stream that it was allocated for."""
+    return torch.cuda.Stream(device)
+
+
+def recorder_of(device: torch.device) -> Recorder | None:
+    """What records on ``device``; None where work is simply done again."""
+    return CudaGraphs(device) if device.type == "cuda" else None
