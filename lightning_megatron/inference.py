@@ -50,12 +50,15 @@ class Inference(pl.LightningModule):
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         *,
+        decoder_input_ids: torch.Tensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
         on_tokens: Callable[[torch.Tensor], None] | None = None,
         **options: Any,
     ) -> torch.Tensor:
         """Continue prompts, as Hugging Face's ``generate`` does, on any layout; every rank must call alike.
 
-        A T5's encoder reads the prompts, and its decoder writes from ``decoder_start_token_id`` on.
+        A T5's encoder reads the prompts, and its decoder writes from ``decoder_start_token_id`` on, or continues rows
+        of its own.
 
         Works in training too (from a callback, say), which goes on as if nothing had happened. The copies of the model
         share the prompts' rows.
@@ -63,62 +66,84 @@ class Inference(pl.LightningModule):
         Args:
             input_ids: [b, s], the prompts, the same on every rank.
             attention_mask: [b, s], 1 for tokens and 0 for padding, on whichever side; None for no padding.
+            decoder_input_ids: [b, s_dec], what a T5's decoder continues; the start token is put before them if no row
+                begins with it. None for that token alone.
+            decoder_attention_mask: [b, s_dec], as ``attention_mask``; None for no padding.
             on_tokens: Called with each new token of this rank's rows as soon as it is chosen, [b] with -1 for rows that
                 have ended, where it is given; reading them on the host makes generation wait.
             options: Fields of ``GenerationOptions``: ``max_new_tokens``, ``temperature``, ``top_k``, ``seed``, ...
 
         Returns:
             [b, s + new] on every rank: ``input_ids`` and what follows; padding behind rows that ended before others. Of
-            a T5, what the decoder reads and writes: [b, 1 + new].
+            a T5, what the decoder reads and writes: [b, s_dec + new].
 
         Raises:
             ConfigError: On all ranks alike, before anything runs: if there is no model yet, a prompt cannot be
                 continued, or an option is unknown, out of range or contradicts another.
         """
-        return self.generate_with_scores(input_ids, attention_mask, on_tokens=on_tokens, **options).sequences
+        return self.generate_with_scores(
+            input_ids,
+            attention_mask,
+            decoder_input_ids=decoder_input_ids,
+            decoder_attention_mask=decoder_attention_mask,
+            on_tokens=on_tokens,
+            **options,
+        ).sequences
 
     def generate_with_scores(
         self,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         *,
+        decoder_input_ids: torch.Tensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
         on_tokens: Callable[[torch.Tensor], None] | None = None,
         **options: Any,
     ) -> Generated:
         """As ``generate``, with the log-probability of each new token and the score of each text."""
         self._built_chunks()  # before a Trainer is asked for
+        from lightning_megatron.generate.prompts import Given
+
         chosen = on_all_ranks_alike(partial(_watchable, options, on_tokens))
+        given = Given(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            decoder_input_ids=decoder_input_ids,
+            decoder_attention_mask=decoder_attention_mask,
+        )
         with self.megatron.engine():
-            return self._generator(on_tokens).generate(input_ids, attention_mask, chosen)
+            return self._generator(on_tokens).generate(given, chosen)
 
     def predict_step(self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
         """Continue the prompts of one batch as ``generation`` says; each copy of the model has batches of its own.
 
+        Rows of two batches, or of two copies, may be of different length. To put all of them together::
+
+            rows = [row for texts in trainer.predict(module, loader) for row in texts]
+            texts = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_token_id)
+
         Args:
-            batch: ``input_ids`` [b, s] and, if rows are padded, ``attention_mask``.
+            batch: What ``generate`` takes, by the same names: ``input_ids`` [b, s] and, if rows are padded,
+                ``attention_mask``. Of a T5 also Megatron's ``text_enc`` and ``enc_mask``; what its decoder shall
+                continue counts only in a batch without ``labels``.
             batch_idx: Makes each batch draw other numbers.
             dataloader_idx: Not used.
 
         Returns:
-            [b, s + new] or, of a T5, [b, 1 + new], on all ranks of the copy; rows that fill up the last batch are left
-            out.
+            [b, s + new] or, of a T5, [b, s_dec + new], on all ranks of the copy; rows that fill up the last batch are
+            left out.
 
         Raises:
             ConfigError: If the batch has no prompts, or one that cannot be continued.
         """
-        if "input_ids" not in batch:
-            raise ConfigError(
-                f"batch keys {', '.join(sorted(batch))} have no 'input_ids', which predict continues; add them"
-            )
-        rows = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
-        if "sample_mask" in batch:
-            rows = {name: tensor[batch["sample_mask"] != 0] for name, tensor in rows.items()}
-        if len(rows["input_ids"]) == 0:
-            return rows["input_ids"].long()
+        from lightning_megatron.generate.batches import given_in
+
+        given = given_in(batch, self.model_config)
+        if len(given.input_ids) == 0:
+            return given.input_ids.long()
         options = replace(self.generation, seed=self.generation.seed + batch_idx)
         with self.megatron.engine():
-            generator, mask = self._generator(), rows.get("attention_mask")
-            return generator.generate(rows["input_ids"], mask, options, is_shared=False).sequences
+            return self._generator().generate(given, options, is_shared=False).sequences
 
     def _generator(self, on_tokens: Callable[[torch.Tensor], None] | None = None) -> Generator:
         from lightning_megatron.generate.end_tokens import end_tokens

@@ -14,27 +14,24 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.engine.groups import Topology
-from lightning_megatron.generate import sampling
-from lightning_megatron.generate.decoding import STEPS_BETWEEN_LOOKS, Continuations, repeated_tokens
-from lightning_megatron.generate.options import GenerationOptions
+from lightning_megatron.generate.decoding import STEPS_BETWEEN_LOOKS, Continuations
 from lightning_megatron.generate.prompts import Prompts
 from lightning_megatron.generate.reading import Reading
+from lightning_megatron.generate.rules import Odds, Rules
 from lightning_megatron.generate.stages import Stages
-from lightning_megatron.generate.stopping import Stops
 
 _HOPELESS = -1.0e9
 """Score of what must not be chosen; finite, so that sums of it stay comparable."""
 
 
-def search(
-    models: Sequence[Any], topology: Topology, prompts: Prompts, options: GenerationOptions, vocab_size: int
-) -> Continuations:
+def search(models: Sequence[Any], topology: Topology, prompts: Prompts, rules: Rules) -> Continuations:
     """The best continuations of each prompt, ``num_return_sequences`` of each, best first; as ``decoding.decode``."""
     rows, width = prompts.tokens.shape
-    device, most, count = prompts.tokens.device, options.max_new_tokens, options.num_beams
-    stages = Stages(models, topology, rows, width + most - 1, static=options.static_cache)
+    options, device = rules.options, prompts.tokens.device
+    most, count = options.num_new_tokens, options.num_beams
+    stages = Stages(models, topology, rows, width + most - 1)
     reading = Reading(stages, prompts, most)
-    beams = Beams(prompts, options, vocab_size) if stages.chooses else None
+    beams = Beams(prompts, rules) if stages.chooses else None
     parents = torch.arange(rows, device=device).repeat_interleave(count)
     logits = reading.prompts()
     reading.select(parents, count)
@@ -58,24 +55,21 @@ def search(
 class Beams:
     """The beams of all rows and the complete texts that they have found, on the one rank that chooses."""
 
-    def __init__(self, prompts: Prompts, options: GenerationOptions, vocab_size: int) -> None:
+    def __init__(self, prompts: Prompts, rules: Rules) -> None:
         """One beam per row, the prompt; the others are copies of it that must not be chosen.
 
         Args:
             prompts: On the device.
-            options: With the model's own tokens filled in.
-            vocab_size: Without padding.
+            rules: What decides about the tokens.
         """
-        self._options = options
-        self._vocab_size = vocab_size
+        options = self._options = rules.options
+        self._vocab_size = rules.vocab_size
         rows, count, device = len(prompts.tokens), options.num_beams, prompts.tokens.device
         self._first_beams = torch.arange(rows, device=device)[:, None] * count
-        self._stops = Stops(options, device)
+        self._stops = rules.stops(prompts)
         self._num_candidates = max(2, 1 + len(options.eos_token_ids)) * count
-        self._repeated: Tensor | None = None
-        if options.repetition_penalty != 1.0:
-            self._repeated = repeated_tokens(prompts, vocab_size).repeat_interleave(count, dim=0)
-        shape = (rows, count, options.max_new_tokens)
+        self._odds = Odds(prompts, rules, copies=count)
+        shape = (rows, count, options.num_new_tokens)
         self._growing = torch.full(shape, options.filling, dtype=torch.long, device=device)
         self._growing_scores = torch.full((rows, count), _HOPELESS, device=device)
         self._growing_scores[:, 0] = 0.0
@@ -100,16 +94,17 @@ class Beams:
         texts = self._growing.take_along_dim(beams[..., None], dim=1)
         texts[:, :, step] = tokens
         ends = self._stops.at(texts[:, :, : step + 1].flatten(0, 1)).view_as(tokens)
-        if step + 1 == self._options.max_new_tokens:
+        if step + 1 == self._options.num_new_tokens:
             ends = torch.ones_like(ends)
         self._complete_texts(texts, scores, ends, step + 1)
         self._growing_scores, chosen = (scores + ends * _HOPELESS).topk(count)
         self._growing = texts.take_along_dim(chosen[..., None], dim=1)
         parents = (self._first_beams + beams.take_along_dim(chosen, dim=1)).flatten()
         tokens = tokens.take_along_dim(chosen, dim=1).flatten()
-        if self._repeated is not None:
-            self._repeated = self._repeated[parents].scatter_(-1, tokens[:, None], True)
+        self._odds.grow(tokens, parents)
         self._look_ahead(step + 1)
+        # With every candidate at its end there is nothing left to grow.
+        self._can_improve &= ~ends.all()
         return torch.cat((parents, tokens, self._is_over().long()[None]))
 
     def best(self) -> Tensor:
@@ -124,13 +119,8 @@ class Beams:
 
     def _log_probabilities(self, logits: Tensor, step: int) -> Tensor:
         """[b * num_beams, v]."""
-        options = self._options
         scores = logits[:, : self._vocab_size].float().log_softmax(-1)
-        if self._repeated is not None:
-            scores = sampling.penalized(scores, self._repeated, options.repetition_penalty)
-        if step < options.min_new_tokens:
-            scores = sampling.without(scores, options.eos_token_ids)
-        return scores
+        return self._odds.changed(scores, self._growing[:, :, :step].flatten(0, 1))
 
     def _candidates(self, log_probabilities: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Scores, beams and tokens of each row's best continuations, best first: [b, candidates] each."""
@@ -159,7 +149,7 @@ class Beams:
         """Whether the best beam of a row may still become better than the worst of its complete texts."""
         options = self._options
         longest = options.early_stopping == "never" and options.length_penalty > 0.0
-        best = self._growing_scores[:, :1] / (options.max_new_tokens if longest else length) ** options.length_penalty
+        best = self._growing_scores[:, :1] / (options.num_new_tokens if longest else length) ** options.length_penalty
         worst = torch.where(self._is_complete, self._complete_scores.amin(dim=1, keepdim=True), _HOPELESS)
         self._can_improve = self._can_improve & (best > worst).any(dim=-1, keepdim=True)
 

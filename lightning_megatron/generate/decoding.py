@@ -11,11 +11,10 @@ from torch import Tensor
 
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.generate import sampling
-from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.generate.prompts import Prompts
 from lightning_megatron.generate.reading import Reading
+from lightning_megatron.generate.rules import Odds, Rules
 from lightning_megatron.generate.stages import Stages
-from lightning_megatron.generate.stopping import Stops
 
 STEPS_BETWEEN_LOOKS = 8
 """After how many tokens the host asks the device whether all rows are finished; asking makes it wait."""
@@ -43,8 +42,7 @@ def decode(
     models: Sequence[Any],
     topology: Topology,
     prompts: Prompts,
-    options: GenerationOptions,
-    vocab_size: int,
+    rules: Rules,
     uniform: Tensor,
     on_tokens: Callable[[Tensor], None] | None = None,
 ) -> Continuations:
@@ -54,24 +52,23 @@ def decode(
         models: This rank's plain chunks, in ``quiet.generating``.
         topology: This rank's place.
         prompts: The rows, on the device.
-        options: With the model's own tokens filled in.
-        vocab_size: Without padding.
-        uniform: What decides about each token if options sample: [max_new_tokens, b].
+        rules: What decides about the tokens.
+        uniform: What decides about each token if rules sample: [max_new_tokens, b].
         on_tokens: Gets the new token of each row as soon as it is chosen, [b]; ``ENDED`` for finished rows.
     """
     rows, width = prompts.tokens.shape
     device = prompts.tokens.device
-    most = options.max_new_tokens
-    stages = Stages(models, topology, rows, width + most - 1, static=options.static_cache)
+    options, most = rules.options, rules.options.num_new_tokens
+    stages = Stages(models, topology, rows, width + most - 1)
     reading = Reading(stages, prompts, most)
-    chooser = _Chooser(prompts, options, vocab_size, uniform.to(device)) if stages.chooses else None
-    stops = Stops(options, device)
+    chooser = _Chooser(prompts, rules, uniform.to(device)) if stages.chooses else None
+    stops = rules.stops(prompts)
     written = torch.full((rows, most), options.filling, dtype=torch.long, device=device)
     lengths = torch.full((rows,), most, dtype=torch.long, device=device)
     finished = torch.zeros(rows, dtype=torch.bool, device=device)
     logits = reading.prompts()
     for step in range(most):
-        chosen = torch.empty_like(lengths) if chooser is None else chooser.choose(logits, step)
+        chosen = torch.empty_like(lengths) if chooser is None else chooser.choose(logits, written[:, :step])
         chosen = stages.told(chosen).masked_fill(finished, options.filling)
         written[:, step] = chosen
         if on_tokens is not None:
@@ -84,45 +81,33 @@ def decode(
                 break
         if step + 1 < most:
             # What fills finished rows need not be a token of the vocabulary.
-            logits = reading.token(chosen.clamp(0, vocab_size - 1))
+            logits = reading.token(chosen.clamp(0, rules.vocab_size - 1))
     found = stages.told(torch.zeros(rows, most, device=device) if chooser is None else chooser.log_probabilities)
     found = found.masked_fill(torch.arange(most, device=device) >= lengths[:, None], 0.0)
     return Continuations(tokens=written, lengths=lengths, log_probabilities=found, scores=found.sum(-1))
 
 
-def repeated_tokens(prompts: Prompts, vocab_size: int) -> Tensor:
-    """Which tokens each row has: [b, v], bool."""
-    counts = torch.zeros(len(prompts.tokens), vocab_size, dtype=torch.int, device=prompts.tokens.device)
-    # Added, not set: what stands for padding may be a token that the row has.
-    return counts.scatter_add_(-1, prompts.tokens, prompts.is_token.int()) > 0
-
-
 class _Chooser:
     """Chooses tokens, on the one rank that does."""
 
-    def __init__(self, prompts: Prompts, options: GenerationOptions, vocab_size: int, uniform: Tensor) -> None:
-        self._options = options
-        self._vocab_size = vocab_size
+    def __init__(self, prompts: Prompts, rules: Rules, uniform: Tensor) -> None:
+        self._options = rules.options
+        self._vocab_size = rules.vocab_size
         self._uniform = uniform
-        self._repeated = repeated_tokens(prompts, vocab_size) if options.repetition_penalty != 1.0 else None
-        shape = (len(prompts.tokens), options.max_new_tokens)
+        self._odds = Odds(prompts, rules)
+        shape = (len(prompts.tokens), rules.options.num_new_tokens)
         self.log_probabilities = torch.zeros(shape, device=prompts.tokens.device)
         """[b, max_new_tokens], fp32: of the tokens chosen so far, before anything made them likelier or rarer."""
 
-    def choose(self, logits: Tensor | None, step: int) -> Tensor:
-        """The next token of each row, [b]."""
+    def choose(self, logits: Tensor | None, written: Tensor) -> Tensor:
+        """The next token of each row, [b], behind those ``written`` so far, [b, step]."""
         assert logits is not None
-        options, logits = self._options, logits[:, : self._vocab_size]
-        given = logits
-        if self._repeated is not None:
-            logits = sampling.penalized(logits, self._repeated, options.repetition_penalty)
-        if step < options.min_new_tokens:
-            logits = sampling.without(logits, options.eos_token_ids)
-        if options.samples:
-            chosen = sampling.drawn(sampling.shaped(logits, options, step), self._uniform[step])
+        step, given = written.shape[1], logits[:, : self._vocab_size]
+        changed = self._odds.changed(given, written)
+        if self._options.samples:
+            chosen = sampling.drawn(sampling.shaped(changed, self._options, step), self._uniform[step])
         else:
-            chosen = logits.argmax(-1)
-        if self._repeated is not None:
-            self._repeated.scatter_(-1, chosen[:, None], True)
+            chosen = changed.argmax(-1)
+        self._odds.grow(chosen)
         self.log_probabilities[:, step] = given.gather(-1, chosen[:, None])[:, 0] - given.logsumexp(-1)
         return chosen

@@ -6,49 +6,79 @@ every layer keeps its keys and values, and from then on stages send the decoder'
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from lightning_megatron.engine.slots.kv_cache import KeyValueCache
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.generate.options import GenerationOptions
-from lightning_megatron.generate.prompts import Prompts, check_rows
+from lightning_megatron.generate.prompts import Given, Prompts, aligned, check_readable, check_rows
 from lightning_megatron.models.config import ModelConfig
 
 
-def started(input_ids: Tensor, attention_mask: Tensor | None, start_token: int) -> Prompts:
-    """What the decoder continues, one token in each row, and what the encoder reads, as it is.
+def decoder_rows(given: Given, start_token: int) -> Given:
+    """The same with what the decoder continues, which begins with its start token.
+
+    As Hugging Face's ``generate``: the token is put before rows none of which begins with it.
 
     Args:
-        input_ids: [b, s_enc].
-        attention_mask: [b, s_enc], 1 for tokens and 0 for padding; None for no padding.
+        given: On the host.
         start_token: What the decoder reads first.
     """
-    mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.long()
-    source = input_ids.long()
-    lengths = source.new_ones(len(source))
-    return Prompts(
-        tokens=torch.full_like(source[:, :1], start_token),
-        lengths=lengths,
-        is_padded=False,
-        longest=1,
+    tokens, mask = given.decoder_input_ids, given.decoder_attention_mask
+    if tokens is None:
+        return replace(given, decoder_input_ids=torch.full((len(given.input_ids), 1), start_token))
+    tokens = tokens.long()
+    if bool((tokens[:, 0] != start_token).all()):
+        tokens = torch.cat((torch.full_like(tokens[:, :1], start_token), tokens), dim=-1)
+        mask = None if mask is None else torch.cat((torch.ones_like(mask[:, :1]), mask), dim=-1)
+    return replace(given, decoder_input_ids=tokens, decoder_attention_mask=mask)
+
+
+def started(given: Given) -> Prompts:
+    """What the decoder continues, and what the encoder reads, as it is.
+
+    Args:
+        given: From ``decoder_rows``.
+    """
+    assert given.decoder_input_ids is not None
+    mask = given.attention_mask
+    mask = None if mask is None or bool(mask.all()) else mask.long()
+    source = given.input_ids.long()
+    return replace(
+        aligned(given.decoder_input_ids, given.decoder_attention_mask),
         # What stands for padding need not be a token of the vocabulary, and the embedding is asked for it.
         source=source if mask is None else source * mask,
         source_mask=mask,
     )
 
 
-def check_options(options: GenerationOptions, model: ModelConfig) -> None:
-    """Refuse what has no meaning for encoder-decoders; of other models nothing.
+def check_decoder(given: Given, options: GenerationOptions, model: ModelConfig) -> None:
+    """Refuse what a decoder cannot continue, and what has no meaning for this kind of model.
 
     Raises:
-        ConfigError: If a first token is asked for.
+        ConfigError: If a T5 shall begin with a first token, another model is given rows for a decoder, or these are no
+            rows of tokens, as many as the encoder's.
     """
-    if model.architecture == "t5" and options.bos_token_id is not None:
+    tokens, mask = given.decoder_input_ids, given.decoder_attention_mask
+    if model.architecture != "t5":
+        for name, tensor in (("decoder_input_ids", tokens), ("decoder_attention_mask", mask)):
+            if tensor is not None:
+                raise ConfigError(f"{name} are for encoder-decoders, which {model.family} is not; leave them out")
+        return
+    if options.bos_token_id is not None:
         raise ConfigError(
-            f"bos_token_id={options.bos_token_id} stands before texts that are continued, and the texts of "
-            f"{model.family} start with its decoder_start_token_id={model.decoder_start_token_id}; leave it out"
+            f"bos_token_id={options.bos_token_id} stands before texts that are continued, and a {model.family} starts "
+            "its own with decoder_start_token_id; leave it out, or give decoder_input_ids"
         )
+    if tokens is None:
+        if mask is not None:
+            raise ConfigError("decoder_attention_mask has no decoder_input_ids that it says something about; give them")
+        return
+    check_readable(tokens, mask, model.vocab_size, "decoder_input_ids")
+    _check_as_many(given.input_ids, tokens)
 
 
 def check_decoder_rows(input_ids: Tensor, decoder_input_ids: Tensor | None, model: ModelConfig) -> None:
@@ -65,6 +95,10 @@ def check_decoder_rows(input_ids: Tensor, decoder_input_ids: Tensor | None, mode
     if decoder_input_ids is None:
         return
     check_rows(decoder_input_ids, None, model, name="decoder_input_ids")
+    _check_as_many(input_ids, decoder_input_ids)
+
+
+def _check_as_many(input_ids: Tensor, decoder_input_ids: Tensor) -> None:
     if len(decoder_input_ids) != len(input_ids):
         raise ConfigError(
             f"decoder_input_ids have {len(decoder_input_ids)} rows and input_ids {len(input_ids)}; give each row of "

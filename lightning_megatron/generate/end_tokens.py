@@ -1,9 +1,9 @@
-"""Which tokens end and pad a model's texts? Its ``generation_config.json`` says so, else its config."""
+"""Which tokens start, end and pad a model's texts? Its ``generation_config.json`` says so, else its config."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,14 @@ from lightning_megatron.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class EndTokens:
-    """What a model's own files say about the end of a text."""
+    """What a model's own files say about the ends of a text."""
 
     eos: tuple[int, ...] = ()
     """Tokens that end it."""
     pad: int | None = None
     """What fills rows that ended before others."""
+    start: int | None = None
+    """What a decoder apart from an encoder reads first; None if only the model's config says so."""
 
 
 def end_tokens(model: HFConfigLike) -> EndTokens:
@@ -34,7 +36,10 @@ def end_tokens(model: HFConfigLike) -> EndTokens:
     file = Path(model) / GENERATION_CONFIG_FILE if isinstance(model, (str, Path)) else None
     if file is not None and file.is_file():
         fields = _read(file)
-        return _end_tokens(fields.get("eos_token_id"), fields.get("pad_token_id"))
+        # In Hugging Face's order of precedence (transformers 5.23, generation/utils.py, _prepare_special_tokens).
+        start = fields.get("decoder_start_token_id")
+        start = fields.get("bos_token_id") if start is None else start
+        return replace(_end_tokens(fields.get("eos_token_id"), fields.get("pad_token_id")), start=start)
     config = config_object(model)
     return _end_tokens(getattr(config, "eos_token_id", None), getattr(config, "pad_token_id", None))
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.generate.foreign_names import advice
+from lightning_megatron.generate.option_checks import check_options
+
+DEFAULT_NEW_TOKENS = 20
+"""Tokens that a row gets at most if nobody says how many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,12 +21,17 @@ class GenerationOptions:
     that end and pad a text, and nothing is switched on silently (Hugging Face samples from the 50 likeliest tokens).
     """
 
-    max_new_tokens: int = 20
-    """How many tokens a row gets at most."""
+    max_new_tokens: int | None = None
+    """How many tokens a row gets at most; None for what ``max_length`` leaves, else for 20, or as many as the model has
+    positions for."""
+    max_length: int | None = None
+    """How many tokens a row has at most, the prompts' columns (of a T5 the decoder's) included."""
     min_new_tokens: int = 0
-    """No row ends before it has so many."""
+    """No token of ``eos_token_id`` is chosen, and no stop sequence ends a row, before it has so many new tokens."""
+    min_length: int = 0
+    """As ``min_new_tokens``, counted as ``max_length``."""
     do_sample: bool | None = None
-    """Draw tokens at random; False takes the likeliest; None samples if temperature, top_k or top_p are set."""
+    """Draw tokens at random; False takes the likeliest; None samples if temperature, top_k, top_p or min_p are set."""
     temperature: float = 1.0
     """Logits are divided by it; in (0, 100]."""
     top_k: int = 0
@@ -32,8 +42,12 @@ class GenerationOptions:
     """After each token ``top_p`` is multiplied by this; 0 leaves it."""
     top_p_bound: float = 0.0
     """Below this ``top_p`` does not decay."""
+    min_p: float = 0.0
+    """Draw from the tokens that have at least this part of the likeliest one's probability; 0 for all."""
     repetition_penalty: float = 1.0
     """Positive logits of tokens that a row has already are divided by it, negative ones multiplied."""
+    no_repeat_ngram_size: int = 0
+    """No run of so many tokens comes twice in a row, its prompt (of a T5 the decoder's) included; 0 allows all."""
     num_return_sequences: int = 1
     """Texts per prompt, one after the other in the result: drawn, or the best of the beams."""
     num_beams: int = 1
@@ -51,11 +65,13 @@ class GenerationOptions:
     """Put before each prompt that does not begin with it; the result has it, too (Megatron's ``add_BOS``)."""
     stop_sequences: tuple[tuple[int, ...], ...] = ()
     """Runs of new tokens that end a row; they stay in it."""
+    stop_strings: str | tuple[str, ...] = ()
+    """Texts that end a row with the token that completes one, however they are spelled, across the end of the prompt,
+    too; ``min_new_tokens`` does not hold them back. As in Hugging Face's ``generate``, with ``tokenizer``."""
+    tokenizer: Any = field(default=None, repr=False, compare=False)
+    """What tells ``stop_strings`` how tokens read: a tokenizer of transformers, or the folder of one."""
     seed: int = 0
     """The same prompts, options and seed give the same text on every layout."""
-    static_cache: bool = False
-    """Faster on GPUs: caches of a fixed size let every step have the same shapes and be replayed as a CUDA graph; the
-    first two steps, which prepare it, take longer. Not for T5s and for ``dynamic`` and ``longrope`` rotary scaling."""
 
     def __post_init__(self) -> None:
         """Check what can be checked without a model.
@@ -63,77 +79,17 @@ class GenerationOptions:
         Raises:
             ConfigError: If a number is out of range, or two options contradict each other.
         """
-        _check_integer("max_new_tokens", self.max_new_tokens, 1)
-        _check_integer("min_new_tokens", self.min_new_tokens, 0)
-        if self.min_new_tokens > self.max_new_tokens:
-            raise ConfigError(
-                f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}; raise the "
-                "latter"
-            )
-        _check_integer("top_k", self.top_k, 0)
-        for name in ("top_p", "top_p_decay", "top_p_bound"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ConfigError(f"{name}={getattr(self, name)} is no number from 0 to 1; correct it")
-        if not 0.0 < self.temperature <= 100.0:
-            raise ConfigError(
-                f"temperature={self.temperature} must be above 0 and at most 100; for the likeliest token leave it out"
-            )
-        if not self.repetition_penalty > 0.0:
-            raise ConfigError(f"repetition_penalty={self.repetition_penalty} must be above 0; 1 penalizes nothing")
-        self._check_contradictions()
-        self._check_beams()
-        for sequence in self.stop_sequences:
-            if len(sequence) == 0:
-                raise ConfigError("stop_sequences has an empty sequence, which every text ends with; remove it")
-
-    def _check_contradictions(self) -> None:
-        if self.top_k > 0 and self.top_p > 0.0:
-            raise ConfigError(f"top_k={self.top_k} and top_p={self.top_p} both say what to draw from; give one of them")
-        if self.top_p_decay > 0.0 and self.top_p == 0.0:
-            raise ConfigError(f"top_p_decay={self.top_p_decay} has no top_p to shrink; give top_p")
-        if self.top_p_bound > 0.0 and self.top_p_decay == 0.0:
-            raise ConfigError(f"top_p_bound={self.top_p_bound} bounds no decay; give top_p_decay")
-        if self.top_p_bound > self.top_p:
-            raise ConfigError(f"top_p_bound={self.top_p_bound} is above top_p={self.top_p}; lower it")
-        if self.do_sample is False and self._shapes_distribution:
-            raise ConfigError(
-                "do_sample=False takes the likeliest token, and temperature, top_k or top_p say how to draw; leave "
-                "them out, or set do_sample=True"
-            )
-
-    def _check_beams(self) -> None:
-        _check_integer("num_beams", self.num_beams, 1)
-        _check_integer("num_return_sequences", self.num_return_sequences, 1)
-        if self.early_stopping not in (True, False, "never"):
-            raise ConfigError(f"early_stopping={self.early_stopping!r} is none of True, False and 'never'; use one")
-        if self.num_beams > 1:
-            if self.samples:
-                raise ConfigError(
-                    f"num_beams={self.num_beams} searches for the likeliest text, and do_sample, temperature, top_k "
-                    "and top_p draw one; use one of the two"
-                )
-            if self.num_return_sequences > self.num_beams:
-                raise ConfigError(
-                    f"num_return_sequences={self.num_return_sequences} is more than num_beams={self.num_beams} find; "
-                    "raise num_beams"
-                )
-            return
-        if self.length_penalty != 1.0 or self.early_stopping is not False:
-            raise ConfigError("length_penalty and early_stopping are for beams; set num_beams to 2 or more")
-        if self.num_return_sequences > 1 and not self.samples:
-            raise ConfigError(
-                f"num_return_sequences={self.num_return_sequences} would all be the same text; set do_sample=True, or "
-                "num_beams"
-            )
+        check_options(self)
 
     @property
-    def _shapes_distribution(self) -> bool:
-        return self.temperature != 1.0 or self.top_k > 0 or self.top_p > 0.0
+    def shapes_distribution(self) -> bool:
+        """Whether something says how tokens are drawn."""
+        return self.temperature != 1.0 or self.top_k > 0 or self.top_p > 0.0 or self.min_p > 0.0
 
     @property
     def samples(self) -> bool:
         """Whether tokens are drawn at random."""
-        return self._shapes_distribution if self.do_sample is None else self.do_sample
+        return self.shapes_distribution if self.do_sample is None else self.do_sample
 
     def top_p_at(self, step: int) -> float:
         """``top_p`` for the new token number ``step``, from 0.
@@ -143,6 +99,47 @@ class GenerationOptions:
         if self.top_p_decay == 0.0:
             return self.top_p
         return max(self.top_p * self.top_p_decay**step, self.top_p_bound)
+
+    def settled(self, width: int, room: int | None = None) -> GenerationOptions:
+        """The same with every length counted in new tokens.
+
+        Args:
+            width: Columns of the prompts; of a T5 those of the decoder.
+            room: Positions that a model has behind the longest prompt; None if it has no table of them.
+
+        Raises:
+            ConfigError: If nothing is left for new tokens, or a text must be longer than it may.
+        """
+        if self.max_length is not None:
+            most = self.max_length - width
+            if most < 1:
+                raise ConfigError(
+                    f"max_length={self.max_length} leaves nothing for new tokens behind prompts of {width} (padding "
+                    "counts, too); raise it, or give max_new_tokens in its place"
+                )
+        elif self.max_new_tokens is not None:
+            most = self.max_new_tokens
+        else:
+            most = DEFAULT_NEW_TOKENS if room is None else min(DEFAULT_NEW_TOKENS, max(room, 1))
+        least = max(self.min_new_tokens, self.min_length - width)
+        if least > most:
+            name = f"min_length={self.min_length}" if self.min_length > 0 else f"min_new_tokens={self.min_new_tokens}"
+            raise ConfigError(
+                f"{name} asks for {least} new tokens or more, and a row of {width} gets {most} at most; give a larger "
+                f"{'max_new_tokens' if self.max_length is None else 'max_length'}"
+            )
+        return replace(self, max_new_tokens=most, max_length=None, min_new_tokens=max(least, 0), min_length=0)
+
+    @property
+    def num_new_tokens(self) -> int:
+        """``max_new_tokens`` once they are ``settled``."""
+        assert self.max_new_tokens is not None
+        return self.max_new_tokens
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """Texts that end a row."""
+        return (self.stop_strings,) if isinstance(self.stop_strings, str) else tuple(self.stop_strings)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -168,13 +165,8 @@ def options_from(arguments: dict[str, Any]) -> GenerationOptions:
     known = [field.name for field in fields(GenerationOptions)]
     for name in arguments:
         if name not in known:
-            raise ConfigError(f"generate has no option {name!r}; choose from {', '.join(known)}")
+            raise ConfigError(f"generate has no option {name!r}; {advice(name, known)}")
     try:
         return GenerationOptions(**arguments)
     except TypeError as error:
         raise ConfigError(f"an option of generate has the wrong type: {error}") from error
-
-
-def _check_integer(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name}={value!r} must be an integer of at least {least}; correct it")

@@ -104,6 +104,24 @@ def with_first_token(input_ids: Tensor, attention_mask: Tensor | None, token: in
     return tokens, mask
 
 
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What a caller has given; on the host once ``on_host`` was asked."""
+
+    input_ids: Tensor
+    """[b, s]."""
+    attention_mask: Tensor | None = None
+    """[b, s], 1 for tokens and 0 for padding on any side; None if there is none."""
+    decoder_input_ids: Tensor | None = None
+    """[b, s_dec], what the decoder of an encoder-decoder shall continue; None for its start token alone."""
+    decoder_attention_mask: Tensor | None = None
+    """[b, s_dec], the same for the decoder."""
+
+    def on_host(self) -> Given:
+        """The same on the CPU; what is no tensor is left for the checks."""
+        return Given(**{name: x.cpu() if isinstance(x, Tensor) else x for name, x in vars(self).items()})
+
+
 def check_prompts(
     input_ids: Tensor, attention_mask: Tensor | None, model: ModelConfig, options: GenerationOptions
 ) -> None:
@@ -111,28 +129,62 @@ def check_prompts(
 
     Raises:
         ConfigError: If the tensors are no [b, s] of tokens and of 0 and 1, a prompt is empty, a token is not in the
-            vocabulary, or the text would outgrow the table of positions.
+            vocabulary, or the text would outgrow the table of positions or what the options allow.
     """
-    _check_tensor(input_ids)
+    check_readable(input_ids, attention_mask, model.vocab_size)
+    if model.architecture != "t5":  # whose decoder continues something else
+        check_length(input_ids, attention_mask, model, options)
+
+
+def check_readable(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int, name: str = "input_ids") -> None:
+    """Refuse what are no rows of tokens. Reads the tensors, which should be on the host.
+
+    Args:
+        input_ids: [b, s].
+        attention_mask: [b, s]; None for no padding.
+        vocab_size: Of the model.
+        name: What the caller calls the tokens.
+
+    Raises:
+        ConfigError: If the tensors are no [b, s] of tokens and of 0 and 1, a row is empty, or a token is not in the
+            vocabulary.
+    """
+    _check_tensor(input_ids, name)
     if attention_mask is not None:
-        _check_mask(input_ids, attention_mask)
+        _check_mask(input_ids, attention_mask, name)
         empty = (attention_mask.sum(-1) == 0).nonzero().flatten().tolist()
         if empty:
-            raise ConfigError(
-                f"the prompts {empty} are empty (their attention_mask is 0 everywhere); give each a token"
-            )
+            raise ConfigError(f"the prompts {empty} are empty ({name} have padding only); give each a token")
     real = input_ids if attention_mask is None else input_ids[attention_mask == 1]
-    check_tokens("input_ids", (int(real.min()), int(real.max())), model.vocab_size)
-    longest = input_ids.shape[1] if attention_mask is None else int(attention_mask.sum(-1).max())
-    limit = model.max_position_embeddings
-    # The last new token is not read again.
-    if model.position_embedding_type == "learned_absolute" and longest + options.max_new_tokens - 1 > limit:
-        room = limit + 1 - longest
-        fix = f"use max_new_tokens of at most {room}" if room > 0 else f"cut the prompts to {limit} tokens"
+    check_tokens(name, (int(real.min()), int(real.max())), vocab_size)
+
+
+def check_length(
+    input_ids: Tensor, attention_mask: Tensor | None, model: ModelConfig, options: GenerationOptions
+) -> GenerationOptions:
+    """The options with the lengths that these prompts leave; of a T5 what its decoder continues.
+
+    Raises:
+        ConfigError: If the text would outgrow the table of positions or what the options allow.
+    """
+    width, limit = input_ids.shape[1], model.max_position_embeddings
+    if model.position_embedding_type != "learned_absolute":
+        return options.settled(width)
+    longest = width if attention_mask is None else int(attention_mask.sum(-1).max())
+    room = limit + 1 - longest  # the last new token is not read again
+    settled = options.settled(width, room)
+    if settled.num_new_tokens <= room:
+        return settled
+    if room < 1:
         raise ConfigError(
-            f"a prompt of {longest} tokens and max_new_tokens={options.max_new_tokens} need more positions than the "
-            f"model's max_position_embeddings={limit}; {fix}"
+            f"a prompt of {longest} tokens needs more positions than the model's max_position_embeddings={limit}; cut "
+            f"the prompts to {limit} tokens"
         )
+    name, most = ("max_new_tokens", room) if options.max_length is None else ("max_length", width + room)
+    raise ConfigError(
+        f"a prompt of {longest} tokens and {name}={getattr(options, name)} need more positions than the model's "
+        f"max_position_embeddings={limit}; use {name} of at most {most}"
+    )
 
 
 def check_rows(input_ids: Tensor, attention_mask: Tensor | None, model: ModelConfig, name: str = "input_ids") -> None:
@@ -150,7 +202,7 @@ def check_rows(input_ids: Tensor, attention_mask: Tensor | None, model: ModelCon
     """
     _check_tensor(input_ids, name)
     if attention_mask is not None:
-        _check_mask(input_ids, attention_mask)
+        _check_mask(input_ids, attention_mask, name)
     check_tokens(name, (int(input_ids.min()), int(input_ids.max())), model.vocab_size)
     length, limit = input_ids.shape[1], model.max_position_embeddings
     if model.position_embedding_type == "learned_absolute" and length > limit:
@@ -181,11 +233,12 @@ def _check_tensor(input_ids: Tensor, name: str = "input_ids") -> None:
         raise ConfigError(f"{name} have the shape {list(input_ids.shape)}; give at least one prompt of one token")
 
 
-def _check_mask(input_ids: Tensor, attention_mask: Tensor) -> None:
+def _check_mask(input_ids: Tensor, attention_mask: Tensor, name: str = "input_ids") -> None:
+    mask_name = name.replace("input_ids", "attention_mask")
     given = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask)
     if given != list(input_ids.shape):
         raise ConfigError(
-            f"attention_mask has the shape {given} and input_ids {list(input_ids.shape)}; give each token one number"
+            f"{mask_name} has the shape {given} and {name} {list(input_ids.shape)}; give each token one number"
         )
     if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
-        raise ConfigError("attention_mask has other numbers than 0 and 1; give 1 for tokens and 0 for padding")
+        raise ConfigError(f"{mask_name} has other numbers than 0 and 1; give 1 for tokens and 0 for padding")

@@ -57,6 +57,15 @@ def top_p_only(logits: Tensor, p: float) -> Tensor:
     return logits.masked_fill(torch.zeros_like(is_removed).scatter(-1, order, is_removed), -torch.inf)
 
 
+def min_p_only(logits: Tensor, p: float) -> Tensor:
+    """Logits of the tokens of each row that have at least ``p`` times the probability of the likeliest.
+
+    Source: Nguyen et al. 2024, Turning Up the Heat: Min-p Sampling (arXiv 2407.01082), section 3.
+    """
+    probabilities = logits.softmax(dim=-1)
+    return logits.masked_fill(probabilities < p * probabilities.amax(dim=-1, keepdim=True), -torch.inf)
+
+
 def drawn(logits: Tensor, uniform: Tensor) -> Tensor:
     """One token per row, [b] int64, by inverting the cumulative distribution.
 
@@ -70,7 +79,8 @@ def drawn(logits: Tensor, uniform: Tensor) -> Tensor:
     total = cumulative[:, -1:]
     # Strictly below the total, or rounding could choose a last token that has no probability.
     threshold = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
+    # Where a model in trouble gives no numbers, what is found is behind the last token.
+    return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
 
 
 def uniform_numbers(seed: int, steps: int, rows: int) -> Tensor:
@@ -87,4 +97,6 @@ def shaped(logits: Tensor, options: GenerationOptions, step: int) -> Tensor:
         logits = top_k_only(logits, options.top_k)
     if options.top_p > 0.0:
         logits = top_p_only(logits, options.top_p_at(step))
+    if options.min_p > 0.0:
+        logits = min_p_only(logits, options.min_p)
     return logits

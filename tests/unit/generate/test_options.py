@@ -23,7 +23,25 @@ from lightning_megatron.generate.options import GenerationOptions, options_from
         ({"top_p": 1.01}, r"top_p=1\.01 is no number from 0 to 1"),
         ({"top_p": -0.1}, r"top_p=-0\.1"),
         ({"top_p": float("nan")}, "top_p=nan"),
-        ({"top_p": "high"}, "wrong type"),
+        ({"top_p": "high"}, "top_p='high' must be a number"),
+        ({"temperature": "hot"}, "temperature='hot' must be a number"),
+        ({"min_p": 1.5}, r"min_p=1\.5 is no number from 0 to 1"),
+        ({"do_sample": "yes"}, "do_sample='yes' is none of"),
+        ({"seed": 1.5}, r"seed=1\.5 must be an integer"),
+        ({"seed": 2**64}, "at most 64 bits"),
+        ({"max_length": 20, "max_new_tokens": 20}, "max_new_tokens=20 and max_length=20 both say"),
+        ({"min_length": 20, "min_new_tokens": 2}, "min_new_tokens=2 and min_length=20 both say"),
+        ({"min_length": 21, "max_length": 20}, "min_length=21 is more than max_length=20"),
+        ({"max_length": 1}, "max_length=1 must be an integer of at least 2"),
+        ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size=-1 must be"),
+        ({"stop_strings": "x"}, "stop_strings='x' cannot be found without a tokenizer"),
+        ({"stop_strings": ("x", ""), "tokenizer": "a"}, "stop_strings has an empty text"),
+        ({"stop_strings": (3,)}, r"stop_strings=\(3,\) are no texts"),
+        ({"stop_sequences": ("ab",)}, "texts are stop_strings"),
+        ({"stop_sequences": ((1.5,),)}, "must be tuples of integers"),
+        ({"eos_token_id": "2"}, "eos_token_id='2' must be an integer"),
+        ({"eos_token_id": (2, None)}, "eos_token_id="),
+        ({"pad_token_id": 0.0}, r"pad_token_id=0\.0 must be an integer"),
         ({"top_p": 0.9, "top_p_decay": 2.0}, r"top_p_decay=2\.0"),
         ({"top_p_decay": 0.5}, r"top_p_decay=0\.5 has no top_p"),
         ({"top_p": 0.5, "top_p_bound": 0.1}, r"top_p_bound=0\.1 bounds no decay"),
@@ -33,17 +51,23 @@ from lightning_megatron.generate.options import GenerationOptions, options_from
         ({"temperature": 101.0}, r"temperature=101\.0"),
         ({"repetition_penalty": 0.0}, r"repetition_penalty=0\.0 must be above 0"),
         ({"do_sample": False, "temperature": 0.5}, "do_sample=False takes the likeliest"),
-        ({"do_sample": False, "top_k": 5}, "do_sample=False"),
+        ({"do_sample": False, "top_k": 5, "min_p": 0.1}, "and top_k=5 and min_p=0.1 says how to draw"),
         ({"stop_sequences": ((),)}, "stop_sequences has an empty sequence"),
         ({"num_beams": 0}, "num_beams=0 must be an integer of at least 1"),
-        ({"num_beams": 3, "top_k": 5}, "num_beams=3 searches for the likeliest text"),
-        ({"num_beams": 3, "do_sample": True}, "num_beams=3 searches"),
+        ({"num_beams": 3, "top_k": 5}, "num_beams=3 searches for the likeliest text, and top_k=5 draws"),
+        ({"num_beams": 3, "do_sample": True}, "and do_sample=True draws"),
         ({"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences=3 is more than num_beams=2"),
         ({"num_return_sequences": 3}, "num_return_sequences=3 would all be the same"),
         ({"num_beams": 2, "early_stopping": "soon"}, "early_stopping='soon'"),
-        ({"length_penalty": 2.0}, "length_penalty and early_stopping are for beams"),
-        ({"early_stopping": True}, "length_penalty and early_stopping are for beams"),
-        ({"max_length": 20}, "no option 'max_length'; choose from max_new_tokens, "),
+        ({"length_penalty": 2.0}, r"length_penalty=2\.0 is for beams"),
+        ({"length_penalty": float("inf"), "num_beams": 2}, "length_penalty=inf must be finite"),
+        ({"early_stopping": True}, "early_stopping=True is for beams"),
+        ({"typical_p": 0.5}, "no option 'typical_p'; choose from max_new_tokens, "),
+        ({"add_BOS": True}, "no option 'add_BOS'; here it is bos_token_id"),
+        ({"random_seed": 1}, "no option 'random_seed'; here it is seed"),
+        ({"stop_token": 1}, "no option 'stop_token'; here it is eos_token_id"),
+        ({"output_scores": True}, "here it is the method generate_with_scores"),
+        ({"use_cache": True}, "leave it out: keys and values are always kept"),
     ],
 )
 def test_wrong_options_are_refused(arguments: dict[str, Any], says: str) -> None:
@@ -69,3 +93,35 @@ def test_ended_rows_are_filled_with_the_padding_token_or_the_one_that_ends() -> 
     assert GenerationOptions(eos_token_id=5).filling == 5
     assert GenerationOptions(eos_token_id=(5, 6), pad_token_id=0).filling == 0
     assert GenerationOptions(eos_token_id=()).filling == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "room", "lengths"),
+    [
+        ({}, None, (0, 20)),
+        ({}, 5, (0, 5)),
+        ({"max_new_tokens": 30}, 5, (0, 30)),
+        ({"max_length": 14}, 5, (0, 4)),
+        ({"max_length": 14, "min_length": 12}, None, (2, 4)),
+        ({"min_length": 8}, None, (0, 20)),
+        ({"min_new_tokens": 3}, None, (3, 20)),
+    ],
+)
+def test_lengths_are_counted_behind_the_prompts(arguments: dict[str, Any], room: int | None, lengths: Any) -> None:
+    settled = GenerationOptions(**arguments).settled(10, room)
+    assert (settled.min_new_tokens, settled.num_new_tokens) == lengths
+    assert settled.settled(10) == settled
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"max_length": 10}, "max_length=10 leaves nothing for new tokens behind prompts of 10"),
+        ({"min_new_tokens": 21}, "min_new_tokens=21 asks for 21 new tokens .* gets 20 at most; give a larger max_new"),
+        ({"min_length": 31, "max_new_tokens": 20}, "min_length=31 asks for 21 new tokens"),
+        ({"max_length": 12, "min_new_tokens": 3}, "min_new_tokens=3 asks for 3 .* give a larger max_length"),
+    ],
+)
+def test_lengths_that_the_prompts_do_not_leave_are_refused(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        GenerationOptions(**arguments).settled(10)

@@ -9,7 +9,7 @@ import torch
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.generate.options import GenerationOptions
-from lightning_megatron.generate.prompts import aligned, check_prompts, with_first_token
+from lightning_megatron.generate.prompts import aligned, check_length, check_prompts, with_first_token
 from lightning_megatron.generate.stopping import Stops
 from lightning_megatron.models.config import ModelConfig
 
@@ -62,12 +62,18 @@ def _ids(*rows: list[int]) -> torch.Tensor:
         (_ids([1, 50]), None, {}, r"token 50, and the model's vocabulary is 0..49"),
         (_ids([1, -1]), None, {}, "token -1"),
         (_ids([1] * 8), None, {"max_new_tokens": 10}, "a prompt of 8 tokens and max_new_tokens=10 .* at most 9"),
-        (_ids([1] * 20), None, {"max_new_tokens": 1}, "cut the prompts to 16 tokens"),
+        (_ids([1] * 8), None, {"max_length": 18}, "a prompt of 8 tokens and max_length=18 .* max_length of at most 17"),
+        (_ids([1] * 20), None, {}, "cut the prompts to 16 tokens"),
     ],
 )
 def test_prompts_that_cannot_be_continued_are_refused(input_ids: Any, mask: Any, options: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         check_prompts(input_ids, mask, MODEL, GenerationOptions(**options))
+
+
+def test_nobody_is_told_of_a_length_that_he_did_not_ask_for() -> None:
+    check_prompts(_ids([1] * 16), None, MODEL, GenerationOptions())
+    assert check_length(_ids([1] * 12), None, MODEL, GenerationOptions()).num_new_tokens == 5
 
 
 def test_the_last_new_token_needs_no_position_and_padding_no_token() -> None:
@@ -92,10 +98,11 @@ def test_a_first_token_is_put_before_the_rows_that_have_none() -> None:
 
 def test_rows_end_with_any_of_the_tokens_or_the_whole_of_a_sequence() -> None:
     options = GenerationOptions(eos_token_id=(7, 8), stop_sequences=((1, 2, 3),))
-    stops = Stops(options, torch.device("cpu"))
     new = _ids([5, 1, 2, 3], [5, 5, 2, 3], [1, 2, 3, 7], [1, 2, 3, 4], [0, 0, 7, 8])
+    prompts = aligned(new, None)
+    stops = Stops(options, prompts)
     assert stops.at(new).tolist() == [True, False, True, False, True]
     assert stops.at(new[:, 1:]).tolist() == [True, False, True, False, True]
     assert stops.at(new[:, 2:]).tolist() == [False, False, True, False, True]
-    assert not Stops(GenerationOptions(min_new_tokens=5, eos_token_id=7), torch.device("cpu")).at(new).any()
-    assert not Stops(GenerationOptions(), torch.device("cpu"))
+    assert not Stops(GenerationOptions(min_new_tokens=5, eos_token_id=7), prompts).at(new).any()
+    assert not Stops(GenerationOptions(), prompts)

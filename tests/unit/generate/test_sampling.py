@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from lightning_megatron.generate.options import GenerationOptions
+from lightning_megatron.generate.prompts import aligned
+from lightning_megatron.generate.repeats import Repeats
 from lightning_megatron.generate.sampling import (
     drawn,
+    min_p_only,
     penalized,
     shaped,
     top_k_only,
@@ -40,6 +43,37 @@ def test_top_p_equals_hugging_face(p: float) -> None:
     assert torch.equal(top_p_only(logits, p), TopPLogitsWarper(p)(None, logits.clone()))
 
 
+@pytest.mark.parametrize("p", [1e-6, 0.05, 0.5, 1.0])
+def test_min_p_equals_hugging_face(p: float) -> None:
+    from transformers import MinPLogitsWarper
+
+    logits = _logits()
+    logits[0, :10] = 20.0  # as likely as each other: all stay
+    assert torch.equal(min_p_only(logits, p), MinPLogitsWarper(p)(None, logits.clone()))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_repeated_runs_equal_hugging_face(size: int) -> None:
+    from transformers import NoRepeatNGramLogitsProcessor
+
+    tokens = torch.randint(4, (6, 14), generator=torch.Generator().manual_seed(size))
+    for length in range(1, 14):  # of which some are of the prompt
+        prompts = aligned(tokens[:, : min(length, 3)], None)
+        new = tokens[:, min(length, 3) : length]
+        expected = NoRepeatNGramLogitsProcessor(size)(tokens[:, :length], _logits())
+        assert torch.equal(Repeats(prompts, size).without(_logits(), new), expected)
+    assert torch.isinf(expected).any()
+
+
+def test_padding_is_no_run() -> None:
+    # Token 0 stands for padding, too; what follows it in the text of the second row alone is repeated.
+    prompts = aligned(torch.tensor([[0, 0, 5, 6], [9, 0, 5, 0]]), torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]]))
+    forbidden = torch.isinf(Repeats(prompts, 2).without(_logits(2), torch.zeros(2, 0).long())).nonzero().tolist()
+    assert forbidden == [[1, 5]]
+    forbidden = torch.isinf(Repeats(prompts, 1).without(_logits(2), torch.zeros(2, 0).long())).nonzero().tolist()
+    assert forbidden == [[0, 5], [0, 6], [1, 0], [1, 5]]
+
+
 def test_a_top_p_of_one_keeps_all() -> None:
     assert torch.equal(top_p_only(_logits(), 1.0), _logits())
 
@@ -69,12 +103,17 @@ def test_top_p_decays_from_the_second_token_on_down_to_its_bound() -> None:
     assert kept[0] > kept[2] == kept[3] >= 1
 
 
-def test_shaping_divides_by_the_temperature_before_tokens_are_removed() -> None:
-    from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
+def test_logits_that_are_no_numbers_choose_a_token_of_the_vocabulary() -> None:
+    assert int(drawn(torch.full((1, 5), torch.nan), torch.tensor([0.5], dtype=torch.float64))) in range(5)
 
-    chain = LogitsProcessorList([TemperatureLogitsWarper(2.5), TopPLogitsWarper(0.7)])
+
+def test_shaping_divides_by_the_temperature_before_tokens_are_removed() -> None:
+    from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogitsWarper, TopPLogitsWarper
+
+    chain = LogitsProcessorList([TemperatureLogitsWarper(2.5), TopPLogitsWarper(0.7), MinPLogitsWarper(0.2)])
     expected = chain(None, _logits())
-    torch.testing.assert_close(shaped(_logits(), GenerationOptions(temperature=2.5, top_p=0.7), 0), expected)
+    options = GenerationOptions(temperature=2.5, top_p=0.7, min_p=0.2)
+    torch.testing.assert_close(shaped(_logits(), options, 0), expected)
 
 
 def test_drawn_tokens_are_as_frequent_as_they_are_probable() -> None:
