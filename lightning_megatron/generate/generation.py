@@ -31,6 +31,7 @@ from lightning_megatron.generate.quiet import generating
 from lightning_megatron.generate.rules import Rules
 from lightning_megatron.generate.sampling import uniform_numbers
 from lightning_megatron.generate.sharing import check_agreement, gathered, own_rows, rows_of_copies
+from lightning_megatron.generate.static_steps import check_static_cache
 from lightning_megatron.models.config import ModelConfig
 
 
@@ -148,6 +149,7 @@ class Generator:
     def _checked(self, given: Given, options: GenerationOptions) -> _Task:
         """What is to be done, if it can be."""
         model, given = self._model, self._with_mask(given, options)
+        check_static_cache(options, model)
         check_decoder(given, options, model)
         check_prompts(given.input_ids, given.attention_mask, model, options)
         if options.top_k > model.vocab_size:
