@@ -146,8 +146,8 @@ class StepRecorder(Callback):
             batches = trainer.accumulate_grad_batches
             self.losses = (float(self._loss_first) * batches, float(self._loss_last) * batches)
         if device.type == "cuda":
-            self.peak_allocated_gib = _most_gib(torch.cuda.max_memory_allocated(device), device)
-            self.peak_reserved_gib = _most_gib(torch.cuda.max_memory_reserved(device), device)
+            self.peak_allocated_gib = most_gib(torch.cuda.max_memory_allocated(device), device)
+            self.peak_reserved_gib = most_gib(torch.cuda.max_memory_reserved(device), device)
 
     def _is_end_of_step(self, trainer: Trainer) -> bool:
         """With accumulated gradients, a peer's way to microbatches, not every batch ends an optimizer step."""
@@ -186,7 +186,7 @@ class StepRecorder(Callback):
         self._profiler.start()
 
 
-def _most_gib(num_bytes: int, device: torch.device) -> float:
+def most_gib(num_bytes: int, device: torch.device) -> float:
     """The largest ``num_bytes`` of all ranks, each of which must call, in GiB."""
     most = torch.tensor(float(num_bytes), dtype=torch.float64, device=device)
     if dist.is_initialized():
@@ -203,10 +203,10 @@ def _profile_text(profiler: Any, device: torch.device) -> str:
     if not on_gpu:
         return table
     spans = sorted((e.time_range.start, e.time_range.end) for e in profiler.events() if e.device_type.name == "CUDA")
-    return f"{table}\n{_busy_line(spans)}"
+    return f"{table}\n{busy_line(spans, PROFILED_STEPS)}"
 
 
-def _busy_line(spans: list[tuple[float, float]]) -> str:
+def busy_line(spans: list[tuple[float, float]], num_steps: int) -> str:
     """How much of the time from the first to the last of ``spans`` (microseconds, sorted) at least one covers."""
     if not spans:
         return "no kernel ran"
@@ -215,4 +215,4 @@ def _busy_line(spans: list[tuple[float, float]]) -> str:
         busy += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     total = reached - spans[0][0]
-    return f"a kernel ran in {busy / total:.1%} of {total / 1e3:.1f} ms ({PROFILED_STEPS} steps)"
+    return f"a kernel ran in {busy / total:.1%} of {total / 1e3:.1f} ms ({num_steps} steps)"
