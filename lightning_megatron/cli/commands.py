@@ -8,15 +8,25 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from lightning_megatron.cli.conversion_command import add_convert_command
 from lightning_megatron.cli.corpus_commands import add_corpus_commands
 from lightning_megatron.cli.dataset_commands import add_dataset_commands
-from lightning_megatron.cli.failure import DONE, TERMINATED, UsageError, report, report_interrupt, users_mistake
+from lightning_megatron.cli.failure import (
+    DONE,
+    TERMINATED,
+    UNREAD,
+    UsageError,
+    is_unread,
+    report,
+    report_interrupt,
+    users_mistake,
+)
 from lightning_megatron.cli.generate_command import add_generate_command
 from lightning_megatron.cli.help_text import TRAINER_COMMANDS, trainer_help
+from lightning_megatron.cli.typed import expand_home, in_typed_words
 
 PROG = "lightning-megatron"
 
@@ -40,18 +50,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments after the program's name; ``sys.argv[1:]`` if None.
 
     Returns:
-        The exit code: 0 done, 2 wrong arguments or settings, 130 ended by Ctrl-C, 143 stopped by SIGTERM. Anything else
-        that fails keeps its traceback (code 1).
+        The exit code: 0 done, 2 wrong arguments or settings, 130 ended by Ctrl-C, 141 nobody reads the output any more,
+        143 stopped by SIGTERM. Anything else that fails keeps its traceback (code 1).
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        if arguments and arguments[0] in TRAINER_COMMANDS:
-            return _run_trainer_command(arguments)
-        parsed = _parser().parse_args(arguments)
-        run: Callable[[argparse.Namespace], int] = parsed.run
-        return run(parsed)
+        is_trainers = bool(arguments) and arguments[0] in TRAINER_COMMANDS
+        code = _run_trainer_command(arguments) if is_trainers else _run_command(arguments)
+        sys.stdout.flush()  # here, where it is known what to do if it fails
+        return code
     except KeyboardInterrupt:
         return report_interrupt()
+    except BrokenPipeError:
+        if not is_unread(sys.stdout):
+            raise
+        return UNREAD
     except SystemExit as ended:
         if ended.code != TERMINATED:
             raise
@@ -63,7 +76,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return report(message)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _run_command(arguments: list[str]) -> int:
+    """Run a command whose options argparse reads; the user's mistakes are told in the words that were typed."""
+    parser, commands = _parser()
+    parsed, unknown = parser.parse_known_args(arguments)
+    command = commands[arguments[0]]
+    if unknown:
+        command.error(f"unrecognized arguments: {' '.join(unknown)}")  # whose --help shows those that there are
+    expand_home(command, parsed)
+    run: Callable[[argparse.Namespace], int] = parsed.run
+    try:
+        return run(parsed)
+    except Exception as error:
+        message = users_mistake(error)
+        if message is None:
+            raise
+        return report(in_typed_words(message, command))
+
+
+def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """The program's parser, and those of its commands by their names."""
     parser = _OneLineErrorParser(
         prog=PROG,
         description="Train language models with tensor, pipeline and sequence parallelism on PyTorch Lightning.",
@@ -79,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     add_convert_command(commands)
     add_generate_command(commands)
     _add_doctor(commands)
-    return parser
+    return parser, commands.choices
 
 
 def _add_doctor(commands: argparse._SubParsersAction[_OneLineErrorParser]) -> None:

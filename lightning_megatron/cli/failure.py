@@ -7,10 +7,11 @@ import re
 import sys
 import time
 from collections.abc import Iterator
+from typing import TextIO
 
 from lightning_megatron.errors import ConfigError
 
-DONE, WRONG_ARGUMENTS, INTERRUPTED, TERMINATED = 0, 2, 130, 143
+DONE, WRONG_ARGUMENTS, INTERRUPTED, UNREAD, TERMINATED = 0, 2, 130, 141, 143
 
 _LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID")
 _PATIENCE_SECONDS = 6.0
@@ -100,6 +101,18 @@ def report_interrupt() -> int:
     if _local_rank() == 0:
         print("interrupted", file=sys.stderr, flush=True)
     return INTERRUPTED
+
+
+def is_unread(output: TextIO) -> bool:
+    """Whether the program behind a pipe has ended, as ``head`` does; then what is still to come goes nowhere."""
+    try:
+        output.flush()
+    except BrokenPipeError:
+        # Or the interpreter would try once more at its end, and complain.
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), output.fileno())
+        return True
+    return False
 
 
 def _local_rank() -> int:

@@ -21,7 +21,8 @@ _EPILOG = """\
 examples:
   {prog} --checkpoint gpt2 --prompt "Are you human?" --max-new-tokens 40
   {prog} --checkpoint last.ckpt --tokenizer gpt2 --tp 2 --prompt "Once" "Twice" --top-p 0.8 --top-p-decay 0.9
-  {prog} --checkpoint gpt2 --prompt "Are you human?" --num-beams 20 --length-penalty 1.5"""
+  {prog} --checkpoint gpt2 --prompt "Are you human?" --num-beams 20 --length-penalty 1.5
+  {prog} --checkpoint gpt2 --prompt-file prompts.txt --json > texts.jsonl"""
 
 
 def add_generate_command(commands: argparse._SubParsersAction[Any]) -> None:
@@ -33,13 +34,19 @@ def add_generate_command(commands: argparse._SubParsersAction[Any]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.epilog = _EPILOG.format(prog=parser.prog)
-    parser.add_argument("--checkpoint", type=Path, required=True, metavar="PATH", help="checkpoint to read")
+    # An option's name in Python (dest) is that of what it sets, so that messages can be told in the words typed here.
+    parser.add_argument(
+        "--checkpoint", dest="load_path", type=Path, required=True, metavar="PATH", help="checkpoint to read"
+    )
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", nargs="+", metavar="TEXT", help="texts to continue")
-    prompts.add_argument("--prompt-file", type=Path, metavar="FILE", help="text file with a prompt on each line")
+    prompts.add_argument(
+        "--prompt-file", type=Path, metavar="FILE", help="text file with a prompt on each line; - for standard input"
+    )
     parser.add_argument(
         "--tokenizer", type=Path, metavar="DIR", help="transformers tokenizer (default: that of the checkpoint)"
     )
+    _add_source(parser)
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor parallel size (default: 1)")
     parser.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline stages (default: 1)")
     parser.add_argument(
@@ -47,18 +54,35 @@ def add_generate_command(commands: argparse._SubParsersAction[Any]) -> None:
     )
     parser.add_argument(
         "--precision",
-        choices=("32-true", "bf16-mixed", "16-mixed"),
+        choices=("32-true", "bf16-true", "bf16-mixed", "16-mixed"),
         default="32-true",
         help="32-true computes in float32, the others in 16 bits (default: 32-true)",
     )
     parser.add_argument(
         "--batch-size", type=int, default=32, metavar="N", help="prompts that are continued together (default: 32)"
     )
+    parser.add_argument(
+        "--static-cache",
+        action="store_true",
+        help="replay every step as a CUDA graph: more tokens a second, after two slow steps; GPTs only",
+    )
     _add_output(parser.add_argument_group("output"))
     _add_ends(parser.add_argument_group("length"))
     _add_drawing(parser.add_argument_group("drawing"))
     _add_beams(parser.add_argument_group("beams"))
     parser.set_defaults(run=_generate)
+
+
+def _add_source(parser: Any) -> None:
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="a Hugging Face config.json for checkpoints that do not say what their model is",
+    )
+    parser.add_argument(
+        "--iteration", type=int, metavar="N", help="which of a folder of iterations (default: the last one saved)"
+    )
 
 
 def _add_output(group: Any) -> None:
@@ -71,15 +95,21 @@ def _add_output(group: Any) -> None:
 
 
 def _add_ends(group: Any) -> None:
-    group.add_argument("--max-new-tokens", type=int, default=20, metavar="N", help="at most so many (default: 20)")
+    group.add_argument("--max-new-tokens", type=int, metavar="N", help="at most so many (default: 20)")
     group.add_argument("--min-new-tokens", type=int, default=0, metavar="N", help="no end before (default: 0)")
-    group.add_argument("--stop", nargs="+", default=[], metavar="TEXT", help="texts behind which a text ends")
+    group.add_argument(
+        "--stop", dest="stop_strings", nargs="+", default=[], metavar="TEXT", help="texts behind which a text ends"
+    )
     group.add_argument("--add-bos", action="store_true", help="put the tokenizer's first token before each prompt")
 
 
 def _add_drawing(group: Any) -> None:
     group.add_argument(
-        "--sample", action="store_true", help="draw tokens at random; temperature, top-k and top-p do so, too"
+        "--sample",
+        dest="do_sample",
+        action="store_true",
+        default=None,
+        help="draw tokens at random; temperature, top-k, top-p and min-p do so, too",
     )
     group.add_argument("--temperature", type=float, default=1.0, metavar="X", help="divides logits; in (0, 100]")
     group.add_argument("--top-k", type=int, default=0, metavar="N", help="draw from the N likeliest tokens")
@@ -89,7 +119,13 @@ def _add_drawing(group: Any) -> None:
     group.add_argument("--top-p-decay", type=float, default=0.0, metavar="X", help="multiplies top-p after each token")
     group.add_argument("--top-p-bound", type=float, default=0.0, metavar="X", help="top-p decays no further")
     group.add_argument(
+        "--min-p", type=float, default=0.0, metavar="X", help="draw from tokens X times as likely as the likeliest one"
+    )
+    group.add_argument(
         "--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1 repetition is rarer (default: 1)"
+    )
+    group.add_argument(
+        "--no-repeat-ngram-size", type=int, default=0, metavar="N", help="no run of N tokens comes twice"
     )
     group.add_argument("--seed", type=int, default=0, metavar="N", help="another seed draws another text (default: 0)")
 
@@ -114,7 +150,7 @@ def _generate(parsed: argparse.Namespace) -> int:
     from lightning_megatron.cli.messages import hide_known_warnings
 
     hide_known_warnings()  # before the imports that cause some of them
-    from lightning_megatron.cli.generation import GenerateArguments, generate
+    from lightning_megatron.cli.generation import arguments_from, generate
 
-    generate(GenerateArguments(**{name: value for name, value in vars(parsed).items() if name != "run"}))
+    generate(arguments_from({name: value for name, value in vars(parsed).items() if name != "run"}))
     return DONE

@@ -30,11 +30,35 @@ class Continued:
         return json.dumps({"prompt": self.prompt, "text": self.text}, ensure_ascii=False)
 
 
-def printed(continued: Sequence[Continued], *, as_json: bool, between: str = "") -> str:
-    """All texts: each behind its prompt and ``between``, a blank line between two; or a line of JSON each."""
-    if as_json:
-        return "".join(each.as_json() + "\n" for each in continued)
-    return "\n\n".join(_marked(each.prompt, sys.stdout) + between + each.text for each in continued) + "\n"
+class TextPrinter:
+    """Writes texts as soon as they are there: for readers, behind their prompts, or for programs, as lines of JSON."""
+
+    def __init__(self, *, as_json: bool, between: str = "") -> None:
+        """Set how.
+
+        Args:
+            as_json: A line for each text; else a blank line between two.
+            between: What stands between a prompt and its text.
+        """
+        self._as_json = as_json
+        self._between = between
+        self._is_first = True
+
+    def show(self, continued: Sequence[Continued]) -> None:
+        """Write some more texts."""
+        for each in continued:
+            if self._as_json:
+                sys.stdout.write(each.as_json() + "\n")
+                continue
+            sys.stdout.write("" if self._is_first else "\n\n")
+            sys.stdout.write(_marked(each.prompt, sys.stdout) + self._between + each.text)
+            self._is_first = False
+        sys.stdout.flush()
+
+    def end(self) -> None:
+        """There are no more."""
+        if not self._is_first:
+            sys.stdout.write("\n")
 
 
 def cut(text: str, stop: Sequence[str]) -> str:

@@ -17,13 +17,14 @@ from lightning_megatron.cli.messages import HeldMessages
 from lightning_megatron.datamodules.datasets import DatasetDataModule
 from lightning_megatron.datamodules.indexed import IndexedDataModule
 from lightning_megatron.datamodules.instructions import InstructionDataModule
+from lightning_megatron.datamodules.text_evaluation import TextEvaluationDataModule
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.module import MegatronModule
 from lightning_megatron.strategy import MegatronStrategy, preflight
 
 SHORT_NAMES = (
     *(MegatronModule, MegatronStrategy),
-    *(IndexedDataModule, InstructionDataModule, DatasetDataModule),
+    *(IndexedDataModule, InstructionDataModule, DatasetDataModule, TextEvaluationDataModule),
     *(ThroughputMonitor, LossCurve, PerplexityReport, SampleText),
 )
 """Classes that a configuration may name without their module, because they are imported here."""

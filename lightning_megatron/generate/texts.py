@@ -30,7 +30,9 @@ def encoded(texts: Sequence[str], tokenizer: Any, *, add_bos: bool = False) -> t
         rows = [row if row[:1] == [bos] else [bos, *row] for row in rows]
     for text, row in zip(texts, rows, strict=True):
         if not row:
-            raise ConfigError(f"the prompt {text!r} has no token to continue; give it some text, or a first token")
+            raise ConfigError(
+                f"the prompt {text!r} has no token to continue; give it some text, or a first token (--add-bos)"
+            )
     width = max((len(row) for row in rows), default=0)
     return (
         torch.tensor([[0] * (width - len(row)) + row for row in rows], dtype=torch.long),

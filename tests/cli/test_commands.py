@@ -63,7 +63,7 @@ def test_help_of_trainer_commands_names_what_others_rely_on(command: str, capsys
     [
         ([], "error: the following arguments are required: COMMAND; see lightning-megatron --help\n"),
         (["fti"], "error: argument COMMAND: invalid choice: 'fti'"),
-        (["doctor", "--verbose"], "error: unrecognized arguments: --verbose; see lightning-megatron --help\n"),
+        (["doctor", "--verbose"], "error: unrecognized arguments: --verbose; see lightning-megatron doctor --help\n"),
         (
             ["train-tokenizer", "--input", "x", "--output", "y"],
             "error: the following arguments are required: --vocab-size; see lightning-megatron train-tokenizer",
@@ -74,7 +74,7 @@ def test_help_of_trainer_commands_names_what_others_rely_on(command: str, capsys
         ),
         (
             ["preprocess", "--input", "x", "--output-prefix", "p", "--tokenizer", "t", "--workers", "0"],
-            "error: workers=0 must be at least 1",
+            "error: --workers 0 must be at least 1",
         ),
         (
             ["preprocess", "--input", "x", "--output-prefix", "p", "--tokenizer", "t", "--dataset-impl", "infer"],
@@ -83,7 +83,7 @@ def test_help_of_trainer_commands_names_what_others_rely_on(command: str, capsys
         (["convert-dataset", "--input", "x"], "error: the following arguments are required: --output-prefix; see"),
         (
             ["convert-dataset", "--input", "nowhere", "--output-prefix", "y"],
-            "error: input=nowhere needs two files, missing: nowhere.idx, nowhere.bin",
+            "error: --input nowhere needs two files, missing: nowhere.idx, nowhere.bin",
         ),
         (
             ["train-tokenizer", "--input", "nowhere", "--vocab-size", "300", "--output", "y"],

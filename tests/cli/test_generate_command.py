@@ -179,11 +179,14 @@ def test_beams_may_stop_early_and_tokens_be_drawn_from_the_whole_distribution(ch
         ("--checkpoint {folder}/bare --prompt x", "/bare comes with no tokenizer; give --tokenizer DIR"),
         ("--checkpoint {folder}/bert --prompt x", "bert is a megatron-bert, and generate needs a GPT or T5"),
         ("--checkpoint {folder}/t5 --tokenizer {folder}/hf --prompt x --add-bos", "--add-bos is for texts that are"),
-        ("--checkpoint {folder}/hf --prompt x --top-k 3 --top-p 0.5", "top_k=3 and top_p=0.5 both say"),
-        ("--checkpoint {folder}/hf --prompt x --top-p 1.5", "top_p=1.5 is no number from 0 to 1"),
-        ("--checkpoint {folder}/hf --prompt x --num-beams 2 --top-k 3", "num_beams=2 searches for the likeliest"),
+        ("--checkpoint {folder}/hf --prompt x --top-k 3 --top-p 0.5", "--top-k 3 and --top-p 0.5 both say"),
+        ("--checkpoint {folder}/hf --prompt x --top-p 1.5", "--top-p 1.5 is no number from 0 to 1"),
+        ("--checkpoint {folder}/hf --prompt x --num-beams 2 --top-k 3", "--num-beams 2 searches for the likeliest"),
         ("--checkpoint {folder}/hf --prompt x --max-new-tokens 99", "need more positions than the model's"),
-        ("--checkpoint {folder}/hf --prompt x --tp 3 --accelerator cpu", "tp=3 does not divide num_attention_heads=2"),
+        (
+            "--checkpoint {folder}/hf --prompt x --tp 3 --accelerator cpu",
+            "--tp 3 does not divide num_attention_heads=2",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_code_2(checkpoints: Path, arguments: str, says: str) -> None:
