@@ -66,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return UNREAD
     except SystemExit as ended:
+        if isinstance(ended.__context__, KeyboardInterrupt):  # a Trainer ends so, with code 1
+            return report_interrupt()
         if ended.code != TERMINATED:
             raise
         return TERMINATED

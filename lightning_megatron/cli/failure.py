@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import sys
 import time
 from collections.abc import Iterator
@@ -105,14 +106,17 @@ def report_interrupt() -> int:
 
 def is_unread(output: TextIO) -> bool:
     """Whether the program behind a pipe has ended, as ``head`` does; then what is still to come goes nowhere."""
+    poll = select.poll()
     try:
-        output.flush()
-    except BrokenPipeError:
-        # Or the interpreter would try once more at its end, and complain.
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), output.fileno())
-        return True
-    return False
+        poll.register(output.fileno(), 0)
+    except OSError:  # no file
+        return False
+    if not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
+        return False
+    # Or the interpreter would try once more at its end, and complain.
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), output.fileno())
+    return True
 
 
 def _local_rank() -> int:

@@ -115,6 +115,38 @@ def test_an_interrupt_is_one_line_and_what_shells_expect(
     assert capsys.readouterr().err == "interrupted\n"
 
 
+def test_a_trainer_that_was_interrupted_is_one_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> str:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            sys.exit(1)  # lightning 2.6, pytorch/trainer/call.py
+
+    monkeypatch.setattr("lightning_megatron.cli.doctor.report_installation", interrupted)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_output_that_nobody_reads_ends_the_command_without_a_word(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> str:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("lightning_megatron.cli.doctor.report_installation", broken)
+    end, beginning = os.pipe()
+    with open(beginning, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        with pytest.raises(BrokenPipeError):  # another pipe's: a defect
+            main(["doctor"])
+        os.close(end)
+        assert main(["doctor"]) == 141
+        output.write("to nowhere")
+    assert capsys.readouterr().err == ""
+
+
 def test_an_interrupted_import_of_torch_is_not_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[program.__module__], "main", lambda: 130)
     monkeypatch.setattr("signal.signal", lambda *_: None)
