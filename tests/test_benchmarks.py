@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks import checkpoint, loader
+from benchmarks import checkpoint, generation, loader
 from benchmarks.cases import CASES, Target, case_named, with_batch
 from benchmarks.checkpoint_measurement import CheckpointMeasurement, Save
+from benchmarks.generation_measurement import GenerationMeasurement, read_measurements
+from benchmarks.generation_measurement import markdown_table as generation_table
 from benchmarks.host_waits import attributed
 from benchmarks.measurement import HostWaits, Measurement, StepTimes, markdown_table
 from benchmarks.train_step import main
@@ -87,6 +89,95 @@ def test_saves_and_a_resume_are_measured(tmp_path: Path) -> None:
 
 def test_a_save_costs_its_stall_and_what_it_slows_down() -> None:
     assert Save(stall=2.0, complete=10.0, steps_during=(1.5, 1.25)).lost(plain_step=1.0) == pytest.approx(2.75)
+
+
+def _measure_generation(arguments: list[str], output: str) -> tuple[int, str]:
+    """On each rank: the exit code and what was printed."""
+    import contextlib
+    import io
+
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        code = generation.main([*arguments, "--calls", "2", "--output", output])
+    return code, printed.getvalue()
+
+
+def test_generation_is_measured_beside_its_peer(tmp_path: Path) -> None:
+    output = str(tmp_path / "out.jsonl")
+    ours = ["--case", "smoke", "--variant", "eager", "--variant", "static", "--profile"]
+    ((code, printed),) = run_ranks(_measure_generation, 1, ours, output)
+    assert code == 0, printed
+    assert "ms a step under the profiler, 6 steps" in printed
+    peers = ["--case", "smoke", "--variant", "peer", "--variant", "peer-static"]
+    assert run_ranks(_measure_generation, 1, peers, output)[0][0] == 0
+    (first, _), (second, nothing) = run_ranks(
+        _measure_generation, 2, ["--case", "smoke-tp2", "--variant", "eager"], output
+    )
+    assert (first, second, nothing) == (0, 0, "")
+
+    measured = read_measurements(tmp_path / "out.jsonl")
+    assert [(m.case, m.implementation) for m in measured] == [
+        ("smoke", "lightning-megatron"),
+        ("smoke", "lightning-megatron, static cache"),
+        ("smoke", "transformers, dynamic cache"),
+        ("smoke", "transformers, static cache, compiled"),
+        ("smoke-tp2", "lightning-megatron"),
+    ]
+    assert all(len(m.call_seconds) == len(m.first_token_seconds) == 2 for m in measured)
+    assert all(min(*m.call_seconds, *m.first_token_seconds) > 0 for m in measured)
+
+
+def test_a_variant_that_fails_is_told_and_the_others_run(tmp_path: Path) -> None:
+    arguments = ["--case", "smoke", "--variant", "eager", "--variant", "static"]
+    ((code, printed),) = run_ranks(_measure_with_a_failure, 1, arguments, str(tmp_path / "out.jsonl"))
+    assert code == 1
+    assert "FAILED: smoke, lightning-megatron\n" in printed
+    assert "RuntimeError: out of memory" in printed
+    (measured,) = read_measurements(tmp_path / "out.jsonl")
+    assert measured.implementation == "lightning-megatron, static cache"
+
+
+def _measure_with_a_failure(arguments: list[str], output: str) -> tuple[int, str]:
+    from lightning_megatron import MegatronModule
+
+    generate = MegatronModule.generate
+
+    def only_static(self: Any, *args: Any, **options: Any) -> Any:
+        if not options.get("static_cache"):
+            raise RuntimeError("out of memory")
+        return generate(self, *args, **options)
+
+    MegatronModule.generate = only_static  # type: ignore[method-assign]
+    return _measure_generation(arguments, output)
+
+
+def _generated(implementation: str, seconds: float) -> GenerationMeasurement:
+    return GenerationMeasurement(
+        case="llama-8b-b32",
+        implementation=implementation,
+        description="as listed",
+        device="NVIDIA H200",
+        num_devices=1,
+        batch_size=32,
+        prompt_length=512,
+        new_tokens=256,
+        warmup_seconds=60.0,
+        call_seconds=(seconds + 1.0, seconds, seconds - 0.5),
+        first_token_seconds=(0.5, 0.4, 0.45),
+        peak_allocated_gib=20.0,
+        peak_reserved_gib=21.0,
+        versions={},
+    )
+
+
+def test_tokens_per_second_are_those_of_all_rows_and_compared_with_the_static_peer() -> None:
+    ours, peer = _generated("lightning-megatron", 2.0), _generated("transformers, static cache, compiled", 4.0)
+    assert ours.tokens_per_s == pytest.approx(32 * 256 / 2.0)
+    assert ours.token_seconds == pytest.approx((2.0 - 0.45) / 255)
+    assert GenerationMeasurement.from_json(ours.to_json()) == ours
+    alone, (_, _, row, of_peer) = generation_table([ours]), generation_table([ours, peer]).splitlines()
+    assert "| 4,096.0 | - |" in alone
+    assert "| 4,096.0 | 2.00x | 2.000 (3.000, 2.000, 1.500) | 450.0 | 6.08 | 20.0 / 21.0 | 60.0 |" in row
+    assert "| 1.00x |" in of_peer
 
 
 def _measurement(**changed: Any) -> Measurement:
