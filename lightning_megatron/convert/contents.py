@@ -180,7 +180,7 @@ def _hugging_face(path: Path) -> CheckpointContents:
     if (path / _CONFIG).is_file():
         try:
             config = json.loads((path / _CONFIG).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path / _CONFIG} cannot be read ({error}); fetch it again") from None
         facts = dict(config) if isinstance(config, dict) else {}
     weights = open_weights(path)

@@ -48,14 +48,14 @@ class Family:
                 )
             return task
         named = (getattr(hf_config, "architectures", None) or [None])[0]
-        if named is None or named.endswith("Model"):
+        if named is None or str(named).endswith("Model"):
             return next(iter(self.architectures))
         for known, architecture in self.architectures.items():
             if architecture == named:
                 return known
         raise ConfigError(
             f"architectures=[{named!r}] of this {self.model_type} config is not supported; use one of "
-            f"{', '.join(self.architectures.values())}, or give task= one of {', '.join(self.architectures)}"
+            f"{', '.join(self.architectures.values())} (in Python also task=, one of {', '.join(self.architectures)})"
         )
 
     def model_config(self, hf_config: Any, task: str | None = None) -> ModelConfig:
@@ -76,7 +76,13 @@ class Family:
                     f"{name}={value!r} of this {self.model_type} config changes the result and is not supported; "
                     f"use {name}={choices}"
                 )
-        return replace(self.describe(hf_config), task=self.task_of(hf_config, task))
+        try:
+            return replace(self.describe(hf_config), task=self.task_of(hf_config, task))
+        except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            # Not all fields of a config.json have been checked by transformers.
+            raise ConfigError(f"the {self.model_type} config is invalid ({error}); correct it") from error
 
 
 _ACTIVATIONS: dict[str, Activation] = {

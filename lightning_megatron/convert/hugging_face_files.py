@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -17,8 +16,9 @@ from typing import Any
 
 import torch
 
+from lightning_megatron.convert.pickled.tensor_handle import TensorHandle
+from lightning_megatron.convert.pickled.unpickler import load_pickled
 from lightning_megatron.convert.plain_reads import read_into
-from lightning_megatron.engine.checkpoint_failures import failures_as_errors
 from lightning_megatron.errors import CheckpointError
 
 WEIGHTS_FILE = "model.safetensors"
@@ -58,8 +58,8 @@ class StoredTensor:
     """None if torch has no such dtype."""
     dtype_name: str
     """For messages."""
-    offset: int | None
-    """Where in the file its first byte is; None if its rows do not lie there one after the other."""
+    place: int | TensorHandle
+    """Where in the file its first byte is, or how its rows lie there."""
 
     @property
     def row_bytes(self) -> int:
@@ -78,7 +78,6 @@ class WeightFiles:
     def __init__(self, directory: Path, tensors: Mapping[str, StoredTensor]) -> None:
         self.directory = directory
         self.tensors = tensors
-        self._whole: tuple[Path, dict[str, torch.Tensor]] | None = None
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows ``start`` to ``stop`` of the tensor ``name``, on the CPU, in the file's dtype: [stop - start, ...].
@@ -88,19 +87,12 @@ class WeightFiles:
         """
         tensor = self.tensors[name]
         assert tensor.dtype is not None
-        if tensor.offset is None:
-            return self._load(tensor.file)[name].detach()[start:stop].clone(memory_format=torch.contiguous_format)
+        if isinstance(tensor.place, TensorHandle):
+            return tensor.place.rows(start, stop)
         buffer = torch.empty((stop - start) * tensor.row_bytes, dtype=torch.uint8)
         if buffer.numel():
-            read_into(buffer, tensor.file, tensor.offset + start * tensor.row_bytes)
+            read_into(buffer, tensor.file, tensor.place + start * tensor.row_bytes)
         return buffer.view(tensor.dtype).view(stop - start, *tensor.shape[1:])
-
-    def _load(self, file: Path) -> dict[str, torch.Tensor]:
-        """A pickled file as a whole, kept until another one is asked for."""
-        if self._whole is None or self._whole[0] != file:
-            self._whole = None  # before the next one comes
-            self._whole = (file, _unpickle(file))
-        return self._whole[1]
 
 
 def has_weights(directory: Path) -> bool:
@@ -158,7 +150,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     """Which file each tensor is in; files may not lie outside the folder."""
     try:
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{index} is not an index of weight files ({error!r}); fetch it again") from None
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()) or not names:
         raise CheckpointError(f"the weight_map of {index} does not name a file for each tensor; fetch it again")
@@ -188,7 +180,7 @@ def _safetensors(file: Path) -> dict[str, StoredTensor]:
     try:
         header = json.loads(text)
         entries = {name: _entry(file, 8 + length, fields) for name, fields in header.items() if name != "__metadata__"}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"the header of weights file {file} is damaged ({error}); fetch it again") from None
     end = max((stop for _, stop in entries.values()), default=0)
     if end > size:
@@ -202,7 +194,7 @@ def _entry(file: Path, data_start: int, fields: dict[str, Any]) -> tuple[StoredT
     shape = tuple(int(size) for size in fields["shape"])
     dtype = _DTYPES.get(fields["dtype"])
     tensor = StoredTensor(
-        file=file, shape=shape, dtype=dtype, dtype_name=str(dtype or fields["dtype"]), offset=data_start + start
+        file=file, shape=shape, dtype=dtype, dtype_name=str(dtype or fields["dtype"]), place=data_start + start
     )
     if min((start, *shape)) < 0 or stop < start or (dtype is not None and tensor.num_bytes != stop - start):
         raise ValueError(f"{stop - start} bytes for the shape {list(shape)} of {fields['dtype']}")
@@ -214,41 +206,14 @@ def _entry(file: Path, data_start: int, fields: dict[str, Any]) -> tuple[StoredT
 
 def _pickled(file: Path) -> dict[str, StoredTensor]:
     """The tensors of a file of ``torch.save``, whose bytes are not read."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        tensors = _unpickle(file)
-    is_plain = zipfile.is_zipfile(file) and all(
-        record.compress_type == zipfile.ZIP_STORED for record in zipfile.ZipFile(file).infolist()
-    )
+    held = load_pickled(file)
+    if not isinstance(held, Mapping) or not all(
+        isinstance(name, str) and isinstance(tensor, TensorHandle) for name, tensor in held.items()
+    ):
+        raise CheckpointError(f"weights file {file} is not a dict of tensors; save model.state_dict()")
     return {
         name: StoredTensor(
-            file=file,
-            shape=tuple(tensor.shape),
-            dtype=tensor.dtype,
-            dtype_name=str(tensor.dtype),
-            offset=_offset(tensor) if is_plain else None,
+            file=file, shape=tensor.shape, dtype=tensor.dtype, dtype_name=str(tensor.dtype), place=tensor
         )
-        for name, tensor in tensors.items()
+        for name, tensor in held.items()
     }
-
-
-def _offset(tensor: torch.Tensor) -> int | None:
-    """Torch notes a storage's place in the file when it loads one without its bytes (serialization.py, load_tensor)."""
-    start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
-    if start is None or not tensor.is_contiguous():
-        return None
-    return int(start) + int(tensor.storage_offset()) * tensor.element_size()
-
-
-def _unpickle(file: Path) -> dict[str, torch.Tensor]:
-    """A dict of tensors, mapped into memory; files of torch before 1.6 cannot be mapped and are read whole."""
-    with failures_as_errors(f"weights file {file} is not loaded (fetch it again, from a source that you trust)"):
-        is_zip = zipfile.is_zipfile(file)
-        with file.open("rb") as opened:
-            if not is_zip and opened.read(4) in (b"", b"PK\x03\x04"):
-                raise EOFError("it is truncated")
-        tensors = torch.load(file, map_location="cpu", mmap=is_zip, weights_only=True)
-    if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
-        raise CheckpointError(f"weights file {file} is not a dict of tensors; save model.state_dict()")
-    return tensors

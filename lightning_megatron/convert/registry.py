@@ -76,7 +76,7 @@ def config_fields(model: HFConfigLike) -> dict[str, Any]:
             f"model is a {type(model).__name__}; give a Hugging Face config object, a dict of one, or the path of a "
             "model directory or a config.json"
         )
-    if "model_type" not in fields:
+    if not isinstance(fields.get("model_type"), str):
         raise ConfigError(f"the model config has no 'model_type'; add one of {', '.join(sorted(known_families()))}")
     return fields
 
@@ -87,8 +87,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"model config {file} does not exist; give a model directory, a config.json, or the fields")
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"model config {file} is not JSON ({error}); correct the file") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"model config {file} cannot be read as JSON ({error}); correct the file") from None
     if not isinstance(fields, dict):
         raise ConfigError(f"model config {file} holds a {type(fields).__name__}, not an object; correct the file")
     return fields

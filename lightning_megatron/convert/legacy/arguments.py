@@ -7,6 +7,7 @@ arguments: then Megatron-LM's own defaults hold, which NVIDIA's published 345M m
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ from lightning_megatron.convert.registry import family_of
 from lightning_megatron.convert.stored.base import Key
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.models.config import Architecture
+
+_log = logging.getLogger(__name__)
 
 _GIVE_A_CONFIG = "give the Hugging Face config.json of the same model with --config"
 _HEAD_WIDTH = 64
@@ -93,7 +96,7 @@ def own_config(arguments: Mapping[str, Any]) -> Any:
         return None
     try:
         fields = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"args.{HUGGING_FACE_CONFIG} is damaged ({error}); {_GIVE_A_CONFIG}") from None
     if not isinstance(fields, dict) or "model_type" not in fields:
         raise CheckpointError(f"args.{HUGGING_FACE_CONFIG} names no model_type; {_GIVE_A_CONFIG}")
@@ -149,7 +152,18 @@ def num_heads(arguments: Mapping[str, Any], shapes: Shapes) -> int:
     width = shapes.size("self_attention.linear_proj.weight", 1)
     heads = arguments.get("num_attention_heads")
     if heads is None:
-        heads = max(1, width // _HEAD_WIDTH)
+        if width == 0 or width % _HEAD_WIDTH:
+            raise CheckpointError(
+                f"the checkpoint does not say how many heads its attention of {width} columns has, and they are not of "
+                f"{_HEAD_WIDTH} columns as those of NVIDIA's models; {_GIVE_A_CONFIG}"
+            )
+        heads = width // _HEAD_WIDTH
+        _log.warning(
+            "the checkpoint does not say how many heads its attention has: %d of %d columns, as NVIDIA's models have; "
+            "give the model's config with --config if it has others",
+            heads,
+            _HEAD_WIDTH,
+        )
     if type(heads) is not int or heads < 1 or width == 0 or width % heads != 0:
         raise CheckpointError(
             f"args.num_attention_heads={str(heads)[:40]} does not divide the {width} columns of the attention's "

@@ -6,10 +6,12 @@ the folder of one rank, its file, and zip files with any of these inside, as NVI
 
 from __future__ import annotations
 
+import lzma
 import re
 import shutil
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +29,16 @@ DISTRIBUTED_OPTIMIZER_FILES = ("distrib_optim.pt", "optim.pt")
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 _RANK_OF_MORE = re.compile(r"mp_rank_\d{2,}(_\d{3,}){2,}")
 _COPIED_AT_ONCE = 1 << 24
+_OF_DAMAGED_ZIP_FILES = (
+    OSError,
+    EOFError,
+    ValueError,
+    NotImplementedError,
+    zipfile.BadZipFile,
+    zlib.error,
+    lzma.LZMAError,
+)
+"""What reading them raises."""
 _MOST_NAMED = 4
 
 
@@ -138,7 +150,7 @@ def _is_archive_of_ranks(path: Path) -> bool:
     try:
         with zipfile.ZipFile(path) as archive:
             return bool(_members(archive))
-    except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError):
+    except _OF_DAMAGED_ZIP_FILES:
         return False
 
 
@@ -181,7 +193,7 @@ def _in_archive(path: Path) -> RankFiles:
                 parts[rank] = _unpacked(archive, info, Path(temporary.name) / f"{len(parts)}.pt")
     except CheckpointError:
         raise
-    except (OSError, RuntimeError, NotImplementedError, zipfile.BadZipFile, EOFError, ValueError, Damaged) as error:
+    except (*_OF_DAMAGED_ZIP_FILES, Damaged, RuntimeError) as error:
         raise CheckpointError(f"zip file {path} cannot be unpacked ({error}); fetch it again") from None
     files = _complete(path, parts, is_spread=False)
     return RankFiles(path=path, tp=files.tp, pp=files.pp, parts=parts, temporary=temporary)

@@ -53,10 +53,11 @@ def read_training(files: RankFiles, states: States, stacked: Stacked) -> tuple[T
         None for weights alone. Without moments, if there are none or they are of an unknown kind (which is logged).
     """
     first = states[0, 0]
+    iteration = _whole_number(first.others.get("iteration")) or _whole_number(first.arguments.get("iteration")) or 0
     moments: dict[Key, Shards] = {}
     groups: tuple[Mapping[str, Any], ...] = ()
     has_moments = any(_optimizer(state) for state in states.values())
-    if has_moments or files.has_distributed_optimizer:
+    if has_moments or (files.has_distributed_optimizer and iteration):  # a release has files without moments
         read = _read_all if has_moments else gathered_moments
         try:
             moments, groups = read(files, states, stacked)
@@ -64,7 +65,6 @@ def read_training(files: RankFiles, states: States, stacked: Stacked) -> tuple[T
             _log.warning("the optimizer state of %s is left out: %s", files.path, reason)
     elif isinstance(first.others.get("optimizer"), list):
         _log.warning("the optimizer state of %s is left out: it is that of several optimizers", files.path)
-    iteration = _whole_number(first.others.get("iteration")) or _whole_number(first.arguments.get("iteration")) or 0
     if not iteration and not groups:
         return None, {}
     schedule = next((first.others[name] for name in _SCHEDULERS if isinstance(first.others.get(name), Mapping)), None)

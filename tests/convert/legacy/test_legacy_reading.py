@@ -17,6 +17,7 @@ from lightning_megatron.convert.legacy.reading import is_legacy, open_legacy
 from lightning_megatron.convert.options import ConvertOptions
 from lightning_megatron.convert.stored.base import StoredModel
 from lightning_megatron.convert.stored.hugging_face import open_hugging_face
+from lightning_megatron.errors import CheckpointError
 from tests.convert.directories import tiny_bert, tiny_llama
 from tests.convert.legacy.layouts import (
     Layout,
@@ -360,7 +361,7 @@ def test_nvidias_zip_files(
     assert sorted(path for path in tmp_path.parent.rglob("*")) == before
 
 
-def test_checkpoints_without_arguments_are_nvidias(tmp_path: Path) -> None:
+def test_checkpoints_without_arguments_are_nvidias(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from transformers import AutoModelForCausalLM, GPT2Config
 
     config = GPT2Config(vocab_size=50257, n_layer=2, n_embd=128, n_head=2, n_positions=24)
@@ -376,6 +377,16 @@ def test_checkpoints_without_arguments_are_nvidias(tmp_path: Path) -> None:
     _assert_equal(read, open_hugging_face(tmp_path / "hf"))
     described = json.loads(read.hf_config.to_json_string())
     assert (described["activation_function"], described["n_head"]) == ("gelu_new", 2)
+    assert "2 of 64 columns, as NVIDIA's models have" in caplog.text
+
+
+def test_heads_that_nothing_tells_need_a_config(references: dict[str, StoredModel], tmp_path: Path) -> None:
+    """Of 32 columns, where NVIDIA's heads have 64: any guess would be another model."""
+    layout = Layout(stages=even(LAYERS), version=None, arguments=None)
+    write(tmp_path, layout, gpt2(_gpt2(), layout), {})
+    with pytest.raises(CheckpointError, match="how many heads its attention of 32 columns has.*--config"):
+        open_legacy(tmp_path)
+    _assert_equal(open_legacy(tmp_path, references["gpt2"].path / "config.json"), references["gpt2"])
 
 
 def test_rows_that_may_pad_the_vocabulary_are_kept_and_mentioned(

@@ -11,6 +11,7 @@ import torch
 from lightning_megatron.accounting.parameters import total_parameters
 from lightning_megatron.convert.registry import config_object, family_of, known_families, model_config
 from lightning_megatron.convert.rules import LAYER
+from lightning_megatron.errors import ConfigError
 from tests.unit.convert.gpt_configs import CONFIGS
 
 
@@ -136,3 +137,12 @@ def test_a_quantized_model_is_refused_in_any_form() -> None:
         with pytest.raises(ConfigError, match=r"quantization_config of the llama config \(gptq\) is not supported"):
             model_config(model)
     model_config({**fields, "quantization_config": None})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"architectures": 5}, {"architectures": [["x"]]}, {"n_head": 0}, {"n_inner": "x"}, {"model_type": ["gpt2"]}],
+)
+def test_fields_of_other_types_are_the_users_mistake(fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"the gpt2 config is invalid|n_head=0|not supported|no 'model_type'"):
+        model_config({"model_type": "gpt2", **fields})
