@@ -138,11 +138,18 @@ def _read_checksums(folder: Path) -> dict[str, FileChecksums]:
         known = content["algorithm"] == _ALGORITHM and content["segment_bytes"] == SEGMENT
         if not known or content["checksum_of_files"] != _checksum_of_table(described):
             raise ValueError("its content is not what was written")
-        return {name: FileChecksums(**each) for name, each in described.items()}
-    except (ValueError, TypeError, KeyError) as error:
+        return {name: _file_checksums(each) for name, each in described.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"checkpoint {folder} is damaged: {CHECKSUMS} cannot be read ({error}); use an earlier one"
         ) from None
+
+
+def _file_checksums(described: Mapping[str, Any]) -> FileChecksums:
+    checksums = FileChecksums(**described)
+    if type(checksums.size) is not int or len(checksums.segments) != -(-checksums.size // SEGMENT):
+        raise ValueError("a file has not as many checksums as its size needs")
+    return checksums
 
 
 def _checksum_of_table(described: Mapping[str, Any]) -> int:

@@ -10,9 +10,10 @@ import io
 import json
 import pickle
 import re
+import zipfile
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -131,7 +132,7 @@ def check_backends(path: Path) -> None:
     try:
         backends = json.loads((path / _BACKENDS).read_bytes())
         known = all(backends[name] == value for name, value in _KNOWN_BACKENDS.items())
-    except (ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(
             f"checkpoint {path} has an unreadable {_BACKENDS} ({error!r}); use an earlier one"
         ) from None
@@ -192,13 +193,34 @@ def load_plain(file: Path) -> Any:
         CheckpointError: If the file holds anything else, or is damaged.
     """
     try:
+        check_not_packed(file, file.stat().st_size)
         return torch.load(file, map_location="cpu", weights_only=True)
+    except CheckpointError as error:
+        raise CheckpointError(f"{file} is not loaded: {error}; do not trust its source") from None
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{file} is not loaded: {more_than_data(error)}") from None
     except FileNotFoundError:
         raise CheckpointError(f"{file} is missing: the checkpoint is damaged; use an earlier one") from None
     except Exception as error:  # torch raises RuntimeError, EOFError, KeyError ... on damaged archives
         raise CheckpointError(f"{file} is damaged ({type(error).__name__}); use an earlier checkpoint") from None
+
+
+def check_not_packed(file: Path | IO[bytes], size: int) -> None:
+    """Raise if a file of ``torch.save`` would take much more memory than it has bytes.
+
+    Args:
+        file: Its path, or the open file.
+        size: Bytes that it has.
+
+    Raises:
+        CheckpointError: If members of a zip file are compressed, or lie in each other, which torch never writes.
+    """
+    if not zipfile.is_zipfile(file):
+        return  # torch's format before 1.6, which compresses nothing
+    with zipfile.ZipFile(file) as archive:
+        members = archive.infolist()
+    if any(each.compress_type != zipfile.ZIP_STORED for each in members) or sum(m.file_size for m in members) > size:
+        raise CheckpointError(f"its {size:,} bytes would become {sum(m.file_size for m in members):,} in memory")
 
 
 def more_than_data(error: pickle.UnpicklingError) -> str:

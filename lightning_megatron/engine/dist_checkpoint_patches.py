@@ -17,7 +17,8 @@ import torch
 
 from lightning_megatron.engine.agreement import on_all_ranks_alike
 from lightning_megatron.engine.checkpoint_failures import failures_as_errors
-from lightning_megatron.engine.checkpoint_safety import more_than_data
+from lightning_megatron.engine.checkpoint_files import torch_bytes
+from lightning_megatron.engine.checkpoint_safety import check_not_packed, more_than_data
 from lightning_megatron.engine.patching import Patch
 from lightning_megatron.errors import CheckpointError
 
@@ -42,16 +43,19 @@ def _write_common_alike(original: Any) -> Any:
 
 def _load_only_data(original: Any) -> Any:
     def load_bytes(self: Any, read_item: Any, value: io.BytesIO) -> None:
-        """As torch's, after the bytes have proved to be only data."""
+        """As torch's, of the data that is in the bytes, written anew: two readers may differ in what bytes mean."""
         name = read_item.dest_index.fqn
         try:
-            torch.load(value, weights_only=True)
+            check_not_packed(value, value.getbuffer().nbytes)
+            value.seek(0)
+            data = torch.load(value, weights_only=True)
+        except CheckpointError as error:
+            raise CheckpointError(f"its entry {name}: {error}; do not trust its source") from None
         except pickle.UnpicklingError as error:
             raise CheckpointError(f"its entry {name}: {more_than_data(error)}; do not trust its source") from None
         except Exception as error:  # torch raises RuntimeError, EOFError, KeyError ... on damaged archives
             raise CheckpointError(f"its entry {name} is damaged ({type(error).__name__})") from None
-        value.seek(0)
-        original(self, read_item, value)
+        original(self, read_item, io.BytesIO(torch_bytes(data)))
 
     return load_bytes
 
