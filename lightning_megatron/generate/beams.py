@@ -48,8 +48,15 @@ def search(models: Sequence[Any], topology: Topology, prompts: Prompts, rules: R
         logits = reading.token(message[rows * count : -1])
     found = torch.empty(rows * options.num_return_sequences, most + 1, dtype=torch.long, device=device)
     found = stages.told(found if beams is None else beams.best())
-    scores = stages.told(torch.zeros(len(found), device=device) if beams is None else beams.best_scores())
-    return Continuations(tokens=found[:, :-1], lengths=found[:, -1], log_probabilities=None, scores=scores)
+    numbers = torch.zeros(len(found), most + 1, device=device) if beams is None else beams.best_numbers()
+    numbers, lengths = stages.told(numbers), found[:, -1]
+    behind = torch.arange(most, device=device) >= lengths[:, None]
+    return Continuations(
+        tokens=found[:, :-1],
+        lengths=lengths,
+        log_probabilities=numbers[:, :-1].masked_fill(behind, 0.0),
+        scores=numbers[:, -1],
+    )
 
 
 class Beams:
@@ -71,9 +78,10 @@ class Beams:
         self._odds = Odds(prompts, rules, copies=count)
         shape = (rows, count, options.num_new_tokens)
         self._growing = torch.full(shape, options.filling, dtype=torch.long, device=device)
+        self._growing_logs = torch.zeros(shape, device=device)
         self._growing_scores = torch.full((rows, count), _HOPELESS, device=device)
         self._growing_scores[:, 0] = 0.0
-        self._complete = self._growing.clone()
+        self._complete, self._complete_logs = self._growing.clone(), self._growing_logs.clone()
         self._complete_scores = torch.full((rows, count), _HOPELESS, device=device)
         self._complete_lengths = torch.zeros((rows, count), dtype=torch.long, device=device)
         self._is_complete = torch.zeros((rows, count), dtype=torch.bool, device=device)
@@ -90,15 +98,21 @@ class Beams:
             [2 * b * num_beams + 1]: the former rows of the next beams, their last tokens, and 1 if nothing will change.
         """
         count = self._options.num_beams
-        scores, beams, tokens = self._candidates(self._log_probabilities(logits, step))
+        given = logits[:, : self._vocab_size].float().log_softmax(-1)
+        changed = self._odds.changed(given, self._growing[:, :, :step].flatten(0, 1))
+        scores, places = self._candidates(changed)
+        beams, tokens = places // self._vocab_size, places % self._vocab_size
         texts = self._growing.take_along_dim(beams[..., None], dim=1)
         texts[:, :, step] = tokens
+        logs = self._growing_logs.take_along_dim(beams[..., None], dim=1)
+        logs[:, :, step] = given.view(len(beams), -1).gather(1, places)
         ends = self._stops.at(texts[:, :, : step + 1].flatten(0, 1)).view_as(tokens)
         if step + 1 == self._options.num_new_tokens:
             ends = torch.ones_like(ends)
-        self._complete_texts(texts, scores, ends, step + 1)
+        self._complete_texts(texts, logs, scores, ends, step + 1)
         self._growing_scores, chosen = (scores + ends * _HOPELESS).topk(count)
         self._growing = texts.take_along_dim(chosen[..., None], dim=1)
+        self._growing_logs = logs.take_along_dim(chosen[..., None], dim=1)
         parents = (self._first_beams + beams.take_along_dim(chosen, dim=1)).flatten()
         tokens = tokens.take_along_dim(chosen, dim=1).flatten()
         self._odds.grow(tokens, parents)
@@ -113,23 +127,19 @@ class Beams:
         found = torch.cat((self._complete, self._complete_lengths[..., None]), dim=-1)
         return found[:, :number].flatten(0, 1)
 
-    def best_scores(self) -> Tensor:
-        """Their scores: [b * num_return_sequences], fp32."""
-        return self._complete_scores[:, : self._options.num_return_sequences].flatten()
+    def best_numbers(self) -> Tensor:
+        """Of each new token the log-probability, and last the text's score: [as ``best``, max_new_tokens + 1], fp32."""
+        found = torch.cat((self._complete_logs, self._complete_scores[..., None]), dim=-1)
+        return found[:, : self._options.num_return_sequences].flatten(0, 1)
 
-    def _log_probabilities(self, logits: Tensor, step: int) -> Tensor:
-        """[b * num_beams, v]."""
-        scores = logits[:, : self._vocab_size].float().log_softmax(-1)
-        return self._odds.changed(scores, self._growing[:, :, :step].flatten(0, 1))
-
-    def _candidates(self, log_probabilities: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Scores, beams and tokens of each row's best continuations, best first: [b, candidates] each."""
+    def _candidates(self, log_probabilities: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores of each row's best continuations, best first, and their places in beams x vocabulary: [b, n] each."""
         rows, count = self._growing_scores.shape
         sums = log_probabilities.view(rows, count, -1) + self._growing_scores[..., None]
         scores, places = sums.flatten(1).topk(min(self._num_candidates, count * self._vocab_size))
-        return scores, places // self._vocab_size, places % self._vocab_size
+        return scores, places
 
-    def _complete_texts(self, texts: Tensor, scores: Tensor, ends: Tensor, length: int) -> None:
+    def _complete_texts(self, texts: Tensor, logs: Tensor, scores: Tensor, ends: Tensor, length: int) -> None:
         """Keep the best of the complete texts and of those that ``ends`` just now."""
         count = self._options.num_beams
         among_best = torch.arange(ends.shape[1], device=ends.device) < count
@@ -142,6 +152,7 @@ class Beams:
         lengths = torch.full_like(self._complete_lengths[:, :1], length).expand_as(scores)
         self._complete_scores, chosen = torch.cat((self._complete_scores, scores), dim=1).topk(count)
         self._complete = torch.cat((self._complete, texts), dim=1).take_along_dim(chosen[..., None], dim=1)
+        self._complete_logs = torch.cat((self._complete_logs, logs), dim=1).take_along_dim(chosen[..., None], dim=1)
         self._complete_lengths = torch.cat((self._complete_lengths, lengths), dim=1).take_along_dim(chosen, dim=1)
         self._is_complete = torch.cat((self._is_complete, completes), dim=1).take_along_dim(chosen, dim=1)
 

@@ -31,9 +31,9 @@ class Continuations:
     """[b, max_new_tokens], int64; behind the end of a row the padding token."""
     lengths: Tensor
     """[b], int64: tokens of each row, the one that ended it included."""
-    log_probabilities: Tensor | None
+    log_probabilities: Tensor
     """[b, max_new_tokens], fp32: what the model gives to each new token, before temperature and the like; 0 behind the
-    end of a row. None after a search."""
+    end of a row."""
     scores: Tensor
     """[b], fp32: by what a search has ranked the rows; else their sums of log-probabilities."""
 

@@ -44,9 +44,9 @@ class Generated:
     decoder continues and writes, [b, s_dec + new]."""
     scores: Tensor
     """[b], fp32: by what a search with beams has ranked them; else the sums of the log-probabilities."""
-    log_probabilities: Tensor | None
+    log_probabilities: Tensor
     """[b, new], fp32: what the model gives to each new token, before temperature and the like; 0 behind the end of a
-    row. None after a search with beams."""
+    row."""
 
 
 class Generator:
@@ -111,17 +111,16 @@ class Generator:
         with generating(self._chunks) as models:
             own = self._continued(models, prompts, task.rules, rows)
             numbers = [count * repeats for count in counts]
-            found = [own.tokens, own.lengths, own.scores]
-            found += [] if own.log_probabilities is None else [own.log_probabilities]
+            found = [own.tokens, own.lengths, own.scores, own.log_probabilities]
             if is_shared:
                 found = [gathered(self._topology, tensor, numbers) for tensor in found]
-        written, lengths, scores, *others = (tensor.to(device) for tensor in found)
+        written, lengths, scores, log_probabilities = (tensor.to(device) for tensor in found)
         longest = int(lengths.max())
         before = task.before.repeat_interleave(options.num_return_sequences, dim=0).to(device)
         return Generated(
             sequences=torch.cat((before, written[:, :longest]), dim=-1),
             scores=scores,
-            log_probabilities=others[0][:, :longest] if others else None,
+            log_probabilities=log_probabilities[:, :longest],
         )
 
     def _continued(self, models: list[Any], prompts: Prompts, rules: Rules, rows: slice) -> Continuations:
@@ -132,7 +131,7 @@ class Generator:
             return Continuations(
                 tokens=nothing.long(),
                 lengths=nothing[:, 0].long(),
-                log_probabilities=nothing if options.num_beams == 1 else None,
+                log_probabilities=nothing,
                 scores=nothing[:, 0],
             )
         own = prompts.rows(rows).to(self._device)

@@ -23,6 +23,8 @@ def test_scores_equal_hugging_face(layout: Layout) -> None:
     end = int(hf.generate(ids, attention_mask=mask, eos_token_id=-1, **common)[0, 9])
     greedy = hf.generate(ids, eos_token_id=end, output_logits=True, **common, **asked)
     beams = hf.generate(ids, eos_token_id=end, num_beams=3, num_return_sequences=2, **common, **asked)
+    of_beams = hf.compute_transition_scores(beams.sequences, beams.scores, beams.beam_indices)
+    assert of_beams[:, -1].eq(0.0).any(), "no text ended before the others"
     new = greedy.sequences[:, 7:]
     log_probabilities = torch.stack(greedy.logits, dim=1).log_softmax(-1).gather(-1, new[..., None])[..., 0]
     is_behind = ((new == end).cumsum(-1) - (new == end).long()) > 0
@@ -43,7 +45,7 @@ def test_scores_equal_hugging_face(layout: Layout) -> None:
         torch.testing.assert_close(one.scores, expected.sum(-1), rtol=0.0, atol=_ATOL)
         assert torch.equal(several.sequences, beams.sequences)
         torch.testing.assert_close(several.scores, beams.sequences_scores, rtol=0.0, atol=_ATOL)
-        assert several.log_probabilities is None
+        torch.testing.assert_close(several.log_probabilities, of_beams, rtol=0.0, atol=_ATOL)
 
 
 def _scored(directory: str, case: Case, calls: list[Call]) -> list[Any]:
