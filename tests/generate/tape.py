@@ -1,0 +1,96 @@
+"""Would a CUDA graph do the same? A recorder for the CPU notes kernels and starts them again on the same memory.
+
+As in a graph, nothing but the numbers in tensors that stay in place can change from one replay to the next: what the
+host decided while recording is frozen. A step that asks the device for a number fails here as it would there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_megatron.generate.graphs import Work
+
+_ASKS_THE_DEVICE = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero", "aten::unique")
+
+
+_ALLOCATES = ("aten::empty", "aten::new_empty")
+"""No kernels: what they return has no numbers yet, and the engine exchanges the memory of some (viewless tensors)."""
+
+
+class Tape(TorchDispatchMode):
+    """Writes down every kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name.startswith(_ASKS_THE_DEVICE):
+            raise RuntimeError(f"{func} makes the host wait")
+        result = func(*args, **(kwargs or {}))
+        if not func._schema.name.startswith(_ALLOCATES):
+            self.kernels.append((func, args, kwargs or {}, result))
+        return result
+
+    def replay(self) -> None:
+        """Start the kernels again; each writes where it wrote then."""
+        for func, args, kwargs, result in self.kernels:
+            for old, new in zip(tree_leaves(result), tree_leaves(func(*args, **kwargs)), strict=True):
+                if not isinstance(old, Tensor):
+                    _wait(new)
+                elif old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+    def description(self) -> list[str]:
+        """Each kernel with its shapes, strides and numbers: a GPU can replay it if this never changes."""
+        return [
+            f"{func}{tree_leaves((_described(args), _described(kwargs)))}" for func, args, kwargs, _ in self.kernels
+        ]
+
+
+class TapeRecorder:
+    """Records on tapes; a test counts."""
+
+    def __init__(self) -> None:
+        self.num_prepared = 0
+        self.num_recorded = 0
+        self.num_replayed = 0
+
+    def prepared(self, work: Work) -> Tensor:
+        self.num_prepared += 1
+        return work()
+
+    def recorded(self, works: Sequence[Work]) -> list[Work]:
+        return [self._recorded(work) for work in works]
+
+    def _recorded(self, work: Work) -> Work:
+        self.num_recorded += 1
+        with Tape() as tape:
+            output = work()
+        return functools.partial(self._replayed, tape, output)
+
+    def _replayed(self, tape: Tape, output: Tensor) -> Tensor:
+        self.num_replayed += 1
+        tape.replay()
+        return output
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_described(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _described(item) for name, item in value.items()}
+    return (tuple(value.shape), value.stride(), str(value.dtype)) if isinstance(value, Tensor) else str(value)
+
+
+def _wait(result: Any) -> None:
+    """For what another rank has to do, too."""
+    if isinstance(result, torch.ScriptObject):
+        torch._C._distributed_c10d.Work.unbox(result).wait()

@@ -1,0 +1,239 @@
+"""Do caches of a fixed size lead to the same texts, by steps that a GPU could replay? A tape stands for its graphs."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import warnings
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.generate.models import Call, _answers, hugging_face, prompts, run_with_models, set_up
+from tests.generate.tape import Tape, TapeRecorder
+from tests.parity.training import Case, Layout
+from tests.ranks import RankError
+
+NO_END: dict[str, Any] = {"eos_token_id": ()}
+TWO_BY_TWO = Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2, recompute="selective")
+EVERY = ("gpt2", "gpt_bigcode", "llama", "mistral", "qwen3", "bloom", "falcon_40b", "falcon_alibi")
+
+
+@functools.cache
+def _by_hugging_face(name: str) -> torch.Tensor:
+    """Greedy, ten tokens behind each of the padded prompts."""
+    ids, mask = prompts()
+    options = {"max_new_tokens": 10, "eos_token_id": -1, "pad_token_id": 0}
+    written: torch.Tensor = hugging_face(name).generate(ids, attention_mask=mask, do_sample=False, **options)
+    return written
+
+
+@pytest.mark.parametrize(
+    ("layout", "models"),
+    [
+        (Layout(), EVERY),
+        (TWO_BY_TWO, ("gpt2", "mistral", "bloom")),
+        (Layout(pp=2, vpp=2, num_microbatches=2), ("llama",)),
+        (Layout(tp=4), ("gpt_bigcode",)),
+    ],
+    ids=str,
+)
+def test_recorded_steps_write_what_hugging_face_writes(layout: Layout, models: tuple[str, ...]) -> None:
+    ids, mask = prompts()
+    options = {"max_new_tokens": 10, "static_cache": True} | NO_END
+    calls = [Call(model=name, input_ids=ids, attention_mask=mask, options=options) for name in models]
+    for answers, counts in run_with_models(_recorded_answers, layout, calls):
+        for call, actual in zip(calls, answers, strict=True):
+            assert actual.tolist() == _by_hugging_face(call.model).tolist(), call.model
+        # One step prepares, the eight that follow are replayed; each chunk and each group of rows has a recording.
+        works = layout.vpp or layout.pp
+        assert counts == [(works, works, 8 * works)] * len(calls)
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(pp=2)], ids=str)
+def test_every_step_is_the_same_to_the_device(layout: Layout) -> None:
+    ids, mask = prompts()
+    options = {"max_new_tokens": 10, "static_cache": True} | NO_END
+    models = ("gpt2", "llama", "mistral", "bloom")
+    calls = [Call(model=name, input_ids=ids, attention_mask=mask, options=options) for name in models]
+    for of_calls in run_with_models(_kernels_of_steps, layout, calls):
+        for steps in of_calls:
+            assert len(steps) == layout.pp
+            for step in steps:
+                # The first one prepares: the engine keeps what it computes once, the angles of a place, say.
+                assert len(step) == 9
+                assert len(step[1]) > 50
+                assert all(other == step[1] for other in step[2:])
+
+
+def test_the_host_waits_no_oftener_for_more_tokens() -> None:
+    ids, mask = prompts()
+    calls = [
+        Call(model="llama", input_ids=ids, attention_mask=mask, options={"max_new_tokens": n, "static_cache": True} | o)
+        for o in (NO_END, {"top_k": 20} | NO_END)
+        for n in (3, 12)
+    ]
+    ((few, many, few_drawn, many_drawn),) = run_with_models(_times_of_waiting, Layout(), calls)
+    assert many == few > 0
+    assert many_drawn == few_drawn
+
+
+def test_texts_outgrow_what_steps_look_at_and_nothing_stays() -> None:
+    ids, mask = prompts()
+    options = {"max_new_tokens": 16} | NO_END
+    sampled = {**options, "top_p": 0.9, "seed": 5}
+    beams = {**options, "num_beams": 2}
+    plain = [
+        Call(model=name, input_ids=ids, attention_mask=mask, options=o)
+        for name in ("mistral", "bloom")
+        for o in (options, sampled, beams)
+    ]
+    static = [replace(call, options={**call.options, "static_cache": True}) for call in plain]
+    ((answers, recorders, alive),) = run_with_models(_answers_with_small_windows, Layout(), plain + static)
+    for call, growing, fixed in zip(plain, answers[: len(plain)], answers[len(plain) :], strict=True):
+        assert torch.equal(growing, fixed), (call.model, call.options)
+    # Places 7 to 21 are looked at in 8 slots, then 16, then all 24: each starts with a step that prepares.
+    assert recorders == [(3, 2, 12)] * len(static)
+    assert alive == 0
+
+
+def test_a_rank_that_cannot_record_makes_all_go_on_without() -> None:
+    ids, mask = prompts()
+    options = {"max_new_tokens": 6} | NO_END
+    call = Call(model="llama", input_ids=ids, attention_mask=mask, options=options)
+    calls = [call, replace(call, options={**options, "static_cache": True})]
+    ranks = run_with_models(_answers_where_rank_1_cannot_record, Layout(tp=2), calls)
+    for growing, static, _, _ in ranks:
+        assert torch.equal(growing, static)
+    assert [replayed for *_, replayed in ranks] == [0, 0]
+    assert [len(warned) for _, _, warned, _ in ranks] == [0, 1]
+    assert "no room" in ranks[1][2][0]
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"), [("llama_dynamic", "frequencies (dynamic)"), ("t5", "attends to a source")]
+)
+def test_models_whose_steps_differ_are_refused(model: str, reason: str) -> None:
+    ids, _ = prompts()
+    call = Call(model=model, input_ids=ids, options={"max_new_tokens": 4, "static_cache": True})
+    with pytest.raises(RankError) as caught:
+        run_with_models(_answers, Layout(tp=2), [call])
+    assert caught.value.error_type == "ConfigError"
+    assert "static_cache=True" in str(caught.value)
+    assert reason in str(caught.value)
+
+
+# ---- on the ranks ---------------------------------------------------------------------------------------------------
+
+
+def _recording() -> list[TapeRecorder]:
+    """The recorders of the calls from now on."""
+    from lightning_megatron.generate import static_steps
+
+    recorders: list[TapeRecorder] = []
+
+    def recorder_of(device: torch.device) -> TapeRecorder:
+        recorders.append(TapeRecorder())
+        return recorders[-1]
+
+    static_steps.recorder_of = recorder_of  # type: ignore[assignment]
+    return recorders
+
+
+def _counts(recorders: list[TapeRecorder]) -> list[tuple[int, int, int]]:
+    return [(r.num_prepared, r.num_recorded, r.num_replayed) for r in recorders]
+
+
+def _recorded_answers(directory: str, case: Case, calls: list[Call]) -> Any:
+    recorders = _recording()
+    return _answers(directory, case, calls), _counts(recorders)
+
+
+def _kernels_of_steps(directory: str, case: Case, calls: list[Call]) -> list[list[list[list[str]]]]:
+    """Of each call, of each piece of work on this rank, of each step: its kernels."""
+    from lightning_megatron.generate import static_steps
+
+    seen: dict[int, list[list[str]]] = {}
+    original = static_steps._Step.__call__
+
+    def watched(step: Any) -> torch.Tensor:
+        with Tape() as tape:
+            output = original(step)
+        seen.setdefault(step.group, []).append(tape.description())
+        return output
+
+    static_steps._Step.__call__ = watched  # type: ignore[method-assign]
+    found = []
+    for call in calls:
+        seen.clear()
+        _answers(directory, case, [call])
+        found.append(list(seen.values()))
+    return found
+
+
+def _times_of_waiting(directory: str, case: Case, calls: list[Call]) -> list[int]:
+    """How often each call asks a tensor for its number."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counter(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += func is torch.ops.aten._local_scalar_dense.default
+            return func(*args, **(kwargs or {}))
+
+    module = set_up(directory, case, calls[0].model)
+    counts = []
+    for call in calls:
+        with Counter() as counter:
+            module.generate(call.input_ids, call.attention_mask, **call.options)
+        counts.append(counter.count)
+    return counts
+
+
+def _answers_with_small_windows(directory: str, case: Case, calls: list[Call]) -> Any:
+    """Answers, what was recorded, and how many caches and steps outlived their call without help from the collector."""
+    from lightning_megatron.engine.slots.static_cache import StaticCache, TokenStep
+    from lightning_megatron.generate import static_steps
+
+    static_steps.SMALLEST_WINDOW = 8
+    made: list[weakref.ref[Any]] = []
+
+    def remembering(owner: type) -> None:
+        original = owner.__init__  # type: ignore[misc]
+
+        def remembered(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            made.append(weakref.ref(self))
+
+        owner.__init__ = remembered  # type: ignore[misc]
+
+    for owner in (StaticCache, TokenStep, static_steps.StaticSteps, Tape):
+        remembering(owner)
+    recorders = _recording()
+    gc.disable()
+    answers = _answers(directory, case, calls)
+    alive = sum(ref() is not None for ref in made)
+    assert len(made) > 10
+    return answers, _counts(recorders), alive
+
+
+def _answers_where_rank_1_cannot_record(directory: str, case: Case, calls: list[Call]) -> Any:
+    recorders = _recording()
+    if os.environ["RANK"] == "1":
+        original = TapeRecorder.recorded
+
+        def refuse(self: TapeRecorder, works: Any) -> Any:
+            original(self, works)  # a tape, unlike a GPU, computes meanwhile, and rank 0 waits for it
+            raise RuntimeError("no room")
+
+        TapeRecorder.recorded = refuse  # type: ignore[method-assign]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        growing, static = _answers(directory, case, calls)
+    warned = [str(warning.message) for warning in caught if "CUDA graph" in str(warning.message)]
+    return growing, static, warned, sum(recorder.num_replayed for recorder in recorders)
