@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lightning_megatron.datamodules.datasets import DatasetDataModule
     from lightning_megatron.datamodules.indexed import IndexedDataModule
     from lightning_megatron.datamodules.instructions import InstructionDataModule
+    from lightning_megatron.datamodules.text_evaluation import TextEvaluationDataModule
     from lightning_megatron.engine.data_parallel import (
         avg_losses_across_data_parallel_group,
         gather_across_data_parallel_groups,
@@ -29,9 +30,11 @@ if TYPE_CHECKING:
     from lightning_megatron.load_from import LoadFrom
     from lightning_megatron.module import MegatronModule
     from lightning_megatron.precision import MegatronPrecision
+    from lightning_megatron.predictions import gather_predictions
     from lightning_megatron.steps.base import TrainStep
     from lightning_megatron.steps.bert import BertTrainStep
     from lightning_megatron.steps.gpt import GPTTrainStep
+    from lightning_megatron.steps.last_word import LastWordTrainStep
     from lightning_megatron.steps.t5 import T5TrainStep
     from lightning_megatron.strategy import MegatronStrategy
 
@@ -48,6 +51,7 @@ _HOMES = {
     "IndexedDataModule": "lightning_megatron.datamodules.indexed",
     "InstructionDataModule": "lightning_megatron.datamodules.instructions",
     "LRSchedule": "lightning_megatron.engine.lr_schedule",
+    "LastWordTrainStep": "lightning_megatron.steps.last_word",
     "LoadFrom": "lightning_megatron.load_from",
     "LossCurve": "lightning_megatron.callbacks",
     "MaskingOptions": "lightning_megatron.data.samples.masking",
@@ -59,10 +63,12 @@ _HOMES = {
     "PerplexityReport": "lightning_megatron.callbacks",
     "SampleText": "lightning_megatron.callbacks",
     "T5TrainStep": "lightning_megatron.steps.t5",
+    "TextEvaluationDataModule": "lightning_megatron.datamodules.text_evaluation",
     "ThroughputMonitor": "lightning_megatron.callbacks",
     "TrainStep": "lightning_megatron.steps.base",
     "avg_losses_across_data_parallel_group": "lightning_megatron.engine.data_parallel",
     "gather_across_data_parallel_groups": "lightning_megatron.engine.data_parallel",
+    "gather_predictions": "lightning_megatron.predictions",
 }
 """Public name -> the module that defines it."""
 
@@ -77,6 +83,7 @@ __all__ = [
     "IndexedDataModule",
     "InstructionDataModule",
     "LRSchedule",
+    "LastWordTrainStep",
     "LoadFrom",
     "LossCurve",
     "MaskingOptions",
@@ -88,10 +95,12 @@ __all__ = [
     "PerplexityReport",
     "SampleText",
     "T5TrainStep",
+    "TextEvaluationDataModule",
     "ThroughputMonitor",
     "TrainStep",
     "avg_losses_across_data_parallel_group",
     "gather_across_data_parallel_groups",
+    "gather_predictions",
 ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -16,6 +16,7 @@ from lightning_megatron.generate.options import GenerationOptions, options_from
 
 if TYPE_CHECKING:
     from lightning_megatron.generate.generation import Generated, Generator
+    from lightning_megatron.generate.logits import Logits
     from lightning_megatron.models.config import ModelConfig
     from lightning_megatron.strategy import MegatronStrategy
 
@@ -27,6 +28,8 @@ class Inference(pl.LightningModule):
     model_chunks: torch.nn.ModuleList | None
     generation: GenerationOptions
     """How ``predict_step`` continues prompts."""
+    return_logits: bool | Literal["last_stage"]
+    """Whether ``predict_step`` gives logits instead."""
     _model: Any
 
     @property
@@ -114,8 +117,13 @@ class Inference(pl.LightningModule):
         with self.megatron.engine():
             return self._generator(on_tokens).generate(given, chosen)
 
-    def predict_step(self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
+    def predict_step(
+        self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0
+    ) -> torch.Tensor | None:
         """Continue the prompts of one batch as ``generation`` says; each copy of the model has batches of its own.
+
+        With ``return_logits`` give the logits of the batch instead, of whatever the model reads of it: a batch of
+        ``test`` will do, too. ``gather_predictions`` puts what all copies have predicted into the dataset's order.
 
         Rows of two batches, or of two copies, may be of different length. To put all of them together::
 
@@ -131,11 +139,13 @@ class Inference(pl.LightningModule):
 
         Returns:
             [b, s + new] or, of a T5, [b, s_dec + new], on all ranks of the copy; rows that fill up the last batch are
-            left out.
+            left out. Logits: as ``logits``; None before the last stage if ``return_logits`` says so.
 
         Raises:
-            ConfigError: If the batch has no prompts, or one that cannot be continued.
+            ConfigError: If the batch has no prompts, or one that cannot be continued (or read).
         """
+        if self.return_logits:
+            return self._predicted_logits(batch)
         from lightning_megatron.generate.batches import given_in
 
         given = given_in(batch, self.model_config)
@@ -164,29 +174,59 @@ class Inference(pl.LightningModule):
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         decoder_input_ids: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """What the model predicts after every token, as its Hugging Face model would; every rank must call alike.
+        *,
+        token_type_ids: torch.Tensor | None = None,
+        last_stage_only: bool = False,
+    ) -> torch.Tensor | None:
+        """What the model predicts at every token, as its Hugging Face model does; every rank must call alike.
 
-        The copies of the model share the rows. Works in training too, without dropout.
+        The copies of the model share the rows. Works in training too, without dropout. The result is whole: gathered
+        over tp and dp, padding of the vocabulary removed. It takes b * s * vocab_size * 4 bytes on every rank that
+        keeps it: 1 GiB for 8 rows of 1,024 tokens and a vocabulary of 32,768.
 
         Args:
             input_ids: [b, s], the same on every rank.
             attention_mask: [b, s], 1 for tokens and 0 for padding; None for no padding.
             decoder_input_ids: [b, s_dec], what the decoder of a T5 reads; None for other models.
+            token_type_ids: [b, s], of a BERT; None for 0 everywhere.
+            last_stage_only: Keep the result on the ranks of the last pipeline stage, where it is computed; the others
+                get None.
 
         Returns:
-            [b, s, vocab_size] fp32 on every rank, in the order of the rows; of a T5 [b, s_dec, vocab_size].
+            [b, s, vocab_size] fp32, in the order of the rows; of a T5 [b, s_dec, vocab_size]; of a BERT as its task
+            says: [b, s, vocab_size], [b, num_labels] for ``sequence_classification``, else [b, s, num_labels] (the
+            order of sentences, which ``pretraining`` also learns, is left out).
 
         Raises:
             ConfigError: On all ranks alike, before anything runs: if there is no model yet, or it cannot read a row.
         """
-        from lightning_megatron.generate.logits import whole_logits
+        from lightning_megatron.generate.model_rows import ModelRows
 
-        chunks, strategy = self._built_chunks(), self.megatron
-        with strategy.engine():
-            return whole_logits(
-                chunks, self.model_config, strategy.topology, input_ids, attention_mask, decoder_input_ids
-            )
+        rows = ModelRows(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            decoder_input_ids=decoder_input_ids,
+        )
+        logits = self._logits(last_stage_only=last_stage_only)
+        with self.megatron.engine():
+            return logits.of_shared_rows(rows)
+
+    def _predicted_logits(self, batch: dict[str, torch.Tensor]) -> torch.Tensor | None:
+        """Logits of this copy's batch, for ``predict_step``."""
+        from lightning_megatron.generate.model_rows import rows_of_batch
+
+        logits = self._logits(last_stage_only=self.return_logits == "last_stage")
+        with self.megatron.engine():
+            return logits.of_own_rows(rows_of_batch(batch, self.model_config))
+
+    def _logits(self, *, last_stage_only: bool) -> Logits:
+        from lightning_megatron.generate.logits import Logits
+
+        if self.model_chunks is None:
+            raise ConfigError("there is no model to ask before Trainer.fit (or validate) has built it; call this then")
+        chunks, topology = list(self.model_chunks), self.megatron.topology
+        return Logits(chunks, self.model_config, topology, last_stage_only=last_stage_only)
 
     def _built_chunks(self) -> list[torch.nn.Module]:
         """This rank's chunks of a GPT or T5.
@@ -196,7 +236,7 @@ class Inference(pl.LightningModule):
         """
         if self.model_config.architecture not in ("gpt", "t5"):
             raise ConfigError(
-                f"generate and logits are for GPTs and T5s, and {self.model_config.family} is a "
+                f"generate is for GPTs and T5s, and {self.model_config.family} is a "
                 f"{self.model_config.architecture.upper()}"
             )
         if self.model_chunks is None:

@@ -45,7 +45,8 @@ class MegatronModule(Inference):
     Args:
         model: A Hugging Face config object, a dict of one (with ``model_type``), a path to a ``config.json``, or a
             path to a model directory.
-        train_step: The objective: ``gpt``, ``bert``, ``t5``, or an object of your own; None for the architecture's.
+        train_step: The objective: ``gpt``, ``bert``, ``t5``, ``last_word`` (a GPT's accuracy at the ends of texts), or
+            an object of your own; None for the architecture's.
         pretrained: Start from the weights in the directory ``model``, each rank reading only its own part.
         task: Which head the model has, e.g. ``sequence_classification``; None for the one that its config names.
         position_embedding_type: For a GPT from scratch: ``absolute``, ``rotary`` or ``alibi``; None keeps its own.
@@ -56,6 +57,8 @@ class MegatronModule(Inference):
         optimizer: Which optimizer, and its numbers.
         lr_schedule: How the learning rate and the weight decay move.
         generation: How ``Trainer.predict`` continues the prompts of its batches.
+        return_logits: ``Trainer.predict`` gives the logits of its batches instead (see ``Inference.logits``): True on
+            every rank of a copy of the model, ``last_stage`` on those of the last pipeline stage, None elsewhere.
         make_vocab_size_divisible_by: The vocabulary is padded to a multiple of this times tp.
 
     Raises:
@@ -65,7 +68,7 @@ class MegatronModule(Inference):
     def __init__(  # noqa: D107 (described on the class)
         self,
         model: str | dict[str, Any] | Any,
-        train_step: Literal["gpt", "bert", "t5"] | TrainStep | None = None,
+        train_step: Literal["gpt", "bert", "t5", "last_word"] | TrainStep | None = None,
         pretrained: bool = False,
         task: str | None = None,
         position_embedding_type: Positions | None = None,
@@ -75,6 +78,7 @@ class MegatronModule(Inference):
         optimizer: OptimizerOptions = OptimizerOptions(),  # noqa: B008 (frozen)
         lr_schedule: LRSchedule = LRSchedule(),  # noqa: B008 (frozen)
         generation: GenerationOptions = GenerationOptions(),  # noqa: B008 (frozen)
+        return_logits: bool | Literal["last_stage"] = False,
         make_vocab_size_divisible_by: int = 128,
     ) -> None:
         super().__init__()
@@ -95,6 +99,7 @@ class MegatronModule(Inference):
         self.optimizer_options = optimizer
         self.lr_schedule = lr_schedule
         self.generation = generation
+        self.return_logits = _checked_return_logits(return_logits)
         self.model_chunks: torch.nn.ModuleList | None = None
         self.built_for: EngineSettings | None = None
         self._metrics: dict[str, dict[str, Metric]] = {}
@@ -283,19 +288,32 @@ class MegatronModule(Inference):
     def _log_losses(self, stage: str, output: StepOutput, *, on_step: bool) -> None:
         """Log the sum and each term; epoch means weigh every batch by its number of targets."""
         # Lightning weighs with a plain number; in training nothing is averaged, so none is read from the GPU.
-        weight = 1 if on_step else int(output.num_targets[self.train_step.loss_terms[0]].item())
+        weight = 1 if on_step else _plain(output.num_targets[self.train_step.loss_terms[0]].item())
         # Lightning reads what is meant for a progress bar from the GPU at every step, bar or not.
         has_bar = self.trainer.progress_bar_callback is not None
         # The ranks agree already; to sync once an epoch only spares users Lightning's advice to do it.
         log = partial(self.log, on_step=on_step, on_epoch=not on_step, sync_dist=not on_step, batch_size=weight)
-        log(f"{stage}_loss", output.loss, prog_bar=has_bar)
-        for name, value in output.terms.items():
-            log(f"{stage}_{name}", value)
+        # Sums over an epoch of millions of targets need more digits than those of one batch.
+        values = {"loss": output.loss, **output.terms}
+        values = values if on_step else {name: value.double() for name, value in values.items()}
+        for name, value in values.items():
+            log(f"{stage}_{name}", value, prog_bar=has_bar and name == "loss")
+
+
+def _plain(weight: float) -> int:
+    """A whole number of targets is summed up exactly; fractions, of targets that count only in part, as they are."""
+    return int(weight) if weight.is_integer() else weight  # type: ignore[return-value]  # Lightning takes any number
 
 
 def _on_host(number: float) -> torch.Tensor:
     """For ``self.log``: lightning 2.6, core/module.py, copies a plain number to the GPU and waits for all before it."""
     return torch.tensor(number)
+
+
+def _checked_return_logits(value: bool | Literal["last_stage"]) -> bool | Literal["last_stage"]:
+    if value not in (True, False, "last_stage"):
+        raise ConfigError(f"return_logits={value!r} is unknown; choose from True, False and 'last_stage'")
+    return value
 
 
 def _described(model: HFConfigLike | Mapping[str, Any], task: str | None, divisible_by: int) -> ModelConfig:

@@ -5,7 +5,7 @@ For code of one's own in ``validation_step`` and callbacks: losses and logged me
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,49 +31,83 @@ def avg_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> tor
     Raises:
         ConfigError: Before the process groups exist.
     """
-    group = _data_parallel_group()
+    group = data_parallel_group()
     averaged = torch.cat([loss.detach().clone().view(1) for loss in losses])
     dist.all_reduce(averaged, group=group)
     return averaged / dist.get_world_size(group)
 
 
 def gather_across_data_parallel_groups(tensor: Any) -> Any:
-    """The rows of all data-parallel ranks, in their order; every rank of the group must call.
+    """The rows of all data-parallel ranks, those of rank 0 first; every rank of the group must call.
+
+    Samples are dealt to the ranks in turn or by microbatches, so this is no dataset's order: ``gather_predictions``
+    puts what ``Trainer.predict`` returned into that.
 
     Args:
-        tensor: A tensor, or lists, tuples and dicts of tensors. Ranks may have different numbers of rows; a tensor
-            without axes counts as one row.
+        tensor: A tensor, or lists, tuples and dicts of tensors; None stays None. Ranks may have different numbers of
+            rows, also none; a tensor without axes counts as one row.
 
     Returns:
-        The same structure on every rank, each tensor [rows of all ranks, ...].
+        The same structure on every rank, each tensor [rows of all ranks, ...], on the device where it was.
 
     Raises:
-        ConfigError: Before the process groups exist, or if something in it is no tensor.
+        ConfigError: Before the process groups exist; if something in it is no tensor; on all ranks, if they have
+            different structures, dtypes or lengths of rows.
     """
-    if isinstance(tensor, Mapping):
-        return type(tensor)({k: gather_across_data_parallel_groups(v) for k, v in tensor.items()})  # type: ignore[call-arg]
-    if isinstance(tensor, tuple) and hasattr(tensor, "_fields"):
-        return type(tensor)(*(gather_across_data_parallel_groups(v) for v in tensor))
-    if isinstance(tensor, (list, tuple)):
-        return type(tensor)(gather_across_data_parallel_groups(v) for v in tensor)
-    if not isinstance(tensor, torch.Tensor):
-        raise ConfigError(f"a {type(tensor).__name__} cannot be gathered; give tensors, or lists and dicts of tensors")
-    return _gathered_rows(tensor.detach()[None] if tensor.dim() == 0 else tensor.detach())
+    group = data_parallel_group()
+    tensors: list[torch.Tensor] = []
+    structure = _described(tensor, tensors)
+    answers: list[tuple[Any, list[int]]] = [(None, [])] * dist.get_world_size(group)
+    dist.all_gather_object(answers, (structure, [len(rows) for rows in tensors]), group=group)
+    for rank, (other, _) in enumerate(answers):
+        if other != answers[0][0]:
+            raise ConfigError(
+                f"data-parallel rank {rank} gathers {other} and rank 0 gathers {answers[0][0]}; give all the same, "
+                "each tensor with any number of rows (pad rows to one length, or join a list of batches first)"
+            )
+    counts = zip(*(counts for _, counts in answers), strict=True)
+    gathered = [_gathered_rows(rows, of_ranks, group) for rows, of_ranks in zip(tensors, counts, strict=True)]
+    return _filled(tensor, iter(gathered))
 
 
-def _gathered_rows(rows: torch.Tensor) -> torch.Tensor:
-    group = _data_parallel_group()
-    size = dist.get_world_size(group)
-    count = torch.tensor([rows.shape[0]], device=rows.device)
-    counts = [torch.empty_like(count) for _ in range(size)]
-    dist.all_gather(counts, count, group=group)
-    numbers = [int(c.item()) for c in counts]
+def _described(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """What all ranks must have alike, as plain data; appends the tensors that are met."""
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        return {key: _described(part, tensors) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_described(part, tensors) for part in value]
+    if not isinstance(value, torch.Tensor):
+        raise ConfigError(f"a {type(value).__name__} cannot be gathered; give tensors, or lists and dicts of tensors")
+    rows = value.detach()[None] if value.dim() == 0 else value.detach()
+    tensors.append(rows)
+    return f"{value.dtype} of the shape [rows{''.join(f', {length}' for length in rows.shape[1:])}]"
+
+
+def _filled(value: Any, gathered: Iterator[torch.Tensor]) -> Any:
+    """``value`` with other tensors, in the order in which ``_described`` meets its own."""
+    if isinstance(value, torch.Tensor):
+        return next(gathered)
+    if isinstance(value, Mapping):
+        return type(value)({key: _filled(part, gathered) for key, part in value.items()})  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_filled(part, gathered) for part in value))
+    return None if value is None else type(value)(_filled(part, gathered) for part in value)
+
+
+def _gathered_rows(rows: torch.Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
+    if len(counts) == 1:
+        return rows
+    own_device = rows.device
+    if own_device.type == "cpu" and dist.get_backend(group) == "nccl":  # Trainer.predict leaves predictions there
+        rows = rows.cuda()
     # Collectives want equal shapes: short ranks send rows that are cut off again.
-    padded = rows.new_zeros(max(numbers), *rows.shape[1:])
+    padded = rows.new_zeros(max(counts), *rows.shape[1:])
     padded[: rows.shape[0]] = rows
-    gathered = [torch.empty_like(padded) for _ in range(size)]
+    gathered = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(gathered, padded, group=group)
-    return torch.cat([part[:number] for part, number in zip(gathered, numbers, strict=True)])
+    return torch.cat([part[:count].to(own_device) for part, count in zip(gathered, counts, strict=True)])
 
 
 def computed_metrics(metrics: Mapping[str, Metric], topology: Topology, device: torch.device) -> dict[str, float]:
@@ -92,7 +126,12 @@ def computed_metrics(metrics: Mapping[str, Metric], topology: Topology, device: 
     return dict(zip(metrics, values.tolist(), strict=True))
 
 
-def _data_parallel_group() -> dist.ProcessGroup:
+def data_parallel_group() -> dist.ProcessGroup:
+    """The ranks that hold the same part of the model as this one.
+
+    Raises:
+        ConfigError: Before the process groups exist.
+    """
     if not parallel_state.model_parallel_is_initialized():
         raise ConfigError(
             "there is no data-parallel group yet; call this within Trainer.fit, validate or test under MegatronStrategy"

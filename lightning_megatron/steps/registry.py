@@ -6,9 +6,15 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.steps.base import TrainStep
 from lightning_megatron.steps.bert import BertTrainStep
 from lightning_megatron.steps.gpt import GPTTrainStep
+from lightning_megatron.steps.last_word import LastWordTrainStep
 from lightning_megatron.steps.t5 import T5TrainStep
 
-_STEPS: dict[str, type[TrainStep]] = {"bert": BertTrainStep, "gpt": GPTTrainStep, "t5": T5TrainStep}
+_STEPS: dict[str, type[TrainStep]] = {
+    "bert": BertTrainStep,
+    "gpt": GPTTrainStep,
+    "last_word": LastWordTrainStep,
+    "t5": T5TrainStep,
+}
 
 
 def train_step_named(name: str) -> TrainStep:

@@ -80,9 +80,9 @@ class T5TrainStep(TokenLossStep):
                 _check_mask(_given_name(name, batch), named[name])
         if "cross_mask" in named:
             encoder = named.get("attention_mask")
-            seen = named["input_ids"].new_ones(named["input_ids"].shape) if encoder is None else _visible_keys(encoder)
+            seen = named["input_ids"].new_ones(named["input_ids"].shape) if encoder is None else visible_keys(encoder)
             # Rows of padding in the decoder may be told to see nothing.
-            if not torch.equal(_visible_keys(named["cross_mask"]).bool(), seen.bool()):
+            if not torch.equal(visible_keys(named["cross_mask"]).bool(), seen.bool()):
                 raise DataError(
                     "enc_dec_mask shows the decoder other tokens of the encoder than enc_mask shows the encoder; give "
                     "the padding of text_enc in both, or leave enc_dec_mask out"
@@ -98,7 +98,9 @@ class T5TrainStep(TokenLossStep):
         labels = named["labels"].long()
         # Megatron's -1, too: no token is negative.
         labels = labels.masked_fill(labels < 0, IGNORE_INDEX)
-        decoder_ids = named["decoder_input_ids"].long() if "decoder_input_ids" in named else self._shifted(labels)
+        decoder_ids = (
+            named["decoder_input_ids"].long() if "decoder_input_ids" in named else shifted_right(labels, self.model)
+        )
         loss_mask = (labels != IGNORE_INDEX).float()
         if "loss_mask" in named:
             loss_mask = loss_mask * named["loss_mask"].float()
@@ -112,14 +114,8 @@ class T5TrainStep(TokenLossStep):
         }
         for ours, theirs in (("encoder_mask", "attention_mask"), ("decoder_mask", "decoder_attention_mask")):
             if theirs in named:
-                prepared[ours] = _visible_keys(named[theirs])
+                prepared[ours] = visible_keys(named[theirs])
         return prepared
-
-    def _shifted(self, labels: torch.Tensor) -> torch.Tensor:
-        """The labels one to the right, after the start token; padding where there is no label."""
-        shifted = labels.roll(1, dims=1)
-        shifted[:, 0] = self.model.decoder_start_token_id
-        return shifted.masked_fill(shifted == IGNORE_INDEX, self.model.pad_token_id)
 
     def seq_length(self, batch: Batch) -> int:
         """Tokens per row of both stacks: stages send the states of encoder and decoder in one message."""
@@ -202,7 +198,20 @@ def _check_mask(name: str, mask: torch.Tensor) -> None:
         raise DataError(f"{name}{place} is {mask[tuple(place)].item()} and must be 1 to be seen or 0; correct the data")
 
 
-def _visible_keys(mask: torch.Tensor) -> torch.Tensor:
+def shifted_right(labels: torch.Tensor, model: ModelConfig) -> torch.Tensor:
+    """What the decoder reads to predict ``labels``, as Hugging Face's T5: the start token and all but the last of them.
+
+    Args:
+        labels: [b, s], int64; where one is negative, for no target, stands padding.
+        model: Knows the tokens that start and pad.
+    """
+    shifted = labels.roll(1, dims=1)
+    shifted = shifted.masked_fill(shifted < 0, model.pad_token_id)
+    shifted[:, 0] = model.decoder_start_token_id
+    return shifted
+
+
+def visible_keys(mask: torch.Tensor) -> torch.Tensor:
     """1 for keys that any query sees, else 0: [b, keys] int64, of a mask [b, keys] or [b, queries, keys]."""
     visible = mask > 0.5 if mask.is_floating_point() else mask != 0
     return (visible.any(dim=1) if visible.dim() == 3 else visible).long()

@@ -48,6 +48,7 @@ MANY_PARAMETERS = {
     "IndexedDataModule.__init__",  # likewise
     "InstructionDataModule.__init__",  # likewise
     "DatasetDataModule.__init__",  # likewise
+    "TextEvaluationDataModule.__init__",  # likewise
     "SDPAttention.__init__",  # Megatron-Core calls it as it calls its own core attention
 }
 

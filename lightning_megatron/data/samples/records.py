@@ -32,14 +32,18 @@ def record_files(path: str) -> list[Path]:
     return files
 
 
+_INSTRUCTION = '{"prompt": ..., "completion": ...} or {"messages": [...]}'
+
+
 def read_records(
-    files: Sequence[Path], on_bytes: Callable[[int], object] = lambda _: None
+    files: Sequence[Path], on_bytes: Callable[[int], object] = lambda _: None, example: str = _INSTRUCTION
 ) -> Iterator[tuple[str, Record]]:
     """Each record with its place, ``FILE, line N``; blank lines are none.
 
     Args:
         files: JSON lines, also compressed.
         on_bytes: Is told of progress, in bytes of the files on disk.
+        example: What a line should look like, for error messages.
 
     Raises:
         DataError: With the place, if a line is no JSON object; if a file cannot be read.
@@ -50,7 +54,7 @@ def read_records(
             for number, (line, position) in enumerate(_lines(file), 1):
                 if line and not line.isspace():
                     place = f"{file}, line {number}"
-                    yield place, _parse(line, place)
+                    yield place, _parse(line, place, example)
                 on_bytes(position - told)
                 told = position
         except DamagedFileError as error:
@@ -76,14 +80,11 @@ def _parts(file: Path) -> Iterator[tuple[bytes, int]]:
             yield part, stream.tell()
 
 
-def _parse(line: bytes, place: str) -> Record:
+def _parse(line: bytes, place: str, example: str) -> Record:
     try:
         record = json.loads(line)
     except ValueError as error:
         raise DataError(f"{place} is not JSON ({error}); correct or remove that line") from error
     if not isinstance(record, dict):
-        raise DataError(
-            f'{place} holds a {type(record).__name__}, not a JSON object; write {{"prompt": ..., "completion": ...}}'
-            ' or {"messages": [...]}'
-        )
+        raise DataError(f"{place} holds a {type(record).__name__}, not a JSON object; write {example}")
     return record

@@ -136,9 +136,10 @@ def pack(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     buffer = torch.empty(packed_bytes(describe(tensors)), dtype=torch.uint8, device=device, pin_memory=pinned)
     start = 0
     for name, dtype, shape in describe(tensors):
-        flat = tensors[name].contiguous().view(-1).view(torch.uint8)
-        buffer[start : start + flat.numel()] = flat
-        start += _size_bytes(dtype, shape)
+        size = _size_bytes(dtype, shape)
+        # Written as numbers, not as bytes: a single element of a column cannot be viewed as those.
+        buffer[start : start + size].view(tensors[name].dtype)[: tensors[name].numel()] = tensors[name].reshape(-1)
+        start += size
     return buffer
 
 

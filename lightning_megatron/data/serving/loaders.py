@@ -12,6 +12,8 @@ from typing import Any, TypeGuard
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
+from lightning_megatron.data.serving.sampler import PADDING_ROW
+
 
 class _SkipFirst:
     """A batch sampler (or a sampler of whole batches) without its first ones, never read from the dataset."""
@@ -185,6 +187,21 @@ class EvaluationLoader:
         num_samples: int = len(sampler.dataset)  # type: ignore[arg-type]
         return (places < num_samples).float()
 
+    def samples_of_batches(self) -> Iterator[list[int]]:
+        """Which samples each batch of the last pass was of, ``PADDING_ROW`` for repeated ones.
+
+        Of a dataset of whole batches, which of these. In prediction Lightning has the batch sampler remember them.
+        """
+        batch_sampler, taken = self.loader.batch_sampler, 0
+        seen = getattr(batch_sampler, "seen_batch_indices", None)
+        if seen is None:
+            seen = ([index] for index in self.loader.sampler) if batch_sampler is None else batch_sampler
+        for samples in seen:
+            mask = self._counts(taken, len(samples))
+            taken += len(samples)
+            is_first = [True] * len(samples) if mask is None else mask.bool().tolist()
+            yield [sample if first else PADDING_ROW for sample, first in zip(samples, is_first, strict=True)]
+
     @property
     def dataset(self) -> Any:
         """The dataset, where Lightning and callbacks look for it."""
@@ -215,4 +232,6 @@ def is_map_style(loader: object) -> TypeGuard[DataLoader[Any]]:
     """Whether ``loader`` is a DataLoader with an order of samples or of whole batches, to be skipped and counted."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
-    return loader.batch_sampler is None or isinstance(loader.batch_sampler, BatchSampler)
+    # In prediction Lightning wraps it into one that remembers what it gave (overrides/distributed.py).
+    batch_sampler = getattr(loader.batch_sampler, "_batch_sampler", loader.batch_sampler)
+    return batch_sampler is None or isinstance(batch_sampler, BatchSampler)

@@ -95,6 +95,10 @@ class PassLoader:
     def __len__(self) -> int:
         return num_evaluation_steps(self._num_samples, self._shape)
 
+    def samples_of_batches(self) -> Iterator[list[int]]:
+        """Which samples each batch of this rank's copy of the model is of; ``PADDING_ROW`` fills the last one up."""
+        return evaluation_batches(self._num_samples, self._shape)
+
     def __iter__(self) -> Iterator[Rows]:
         batches = evaluation_batches(self._num_samples, self._shape)
         seed = (self._shape.data_parallel_rank,)

@@ -1,0 +1,214 @@
+"""Does ``Trainer.predict`` give Hugging Face's logits of every row, and do the copies' rows come back in order?"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from tests.families.parity import VOCAB_SIZE, pretrained_module, tiny_model
+from tests.generate.models import hugging_face, prompts
+from tests.parity.training import Case, Layout, trainer_of
+from tests.ranks import RankError, run_ranks
+
+Batch = dict[str, torch.Tensor]
+
+LENGTHS = (7, 3, 5, 6, 2)
+"""No multiple of the copies or of a batch."""
+ATOL = 2e-5
+"""As the families' tests: of size 1 to 10, out of four layers in another order of additions."""
+BERTS = ("ForMaskedLM", "ForPreTraining", "ForSequenceClassification", "ForQuestionAnswering")
+
+
+@functools.cache
+def _bert(head: str) -> Any:
+    import transformers
+
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+    labels = {"num_labels": 2 if head == "ForQuestionAnswering" else 5}
+    config = transformers.MegatronBertConfig(intermediate_size=48, max_position_embeddings=24, **sizes, **labels)
+    return tiny_model(getattr(transformers, f"MegatronBert{head}"), config)
+
+
+def _model(name: str) -> Any:
+    return _bert(name) if name in BERTS else hugging_face(name)
+
+
+def _rows(name: str) -> Batch:
+    """What Hugging Face's model takes."""
+    ids, mask = prompts("right", LENGTHS)
+    if name == "t5":
+        labels = ids.roll(1, dims=1)[:, :4].clone()
+        labels[1, 3:] = -100
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    if name in BERTS:
+        return {"input_ids": ids, "attention_mask": mask, "token_type_ids": ids % 2}
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@functools.cache
+def _expected(name: str) -> torch.Tensor:
+    with torch.no_grad():
+        output = _model(name)(**_rows(name))
+    if name == "ForQuestionAnswering":
+        return torch.stack((output.start_logits, output.end_logits), dim=-1)
+    logits: torch.Tensor = output.prediction_logits if name == "ForPreTraining" else output.logits
+    return logits
+
+
+def _run(function: Any, layout: Layout, names: tuple[str, ...], *arguments: Any) -> list[Any]:
+    directory = Path(tempfile.mkdtemp(prefix="logits_"))
+    try:
+        for name in names:
+            _model(name).save_pretrained(directory / name)
+        return run_ranks(function, layout.world_size, str(directory), Case(layout=layout, steps=1), names, *arguments)
+    finally:
+        shutil.rmtree(directory)
+
+
+def _loader(name: str, batch_size: int = 2) -> DataLoader[Any]:
+    rows = [dict(zip(_rows(name), row, strict=True)) for row in zip(*_rows(name).values(), strict=True)]
+    return DataLoader(rows, batch_size=batch_size)  # type: ignore[arg-type]
+
+
+def _predicted(directory: str, case: Case, names: tuple[str, ...]) -> list[tuple[list[Any], list[Any]]]:
+    from lightning_megatron import gather_predictions
+
+    answers = []
+    for name in names:
+        module = pretrained_module(f"{directory}/{name}", return_logits=True)
+        trainer = trainer_of(case)
+        predictions = trainer.predict(module, _loader(name))
+        answers.append((predictions, gather_predictions(trainer, predictions)))
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [
+        (Layout(), ("gpt2", "t5", *BERTS)),
+        (Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2), ("t5", *BERTS[:3])),
+        (Layout(tp=2, pp=2, dp=2, num_microbatches=2), ("gpt2",)),
+        (Layout(dp=3), ("llama",)),
+    ],
+    ids=str,
+)
+def test_logits_of_all_rows_come_back_in_order(layout: Layout, names: tuple[str, ...]) -> None:
+    for answers in _run(_predicted, layout, names):
+        for name, (own, together) in zip(names, answers, strict=True):
+            expected = _expected(name)
+            # A distributed sampler deals samples in turn, and none is there for a short last batch.
+            assert sum(len(batch) for batch in own) in (len(LENGTHS) // layout.dp, -(-len(LENGTHS) // layout.dp))
+            actual = torch.stack(together)
+            assert actual.shape == expected.shape
+            assert actual.dtype == torch.float32
+            if name in ("gpt2", "llama"):
+                real = _rows(name)["attention_mask"] == 1
+                actual, expected = actual[real], expected[real]
+            torch.testing.assert_close(actual, expected, rtol=0.0, atol=ATOL)
+
+
+def _predicted_by_last_stage(directory: str, case: Case, names: tuple[str, ...]) -> tuple[bool, Any, Any]:
+    """Of rows that a data module serves, fewer than there are copies, as Megatron's samples have them."""
+    from lightning_megatron import DatasetDataModule, gather_predictions
+
+    ids = _rows(names[0])["input_ids"]
+    text = torch.cat((ids[:1], torch.full((1, 1), -1)), dim=1)
+    module = pretrained_module(f"{directory}/{names[0]}", return_logits="last_stage")
+    trainer = trainer_of(case)
+    data = DatasetDataModule(test=[{"text": row} for row in text], micro_batch_size=2)
+    predictions = trainer.predict(module, datamodule=data)
+    shared = module.logits(ids, last_stage_only=True)
+    together = gather_predictions(trainer, predictions)
+    return trainer.strategy.topology.is_last_stage, shared, together
+
+
+def test_the_last_stage_may_keep_them_for_itself() -> None:
+    ids = _rows("gpt2")["input_ids"]
+    with torch.no_grad():
+        expected = _model("gpt2")(ids).logits
+    for is_last_stage, shared, together in _run(_predicted_by_last_stage, Layout(pp=2, dp=2), ("gpt2",)):
+        if not is_last_stage:
+            assert (shared, together) == (None, [None])
+            continue
+        torch.testing.assert_close(shared, expected, rtol=0.0, atol=ATOL)
+        torch.testing.assert_close(together[0], expected[0], rtol=0.0, atol=ATOL)
+
+
+def _gathered(directory: str, case: Case, names: tuple[str, ...], batch_size: int | None) -> list[list[Any]]:
+    """What three kinds of steps predict of rows that say their number."""
+    from lightning_megatron import DatasetDataModule, MegatronModule, gather_predictions
+
+    class Numbers(MegatronModule):
+        def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            number = batch["input_ids"][:, 0]
+            widths = [torch.full((2, batch_idx + 1), 1)[: len(number)], number.to(torch.bfloat16)[:, None]]
+            return {"number": number, "more": (widths[1], None)} if len(number) != 2 else {"number": number}
+
+    module = Numbers(model=f"{directory}/{names[0]}", make_vocab_size_divisible_by=8)
+    found = []
+    for num_rows in (11, 6, case.layout.dp):
+        rows = [{"input_ids": torch.full((3,), row)} for row in range(num_rows)]
+        kinds = [
+            {"dataloaders": DataLoader(rows, batch_size=3)},  # type: ignore[arg-type]
+            {"datamodule": DatasetDataModule(test=rows, micro_batch_size=2)},
+        ]
+        for kind in kinds:
+            trainer = trainer_of(case)
+            found.append([num_rows, *gather_predictions(trainer, trainer.predict(module, **kind))])
+    return found
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(dp=2, num_microbatches=2), Layout(dp=3), Layout(dp=4)], ids=str)
+def test_any_number_of_rows_comes_back_in_the_order_of_the_dataset(layout: Layout) -> None:
+    for found in _run(_gathered, layout, ("gpt2",), None):
+        for num_rows, *together in found:
+            assert [int(each["number"]) for each in together] == list(range(num_rows))
+            assert all(each["more"][0].item() == number for number, each in enumerate(together) if "more" in each)
+
+
+class _Stream(IterableDataset[Batch]):
+    def __iter__(self) -> Any:
+        yield {"input_ids": torch.arange(3)}
+
+
+def _refused(directory: str, case: Case, names: tuple[str, ...], what: str) -> Any:
+    from lightning_megatron import gather_across_data_parallel_groups, gather_predictions
+
+    module = pretrained_module(f"{directory}/{names[0]}", return_logits=True)
+    trainer = trainer_of(case)
+    rows = _loader(names[0]) if what != "stream" else DataLoader(_Stream(), batch_size=1)
+    if what == "labels":
+        rows = DataLoader([{"input_ids": torch.arange(3)}], batch_size=1)  # type: ignore[arg-type]
+    predictions = trainer.predict(module, rows)
+    if what == "widths":
+        rank = trainer.strategy.topology.dp_rank
+        return gather_across_data_parallel_groups(torch.zeros(2, 3 + rank))
+    return gather_predictions(trainer, predictions if what != "rows" else [predictions[0][:1]])
+
+
+@pytest.mark.parametrize(
+    ("what", "model", "layout", "says"),
+    [
+        ("labels", "t5", Layout(), "batch keys input_ids have neither 'decoder_input_ids' nor 'labels'"),
+        ("stream", "gpt2", Layout(), "a DataLoader does not tell which samples its batches are of"),
+        ("rows", "gpt2", Layout(), r"a prediction has \[1\] rows, and its batch has 2 samples"),
+        ("widths", "gpt2", Layout(dp=2), r"rank 1 gathers torch.float32 of the shape \[rows, 4\] and rank 0"),
+    ],
+)
+def test_what_cannot_be_gathered_is_refused(what: str, model: str, layout: Layout, says: str) -> None:
+    with pytest.raises(RankError, match=says):
+        _run(_refused, layout, (model,), what)
+
+
+def test_other_words_than_last_stage_are_refused() -> None:
+    from lightning_megatron import ConfigError, MegatronModule
+
+    with pytest.raises(ConfigError, match="return_logits='first_stage' is unknown"):
+        MegatronModule(model={"model_type": "gpt2"}, return_logits="first_stage")  # type: ignore[arg-type]

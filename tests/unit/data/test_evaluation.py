@@ -1,0 +1,139 @@
+"""Is every token of a text asked for once, is a last word what comes behind the last space, and are mistakes named?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_megatron.data.samples.evaluation import EvaluationOptions, EvaluationRows, EvaluationTexts
+from lightning_megatron.data.samples.evaluation_texts import read_evaluation_texts
+from lightning_megatron.errors import ConfigError, DataError
+from tests.unit.data.chat_tokenizer import make_tokenizer
+
+TEXTS = ["the answer is yes", "the question was: is it? \n is it yes?\n"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With ``tok``, which puts ``<s>`` before texts."""
+    folder = tmp_path_factory.mktemp("evaluation")
+    make_tokenizer(folder / "tok", bos=True)
+    return folder
+
+
+def _texts(folder: Path, lines: list[str], **options: Any) -> EvaluationTexts:
+    file = folder / "texts.jsonl"
+    file.write_text("\n".join(lines))
+    return read_evaluation_texts(EvaluationOptions(path=str(file), tokenizer=str(folder / "tok"), **options))
+
+
+def _lines(*texts: str) -> list[str]:
+    return [json.dumps({"text": text}) for text in texts]
+
+
+def _targets(texts: EvaluationTexts, row: int) -> list[int]:
+    return [int(token) for token in texts.tokens[texts.first_targets[row] : texts.ends[row]]]
+
+
+@pytest.mark.parametrize(("seq_length", "stride"), [(5, None), (5, 2), (5, 5), (64, None), (3, 1), (1, None)])
+def test_every_token_but_the_first_is_a_target_once_and_has_its_context(
+    folder: Path, seq_length: int, stride: int | None
+) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tok")
+    texts = _texts(folder, ["", *_lines(TEXTS[0], "", TEXTS[1])], seq_length=seq_length, stride=stride)
+    asked = [token for row in range(len(texts)) for token in _targets(texts, row)]
+    documents = [tokenizer.encode(text) for text in TEXTS]  # <s> and the text
+    assert asked == [token for document in documents for token in document[1:]]
+    # What the tokenizer itself puts before an empty text, <s>, is nothing to predict from.
+    assert texts.num_left_out == 1
+    lengths = texts.ends - texts.begins - 1
+    assert lengths.max() <= seq_length
+    begins_text = np.isin(texts.begins, [0, len(documents[0])])
+    # All but the first rows of a text see what they leave out of the targets.
+    assert (texts.first_targets - texts.begins)[~begins_text].min(initial=99) >= seq_length - (stride or seq_length) + 1
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_last_word_is_tokenized_with_its_space_and_a_long_text_loses_its_beginning(
+    folder: Path, strict: bool
+) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tok")
+    texts = _texts(folder, _lines(*TEXTS), seq_length=8, task="last_word", strict=strict)
+    words = [" yes", " yes?" if strict else "?"]
+    assert [tokenizer.decode(_targets(texts, row)) for row in range(2)] == words
+    whole = [tokenizer.encode(text.strip()) for text in TEXTS]
+    assert texts.tokens[: texts.ends[0]].tolist() == whole[0]
+    assert texts.tokens[texts.begins[1] :].tolist() == whole[1][-9:]
+    assert texts.num_cut == 1
+
+
+def test_rows_are_what_a_step_takes(folder: Path) -> None:
+    texts = _texts(folder, _lines(*TEXTS), seq_length=12, task="last_word")
+    rows = EvaluationRows(texts, 16).rows([1, 0])
+    text, mask = rows["text"], rows["loss_mask"]
+    assert text.shape == (2, 17)
+    assert mask.shape == (2, 16)
+    for row, index in enumerate([1, 0]):
+        length = int(texts.ends[index] - texts.begins[index])
+        assert text[row, length:].tolist() == [-1] * (17 - length)
+        # The mask stands at the position that predicts a target, the token before it.
+        assert text[row, 1:][mask[row] == 1].tolist() == _targets(texts, index)
+
+
+def test_files_of_text_are_one_text_each(folder: Path) -> None:
+    (folder / "texts").mkdir()
+    for number, text in enumerate([*TEXTS, ""]):
+        (folder / "texts" / f"{number}.txt").write_text(text)
+    options = EvaluationOptions(path=str(folder / "texts"), tokenizer=str(folder / "tok"), seq_length=32)
+    assert read_evaluation_texts(options).fingerprint == _texts(folder, _lines(*TEXTS), seq_length=32).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"text": "one"}', "line 2 has the single word 'one', and a last word is predicted from those before it"),
+        ('{"text": " "}', "line 2 has no word"),
+        ('{"content": "a b"}', "line 2 has the keys 'content', and no 'text'; name the text so, or set json_key"),
+        ('{"text": 3}', "line 2 has a int under 'text'"),
+        ('["a b"]', 'line 2 holds a list, not a JSON object; write {"text": "..."}'),
+        ('{"text"', "line 2 is not JSON"),
+        ('{"text": "a bcdefghijk"}', "line 2 ends with a word of 11 tokens, more than seq_length=5"),
+    ],
+)
+def test_a_line_that_cannot_be_asked_is_named(folder: Path, line: str, says: str) -> None:
+    with pytest.raises(DataError) as caught:
+        _texts(folder, ['{"text": "it is"}', line], seq_length=5, task="last_word")
+    assert says in str(caught.value)
+
+
+def test_nothing_to_read_is_an_error(folder: Path) -> None:
+    with pytest.raises(DataError, match="has no text of two tokens"):
+        _texts(folder, ["", '{"text": ""}'], seq_length=5)
+    with pytest.raises(DataError, match=r"nowhere.jsonl does not exist"):
+        read_evaluation_texts(
+            EvaluationOptions(path=str(folder / "nowhere.jsonl"), tokenizer=str(folder / "tok"), seq_length=5)
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"task": "lambada"}, "task='lambada' is unknown; choose from perplexity, last_word"),
+        ({"stride": 0}, "stride=0 must be between 1 and seq_length=8"),
+        ({"stride": 9}, "stride=9 must be between 1 and seq_length=8"),
+        ({"stride": 4, "task": "last_word"}, "stride=4 is for task=perplexity"),
+        ({"seq_length": 0}, "seq_length=0 must be at least 1"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EvaluationOptions(**{"path": "texts", "tokenizer": "tok", "seq_length": 8, **options})
+    assert says in str(caught.value)
