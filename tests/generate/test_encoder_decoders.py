@@ -40,7 +40,7 @@ CUTS = (
 
 @functools.cache
 def _calls_and_answers() -> list[tuple[Call, torch.Tensor]]:
-    """Each model thrice: rows that never end, rows of which some end early, and the best of several beams."""
+    """Each model six times: rows that never end or of which some end early, beams, what its decoder is to continue."""
     pairs = []
     for name, side in zip(ENCODER_DECODERS, ("right", "left", "right"), strict=True):
         ids, mask = prompts(side)
@@ -52,7 +52,15 @@ def _calls_and_answers() -> list[tuple[Call, torch.Tensor]]:
         ended: dict[str, Any] = {"max_new_tokens": 12, "min_new_tokens": 3, "pad_token_id": 1}
         beams: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 8, "pad_token_id": 1}
         penalized: dict[str, Any] = {"repetition_penalty": 1.7, "max_new_tokens": 8}
-        for options, eos in (({"max_new_tokens": 12}, []), (ended, ends), (beams, ends[:1]), (penalized, [])):
+        # What the decoder continues: rows that lack the start token, and rows with padding.
+        begun: dict[str, Any] = {"decoder_input_ids": ids[:, :2] + 1, "max_length": 9, "no_repeat_ngram_size": 2}
+        ragged: dict[str, Any] = {
+            "decoder_input_ids": torch.tensor([[2, 5, 9], [2, 2, 7], [2, 2, 2], [2, 6, 6]]),
+            "decoder_attention_mask": torch.tensor([[1, 1, 1], [0, 1, 1], [0, 0, 1], [1, 1, 1]]),
+            **{"max_new_tokens": 6, "num_beams": 2, "min_length": 6, "pad_token_id": 1},
+        }
+        few, one = ({"max_new_tokens": 12}, []), (ragged, ends[:1])
+        for options, eos in (few, (ended, ends), (beams, ends[:1]), (penalized, []), (begun, []), one):
             call = Call(model=name, input_ids=ids, attention_mask=mask, options={**options, "eos_token_id": tuple(eos)})
             pairs.append((call, model(**options, eos_token_id=eos or -1)))
     return pairs
@@ -141,8 +149,10 @@ def _logits_and_predictions(directory: str, case: Case, calls: list[Call]) -> tu
     module = pretrained_module(f"{directory}/mt5")
     module.generation = GenerationOptions(max_new_tokens=5, eos_token_id=())
     assert calls[0].attention_mask is not None
+    # A batch of Megatron's, whose answers are no part of the question.
     rows = [
-        {"input_ids": i, "attention_mask": m} for i, m in zip(calls[0].input_ids, calls[0].attention_mask, strict=True)
+        {"text_enc": i, "enc_mask": m.expand(7, 7), "text_dec": i, "labels": i, "dec_mask": m}
+        for i, m in zip(calls[0].input_ids, calls[0].attention_mask, strict=True)
     ]
     trainer = trainer_of(case)
     predictions = trainer.predict(module, DataLoader(rows, batch_size=2))  # type: ignore[arg-type]
@@ -157,7 +167,11 @@ def test_the_encoder_reads_once_and_what_cannot_be_written_is_refused() -> None:
     for refusal, says in zip(
         refusals,
         (
-            "bos_token_id=3 stands before texts that are continued, and the texts of t5 start with its",
+            "bos_token_id=3 stands before texts that are continued, and a t5 starts its own with",
+            "decoder_input_ids have 1 rows and input_ids 2",
+            "the prompts [1] are empty (decoder_input_ids have padding only)",
+            "decoder_attention_mask has the shape [2, 2] and decoder_input_ids [2, 1]",
+            "decoder_attention_mask has no decoder_input_ids",
             "logits of t5 need decoder_input_ids",
             "decoder_input_ids have 1 rows and input_ids 2",
             "decoder_input_ids has the token 83",
@@ -182,8 +196,13 @@ def _read_and_refused(directory: str, case: Case, calls: list[Call]) -> tuple[di
         lengths = reads[name] = []
         part.register_forward_pre_hook(lambda _, inputs, lengths=lengths: lengths.append(len(inputs[0])))
     module.generate(call.input_ids, call.attention_mask, max_new_tokens=4, eos_token_id=())
+    start = torch.tensor([[0], [2]])
     refused: list[Callable[[], Any]] = [
         lambda: module.generate(call.input_ids, bos_token_id=3),
+        lambda: module.generate(call.input_ids, decoder_input_ids=call.input_ids[:1]),
+        lambda: module.generate(call.input_ids, decoder_input_ids=start, decoder_attention_mask=1 - start // 2),
+        lambda: module.generate(call.input_ids, decoder_input_ids=start, decoder_attention_mask=torch.ones(2, 2)),
+        lambda: module.generate(call.input_ids, decoder_attention_mask=start),
         lambda: module.logits(call.input_ids),
         lambda: module.logits(call.input_ids, None, call.input_ids[:1]),
         lambda: module.logits(call.input_ids, None, torch.full((2, 1), 83)),
