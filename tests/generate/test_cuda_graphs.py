@@ -52,7 +52,7 @@ def test_graphs_write_what_their_kernels_write(layout: Layout, models: tuple[str
 @pytest.mark.gpu(1)
 def test_memory_comes_back_and_texts_outgrow_what_steps_look_at() -> None:
     ids, mask = prompts()
-    options = {"max_new_tokens": 20, "static_cache": True} | NO_END
+    options = {"max_new_tokens": 20} | NO_END
     calls = [Call(model=name, input_ids=ids, attention_mask=mask, options=options) for name in ("llama", "bloom")]
     (found,) = run_with_models(_memory_of_calls, Layout(), calls, accelerator="gpu")
     for same_text, num_recorded, allocated, reserved in found:
