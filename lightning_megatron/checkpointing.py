@@ -183,8 +183,9 @@ class Checkpointing(StrategyState):
         if refuge is None or trainer.global_step == self._first_step:
             rank_zero_info(f"{news}, with nothing to save")
             return
+        # Rank 0 looks alone: it is the one that removes what newer checkpoints have replaced, perhaps at this moment.
         is_saved = refuge.is_found_beside_others and self.broadcast(
-            self._saves.is_newest(last_of(trainer), trainer.global_step)
+            self.is_global_zero and self._saves.is_newest(last_of(trainer), trainer.global_step)
         )
         if not is_saved:
             trainer.save_checkpoint(refuge.path)

@@ -199,7 +199,8 @@ def folder_of(callback: ModelCheckpoint, trainer: pl.Trainer) -> Path:
 def complete_checkpoints(folder: Path) -> Iterator[Found]:
     """The complete checkpoints in ``folder``, links among them."""
     for name in _names(folder):
-        with contextlib.suppress(CheckpointError):
+        # Another process may remove one meanwhile.
+        with contextlib.suppress(CheckpointError, FileNotFoundError):
             check_complete(recover(folder / name))
             yield _found(folder / name)
 

@@ -6,6 +6,7 @@ The folders are made by hand, and no process is started: what ``ckpt_path`` mean
 from __future__ import annotations
 
 import os
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -180,6 +181,25 @@ def test_a_folder_means_the_checkpoint_with_most_steps(tmp_path: Path) -> None:
     _complete(folder / "step=9.ckpt", 9)
     _unfinished(folder / "step=11.ckpt")
     assert _find(folder, folder) == str(folder / "step=10.ckpt")
+
+
+def test_a_checkpoint_that_another_process_removes_meanwhile_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning_megatron import ckpt_path
+
+    _complete(tmp_path / "step=2.ckpt", 2)
+    _complete(tmp_path / "step=4.ckpt", 4)
+    check = ckpt_path.check_complete
+
+    def remove_after_the_check(path: Path) -> None:
+        check(path)
+        if path.name == "step=2.ckpt":
+            shutil.rmtree(path)
+
+    monkeypatch.setattr(ckpt_path, "check_complete", remove_after_the_check)
+
+    assert [each.step for each in ckpt_path.complete_checkpoints(tmp_path)] == [4]
 
 
 @pytest.mark.parametrize(
