@@ -33,7 +33,7 @@ class SampleText(Callback):
 
     def __init__(
         self,
-        tokenizer: str | Path,
+        tokenizer: str | Path | Any,
         prompts: Sequence[str],
         every_n_steps: int | None = None,
         generation: GenerationOptions | None = None,
@@ -41,15 +41,19 @@ class SampleText(Callback):
         """Set what to continue and how.
 
         Args:
-            tokenizer: Folder of a transformers tokenizer.
+            tokenizer: Folder of a transformers tokenizer, or the tokenizer itself.
             prompts: Texts to continue, as one batch.
             every_n_steps: Optimizer steps between samples; None takes the Trainer's ``log_every_n_steps``.
             generation: How tokens are chosen; None takes the module's ``generation``.
 
         Raises:
-            ConfigError: If there is no prompt, or the interval is below 1.
+            ConfigError: If there is no prompt, the tokenizer is none, or the interval is below 1.
         """
         check_interval(every_n_steps)
+        if not isinstance(tokenizer, (str, Path)) and not hasattr(tokenizer, "get_vocab"):
+            raise ConfigError(
+                f"tokenizer={tokenizer!r} is no folder and no tokenizer of transformers; give one of them"
+            )
         if not prompts or isinstance(prompts, str):
             raise ConfigError(f"prompts={prompts!r} are no list of texts to continue; give at least one")
         self.tokenizer = tokenizer
@@ -74,10 +78,12 @@ class SampleText(Callback):
             raise ConfigError(
                 f"SampleText shows texts of GPTs and T5s, and {type(pl_module).__name__} has none; remove it"
             )
-        self._tokenizer = load_tokenizer(self.tokenizer)
+        is_folder = isinstance(self.tokenizer, (str, Path))
+        self._tokenizer = load_tokenizer(self.tokenizer) if is_folder else self.tokenizer
         if (largest := largest_id(self._tokenizer)) >= model.vocab_size:
+            folder = self.tokenizer if is_folder else self._tokenizer.name_or_path
             raise ConfigError(
-                f"the tokenizer {self.tokenizer} of SampleText has tokens up to {largest}, and the model's vocabulary "
+                f"the tokenizer {folder} of SampleText has tokens up to {largest}, and the model's vocabulary "
                 f"ends at {model.vocab_size - 1}; give the tokenizer of the training data"
             )
         self._is_answer = model.architecture == "t5"

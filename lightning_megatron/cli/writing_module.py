@@ -87,7 +87,9 @@ class WritingModule(MegatronModule):
     def _fill_weights(self, chunks: torch.nn.ModuleList) -> None:
         load_stored(chunks, self._stored)
 
-    def predict_step(self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
+    def predict_step(
+        self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0
+    ) -> torch.Tensor | None:
         """As ever, and shown by rank 0."""
         is_first = self.trainer.is_global_zero
         if isinstance(self._show, TextStream):
@@ -96,6 +98,6 @@ class WritingModule(MegatronModule):
             options, on_tokens = vars(self.generation), self._show.add if is_first else None
             return self.generate(batch["input_ids"], batch.get("attention_mask"), on_tokens=on_tokens, **options)
         written = super().predict_step(batch, batch_idx, dataloader_idx)
-        if is_first:
+        if is_first and written is not None:
             self._show(written)
         return written

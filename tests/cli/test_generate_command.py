@@ -52,7 +52,7 @@ def checkpoints(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _main(arguments: list[str], is_one_of_many: bool) -> tuple[int, str, str]:
+def run_command(arguments: list[str], is_one_of_many: bool) -> tuple[int, str, str]:
     """Run the command in a rank, where everything is imported already: alone, or as torchrun would start it."""
     if not is_one_of_many:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
@@ -65,7 +65,7 @@ def _main(arguments: list[str], is_one_of_many: bool) -> tuple[int, str, str]:
 
 def _generate(*arguments: object, ranks: int = 1) -> tuple[int, str, str]:
     """What the first rank ended with; the others must print nothing."""
-    results = run_ranks(_main, ranks, [str(each) for each in arguments], ranks > 1)
+    results = run_ranks(run_command, ranks, [str(each) for each in arguments], ranks > 1)
     assert all(out == "" for _, out, _ in results[1:])
     result: tuple[int, str, str] = results[0]
     return result

@@ -105,11 +105,14 @@ def _printed(case: Case, tokenizer: Path) -> tuple[str, dict[str, Any]]:
     import contextlib
     import io
 
+    from transformers import AutoTokenizer
+
     from lightning_megatron import GenerationOptions, SampleText, ThroughputMonitor
 
     module, out = module_of(case, generation=GenerationOptions(max_new_tokens=3)), io.StringIO()
     with contextlib.redirect_stdout(out):
-        callbacks = [SampleText(tokenizer, PROMPTS[1:], every_n_steps=1), ThroughputMonitor(1, warmup_steps=1)]
+        loaded = AutoTokenizer.from_pretrained(tokenizer)  # a tokenizer will do as well as its folder
+        callbacks = [SampleText(loaded, PROMPTS[1:], every_n_steps=1), ThroughputMonitor(1, warmup_steps=1)]
         trainer = trainer_of(case, callbacks=callbacks)
         trainer.fit(module, loader_of(case))
     return out.getvalue(), dict(trainer.callback_metrics)
@@ -138,6 +141,13 @@ def test_a_model_that_writes_no_texts_is_refused(tokenizer: Path) -> None:
 
     with pytest.raises(ConfigError, match="SampleText shows texts of GPTs and T5s, and LightningModule has none"):
         SampleText(tokenizer, PROMPTS).setup(Trainer(barebones=True), LightningModule(), "fit")
+
+
+def test_what_is_no_tokenizer_is_refused() -> None:
+    from lightning_megatron import ConfigError, SampleText
+
+    with pytest.raises(ConfigError, match="tokenizer=5 is no folder and no tokenizer of transformers"):
+        SampleText(5, PROMPTS)
 
 
 def _started(case: Case, tokenizer: Path, prompts: list[str]) -> None:
