@@ -102,7 +102,7 @@ class MegatronModule(Inference):
         self.return_logits = _checked_return_logits(return_logits)
         self.model_chunks: torch.nn.ModuleList | None = None
         self.built_for: EngineSettings | None = None
-        self._metrics: dict[str, dict[str, Metric]] = {}
+        self._metrics: dict[tuple[str, int], dict[str, Metric]] = {}
         self._model = model
         fields = config_fields(model)
         self.hugging_face_config = fields if model_provider is None else None
@@ -213,19 +213,19 @@ class MegatronModule(Inference):
 
     def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
         """The loss of one batch; ``val_loss`` is the mean over all targets of the epoch."""
-        return self._evaluate("val", batch)
+        return self._evaluate("val", batch, dataloader_idx)
 
     def test_step(self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
         """The loss of one batch; ``test_loss`` is the mean over all targets of the epoch."""
-        return self._evaluate("test", batch)
+        return self._evaluate("test", batch, dataloader_idx)
 
     def on_validation_epoch_end(self) -> None:
-        """Log the objective's metrics of the validation set."""
-        self._log_metrics("val")
+        """Log the objective's metrics of each validation set."""
+        self._log_metrics("val", len(self.trainer.num_val_batches))
 
     def on_test_epoch_end(self) -> None:
-        """Log the objective's metrics of the test set."""
-        self._log_metrics("test")
+        """Log the objective's metrics of each test set."""
+        self._log_metrics("test", len(self.trainer.num_test_batches))
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Megatron's optimizer and the schedule, stepped after every optimizer step."""
@@ -261,29 +261,35 @@ class MegatronModule(Inference):
 
     # ---- logging --------------------------------------------------------------------------------------------------
 
-    def _evaluate(self, stage: str, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _evaluate(self, stage: str, batch: dict[str, torch.Tensor], dataloader_idx: int) -> torch.Tensor:
         def observe(microbatch: dict[str, torch.Tensor], output: Any) -> None:
-            self.train_step.update_metrics(self._metrics_of(stage), microbatch, output)
+            self.train_step.update_metrics(self._metrics_of(stage, dataloader_idx), microbatch, output)
 
         output = self.megatron.forward_only(batch, self.train_step, observe)
         self._log_losses(stage, output, on_step=False)
         return output.loss
 
-    def _metrics_of(self, stage: str) -> dict[str, Metric]:
+    def _metrics_of(self, stage: str, dataloader_idx: int) -> dict[str, Metric]:
         """The metrics of the epoch that runs; made when first asked for, when the objective has seen a batch."""
-        if stage not in self._metrics:
+        key = stage, dataloader_idx
+        if key not in self._metrics:
             made = self.train_step.metrics()
-            self._metrics[stage] = {name: metric.to(self.megatron.root_device) for name, metric in made.items()}
-        return self._metrics[stage]
+            self._metrics[key] = {name: metric.to(self.megatron.root_device) for name, metric in made.items()}
+        return self._metrics[key]
 
-    def _log_metrics(self, stage: str) -> None:
-        metrics = self._metrics_of(stage)
-        # On GPUs Lightning evaluates in inference mode, whose tensors the next epoch could not add to.
-        with torch.inference_mode(False), torch.no_grad():
-            for name, value in computed_metrics(metrics, self.megatron.topology, self.megatron.root_device).items():
-                self.log(f"{stage}_{name}", value, on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
-            for metric in metrics.values():
-                metric.reset()
+    def _log_metrics(self, stage: str, num_loaders: int) -> None:
+        for index in range(num_loaders):
+            metrics = self._metrics_of(stage, index)
+            # What Lightning adds to the names of losses.
+            suffix = f"/dataloader_idx_{index}" if num_loaders > 1 else ""
+            # On GPUs Lightning evaluates in inference mode, whose tensors the next epoch could not add to.
+            with torch.inference_mode(False), torch.no_grad():
+                values = computed_metrics(metrics, self.megatron.topology, self.megatron.root_device)
+                for name, value in values.items():
+                    name = f"{stage}_{name}{suffix}"
+                    self.log(name, value, on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
+                for metric in metrics.values():
+                    metric.reset()
 
     def _log_losses(self, stage: str, output: StepOutput, *, on_step: bool) -> None:
         """Log the sum and each term; epoch means weigh every batch by its number of targets."""

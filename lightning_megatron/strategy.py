@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device, _init_dist_connection
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
@@ -136,6 +138,7 @@ class MegatronStrategy(Checkpointing):
         self._is_trained = self._is_preempted = False
         self._first_step: int | None = None
         self._loader_tells_steps = False
+        self._shared_batches: float = math.inf
         self._saves = Saves(SavePolicy(asynchronous=async_save, on_failure=on_save_failure))
         self.num_nodes = 1
 
@@ -177,6 +180,7 @@ class MegatronStrategy(Checkpointing):
         self._runtime.seed(seed_of_run(), self._topology.pp_rank)
         self._signals = DeferredSignals(self._signums, groups.host_group(self._timeout))
         self._is_trained, self._first_step = False, None
+        self._shared_batches = math.inf
         self._saves.begin()
 
     def _keep_weights(self) -> Path | None:
@@ -277,13 +281,23 @@ class MegatronStrategy(Checkpointing):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         stage = ready(self.lightning_module, "connect").trainer.state.stage
-        if stage in _EVALUATING or not self._loader_tells_steps:
+        if stage == RunningStage.PREDICTING:
+            self._shared_batches -= 1
+        if (stage in _EVALUATING or not self._loader_tells_steps) and self._shared_batches >= 0:
             self._at_step_boundary()
         check = getattr(self.lightning_module, "check_batch", None)
         with torch.inference_mode(False):
             if self.load_data_on_every_rank:
                 return own_batch(batch, device or self.root_device, check)
             return broadcast_batch(batch, self.topology, device or self.root_device, check)
+
+    @override
+    def on_predict_start(self) -> None:
+        """Find out before how many batches all ranks can meet: no sample is repeated for a copy that has fewer."""
+        numbers = ready(self.lightning_module, "connect").trainer.num_predict_batches
+        fewest = torch.tensor(float(sum(numbers)))
+        dist.all_reduce(fewest, dist.ReduceOp.MIN, group=groups.host_group(self._timeout))
+        self._shared_batches = float(fewest)
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -306,11 +307,17 @@ def _validate_on_two(case: Case) -> dict[str, float]:
     loaders = [DataLoader(Sentences(num_rows, "uneven"), batch_size=4) for num_rows in (6, 11)]
     trainer = trainer_of(case)
     trainer.fit(module_of(case), loader_of(case), loaders)
-    return {name: value.item() for name, value in trainer.callback_metrics.items() if name.startswith("val_loss")}
+    names = ("val_loss", "val_perplexity")
+    return {name: value.item() for name, value in trainer.callback_metrics.items() if name.startswith(names)}
 
 
-def test_each_of_several_validation_loaders_has_a_loss_of_its_own() -> None:
+def test_each_of_several_validation_loaders_has_a_loss_and_metrics_of_its_own() -> None:
     case = Case(layout=Layout(pp=2, num_microbatches=2), steps=1)
     (alone,) = run_ranks(_validate_on_two, 1, case.on_one_process)
-    assert alone.keys() == {"val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1"}
+    assert alone.keys() == {
+        f"{name}/dataloader_idx_{index}" for name in ("val_loss", "val_perplexity") for index in (0, 1)
+    }
+    for index in (0, 1):
+        loss = alone[f"val_loss/dataloader_idx_{index}"]
+        assert alone[f"val_perplexity/dataloader_idx_{index}"] == pytest.approx(math.exp(loss), rel=1e-5)
     assert run_ranks(_validate_on_two, 2, case) == [pytest.approx(alone, rel=1.5e-6)] * 2
