@@ -114,7 +114,7 @@ def _of_strategy(path: Path) -> CheckpointContents:
             "data": dict(_positions(lightning)),
             "lightning": lightning.get("pytorch-lightning_version"),
         }
-    except (KeyError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"checkpoint {path} was written by another strategy ({error!r} in {META})") from None
     return _contents(path, OF_STRATEGY, facts, _distributed_tensors(path))
 
@@ -170,7 +170,7 @@ def _distributed_tensors(path: Path) -> list[TensorEntry]:
                 shape, dtype = tuple(stored.size), stored.properties.dtype
                 num_bytes = math.prod(shape) * dtype.itemsize
                 entries.append(TensorEntry(name=str(name), shape=shape, dtype=_name(dtype), num_bytes=num_bytes))
-    except (AttributeError, TypeError) as error:
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(f"checkpoint {path} has a damaged table of contents ({error!r}); use another") from None
     return entries
 

@@ -12,6 +12,7 @@ import pickle
 import re
 import zipfile
 from collections import defaultdict
+from collections.abc import Collection
 from pathlib import Path
 from typing import IO, Any
 
@@ -56,6 +57,13 @@ _TABLE_CLASSES = {
     ("pathlib", "PosixPath"),
 }
 """Everything that a table of contents consists of, besides dtypes (torch 2.10 to 2.13)."""
+
+
+_DEEPEST = 100
+"""Containers in each other."""
+_MOST_ITEMS = 1_000_000
+_MOST_ITEMS_OF_A_BYTE = 10
+"""What a file may hold in its containers, items that stand in several of them counted as often: each takes a byte."""
 
 
 class _TableUnpickler(pickle.Unpickler):
@@ -193,8 +201,11 @@ def load_plain(file: Path) -> Any:
         CheckpointError: If the file holds anything else, or is damaged.
     """
     try:
-        check_not_packed(file, file.stat().st_size)
-        return torch.load(file, map_location="cpu", weights_only=True)
+        size = file.stat().st_size
+        check_not_packed(file, size)
+        value = torch.load(file, map_location="cpu", weights_only=True)
+        _check_not_folded(value, _MOST_ITEMS + _MOST_ITEMS_OF_A_BYTE * size)
+        return value
     except CheckpointError as error:
         raise CheckpointError(f"{file} is not loaded: {error}; do not trust its source") from None
     except pickle.UnpicklingError as error:
@@ -221,6 +232,19 @@ def check_not_packed(file: Path | IO[bytes], size: int) -> None:
         members = archive.infolist()
     if any(each.compress_type != zipfile.ZIP_STORED for each in members) or sum(m.file_size for m in members) > size:
         raise CheckpointError(f"its {size:,} bytes would become {sum(m.file_size for m in members):,} in memory")
+
+
+def _check_not_folded(value: Any, limit: int) -> None:
+    """Raise if containers hold each other so that whoever goes through them, or prints them, comes to no end."""
+    left: list[tuple[Any, int]] = [([value], 0)]
+    count = 0
+    while left:
+        container, depth = left.pop()
+        items: Collection[Any] = container.values() if isinstance(container, dict) else container
+        count += len(items)
+        if depth > _DEEPEST or count > limit:
+            raise CheckpointError("its containers hold each other without end")
+        left += [(item, depth + 1) for item in items if isinstance(item, (dict, list, tuple, set))]
 
 
 def more_than_data(error: pickle.UnpicklingError) -> str:

@@ -68,7 +68,7 @@ def describe_legacy(path: Path) -> Description:
             "pp": files.pp,
             **({"vpp": len(first.chunks)} if len(first.chunks) > 1 else {}),
         },
-        "iteration": first.others.get("iteration") if training is None else training.iteration,
+        "iteration": _shown(first.others.get("iteration")) if training is None else training.iteration,
         "consumed_samples": None if training is None else training.consumed_samples,
         "args": shown_arguments(first.arguments),
         "config": _config(first.arguments),

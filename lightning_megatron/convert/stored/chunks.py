@@ -98,7 +98,9 @@ def open_chunks(path: Path) -> ChunkedFiles:
             for name, stored in table.state_dict_metadata.items()
             if hasattr(stored, "properties")
         }
-    except (AttributeError, TypeError, KeyError) as error:
+    except CheckpointError:
+        raise
+    except (ArithmeticError, LookupError, AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(f"checkpoint {path} has a damaged table of contents ({error!r}); use another") from None
     _check_files(path, tensors)
     return ChunkedFiles(path, tensors)

@@ -34,7 +34,7 @@ from lightning_megatron.engine.checkpoint_safety import (
     check_only_data,
     load_plain,
 )
-from lightning_megatron.errors import CheckpointError
+from lightning_megatron.errors import CheckpointError, ConfigError
 from lightning_megatron.models.config import ModelConfig
 
 COMPANIONS = "hugging_face"
@@ -86,7 +86,9 @@ def open_distributed(path: Path, config: Path | None) -> DistributedModel:
         try:
             model, hf_config = describe_run(path, meta, config)
             training = _training_of_strategy(path, meta)
-        except (KeyError, TypeError, AttributeError) as error:
+        except ConfigError:
+            raise
+        except (ArithmeticError, LookupError, AttributeError, TypeError, ValueError) as error:
             raise CheckpointError(f"checkpoint {path} was written by another strategy ({error!r} in {META})") from None
         return _opened(open_chunks(path), OF_STRATEGY, model, hf_config, training)
     check_of_megatron_core(path)

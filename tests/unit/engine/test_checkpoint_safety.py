@@ -6,6 +6,7 @@ import io
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -38,10 +39,24 @@ def test_what_would_become_more_is_refused(tmp_path: Path, within_each_other: bo
         load_plain(tmp_path / "meta.pt")
 
 
+def _folded(times: int, deep: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(deep):
+        value = [value] * times
+    return value
+
+
+@pytest.mark.parametrize(("times", "deep"), [(2, 60), (1, 150), (1000, 4)])
+def test_containers_that_hold_each_other_are_refused(tmp_path: Path, times: int, deep: int) -> None:
+    torch.save({"x": _folded(times, deep)}, tmp_path / "meta.pt")
+    with pytest.raises(CheckpointError, match=r"meta.pt is not loaded: its containers hold each other without end"):
+        load_plain(tmp_path / "meta.pt")
+
+
 @pytest.mark.parametrize("is_zip", [True, False])
 def test_what_is_as_large_as_it_says_is_loaded(tmp_path: Path, is_zip: bool) -> None:
     view = torch.ones(1).expand(1000)  # of one number
-    content = {"numbers": torch.arange(3), "view": view, ("a", 1): [1.5, None]}
+    content = {"numbers": torch.arange(3), "view": view, ("a", 1): [1.5, None], "many": [_folded(3, 3)] * 1000}
     torch.save(content, tmp_path / "meta.pt", _use_new_zipfile_serialization=is_zip)
     loaded = load_plain(tmp_path / "meta.pt")
     assert (loaded["numbers"].tolist(), loaded["a", 1]) == ([0, 1, 2], [1.5, None])
