@@ -29,9 +29,10 @@ def gather_predictions(trainer: pl.Trainer, predictions: Sequence[Any]) -> list[
         predictions = trainer.predict(module, loader)
         texts_or_logits = gather_predictions(trainer, predictions)  # texts_or_logits[7] belongs to dataset[7]
 
-    Any number of samples and copies, several lengths of rows and a smaller last batch are all right. Each rank holds
-    the predictions of all copies afterwards: for what does not fit into memory write each batch in a
-    ``BasePredictionWriter``, and call ``trainer.predict(return_predictions=False)``.
+    Any number of samples and copies, several lengths of rows and a smaller last batch are all right (of an ordinary
+    DataLoader Lightning wants at least one sample for each copy). Each rank holds the predictions of all copies
+    afterwards: for what does not fit into memory write each batch in a ``BasePredictionWriter``, and call
+    ``trainer.predict(return_predictions=False)``.
 
     Args:
         trainer: The one that predicted, with a map-style DataLoader or a ``MegatronDataModule``.

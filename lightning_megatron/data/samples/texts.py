@@ -40,7 +40,7 @@ def _lines(file: Path, key: str) -> Iterator[tuple[str, str]]:
             raise DataError(f"{place} has the keys {names}, and no {key!r}; name the text so, or set json_key")
         text = record[key]
         if not isinstance(text, str):
-            raise DataError(f"{place} has a {type(text).__name__} under {key!r}; give the text as a string")
+            raise DataError(f"{place} has no string under {key!r} (but {type(text).__name__}); give the text as one")
         yield place, _SURROGATE.sub("\ufffd", text)
 
 

@@ -102,7 +102,7 @@ def test_files_of_text_are_one_text_each(folder: Path) -> None:
         ('{"text": "one"}', "line 2 has the single word 'one', and a last word is predicted from those before it"),
         ('{"text": " "}', "line 2 has no word"),
         ('{"content": "a b"}', "line 2 has the keys 'content', and no 'text'; name the text so, or set json_key"),
-        ('{"text": 3}', "line 2 has a int under 'text'"),
+        ('{"text": 3}', "line 2 has no string under 'text' (but int)"),
         ('["a b"]', 'line 2 holds a list, not a JSON object; write {"text": "..."}'),
         ('{"text"', "line 2 is not JSON"),
         ('{"text": "a bcdefghijk"}', "line 2 ends with a word of 11 tokens, more than seq_length=5"),
