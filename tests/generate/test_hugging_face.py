@@ -93,7 +93,7 @@ def test_more_ranks_than_key_value_heads() -> None:
         assert actual.tolist() == hf.tolist(), call.model
 
 
-def test_repetition_penalty_stop_sequences_and_the_models_own_end() -> None:
+def test_repetition_penalty_runs_lengths_stop_sequences_and_the_models_own_end() -> None:
     ids, _ = prompts(lengths=(7, 7, 7))
     hf = hugging_face("llama")
     penalized = hf.generate(ids, do_sample=False, max_new_tokens=12, repetition_penalty=1.7, eos_token_id=-1)
@@ -109,7 +109,16 @@ def test_repetition_penalty_stop_sequences_and_the_models_own_end() -> None:
         Call(model="llama", input_ids=ids, options=stopping),
         Call(model="llama", input_ids=ids[:1], options=stopping),
     ]
+    # Lengths with the prompt; the end that is held back is likely early.
+    lengths: dict[str, Any] = {"max_length": 17, "min_length": 13, "no_repeat_ngram_size": 2, "pad_token_id": 1}
+    ends = {"eos_token_id": (new[1], new[2])}
+    for options in (lengths, {**lengths, "num_beams": 3, "num_return_sequences": 3}):
+        calls.append(Call(model="llama", input_ids=ids, options={**options, **ends}))
     answers = continued(calls, Layout(tp=2))
+    for call, actual in zip(calls[-2:], answers[-2:], strict=True):
+        expected = hf.generate(ids, do_sample=False, **call.options | {"eos_token_id": list(ends["eos_token_id"])})
+        assert actual.tolist() == expected.tolist(), call.options
+        assert 13 <= actual.shape[1] <= 17
     assert answers[0].tolist() == penalized.tolist()
     assert answers[1].tolist() == plain.tolist()
     assert answers[2][0].tolist() == whole[0, : 7 + end].tolist() + [1] * (12 - end)
