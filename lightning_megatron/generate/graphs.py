@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -56,13 +57,16 @@ class CudaGraphs:
         gc.disable()
         try:
             return [self._recorded(work, pool) for work in works]
+        except RuntimeError:
+            _end(self._stream.device, pool)
+            raise
         finally:
             # A recording that fails may leave the side stream current.
             torch.cuda.set_stream(current)
             if collects:
                 gc.enable()
 
-    def _recorded(self, work: Work, pool: tuple[int, int]) -> Work:
+    def _recorded(self, work: Work, pool: Any) -> Work:
         graph = torch.cuda.CUDAGraph()
         # NCCL's watchdog asks events in a thread of its own, which only this mode allows.
         with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
@@ -73,6 +77,17 @@ class CudaGraphs:
 def _replayed(graph: torch.cuda.CUDAGraph, output: Tensor) -> Tensor:
     graph.replay()
     return output
+
+
+def _end(device: torch.device, pool: Any) -> None:
+    """Let the allocator leave ``pool``, which it does not if CUDA refuses a recording at its end.
+
+    Releases of torch whose CUDAGraph.capture_end raises before it tells the allocator leave one that frees no cached
+    memory any more; in others there is nothing to end.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch.cuda.memory._cuda_endAllocateToPool(device.index, pool)  # type: ignore[attr-defined]
+        torch.cuda.memory._cuda_releasePool(device.index, pool)  # type: ignore[attr-defined]
 
 
 @functools.cache

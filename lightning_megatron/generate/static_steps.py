@@ -147,7 +147,8 @@ class StaticSteps:
         try:
             recorded = self._recorder.recorded(list(self._works.values()))
         except RuntimeError as error:
-            failure = str(error)
+            # What ended the recording, rather than that it could not be ended properly; CUDA adds lines of advice.
+            failure = str(error.__context__ or error).partition("\n")[0]
         if agree(failure is None) and recorded is not None:
             self._works, self._is_recorded = dict(zip(self._works, recorded, strict=True)), True
             return
