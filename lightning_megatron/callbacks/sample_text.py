@@ -81,7 +81,7 @@ class SampleText(Callback):
         is_folder = isinstance(self.tokenizer, (str, Path))
         self._tokenizer = load_tokenizer(self.tokenizer) if is_folder else self.tokenizer
         if (largest := largest_id(self._tokenizer)) >= model.vocab_size:
-            folder = self.tokenizer if is_folder else self._tokenizer.name_or_path
+            folder = getattr(self.tokenizer, "name_or_path", self.tokenizer)
             raise ConfigError(
                 f"the tokenizer {folder} of SampleText has tokens up to {largest}, and the model's vocabulary "
                 f"ends at {model.vocab_size - 1}; give the tokenizer of the training data"

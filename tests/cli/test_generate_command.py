@@ -197,6 +197,24 @@ def test_a_mistake_is_one_line_and_code_2(checkpoints: Path, arguments: str, say
     assert says in line
 
 
+def test_a_checkpoint_that_does_not_say_its_model_is_told_by_a_config(checkpoints: Path, tmp_path: Path) -> None:
+    import torch
+
+    shutil.copytree(checkpoints / "run.ckpt", tmp_path / "own.ckpt")
+    meta = torch.load(tmp_path / "own.ckpt/meta.pt", weights_only=True)
+    # As a run of a model_provider leaves it.
+    torch.save({**meta, "hugging_face_config": None, "has_checksums": False}, tmp_path / "own.ckpt/meta.pt")
+    (tmp_path / "own.ckpt/checksums.json").unlink()
+    common = ("--checkpoint", tmp_path / "own.ckpt", "--tokenizer", checkpoints / "hf", "--max-new-tokens", 3)
+    code, _, err = _generate(*common, "--prompt", *PROMPTS)
+    assert code == 2
+    assert "as those of a model_provider do not" in err
+    assert "with --config" in err
+    code, out, err = _generate(*common, "--prompt", *PROMPTS, "--config", checkpoints / "hf/config.json")
+    assert code == 0, err
+    assert out == "\n\n".join(_by_hugging_face(checkpoints / "hf", max_new_tokens=3)) + "\n"
+
+
 def test_the_tokenizer_of_another_model_is_refused(checkpoints: Path, tmp_path: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
