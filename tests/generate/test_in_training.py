@@ -29,28 +29,30 @@ def test_the_same_seed_draws_the_same_text_in_every_layout() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "layout"),
+    ("model", "layout", "precision"),
     [
-        ("gpt2", Layout(tp=2, sequence_parallel=True, recompute="full")),
-        ("gpt2", Layout(pp=2, vpp=2, num_microbatches=2)),
-        ("gpt2", Layout(dp=2, overlap_communication=True)),
-        ("t5", Layout(tp=2, pp=2, num_microbatches=2, sequence_parallel=True, recompute="full")),
+        ("gpt2", Layout(tp=2, sequence_parallel=True, recompute="full"), "bf16-mixed"),
+        ("gpt2", Layout(pp=2, vpp=2, num_microbatches=2), "16-mixed"),
+        ("gpt2", Layout(dp=2, overlap_communication=True), "32-true"),
+        ("t5", Layout(tp=2, pp=2, num_microbatches=2, sequence_parallel=True, recompute="full"), "32-true"),
     ],
     ids=str,
 )
-def test_training_goes_on_as_if_nothing_had_happened(model: str, layout: Layout) -> None:
+def test_training_goes_on_as_if_nothing_had_happened(model: str, layout: Layout, precision: str) -> None:
     # With dropout: a random number drawn by generation would change the next mask.
     dropout = (("dropout_rate", 0.1),) if model == "t5" else (("embd_pdrop", 0.1), ("resid_pdrop", 0.1))
-    case = Case(model=model, layout=layout, steps=3, model_fields=dropout)
+    case = Case(model=model, layout=layout, steps=3, model_fields=dropout, precision=precision)
     undisturbed = run_ranks(_trained, layout.world_size, case, False)
     disturbed = run_ranks(_trained, layout.world_size, case, True)
     for (one, _), (other, texts) in zip(undisturbed, disturbed, strict=True):
         assert one.losses == other.losses
         assert one.grad_norms == other.grad_norms
-        assert len(texts) == 3
         assert texts == disturbed[0][1]
-        # Trained weights, not those of the start: the last text is that of the final model, another time.
-        assert texts[0] != texts[1] or texts[1] != texts[2]
+        untrained, *trained, validated = texts
+        assert len(trained) == 3
+        # Trained weights, not those of the start: validation sees those of the last step.
+        assert len({str(text) for text in (untrained, *trained)}) > 2
+        assert validated == trained[-1]
 
 
 def _trained(case: Case, generates: bool) -> tuple[RankOutcome, list[Any]]:
@@ -61,11 +63,23 @@ def _trained(case: Case, generates: bool) -> tuple[RankOutcome, list[Any]]:
     class Writing(MegatronModule):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             super().on_train_batch_end(outputs, batch, batch_idx)
+            self._write()
+
+        def val_dataloader(self) -> Any:
+            return loader_of(case)
+
+        def on_validation_end(self) -> None:  # before the first step, too: the Trainer tries two batches
+            super().on_validation_end()
+            self._write()
+
+        def _write(self) -> None:
             if not generates:
                 return
-            switches = _switches(self)
-            texts.append(self.generate(torch.tensor([[1, 2], [3, 4], [5, 6]]), max_new_tokens=6).tolist())
+            switches, gradients = _switches(self), [p.requires_grad for p in self.model_chunks.parameters()]
+            prompts = torch.tensor([[1, 2], [3, 4], [5, 6]])
+            texts.append(self.generate(prompts, max_new_tokens=6, temperature=1.3, eos_token_id=()).tolist())
             assert _switches(self) == switches
+            assert [p.requires_grad for p in self.model_chunks.parameters()] == gradients
 
     return train_module(module_of(case, Writing), case, loader_of(case)), texts
 
@@ -81,6 +95,12 @@ def _switches(module: Any) -> list[Any]:
     ("calls", "says"),
     [
         ([{"top_k": 84}], "top_k=84 is more than the 83 tokens"),
+        ([{"max_new_tokens": None, "max_length": 1 + 1, "tokens": [[1, 2]]}], "max_length=2 leaves nothing for new"),
+        ([{"stop_strings": "a", "tokenizer": 3}], "tokenizer=3 is a int, and stop_strings need a tokenizer of"),
+        ([{}, {"no_such_option": 3}], "generate has no option 'no_such_option'; choose from max_new_tokens"),
+        ([{}, {"on_tokens": print, "num_beams": 2}], "on_tokens shows texts while they grow"),
+        ([{"decoder_input_ids": torch.ones(1, 1)}], "decoder_input_ids are for encoder-decoders, which gpt2 is not"),
+        ([{"attention_mask": [[1]]}], "attention_mask has the shape <class 'list'> and input_ids [1, 1]"),
         ([{"top_p": 2.0}], "top_p=2.0 is no number from 0 to 1"),
         ([{"max_new_tokens": 40}], "need more positions than the model's max_position_embeddings=16"),
         ([{"tokens": [[83]]}], "token 83, and the model's vocabulary is 0..82"),
