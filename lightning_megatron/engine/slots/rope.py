@@ -7,7 +7,9 @@ too.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +21,11 @@ _Rope = Callable[..., Tensor]
 MAX_SHAPES = 4
 """Shapes that are compiled, with and without gradients each; torch's own limit is eight graphs per function.
 
-Training and validation need two (q and k) to four. Decoding without a cache makes a new shape for every token, which
-is not worth compiling.
+Training and validation need two (q and k) to four. Prompts have all lengths, which are not worth compiling.
 """
+
+MAX_STEP_SHAPES = 8
+"""Shapes of single tokens that are compiled, q and k of each number of rows that are continued together."""
 
 
 class CompiledRope:
@@ -31,7 +35,10 @@ class CompiledRope:
         """Wrap ``eager``, which is ``_apply_rotary_pos_emb_bshd`` of the engine."""
         self.eager = eager
         self.compiled: _Rope = torch.compile(eager, dynamic=False)
-        self._shapes: dict[bool, set[tuple[torch.Size, torch.Size, torch.dtype]]] = {True: set(), False: set()}
+        self.compiled_step: _Rope = torch.compile(_with_own_code(eager), dynamic=False)
+        self._shapes: dict[Any, set[tuple[torch.Size, torch.Size, torch.dtype]]] = {
+            key: set() for key in (True, False, "step")
+        }
 
     def __call__(
         self,
@@ -42,13 +49,23 @@ class CompiledRope:
         mscale: float = 1.0,
     ) -> Tensor:
         """Rotate ``t``: [s, b, np, hn] by ``freqs``: [s, 1, 1, rotated], float32 angles."""
-        seen = self._shapes[torch.is_grad_enabled()]
+        # Prompts must not use up the places of the tokens behind them, each of which is a pass of its own.
+        is_step = t.shape[0] == 1 and not torch.is_grad_enabled()
+        seen = self._shapes["step" if is_step else torch.is_grad_enabled()]
         shape = (t.shape, freqs.shape, t.dtype)
         if shape not in seen:
-            if not t.is_cuda or len(seen) >= MAX_SHAPES:
+            if not t.is_cuda or len(seen) >= (MAX_STEP_SHAPES if is_step else MAX_SHAPES):
                 return self.eager(t, freqs, rotary_interleaved, multi_latent_attention, mscale)
             seen.add(shape)
-        return self.compiled(t, freqs, rotary_interleaved, multi_latent_attention, mscale)
+        compiled = self.compiled_step if is_step else self.compiled
+        return compiled(t, freqs, rotary_interleaved, multi_latent_attention, mscale)
+
+
+def _with_own_code(function: Any) -> _Rope:
+    """The same function to Python and another one to torch, which counts graphs by code objects and stops at eight."""
+    name = f"{function.__name__}_of_one_token"
+    code = function.__code__.replace(co_name=name)
+    return types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
 
 
 @functools.cache

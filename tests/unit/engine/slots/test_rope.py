@@ -10,7 +10,7 @@ import torch
 from megatron.core.models.common.embeddings import rope_utils
 
 from lightning_megatron.engine.patching import active
-from lightning_megatron.engine.slots.rope import MAX_SHAPES, ROPE_PATCHES, CompiledRope
+from lightning_megatron.engine.slots.rope import MAX_SHAPES, MAX_STEP_SHAPES, ROPE_PATCHES, CompiledRope, _with_own_code
 
 
 def _case(device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,33 +57,57 @@ class _Recorder:
         return "called"
 
 
-def _rope() -> tuple[CompiledRope, _Recorder, _Recorder]:
-    rope = CompiledRope(torch.nn.Identity())
-    eager, compiled = _Recorder(), _Recorder()
-    rope.eager, rope.compiled = eager, compiled  # type: ignore[assignment]
-    return rope, eager, compiled
+def _rope() -> tuple[CompiledRope, _Recorder, _Recorder, _Recorder]:
+    rope = CompiledRope(_formula)
+    eager, compiled, step = _Recorder(), _Recorder(), _Recorder()
+    rope.eager, rope.compiled, rope.compiled_step = eager, compiled, step  # type: ignore[assignment]
+    return rope, eager, compiled, step
 
 
-def _fake(length: int, is_cuda: bool) -> Any:
-    return SimpleNamespace(shape=torch.Size([length, 1, 1, 8]), dtype=torch.float32, is_cuda=is_cuda)
+def _fake(length: int, is_cuda: bool, rows: int = 1) -> Any:
+    return SimpleNamespace(shape=torch.Size([length, rows, 1, 8]), dtype=torch.float32, is_cuda=is_cuda)
 
 
 def test_nothing_is_compiled_on_the_cpu() -> None:
-    rope, eager, compiled = _rope()
+    rope, eager, compiled, step = _rope()
     rope(_fake(4, is_cuda=False), _fake(4, is_cuda=False))
-    assert (eager.calls, compiled.calls) == (1, 0)
-
-
-def test_decoding_many_lengths_neither_compiles_them_all_nor_uses_up_the_places_of_training() -> None:
-    rope, eager, compiled = _rope()
     with torch.no_grad():
-        for length in range(1, 40):
+        rope(_fake(1, is_cuda=False), _fake(1, is_cuda=False))
+    assert (eager.calls, compiled.calls, step.calls) == (2, 0, 0)
+
+
+def test_many_prompts_are_not_all_compiled_and_use_up_neither_the_places_of_training_nor_those_of_steps() -> None:
+    rope, eager, compiled, step = _rope()
+    with torch.no_grad():
+        for length in range(2, 40):
             rope(_fake(length, is_cuda=True), _fake(length, is_cuda=True))
-    assert compiled.calls == MAX_SHAPES
-    assert eager.calls == 39 - MAX_SHAPES
+        assert compiled.calls == MAX_SHAPES
+        assert eager.calls == 38 - MAX_SHAPES
+        for _ in range(2):
+            for rows in range(20):
+                rope(_fake(1, is_cuda=True, rows=rows), _fake(1, is_cuda=True))
+        assert step.calls == 2 * MAX_STEP_SHAPES
     rope(_fake(64, is_cuda=True), _fake(64, is_cuda=True))
     rope(_fake(64, is_cuda=True), _fake(64, is_cuda=True))
-    assert compiled.calls == MAX_SHAPES + 2
+    rope(_fake(1, is_cuda=True), _fake(1, is_cuda=True))
+    assert compiled.calls == MAX_SHAPES + 3
+
+
+def test_the_function_of_steps_is_the_same_with_code_of_its_own() -> None:
+    t, freqs = _case("cpu")
+    own = _with_own_code(_formula)
+    assert own.__code__ is not _formula.__code__
+    assert torch.equal(own(t, freqs), _formula(t, freqs))
+
+
+@pytest.mark.gpu
+def test_the_compiled_rotation_of_one_token_is_that_of_complex_numbers() -> None:
+    t, freqs = _case("cuda")
+    with active(ROPE_PATCHES), torch.no_grad():
+        for rows in range(1, MAX_STEP_SHAPES + 3):
+            token, angles = t[3:4, :1].expand(1, rows, 3, 8).contiguous(), freqs[3:4]
+            got = rope_utils._apply_rotary_pos_emb_bshd(token, angles, rotary_interleaved=False)
+            torch.testing.assert_close(got, _formula(token, angles), rtol=1e-5, atol=1e-5)
 
 
 def test_a_second_strategy_reuses_what_the_first_compiled() -> None:
