@@ -37,6 +37,7 @@ _OWN_NAMES = {
     ),
 }
 _NEEDLESS = {
+    "token_type_ids": "GPTs and T5s read none",
     "use_cache": "keys and values are always kept",
     "synced_gpus": "the ranks always keep step",
     "use_eod_token_for_early_termination": "a text ends at eos_token_id, unless that is ()",

@@ -72,7 +72,7 @@ def _check_numbers(options: GenerationOptions) -> None:
 def _check_drawing(options: GenerationOptions) -> None:
     if options.do_sample not in (True, False, None):
         raise ConfigError(f"do_sample={options.do_sample!r} is none of True, False and None; use one")
-    if options.top_k > 0 and options.top_p > 0.0:
+    if options.top_k > 0 and 0.0 < options.top_p < 1.0:
         raise ConfigError(
             f"top_k={options.top_k} and top_p={options.top_p} both say what to draw from; give one of them"
         )
@@ -82,7 +82,7 @@ def _check_drawing(options: GenerationOptions) -> None:
         raise ConfigError(f"top_p_bound={options.top_p_bound} bounds no decay; give top_p_decay")
     if options.top_p_bound > options.top_p:
         raise ConfigError(f"top_p_bound={options.top_p_bound} is above top_p={options.top_p}; lower it")
-    if options.do_sample is False and options.shapes_distribution:
+    if options.do_sample is False and _how_to_draw(options):
         raise ConfigError(
             f"do_sample=False takes the likeliest token, and {_how_to_draw(options)} says how to draw; leave it out, "
             "or set do_sample=True"
@@ -143,9 +143,11 @@ def _check_ends(options: GenerationOptions) -> None:
 
 
 def _how_to_draw(options: GenerationOptions) -> str:
-    """What the user wrote to have tokens drawn."""
-    defaults = {"do_sample": None, "temperature": 1.0, "top_k": 0, "top_p": 0.0, "min_p": 0.0}
-    given = [name for name, default in defaults.items() if getattr(options, name) not in (default, False)]
+    """What the user wrote to have tokens drawn; not what changes nothing if they are not."""
+    harmless = {"do_sample": (None, False), "temperature": (1.0,), "top_k": (0,), "top_p": (0.0,), "min_p": (0.0,)}
+    if options.do_sample is False:
+        harmless["top_p"] = (0.0, 1.0)
+    given = [name for name, values in harmless.items() if getattr(options, name) not in values]
     return " and ".join(f"{name}={getattr(options, name)}" for name in given)
 
 

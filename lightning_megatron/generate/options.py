@@ -165,11 +165,12 @@ def options_from(arguments: dict[str, Any]) -> GenerationOptions:
     Raises:
         ConfigError: If a name is unknown, or ``GenerationOptions`` refuses a value.
     """
-    known = [field.name for field in fields(GenerationOptions)]
+    defaults = {field.name: field.default for field in fields(GenerationOptions)}
     for name in arguments:
-        if name not in known:
-            raise ConfigError(f"generate has no option {name!r}; {advice(name, known)}")
+        if name not in defaults:
+            raise ConfigError(f"generate has no option {name!r}; {advice(name, list(defaults))}")
     try:
-        return GenerationOptions(**arguments)
+        # As in Hugging Face's generate, None is what nobody has said anything about.
+        return GenerationOptions(**{k: defaults[k] if v is None else v for k, v in arguments.items()})
     except TypeError as error:
         raise ConfigError(f"an option of generate has the wrong type: {error}") from error

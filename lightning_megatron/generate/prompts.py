@@ -226,19 +226,28 @@ def check_tokens(name: str, tokens: tuple[int, ...], vocab_size: int) -> None:
 
 
 def _check_tensor(input_ids: Tensor, name: str = "input_ids") -> None:
-    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.dtype.is_floating_point:
-        given = f"{list(input_ids.shape)} {input_ids.dtype}" if isinstance(input_ids, Tensor) else type(input_ids)
-        raise ConfigError(f"{name} are {given}; give a tensor of integers, [prompts, tokens]")
+    if not isinstance(input_ids, Tensor):
+        raise ConfigError(f"{name} are {_kind(input_ids)}; give a tensor of integers, [prompts, tokens]")
+    if input_ids.dim() != 2 or input_ids.dtype.is_floating_point or input_ids.dtype == torch.bool:
+        raise ConfigError(
+            f"{name} are {list(input_ids.shape)} {input_ids.dtype}; give a tensor of integers, [prompts, tokens]"
+        )
     if input_ids.numel() == 0:
         raise ConfigError(f"{name} have the shape {list(input_ids.shape)}; give at least one prompt of one token")
 
 
 def _check_mask(input_ids: Tensor, attention_mask: Tensor, name: str = "input_ids") -> None:
     mask_name = name.replace("input_ids", "attention_mask")
-    given = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask)
-    if given != list(input_ids.shape):
+    if not isinstance(attention_mask, Tensor):
+        raise ConfigError(f"{mask_name} is {_kind(attention_mask)}; give a tensor of 0 and 1, [prompts, tokens]")
+    if attention_mask.shape != input_ids.shape:
+        shape = list(attention_mask.shape)
         raise ConfigError(
-            f"{mask_name} has the shape {given} and {name} {list(input_ids.shape)}; give each token one number"
+            f"{mask_name} has the shape {shape} and {name} {list(input_ids.shape)}; give each token one number"
         )
     if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
         raise ConfigError(f"{mask_name} has other numbers than 0 and 1; give 1 for tokens and 0 for padding")
+
+
+def _kind(thing: object) -> str:
+    return "None" if thing is None else f"no tensor but a {type(thing).__name__}"

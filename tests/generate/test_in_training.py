@@ -100,7 +100,7 @@ def _switches(module: Any) -> list[Any]:
         ([{}, {"no_such_option": 3}], "generate has no option 'no_such_option'; choose from max_new_tokens"),
         ([{}, {"on_tokens": print, "num_beams": 2}], "on_tokens shows texts while they grow"),
         ([{"decoder_input_ids": torch.ones(1, 1)}], "decoder_input_ids are for encoder-decoders, which gpt2 is not"),
-        ([{"attention_mask": [[1]]}], "attention_mask has the shape <class 'list'> and input_ids [1, 1]"),
+        ([{"attention_mask": [[1]]}], "attention_mask is no tensor but a list"),
         ([{"top_p": 2.0}], "top_p=2.0 is no number from 0 to 1"),
         ([{"max_new_tokens": 40}], "need more positions than the model's max_position_embeddings=16"),
         ([{"tokens": [[83]]}], "token 83, and the model's vocabulary is 0..82"),

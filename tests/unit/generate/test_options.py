@@ -47,6 +47,7 @@ from lightning_megatron.generate.options import GenerationOptions, options_from
         ({"top_p": 0.5, "top_p_bound": 0.1}, r"top_p_bound=0\.1 bounds no decay"),
         ({"top_p": 0.5, "top_p_decay": 0.5, "top_p_bound": 0.6}, r"top_p_bound=0\.6 is above top_p=0\.5"),
         ({"top_k": 5, "top_p": 0.5}, r"top_k=5 and top_p=0\.5 both"),
+        ({"do_sample": False, "top_p": 0.9}, r"and top_p=0\.9 says how to draw"),
         ({"temperature": 0.0}, r"temperature=0\.0 must be above 0"),
         ({"temperature": 101.0}, r"temperature=101\.0"),
         ({"repetition_penalty": 0.0}, r"repetition_penalty=0\.0 must be above 0"),
@@ -73,6 +74,12 @@ from lightning_megatron.generate.options import GenerationOptions, options_from
 def test_wrong_options_are_refused(arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         options_from(arguments)
+
+
+def test_what_changes_nothing_contradicts_nothing() -> None:
+    assert not options_from({"do_sample": False, "temperature": None, "top_k": None, "top_p": None}).samples
+    assert not options_from({"do_sample": False, "temperature": 1.0, "top_p": 1.0, "num_beams": 3}).samples
+    assert options_from({"top_k": 50, "top_p": 1.0, "length_penalty": None, "max_new_tokens": None}).top_k == 50
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,10 @@ def _ids(*rows: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("input_ids", "mask", "options", "says"),
     [
-        ([[1]], None, {}, "input_ids are <class 'list'>"),
+        ([[1]], None, {}, "input_ids are no tensor but a list; give a tensor of integers"),
+        (None, None, {}, "input_ids are None; give a tensor of integers"),
+        (torch.ones(1, 2).bool(), None, {}, "torch.bool"),
+        (_ids([1, 2]), [[1, 1]], {}, "attention_mask is no tensor but a list; give a tensor of 0 and 1"),
         (torch.tensor([1]), None, {}, r"input_ids are \[1\] torch.int64; give a tensor of integers"),
         (torch.ones(1, 2), None, {}, "torch.float32"),
         (torch.ones(0, 2).long(), None, {}, r"shape \[0, 2\]; give at least one prompt"),
