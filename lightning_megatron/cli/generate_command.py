@@ -33,6 +33,7 @@ def add_generate_command(commands: argparse._SubParsersAction[Any]) -> None:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.usage = f"{parser.prog} --checkpoint PATH (--prompt TEXT ... | --prompt-file FILE) [options]"
     parser.epilog = _EPILOG.format(prog=parser.prog)
     # An option's name in Python (dest) is that of what it sets, so that messages can be told in the words typed here.
     parser.add_argument(
@@ -47,25 +48,7 @@ def add_generate_command(commands: argparse._SubParsersAction[Any]) -> None:
         "--tokenizer", type=Path, metavar="DIR", help="transformers tokenizer (default: that of the checkpoint)"
     )
     _add_source(parser)
-    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor parallel size (default: 1)")
-    parser.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline stages (default: 1)")
-    parser.add_argument(
-        "--accelerator", choices=("auto", "cpu", "gpu"), default="auto", help="where to compute (default: auto)"
-    )
-    parser.add_argument(
-        "--precision",
-        choices=("32-true", "bf16-true", "bf16-mixed", "16-mixed"),
-        default="32-true",
-        help="32-true computes in float32, the others in 16 bits (default: 32-true)",
-    )
-    parser.add_argument(
-        "--batch-size", type=int, default=32, metavar="N", help="prompts that are continued together (default: 32)"
-    )
-    parser.add_argument(
-        "--static-cache",
-        action="store_true",
-        help="replay every step as a CUDA graph: more tokens a second, after two slow steps; GPTs only",
-    )
+    _add_computation(parser.add_argument_group("computation"))
     _add_output(parser.add_argument_group("output"))
     _add_ends(parser.add_argument_group("length"))
     _add_drawing(parser.add_argument_group("drawing"))
@@ -82,6 +65,28 @@ def _add_source(parser: Any) -> None:
     )
     parser.add_argument(
         "--iteration", type=int, metavar="N", help="which of a folder of iterations (default: the last one saved)"
+    )
+
+
+def _add_computation(group: Any) -> None:
+    group.add_argument("--tp", type=int, default=1, metavar="N", help="tensor parallel size (default: 1)")
+    group.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline stages (default: 1)")
+    group.add_argument(
+        "--accelerator", choices=("auto", "cpu", "gpu"), default="auto", help="where to compute (default: auto)"
+    )
+    group.add_argument(
+        "--precision",
+        choices=("32-true", "bf16-true", "bf16-mixed", "16-mixed"),
+        default="32-true",
+        help="32-true computes in float32, the others in 16 bits (default: 32-true)",
+    )
+    group.add_argument(
+        "--batch-size", type=int, default=32, metavar="N", help="prompts that are continued together (default: 32)"
+    )
+    group.add_argument(
+        "--static-cache",
+        action="store_true",
+        help="replay every step as a CUDA graph: more tokens a second, after two slow steps; GPTs only",
     )
 
 

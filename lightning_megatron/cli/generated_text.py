@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -25,9 +26,9 @@ class Continued:
     prompt: str
     text: str
 
-    def as_json(self) -> str:
+    def as_json(self, *, only_ascii: bool = False) -> str:
         """One line."""
-        return json.dumps({"prompt": self.prompt, "text": self.text}, ensure_ascii=False)
+        return json.dumps({"prompt": self.prompt, "text": self.text}, ensure_ascii=only_ascii)
 
 
 class TextPrinter:
@@ -48,7 +49,7 @@ class TextPrinter:
         """Write some more texts."""
         for each in continued:
             if self._as_json:
-                sys.stdout.write(each.as_json() + "\n")
+                sys.stdout.write(each.as_json(only_ascii=not _shows_everything(sys.stdout)) + "\n")
                 continue
             sys.stdout.write("" if self._is_first else "\n\n")
             sys.stdout.write(_marked(each.prompt, sys.stdout) + self._between + each.text)
@@ -116,6 +117,17 @@ class TextStream:
     def _write(self, text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
+
+
+def show_what_can_be_shown() -> None:
+    """Have standard output write ? for what its encoding lacks, instead of failing there."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and not _shows_everything(sys.stdout):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def _shows_everything(out: TextIO) -> bool:
+    """Whether every character can be written; what is no file takes any."""
+    return not out.encoding or out.encoding.lower().startswith("utf")
 
 
 def _marked(prompt: str, out: TextIO) -> str:

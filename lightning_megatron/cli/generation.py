@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lightning_megatron.cli.generated_text import TextPrinter
+from lightning_megatron.cli.generated_text import TextPrinter, show_what_can_be_shown
 from lightning_megatron.cli.prompts import read_prompts
 from lightning_megatron.cli.writing_module import BatchTexts, Job, WritingModule
 from lightning_megatron.convert.companions import GENERATION_CONFIG_FILE, tokenizer_files
@@ -96,6 +96,7 @@ def generate(arguments: GenerateArguments) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
+    show_what_can_be_shown()
     printer = TextPrinter(as_json=arguments.json, between=job.between)
     stream = job.stream(arguments.stop_strings)
     show = stream if streams else BatchTexts(job, printer, arguments.stop_strings, options.num_return_sequences)
