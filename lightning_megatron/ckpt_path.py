@@ -7,7 +7,6 @@ repaired here; the next save puts the names in order.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -199,10 +198,15 @@ def folder_of(callback: ModelCheckpoint, trainer: pl.Trainer) -> Path:
 def complete_checkpoints(folder: Path) -> Iterator[Found]:
     """The complete checkpoints in ``folder``, links among them."""
     for name in _names(folder):
-        # Another process may remove one meanwhile.
-        with contextlib.suppress(CheckpointError, FileNotFoundError):
+        try:
             check_complete(recover(folder / name))
+        except CheckpointError:
+            continue
+        try:
             yield _found(folder / name)
+        except (CheckpointError, FileNotFoundError) as error:
+            if _is_complete(folder / name):  # else another process has removed it meanwhile
+                rank_zero_warn(f"{error}. It is passed over, though its folder has all files")
 
 
 def is_of_requeue(path: Path) -> bool:

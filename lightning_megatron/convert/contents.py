@@ -168,6 +168,8 @@ def _distributed_tensors(path: Path) -> list[TensorEntry]:
         for name, stored in read_table(path).state_dict_metadata.items():
             if hasattr(stored, "properties"):  # else bytes: what no layout shards
                 shape, dtype = tuple(stored.size), stored.properties.dtype
+                if not all(type(size) is int for size in shape):
+                    raise ValueError(f"a shape {shape}")
                 num_bytes = math.prod(shape) * dtype.itemsize
                 entries.append(TensorEntry(name=str(name), shape=shape, dtype=_name(dtype), num_bytes=num_bytes))
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:

@@ -72,4 +72,4 @@ def _reason(error: BaseException) -> str:
     if len(text) > _LONGEST_REASON:  # torch lists all tensors where one is missing
         text = text[:_LONGEST_REASON] + "..."
     # Torch's archive writer does not say why it could not write (inline_container.cc).
-    return f"{text}; is the disk full?" if "inline_container" in text or "iostream" in text else text
+    return f"{text} (is the disk full?)" if "inline_container" in text or "iostream" in text else text

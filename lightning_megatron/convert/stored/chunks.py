@@ -133,6 +133,8 @@ def _chunked(path: Path, name: str, stored: Any, archives: Mapping[tuple[str, tu
                 f"checkpoint {path} is packed ({', '.join(place.transform_descriptors)}), which is not supported; "
                 "save it without extensions of the writer"
             )
+        if not all(type(number) is int and number >= 0 for number in (*start, *size, place.offset, place.length)):
+            raise ValueError(f"a place of {name!r} that is no number")
         chunks[start] = Chunk(
             start=start, size=size, file=path / place.relative_path, offset=place.offset, length=place.length
         )
