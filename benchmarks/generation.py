@@ -16,7 +16,6 @@ from pathlib import Path
 
 from benchmarks.generation_cases import GENERATION_CASES, VARIANTS, GenerationCase, Variant
 from benchmarks.generation_measurement import GenerationMeasurement, markdown_table, read_measurements
-from lightning_megatron.generate.options import GenerationOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +72,7 @@ def _processes(options: argparse.Namespace) -> list[_Process]:
 
 
 def _variants(options: argparse.Namespace) -> list[Variant]:
-    return [v for v in VARIANTS if (v.name in options.variant if options.variant else _is_there(v))]
-
-
-def _is_there(variant: Variant) -> bool:
-    return variant.is_peer or not variant.has_static_cache or "static_cache" in GenerationOptions.__dataclass_fields__
+    return [v for v in VARIANTS if not options.variant or v.name in options.variant]
 
 
 def _one_after_the_other(processes: Sequence[_Process], options: argparse.Namespace, output: Path) -> int:

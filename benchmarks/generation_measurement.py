@@ -36,6 +36,8 @@ class GenerationMeasurement:
     """After the warm-up, weights included, the largest of all ranks; None on a CPU."""
     peak_reserved_gib: float | None
     """The same, of what PyTorch's allocator holds."""
+    warnings: tuple[str, ...]
+    """What was warned of meanwhile: steps that could not be recorded, say, and so ran kernel by kernel."""
     versions: Mapping[str, str]
 
     @property
@@ -68,7 +70,7 @@ class GenerationMeasurement:
         """The opposite of ``to_json``."""
         fields: dict[str, Any] = json.loads(line)
         known = {name: fields[name] for name in cls.__dataclass_fields__}
-        for name in ("call_seconds", "first_token_seconds"):
+        for name in ("call_seconds", "first_token_seconds", "warnings"):
             known[name] = tuple(known[name])
         return cls(**known)
 
@@ -95,7 +97,7 @@ def markdown_table(measurements: Sequence[GenerationMeasurement]) -> str:
 def _row(m: GenerationMeasurement, ratio: float | None) -> tuple[str, ...]:
     return (
         f"{m.case} ({m.description})",
-        m.implementation,
+        "; ".join((m.implementation, *m.warnings)),
         f"{m.tokens_per_s:,.1f}",
         "-" if ratio is None else f"{ratio:.2f}x",
         f"{m.seconds:.3f} ({', '.join(f'{seconds:.3f}' for seconds in m.call_seconds)})",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -188,11 +189,14 @@ def _measured(job: Job, engine: _Engine, case: GenerationCase, variant: Variant)
             raise RuntimeError(f"{new_tokens} new tokens were asked for, and the rows are {list(rows.shape)}")
         return taken
 
-    warmup = seconds(case.new_tokens)
-    if engine.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(engine.device)
-    calls = tuple(seconds(case.new_tokens) for _ in range(job.calls))
-    first_tokens = tuple(seconds(1) for _ in range(job.calls + 1))[1:]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")  # again, if an earlier case was warned of the same
+        warmup = seconds(case.new_tokens)
+        if engine.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(engine.device)
+        calls = tuple(seconds(case.new_tokens) for _ in range(job.calls))
+        first_tokens = tuple(seconds(1) for _ in range(job.calls + 1))[1:]
+    ours = {str(warning.message) for warning in caught if "lightning_megatron" in str(warning.filename)}
     allocated, reserved = _peaks(engine.device)
     return GenerationMeasurement(
         case=case.name,
@@ -208,6 +212,7 @@ def _measured(job: Job, engine: _Engine, case: GenerationCase, variant: Variant)
         first_token_seconds=first_tokens,
         peak_allocated_gib=allocated,
         peak_reserved_gib=reserved,
+        warnings=tuple(sorted(ours)),
         versions=installed_versions(),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import traceback
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,8 @@ def test_a_variant_that_fails_is_told_and_the_others_run(tmp_path: Path) -> None
     assert "RuntimeError: out of memory" in printed
     (measured,) = read_measurements(tmp_path / "out.jsonl")
     assert measured.implementation == "lightning-megatron, static cache"
+    assert measured.warnings == ("no graphs",)
+    assert "| lightning-megatron, static cache; no graphs |" in printed
 
 
 def _measure_with_a_failure(arguments: list[str], output: str) -> tuple[int, str]:
@@ -144,6 +147,7 @@ def _measure_with_a_failure(arguments: list[str], output: str) -> tuple[int, str
     def only_static(self: Any, *args: Any, **options: Any) -> Any:
         if not options.get("static_cache"):
             raise RuntimeError("out of memory")
+        warnings.warn_explicit("no graphs", UserWarning, "/src/lightning_megatron/generate/static_steps.py", 1)
         return generate(self, *args, **options)
 
     MegatronModule.generate = only_static  # type: ignore[method-assign]
@@ -165,6 +169,7 @@ def _generated(implementation: str, seconds: float) -> GenerationMeasurement:
         first_token_seconds=(0.5, 0.4, 0.45),
         peak_allocated_gib=20.0,
         peak_reserved_gib=21.0,
+        warnings=(),
         versions={},
     )
 
