@@ -285,9 +285,9 @@ class MegatronModule(Inference):
             # On GPUs Lightning evaluates in inference mode, whose tensors the next epoch could not add to.
             with torch.inference_mode(False), torch.no_grad():
                 values = computed_metrics(metrics, self.megatron.topology, self.megatron.root_device)
+                log = partial(self.log, on_step=False, on_epoch=True, sync_dist=True, add_dataloader_idx=False)
                 for name, value in values.items():
-                    name = f"{stage}_{name}{suffix}"
-                    self.log(name, value, on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
+                    log(f"{stage}_{name}{suffix}", value, batch_size=1)
                 for metric in metrics.values():
                     metric.reset()
 

@@ -67,21 +67,9 @@ def _gathered(loader: Any, predictions: Sequence[Any]) -> list[Any]:
             f"a {type(loader).__name__} does not tell which samples its batches are of; use a DataLoader over a "
             "map-style dataset, or gather rows that say it themselves with gather_across_data_parallel_groups"
         )
-    tensors: dict[str, Tensor] = {}
-    batches: list[_Batch] = []
-    for number, (prediction, samples) in enumerate(zip(predictions, loader.samples_of_batches(), strict=False)):
-        structure = _taken_apart(prediction, str(number), tensors)
-        batches.append(_Batch(structure=structure, samples=_samples_of_rows(loader, structure, tensors, samples)))
-    buffer = pack(tensors) if tensors else torch.empty(0, dtype=torch.uint8)
-    group = data_parallel_group()
-    answers: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(answers, (batches, describe(tensors), len(buffer)), group=group)
-    parts = gather_across_data_parallel_groups(buffer).split([size for _, _, size in answers])
     found: dict[_Sample, Any] = {}
-    for (of_rank, header, _), part in zip(answers, parts, strict=True):
-        # A tensor of its own begins where any dtype may begin.
-        contents = unpack(part.clone(), header)
-        for batch in of_rank:
+    for batches, tensors in _of_all_ranks(loader, predictions):
+        for batch in batches:
             for row, sample in enumerate(batch.samples):
                 if sample in found:
                     raise ConfigError(
@@ -89,8 +77,36 @@ def _gathered(loader: Any, predictions: Sequence[Any]) -> list[Any]:
                         "predict a DataLoader with shuffle=False"
                     )
                 if sample is not None:
-                    found[sample] = _each_leaf(batch.structure, lambda leaf, row=row, of=contents: of[leaf.name][row])
+                    found[sample] = _row_of(batch.structure, tensors, row)
     return [found[sample] for sample in sorted(found)]
+
+
+def _of_all_ranks(
+    loader: EvaluationLoader | PassLoader, predictions: Sequence[Any]
+) -> list[tuple[list[_Batch], dict[str, Tensor]]]:
+    """The batches of each data-parallel rank, and the tensors in them."""
+    group = data_parallel_group()
+    tensors: dict[str, Tensor] = {}
+    batches: list[_Batch] = []
+    failure: ConfigError | None = None
+    try:
+        for number, (prediction, samples) in enumerate(zip(predictions, loader.samples_of_batches(), strict=False)):
+            structure = _taken_apart(prediction, str(number), tensors)
+            batches.append(_Batch(structure=structure, samples=_samples_of_rows(loader, structure, tensors, samples)))
+    except ConfigError as error:
+        failure = error  # for all ranks, none of which may be left waiting
+    if dist.get_world_size(group) == 1 and failure is None:
+        return [(batches, tensors)]
+    buffer = pack(tensors) if tensors else torch.empty(0, dtype=torch.uint8)
+    answers: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(answers, (failure, batches, describe(tensors), len(buffer)), group=group)
+    for of_rank, *_ in answers:
+        if of_rank is not None:
+            raise of_rank
+    parts = gather_across_data_parallel_groups(buffer).split([size for *_, size in answers])
+    # A tensor of its own begins where any dtype may begin.
+    contents = [unpack(part.clone(), header) for (*_, header, _), part in zip(answers, parts, strict=True)]
+    return [(of_rank, tensors) for (_, of_rank, *_), tensors in zip(answers, contents, strict=True)]
 
 
 _Sample: TypeAlias = tuple[int, int]
@@ -120,6 +136,10 @@ def _each_leaf(structure: Any, change: Callable[[_Leaf], Any]) -> Any:
     if isinstance(structure, dict):
         return {key: _each_leaf(part, change) for key, part in structure.items()}
     return None if structure is None else type(structure)(_each_leaf(part, change) for part in structure)
+
+
+def _row_of(structure: Any, tensors: Mapping[str, Tensor], row: int) -> Any:
+    return _each_leaf(structure, lambda leaf: tensors[leaf.name][row])
 
 
 def _taken_apart(prediction: Any, name: str, tensors: dict[str, Tensor]) -> Any:

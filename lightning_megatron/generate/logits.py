@@ -77,18 +77,16 @@ class Logits:
     def _of_copy(self, rows: ModelRows) -> Tensor | None:
         # Every rank must enter, also those of a copy without rows: weights may still be on their way to it.
         with generating(self._chunks) as models:
-            logits = None
-            if self._is_kept:
-                logits = torch.empty(self._shape(rows), dtype=torch.float32, device=self._device)
+            logits = torch.empty(self._shape(rows) if self._is_kept else 0, dtype=torch.float32, device=self._device)
             if len(rows) == 0:
-                return logits
+                return logits if self._is_kept else None
             batch = rows.each(lambda tensor: tensor.long().to(self._device)).next_tokens()
             computed = Stages(models, self._topology, len(rows)).logits(batch, every_position=True)
             if computed is not None:
                 logits = (computed[..., : self._model.vocab_size] if self._predicts_tokens else computed).contiguous()
             if self._is_sent:
                 dist.broadcast(logits, self._topology.last_stage, group=self._topology.pp_group)
-            return logits
+            return logits if self._is_kept else None
 
     @property
     def _predicts_tokens(self) -> bool:

@@ -320,4 +320,5 @@ def test_each_of_several_validation_loaders_has_a_loss_and_metrics_of_its_own() 
     for index in (0, 1):
         loss = alone[f"val_loss/dataloader_idx_{index}"]
         assert alone[f"val_perplexity/dataloader_idx_{index}"] == pytest.approx(math.exp(loss), rel=1e-5)
-    assert run_ranks(_validate_on_two, 2, case) == [pytest.approx(alone, rel=1.5e-6)] * 2
+    # The exponential of a mean near 4 has four times its relative error.
+    assert run_ranks(_validate_on_two, 2, case) == [pytest.approx(alone, rel=6e-6)] * 2
