@@ -165,7 +165,7 @@ def options_from(arguments: dict[str, Any]) -> GenerationOptions:
     Raises:
         ConfigError: If a name is unknown, or ``GenerationOptions`` refuses a value.
     """
-    defaults = {field.name: field.default for field in fields(GenerationOptions)}
+    defaults: dict[str, Any] = {field.name: field.default for field in fields(GenerationOptions)}
     for name in arguments:
         if name not in defaults:
             raise ConfigError(f"generate has no option {name!r}; {advice(name, list(defaults))}")
