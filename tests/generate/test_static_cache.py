@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
+from tests.families.parity import pretrained_module
 from tests.generate.models import Call, _answers, hugging_face, prompts, run_with_models, set_up
 from tests.generate.tape import Tape, TapeRecorder
-from tests.parity.training import Case, Layout
+from tests.parity.training import Case, Layout, trainer_of
 from tests.ranks import RankError
 
 NO_END: dict[str, Any] = {"eos_token_id": ()}
@@ -68,6 +70,14 @@ def test_every_step_is_the_same_to_the_device(layout: Layout) -> None:
                 assert len(step) == 9
                 assert len(step[1]) > 50
                 assert all(other == step[1] for other in step[2:])
+
+
+def test_predict_which_lightning_runs_in_inference_mode_replays_steps() -> None:
+    ids, mask = prompts()
+    calls = [Call(model="llama", input_ids=ids, attention_mask=mask)]
+    ((texts, counts),) = run_with_models(_predicted, Layout(), calls)
+    assert texts.tolist() == _by_hugging_face("llama").tolist()
+    assert counts == [(1, 1, 8)]
 
 
 def test_the_host_waits_no_oftener_for_more_tokens() -> None:
@@ -151,6 +161,18 @@ def _counts(recorders: list[TapeRecorder]) -> list[tuple[int, int, int]]:
 def _recorded_answers(directory: str, case: Case, calls: list[Call]) -> Any:
     recorders = _recording()
     return _answers(directory, case, calls), _counts(recorders)
+
+
+def _predicted(directory: str, case: Case, calls: list[Call]) -> Any:
+    from lightning_megatron import GenerationOptions
+
+    recorders = _recording()
+    module = pretrained_module(f"{directory}/{calls[0].model}")
+    module.generation = GenerationOptions(max_new_tokens=10, eos_token_id=(), static_cache=True)
+    assert calls[0].attention_mask is not None
+    batch = {"input_ids": calls[0].input_ids, "attention_mask": calls[0].attention_mask}
+    (texts,) = trainer_of(case).predict(module, DataLoader([batch], batch_size=None))  # type: ignore[arg-type]
+    return texts, _counts(recorders)
 
 
 def _kernels_of_steps(directory: str, case: Case, calls: list[Call]) -> list[list[list[list[str]]]]:
