@@ -68,13 +68,15 @@ class Inference(pl.LightningModule):
 
         Args:
             input_ids: [b, s], the prompts, the same on every rank.
-            attention_mask: [b, s], 1 for tokens and 0 for padding, on whichever side; None for no padding.
+            attention_mask: [b, s], 1 for tokens and 0 for padding, on whichever side. None: padding is what equals the
+                padding token, unless that ends texts.
             decoder_input_ids: [b, s_dec], what a T5's decoder continues; the start token is put before them if no row
                 begins with it. None for that token alone.
-            decoder_attention_mask: [b, s_dec], as ``attention_mask``; None for no padding.
+            decoder_attention_mask: [b, s_dec], 1 for tokens and 0 for padding, which is taken out; None for no padding.
             on_tokens: Called with each new token of this rank's rows as soon as it is chosen, [b] with -1 for rows that
                 have ended, where it is given; reading them on the host makes generation wait.
-            options: Fields of ``GenerationOptions``: ``max_new_tokens``, ``temperature``, ``top_k``, ``seed``, ...
+            options: Fields of ``GenerationOptions``: ``max_new_tokens``, ``temperature``, ``stop_strings`` with
+                ``tokenizer``, ``seed``, ...
 
         Returns:
             [b, s + new] on every rank: ``input_ids`` and what follows; padding behind rows that ended before others. Of

@@ -86,7 +86,7 @@ class Generator:
         Args:
             given: The prompts, the same on every rank; rows are divided among the copies of the model. Without a mask
                 there is no padding, except that, as in Hugging Face, a padding token of the model that does not end
-                texts is padding.
+                texts is padding (transformers 5.23 sees to that for GPTs only; a T5 shall not read padding either).
             options: How tokens are chosen.
             is_shared: Whether all copies of the model have the same rows and share them; else each copy has rows of its
                 own, and only the ranks of one copy need call alike.
