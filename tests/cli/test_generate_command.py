@@ -125,7 +125,7 @@ def test_prompts_of_a_file_are_continued_in_batches_and_written_for_programs(che
     assert code == 0, err
     lines = [json.loads(line) for line in out.splitlines()]
     assert [line["prompt"] for line in lines] == prompts
-    _, together, _ = _generate(*common, "--prompt", *prompts)
+    _, together, _ = _generate(*common, "--prompt", *prompts, "--static-cache")
     assert "\n\n".join(line["prompt"] + line["text"] for line in lines) + "\n" == together
 
 
