@@ -68,8 +68,8 @@ def _add_inspect(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument(
         "path",
         metavar="PATH",
-        help="prefix of a dataset, or its .bin or .idx; a *.ckpt, a checkpoint of Megatron-Core (torch_dist), or a"
-        " Hugging Face model directory",
+        help="prefix of a dataset, or its .bin or .idx; a *.ckpt, a checkpoint of Megatron-Core (torch_dist) or of"
+        " Megatron-LM, or a Hugging Face model directory",
     )
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the histogram of a dataset's lengths")
     parser.add_argument(
