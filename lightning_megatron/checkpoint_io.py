@@ -118,7 +118,7 @@ def as_plain_data(value: Any) -> Any:
         return torch.from_numpy(value)
     if isinstance(value, Path):
         return str(value)
-    return value
+    return bytes(value) if isinstance(value, bytearray) else value
 
 
 _PLAIN = (bool, int, float, str, type(None), torch.Tensor)

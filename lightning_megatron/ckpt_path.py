@@ -121,7 +121,7 @@ def find_newest(path: Path, step: int | None = None, *, to_resume: bool = False)
     if step is not None:
         found_there = [each for each in found if each.step == step]
         if not found_there:
-            steps = ", ".join(str(each.step) for each in sorted(found, key=lambda each: each.step)) or "none"
+            steps = ", ".join(str(step) for step in sorted({each.step for each in found})) or "none"
             raise CheckpointError(f"{path} has no complete checkpoint of step={step}; those it has: {steps}")
         return max(found_there, key=lambda each: each.time)
     if found:

@@ -14,7 +14,7 @@ import zipfile
 from collections import defaultdict
 from collections.abc import Collection
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -59,6 +59,8 @@ _TABLE_CLASSES = {
 """Everything that a table of contents consists of, besides dtypes (torch 2.10 to 2.13)."""
 
 
+_BYTEARRAY = (b"cbuiltins\nbytearray\n", b"c__builtin__\nbytearray\n")
+"""How a pickle names it."""
 _DEEPEST = 100
 """Containers in each other."""
 _MOST_ITEMS = 1_000_000
@@ -201,10 +203,10 @@ def load_plain(file: Path) -> Any:
         CheckpointError: If the file holds anything else, or is damaged.
     """
     try:
-        size = file.stat().st_size
-        check_not_packed(file, size)
-        value = torch.load(file, map_location="cpu", weights_only=True)
-        _check_not_folded(value, _MOST_ITEMS + _MOST_ITEMS_OF_A_BYTE * size)
+        stream = io.BytesIO(file.read_bytes())
+        check_not_packed(stream)
+        value = torch.load(stream, map_location="cpu", weights_only=True)
+        _check_not_folded(value, _MOST_ITEMS + _MOST_ITEMS_OF_A_BYTE * len(stream.getbuffer()))
         return value
     except CheckpointError as error:
         raise CheckpointError(f"{file} is not loaded: {error}; do not trust its source") from None
@@ -216,22 +218,26 @@ def load_plain(file: Path) -> Any:
         raise CheckpointError(f"{file} is damaged ({type(error).__name__}); use an earlier checkpoint") from None
 
 
-def check_not_packed(file: Path | IO[bytes], size: int) -> None:
+def check_not_packed(file: io.BytesIO) -> None:
     """Raise if a file of ``torch.save`` would take much more memory than it has bytes.
 
     Args:
-        file: Its path, or the open file.
-        size: Bytes that it has.
+        file: With its content in memory; left at its beginning.
 
     Raises:
-        CheckpointError: If members of a zip file are compressed, or lie in each other, which torch never writes.
+        CheckpointError: If members of a zip file are compressed, or lie in each other, which torch never writes; or if
+            it makes an array of bytes, of whatever length it says, which our own files do not.
     """
-    if not zipfile.is_zipfile(file):
-        return  # torch's format before 1.6, which compresses nothing
-    with zipfile.ZipFile(file) as archive:
-        members = archive.infolist()
-    if any(each.compress_type != zipfile.ZIP_STORED for each in members) or sum(m.file_size for m in members) > size:
-        raise CheckpointError(f"its {size:,} bytes would become {sum(m.file_size for m in members):,} in memory")
+    content = file.getvalue()
+    if any(name in content for name in _BYTEARRAY):
+        raise CheckpointError("it would reserve memory for a bytearray")
+    if zipfile.is_zipfile(file):  # else of torch before 1.6, which compresses nothing
+        with zipfile.ZipFile(file) as archive:
+            members = archive.infolist()
+        total = sum(member.file_size for member in members)
+        if total > len(content) or any(member.compress_type != zipfile.ZIP_STORED for member in members):
+            raise CheckpointError(f"its {len(content):,} bytes would become {total:,} in memory")
+    file.seek(0)
 
 
 def _check_not_folded(value: Any, limit: int) -> None:

@@ -46,8 +46,7 @@ def _load_only_data(original: Any) -> Any:
         """As torch's, of the data that is in the bytes, written anew: two readers may differ in what bytes mean."""
         name = read_item.dest_index.fqn
         try:
-            check_not_packed(value, value.getbuffer().nbytes)
-            value.seek(0)
+            check_not_packed(value)
             data = torch.load(value, weights_only=True)
         except CheckpointError as error:
             raise CheckpointError(f"its entry {name}: {error}; do not trust its source") from None

@@ -39,6 +39,14 @@ def test_what_would_become_more_is_refused(tmp_path: Path, within_each_other: bo
         load_plain(tmp_path / "meta.pt")
 
 
+def test_no_memory_is_reserved(tmp_path: Path) -> None:
+    torch.save({"x": bytearray(b"ab")}, tmp_path / "meta.pt")
+    with pytest.raises(CheckpointError, match=r"meta.pt is not loaded: it would reserve memory for a bytearray"):
+        load_plain(tmp_path / "meta.pt")
+    torch.save({"x": b"ab"}, tmp_path / "meta.pt")
+    assert load_plain(tmp_path / "meta.pt") == {"x": b"ab"}
+
+
 def _folded(times: int, deep: int) -> list[Any]:
     value: list[Any] = []
     for _ in range(deep):
