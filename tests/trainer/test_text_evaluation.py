@@ -12,7 +12,17 @@ import pytest
 import torch
 
 from tests.families.parity import pretrained_module, tiny_model
-from tests.parity.training import Case, Layout, trainer_of
+from tests.parity.comparison import assert_same_run
+from tests.parity.training import (
+    Case,
+    Layout,
+    RankOutcome,
+    joined_outcome,
+    loader_of,
+    module_of,
+    train_module,
+    trainer_of,
+)
 from tests.ranks import RankError, run_ranks
 from tests.unit.data.chat_tokenizer import make_tokenizer
 
@@ -169,7 +179,7 @@ def _weighted_losses(case: Case) -> tuple[float, float]:
     """Epoch means of rows whose targets count in part."""
     from torch.utils.data import DataLoader
 
-    from tests.parity.training import Sentences, module_of
+    from tests.parity.training import Sentences
 
     rows = [
         {**row, "loss_mask": torch.full((len(row["input_ids"]),), weight)}
@@ -190,3 +200,13 @@ def _value(trainer: Any, module: Any, loader: Any) -> tuple[float]:
 def test_targets_that_count_in_part_do_so_in_the_mean_of_an_epoch() -> None:
     ((together, expected),) = run_ranks(_weighted_losses, 1, Case(layout=Layout()))
     assert together == pytest.approx(expected, rel=2e-6)
+
+
+def _trained(case: Case, step: str) -> RankOutcome:
+    return train_module(module_of(case, train_step=step), case, loader_of(case))
+
+
+def test_training_counts_last_words_beside_and_changes_nothing() -> None:
+    case = Case(layout=Layout(tp=2, pp=2, num_microbatches=2), labels="uneven", steps=3)
+    runs = [joined_outcome(run_ranks(_trained, 4, case, step)) for step in ("last_word", "gpt")]
+    assert_same_run(*runs)
