@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.data.corpus.stop_strings import StopStrings
+from lightning_megatron.data.corpus.stop_strings import stop_strings
 from lightning_megatron.engine.agreement import on_all_ranks_alike
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.errors import ConfigError
@@ -157,7 +157,7 @@ class Generator:
             )
         for sequence in options.stop_sequences:
             check_tokens("stop_sequences", sequence, model.vocab_size)
-        strings = StopStrings(options.stop_texts, options.tokenizer) if options.stop_texts else None
+        strings = stop_strings(options.stop_texts, options.tokenizer) if options.stop_texts else None
         if model.architecture == "t5":
             start = self._ends.start
             given = decoder_rows(given, model.decoder_start_token_id if start is None else start)

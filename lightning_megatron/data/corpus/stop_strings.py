@@ -2,14 +2,54 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from lightning_megatron.data.corpus.tokenizer import load_tokenizer
 from lightning_megatron.errors import ConfigError, DataError
+
+_laid_out: WeakKeyDictionary[Any, dict[tuple[Any, ...], StopStrings]] = WeakKeyDictionary()
+"""What was found out about a tokenizer, which takes a second or two for 128,000 tokens."""
+
+_MOST = 8
+"""Sets of texts that are remembered of a tokenizer; the table of one has some megabytes."""
+
+_loaded = functools.lru_cache(maxsize=4)(load_tokenizer)
+
+
+def stop_strings(strings: Sequence[str], tokenizer: Any) -> StopStrings:
+    """What finds these texts; found out once for each tokenizer and its folder.
+
+    Args:
+        strings: The texts.
+        tokenizer: Of transformers, or the folder of one.
+
+    Raises:
+        ConfigError: If the tokenizer is none, or knows no token that could end one of the texts.
+    """
+    from transformers import PreTrainedTokenizerBase
+
+    if isinstance(tokenizer, (str, Path)):
+        try:
+            tokenizer = _loaded(tokenizer)
+        except DataError as error:
+            raise ConfigError(str(error)) from error
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise ConfigError(
+            f"tokenizer={tokenizer!r} is a {type(tokenizer).__name__}, and stop_strings need a tokenizer of "
+            "transformers, or the folder of one; give that"
+        )
+    known, key = _laid_out.setdefault(tokenizer, {}), (*strings, len(tokenizer))
+    if key not in known:
+        if len(known) == _MOST:
+            del known[next(iter(known))]
+        known[key] = StopStrings(strings, tokenizer)
+    return known[key]
 
 
 class StopStrings:
@@ -24,23 +64,13 @@ class StopStrings:
 
         Args:
             strings: The texts.
-            tokenizer: Of transformers, or the folder of one.
+            tokenizer: Of transformers.
 
         Raises:
-            ConfigError: If the tokenizer is none, or knows no token that could end one of the texts.
+            ConfigError: If the tokenizer knows no token that could end one of the texts.
         """
-        from transformers import PreTrainedTokenizerBase, StopStringCriteria
+        from transformers import StopStringCriteria
 
-        if isinstance(tokenizer, (str, Path)):
-            try:
-                tokenizer = load_tokenizer(tokenizer)
-            except DataError as error:
-                raise ConfigError(str(error)) from error
-        if not isinstance(tokenizer, PreTrainedTokenizerBase):
-            raise ConfigError(
-                f"tokenizer={tokenizer!r} is a {type(tokenizer).__name__}, and stop_strings need a tokenizer of "
-                "transformers, or the folder of one; give that"
-            )
         try:
             criteria = StopStringCriteria(tokenizer, list(strings))
         except ValueError as error:

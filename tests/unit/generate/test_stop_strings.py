@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.data.corpus.stop_strings import StopStrings
+from lightning_megatron.data.corpus.stop_strings import stop_strings
 from lightning_megatron.errors import ConfigError
 from tests.generate.readable import byte_level_tokenizer
 
@@ -27,7 +27,7 @@ def test_a_text_ends_with_the_token_that_completes_it() -> None:
     seen = set()
     for _ in range(20):
         strings = [_word(rng) for _ in range(rng.randint(1, 3))]
-        stops = StopStrings(strings, tokenizer)
+        stops = stop_strings(strings, tokenizer)
         rows = torch.tensor([[rng.randrange(len(pieces)) for _ in range(6)] for _ in range(40)])
         expected = []
         for row in rows.tolist():
@@ -44,11 +44,14 @@ def test_a_text_ends_with_the_token_that_completes_it() -> None:
 @pytest.mark.parametrize("tokenizer", [3, "no/such/folder"])
 def test_what_is_no_tokenizer_is_refused(tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match="no/such/folder|tokenizer=3 is a int, and stop_strings need"):
-        StopStrings(["a"], tokenizer)
+        stop_strings(["a"], tokenizer)
 
 
 def test_a_tokenizer_may_be_a_folder_and_must_know_the_letters(tmp_path: Path) -> None:
     byte_level_tokenizer({0: b"a", 1: b"b"}).save_pretrained(tmp_path)
-    assert StopStrings(["ab"], tmp_path).at(torch.tensor([[0, 1], [1, 0]])).tolist() == [True, False]
+    stops = stop_strings(["ab"], tmp_path)
+    assert stops.at(torch.tensor([[0, 1], [1, 0]])).tolist() == [True, False]
+    assert stop_strings(["ab"], tmp_path) is stops
+    assert stop_strings(["ba"], tmp_path).at(torch.tensor([[0, 1], [1, 0]])).tolist() == [False, True]
     with pytest.raises(ConfigError, match=r"stop_strings=\['x'\] can be written with no token"):
-        StopStrings(["x"], str(tmp_path))
+        stop_strings(["x"], str(tmp_path))
