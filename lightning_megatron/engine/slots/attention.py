@@ -26,6 +26,7 @@ from lightning_megatron.engine.slots.alibi import Alibi, AlibiKind, key_biases, 
 from lightning_megatron.engine.slots.attention_masks import MASKED_SCORE as MASKED_SCORE
 from lightning_megatron.engine.slots.attention_masks import Pattern, PerMask, added_scores, hidden_keys, pattern_of
 from lightning_megatron.engine.slots.kv_cache import KeyValueCache
+from lightning_megatron.engine.slots.static_cache import TokenStep
 from lightning_megatron.errors import ConfigError
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
@@ -125,14 +126,10 @@ class SDPAttention(MegatronModule):
         if self.kv_cache is not None:
             k, v = self.kv_cache.append(k, v)
             if self.kv_cache.step is not None:
-                # One token, causal, of its own sequence; what of the rest it sees is written there.
-                scores = self.kv_cache.step.scores(self.sliding_window, self._alibi_of(q), q.dtype)
-                out = _attend_with_mask(q, k, v, scores, 0.0, self.softmax_scale)
-                return out.permute(2, 0, 1, 3).reshape(sq, b, np * hn)
+                return self._attend_in_step(self.kv_cache.step, q, k, v)
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        pattern = pattern_of(
-            sq, k.shape[2], causal=mask_type in _CAUSAL, window=self.sliding_window, cross=self.is_cross
-        )
+        causal = mask_type in _CAUSAL
+        pattern = pattern_of(sq, k.shape[2], causal=causal, window=self.sliding_window, cross=self.is_cross)
         mask = None if mask_type == AttnMaskType.no_mask else attention_mask
         if mask is not None and mask.dim() == 2 and mask.shape != (b, k.shape[2]):
             raise ConfigError(
@@ -154,6 +151,12 @@ class SDPAttention(MegatronModule):
                 scores = self._scores(q, mask, pattern, attention_bias)
                 out = _attend_with_mask(q, k, v, scores, dropout, self.softmax_scale)
         return out.permute(2, 0, 1, 3).reshape(sq, b, np * hn)
+
+    def _attend_in_step(self, step: TokenStep, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """From one token of each row, whose place only the device knows, to all slots: [1, b, np * hn]."""
+        scores = step.scores(self.sliding_window, self._alibi_of(q), q.dtype)
+        out = _attend_with_mask(q, k, v, scores, 0.0, self.softmax_scale)
+        return out.permute(2, 0, 1, 3).flatten(2)
 
     def _runs(
         self, q: Tensor, k: Tensor, mask: Tensor | None, pattern: Pattern, bias: Tensor | None
