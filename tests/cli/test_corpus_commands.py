@@ -71,10 +71,10 @@ def test_bad_lines_end_the_run_or_are_skipped_as_asked(
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--keep-newlines"], "keep_newlines needs split_sentences"),
-        (["--split-sentences", "--language", "english"], "language=english is no ISO 639 code"),
+        (["--keep-newlines"], "--keep-newlines needs --split-sentences"),
+        (["--split-sentences", "--language", "english"], "--language english is no ISO 639 code"),
         (["--json-keys", "title"], "json keys title cannot be read from"),
-        (["--json-keys", "a", "a"], "json_keys='a a' must name at least one key, each once"),
+        (["--json-keys", "a", "a"], "--json-keys 'a a' must name at least one key, each once"),
         (["--on-error", "ignore"], "argument --on-error: invalid choice: 'ignore'"),
     ],
 )
