@@ -158,6 +158,11 @@ class Generator:
         for sequence in options.stop_sequences:
             check_tokens("stop_sequences", sequence, model.vocab_size)
         strings = stop_strings(options.stop_texts, options.tokenizer) if options.stop_texts else None
+        if strings is not None and strings.largest_token >= model.vocab_size:
+            raise ConfigError(
+                f"tokenizer has tokens up to {strings.largest_token}, and the model's vocabulary ends at "
+                f"{model.vocab_size - 1}; give the tokenizer of this model"
+            )
         if model.architecture == "t5":
             start = self._ends.start
             given = decoder_rows(given, model.decoder_start_token_id if start is None else start)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.generate.models import MODELS, Call, continued, prompts
+from tests.generate.readable import byte_level_tokenizer
 from tests.parity.training import Case, Layout, RankOutcome, loader_of, module_of, train_module, trainer_of
 from tests.ranks import RankError, run_ranks
 
@@ -97,6 +98,7 @@ def _switches(module: Any) -> list[Any]:
         ([{"top_k": 84}], "top_k=84 is more than the 83 tokens"),
         ([{"max_new_tokens": None, "max_length": 1 + 1, "tokens": [[1, 2]]}], "max_length=2 leaves nothing for new"),
         ([{"stop_strings": "a", "tokenizer": 3}], "tokenizer=3 is a int, and stop_strings need a tokenizer of"),
+        ([{"stop_strings": "a", "tokenizer": byte_level_tokenizer({83: b"a"})}], "tokenizer has tokens up to 83, and"),
         ([{}, {"no_such_option": 3}], "generate has no option 'no_such_option'; choose from max_new_tokens"),
         ([{}, {"on_tokens": print, "num_beams": 2}], "on_tokens shows texts while they grow"),
         ([{"decoder_input_ids": torch.ones(1, 1)}], "decoder_input_ids are for encoder-decoders, which gpt2 is not"),

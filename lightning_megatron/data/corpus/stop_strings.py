@@ -84,6 +84,11 @@ class StopStrings:
         """Of how many of its last tokens a row consists that is asked about: one for each letter of the longest."""
 
     @property
+    def largest_token(self) -> int:
+        """The last one of the tokenizer."""
+        return len(self.table) - 2
+
+    @property
     def no_token(self) -> int:
         """A number that stands for no text at all."""
         return len(self.table) - 1
