@@ -17,7 +17,8 @@ from lightning_megatron.callbacks.throughput import ThroughputMonitor
 from lightning_megatron.data.corpus.tokenizer import largest_id, load_tokenizer
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.generate.options import GenerationOptions
-from lightning_megatron.generate.prompts import check_prompts, with_first_token
+from lightning_megatron.generate.prompt_checks import check_prompts
+from lightning_megatron.generate.prompts import with_first_token
 from lightning_megatron.generate.texts import decoder_texts, encoded, new_texts
 
 

@@ -21,7 +21,7 @@ from lightning_megatron.data.corpus.tokenizer import largest_id, load_tokenizer
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.generate.end_tokens import end_tokens
 from lightning_megatron.generate.options import GenerationOptions
-from lightning_megatron.generate.prompts import check_prompts
+from lightning_megatron.generate.prompt_checks import check_prompts
 from lightning_megatron.generate.texts import encoded
 from lightning_megatron.strategy import MegatronStrategy
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from lightning_megatron.engine.slots.kv_cache import KeyValueCache
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.generate.options import GenerationOptions
-from lightning_megatron.generate.prompts import Given, Prompts, aligned, check_readable, check_rows
+from lightning_megatron.generate.prompt_checks import check_readable, check_rows
+from lightning_megatron.generate.prompts import Given, Prompts, aligned
 from lightning_megatron.models.config import ModelConfig
 
 

@@ -18,15 +18,8 @@ from lightning_megatron.generate.decoding import Continuations, decode
 from lightning_megatron.generate.encoder_decoder import check_decoder, decoder_rows, started
 from lightning_megatron.generate.end_tokens import EndTokens
 from lightning_megatron.generate.options import GenerationOptions
-from lightning_megatron.generate.prompts import (
-    Given,
-    Prompts,
-    aligned,
-    check_length,
-    check_prompts,
-    check_tokens,
-    with_first_token,
-)
+from lightning_megatron.generate.prompt_checks import check_length, check_prompts, check_tokens
+from lightning_megatron.generate.prompts import Given, Prompts, aligned, with_first_token
 from lightning_megatron.generate.quiet import generating
 from lightning_megatron.generate.rules import Rules
 from lightning_megatron.generate.sampling import uniform_numbers

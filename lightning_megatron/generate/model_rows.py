@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_megatron.errors import DataError
 from lightning_megatron.generate.encoder_decoder import check_decoder_rows
 from lightning_megatron.generate.passes import NextTokens
-from lightning_megatron.generate.prompts import check_rows
+from lightning_megatron.generate.prompt_checks import check_rows
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.steps.checks import check_integers, check_numbers, check_shape
 from lightning_megatron.steps.t5 import shifted_right, visible_keys

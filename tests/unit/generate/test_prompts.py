@@ -9,7 +9,8 @@ import torch
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.generate.options import GenerationOptions
-from lightning_megatron.generate.prompts import aligned, check_length, check_prompts, with_first_token
+from lightning_megatron.generate.prompt_checks import check_length, check_prompts
+from lightning_megatron.generate.prompts import aligned, with_first_token
 from lightning_megatron.generate.stopping import Stops
 from lightning_megatron.models.config import ModelConfig
 
