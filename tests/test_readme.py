@@ -138,7 +138,8 @@ def test_every_shell_command_exists(command: list[str]) -> None:
         if arguments[0] in TRAINER_COMMANDS:
             assert (ROOT / arguments[arguments.index("--config") + 1]).exists()
         else:
-            _parser().parse_args(arguments)
+            parser, _ = _parser()
+            parser.parse_args(arguments)
     elif "nox" in arguments and "-s" in arguments:
         session = arguments[arguments.index("-s") + 1]
         assert f"\ndef {session}(session" in (ROOT / "noxfile.py").read_text()
