@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 
 from lightning_megatron.data.serving.broadcast import describe, pack, unpack
@@ -55,10 +56,10 @@ def gather_predictions(trainer: pl.Trainer, predictions: Sequence[Any]) -> list[
 
 
 def _loaders(trainer: pl.Trainer) -> list[Any]:
-    combined = trainer.predict_loop._combined_loader
-    if combined is None:
+    loaders = trainer.predict_dataloaders
+    if loaders is None:
         raise ConfigError("this Trainer has predicted nothing yet; call its predict first")
-    return list(combined.flattened)
+    return list(CombinedLoader(loaders, "sequential").flattened)
 
 
 def _gathered(loader: Any, predictions: Sequence[Any]) -> list[Any]:
