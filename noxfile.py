@@ -51,7 +51,14 @@ def tests(session: nox.Session) -> None:
     check_style(session)
     session.run("mypy")
     # A file's tests stay in one process: those of many files share what is slow to make.
-    session.run("pytest", "-n", "2", "--dist", "loadfile", *session.posargs)
+    session.run("pytest", "-n", "2", "--dist", "loadfile", "-m", "not exhaustive", *session.posargs)
+
+
+@nox.session
+def exhaustive(session: nox.Session) -> None:
+    """More cases of what ``tests`` checks: other moments of a crash, other optimizers, other ways to save."""
+    install(session, "test")
+    session.run("pytest", "-n", "2", "--dist", "loadfile", "-m", "exhaustive", *session.posargs)
 
 
 @nox.session

@@ -42,7 +42,11 @@ _PRELOADED = (
     "transformers.models.llama.modeling_llama",
     "lightning_megatron.module",
     "lightning_megatron.strategy",
-    "lightning_megatron.datamodule",
+    "lightning_megatron.convert.registry",
+    "lightning_megatron.datamodules.indexed",
+    "lightning_megatron.models.build",
+    "lightning_megatron.models.initialization",
+    "lightning_megatron.models.start_report",
 )
 _PR_SET_PDEATHSIG = 1
 
@@ -122,6 +126,14 @@ def _preload() -> None:
             importlib.import_module(name)
 
 
+def _import_families() -> None:
+    """Which a first question for one does."""
+    with contextlib.suppress(Exception):
+        from lightning_megatron.convert.registry import known_families
+
+        known_families()
+
+
 def _check_fork_safety() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
@@ -145,6 +157,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     _preload()
+    _import_families()
     # A collection would visit every imported object again in each rank (0.3 s); saving a checkpoint collects.
     gc.freeze()
     _check_fork_safety()

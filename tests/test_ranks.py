@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -163,6 +164,13 @@ def test_one_warm_process_serves_the_session_and_ranks_start_within_a_second() -
     run_ranks(_random_numbers, 4)
     assert time.monotonic() - started < 3  # importing torch alone takes as long in each process
     assert pool_pid() == warm
+
+
+def test_what_is_imported_once_for_all_ranks_exists() -> None:
+    """A module that is missing is passed over, and each rank would import in vain what the warm process could."""
+    from tests.rank_zygote import _PRELOADED
+
+    assert [name for name in _PRELOADED if importlib.util.find_spec(name) is None] == []
 
 
 def test_ranks_die_when_the_process_that_asked_for_them_is_killed(tmp_path: Path) -> None:

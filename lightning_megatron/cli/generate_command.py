@@ -86,7 +86,7 @@ def _add_computation(group: Any) -> None:
     group.add_argument(
         "--static-cache",
         action="store_true",
-        help="replay every step as a CUDA graph: more tokens a second, after two slow steps; GPTs only",
+        help="steps of one shape, which a GPU replays as a CUDA graph after two slow ones; GPTs only",
     )
 
 

@@ -73,8 +73,8 @@ class GenerationOptions:
     seed: int = 0
     """The same prompts, options and seed give the same text on every layout."""
     static_cache: bool = False
-    """Caches of a fixed size: every step has the same shapes, and a GPU replays it as a CUDA graph; the first two steps,
-    which prepare it, take longer. Not for T5s and for ``dynamic`` and ``longrope`` rotary scaling."""
+    """Caches of a fixed size: every step has the same shapes, and a GPU replays it as a CUDA graph; the first two
+    steps, which prepare it, take longer. Not for T5s and for ``dynamic`` and ``longrope`` rotary scaling."""
 
     def __post_init__(self) -> None:
         """Check what can be checked without a model.

@@ -89,12 +89,12 @@ SGD = {"name": "sgd"}
     [
         pytest.param(1, Run(), id="one rank"),
         pytest.param(1, Run(strategy=UNSHARDED_OPTIMIZER, optimizer=SGD, trainer=BF16), id="one rank, sgd, bf16"),
-        pytest.param(2, Run(strategy=TP2), id="tp2"),
+        pytest.param(2, Run(strategy=TP2), id="tp2", marks=pytest.mark.exhaustive),
         pytest.param(2, Run(strategy=TP2_SP, optimizer=SGD), id="tp2 sp, sgd"),
         pytest.param(2, Run(strategy=PP2_VPP2), id="pp2 vpp2"),
         pytest.param(2, Run(), id="dp2"),
-        pytest.param(2, Run(trainer=BF16), id="dp2, bf16"),
-        pytest.param(2, Run(strategy=UNSHARDED_OPTIMIZER), id="dp2, unsharded optimizer"),
+        pytest.param(2, Run(trainer=BF16), id="dp2, bf16", marks=pytest.mark.exhaustive),
+        pytest.param(2, Run(strategy=UNSHARDED_OPTIMIZER), id="dp2, unsharded optimizer", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_run_resumed_in_mid_epoch_is_exactly_the_same(tmp_path: Path, world_size: int, run: Run) -> None:
@@ -160,7 +160,7 @@ def test_saving_changes_nothing(tmp_path: Path) -> None:
     assert differences(undisturbed.state, saving.state) == []
 
 
-@pytest.mark.parametrize("distributed_optimizer", [True, False])
+@pytest.mark.parametrize("distributed_optimizer", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_a_resumed_run_has_the_settings_that_it_was_started_with(tmp_path: Path, distributed_optimizer: bool) -> None:
     """A new learning rate or weight decay holds for all groups, with and without weight decay, and so do Adam's."""
     run = Run(strategy={"distributed_optimizer": distributed_optimizer}, trainer={"max_steps": 2})
@@ -180,7 +180,7 @@ def test_a_resumed_run_has_the_settings_that_it_was_started_with(tmp_path: Path,
         assert trace.state[group.format(index, "eps")] == 0.25
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_a_run_that_max_steps_ended_goes_on_with_a_larger_max_steps(tmp_path: Path, world_size: int) -> None:
     run = Run(trainer={"max_steps": 11})
     _assert_each_goes_on(run, world_size, [3, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 3], tmp_path)
@@ -216,7 +216,7 @@ def test_a_run_that_max_epochs_ended_goes_on_with_more_epochs(tmp_path: Path) ->
     _assert_goes_on_as(whole, resumed, after=STEPS_PER_EPOCH)
 
 
-@pytest.mark.parametrize("limit", [3, 0.6])
+@pytest.mark.parametrize("limit", [pytest.param(3, marks=pytest.mark.exhaustive), 0.6])
 def test_limit_train_batches_ends_the_same_epochs_after_a_resume(tmp_path: Path, limit: float) -> None:
     run = Run(trainer={"max_steps": 8, "limit_train_batches": limit})
     _assert_each_goes_on(run, 1, [2, 3, 4], tmp_path)
@@ -287,7 +287,11 @@ def _loader_of_whole_batches(dp: int) -> Any:
 @pytest.mark.parametrize(
     "loader", [_loader_of_random_order, _loader_with_generator, _loader_with_worker, _loader_of_whole_batches]
 )
-@pytest.mark.parametrize("injected", [True, False], ids=["distributed sampler", "own sampler"])
+@pytest.mark.parametrize(
+    "injected",
+    [True, pytest.param(False, marks=pytest.mark.exhaustive)],
+    ids=["distributed sampler", "own sampler"],
+)
 def test_random_orders_and_random_samples_go_on(tmp_path: Path, loader: Any, injected: bool) -> None:
     run = Run(loader=loader, trainer={"max_steps": 11, "use_distributed_sampler": injected})
     _assert_each_goes_on(run, 1, [3, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 3], tmp_path)

@@ -144,7 +144,11 @@ def _name_of(path: Path, known: dict[str, dict[str, Any]]) -> str:
     return name
 
 
-@pytest.mark.parametrize(("kind", "victim", "share"), MOMENTS)
+@pytest.mark.parametrize(
+    ("kind", "victim", "share"),
+    # Half of them in every run.
+    [pytest.param(*moment, marks=[pytest.mark.exhaustive] * (index % 2)) for index, moment in enumerate(MOMENTS)],
+)
 def test_there_is_always_a_whole_checkpoint(
     tmp_path: Path, known: dict[str, dict[str, Any]], kind: str, victim: int, share: float
 ) -> None:

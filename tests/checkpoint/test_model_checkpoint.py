@@ -66,8 +66,16 @@ def _train_then_evaluate_best_and_last(run: Run, folder: Path, save_last: bool |
     }
 
 
-@pytest.mark.parametrize("save_last", [True, "link"])
-@pytest.mark.parametrize("strategy", [PP2, {}, {"async_save": True}], ids=["pp2", "dp2", "async"])
+@pytest.mark.parametrize(
+    ("strategy", "save_last"),
+    [
+        (PP2, True),
+        pytest.param({}, "link", marks=pytest.mark.exhaustive),
+        pytest.param({"async_save": True}, True, marks=pytest.mark.exhaustive),
+        ({"async_save": True}, "link"),
+    ],
+    ids=["pp2", "dp2, link", "async", "async, link"],
+)
 def test_top_k_best_and_last_are_kept_and_found_alike_on_all_ranks(
     tmp_path: Path, strategy: dict[str, Any], save_last: bool | str
 ) -> None:
@@ -96,7 +104,7 @@ def _train_with_keeper(run: Run, folder: Path, save_last: bool | str) -> tuple[l
     return sorted(trace.steps), sorted(path.name for path in folder.iterdir() if path.suffix == ".ckpt")
 
 
-@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("async_save", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 @pytest.mark.parametrize("save_last", [True, "link"])
 def test_a_new_trainer_finds_the_last_checkpoint_and_old_ones_are_deleted(
     tmp_path: Path, save_last: bool | str, async_save: bool

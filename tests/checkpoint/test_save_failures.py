@@ -57,7 +57,7 @@ def _train_on_a_full_disk(run: Run, folder: Path, victim: int, steps: tuple[int,
     return list(trace.steps), seen, texts
 
 
-@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("async_save", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_full_disk_costs_a_warning_and_keeps_the_older_checkpoint(
     tmp_path: Path, victim: int, async_save: bool
@@ -76,7 +76,7 @@ def test_a_full_disk_costs_a_warning_and_keeps_the_older_checkpoint(
     assert [path.name for path in tmp_path.iterdir()] == ["step=4.ckpt"]
 
 
-@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("async_save", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 @pytest.mark.parametrize(("policy", "steps"), [("raise", (2, 2)), ("warn", (4, 4))], ids=["raise", "last save"])
 def test_a_failure_that_is_not_made_good_ends_the_run(
     tmp_path: Path, policy: str, steps: tuple[int, int], async_save: bool
@@ -200,7 +200,7 @@ def _fail_on_all_ranks(run: Run, folder: Path) -> None:
     fit(run, Fails(), pl.callbacks.OnExceptionCheckpoint(folder, "rescue"))
 
 
-@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("async_save", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_ranks_that_fail_together_save_where_a_callback_says_so(tmp_path: Path, async_save: bool) -> None:
     run = RUN.but(strategy={"async_save": async_save}, trainer={"enable_checkpointing": True})
     with pytest.raises(RankError, match="everywhere"):

@@ -98,7 +98,7 @@ def _loss_of_ordered_loader(run: Run, path: Path) -> float:
     return float(metrics["val_loss"])
 
 
-@pytest.mark.parametrize("name", ["full.ckpt", "weights.ckpt"])
+@pytest.mark.parametrize("name", ["full.ckpt", pytest.param("weights.ckpt", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(("world_size", "strategy"), [(2, SHARDED), (2, {"tp": 2}), (1, UNSHARDED)])
 def test_load_weights_only_begins_a_new_run_from_the_weights(
     tmp_path: Path, name: str, world_size: int, strategy: dict[str, Any]
@@ -160,7 +160,7 @@ def _weights(state: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("strategy", [SHARDED, UNSHARDED], ids=["distributed optimizer", "unsharded optimizer"])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", [pytest.param("32-true", marks=pytest.mark.exhaustive), "bf16-mixed"])
 def test_the_optimizers_own_copy_of_the_weights_follows_what_was_loaded(
     tmp_path: Path, precision: str, strategy: dict[str, Any]
 ) -> None:

@@ -170,7 +170,7 @@ def test_an_output_layer_that_a_headless_model_lacks_is_new(tmp_path: Path) -> N
     assert result["tensors"]["lm_head.weight"].std() > 0
 
 
-@pytest.mark.parametrize("layout", [TWO_RANKS, FOUR_RANKS], ids=str)
+@pytest.mark.parametrize("layout", [pytest.param(TWO_RANKS, marks=pytest.mark.exhaustive), FOUR_RANKS], ids=str)
 def test_a_classifier_on_a_pretrained_bert_is_new_and_said_so(tmp_path: Path, layout: Layout) -> None:
     model = tiny_bert("PreTraining")
     expected = save_as(model, tmp_path / "model", "safetensors")

@@ -193,7 +193,9 @@ def test_under_sequence_parallelism_each_rank_drops_its_own_part() -> None:
 
 
 @pytest.mark.parametrize("layout", [FOUR_RANKS, Layout(tp=2, pp=2, vpp=2, num_microbatches=2)], ids=str)
-@pytest.mark.parametrize(("method", "num_layers"), [("uniform", 2), ("block", 1)])
+@pytest.mark.parametrize(
+    ("method", "num_layers"), [("uniform", 2), pytest.param("block", 1, marks=pytest.mark.exhaustive)]
+)
 def test_recomputed_activations_are_dropped_where_they_were(method: str, num_layers: int, layout: Layout) -> None:
     recomputing = replace(layout, recompute="full", recompute_method=method, recompute_num_layers=num_layers)
     case = replace(DROPPING, steps=2)

@@ -166,7 +166,16 @@ def _gathered(directory: str, case: Case, names: tuple[str, ...]) -> list[list[A
     return found
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(dp=2, num_microbatches=2), Layout(dp=3), Layout(dp=4)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(),
+        pytest.param(Layout(dp=2, num_microbatches=2), marks=pytest.mark.exhaustive),
+        Layout(dp=3),
+        Layout(dp=4),
+    ],
+    ids=str,
+)
 def test_any_number_of_rows_comes_back_in_the_order_of_the_dataset(layout: Layout) -> None:
     for found in _run(_gathered, layout, ("gpt2",)):
         for num_rows, *together in found:

@@ -14,7 +14,9 @@ from tests.parity.training import Case, Layout
 _ATOL = 1e-4
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2), Layout(dp=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(Layout(), marks=pytest.mark.exhaustive), Layout(tp=2, pp=2), Layout(dp=2)], ids=str
+)
 def test_scores_equal_hugging_face(layout: Layout) -> None:
     ids, mask = prompts(lengths=(7, 4, 6))
     hf = hugging_face("llama")

@@ -23,7 +23,9 @@ def _tokenizer(said: dict[int, bytes]) -> Any:
     return byte_level_tokenizer({token: said.get(token, f"<{token}>".encode()) for token in range(VOCAB_SIZE)})
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2), Layout(dp=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(Layout(), marks=pytest.mark.exhaustive), Layout(tp=2, pp=2), Layout(dp=2)], ids=str
+)
 def test_texts_end_where_hugging_faces_do(layout: Layout) -> None:
     ids, mask = prompts(lengths=(7, 4, 6, 5))
     hf, common = hugging_face("mistral"), {"attention_mask": mask, "do_sample": False, **ENDLESS}

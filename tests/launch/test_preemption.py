@@ -130,7 +130,7 @@ def _fake_scontrol(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("indexed", [False, True])
+@pytest.mark.parametrize("indexed", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("async_save", [False, True])
 def test_slurms_signal_saves_between_steps_and_the_requeued_run_goes_on_exactly(
     tmp_path: Path, indexed: bool, async_save: bool

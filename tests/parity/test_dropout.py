@@ -82,7 +82,7 @@ def _recomputing(layout: Layout, mode: str) -> Layout:
     return replace(layout, recompute="full", recompute_method=mode)
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2), FOUR_RANKS], ids=str)
+@pytest.mark.parametrize("layout", [pytest.param(Layout(tp=2), marks=pytest.mark.exhaustive), FOUR_RANKS], ids=str)
 @pytest.mark.parametrize("mode", ["selective", "uniform", "block"])
 def test_recomputed_activations_are_dropped_where_they_were(mode: str, layout: Layout) -> None:
     # ``outcome`` also checks that ranks with the same weights keep the same weights.

@@ -41,8 +41,15 @@ LLAMA = Case(model="llama", labels="all")
 FEW_KEY_VALUE_HEADS = Case(model="llama", labels="uneven", model_fields=(("num_key_value_heads", 1),))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("case", [GPT2, LLAMA], ids=["gpt2", "llama"])
+_BOTH = [
+    # One of the families in every run.
+    pytest.param(case, layout, marks=[pytest.mark.exhaustive] * (index % 2), id=f"{case.model}-{layout}")
+    for first, case in enumerate((GPT2, LLAMA))
+    for index, layout in enumerate(LAYOUTS, start=first)
+]
+
+
+@pytest.mark.parametrize(("case", "layout"), _BOTH)
 def test_a_layout_trains_as_one_process(case: Case, layout: Layout) -> None:
     assert_same_run(outcome(replace(case, layout=layout)), outcome(case))
 

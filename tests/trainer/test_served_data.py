@@ -211,6 +211,7 @@ def test_a_batch_that_grows_equals_one_rank_and_goes_on_after_an_interruption(fo
         assert [step["rows"] for step in steps[0] + steps[1]] == [step["rows"] for step in alone]
 
 
+@pytest.mark.exhaustive
 def test_three_interruptions_at_other_layouts_and_workers_take_each_sample_of_an_epoch_once(
     folder: Path, tmp_path: Path
 ) -> None:

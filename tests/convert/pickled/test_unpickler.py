@@ -329,7 +329,7 @@ def test_half_a_zip_file_is_damaged_whatever_its_bytes_would_say_as_a_pickle(tmp
 
 
 @pytest.mark.parametrize("is_zip", [False, True])
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_flipped_bits_give_data_or_our_error(tmp_path: Path, is_zip: bool, data: st.DataObject) -> None:
     good = bytearray(_saved(tmp_path, is_zip))
@@ -341,7 +341,7 @@ def test_flipped_bits_give_data_or_our_error(tmp_path: Path, is_zip: bool, data:
         _whole(load_pickled(tmp_path / "flipped.pt"))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.binary(max_size=60))
 def test_any_bytes_are_data_or_refused(data: bytes) -> None:
     with contextlib.suppress(Damaged, Refused):
