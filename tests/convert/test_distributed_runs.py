@@ -172,6 +172,7 @@ def test_the_place_in_the_data_is_there_for_every_data_module() -> None:
     group = {"lr": 1e-3, "wd_mult": 1.0, "params": []}
     state = lightning_state(Training(iteration=3, consumed_samples=24, param_groups=(group,)))
     ours = [each for each in MegatronDataModule.__subclasses__() if each.__module__.startswith("lightning_megatron.")]
+    ours = [each for each in ours if each.__name__ != "TextEvaluationDataModule"]  # which trains nothing
     assert len(ours) > 2
     assert all(state[each.__qualname__]["train"]["consumed_samples"] == 24 for each in ours)
 
