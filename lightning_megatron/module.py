@@ -287,8 +287,9 @@ class MegatronModule(Inference):
                 values = computed_metrics(metrics, self.megatron.topology, self.megatron.root_device)
                 log = partial(self.log, on_step=False, on_epoch=True, sync_dist=True, add_dataloader_idx=False)
                 for name, value in values.items():
-                    # Lightning would round a plain number to fp32.
-                    log(f"{stage}_{name}{suffix}", torch.tensor(value, dtype=torch.float64), batch_size=1)
+                    # Lightning would round a plain number to fp32, and NCCL reduces nothing on the host.
+                    exact = torch.tensor(value, dtype=torch.float64, device=self.megatron.root_device)
+                    log(f"{stage}_{name}{suffix}", exact, batch_size=1)
                 for metric in metrics.values():
                     metric.reset()
 

@@ -85,8 +85,8 @@ def _add_computation(group: Any) -> None:
     )
     group.add_argument(
         "--static-cache",
-        action="store_true",
-        help="steps of one shape, which a GPU replays as a CUDA graph after two slow ones; GPTs only",
+        action=argparse.BooleanOptionalAction,
+        help="steps of one shape, which a GPU replays as a CUDA graph; GPTs only (default: on GPUs)",
     )
 
 

@@ -29,7 +29,7 @@ def search(models: Sequence[Any], topology: Topology, prompts: Prompts, rules: R
     rows, width = prompts.tokens.shape
     options, device = rules.options, prompts.tokens.device
     most, count = options.num_new_tokens, options.num_beams
-    stages = Stages(models, topology, rows, width + most - 1, static=options.static_cache)
+    stages = Stages(models, topology, rows, width + most - 1, static=bool(options.static_cache))
     reading = Reading(stages, prompts, most)
     beams = Beams(prompts, rules) if stages.chooses else None
     parents = torch.arange(rows, device=device).repeat_interleave(count)

@@ -59,7 +59,7 @@ def decode(
     rows, width = prompts.tokens.shape
     device = prompts.tokens.device
     options, most = rules.options, rules.options.num_new_tokens
-    stages = Stages(models, topology, rows, width + most - 1, static=options.static_cache)
+    stages = Stages(models, topology, rows, width + most - 1, static=bool(options.static_cache))
     reading = Reading(stages, prompts, most)
     chooser = _Chooser(prompts, rules, uniform.to(device)) if stages.chooses else None
     stops = rules.stops(prompts)

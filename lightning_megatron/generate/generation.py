@@ -24,7 +24,7 @@ from lightning_megatron.generate.quiet import generating
 from lightning_megatron.generate.rules import Rules
 from lightning_megatron.generate.sampling import uniform_numbers
 from lightning_megatron.generate.sharing import check_agreement, gathered, own_rows, rows_of_copies
-from lightning_megatron.generate.static_steps import check_static_cache
+from lightning_megatron.generate.static_steps import uses_static_cache
 from lightning_megatron.models.config import ModelConfig
 
 
@@ -141,7 +141,6 @@ class Generator:
     def _checked(self, given: Given, options: GenerationOptions) -> _Task:
         """What is to be done, if it can be."""
         model, given = self._model, self._with_mask(given, options)
-        check_static_cache(options, model)
         check_decoder(given, options, model)
         check_prompts(given.input_ids, given.attention_mask, model, options)
         if options.top_k > model.vocab_size:
@@ -168,6 +167,7 @@ class Generator:
                 before, mask = with_first_token(before, mask, options.bos_token_id)
             prompts = aligned(before, mask)
         options = check_length(before, mask, model, options)
+        options = replace(options, static_cache=uses_static_cache(options, model, self._device))
         rules = Rules(options=options, vocab_size=model.vocab_size, strings=strings)
         return _Task(before=before, prompts=prompts, rules=rules)
 

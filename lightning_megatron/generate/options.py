@@ -72,9 +72,10 @@ class GenerationOptions:
     """What tells ``stop_strings`` how tokens read: a tokenizer of transformers, or the folder of one."""
     seed: int = 0
     """The same prompts, options and seed give the same text on every layout."""
-    static_cache: bool = False
-    """Caches of a fixed size: every step has the same shapes, and a GPU replays it as a CUDA graph; the first two
-    steps, which prepare it, take longer. Not for T5s and for ``dynamic`` and ``longrope`` rotary scaling."""
+    static_cache: bool | None = None
+    """Caches of a fixed size: every step has the same shapes, and a GPU replays it as a CUDA graph from the third token
+    on. Not for T5s and for ``dynamic`` and ``longrope`` rotary scaling. None: on GPUs, where it is possible and there
+    are tokens enough to gain by it."""
 
     def __post_init__(self) -> None:
         """Check what can be checked without a model.

@@ -158,7 +158,3 @@ class Stages:
         """Global rank of a stage behind (or before) this one; behind the last is the first, with its next chunk."""
         ranks = dist.get_process_group_ranks(self._topology.pp_group)
         return ranks[(self._topology.pp_rank + distance) % len(ranks)]
-
-
-def _cache_of(layer: SDPAttention, capacity: int) -> KeyValueCache:
-    return SourceCache() if layer.is_cross else KeyValueCache(capacity)

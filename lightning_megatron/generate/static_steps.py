@@ -25,29 +25,43 @@ SMALLEST_WINDOW = 1024
 """Queries look at so many slots of the caches at least, or at all if there are fewer; when the texts outgrow them, at
 twice as many. Each time the steps are recorded anew."""
 
+FEWEST_NEW_TOKENS = 8
+"""Of which recording pays: it takes as long as a step or two kernel by kernel, and a replayed step a fifth of that."""
+
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Rotary scalings whose frequencies the host computes from the texts' length."""
 
 
-def check_static_cache(options: GenerationOptions, model: ModelConfig) -> None:
-    """Refuse ``static_cache`` for models whose steps are not all alike.
+def uses_static_cache(options: GenerationOptions, model: ModelConfig, device: torch.device) -> bool:
+    """Whether all steps of one call are alike: as ``static_cache`` says, else where a GPU gains by it.
+
+    Args:
+        options: Settled.
+        model: What they are for.
+        device: Where it computes.
 
     Raises:
-        ConfigError: With what is not alike.
+        ConfigError: If they must be alike and cannot: with what is not.
     """
-    if not options.static_cache:
-        return
-    reason = None
-    if model.architecture == "t5":
-        reason = "its decoder also attends to a source, with biases that the host counts from the texts' length"
-    elif model.rope_scaling is not None and model.rope_scaling.rope_type in _LENGTH_DEPENDENT:
-        kind = model.rope_scaling.rope_type
-        reason = f"the host computes its rotary frequencies ({kind}) from the texts' length at every token"
-    if reason is not None:
+    reason = _what_differs(model)
+    if options.static_cache is None:
+        return device.type == "cuda" and reason is None and options.num_new_tokens >= FEWEST_NEW_TOKENS
+    if options.static_cache and reason is not None:
         raise ConfigError(
             f"static_cache=True repeats one step that depends on no length, and a {model.family} cannot: {reason}; "
             "leave it out"
         )
+    return options.static_cache
+
+
+def _what_differs(model: ModelConfig) -> str | None:
+    """Why the model's steps are not all alike; None if they are."""
+    if model.architecture == "t5":
+        return "its decoder also attends to a source, with biases that the host counts from the texts' length"
+    if model.rope_scaling is not None and model.rope_scaling.rope_type in _LENGTH_DEPENDENT:
+        kind = model.rope_scaling.rope_type
+        return f"the host computes its rotary frequencies ({kind}) from the texts' length at every token"
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)

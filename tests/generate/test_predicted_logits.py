@@ -6,7 +6,7 @@ import functools
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -62,12 +62,15 @@ def _expected(name: str) -> torch.Tensor:
     return logits
 
 
-def _run(function: Any, layout: Layout, names: tuple[str, ...], *arguments: Any) -> list[Any]:
+def _run(
+    function: Any, layout: Layout, names: tuple[str, ...], *arguments: Any, accelerator: Literal["cpu", "gpu"] = "cpu"
+) -> list[Any]:
     directory = Path(tempfile.mkdtemp(prefix="logits_"))
     try:
         for name in names:
             _model(name).save_pretrained(directory / name)
-        return run_ranks(function, layout.world_size, str(directory), Case(layout=layout, steps=1), names, *arguments)
+        case = Case(layout=layout, steps=1, accelerator=accelerator)
+        return run_ranks(function, layout.world_size, str(directory), case, names, *arguments)
     finally:
         shutil.rmtree(directory)
 

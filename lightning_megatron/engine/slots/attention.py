@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_megatron.engine.slots import flex, runs
+from lightning_megatron.engine.slots import flex, runs, split_keys
 from lightning_megatron.engine.slots.alibi import Alibi, AlibiKind, key_biases, key_biases_without_mask, relative
 from lightning_megatron.engine.slots.attention_masks import MASKED_SCORE as MASKED_SCORE
 from lightning_megatron.engine.slots.attention_masks import Pattern, PerMask, added_scores, hidden_keys, pattern_of
@@ -155,7 +155,7 @@ class SDPAttention(MegatronModule):
     def _attend_in_step(self, step: TokenStep, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """From one token of each row, whose place only the device knows, to all slots: [1, b, np * hn]."""
         scores = step.scores(self.sliding_window, self._alibi_of(q), q.dtype)
-        out = _attend_with_mask(q, k, v, scores, 0.0, self.softmax_scale)
+        out = _attend_from_one_token(q, k, v, scores, 0.0, self.softmax_scale)
         return out.permute(2, 0, 1, 3).flatten(2)
 
     def _runs(
@@ -289,5 +289,10 @@ def _attend_from_one_token(
     groups = k.shape[1]
     if scores.shape[1] > 1:
         scores = scores.reshape(scores.shape[0], groups, -1, scores.shape[3])
-    out = _attend_with_mask(q.reshape(len(q), groups, -1, q.shape[3]), k, v, scores, dropout, scale)
+    queries = q.reshape(len(q), groups, -1, q.shape[3])
+    parts = 1 if dropout > 0.0 else split_keys.num_parts(queries, k)
+    if parts > 1:
+        out = split_keys.attend(queries, k, v, scores, parts, scale)
+    else:
+        out = _attend_with_mask(queries, k, v, scores, dropout, scale)
     return out.reshape(q.shape)

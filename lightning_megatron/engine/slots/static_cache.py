@@ -14,14 +14,19 @@ from torch import Tensor
 from lightning_megatron.engine.slots.alibi import Alibi, key_biases
 from lightning_megatron.engine.slots.attention_masks import added_scores
 from lightning_megatron.engine.slots.kv_cache import KeyValueCache
+from lightning_megatron.engine.slots.split_keys import SMALLEST_PART
 
 ALIGNMENT = 8
 """Slots come in multiples of it: the memory-efficient kernel copies masks whose rows do not."""
 
+MANY_SLOTS = 512
+"""Above it slots come in multiples of ``split_keys.SMALLEST_PART``, so that they can be cut into parts."""
+
 
 def slots_for(tokens: int) -> int:
     """How many slots a cache for so many tokens has."""
-    return -(-tokens // ALIGNMENT) * ALIGNMENT
+    alignment = ALIGNMENT if tokens <= MANY_SLOTS else SMALLEST_PART
+    return -(-tokens // alignment) * alignment
 
 
 class TokenStep:
