@@ -54,7 +54,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, parts: int, scale: f
 
 
 def _joined(outputs: Tensor, log_sums: Tensor) -> Tensor:
-    """[n, repeats, hn] of the outputs of the parts, [n, parts, repeats, hn], and log_sums, [n, parts, >= repeats] fp32."""
+    """[n, repeats, hn], of the parts' outputs, [n, parts, repeats, hn], and log_sums, [n, parts, >= repeats] fp32."""
     weights = log_sums[:, :, : outputs.shape[2]].softmax(dim=1)
     return (outputs.float() * weights[..., None]).sum(dim=1).to(outputs.dtype)
 

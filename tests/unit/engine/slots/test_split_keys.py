@@ -51,6 +51,7 @@ def test_they_do_on_a_gpu_where_none_waits(dtype: torch.dtype, atol: float, rows
     q, k, v, scores = (x[:rows] for x in _case("cuda", dtype))
     parts = split_keys.num_parts(q, k)
     assert parts == LENGTH // split_keys.SMALLEST_PART
+    split_keys.attend(q, k, v, scores, parts, scale=0.3)  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
         actual = split_keys.attend(q, k, v, scores, parts, scale=0.3)
