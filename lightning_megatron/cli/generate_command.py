@@ -77,8 +77,7 @@ def _add_computation(group: Any) -> None:
     group.add_argument(
         "--precision",
         choices=("32-true", "bf16-true", "bf16-mixed", "16-mixed"),
-        default="32-true",
-        help="32-true computes in float32, the others in 16 bits (default: 32-true)",
+        help="32-true computes in float32, the others in 16 bits (default: as the weights on GPUs, else 32-true)",
     )
     group.add_argument(
         "--batch-size", type=int, default=32, metavar="N", help="prompts that are continued together (default: 32)"

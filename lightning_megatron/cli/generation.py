@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 
 from lightning_megatron.cli.generated_text import TextPrinter, show_what_can_be_shown
@@ -24,6 +25,9 @@ from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.generate.prompt_checks import check_prompts
 from lightning_megatron.generate.texts import encoded
 from lightning_megatron.strategy import MegatronStrategy
+
+_PRECISIONS = {torch.bfloat16: "bf16-true", torch.float16: "16-mixed"}
+"""Of the Trainer, for weights that are not in float32."""
 
 _EARLY_STOPPING: dict[str, Any] = {"true": True, "false": False, "never": "never"}
 
@@ -42,6 +46,7 @@ class GenerateArguments:
     pp: int
     accelerator: str
     precision: Any
+    """Of the Trainer; None for that of the weights on GPUs, and float32 elsewhere."""
     batch_size: int
     json: bool
     stream: bool | None
@@ -90,7 +95,7 @@ def generate(arguments: GenerateArguments) -> None:
         accelerator=arguments.accelerator,
         devices=arguments.tp * arguments.pp,
         strategy=MegatronStrategy(tp=arguments.tp, pp=arguments.pp),
-        precision=arguments.precision,
+        precision=arguments.precision or _own_precision(stored, arguments.accelerator),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -103,6 +108,15 @@ def generate(arguments: GenerateArguments) -> None:
     trainer.predict(WritingModule(stored, options, show), job.loader(arguments.batch_size), return_predictions=False)
     if trainer.is_global_zero:
         stream.end() if streams else printer.end()
+
+
+def _own_precision(stored: StoredModel, accelerator: str) -> Any:
+    """What computes with weights as they are stored; a CPU computes in float32, in which most are faster."""
+    if accelerator == "cpu" or not torch.cuda.is_available():
+        return "32-true"
+    weights = (spec for key, spec in stored.tensors.items() if key.state == "weight")
+    dtype = max(weights, key=lambda spec: spec.num_bytes).dtype
+    return _PRECISIONS.get(dtype, "32-true")
 
 
 def _opened(arguments: GenerateArguments) -> StoredModel:

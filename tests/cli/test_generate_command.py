@@ -94,6 +94,35 @@ def test_prompts_are_continued_from_every_kind_of_checkpoint(checkpoints: Path, 
     assert out == "\n\n".join(_by_hugging_face(checkpoints / "hf", max_new_tokens=6)) + "\n"
 
 
+@pytest.mark.parametrize("tp", [pytest.param(tp, marks=pytest.mark.gpu(tp)) for tp in (1, 2)])
+def test_gpus_write_what_hugging_face_writes(checkpoints: Path, tp: int) -> None:
+    common = ("--checkpoint", checkpoints / "hf", "--max-new-tokens", 12, "--tp", tp, "--prompt", *PROMPTS)
+    code, out, err = _generate(*common, ranks=tp)
+    assert code == 0, err
+    assert out == "\n\n".join(_by_hugging_face(checkpoints / "hf", max_new_tokens=12)) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "on_gpu"), [("float32", "32-true"), ("bfloat16", "bf16-true"), ("float16", "16-mixed")]
+)
+def test_gpus_compute_in_the_dtype_of_the_weights(
+    checkpoints: Path, tmp_path: Path, dtype: str, on_gpu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from lightning_megatron.cli.generation import _own_precision
+    from lightning_megatron.convert.conversion import open_model
+    from lightning_megatron.convert.options import ConvertOptions
+
+    AutoModelForCausalLM.from_pretrained(checkpoints / "hf", dtype=getattr(torch, dtype)).save_pretrained(tmp_path)
+    stored = open_model(tmp_path, ConvertOptions(load_path=tmp_path, save_path=tmp_path, to="hf"))
+    for has_gpu in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        assert _own_precision(stored, "cpu") == "32-true"
+        assert _own_precision(stored, "auto") == (on_gpu if has_gpu else "32-true")
+
+
 def test_beams_and_several_texts_per_prompt(checkpoints: Path) -> None:
     code, out, err = _generate(
         *("--checkpoint", checkpoints / "hf", "--num-beams", 4, "--num-return-sequences", 2),
