@@ -61,7 +61,7 @@ PEER_STATIC = "transformers, static cache, compiled"
 """The label of what the others are compared with."""
 
 VARIANTS: tuple[Variant, ...] = (
-    Variant(name="eager", label="lightning-megatron", is_peer=False, has_static_cache=False),
+    Variant(name="eager", label="lightning-megatron, growing cache", is_peer=False, has_static_cache=False),
     Variant(name="static", label="lightning-megatron, static cache", is_peer=False, has_static_cache=True),
     Variant(name="peer", label="transformers, dynamic cache", is_peer=True, has_static_cache=False),
     Variant(name="peer-static", label=PEER_STATIC, is_peer=True, has_static_cache=True),

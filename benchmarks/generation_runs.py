@@ -102,14 +102,13 @@ class _Asked(MegatronModule):
         return batch["input_ids"]
 
     def _continued(self, static: bool, prompts: Tensor, new_tokens: int, on_token: OnToken | None) -> Tensor:
-        options: dict[str, Any] = {"static_cache": True} if static else {}
         return self.generate(
             prompts,
             on_tokens=on_token,
             max_new_tokens=new_tokens,
             min_new_tokens=new_tokens,
             eos_token_id=(),
-            **options,
+            static_cache=static,
         )
 
     def _wait(self) -> None:

@@ -117,11 +117,11 @@ def test_generation_is_measured_beside_its_peer(tmp_path: Path) -> None:
 
     measured = read_measurements(tmp_path / "out.jsonl")
     assert [(m.case, m.implementation) for m in measured] == [
-        ("smoke", "lightning-megatron"),
+        ("smoke", "lightning-megatron, growing cache"),
         ("smoke", "lightning-megatron, static cache"),
         ("smoke", "transformers, dynamic cache"),
         ("smoke", "transformers, static cache, compiled"),
-        ("smoke-tp2", "lightning-megatron"),
+        ("smoke-tp2", "lightning-megatron, growing cache"),
     ]
     assert all(len(m.call_seconds) == len(m.first_token_seconds) == 2 for m in measured)
     assert all(min(*m.call_seconds, *m.first_token_seconds) > 0 for m in measured)
@@ -131,7 +131,7 @@ def test_a_variant_that_fails_is_told_and_the_others_run(tmp_path: Path) -> None
     arguments = ["--case", "smoke", "--variant", "eager", "--variant", "static"]
     ((code, printed),) = run_ranks(_measure_with_a_failure, 1, arguments, str(tmp_path / "out.jsonl"))
     assert code == 1
-    assert "FAILED: smoke, lightning-megatron\n" in printed
+    assert "FAILED: smoke, lightning-megatron, growing cache\n" in printed
     assert "RuntimeError: out of memory" in printed
     (measured,) = read_measurements(tmp_path / "out.jsonl")
     assert measured.implementation == "lightning-megatron, static cache"
