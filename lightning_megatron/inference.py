@@ -30,6 +30,7 @@ class Inference(pl.LightningModule):
     """How ``predict_step`` continues prompts."""
     return_logits: bool | Literal["last_stage"]
     """Whether ``predict_step`` gives logits instead."""
+    model_provider: Callable[..., torch.nn.ModuleList] | None
     _model: Any
 
     @property
@@ -169,6 +170,7 @@ class Inference(pl.LightningModule):
             strategy.root_device,
             end_tokens(self._model),
             on_tokens,
+            is_own_model=self.model_provider is None,
         )
 
     def logits(

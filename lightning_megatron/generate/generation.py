@@ -53,6 +53,8 @@ class Generator:
         device: torch.device,
         ends: EndTokens,
         on_tokens: Callable[[Tensor], None] | None = None,
+        *,
+        is_own_model: bool = True,
     ) -> None:
         """Connect the parts.
 
@@ -63,6 +65,8 @@ class Generator:
             device: Where they compute.
             ends: The model's own.
             on_tokens: As for ``decoding.decode``.
+            is_own_model: Whether this package has built the chunks. What others' do at each step nobody knows: it is
+                recorded only on request.
         """
         self._chunks = chunks
         self._model = model
@@ -70,6 +74,7 @@ class Generator:
         self._device = device
         self._ends = ends
         self._on_tokens = on_tokens
+        self._is_own_model = is_own_model
 
     def generate(self, given: Given, options: GenerationOptions, *, is_shared: bool = True) -> Generated:
         """Prompts and what follows them, on the device of ``input_ids``.
@@ -167,6 +172,8 @@ class Generator:
                 before, mask = with_first_token(before, mask, options.bos_token_id)
             prompts = aligned(before, mask)
         options = check_length(before, mask, model, options)
+        if options.static_cache is None and not self._is_own_model:
+            options = replace(options, static_cache=False)
         options = replace(options, static_cache=uses_static_cache(options, model, self._device))
         rules = Rules(options=options, vocab_size=model.vocab_size, strings=strings)
         return _Task(before=before, prompts=prompts, rules=rules)

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 from tests.families.parity import pretrained_module
 from tests.generate.models import Call, _answers, hugging_face, prompts, run_with_models, set_up
 from tests.generate.tape import Tape, TapeRecorder
-from tests.parity.training import Case, Layout, trainer_of
-from tests.ranks import RankError
+from tests.parity.training import Case, Layout, loader_of, module_of, trainer_of
+from tests.ranks import RankError, run_ranks
 
 NO_END: dict[str, Any] = {"eos_token_id": ()}
 TWO_BY_TWO = Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2, recompute="selective")
@@ -137,7 +137,31 @@ def test_models_whose_steps_differ_are_refused(model: str, reason: str) -> None:
     assert reason in str(caught.value)
 
 
+def test_steps_of_others_models_are_recorded_on_request_alone() -> None:
+    assert run_ranks(_asked_of_providers, 1, Case(layout=Layout())) == [{False: None, True: False, "asked": True}]
+
+
 # ---- on the ranks ---------------------------------------------------------------------------------------------------
+
+
+def _asked_of_providers(case: Case) -> dict[Any, bool | None]:
+    """What a call that asks for nothing is taken to ask, of our own model and of a ``model_provider``'s."""
+    from lightning_megatron.generate import generation
+    from lightning_megatron.models.build import build_chunks
+
+    asked: list[bool | None] = []
+
+    def uses_static_cache(options: Any, model: Any, device: torch.device) -> bool:
+        asked.append(options.static_cache)
+        return False
+
+    generation.uses_static_cache = uses_static_cache
+    for provider in (None, build_chunks):
+        module = module_of(case, model_provider=provider)
+        trainer_of(case).validate(module, loader_of(case), verbose=False)
+        module.generate(torch.tensor([[1, 2]]), max_new_tokens=2)
+    module.generate(torch.tensor([[1, 2]]), max_new_tokens=2, static_cache=True)
+    return dict(zip((False, True, "asked"), asked, strict=True))
 
 
 def _recording() -> list[TapeRecorder]:
