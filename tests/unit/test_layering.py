@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,6 +52,11 @@ MANY_PARAMETERS = {
     "TextEvaluationDataModule.__init__",  # likewise
     "SDPAttention.__init__",  # Megatron-Core calls it as it calls its own core attention
 }
+
+
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def _place(path: Path) -> str:
@@ -112,7 +118,7 @@ def test_a_file_imports_only_from_its_level_and_below(path: Path) -> None:
     level = LEVELS[_place(path)]
     wrong = [
         module
-        for module, only_for_types in _imports(ast.parse(path.read_text()))
+        for module, only_for_types in _imports(_tree(path))
         if module.startswith("lightning_megatron") and not only_for_types and module not in DESCRIPTIONS
         # A function may import upwards what runs only when it is called by those above: registration builds a strategy.
         if LEVELS[_place_of_module(module)] > level and _place(path) != "registration"
@@ -122,7 +128,7 @@ def test_a_file_imports_only_from_its_level_and_below(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=_name)
 def test_lightning_and_transformers_are_imported_only_where_they_belong(path: Path) -> None:
-    tops = {module.split(".")[0] for module, only_types in _imports(ast.parse(path.read_text())) if not only_types}
+    tops = {module.split(".")[0] for module, only_types in _imports(_tree(path)) if not only_types}
     if _place(path) not in MAY_IMPORT_LIGHTNING:
         assert "lightning" not in tops
     if _place(path) not in MAY_IMPORT_TRANSFORMERS:
@@ -133,7 +139,7 @@ def test_lightning_and_transformers_are_imported_only_where_they_belong(path: Pa
 def test_files_functions_and_parameter_lists_are_short(path: Path) -> None:
     text = path.read_text()
     assert len(text.splitlines()) <= MAX_FILE_LINES
-    for name, function in _functions(ast.parse(text)):
+    for name, function in _functions(_tree(path)):
         assert function.end_lineno is not None
         assert function.end_lineno - function.lineno + 1 <= MAX_FUNCTION_LINES, name
         arguments = function.args
@@ -146,7 +152,7 @@ def test_files_functions_and_parameter_lists_are_short(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=_name)
 def test_a_module_begins_with_the_question_it_answers(path: Path) -> None:
-    docstring = ast.get_docstring(ast.parse(path.read_text()))
+    docstring = ast.get_docstring(_tree(path))
     assert docstring
     first_paragraph = docstring.split("\n\n")[0]
     assert "?" in first_paragraph or path.parent.name == "families", first_paragraph
@@ -156,7 +162,7 @@ def test_every_exception_to_the_rules_is_still_needed() -> None:
     used = {
         name
         for path in FILES
-        for name, function in _functions(ast.parse(path.read_text()))
+        for name, function in _functions(_tree(path))
         if len(function.args.args) + len(function.args.kwonlyargs) - 1 > MAX_PARAMETERS
     }
     assert used >= MANY_PARAMETERS
