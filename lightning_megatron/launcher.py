@@ -10,6 +10,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from typing_extensions import override
 
 from lightning_megatron.engine.launch import announce_launcher
+from lightning_megatron.rows_for_copies import rows_for_copies
 
 if TYPE_CHECKING:
     from lightning_megatron.checkpointing import Checkpointing
@@ -33,13 +34,15 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
         Raises:
             CheckpointError: If that checkpoint is missing or not complete.
+            ConfigError: If copies of the model are left without a row to predict.
         """
         call = inspect.signature(function).bind(*args, **kwargs)
         if trainer is not None and "ckpt_path" in call.signature.parameters:
             call.apply_defaults()
             strategy: Checkpointing = trainer.strategy
             call.arguments["ckpt_path"] = strategy.begin_with(trainer, call.arguments["ckpt_path"])
-        if self.cluster_environment.creates_processes_externally:
-            return function(*call.args, **call.kwargs)
-        announce_launcher()
-        return super().launch(function, *call.args, trainer=trainer, **call.kwargs)
+        with rows_for_copies():
+            if self.cluster_environment.creates_processes_externally:
+                return function(*call.args, **call.kwargs)
+            announce_launcher()
+            return super().launch(function, *call.args, trainer=trainer, **call.kwargs)

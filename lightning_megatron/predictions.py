@@ -21,8 +21,10 @@ from lightning_megatron.errors import ConfigError
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+    from lightning_megatron.strategy import MegatronStrategy
 
-def gather_predictions(trainer: pl.Trainer, predictions: Sequence[Any]) -> list[Any]:
+
+def gather_predictions(trainer: pl.Trainer, predictions: Sequence[Any] | None) -> list[Any]:
     """One prediction for each sample of the dataset, in its order, on every rank; every rank must call.
 
     ``Trainer.predict`` gives each copy of the model what it predicted of its own samples, batch by batch::
@@ -46,13 +48,20 @@ def gather_predictions(trainer: pl.Trainer, predictions: Sequence[Any]) -> list[
         ``return_logits="last_stage"``. With several loaders a list of lists.
 
     Raises:
-        ConfigError: Before the process groups exist; if nobody knows which samples the batches were of, or a prediction
-            has other rows than its batch; on all ranks, if a sample was predicted twice.
+        ConfigError: Before the process groups exist; if there are no predictions, nobody knows which samples the
+            batches were of, or a prediction has other rows than its batch; on all ranks, if a sample was predicted
+            twice.
     """
     loaders = _loaders(trainer)
+    if predictions is None:
+        raise ConfigError(
+            "predictions=None: predict was called with return_predictions=False, or had no batch; leave that out, and "
+            "give it at least one sample"
+        )
+    strategy: Any = trainer.strategy
     if len(loaders) > 1:
-        return [_gathered(loader, of_loader) for loader, of_loader in zip(loaders, predictions, strict=True)]
-    return _gathered(loaders[0], predictions)
+        return [_gathered(loader, part, strategy) for loader, part in zip(loaders, predictions, strict=True)]
+    return _gathered(loaders[0], predictions, strategy)
 
 
 def _loaders(trainer: pl.Trainer) -> list[Any]:
@@ -62,20 +71,20 @@ def _loaders(trainer: pl.Trainer) -> list[Any]:
     return list(CombinedLoader(loaders, "sequential").flattened)
 
 
-def _gathered(loader: Any, predictions: Sequence[Any]) -> list[Any]:
+def _gathered(loader: Any, predictions: Sequence[Any], strategy: MegatronStrategy) -> list[Any]:
     if not isinstance(loader, (EvaluationLoader, PassLoader)):
         raise ConfigError(
             f"a {type(loader).__name__} does not tell which samples its batches are of; use a DataLoader over a "
             "map-style dataset, or gather rows that say it themselves with gather_across_data_parallel_groups"
         )
     found: dict[_Sample, Any] = {}
-    for batches, tensors in _of_all_ranks(loader, predictions):
+    for batches, tensors in _of_all_ranks(loader, predictions, strategy):
         for batch in batches:
             for row, sample in enumerate(batch.samples):
                 if sample in found:
                     raise ConfigError(
-                        f"sample {sample[0]} was predicted twice: each copy of the model shuffles on its own; give "
-                        "predict a DataLoader with shuffle=False"
+                        f"sample {sample[0]} was predicted twice: each copy of the model shuffles on its own, or the "
+                        "sampler repeats it; give predict a DataLoader with shuffle=False"
                     )
                 if sample is not None:
                     found[sample] = _row_of(batch.structure, tensors, row)
@@ -83,15 +92,16 @@ def _gathered(loader: Any, predictions: Sequence[Any]) -> list[Any]:
 
 
 def _of_all_ranks(
-    loader: EvaluationLoader | PassLoader, predictions: Sequence[Any]
+    loader: EvaluationLoader | PassLoader, predictions: Sequence[Any], strategy: MegatronStrategy
 ) -> list[tuple[list[_Batch], dict[str, Tensor]]]:
     """The batches of each data-parallel rank, and the tensors in them."""
     group = data_parallel_group()
     tensors: dict[str, Tensor] = {}
     batches: list[_Batch] = []
     failure: ConfigError | None = None
+    dealt = _dealt_to_copy(loader, strategy)
     try:
-        for number, (prediction, samples) in enumerate(zip(predictions, loader.samples_of_batches(), strict=False)):
+        for number, (prediction, samples) in enumerate(zip(predictions, dealt, strict=False)):
             structure = _taken_apart(prediction, str(number), tensors)
             batches.append(_Batch(structure=structure, samples=_samples_of_rows(loader, structure, tensors, samples)))
     except ConfigError as error:
@@ -108,6 +118,18 @@ def _of_all_ranks(
     # A tensor of its own begins where any dtype may begin.
     contents = [unpack(part.clone(), header) for (*_, header, _), part in zip(answers, parts, strict=True)]
     return [(of_rank, tensors) for (_, of_rank, *_), tensors in zip(answers, contents, strict=True)]
+
+
+def _dealt_to_copy(loader: EvaluationLoader | PassLoader, strategy: MegatronStrategy) -> list[list[int]]:
+    """Samples of each batch of this copy of the model, as the rank knows them that has read it.
+
+    The loaders of its other ranks may have shuffled otherwise; what those yielded was not used.
+    """
+    dealt = [list(loader.samples_of_batches())]
+    if not strategy.load_data_on_every_rank:
+        topology = strategy.topology
+        dist.broadcast_object_list(dealt, topology.mp_source, group=topology.mp_header_group)
+    return dealt[0]
 
 
 _Sample: TypeAlias = tuple[int, int]

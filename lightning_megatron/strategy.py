@@ -43,6 +43,7 @@ from lightning_megatron.launcher import ScriptLauncher
 from lightning_megatron.load_from import LoadFrom, as_load_from
 from lightning_megatron.models.transformer_config import Recompute
 from lightning_megatron.preflight import check_trainer, preflight
+from lightning_megatron.rows_for_copies import check_rows_for_copies
 from lightning_megatron.saves import SavePolicy, Saves
 from lightning_megatron.strategy_state import ready
 
@@ -262,6 +263,7 @@ class MegatronStrategy(Checkpointing):
     def process_dataloader(self, dataloader: object) -> object:
         trainer = ready(self.lightning_module, "connect").trainer
         if trainer.state.stage in _EVALUATING:
+            check_rows_for_copies(dataloader)
             return EvaluationLoader(dataloader) if is_map_style(dataloader) else dataloader
         loader = self._resumable(dataloader) if is_map_style(dataloader) else dataloader
         self._loader_tells_steps = isinstance(loader, (ResumableLoader, TrainLoader))

@@ -187,6 +187,60 @@ def test_any_number_of_rows_comes_back_in_the_order_of_the_dataset(layout: Layou
                 assert all(each["more"][0] == number) if "more" in each else True
 
 
+def _shuffled(directory: str, case: Case, names: tuple[str, ...]) -> tuple[list[Any], str]:
+    """What comes back from ranks that draw different orders; and what is said where nothing was kept."""
+    from lightning_megatron import ConfigError, gather_predictions
+
+    rows = [{"input_ids": torch.full((3,), row)} for row in range(12)]
+    module = pretrained_module(f"{directory}/{names[0]}", return_logits=True)
+    trainer = trainer_of(case)
+    torch.manual_seed(trainer.global_rank)
+    loader = DataLoader(rows, batch_size=2, shuffle=True)  # type: ignore[arg-type]
+    together = gather_predictions(trainer, trainer.predict(module, loader))
+    kept = trainer.predict(module, loader, return_predictions=False)
+    try:
+        gather_predictions(trainer, kept)
+    except ConfigError as error:
+        return together, str(error)
+    return together, ""
+
+
+def test_ranks_of_one_copy_agree_on_the_order_that_one_of_them_has_drawn() -> None:
+    with torch.no_grad():
+        expected = _model("gpt2")(torch.arange(12)[:, None].repeat(1, 3)).logits
+    for together, says in _run(_shuffled, Layout(tp=2), ("gpt2",)):
+        torch.testing.assert_close(torch.stack(together), expected, rtol=0.0, atol=ATOL)
+        assert "predict was called with return_predictions=False" in says
+
+
+def _too_few(directory: str, case: Case, names: tuple[str, ...]) -> list[str]:
+    """What each kind of loader is told that has fewer samples than there are copies."""
+    from torch.utils.data import BatchSampler, SequentialSampler
+
+    from lightning_megatron import ConfigError
+
+    rows = [{"input_ids": torch.arange(3)}] * 2
+    batch_sampler = BatchSampler(SequentialSampler(rows), 2, False)
+    loaders: list[DataLoader[Any]] = [
+        DataLoader(rows, batch_size=2),  # type: ignore[arg-type]
+        DataLoader(rows, batch_sampler=batch_sampler),  # type: ignore[arg-type]
+        DataLoader(_in_batches(rows, 1), batch_size=None),
+    ]
+    said = []
+    for loader in loaders:
+        try:
+            trainer_of(case).predict(pretrained_module(f"{directory}/{names[0]}"), loader)
+        except ConfigError as error:
+            said.append(str(error))
+    return said
+
+
+def test_copies_without_a_sample_are_refused_on_all_ranks() -> None:
+    for said in _run(_too_few, Layout(dp=3), ("gpt2",)):
+        assert len(said) == 3
+        assert all("predict has 2 samples for dp=3 copies of the model" in each for each in said)
+
+
 def _in_batches(rows: list[Batch], size: int) -> Any:
     return [{"input_ids": torch.stack([r["input_ids"] for r in rows[i : i + size]])} for i in range(0, len(rows), size)]
 
