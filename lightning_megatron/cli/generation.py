@@ -128,9 +128,10 @@ def _opened(arguments: GenerateArguments) -> StoredModel:
 
 
 def _tokenizer(folder: Path | None, stored: StoredModel) -> Any:
+    asked = folder or stored.path
     folder = folder or stored.companions
-    if folder is None or not tokenizer_files(folder):
-        raise ConfigError(f"{stored.path} comes with no tokenizer; give --tokenizer DIR of one")
+    if folder is None or not folder.is_dir() or not tokenizer_files(folder):
+        raise ConfigError(f"{asked} comes with no tokenizer; give --tokenizer DIR of one")
     tokenizer = load_tokenizer(folder)
     if (largest := largest_id(tokenizer)) >= stored.model.vocab_size:
         raise ConfigError(

@@ -206,6 +206,8 @@ def test_beams_may_stop_early_and_tokens_be_drawn_from_the_whole_distribution(ch
         ("--checkpoint {folder}/hf --prompt x --batch-size 0", "--batch-size 0 must be at least 1"),
         ("--checkpoint {folder}/none --prompt x", "does not exist"),
         ("--checkpoint {folder}/bare --prompt x", "/bare comes with no tokenizer; give --tokenizer DIR"),
+        ("--checkpoint {folder}/hf --prompt x --tokenizer {folder}/none", "/none comes with no tokenizer"),
+        ("--checkpoint {folder}/hf --prompt x --tokenizer {folder}/bare", "/bare comes with no tokenizer"),
         ("--checkpoint {folder}/bert --prompt x", "bert is a megatron-bert, and generate needs a GPT or T5"),
         ("--checkpoint {folder}/t5 --tokenizer {folder}/hf --prompt x --add-bos", "--add-bos is for texts that are"),
         ("--checkpoint {folder}/hf --prompt x --top-k 3 --top-p 0.5", "--top-k 3 and --top-p 0.5 both say"),
