@@ -10,6 +10,9 @@ from lightning_megatron.errors import ConfigError
 if TYPE_CHECKING:
     from lightning_megatron.generate.options import GenerationOptions
 
+_LEAST_TEMPERATURE = 1e-30
+"""Logits that are divided by less may leave float32, and what is drawn from no numbers would be the last token."""
+
 
 def check_options(options: GenerationOptions) -> None:
     """Refuse what cannot be meant.
@@ -57,7 +60,7 @@ def _check_numbers(options: GenerationOptions) -> None:
             raise ConfigError(f"{name}={getattr(options, name)} is no number from 0 to 1; correct it")
     for name in ("temperature", "repetition_penalty", "length_penalty"):
         _check_number(name, getattr(options, name))
-    if not 0.0 < options.temperature <= 100.0:
+    if not _LEAST_TEMPERATURE <= options.temperature <= 100.0:
         raise ConfigError(
             f"temperature={options.temperature} must be above 0 and at most 100; for the likeliest token leave it out"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -11,6 +12,9 @@ from lightning_megatron.generate.option_checks import check_options
 
 DEFAULT_NEW_TOKENS = 20
 """Tokens that a row gets at most if nobody says how many."""
+
+_LARGEST_POWER_OF_TEN = 37
+"""Numbers up to its power of ten, and their reciprocals, are float32 of full precision, in which texts are scored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +116,8 @@ class GenerationOptions:
             room: Positions that a model has behind the longest prompt; None if it has no table of them.
 
         Raises:
-            ConfigError: If nothing is left for new tokens, or a text must be longer than it may.
+            ConfigError: If nothing is left for new tokens, a text must be longer than it may, or beams would weigh its
+                length by a number that float32 does not hold.
         """
         if self.max_length is not None:
             most = self.max_length - width
@@ -131,6 +136,11 @@ class GenerationOptions:
             raise ConfigError(
                 f"{name} asks for {least} new tokens or more, and a row of {width} gets {most} at most; give a larger "
                 f"{'max_new_tokens' if self.max_length is None else 'max_length'}"
+            )
+        if abs(self.length_penalty) * math.log10(most) > _LARGEST_POWER_OF_TEN:
+            raise ConfigError(
+                f"length_penalty={self.length_penalty} weighs texts of up to {most} tokens by {most} to the power of "
+                f"it, which is no float32; use at most {_LARGEST_POWER_OF_TEN / math.log10(most):.0f} of either sign"
             )
         return replace(self, max_new_tokens=most, max_length=None, min_new_tokens=max(least, 0), min_length=0)
 

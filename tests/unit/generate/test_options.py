@@ -49,6 +49,7 @@ from lightning_megatron.generate.options import GenerationOptions, options_from
         ({"top_k": 5, "top_p": 0.5}, r"top_k=5 and top_p=0\.5 both"),
         ({"do_sample": False, "top_p": 0.9}, r"and top_p=0\.9 says how to draw"),
         ({"temperature": 0.0}, r"temperature=0\.0 must be above 0"),
+        ({"temperature": 1e-40}, "temperature=1e-40 must be above 0"),
         ({"temperature": 101.0}, r"temperature=101\.0"),
         ({"repetition_penalty": 0.0}, r"repetition_penalty=0\.0 must be above 0"),
         ({"do_sample": False, "temperature": 0.5}, "do_sample=False takes the likeliest"),
@@ -127,6 +128,7 @@ def test_lengths_are_counted_behind_the_prompts(arguments: dict[str, Any], room:
         ({"min_new_tokens": 21}, "min_new_tokens=21 asks for 21 new tokens .* gets 20 at most; give a larger max_new"),
         ({"min_length": 31, "max_new_tokens": 20}, "min_length=31 asks for 21 new tokens"),
         ({"max_length": 12, "min_new_tokens": 3}, "min_new_tokens=3 asks for 3 .* give a larger max_length"),
+        ({"num_beams": 2, "length_penalty": -30.0}, "length_penalty=-30.0 weighs texts of up to 20 .* at most 28 of"),
     ],
 )
 def test_lengths_that_the_prompts_do_not_leave_are_refused(arguments: dict[str, Any], says: str) -> None:
