@@ -109,7 +109,7 @@ def find_newest(path: Path, step: int | None = None, *, to_resume: bool = False)
     Raises:
         CheckpointError: If there is none.
     """
-    path = path.absolute()
+    path = Path(os.path.expanduser(path)).absolute()  # no shell has read what stands in a YAML file
     own = recover(path)
     if (own / META).is_file() or not own.is_dir():
         check_complete(own)

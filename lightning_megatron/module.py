@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -82,6 +83,8 @@ class MegatronModule(Inference):
         make_vocab_size_divisible_by: int = 128,
     ) -> None:
         super().__init__()
+        if isinstance(model, str):
+            model = os.path.expanduser(model)
         described = _described(model, task, make_vocab_size_divisible_by)
         self.pretrained_path: Path | None = _weights_directory(model) if pretrained else None
         if self.pretrained_path is not None:

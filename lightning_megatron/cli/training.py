@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,7 @@ class MegatronCLI(LightningCLI):
 def _check_checkpoint_exists(path: str | Path | None) -> None:
     if path is None or str(path) in _CHECKPOINT_WORDS or "://" in str(path):
         return
-    if not Path(path).exists():
+    if not Path(os.path.expanduser(path)).exists():
         words = ", ".join(_CHECKPOINT_WORDS)
         raise UsageError(f"ckpt_path={path} does not exist; give the path of a *.ckpt, or one of {words}")
 

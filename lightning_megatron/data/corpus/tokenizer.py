@@ -146,6 +146,7 @@ def load_tokenizer(folder: str | Path) -> Any:
     Raises:
         DataError: If there is no tokenizer in ``folder``.
     """
+    folder = os.path.expanduser(folder)
     if not os.path.isdir(folder):
         raise DataError(f"tokenizer folder {folder} does not exist; train one with train-tokenizer --output {folder}")
     from transformers import AutoTokenizer

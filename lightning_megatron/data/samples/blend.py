@@ -273,7 +273,7 @@ def _prefix(items: list[str | float], place: int) -> str:
         raise ConfigError(f"data_path[{place}]={item!r} stands where a prefix belongs: {_RULE}{way_out}")
     if not item.strip():
         raise ConfigError(f"data_path[{place}]={item!r} names no dataset; give a prefix that preprocess printed")
-    return item
+    return os.path.expanduser(item)
 
 
 def _require_distinct(sources: tuple[Source, ...]) -> None:
