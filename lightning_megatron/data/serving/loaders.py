@@ -82,7 +82,7 @@ class ResumableLoader:
         self.before_batch: Callable[[], None] = lambda: None
         """Called when a batch is asked for: what was handed out before has been trained on."""
         self._is_resuming = False
-        self._generator = loader.generator or getattr(loader.sampler, "generator", None)
+        self._generator = loader.generator or getattr(_sampler_of(loader), "generator", None)
         self._random_state: torch.Tensor | None = None
         self._generator_state: torch.Tensor | None = None
         """Both as they were when the epoch began."""
@@ -99,8 +99,8 @@ class ResumableLoader:
         if self._handed_out > 0 and not is_resuming_in_mid_epoch:
             self._epoch, self._handed_out = self._epoch + 1, 0
         self._is_resuming = False
-        if isinstance(self.loader.sampler, DistributedSampler):
-            self.loader.sampler.set_epoch(self._epoch)
+        if isinstance(sampler := _sampler_of(self.loader), DistributedSampler):
+            sampler.set_epoch(self._epoch)
         self.before_batch()
         for batch in self._rest() if self._handed_out else self._whole():
             self._handed_out += 1
@@ -221,6 +221,11 @@ class EvaluationLoader:
     def batch_size(self) -> int | None:
         """Rows per batch of one data-parallel rank."""
         return self.loader.batch_size
+
+
+def _sampler_of(loader: DataLoader[Any]) -> Any:
+    """What deals samples to the ranks; a batch sampler of the user's has it, and then the loader has another one."""
+    return getattr(loader.batch_sampler, "sampler", loader.sampler)
 
 
 def _num_rows(batch: Any) -> int:
