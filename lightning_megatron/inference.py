@@ -250,6 +250,8 @@ class Inference(pl.LightningModule):
 
 def _watchable(arguments: dict[str, Any], on_tokens: Callable[[torch.Tensor], None] | None) -> GenerationOptions:
     options = options_from(arguments)
+    if on_tokens is not None and not callable(on_tokens):
+        raise ConfigError(f"on_tokens={on_tokens!r} is no function, which each new token is given to; give one")
     if on_tokens is not None and options.num_beams > 1:
         raise ConfigError(
             f"on_tokens shows texts while they grow, and a search with num_beams={options.num_beams} knows none before "

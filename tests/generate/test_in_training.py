@@ -106,6 +106,7 @@ def _switches(module: Any) -> list[Any]:
         ([{"stop_strings": "a", "tokenizer": byte_level_tokenizer({83: b"a"})}], "tokenizer has tokens up to 83, and"),
         ([{}, {"no_such_option": 3}], "generate has no option 'no_such_option'; choose from max_new_tokens"),
         ([{}, {"on_tokens": print, "num_beams": 2}], "on_tokens shows texts while they grow"),
+        ([{}, {"on_tokens": 3}], "on_tokens=3 is no function"),
         ([{"decoder_input_ids": torch.ones(1, 1)}], "decoder_input_ids are for encoder-decoders, which gpt2 is not"),
         ([{"attention_mask": [[1]]}], "attention_mask is no tensor but a list"),
         ([{"top_p": 2.0}], "top_p=2.0 is no number from 0 to 1"),

@@ -49,6 +49,7 @@ from lightning_megatron.generate.options import GenerationOptions, options_from
         ({"top_k": 5, "top_p": 0.5}, r"top_k=5 and top_p=0\.5 both"),
         ({"do_sample": False, "top_p": 0.9}, r"and top_p=0\.9 says how to draw"),
         ({"temperature": 0.0}, r"temperature=0\.0 must be above 0"),
+        ({"static_cache": "yes"}, "static_cache='yes' is none of True, False and None"),
         ({"temperature": 1e-40}, "temperature=1e-40 must be above 0"),
         ({"temperature": 101.0}, r"temperature=101\.0"),
         ({"repetition_penalty": 0.0}, r"repetition_penalty=0\.0 must be above 0"),
