@@ -173,6 +173,7 @@ def test_what_is_imported_once_for_all_ranks_exists() -> None:
     assert [name for name in _PRELOADED if importlib.util.find_spec(name) is None] == []
 
 
+@pytest.mark.exhaustive
 def test_ranks_die_when_the_process_that_asked_for_them_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(

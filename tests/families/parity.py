@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.data import DataLoader
 
@@ -50,6 +51,12 @@ LAYOUTS = (
     Layout(pp=2, vpp=2, num_microbatches=2),
 )
 """Each way of splitting a model once; the rows must divide into two microbatches, the sequence into two parts."""
+
+IN_EVERY_RUN = [
+    pytest.param(layout, marks=[pytest.mark.exhaustive] * (layout in LAYOUTS[1:3]), id=str(layout))
+    for layout in LAYOUTS
+]
+"""Without those whose ways another one has together, for families that are not the first."""
 
 VOCAB_SIZE = 83
 """A prime: every layout needs padding rows."""

@@ -83,7 +83,10 @@ def test_unknown_names_other_architectures_and_odd_heads_are_refused() -> None:
         with_variant(model_config({"model_type": "t5"}), "rotary", None)
 
 
-@pytest.mark.parametrize("model", ["gpt2", "llama", "bloom"])
+@pytest.mark.parametrize(
+    "model",
+    [*(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("gpt2", "bloom")), "llama"],
+)
 def test_every_combination_is_the_same_on_four_ranks_and_like_no_other(model: str) -> None:
     # The first losses are of the same random weights, those of later steps tell whether the gradients were right.
     (alone,) = run_ranks(_losses_of_combinations, 1, model, Layout())

@@ -63,7 +63,7 @@ def _start(folder: Path, moment: str) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_the_other_rank_ends_when_one_is_killed_in_training(tmp_path: Path, killed: int) -> None:
     first = _start(tmp_path, "training")
     try:

@@ -219,6 +219,7 @@ def test_the_command_line_ends_with_143_and_the_next_run_finds_the_checkpoint(tm
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_script_ends_with_143_too(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ENDLESS_SCRIPT)
     command = [sys.executable, "train.py", "training"]

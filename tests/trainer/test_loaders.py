@@ -67,7 +67,9 @@ def _rows_seen(layout: Layout, loader_options: dict[str, Any], epochs: int = 1) 
     return trainer.strategy.data_parallel_rank, seen
 
 
-@pytest.mark.parametrize("layout", COPIES_OF_TWO_RANKS, ids=str)
+@pytest.mark.parametrize(
+    "layout", [COPIES_OF_TWO_RANKS[0], pytest.param(COPIES_OF_TWO_RANKS[1], marks=pytest.mark.exhaustive)], ids=str
+)
 @pytest.mark.parametrize("options", [{"shuffle": True}, {}, {"shuffle": True, "num_workers": 1}], ids=str)
 def test_copies_share_an_epoch_and_the_ranks_of_a_copy_see_the_same(layout: Layout, options: dict[str, Any]) -> None:
     by_copy: dict[int, list[list[int]]] = {}
@@ -172,7 +174,7 @@ def _assert_val_loss(layout: Layout, rows: Rows, batch_size: int | None, same_ro
     ],
     ids=str,
 )
-@pytest.mark.parametrize("num_rows", [11, 1])
+@pytest.mark.parametrize("num_rows", [11, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_validation_is_the_mean_over_all_targets_of_all_rows(layout: Layout, batch_size: int, num_rows: int) -> None:
     # Rows have 0 to 15 targets; 11 of them fit none of the layouts, and a single one is on one copy only.
     rows = list(Sentences(num_rows, "uneven"))
@@ -226,7 +228,7 @@ def _train_on_batches_of_several_lengths(case: Case) -> RankOutcome:
     [Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2), Layout(pp=2, vpp=2, num_microbatches=2)],
     ids=str,
 )
-@pytest.mark.parametrize("model", ["gpt2", "llama"])
+@pytest.mark.parametrize("model", [pytest.param("gpt2", marks=pytest.mark.exhaustive), "llama"])
 def test_batches_may_have_different_lengths(model: str, layout: Layout) -> None:
     case = Case(model=model, layout=layout, steps=4)
     assert_same_run(

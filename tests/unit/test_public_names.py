@@ -55,7 +55,10 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     [
         "import lightning_megatron\nimport lightning.pytorch\n",
         "import lightning.pytorch\nimport lightning_megatron\n",
-        "import lightning_megatron\nimport lightning_megatron.registration as r\nr.register_strategies()\n",
+        pytest.param(
+            "import lightning_megatron\nimport lightning_megatron.registration as r\nr.register_strategies()\n",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=["package first", "lightning first", "registered twice"],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import shutil
 import zipfile
@@ -70,6 +71,11 @@ def _t5() -> Any:
     return tiny_model(T5ForConditionalGeneration, config)
 
 
+def _every_other_in_every_run() -> list[Any]:
+    every = itertools.product([None, 0, 1.0, 2.0, 3.0], [1, 2, 4], PIPELINES)
+    return [pytest.param(*case, marks=[pytest.mark.exhaustive] * (index % 2)) for index, case in enumerate(every)]
+
+
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, StoredModel]:
     """The models as Hugging Face saved them, opened."""
@@ -93,9 +99,7 @@ def _assert_equal(read: StoredModel, reference: StoredModel, *, blocks: int = 1)
         assert torch.equal(torch.cat(parts), expected), key
 
 
-@pytest.mark.parametrize("pipeline", PIPELINES)
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("version", [None, 0, 1.0, 2.0, 3.0])
+@pytest.mark.parametrize(("version", "tp", "pipeline"), _every_other_in_every_run())
 def test_a_gpt_of_every_version_and_layout(
     references: dict[str, StoredModel], tmp_path: Path, version: float | None, tp: int, pipeline: str
 ) -> None:

@@ -23,15 +23,18 @@ _tiny = functools.cache(tiny)
 _LAYOUTS: tuple[dict[str, Any], ...] = ({"tp": 2, "pp": 2}, {"tp": 4}, {"pp": 3})
 
 
-def _layouts() -> list[tuple[str, dict[str, Any]]]:
-    cases: list[tuple[str, dict[str, Any]]] = []
+def _layouts() -> list[Any]:
+    cases: list[Any] = []
     for name in MODELS:
         if name in ("t5", "mt5"):  # of three heads
             cases += [(name, {"tp": 3, "pp": 2}), (name, {"pp": 4})]
         elif name.startswith("megatron-bert"):  # of two layers
             cases.append((name, {"tp": 2, "pp": 2}))
         else:
-            cases += [(name, layout) for layout in _LAYOUTS]
+            cases += [
+                pytest.param(name, layout, marks=[pytest.mark.exhaustive] * (index != len(name) % 3))
+                for index, layout in enumerate(_LAYOUTS)
+            ]
     return cases
 
 

@@ -241,7 +241,7 @@ def slots(one_rank: None) -> Iterator[None]:
 @pytest.mark.usefixtures("slots")
 @pytest.mark.parametrize("distributed", [False, True])
 @pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("saved_after", [0, 2])
+@pytest.mark.parametrize("saved_after", [pytest.param(0, marks=pytest.mark.exhaustive), 2])
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_engine_saves_and_resumes_every_optimizer_exactly(
     name: str, saved_after: int, bf16: bool, distributed: bool
