@@ -154,7 +154,8 @@ class Inference(pl.LightningModule):
         given = given_in(batch, self.model_config)
         if len(given.input_ids) == 0:
             return given.input_ids.long()
-        options = replace(self.generation, seed=self.generation.seed + batch_idx)
+        # What torch makes of a negative seed, too.
+        options = replace(self.generation, seed=(self.generation.seed + batch_idx) % 2**64)
         with self.megatron.engine():
             return self._generator().generate(given, options, is_shared=False).sequences
 

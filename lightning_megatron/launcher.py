@@ -6,14 +6,34 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from typing_extensions import override
 
 from lightning_megatron.engine.launch import announce_launcher
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.rows_for_copies import rows_for_copies
 
 if TYPE_CHECKING:
     from lightning_megatron.checkpointing import Checkpointing
+
+
+def check_world_size(environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> None:
+    """Compare the processes that torchrun or a scheduler has started with those of the run.
+
+    Raises:
+        ConfigError: If they differ: some ranks would have no device, and the others wait for them.
+    """
+    if isinstance(environment, LightningEnvironment) or not environment.creates_processes_externally:
+        return
+    started = environment.world_size()
+    if started != num_processes * num_nodes:
+        raise ConfigError(
+            f"{started} processes were started, and the run has {num_processes * num_nodes} (devices={num_processes} x "
+            f"num_nodes={num_nodes}); start as many as it has (torchrun --nproc-per-node {num_processes}), or give the "
+            "devices and num_nodes of those there are"
+        )
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):

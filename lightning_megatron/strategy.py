@@ -39,7 +39,7 @@ from lightning_megatron.engine.signals import DeferredSignals
 from lightning_megatron.engine.stepper import Stepper
 from lightning_megatron.engine.wrap import to_16bit, to_ddp
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.launcher import ScriptLauncher
+from lightning_megatron.launcher import ScriptLauncher, check_world_size
 from lightning_megatron.load_from import LoadFrom, as_load_from
 from lightning_megatron.models.transformer_config import Recompute
 from lightning_megatron.preflight import check_trainer, preflight
@@ -154,6 +154,7 @@ class MegatronStrategy(Checkpointing):
     def _configure_launcher(self) -> None:
         environment = ready(self.cluster_environment, "the Trainer")
         # The first moment at which the world size is known, before any process is started.
+        check_world_size(environment, self.num_processes, self.num_nodes)
         self.parallel.data_parallel_size(self.num_nodes * self.num_processes)
         if self.root_device.type == "cuda" and self.tp > 1:
             allow_overlap()

@@ -62,7 +62,8 @@ def _check_numbers(options: GenerationOptions) -> None:
         _check_number(name, getattr(options, name))
     if not _LEAST_TEMPERATURE <= options.temperature <= 100.0:
         raise ConfigError(
-            f"temperature={options.temperature} must be above 0 and at most 100; for the likeliest token leave it out"
+            f"temperature={options.temperature} must be from {_LEAST_TEMPERATURE} to 100; leave it out for the "
+            "likeliest token"
         )
     if not 0.0 < options.repetition_penalty < float("inf"):
         raise ConfigError(
