@@ -20,6 +20,9 @@ HAS_GPU = shutil.which("nvidia-smi") is not None
 # Installed before anything that depends on torch. Without a GPU, a version that is to be had as a build for the CPU:
 # the default one brings gigabytes of CUDA libraries with it.
 TORCH = "torch>=2.10" if HAS_GPU else "torch==2.13.0"
+# A file's tests stay in one process: those of many files share what is slow to make. In the order of their names, as
+# files of few long tests would come last otherwise, when the other process has nothing left to do.
+PYTEST = ("pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 CODE = ("lightning_megatron", "tests", "benchmarks", "examples", "noxfile.py")
 
 
@@ -50,15 +53,14 @@ def tests(session: nox.Session) -> None:
     install(session, "test", "lint")
     check_style(session)
     session.run("mypy")
-    # A file's tests stay in one process: those of many files share what is slow to make.
-    session.run("pytest", "-n", "2", "--dist", "loadfile", "-m", "not exhaustive", *session.posargs)
+    session.run(*PYTEST, "-m", "not exhaustive", *session.posargs)
 
 
 @nox.session
 def exhaustive(session: nox.Session) -> None:
     """More cases of what ``tests`` checks: other moments of a crash, other optimizers, other ways to save."""
     install(session, "test")
-    session.run("pytest", "-n", "2", "--dist", "loadfile", "-m", "exhaustive", *session.posargs)
+    session.run(*PYTEST, "-m", "exhaustive", *session.posargs)
 
 
 @nox.session

@@ -87,6 +87,7 @@ def test_finetune_llama_learns_the_answers_and_leaves_a_hugging_face_model(corpu
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_bert_is_pretrained_and_then_learns_to_tell_code_from_prose(tmp_path: Path) -> None:
     text = Path(sysconfig.get_path("stdlib")) / "asyncio"
     sentences = make_sentences(tmp_path, "bert", text)

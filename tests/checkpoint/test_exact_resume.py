@@ -112,7 +112,7 @@ def test_a_run_resumed_in_mid_epoch_is_exactly_the_same(tmp_path: Path, world_si
 @pytest.mark.parametrize(
     ("before", "after", "trainer"),
     [
-        pytest.param({}, UNSHARDED_OPTIMIZER, {}, id="no longer sharded"),
+        pytest.param({}, UNSHARDED_OPTIMIZER, {}, id="no longer sharded", marks=pytest.mark.exhaustive),
         pytest.param(UNSHARDED_OPTIMIZER, {}, BF16, id="sharded from there on, bf16"),
     ],
 )
@@ -193,7 +193,7 @@ def test_a_run_on_indexed_data_that_max_steps_ended_goes_on(tmp_path: Path, corp
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"every_n_train_steps": STEPS_PER_EPOCH}, id="after its last batch"),
+        pytest.param({"every_n_train_steps": STEPS_PER_EPOCH}, id="after its last batch", marks=pytest.mark.exhaustive),
         pytest.param({"every_n_train_steps": None, "save_on_train_epoch_end": True}, id="after the epoch"),
     ],
 )

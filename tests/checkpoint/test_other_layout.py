@@ -168,6 +168,7 @@ def _assert_on_the_curve(resumed: list[Trace], whole: Trace, steps: range) -> No
             {"model": {**LLAMA, "num_hidden_layers": 6}},
             [DP3, PP3, _unsharded(DP2), TP2_PP2_SP, ONE],
             id="untied",
+            marks=pytest.mark.exhaustive,
         ),
         pytest.param(
             {"model": SIX_LAYERS, "trainer": {"precision": "bf16-mixed"}},
@@ -182,7 +183,12 @@ def _assert_on_the_curve(resumed: list[Trace], whole: Trace, steps: range) -> No
         pytest.param(
             {"model": MODELS["t5"], "loader": _loader_of_targets}, [DP2, PP3, _unsharded(PP2)], id="t5, 7 layers"
         ),
-        pytest.param({"model": BERT, "loader": _loader_of_pairs}, [TP2_PP2_SP, DP3, _unsharded(PP2)], id="bert"),
+        pytest.param(
+            {"model": BERT, "loader": _loader_of_pairs},
+            [TP2_PP2_SP, DP3, _unsharded(PP2)],
+            id="bert",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_weights_and_moments_pass_through_other_layouts_unchanged(

@@ -105,6 +105,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dic
         shutil.rmtree(folder)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("to", _CASES)
 def test_a_model_is_converted_in_the_memory_of_two_files(measured: dict[str, dict[str, float]], to: str) -> None:
     found = measured[to]
@@ -112,6 +113,7 @@ def test_a_model_is_converted_in_the_memory_of_two_files(measured: dict[str, dic
     assert found["largest"] < 0.3 * found["bytes"], "the files are so large that this says little"
 
 
+@pytest.mark.exhaustive
 def test_a_model_of_two_gigabytes_needs_no_more_than_a_small_one(measured: dict[str, dict[str, float]]) -> None:
     assert measured["hf"]["bytes"] > 1.9e9
     # Queries, keys and values of one layer are held, 25 MB, and some blocks of 8 MiB.

@@ -63,7 +63,7 @@ _PADDED = {"make_vocab_size_divisible_by": 8}
     ("before", "after", "model"),
     [
         pytest.param({"tp": 2}, {"tp": 2}, {}, id="the same layout, dropout included"),
-        pytest.param({"pp": 2, "vpp": 2}, {"tp": 2}, NO_DROPOUT, id="pp2 vpp2 to tp2"),
+        pytest.param({"pp": 2, "vpp": 2}, {"tp": 2}, NO_DROPOUT, id="pp2 vpp2 to tp2", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_run_goes_on_exactly(
@@ -85,8 +85,8 @@ def test_a_run_goes_on_exactly(
     ("precision", "optimizer", "distributed_optimizer"),
     [
         ("bf16-mixed", {}, True),
-        ("bf16-mixed", {}, False),
-        ("16-mixed", {"initial_loss_scale": 16.0}, True),
+        pytest.param("bf16-mixed", {}, False, marks=pytest.mark.exhaustive),
+        pytest.param("16-mixed", {"initial_loss_scale": 16.0}, True, marks=pytest.mark.exhaustive),
         ("32-true", {"name": "sgd"}, True),
     ],
 )

@@ -82,6 +82,7 @@ def test_the_other_rank_ends_when_one_is_killed_in_training(tmp_path: Path, kill
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_rank_whose_launcher_died_while_it_imported_does_not_go_on(tmp_path: Path) -> None:
     (tmp_path / "wait").touch()
     first = _start(tmp_path, "importing")

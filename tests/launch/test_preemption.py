@@ -72,7 +72,9 @@ NEVER = {"every_n_train_steps": 100}
 @pytest.mark.parametrize(
     ("sent", "keep", "left"),
     [
-        pytest.param({"ranks": (0,)}, {"save_last": True, **NEVER}, ["last.ckpt"], id="rank 0"),
+        pytest.param(
+            {"ranks": (0,)}, {"save_last": True, **NEVER}, ["last.ckpt"], id="rank 0", marks=pytest.mark.exhaustive
+        ),
         pytest.param({"ranks": (1,)}, NEVER, ["last.ckpt"], id="rank 1, without save_last"),
         pytest.param(
             {"ranks": (0, 1), "times": 2},

@@ -73,7 +73,9 @@ def _start(how: str, script: Path) -> list[subprocess.Popen[str]]:
     ]
 
 
-@pytest.mark.parametrize("how", ["lightning", "torchrun", pytest.param("slurm", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "how", ["lightning", *(pytest.param(how, marks=pytest.mark.exhaustive) for how in ("torchrun", "slurm"))]
+)
 def test_a_script_without_a_guard_trains_and_saves_once(how: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(_SCRIPT)

@@ -54,7 +54,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     "imports",
     [
         "import lightning_megatron\nimport lightning.pytorch\n",
-        "import lightning.pytorch\nimport lightning_megatron\n",
+        pytest.param("import lightning.pytorch\nimport lightning_megatron\n", marks=pytest.mark.exhaustive),
         pytest.param(
             "import lightning_megatron\nimport lightning_megatron.registration as r\nr.register_strategies()\n",
             marks=pytest.mark.exhaustive,
