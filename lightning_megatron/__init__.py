@@ -1,7 +1,8 @@
 """What does a user import? Every public name, each loaded when it is first used.
 
 ``import lightning_megatron`` loads neither torch nor Lightning, so that command-line help and configuration tools
-answer at once; it only sees to it that ``Trainer(strategy="megatron_tp2_pp2")`` works from then on.
+answer at once; it only sees to it that ``Trainer(strategy="megatron_tp2_pp2")`` works from then on, and that the
+libraries below do not warn on every rank of what nobody can change.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from lightning_megatron.known_warnings import hide_known_warnings
 from lightning_megatron.registration import register_strategies
 
 if TYPE_CHECKING:
@@ -117,3 +119,4 @@ def __dir__() -> list[str]:
 
 
 register_strategies()
+hide_known_warnings()

@@ -127,9 +127,6 @@ def _run_trainer_command(arguments: list[str]) -> int:
     if any(option in ("-h", "--help") for option in options):
         print(trainer_help(PROG, command))
         return DONE
-    from lightning_megatron.cli.messages import hide_known_warnings
-
-    hide_known_warnings()  # before the imports that cause some of them
     # As with `python -m`: a configuration may name classes in the user's own files.
     sys.path.insert(0, os.getcwd())
     from lightning_megatron.cli.training import run

@@ -99,9 +99,6 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
 
 
 def _convert(parsed: argparse.Namespace) -> int:
-    from lightning_megatron.cli.messages import hide_known_warnings
-
-    hide_known_warnings()  # before the imports that cause some of them
     from lightning_megatron.convert.conversion import convert
     from lightning_megatron.convert.options import ConvertOptions
     from lightning_megatron.data.formats.staged import exit_on_sigterm

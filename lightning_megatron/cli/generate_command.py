@@ -151,9 +151,6 @@ def _add_beams(group: Any) -> None:
 
 
 def _generate(parsed: argparse.Namespace) -> int:
-    from lightning_megatron.cli.messages import hide_known_warnings
-
-    hide_known_warnings()  # before the imports that cause some of them
     from lightning_megatron.cli.generation import arguments_from, generate
 
     generate(arguments_from({name: value for name, value in vars(parsed).items() if name != "run"}))

@@ -111,9 +111,6 @@ def _is_of_a_model(path: Path) -> bool:
 def _describe_checkpoint(options: InspectOptions) -> str | None:
     if not os.path.exists(options.path):
         return None
-    from lightning_megatron.cli.messages import hide_known_warnings
-
-    hide_known_warnings()  # before the imports that cause some of them
     from lightning_megatron.cli import checkpoint_report
     from lightning_megatron.convert.contents import checkpoint_contents
 

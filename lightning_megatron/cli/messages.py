@@ -14,23 +14,7 @@ from typing import Any
 
 from lightning_megatron.cli.failure import users_mistake
 
-_REPEATED_BY_EVERY_RANK = (
-    # (message, module, why nobody needs to read it); both are regular expressions, matched from their beginning.
-    ("", r"megatron\.", "what the engine falls back to; the start-up line names what is used instead"),
-    ("When using async grad allreduce", "", "an environment variable for GPUs that Megatron mentions on CPUs too"),
-    (r"`torch\.distributed\.\w+` is deprecated", "", "names that Megatron uses and torch 2.13 would rename"),
-    (r"`isinstance\(treespec, LeafSpec\)` is deprecated", "", "the same between Lightning and torch"),
-    ("Please use DTensor instead", "", "ShardedTensor, in which Megatron's checkpoints are written"),
-    (r"It is recommended to use `self\.log\(", "", "sync_dist: our losses are the same on every rank already"),
-)
-
 _LOGGERS = ("", "lightning", "lightning.fabric", "lightning.pytorch")
-
-
-def hide_known_warnings() -> None:
-    """Drop warnings of the libraries below that a user cannot act upon; every rank would print them."""
-    for message, module, _ in _REPEATED_BY_EVERY_RANK:
-        warnings.filterwarnings("ignore", message=message, module=module)
 
 
 class HeldMessages:

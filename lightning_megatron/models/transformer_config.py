@@ -174,6 +174,8 @@ def _numerics(model: ModelConfig, settings: EngineSettings) -> dict[str, Any]:
         "deallocate_pipeline_outputs": on_gpu and settings.parallel.vpp is None,
         # The loss is a sum; it is divided by the number of targets of the global batch, exactly, by engine/schedule.py.
         "calculate_per_token_loss": True,
+        # The default, "full", is a deprecated name of the same, of which every rank would warn.
+        "cuda_graph_scope": [],
         "init_method": _leave,
         "output_layer_init_method": _leave,
         "embedding_init_method": _leave,

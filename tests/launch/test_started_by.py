@@ -86,6 +86,8 @@ def test_a_script_without_a_guard_trains_and_saves_once(how: str, tmp_path: Path
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [0] * len(processes), outputs
+    for nobody_can_change_it in ("Warning", "is deprecated", "💡"):
+        assert not any(nobody_can_change_it in output for output in outputs), outputs
     # One line: the script ran once in each rank. The loss is that of both, and of every way of starting.
     losses = [(tmp_path / f"rank_{rank}.txt").read_text().split() for rank in (0, 1)]
     assert losses[0] == losses[1]
