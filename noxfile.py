@@ -2,7 +2,7 @@
 
 python3 -m pip install nox
 python3 -m nox -s quickstart    # train a GPT-2 on real text with tp=2, pp=2, in four processes
-python3 -m nox -s tests         # everything that has to pass: lint, types, tests
+python3 -m nox -s tests         # everything that has to pass: tests, lint, types
 """
 
 import shutil
@@ -17,7 +17,7 @@ nox.options.reuse_existing_virtualenvs = True
 ROOT = Path(__file__).parent
 WORK = ROOT / "quickstart"
 HAS_GPU = shutil.which("nvidia-smi") is not None
-# Installed before anything that depends on torch. Without a GPU, a version that is to be had as a build for the CPU:
+# Without a GPU, a version that is to be had as a build for the CPU:
 # the default one brings gigabytes of CUDA libraries with it.
 TORCH = "torch>=2.10" if HAS_GPU else "torch==2.13.0"
 # A file's tests stay in one process: those of many files share what is slow to make. In the order of their names, as
@@ -27,10 +27,9 @@ CODE = ("lightning_megatron", "tests", "benchmarks", "examples", "noxfile.py")
 
 
 def install(session: nox.Session, *extras: str) -> None:
-    """Install torch, then this package with ``extras``."""
-    session.install(TORCH)
+    """Install torch and this package with ``extras``."""
     names = [*extras, *(["gpu"] if HAS_GPU else [])]
-    session.install("-e", f".[{','.join(names)}]" if names else ".")
+    session.install(TORCH, "-e", f".[{','.join(names)}]" if names else ".")
 
 
 @nox.session
@@ -49,11 +48,15 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Everything that has to pass: style, types, and the tests that a machine without a GPU can run."""
+    """Everything that has to pass: tests that a machine without a GPU can run, then style and types.
+
+    With arguments for pytest after --, the tests that they choose alone, without style and types.
+    """
     install(session, "test", "lint")
-    check_style(session)
-    session.run("mypy")
-    session.run(*PYTEST, "-m", "not exhaustive", *session.posargs)
+    session.run(*PYTEST, "-m", "not exhaustive", *(session.posargs or ["--verbose"]))
+    if not session.posargs:
+        check_style(session)
+        session.run("mypy")
 
 
 @nox.session

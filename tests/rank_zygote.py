@@ -35,18 +35,28 @@ _PRELOADED = (
     "lightning.pytorch",
     "megatron.core",
     "megatron.core.dist_checkpointing",
+    "megatron.core.fusions.fused_bias_dropout",  # asks Dynamo for its rules, which takes as long as a step
     "megatron.core.models.gpt",
     "megatron.core.optimizer",
     "megatron.core.pipeline_parallel",
+    "torch.profiler._cupti_monitor",
+    "torch.utils.serialization.config",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
+    "transformers.models.megatron_bert.modeling_megatron_bert",
+    "transformers.models.t5.modeling_t5",
     "lightning_megatron.module",
     "lightning_megatron.strategy",
+    "lightning_megatron.convert.load",
     "lightning_megatron.convert.registry",
+    "lightning_megatron.convert.save",
     "lightning_megatron.datamodules.indexed",
+    "lightning_megatron.models.bert",
     "lightning_megatron.models.build",
+    "lightning_megatron.models.gpt",
     "lightning_megatron.models.initialization",
     "lightning_megatron.models.start_report",
+    "lightning_megatron.models.t5",
 )
 _PR_SET_PDEATHSIG = 1
 

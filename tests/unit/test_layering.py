@@ -7,8 +7,6 @@ import functools
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from tests.ranks import ROOT
 
 PACKAGE = ROOT / "lightning_megatron"
@@ -114,46 +112,41 @@ def _name(path: Path) -> str:
     return str(path.relative_to(PACKAGE))
 
 
-@pytest.mark.parametrize("path", FILES, ids=_name)
-def test_a_file_imports_only_from_its_level_and_below(path: Path) -> None:
-    level = LEVELS[_place(path)]
+def test_a_file_imports_only_from_its_level_and_below() -> None:
     wrong = [
-        module
+        f"{_name(path)} imports {module}"
+        for path in FILES
         for module, only_for_types in _imports(_tree(path))
         if module.startswith("lightning_megatron") and not only_for_types and module not in DESCRIPTIONS
         # A function may import upwards what runs only when it is called by those above: registration builds a strategy.
-        if LEVELS[_place_of_module(module)] > level and _place(path) != "registration"
+        if LEVELS[_place_of_module(module)] > LEVELS[_place(path)] and _place(path) != "registration"
     ]
     assert wrong == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=_name)
-def test_lightning_and_transformers_are_imported_only_where_they_belong(path: Path) -> None:
-    tops = {module.split(".")[0] for module, only_types in _imports(_tree(path)) if not only_types}
-    if _place(path) not in MAY_IMPORT_LIGHTNING:
-        assert "lightning" not in tops
-    if _place(path) not in MAY_IMPORT_TRANSFORMERS:
-        assert "transformers" not in tops
+def test_lightning_and_transformers_are_imported_only_where_they_belong() -> None:
+    for path in FILES:
+        tops = {module.split(".")[0] for module, only_types in _imports(_tree(path)) if not only_types}
+        assert "lightning" not in tops or _place(path) in MAY_IMPORT_LIGHTNING, _name(path)
+        assert "transformers" not in tops or _place(path) in MAY_IMPORT_TRANSFORMERS, _name(path)
 
 
-@pytest.mark.parametrize("path", FILES, ids=_name)
-def test_files_functions_and_parameter_lists_are_short(path: Path) -> None:
-    text = path.read_text()
-    assert len(text.splitlines()) <= MAX_FILE_LINES
-    for name, function in _functions(_tree(path)):
+def test_files_functions_and_parameter_lists_are_short() -> None:
+    wrong = [f"{_name(path)} is too long" for path in FILES if len(path.read_text().splitlines()) > MAX_FILE_LINES]
+    for name, function in (named for path in FILES for named in _functions(_tree(path))):
         assert function.end_lineno is not None
-        assert function.end_lineno - function.lineno + 1 <= MAX_FUNCTION_LINES, name
+        if function.end_lineno - function.lineno + 1 > MAX_FUNCTION_LINES:
+            wrong.append(f"{name} is too long")
         arguments = function.args
         count = len(arguments.posonlyargs) + len(arguments.args) + len(arguments.kwonlyargs)
         is_method = "." in name and bool(arguments.args) and arguments.args[0].arg in ("self", "cls")
-        assert count - is_method <= MAX_PARAMETERS or name in MANY_PARAMETERS, (
-            f"{name} has {count - is_method} parameters"
-        )
+        if count - is_method > MAX_PARAMETERS and name not in MANY_PARAMETERS:
+            wrong.append(f"{name} has {count - is_method} parameters")
+    assert wrong == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=_name)
-def test_a_module_begins_by_saying_what_it_is(path: Path) -> None:
-    assert ast.get_docstring(_tree(path))
+def test_every_module_says_what_it_is() -> None:
+    assert [_name(path) for path in FILES if not ast.get_docstring(_tree(path))] == []
 
 
 def test_every_exception_to_the_rules_is_still_needed() -> None:
