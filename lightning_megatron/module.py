@@ -22,6 +22,7 @@ from lightning_megatron.engine.lr_scheduler import MegatronLRScheduler
 from lightning_megatron.engine.optimizer import OptimizerOptions
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.inference import Inference
 from lightning_megatron.models.variants import AttentionHeads, Positions, with_variant
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from lightning_megatron.models.transformer_config import EngineSettings
 
 
+@explains_options
 class MegatronModule(Inference):
     """Trains a Hugging Face model under ``MegatronStrategy``, from its weights or from random ones.
 

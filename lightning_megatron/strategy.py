@@ -39,6 +39,7 @@ from lightning_megatron.engine.signals import DeferredSignals
 from lightning_megatron.engine.stepper import Stepper
 from lightning_megatron.engine.wrap import to_16bit, to_ddp
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.launcher import ScriptLauncher, check_world_size
 from lightning_megatron.load_from import LoadFrom, as_load_from
 from lightning_megatron.models.transformer_config import Recompute
@@ -58,6 +59,7 @@ __all__ = ["MegatronStrategy", "preflight"]
 _EVALUATING = (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING, RunningStage.TESTING, RunningStage.PREDICTING)
 
 
+@explains_options
 class MegatronStrategy(Checkpointing):
     """Trains one model with Megatron-Core's tensor, pipeline, sequence and data parallelism.
 

@@ -27,6 +27,7 @@ from lightning_megatron.cli.failure import (
 from lightning_megatron.cli.generate_command import add_generate_command
 from lightning_megatron.cli.help_text import TRAINER_COMMANDS, trainer_help
 from lightning_megatron.cli.typed import expand_home, in_typed_words
+from lightning_megatron.foreign_names import advice
 
 PROG = "lightning-megatron"
 
@@ -84,7 +85,9 @@ def _run_command(arguments: list[str]) -> int:
     parsed, unknown = parser.parse_known_args(arguments)
     command = commands[arguments[0]]
     if unknown:
-        command.error(f"unrecognized arguments: {' '.join(unknown)}")  # whose --help shows those that there are
+        flags = {action.dest: action.option_strings[-1] for action in command._actions if action.option_strings}
+        hint = advice(unknown[0].partition("=")[0], flags).partition("choose from")[0]  # --help shows what there is
+        command.error(f"unrecognized arguments: {' '.join(unknown)}{hint and f'; {hint}'}")
     expand_home(command, parsed)
     run: Callable[[argparse.Namespace], int] = parsed.run
     try:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import TextIO
 
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.foreign_names import advice
 
 DONE, WRONG_ARGUMENTS, INTERRUPTED, UNREAD, TERMINATED = 0, 2, 130, 141, 143
 
@@ -74,7 +75,10 @@ def _without_parser_noise(text: str) -> str:
         if telling:
             option = head.split("\n")[0]
             text = f"{option} {'; '.join(telling)}"
-    return _one_line(re.sub(r'^Parser key "(\S+)":', r"\1:", text.strip()))
+    refused = re.search(r"(?:[Oo]ption '|arguments: --)([\w.-]+)", text)
+    hint = advice(refused[1].rpartition(".")[2], typed=True) if refused else ""
+    text = re.sub(r'^Parser key "(\S+)":', r"\1:", text.strip())
+    return _one_line(f"{text}; {hint}" if hint else text)
 
 
 def report(message: str) -> int:

@@ -24,12 +24,14 @@ from lightning_megatron.datamodules.base import (
 )
 from lightning_megatron.datamodules.split_paths import paths_of_splits
 from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.models.config import ModelConfig
 
 DataPath: TypeAlias = str | list[str | float]
 """A prefix; several, taken in proportion to their sizes; or weights and prefixes in turn."""
 
 
+@explains_options
 class IndexedDataModule(MegatronDataModule):
     """Training, validation and test samples from Megatron's indexed datasets, ``PREFIX.bin`` and ``PREFIX.idx``.
 

@@ -24,9 +24,11 @@ from lightning_megatron.datamodules.base import (
 )
 from lightning_megatron.datamodules.split_paths import paths_of_splits
 from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.models.config import ModelConfig
 
 
+@explains_options
 class InstructionDataModule(MegatronDataModule):
     """Prompts and answers from JSON lines for a GPT, with the loss on the answers alone.
 

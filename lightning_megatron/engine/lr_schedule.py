@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.foreign_names import explains_options
 
 LRStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 WSDDecayStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]
 WeightDecayStyle = Literal["constant", "linear", "cosine"]
 
 
+@explains_options
 @dataclass(frozen=True, kw_only=True)
 class LRSchedule:
     """How learning rate and weight decay move over the steps of a run."""

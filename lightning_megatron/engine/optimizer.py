@@ -18,6 +18,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePred
 
 from lightning_megatron.engine.dtypes import DtypePolicy
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.foreign_names import explains_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,7 @@ class GroupMultipliers:
     """Times the weight decay."""
 
 
+@explains_options
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOptions:
     """Megatron's optimizer without its learning rate, which the module owns."""

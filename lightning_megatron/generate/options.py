@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.generate.foreign_names import advice
+from lightning_megatron.foreign_names import advice, explains_options
 from lightning_megatron.generate.option_checks import check_options
 
 DEFAULT_NEW_TOKENS = 20
@@ -17,6 +17,7 @@ _LARGEST_POWER_OF_TEN = 37
 """Numbers up to its power of ten, and their reciprocals, are float32 of full precision, in which texts are scored."""
 
 
+@explains_options
 @dataclass(frozen=True, kw_only=True)
 class GenerationOptions:
     """The options of ``MegatronModule.generate``, named as in Hugging Face's ``generate`` and in Megatron's server.

@@ -69,7 +69,7 @@ from lightning_megatron.generate.options import GenerationOptions, options_from
         ({"add_BOS": True}, "no option 'add_BOS'; here it is bos_token_id"),
         ({"random_seed": 1}, "no option 'random_seed'; here it is seed"),
         ({"stop_token": 1}, "no option 'stop_token'; here it is eos_token_id"),
-        ({"output_scores": True}, "here it is the method generate_with_scores"),
+        ({"output_scores": True}, "here it is MegatronModule.generate_with_scores"),
         ({"use_cache": True}, "leave it out: keys and values are always kept"),
     ],
 )

@@ -1,0 +1,91 @@
+"""Do the constructors say what an option of another tool is called here, and does the table name what exists?"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch import callbacks, loggers
+
+import lightning_megatron
+from lightning_megatron import (
+    ConfigError,
+    GenerationOptions,
+    IndexedDataModule,
+    LRSchedule,
+    MegatronModule,
+    MegatronStrategy,
+    OptimizerOptions,
+)
+from lightning_megatron.cli import main
+from lightning_megatron.cli.commands import PROG
+from lightning_megatron.foreign_names import foreign_names
+
+_WORDS = ("", "CUDA_VISIBLE_DEVICES", "seed_everything")
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "says"),
+    [
+        (MegatronStrategy, {"tensor_model_parallel_size": 2}, "MegatronStrategy has no option .*; here it is tp$"),
+        (MegatronStrategy, {"tp_degree": 2}, "here it is tp$"),
+        (MegatronStrategy, {"expert_model_parallel_size": 2}, "leave it out: there are no mixtures of experts"),
+        (MegatronStrategy, {"gradient_clipping": 1.0}, r"here it is Trainer\(gradient_clip_val=\.\.\.\), 0 clips"),
+        (MegatronStrategy, {"tpp": 2}, r"did you mean tp\?$"),
+        (MegatronStrategy, {"x": 2}, "choose from tp, pp, vpp"),
+        (IndexedDataModule, {"splits_string": "9,1,0"}, "here it is split$"),
+        (MegatronModule, {"model": {"model_type": "gpt2"}, "min_lr": 0.1}, r"here it is LRSchedule\(min_lr=\.\.\.\)"),
+        (LRSchedule, {"lr_decay_style": "cosine"}, "here it is style,"),
+        (OptimizerOptions, {"adam_beta1": 0.9}, "here it is beta1$"),
+        (GenerationOptions, {"add_BOS": True}, "here it is bos_token_id, the token"),
+    ],
+    ids=lambda value: next(reversed(value)) if isinstance(value, dict) else "",
+)
+def test_an_option_of_another_tool_is_told_by_our_name(build: Callable[..., Any], options: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        build(**options)
+
+
+def test_signatures_stay_readable_for_people_and_command_lines() -> None:
+    assert list(inspect.signature(MegatronStrategy).parameters)[:3] == ["tp", "pp", "vpp"]
+    with pytest.raises(TypeError, match="positional"):
+        MegatronStrategy(*range(100))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--add_BOS"], "unrecognized arguments: --add_BOS; did you mean --add-bos?; see"),
+        (["--tokens_to_generate", "3"], "--tokens_to_generate 3; here it is --max-new-tokens; see"),
+        (["--use_cache"], "; leave it out: keys and values are always kept; see"),
+        (["--nonsense"], "unrecognized arguments: --nonsense; see"),
+    ],
+)
+def test_commands_tell_it_by_the_names_of_their_own(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "--checkpoint", "x", "--prompt", "y", *arguments]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_what_the_table_calls_ours_exists() -> None:
+    from lightning_megatron.cli.commands import _parser
+
+    _, commands = _parser()
+    homes = (lightning_megatron, pl, callbacks, loggers)
+    for row in foreign_names():
+        if row.ours.startswith(PROG):
+            assert row.ours.removeprefix(PROG).strip() in commands, row
+        elif row.ours not in _WORDS and not row.ours.startswith("torchrun"):
+            name, _, attribute = row.ours.partition("(")[0].partition(".")
+            found = next(getattr(home, name) for home in homes if hasattr(home, name))
+            called = getattr(found, attribute) if attribute else found
+            assert row.option is None or row.option in inspect.signature(called).parameters, row
+
+
+def test_no_name_stands_twice_for_one_tool() -> None:
+    names = [(tool, row.theirs) for row in foreign_names() for tool in row.used_by.split()]
+    assert len(set(names)) == len(names)
