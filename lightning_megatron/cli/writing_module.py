@@ -81,6 +81,7 @@ class WritingModule(MegatronModule):
 
     def __init__(self, stored: StoredModel, generation: GenerationOptions, show: _Show) -> None:
         super().__init__(model=stored.hf_config, generation=generation)
+        self.model_config = stored.model  # its config describes no variant
         self._stored = stored
         self._show = show
 

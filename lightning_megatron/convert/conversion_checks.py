@@ -12,11 +12,13 @@ from lightning_megatron.convert.companions import tokenizer_files
 from lightning_megatron.convert.directory import size_in_bytes
 from lightning_megatron.convert.options import ConvertOptions, Format
 from lightning_megatron.convert.pieces import names_of
+from lightning_megatron.convert.registry import family_of
 from lightning_megatron.convert.shapes import rules_by_name, tensor_shapes
 from lightning_megatron.convert.stored.base import StoredModel
 from lightning_megatron.convert.targets.casting import dtype_of
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import CheckpointError, ConfigError
+from lightning_megatron.models.variants import variant_of
 
 _OF_LAYOUTS = "a Hugging Face model directory is whole"
 _ONLY_FOR = {
@@ -102,7 +104,8 @@ def check_model(source: StoredModel, options: ConvertOptions) -> None:
     Raises:
         ConfigError: If tp does not divide its heads, or it has fewer layers than pp x vpp, or the tokenizer has more
             tokens than its vocabulary.
-        CheckpointError: If it has no head where one is needed, or the disk has not enough space.
+        CheckpointError: If Hugging Face has no such model, it has no head where one is needed, or the disk has not
+            enough space.
     """
     parallel = _parallel(options)
     # Its rule for pp is about what the engine trains evenly; here layers need not divide.
@@ -112,6 +115,13 @@ def check_model(source: StoredModel, options: ConvertOptions) -> None:
         raise ConfigError(
             f"pp={parallel.pp} x vpp={parallel.num_model_chunks} = {stages} stages are more than the {layers} layers "
             "of this model; use fewer"
+        )
+    described = family_of(source.model.family).model_config(source.hf_config, source.model.task)
+    if options.to == "hf" and variant_of(described, source.model.to_dict()) != described:
+        raise CheckpointError(
+            f"{source.path}: expected a model that Hugging Face's {source.model.family} computes, got one with "
+            f"position_embedding_type={source.model.position_embedding_type} and num_query_groups="
+            f"{source.model.num_query_groups}; convert it --to megatron or --to megatron-legacy"
         )
     if options.to != "hf" and (missing := missing_weights(source)):
         raise CheckpointError(

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from lightning_megatron.convert.companions import copy_companions
+from lightning_megatron.convert.filling import check_filled
 from lightning_megatron.convert.hugging_face_files import INDEX_FILE, SAFETENSORS_NAMES, WEIGHTS_FILE
 from lightning_megatron.convert.registry import family_of
 from lightning_megatron.errors import CheckpointError, ConfigError
@@ -170,7 +171,7 @@ class Directory:
                 assert (tuple(block.shape[1:]), block.dtype) == (shape[1:], dtype), name
                 rows += len(block)
                 _write_all(self._open, memoryview(block.contiguous().view(-1).view(torch.uint8).numpy().data))
-            assert rows == shape[0], name
+            check_filled(name, rows * math.prod(shape[1:]), math.prod(shape))
             if name == file.names[-1]:
                 self._close(self._open)
                 self._open = None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_megatron.convert.rules import LAYER, Rule, qkv_order
+from lightning_megatron.convert.rules import LAYER, POSITIONS, Rule, qkv_order
 from lightning_megatron.models.config import ModelConfig
 
 _LAYERS = "decoder.layers."
@@ -126,7 +126,7 @@ def norm(megatron: str, hugging_face: str, model: ModelConfig) -> list[Rule]:
 
 def absolute_positions(name: str) -> list[Rule]:
     """The table of learned positions, called ``name`` there, without ``.weight``."""
-    return [Rule(megatron="embedding.position_embeddings.weight", hugging_face=(name + ".weight",))]
+    return [Rule(megatron=POSITIONS, hugging_face=(name + ".weight",))]
 
 
 def _head(model: ModelConfig) -> list[Rule]:

@@ -20,7 +20,7 @@ from lightning_megatron.convert.hugging_face_files import WeightFiles, open_weig
 from lightning_megatron.convert.matching import Expected, Match, match
 from lightning_megatron.convert.pieces import Shard, names_of, shapes_of, shards_of
 from lightning_megatron.convert.reading import raise_problems, read_rows, unequal_copies
-from lightning_megatron.convert.registry import family_of
+from lightning_megatron.convert.registry import family_of, rules_of
 from lightning_megatron.convert.rules import Rule
 from lightning_megatron.engine.agreement import on_all_ranks_alike
 from lightning_megatron.engine.groups import host_group
@@ -52,7 +52,7 @@ def load_hugging_face(chunks: Iterable[Any], model: ModelConfig, path: str | Pat
         CheckpointError: If the files are missing or damaged, or are not those of this model; every tensor that is
             missing, superfluous, or of another shape or kind is named. On all ranks alike, before anything is changed.
     """
-    rules = family_of(model.family).rules(model)
+    rules = rules_of(model)
     shards = shards_of(chunks, rules, model)
     files = on_all_ranks_alike(lambda: open_weights(path))
     expected = _expected_on_all_ranks(rules, shards)
@@ -123,7 +123,6 @@ def _fill(shards: Sequence[Shard], rules: Sequence[Rule], matched: Match, files:
             rule, place = rules[shard.place.rule], shard.place
             names = [matched.stored_name[name] for name in names_of(rule, place.layer) if name in matched.stored_name]
             if len(names) == len(rule.hugging_face):
-                _pad(shard)
                 read_rows(files, names, rule, place, shard.data)
             bar.update(shard.data.numel() * shard.data.element_size())
 
@@ -133,9 +132,3 @@ def progress_bar(what: str, total_bytes: int) -> tqdm[Any]:
     hidden = dist.get_rank() != 0 or total_bytes < BAR_FROM_BYTES
     # None: shown only if standard error is a terminal.
     return tqdm(desc=what, total=total_bytes, unit="B", unit_scale=True, disable=True if hidden else None)
-
-
-def _pad(shard: Shard) -> None:
-    """Zero for the rows past the vocabulary."""
-    real = max(0, shard.place.shape[0] - shard.place.offset[0])
-    shard.data[real:].zero_()

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from lightning_megatron.convert.filling import Filling
 from lightning_megatron.convert.load import progress_bar
-from lightning_megatron.convert.pieces import Shard, columns, shards_of
+from lightning_megatron.convert.pieces import Shard, columns, padding, shards_of
 from lightning_megatron.convert.reading import rows_at_once
-from lightning_megatron.convert.registry import family_of
+from lightning_megatron.convert.registry import rules_of
 from lightning_megatron.convert.stored.base import Key, StoredModel
 from lightning_megatron.engine.agreement import on_all_ranks_alike
 from lightning_megatron.errors import CheckpointError
@@ -27,7 +28,7 @@ def load_stored(chunks: Iterable[Any], stored: StoredModel) -> None:
     Raises:
         CheckpointError: If it lacks weights, has them in other shapes, or is damaged; on all ranks alike.
     """
-    rules = family_of(stored.model.family).rules(stored.model)
+    rules = rules_of(stored.model)
     shards = [
         (Key(rules[shard.place.rule].megatron, shard.place.layer), shard)
         for shard in shards_of(chunks, rules, stored.model)
@@ -52,12 +53,13 @@ def _fill(shards: list[tuple[Key, Shard]], stored: StoredModel) -> None:
     with progress_bar("loading weights", total) as bar:
         for key, shard in shards:
             place, spec = shard.place, stored.tensors[key]
+            filling = Filling(key.name, shard.data)
+            filling.put(padding(place), 0)
             first, last = place.offset[0], min(place.offset[0] + place.size[0], place.shape[0])
             step = rows_at_once(spec.num_bytes // max(1, spec.shape[0]))
             for start in range(first, last, step):
                 rows = stored.read(key, start, min(start + step, last))
                 own = rows if rows.dim() == 1 else rows[:, columns(place)]
-                shard.data[start - first : start - first + len(own)].copy_(own)
-            # Rows that pad the vocabulary.
-            shard.data[max(0, last - first) :].zero_()
+                filling.put(slice(start - first, start - first + len(own)), own)
+            filling.whole()
             bar.update(shard.data.numel() * shard.data.element_size())

@@ -141,6 +141,11 @@ def pieces(rule: Rule, place: Place) -> Iterator[Piece]:
         first += length
 
 
+def padding(place: Place) -> slice:
+    """The rows of the shard that pad the vocabulary."""
+    return slice(max(0, place.shape[0] - place.offset[0]), None)
+
+
 def columns(place: Place) -> slice:
     """The columns of the whole tensor that the shard has."""
     if len(place.shape) == 1:

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from lightning_megatron.convert.filling import Filling
 from lightning_megatron.convert.hugging_face_files import WeightFiles
 from lightning_megatron.convert.matching import Match
-from lightning_megatron.convert.pieces import Piece, Place, columns, index, pieces
+from lightning_megatron.convert.pieces import Piece, Place, columns, index, padding, pieces
 from lightning_megatron.convert.rules import Rule
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.models.config import ModelConfig
@@ -26,7 +27,7 @@ def rows_at_once(row_bytes: int) -> int:
 
 
 def read_rows(files: WeightFiles, names: Sequence[str], rule: Rule, place: Place, target: torch.Tensor) -> None:
-    """Fill ``target`` with the part of a Megatron tensor that ``place`` says; rows of padding are left alone.
+    """Fill ``target`` with the part of a Megatron tensor that ``place`` says; rows of padding become zero.
 
     Args:
         files: What to read.
@@ -34,13 +35,19 @@ def read_rows(files: WeightFiles, names: Sequence[str], rule: Rule, place: Place
         rule: How they make the Megatron tensor.
         place: Which part.
         target: Of ``place.size``, on any device and of any dtype.
+
+    Raises:
+        CheckpointError: If the files do not fill it.
     """
+    filling = Filling(rule.megatron, target)
+    filling.put(padding(place), 0)
     for piece in pieces(rule, place):
         read = _read_transposed if rule.transposed else _read
-        read(files, names[piece.tensor], piece, place, target)
+        read(files, names[piece.tensor], piece, place, filling)
+    filling.whole()
 
 
-def _read(files: WeightFiles, name: str, piece: Piece, place: Place, target: torch.Tensor) -> None:
+def _read(files: WeightFiles, name: str, piece: Piece, place: Place, filling: Filling) -> None:
     ours, theirs = piece.ours, piece.theirs
     if bool((theirs[1:] < theirs[:-1]).any()):
         theirs, order = theirs.sort()
@@ -50,17 +57,17 @@ def _read(files: WeightFiles, name: str, piece: Piece, place: Place, target: tor
         block = files.rows(name, start, stop)
         if block.dim() > 1:
             block = block[:, columns(place)]
-        _put(target, ours[first:last], block[index(theirs[first:last] - start)])
+        filling.put(index(ours[first:last]), block[index(theirs[first:last] - start)])
 
 
-def _read_transposed(files: WeightFiles, name: str, piece: Piece, place: Place, target: torch.Tensor) -> None:
+def _read_transposed(files: WeightFiles, name: str, piece: Piece, place: Place, filling: Filling) -> None:
     """The file's rows are the target's columns."""
     wanted = columns(place)
     step = rows_at_once(files.tensors[name].row_bytes)
     for start in range(wanted.start, wanted.stop, step):
         stop = min(start + step, wanted.stop)
         block = files.rows(name, start, stop)[:, index(piece.theirs)]
-        _put(target[:, start - wanted.start : stop - wanted.start], piece.ours, transposed(block))
+        filling.put((index(piece.ours), slice(start - wanted.start, stop - wanted.start)), transposed(block))
 
 
 def transposed(matrix: torch.Tensor) -> torch.Tensor:
@@ -82,14 +89,6 @@ def _blocks(rows: torch.Tensor, row_bytes: int) -> Iterator[tuple[int, int]]:
             last = int(torch.searchsorted(rows[first:end], rows[first] + most)) + first
             yield first, last
             first = last
-
-
-def _put(target: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
-    place = index(rows)
-    if isinstance(place, slice):
-        target[place].copy_(values)
-    else:
-        target[place.to(target.device)] = values.to(target.device, target.dtype)
 
 
 # ---- what may be wrong ----------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from lightning_megatron.convert import families
 from lightning_megatron.convert.family import Family
 from lightning_megatron.convert.refused import REFUSED
+from lightning_megatron.convert.rules import POSITIONS, Rule
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig
 
@@ -55,6 +56,21 @@ def family_of(model_type: str) -> Family:
             f"model_type={model_type!r} is not a known model family; choose from {', '.join(sorted(known_families()))}"
         )
     return known_families()[model_type]
+
+
+def rules_of(model: ModelConfig) -> list[Rule]:
+    """How each weight of ``model`` is named here and by Hugging Face.
+
+    A variant (models/variants.py) may have learned positions where its family has none, or the other way round.
+    """
+    rules = list(family_of(model.family).rules(model))
+    if model.architecture == "gpt":
+        others = [rule for rule in rules if rule.megatron != POSITIONS]
+        if model.position_embedding_type != "learned_absolute":
+            return others
+        if len(others) == len(rules):
+            rules.append(Rule(megatron=POSITIONS, hugging_face=("position_embeddings.weight",)))
+    return rules
 
 
 def config_fields(model: HFConfigLike) -> dict[str, Any]:

@@ -12,6 +12,8 @@ import torch
 
 LAYER = "{layer}"
 """Stands for the layer's number (from 0) in Hugging Face's names."""
+POSITIONS = "embedding.position_embeddings.weight"
+"""The table of learned positions."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -18,9 +18,10 @@ import torch.distributed as dist
 
 from lightning_megatron.convert.companions import generation_config
 from lightning_megatron.convert.directory import Directory, files_of, saved_config, size_in_bytes
+from lightning_megatron.convert.filling import Filling
 from lightning_megatron.convert.load import progress_bar
 from lightning_megatron.convert.pieces import Place, Shard, columns, index, names_of, pieces, shapes_of, shards_of
-from lightning_megatron.convert.registry import family_of
+from lightning_megatron.convert.registry import rules_of
 from lightning_megatron.convert.rules import Rule
 from lightning_megatron.convert.shapes import tensor_shapes
 from lightning_megatron.convert.stored.base import Key
@@ -121,7 +122,7 @@ class _Gathering:
     """Puts tensors together on rank 0 in an order that all ranks know; ``next`` is called by all as often."""
 
     def __init__(self, chunks: Iterable[Any], model: ModelConfig) -> None:
-        self._rules = family_of(model.family).rules(model)
+        self._rules = rules_of(model)
         self._group = host_group(_TIMEOUT)
         self._rank = dist.get_rank()
         self._mine = shards_of(chunks, self._rules, model)
@@ -166,11 +167,15 @@ class _Gathering:
                 yield from [None] * len(rule.hugging_face)
                 continue
             shapes = shapes_of(rule, sources[0].place)
-            whole: list[Any] = [torch.empty(shape, dtype=sources[0].place.dtype) for shape in shapes]
+            names = names_of(rule, sources[0].place.layer)
+            whole = [
+                Filling(name, torch.empty(shape, dtype=sources[0].place.dtype))
+                for name, shape in zip(names, shapes, strict=True)
+            ]
             for source in sources:
                 _insert(whole, self._received(source), rule, source.place)
             while whole:
-                yield whole.pop(0)
+                yield whole.pop(0).whole()
 
     def _received(self, source: _Source) -> torch.Tensor:
         if source.rank == 0:
@@ -195,10 +200,11 @@ def _in_order(rules: Sequence[Rule], model: ModelConfig, sources: Iterable[_Sour
     return [sorted(each, key=lambda source: source.place.offset) for each in in_order]
 
 
-def _insert(whole: list[torch.Tensor], data: torch.Tensor, rule: Rule, place: Place) -> None:
+def _insert(whole: list[Filling], data: torch.Tensor, rule: Rule, place: Place) -> None:
     """Copy one shard into the Hugging Face tensors that its rows belong to: ``load`` backwards."""
     for piece in pieces(rule, place):
-        target = whole[piece.tensor].t() if rule.transposed else whole[piece.tensor]
-        if target.dim() > 1:
-            target = target[:, columns(place)]
-        target[index(piece.theirs)] = data[index(piece.ours)]
+        rows, values = index(piece.theirs), data[index(piece.ours)]
+        if rule.transposed:
+            whole[piece.tensor].put((columns(place), rows), values.t())
+        else:
+            whole[piece.tensor].put((rows, columns(place)) if values.dim() > 1 else rows, values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lightning_megatron.convert.pieces import Place
-from lightning_megatron.convert.registry import family_of
+from lightning_megatron.convert.registry import rules_of
 from lightning_megatron.convert.rules import Rule
 from lightning_megatron.convert.stored.base import Key
 from lightning_megatron.models.config import ModelConfig
@@ -20,7 +20,7 @@ def tensor_shapes(model: ModelConfig) -> dict[Key, tuple[int, ...]]:
         Tensors of no layer first, then each stack (T5's encoder before its decoder) layer after layer.
     """
     stacks: dict[str, list[Rule]] = {"": []}
-    for rule in family_of(model.family).rules(model):
+    for rule in rules_of(model):
         stacks.setdefault(_stack_of(rule.megatron), []).append(rule)
     shapes = {Key(rule.megatron, None): _shape(rule.megatron, model) for rule in stacks.pop("")}
     for stack, rules in stacks.items():
@@ -36,7 +36,7 @@ def num_layers(stack: str, model: ModelConfig) -> int:
 
 def rules_by_name(model: ModelConfig) -> dict[str, Rule]:
     """The rule of each ``Key.name``."""
-    return {rule.megatron: rule for rule in family_of(model.family).rules(model)}
+    return {rule.megatron: rule for rule in rules_of(model)}
 
 
 def rows_of(shape: tuple[int, ...], start: int, stop: int, dtype: torch.dtype) -> Place:

@@ -1,9 +1,10 @@
-"""Which GPTs can be built that no Hugging Face config describes? With other positions, or fewer key/value heads."""
+"""Describe GPTs that no Hugging Face config does: other positions, or other key/value heads."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig, PositionEmbedding
@@ -52,3 +53,17 @@ def with_variant(
             )
         model = replace(model, num_query_groups=groups[attention_head_type])
     return model
+
+
+def variant_of(model: ModelConfig, stored: Mapping[str, Any]) -> ModelConfig:
+    """``model`` as the variant that a checkpoint says it holds.
+
+    Args:
+        model: As its Hugging Face config describes it.
+        stored: A saved ``ModelConfig.to_dict()``, or Megatron-LM's arguments, which use the same names.
+    """
+    if model.architecture != "gpt":
+        return model
+    positions = next((ours for ours, name in _POSITIONS.items() if name == stored.get("position_embedding_type")), None)
+    heads = {1: "multiquery", model.num_attention_heads: "multihead"}.get(stored.get("num_query_groups", 0))
+    return with_variant(model, positions, heads)

@@ -285,10 +285,10 @@ def test_a_flipped_bit_is_found(own: Path) -> None:
         open_distributed(own, None)
 
 
-def test_a_variant_that_no_config_describes_is_refused(own: Path) -> None:
+def test_a_model_that_no_config_describes_is_refused(own: Path) -> None:
     description = _change_meta(own)["model_description"]
-    _change_meta(own, model_description={**description, "position_embedding_type": "rope"})
-    with pytest.raises(CheckpointError, match="position_embedding_type=rope .the config says learned_absolute"):
+    _change_meta(own, model_description={**description, "activation": "relu"})
+    with pytest.raises(CheckpointError, match="activation=relu .the config says gelu_tanh"):
         open_distributed(own, None)
 
 

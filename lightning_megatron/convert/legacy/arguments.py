@@ -1,13 +1,12 @@
 """Which Hugging Face model is a legacy checkpoint? Told from Megatron-LM's arguments and the shapes of its tensors.
 
 Sizes come from the tensors, which cannot be wrong; arguments say what no tensor shows. The oldest checkpoints have no
-arguments: then Megatron-LM's own defaults hold, which NVIDIA's published 345M models were trained with.
+arguments: of these only NVIDIA's published 345M models are known, by their shapes.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +17,13 @@ from lightning_megatron.convert.stored.base import Key
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.models.config import Architecture
 
-_log = logging.getLogger(__name__)
-
 _GIVE_A_CONFIG = "give the Hugging Face config.json of the same model with --config"
-_HEAD_WIDTH = 64
-"""Of NVIDIA's published models."""
+_PUBLISHED: Mapping[str, Any] = {
+    "gpt": ((24, 1024, 4096, 1024), (50257,), {"openai_gelu": True, "tokenizer_type": "GPT2BPETokenizer"}),
+    "bert": ((24, 1024, 4096, 512), (28996, 30522), {"openai_gelu": False}),
+}
+"""NVIDIA's GPT-2 345M and BERT 345M: layers, width, width of the MLP and positions; tokens without padding; and what no
+tensor shows. All of them have 16 heads."""
 _GPT2_VOCABULARY = 50257
 _LARGEST_PADDING = 128
 """Rows, times tp: Megatron-LM's ``--make-vocab-size-divisible-by``."""
@@ -82,6 +83,11 @@ class Shapes:
         return self.size("mlp.linear_fc1.weight", 0) == 2 * self.size("mlp.linear_fc2.weight", 1)
 
 
+def is_own(arguments: Mapping[str, Any] | None) -> bool:
+    """Whether ``convert`` wrote them: they then say which variant of its Hugging Face config the model is."""
+    return HUGGING_FACE_CONFIG in (arguments or {})
+
+
 def own_config(arguments: Mapping[str, Any]) -> Any:
     """The Hugging Face config object that ``convert`` wrote beside Megatron-LM's arguments; None in other checkpoints.
 
@@ -112,7 +118,7 @@ def hf_config_of(arguments: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]
     """The fields of a Hugging Face config, ``model_type`` and ``architectures`` included.
 
     Args:
-        arguments: Megatron-LM's, by name; perhaps none.
+        arguments: Megatron-LM's, by name.
         shapes: Of the whole tensors.
 
     Raises:
@@ -131,39 +137,49 @@ def hf_config_of(arguments: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]
     return _gpt(arguments, shapes)
 
 
+def published_arguments(shapes: Shapes) -> dict[str, Any]:
+    """What NVIDIA trained a model of these shapes with, whose file does not say it.
+
+    Raises:
+        CheckpointError: If it is none of those that NVIDIA published: heads are never guessed.
+    """
+    sizes, vocabularies, arguments = _PUBLISHED.get(shapes.architecture, ((), (), {}))
+    rows = shapes.size("embedding.word_embeddings.weight", 0)
+    found = (
+        shapes.num_layers[shapes.stack],
+        shapes.size("embedding.word_embeddings.weight", 1),
+        shapes.size("mlp.linear_fc1.weight", 0),
+        (shapes.shape("embedding.position_embeddings.weight") or (0,))[0],
+    )
+    if found != sizes or not any(0 <= rows - known < _LARGEST_PADDING * shapes.tp for known in vocabularies):
+        raise CheckpointError(
+            f"the checkpoint has no arguments (args), and its shapes ({found[0]} layers of {found[1]} columns, "
+            f"{rows} rows of vocabulary) are not those of NVIDIA's GPT-2 345M or BERT 345M, so that nothing says how "
+            f"many heads its attention has; {_GIVE_A_CONFIG}"
+        )
+    return {"num_attention_heads": 16, **arguments}
+
+
 def vocab_size(arguments: Mapping[str, Any], shapes: Shapes) -> tuple[int, bool]:
     """Tokens without padding, and whether something says so; else all rows of the embedding are counted."""
     rows = shapes.size("embedding.word_embeddings.weight", 0)
     original = arguments.get("orig_vocab_size")
     if type(original) is int and 0 < original <= rows:
         return original, True
-    is_gpt2s = arguments.get("tokenizer_type", "GPT2BPETokenizer") == "GPT2BPETokenizer"
+    is_gpt2s = arguments.get("tokenizer_type") == "GPT2BPETokenizer"
     if shapes.architecture == "gpt" and is_gpt2s and 0 <= rows - _GPT2_VOCABULARY < _LARGEST_PADDING * shapes.tp:
         return _GPT2_VOCABULARY, True
     return rows, False
 
 
 def num_heads(arguments: Mapping[str, Any], shapes: Shapes) -> int:
-    """Attention heads, which no tensor shows; without arguments as wide as NVIDIA's.
+    """Attention heads, which no tensor shows.
 
     Raises:
-        CheckpointError: If they do not divide the width of the attention.
+        CheckpointError: If nothing says how many, or they do not divide the width of the attention.
     """
     width = shapes.size("self_attention.linear_proj.weight", 1)
     heads = arguments.get("num_attention_heads")
-    if heads is None:
-        if width == 0 or width % _HEAD_WIDTH:
-            raise CheckpointError(
-                f"the checkpoint does not say how many heads its attention of {width} columns has, and they are not of "
-                f"{_HEAD_WIDTH} columns as those of NVIDIA's models; {_GIVE_A_CONFIG}"
-            )
-        heads = width // _HEAD_WIDTH
-        _log.warning(
-            "the checkpoint does not say how many heads its attention has: %d of %d columns, as NVIDIA's models have; "
-            "give the model's config with --config if it has others",
-            heads,
-            _HEAD_WIDTH,
-        )
     if type(heads) is not int or heads < 1 or width == 0 or width % heads != 0:
         raise CheckpointError(
             f"args.num_attention_heads={str(heads)[:40]} does not divide the {width} columns of the attention's "
@@ -186,10 +202,8 @@ def _epsilon(arguments: Mapping[str, Any]) -> float:
     return _number(arguments, "norm_epsilon", _number(arguments, "layernorm_epsilon", 1e-5))
 
 
-def _gelu(arguments: Mapping[str, Any], default: str) -> str:
+def _gelu(arguments: Mapping[str, Any]) -> str:
     """Which approximation; Megatron-LM's fused kernel and OpenAI's formula are the same function, with tanh."""
-    if not arguments:
-        return default
     if arguments.get("bias_gelu_fusion"):
         return "gelu_fast"
     return "gelu_new" if arguments.get("openai_gelu") else "gelu"
@@ -223,7 +237,7 @@ def _bert(arguments: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
         "num_hidden_layers": shapes.num_layers["encoder"],
         "num_attention_heads": num_heads(arguments, shapes),
         "intermediate_size": shapes.size("mlp.linear_fc1.weight", 0),
-        "hidden_act": _gelu(arguments, default="gelu"),
+        "hidden_act": _gelu(arguments),
         "hidden_dropout_prob": hidden_dropout,
         "attention_probs_dropout_prob": attention_dropout,
         "max_position_embeddings": shapes.size("embedding.position_embeddings.weight", 0),
@@ -246,7 +260,7 @@ def _gpt(arguments: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
     kind = arguments.get("position_embedding_type")
     if kind == "alibi" or shapes.has("embedding.norm.weight"):
         raise _no_family("ALiBi, of which its arguments do not say enough")
-    is_rotary = kind == "rope" or arguments.get("use_rotary_position_embeddings") or not arguments
+    is_rotary = kind == "rope" or arguments.get("use_rotary_position_embeddings")
     if is_rotary and is_rms and shapes.is_gated and arguments.get("swiglu", True):
         return _llama(arguments, shapes)
     raise _no_family(
@@ -278,7 +292,7 @@ def _gpt2(arguments: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
         "n_layer": shapes.num_layers["decoder"],
         "n_head": heads,
         "n_inner": inner,
-        "activation_function": _gelu(arguments, default="gelu_new"),
+        "activation_function": _gelu(arguments),
         "resid_pdrop": hidden_dropout,
         "embd_pdrop": hidden_dropout,
         "attn_pdrop": attention_dropout,
@@ -313,7 +327,7 @@ def _llama(arguments: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
         "rms_norm_eps": _epsilon(arguments),
         "hidden_act": "silu",
         "rope_parameters": _rope(arguments),
-        "attention_dropout": _dropouts(arguments)[1] if arguments else 0.0,
+        "attention_dropout": _dropouts(arguments)[1],
         "initializer_range": _number(arguments, "init_method_std", 0.02),
         "tie_word_embeddings": is_tied(arguments, shapes),
     }

@@ -108,7 +108,7 @@ def check_copies(files: RankFiles, stacked: Stacked, model: ModelConfig) -> None
         if key not in stacked.tensors:
             raise CheckpointError(f"{files.path} has a copy of {_named(key)} and not the tensor itself; copy it again")
         axis = split_axis(key.name)
-        first, other = Merged(shards=stacked.tensors[key], axis=axis), Merged(shards=shards, axis=axis)
+        first, other = (Merged(name=key.name, shards=each, axis=axis) for each in (stacked.tensors[key], shards))
         if first.shape != other.shape or not _are_equal(first, other):
             raise CheckpointError(
                 f"the stages of {files.path} disagree in {_named(key)}, of which both have a copy; it is damaged, or a "

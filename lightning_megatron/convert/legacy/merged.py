@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from lightning_megatron.convert.filling import Filling
 from lightning_megatron.convert.legacy.names import split_axis
 from lightning_megatron.convert.legacy.qkv import shard_order
 from lightning_megatron.convert.pickled.tensor_handle import TensorHandle
@@ -25,6 +26,7 @@ _READ_TOO_MUCH = 2
 class Merged:
     """A whole tensor made of shards."""
 
+    name: str
     shards: tuple[TensorHandle, ...]
     """Of the tensor-parallel ranks, alike in shape; one if every rank has all."""
     axis: Literal[0, 1] | None
@@ -56,30 +58,30 @@ class Merged:
             return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
         if len(self.shards) == 1 and self.order is None:
             return self.shards[0].rows(start, stop)
-        result = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
+        result = Filling(self.name, torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype))
         rows = torch.arange(start, stop) if self.order is None else self.order[start:stop]
         per_shard = self.shards[0].shape[0]
         for number, shard in enumerate(self.shards):
             places = ((rows >= number * per_shard) & (rows < (number + 1) * per_shard)).nonzero().flatten()
             if len(places):
                 _fill(result, places, shard, rows[places] - number * per_shard)
-        return result
+        return result.whole()
 
 
-def _fill(result: torch.Tensor, places: torch.Tensor, shard: TensorHandle, rows: torch.Tensor) -> None:
+def _fill(result: Filling, places: torch.Tensor, shard: TensorHandle, rows: torch.Tensor) -> None:
     """Put the rows ``rows`` of a shard into the places ``places`` of ``result``."""
     first, last = int(rows.min()), int(rows.max())
     if last - first < _READ_TOO_MUCH * len(rows):
-        result[index(places)] = shard.rows(first, last + 1)[index(rows - first)]
+        result.put(index(places), shard.rows(first, last + 1)[index(rows - first)])
         return
     borders = (rows.diff() != 1).nonzero().flatten() + 1
     for part, targets in zip(rows.tensor_split(borders), places.tensor_split(borders), strict=True):
-        result[index(targets)] = shard.rows(int(part[0]), int(part[-1]) + 1)
+        result.put(index(targets), shard.rows(int(part[0]), int(part[-1]) + 1))
 
 
 def whole_shape(key: Key, shards: Sequence[TensorHandle]) -> tuple[int, ...]:
     """Of the tensor ``key`` that these shards make, with padding."""
-    return Merged(shards=tuple(shards), axis=split_axis(key.name)).shape
+    return Merged(name=key.name, shards=tuple(shards), axis=split_axis(key.name)).shape
 
 
 def merged(key: Key, shards: Sequence[TensorHandle], model: ModelConfig, version: float) -> Merged:
@@ -93,7 +95,7 @@ def merged(key: Key, shards: Sequence[TensorHandle], model: ModelConfig, version
     """
     axis, tp = split_axis(key.name), len(shards)
     if axis is None:
-        return Merged(shards=(shards[0],), axis=None)
+        return Merged(name=key.name, shards=(shards[0],), axis=None)
     order = None
     if kinds := next((number for module, number in _KINDS.items() if module in key.name), None):
         of_shard = shard_order(version, kinds, model.num_attention_heads // tp, model.kv_channels)
@@ -103,4 +105,4 @@ def merged(key: Key, shards: Sequence[TensorHandle], model: ModelConfig, version
         # Each shard has its part of the gates, then its part of the other branch.
         rows = shards[0].shape[0]
         order = torch.arange(rows * tp).view(tp, 2, rows // 2).transpose(0, 1).flatten()
-    return Merged(shards=tuple(shards), axis=axis, order=order)
+    return Merged(name=key.name, shards=tuple(shards), axis=axis, order=order)

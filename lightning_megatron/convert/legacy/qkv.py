@@ -14,23 +14,30 @@ from __future__ import annotations
 import torch
 
 from lightning_megatron.errors import CheckpointError
+from lightning_megatron.models.config import ModelConfig
 
 VERSIONS = (0.0, 1.0, 2.0, 3.0)
 
 
-def check_version(version: float, has_query_groups: bool) -> None:
-    """Raise if it is not known how the rows are ordered.
+def check_version(version: float, model: ModelConfig, tp: int) -> None:
+    """Raise if it is not known how the rows of ``model`` are ordered on ``tp`` ranks.
 
     Raises:
-        CheckpointError: If the version is another one, or grouped queries stand in one that had none.
+        CheckpointError: If the version is another one, grouped queries stand in one that had none, or a rank has a
+            part of a head.
     """
     if version not in VERSIONS:
         raise CheckpointError(
             f"checkpoint_version={version:g} is unknown; known are {', '.join(f'{each:g}' for each in VERSIONS)}"
         )
-    if version < 2.0 and has_query_groups:
+    if version < 2.0 and model.num_query_groups != model.num_attention_heads:
         raise CheckpointError(
             f"checkpoint_version={version:g} has no query groups, and the model has; correct its description"
+        )
+    if version < 2.0 and model.num_attention_heads % tp != 0:
+        raise CheckpointError(
+            f"num_attention_heads: expected a multiple of the checkpoint's tp={tp}, got {model.num_attention_heads}; "
+            "give the config.json that belongs to it with --config"
         )
 
 

@@ -13,7 +13,15 @@ import torch
 
 from lightning_megatron.convert.companions import companion_files
 from lightning_megatron.convert.contents import OF_MEGATRON_LM
-from lightning_megatron.convert.legacy.arguments import Shapes, bert_task, hf_config_of, own_config, vocab_size
+from lightning_megatron.convert.legacy.arguments import (
+    Shapes,
+    bert_task,
+    hf_config_of,
+    is_own,
+    own_config,
+    published_arguments,
+    vocab_size,
+)
 from lightning_megatron.convert.legacy.comparison import check_copies, check_layout, check_tensors
 from lightning_megatron.convert.legacy.layout import RankFiles, find_files, is_legacy
 from lightning_megatron.convert.legacy.merged import Merged, merged, whole_shape
@@ -26,6 +34,7 @@ from lightning_megatron.convert.shapes import tensor_shapes
 from lightning_megatron.convert.stored.base import Key, Spec, Training
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.models.variants import variant_of
 
 __all__ = ["LegacyModel", "is_legacy", "open_legacy"]
 
@@ -66,8 +75,10 @@ def open_legacy(path: Path, config: Path | None = None, iteration: int | None = 
     if hf_config is None:
         hf_config = _told_config(path, first.arguments, shapes)
     model = _described(hf_config, shapes)
+    if config is None and is_own(first.arguments):
+        model = variant_of(model, first.arguments)
     version = _version(first)
-    check_version(version, has_query_groups=model.num_query_groups != model.num_attention_heads)
+    check_version(version, model, files.tp)
     check_tensors(files, stacked, shapes.of, model)
     check_copies(files, stacked, model)
     training, moments = read_training(files, states, stacked)
@@ -85,6 +96,7 @@ def open_legacy(path: Path, config: Path | None = None, iteration: int | None = 
 
 def _told_config(path: Path, arguments: Mapping[str, Any], shapes: Shapes) -> Any:
     """The Hugging Face config that the arguments and the shapes tell."""
+    arguments = arguments or published_arguments(shapes)
     layers, found = arguments.get("num_layers"), shapes.num_layers[shapes.stack]
     if type(layers) is int and layers > found:
         raise CheckpointError(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lightning_megatron.convert.filling import Filling
 from lightning_megatron.convert.legacy.names import VOCABULARY, split_axis
 from lightning_megatron.convert.stored.base import Key, Spec, StoredModel
 from lightning_megatron.models.config import ModelConfig
@@ -53,7 +54,7 @@ class TensorParallel:
             A tensor on the CPU with memory of its own, in the source's dtype.
         """
         shape = self.shape(key, spec.shape)
-        shard = torch.empty(shape, dtype=spec.dtype)
+        shard = Filling(key.name, torch.empty(shape, dtype=spec.dtype))
         columns = slice(None)
         if split_axis(key.name) == 1:
             columns = slice(rank * shape[1], (rank + 1) * shape[1])
@@ -63,10 +64,11 @@ class TensorParallel:
         for start, stop in self._ranges(key, rank, shape[0], spec.shape[0]):
             for first in range(start, stop, step):
                 rows = source.read(key, first, min(first + step, stop))
-                shard[filled : filled + len(rows)] = rows[:, columns] if rows.dim() > 1 else rows
+                shard.put(slice(filled, filled + len(rows)), rows[:, columns] if rows.dim() > 1 else rows)
                 filled += len(rows)
-        shard[filled:] = 0
-        return shard
+        if key.name in VOCABULARY:
+            shard.put(slice(max(0, spec.shape[0] - rank * shape[0]), None), 0)
+        return shard.whole()
 
     def _ranges(self, key: Key, rank: int, rows: int, all_rows: int) -> Iterator[tuple[int, int]]:
         """Which rows of the whole tensor become the ``rows`` of a rank's shard, one range after the other."""

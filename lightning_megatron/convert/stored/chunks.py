@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lightning_megatron.convert.filling import Filling
 from lightning_megatron.convert.pickled.tensor_handle import TensorHandle
 from lightning_megatron.convert.pickled.unpickler import FilePart, load_pickled
 from lightning_megatron.engine.checkpoint_safety import read_table
@@ -67,9 +68,9 @@ class ChunkedFiles:
                 part = self._part(chunk, tensor.dtype, [a - s for a, s in zip(first, chunk.start, strict=True)], common)
                 if common == tuple(size):
                     return part
-                box = torch.empty(tuple(size), dtype=tensor.dtype) if box is None else box
-                box[tuple(slice(a - s, b - s) for a, b, s in zip(first, last, start, strict=True))] = part
-        return torch.empty(tuple(size), dtype=tensor.dtype) if box is None else box
+                box = box or Filling(name, torch.empty(tuple(size), dtype=tensor.dtype))
+                box.put(tuple(slice(a - s, b - s) for a, b, s in zip(first, last, start, strict=True)), part)
+        return (box or Filling(name, torch.empty(tuple(size), dtype=tensor.dtype))).whole()
 
     def _part(self, chunk: Chunk, dtype: torch.dtype, start: Sequence[int], size: tuple[int, ...]) -> torch.Tensor:
         """A box of a chunk: what is between its first and its last number is read, too."""

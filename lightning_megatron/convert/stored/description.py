@@ -8,13 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.convert.legacy.arguments import Shapes, hf_config_of, own_config, vocab_size
+from lightning_megatron.convert.legacy.arguments import Shapes, hf_config_of, is_own, own_config, vocab_size
 from lightning_megatron.convert.registry import config_object, family_of
 from lightning_megatron.convert.stored.base import Key
 from lightning_megatron.convert.stored.chunks import ChunkedFiles
 from lightning_megatron.convert.stored.distributed_names import entry_of, is_weightless
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.models.config import Architecture, ModelConfig
+from lightning_megatron.models.variants import variant_of
 
 _log = logging.getLogger(__name__)
 
@@ -31,24 +32,24 @@ def describe_run(path: Path, meta: Mapping[str, Any], config: Path | None) -> tu
         config: A ``config.json`` to use instead of the checkpoint's own.
 
     Returns:
-        Its description, and a Hugging Face config object.
+        Its description, that of a variant included, and a Hugging Face config object.
 
     Raises:
-        CheckpointError: If it names no Hugging Face config, or was trained as a variant that no such model computes.
+        CheckpointError: If it names no Hugging Face config, or is of another model.
         ConfigError: If the config is not valid.
     """
     stored: Mapping[str, Any] = meta["model_description"]
     hf_config = config_object(config) if config is not None else _own_config(path, meta)
     model = family_of(hf_config.model_type).model_config(hf_config, stored.get("task"))
     model = replace(model, **{name: stored[name] for name in _SAID_BY_THE_RUN if name in stored})
+    model = variant_of(model, stored)
     described = model.to_dict()
     others = [name for name, value in stored.items() if name in described and _plain(described[name]) != _plain(value)]
     if others:
         pairs = ", ".join(f"{name}={stored[name]} (the config says {described[name]})" for name in others)
         raise CheckpointError(
             f"checkpoint {path} is not of the model that its Hugging Face config describes: {pairs}; give the right "
-            "one with --config (no config describes models trained with position_embedding_type, attention_head_type "
-            "or a model_provider)"
+            "one with --config (no config describes models trained with a model_provider)"
         )
     return model, hf_config
 
@@ -74,7 +75,8 @@ def describe_arguments(
             "folder with it) with --config"
         )
     hf_config = _told_config(path, arguments or {}, files) if config is None else config_object(config)
-    return family_of(hf_config.model_type).model_config(hf_config), hf_config
+    model = family_of(hf_config.model_type).model_config(hf_config)
+    return (variant_of(model, arguments or {}) if config is None and is_own(arguments) else model), hf_config
 
 
 def _told_config(path: Path, arguments: Mapping[str, Any], files: ChunkedFiles) -> Any:

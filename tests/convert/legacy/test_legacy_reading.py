@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import shutil
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,11 @@ import pytest
 import torch
 
 from lightning_megatron.convert.conversion import convert
+from lightning_megatron.convert.legacy.arguments import Shapes, hf_config_of, published_arguments
 from lightning_megatron.convert.legacy.reading import is_legacy, open_legacy
 from lightning_megatron.convert.options import ConvertOptions
+from lightning_megatron.convert.registry import config_object, model_config
+from lightning_megatron.convert.shapes import tensor_shapes
 from lightning_megatron.convert.stored.base import StoredModel
 from lightning_megatron.convert.stored.hugging_face import open_hugging_face
 from lightning_megatron.errors import CheckpointError
@@ -365,32 +368,61 @@ def test_nvidias_zip_files(
     assert sorted(path for path in tmp_path.parent.rglob("*")) == before
 
 
-def test_checkpoints_without_arguments_are_nvidias(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("config", "rows", "told"),
+    [
+        ({"model_type": "gpt2"}, 50304, ("gpt2", 50257, 16, "gelu_new")),
+        # As the script of transformers and the config.json on the hub have it: with the rows that pad it.
+        ({"model_type": "megatron-bert"}, 29056, ("megatron-bert", 29056, 16, "gelu")),
+        ({"model_type": "megatron-bert"}, 30592, ("megatron-bert", 30592, 16, "gelu")),
+        ({"model_type": "gpt2"}, 50048, None),
+        ({"model_type": "gpt2", "n_layer": 23}, 50304, None),
+        ({"model_type": "gpt2", "n_inner": 2048}, 50304, None),
+        ({"model_type": "gpt2", "n_positions": 2048}, 50304, None),
+        ({"model_type": "gpt2", "n_embd": 768, "n_layer": 12}, 50304, None),
+    ],
+)
+def test_without_arguments_only_nvidias_345m_models_are_known(
+    config: dict[str, Any], rows: int, told: tuple[Any, ...] | None
+) -> None:
+    # Of the tensors of such a file no more than their shapes counts here.
+    sizes = {"n_layer": 24, "n_embd": 1024, "n_head": 16} if config["model_type"] == "gpt2" else {"hidden_size": 1024}
+    model = replace(model_config({**sizes, **config}), vocab_size=rows)
+    stack = "encoder" if model.architecture == "bert" else "decoder"
+    layers = {stack: model.num_layers}
+    shapes = Shapes(of=tensor_shapes(model), num_layers=layers, architecture=model.architecture, tp=1)
+    if told is None:
+        with pytest.raises(
+            CheckpointError, match=r"has no arguments \(args\), and its shapes .* are not those .*--config"
+        ):
+            published_arguments(shapes)
+        return
+    hf_config = config_object(hf_config_of(published_arguments(shapes), shapes))
+    activation = hf_config.activation_function if stack == "decoder" else hf_config.hidden_act
+    assert (hf_config.model_type, hf_config.vocab_size, hf_config.num_attention_heads, activation) == told
+
+
+@pytest.mark.parametrize(("columns", "tp"), [(32, 1), (64, 2), (128, 2)])
+def test_heads_that_nothing_tells_need_a_config(tmp_path: Path, columns: int, tp: int) -> None:
+    """Heads of 64 columns, as NVIDIA's have, were guessed once: one head on two ranks left both without a row."""
     from transformers import AutoModelForCausalLM, GPT2Config
 
-    config = GPT2Config(vocab_size=50257, n_layer=2, n_embd=128, n_head=2, n_positions=24)
-    model = tiny_model(AutoModelForCausalLM, config)
-    layout = Layout(
-        stages=even(2), version=None, arguments=None, padding=47, stack="transformer", attention="attention"
-    )
-    write(tmp_path, layout, gpt2(model, layout), {})
-
-    read = open_legacy(tmp_path)
-
+    model = tiny_model(AutoModelForCausalLM, GPT2Config(vocab_size=50257, n_layer=1, n_embd=columns, n_head=4))
+    layout = Layout(stages=even(1), version=None, arguments=None, padding=47, tp=tp)
+    write(tmp_path / "legacy", layout, gpt2(model, layout), {})
     model.save_pretrained(tmp_path / "hf")
-    _assert_equal(read, open_hugging_face(tmp_path / "hf"))
-    described = json.loads(read.hf_config.to_json_string())
-    assert (described["activation_function"], described["n_head"]) == ("gelu_new", 2)
-    assert "2 of 64 columns, as NVIDIA's models have" in caplog.text
+    options = ConvertOptions(load_path=tmp_path / "legacy", save_path=tmp_path / "out", to="hf")
+    with pytest.raises(CheckpointError, match="nothing says how many heads.*--config"):
+        convert(options)
+    assert not options.save_path.exists()
 
-
-def test_heads_that_nothing_tells_need_a_config(references: dict[str, StoredModel], tmp_path: Path) -> None:
-    """Of 32 columns, where NVIDIA's heads have 64: any guess would be another model."""
-    layout = Layout(stages=even(LAYERS), version=None, arguments=None)
-    write(tmp_path, layout, gpt2(_gpt2(), layout), {})
-    with pytest.raises(CheckpointError, match="how many heads its attention of 32 columns has.*--config"):
-        open_legacy(tmp_path)
-    _assert_equal(open_legacy(tmp_path, references["gpt2"].path / "config.json"), references["gpt2"])
+    reference = open_hugging_face(tmp_path / "hf")
+    _assert_equal(open_legacy(tmp_path / "legacy", tmp_path / "hf"), reference)
+    if tp == 2:
+        model.config.n_head = 1
+        model.config.save_pretrained(tmp_path / "wrong")
+        with pytest.raises(CheckpointError, match="num_attention_heads: expected a multiple of the checkpoint's tp=2"):
+            open_legacy(tmp_path / "legacy", tmp_path / "wrong")
 
 
 def test_rows_that_may_pad_the_vocabulary_are_kept_and_mentioned(

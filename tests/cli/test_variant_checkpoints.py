@@ -1,0 +1,109 @@
+"""Do the commands take the checkpoints of GPTs that no Hugging Face config describes, as Python does?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron.cli import main
+from lightning_megatron.convert.conversion import open_model
+from lightning_megatron.convert.options import ConvertOptions
+from lightning_megatron.convert.stored.base import StoredModel
+from tests.cli.corpus import VOCAB_SIZE
+from tests.cli.test_generate_command import run_command
+from tests.ranks import run_ranks
+
+_SIZES = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+_SIZES |= {"max_position_embeddings": 32, "initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": 0}
+VARIANTS: dict[str, tuple[dict[str, Any], str, str | None]] = {
+    "gpt2 that rotates with one key": ({"model_type": "gpt2", **_SIZES}, "rotary", "multiquery"),
+    "gpt2 with alibi": ({"model_type": "gpt2", **_SIZES}, "alibi", None),
+    "llama that learns its positions": (
+        {"model_type": "llama", "intermediate_size": 48, "num_key_value_heads": 2, **_SIZES},
+        "absolute",
+        "multihead",
+    ),
+}
+PROMPT = [[5, 9, 11, 40, 7]]
+
+
+def _trained(folder: str) -> dict[str, list[int]]:
+    """Train each variant for two steps, save it, and continue the prompt with it."""
+    from torch.utils.data import DataLoader
+
+    from lightning_megatron import MegatronModule
+    from tests.parity.training import Case, Layout, trainer_of
+
+    tokens = torch.arange(16).remainder(VOCAB_SIZE)
+    rows: Any = [{"input_ids": tokens, "labels": tokens}] * 4
+    written = {}
+    for name, (model, positions, heads) in VARIANTS.items():
+        trainer = trainer_of(Case(layout=Layout(tp=2), steps=2))
+        fields: dict[str, Any] = {"position_embedding_type": positions, "attention_head_type": heads}
+        module = MegatronModule(model=model, lr=1e-2, make_vocab_size_divisible_by=8, **fields)
+        trainer.fit(module, DataLoader(rows, batch_size=2))
+        trainer.save_checkpoint(f"{folder}/{name}.ckpt")
+        written[name] = module.generate(torch.tensor(PROMPT), max_new_tokens=8)[0, len(PROMPT[0]) :].tolist()
+    return written
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[int]]]:
+    folder = tmp_path_factory.mktemp("variants")
+    return folder, run_ranks(_trained, 2, str(folder))[0]
+
+
+def _opened(path: Path) -> StoredModel:
+    return open_model(path, ConvertOptions(load_path=path, save_path=path, to="megatron"))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_variant_is_generated_from_converted_and_inspected(
+    trained: tuple[Path, dict[str, list[int]]],
+    corpus: Path,
+    tmp_path: Path,
+    name: str,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    from lightning_megatron.data.corpus.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(corpus.parent / "tok")
+    own = trained[0] / f"{name}.ckpt"
+    legacy, again, other = tmp_path / "legacy", tmp_path / "again.ckpt", tmp_path / "other.ckpt"
+    for source, target, layout in (
+        (own, legacy, ["megatron-legacy", "--tp", "2", "--pp", "2"]),
+        (legacy, again, ["megatron", "--tp", "2", "--make-vocab-size-divisible-by", "8"]),
+        (own, other, ["megatron", "--pp", "2"]),
+    ):
+        assert main(["convert", "--load-path", str(source), "--save-path", str(target), "--to", *layout]) == 0
+    reference = _opened(own)
+    for path in (legacy, again, other):
+        found = _opened(path)
+        same = {"make_vocab_size_divisible_by": 8}
+        assert found.model.to_dict() | same == reference.model.to_dict() | same
+        assert found.tensors.keys() == reference.tensors.keys()
+        for key, spec in reference.tensors.items():
+            assert torch.equal(found.read(key, 0, spec.shape[0]), reference.read(key, 0, spec.shape[0])), (path, key)
+
+    prompt = tokenizer.decode(PROMPT[0])
+    assert tokenizer(prompt, add_special_tokens=False)["input_ids"] == PROMPT[0]
+    for path, tp in ((own, 1), (legacy, 2), (other, 1)):
+        options = ["--checkpoint", str(path), "--tokenizer", str(corpus.parent / "tok"), "--accelerator", "cpu"]
+        options += ["--tp", str(tp), "--prompt", prompt, "--max-new-tokens", "8", "--json"]
+        code, out, err = run_ranks(run_command, tp, options, tp > 1)[0]
+        assert code == 0, err
+        text = tokenizer.decode(trained[1][name], skip_special_tokens=True)
+        assert json.loads(out) == {"prompt": prompt, "text": text}
+
+    capfd.readouterr()
+    assert main(["convert", "--load-path", str(own), "--save-path", str(tmp_path / "hf"), "--to", "hf"]) == 2
+    assert "expected a model that Hugging Face's" in capfd.readouterr().err
+    for path in (own, legacy):
+        assert main(["inspect", str(path)]) == 0
+        assert f"position_embedding_type {reference.model.position_embedding_type}" in " ".join(
+            capfd.readouterr().out.split()
+        )
