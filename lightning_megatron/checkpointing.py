@@ -21,7 +21,7 @@ from lightning_megatron.checkpoint_io import (
     loader_state,
     only_weights,
 )
-from lightning_megatron.ckpt_path import check_local, find_checkpoint, is_of_requeue
+from lightning_megatron.ckpt_path import check_local, check_writable, find_checkpoint, is_of_requeue
 from lightning_megatron.data.serving.loaders import ResumableLoader
 from lightning_megatron.engine import checkpoint
 from lightning_megatron.engine.agreement import all_ranks_come, on_all_ranks_alike
@@ -216,10 +216,13 @@ class Checkpointing(StrategyState):
         """Load what ``load_from`` says into a model that has only its initial weights; every rank must call.
 
         Raises:
-            CheckpointError: If that fails, or the ranks have not found the same checkpoint to resume from.
+            CheckpointError: If that fails, the ranks have not found the same checkpoint to resume from, or the run
+                could not save its own.
         """
         on_all_ranks_alike(partial(_check_same, self._beginning, self.broadcast(self._beginning)))
         module = ready(self.lightning_module, "connect")
+        if fitting and not getattr(module.trainer, "fast_dev_run", False):
+            on_all_ranks_alike(partial(check_writable, self._checkpoint_folders))
         if self._load_from is not None and self._beginning is None and module not in modules_with_weights:
             load_weights(self._run_state(with_optimizer=fitting), self._load_from)
         if fitting or self._load_from is not None:
@@ -253,7 +256,14 @@ class Checkpointing(StrategyState):
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        self._saves.remove(Path(filepath))
+        self._saves.remove(Path(filepath), self._checkpoint_folders)
+
+    @property
+    def _checkpoint_folders(self) -> list[Path]:
+        """Where the Trainer's callbacks keep checkpoints, once they are set up."""
+        callbacks = ready(self.lightning_module, "connect").trainer.checkpoint_callbacks
+        folders = (getattr(callback, "dirpath", None) for callback in callbacks)
+        return [Path(folder) for folder in folders if folder is not None]
 
 
 def _check_same(mine: str | None, of_rank_0: str | None) -> None:

@@ -41,7 +41,7 @@ class Found:
     step: int
     """Optimizer steps that it has behind it."""
     time: float
-    """When it was completed; ``stat``'s ``st_mtime``."""
+    """When it was saved, in seconds of the epoch."""
     has_optimizer: bool = True
     """Whether training can go on from it; False for ``save_weights_only``."""
 
@@ -137,8 +137,9 @@ def find_newest(path: Path, step: int | None = None, *, to_resume: bool = False)
 def find_last(trainer: pl.Trainer) -> Found | None:
     """What ``ckpt_path="last"`` means: the newest of what the Trainer's callbacks have left; None before the first.
 
-    A callback's ``last.ckpt`` counts if it keeps one and that is complete, otherwise the checkpoint with most steps in
-    its folder. A run that shall go on takes one with only weights if there is no other.
+    Of each callback that is its ``last.ckpt`` if it keeps one and has saved nothing with more steps since, otherwise
+    the checkpoint with most steps in its folder. A run that shall go on takes one with only weights if there is no
+    other.
 
     Raises:
         CheckpointError: If there are checkpoints and none is complete.
@@ -156,7 +157,9 @@ def find_last(trainer: pl.Trainer) -> Found | None:
         complete = _preferred(complete_checkpoints(folder), resumes)
         lasts = [each for each in complete if re.match(callback.CHECKPOINT_NAME_LAST, each.path.name)]
         if lasts and callback.save_last:
-            found.append(max(lasts, key=lambda each: each.time))
+            last = max(lasts, key=lambda each: each.time)
+            # What has more steps and is older is of an earlier run.
+            found.append(_newest([last, *(each for each in complete if each.time >= last.time)]))
         elif complete:
             found.append(_newest(complete))
             tell = rank_zero_warn if callback.save_last else rank_zero_info
@@ -207,6 +210,22 @@ def complete_checkpoints(folder: Path) -> Iterator[Found]:
         except (CheckpointError, FileNotFoundError) as error:
             if _is_complete(folder / name):  # else another process has removed it meanwhile
                 rank_zero_warn(f"{error}. It is passed over, though its folder has all files")
+
+
+def check_writable(folders: Iterable[Path]) -> None:
+    """Raise if checkpoints surely cannot be saved in one of ``folders``, which need not exist yet.
+
+    Raises:
+        CheckpointError: If it, or what is there of the path to it, is no folder or must not be written.
+    """
+    for folder in folders:
+        there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            obstacle = "read-only" if there.is_dir() else "no folder"
+            raise CheckpointError(
+                f"checkpoints cannot be saved in {folder}: {there} is {obstacle}; give another dirpath or "
+                "default_root_dir, or Trainer(enable_checkpointing=False)"
+            )
 
 
 def is_of_requeue(path: Path) -> bool:
@@ -264,9 +283,13 @@ def _is_complete(path: Path) -> bool:
 def _found(path: Path) -> Found:
     meta = recover(path) / META
     state = load_plain(meta)
-    step = state["lightning"]["global_step"] if isinstance(state, dict) and "lightning" in state else 0
-    has_optimizer = not isinstance(state, dict) or bool(state.get("has_optimizer", True))
-    return Found(path=path, step=int(step), time=meta.stat().st_mtime, has_optimizer=has_optimizer)
+    known = state if isinstance(state, dict) else {}
+    return Found(
+        path=path,
+        step=int(known.get("lightning", {}).get("global_step", 0)),
+        time=float(known.get("time", meta.stat().st_mtime)),  # a copy has another mtime
+        has_optimizer=bool(known.get("has_optimizer", True)),
+    )
 
 
 def _other_program(path: Path) -> str | None:

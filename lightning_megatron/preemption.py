@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_megatron.ckpt_path import LAST, Found, find_last
+from lightning_megatron.engine.checkpoint import is_own_within
 from lightning_megatron.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ def refuge_of(trainer: pl.Trainer) -> Refuge | None:
         # A folder of this one run's logs, where the next run will not look.
         return Refuge(path=Path(trainer.default_root_dir).absolute() / LAST, is_found_beside_others=False)
     last = Path(keeper.last_model_path or folder / LAST)
+    if not is_own_within(last, [folder]):  # a loaded state may name anything
+        last = folder / LAST
     keeper.last_model_path = str(last)  # so that the run that goes on replaces it
     if keeper.save_last == "link" and (last.is_symlink() or not last.exists()):
         return Refuge(path=folder / _PREEMPTED, link=last)

@@ -8,8 +8,9 @@ next save is tried as if nothing had happened.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -66,7 +67,8 @@ class Saves:
         self._policy = policy
         self._saving: _Saving | None = None
         self._asked_about: _Saving | None = None
-        self._removals: list[Path] = []
+        self._removals: list[tuple[Path, tuple[Path, ...]]] = []
+        self._written: set[Path] = set()
         self.failure: ConfigError | None = None
         """Why the last save has failed; None if it has not."""
         self.newest: Path | None = None
@@ -101,7 +103,7 @@ class Saves:
                 the policy says so.
         """
         self.finish()
-        self._removals = [removal for removal in self._removals if removal != path]
+        self._removals = [removal for removal in self._removals if removal[0] != path]
         meta = {"lightning": plain_state(lightning_state)}
         start = time.monotonic()
         with self._failures(is_final, lambda: check_plain(meta)):
@@ -115,9 +117,14 @@ class Saves:
         if is_final:
             checkpoint.release_host_memory()
 
-    def remove(self, path: Path) -> None:
-        """Remove ``path``, as soon as no save that may replace it is under way or has failed."""
-        self._removals.append(path)
+    def remove(self, path: Path, folders: Iterable[Path]) -> None:
+        """Remove ``path``, as soon as no save that may replace it is under way or has failed.
+
+        Args:
+            path: A checkpoint, which Lightning may know from a state that it has loaded.
+            folders: Where checkpoints are kept. What is elsewhere stays unless this process has written it.
+        """
+        self._removals.append((path, tuple(folders)))
         if self._saving is None and self.failure is None:
             self._remove_what_is_replaced()
 
@@ -154,6 +161,7 @@ class Saves:
 
     def _succeeded(self, path: Path, run: RunState) -> None:
         self.failure = None
+        self._written.add(path)
         if run.optimizer is not None:
             self.newest = path
         elif path == self.newest:
@@ -205,9 +213,13 @@ class Saves:
         removals, self._removals = self._removals, []
         if dist.get_rank() != 0:
             return
-        for path in removals:
+        for path, folders in removals:
             try:
-                checkpoint.remove(path, in_background=self._policy.asynchronous)
+                if path in self._written or checkpoint.is_own_within(path, folders):
+                    checkpoint.remove(path, in_background=self._policy.asynchronous)
+                elif os.path.lexists(path):
+                    where = " or ".join(map(str, folders))
+                    rank_zero_warn(f"{path} stays: it is no complete checkpoint within {where}; remove it by hand")
             except OSError as error:
                 rank_zero_warn(f"checkpoint {path} could not be removed: {error}; remove it by hand")
 

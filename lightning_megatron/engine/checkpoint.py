@@ -29,7 +29,7 @@ from lightning_megatron.engine.checkpoint_state import (
     rng_file,
     sharded_state,
 )
-from lightning_megatron.engine.checkpoint_swap import recover, remove, wait_for_deletions
+from lightning_megatron.engine.checkpoint_swap import is_own_within, recover, remove, wait_for_deletions
 from lightning_megatron.engine.optimizer_state import restore_optimizer_state
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.errors import CheckpointError
@@ -38,6 +38,7 @@ __all__ = [
     "PendingSave",
     "RunState",
     "begin_save",
+    "is_own_within",
     "layout_of",
     "load",
     "read_meta",

@@ -1,7 +1,7 @@
-"""Is this checkpoint complete, and is it only data? Answered before any of it reaches a loader that could run code.
+"""Checks that a checkpoint is complete and only data, before any of it reaches a loader that could run code.
 
-Torch's distributed checkpoints keep their table of contents in a pickle, which torch loads without restriction. It is
-read here first, by an unpickler that knows the few classes such a table consists of and refuses everything else.
+Torch's distributed checkpoints keep their table of contents in a pickle, which torch loads without restriction. Here
+its names become stand-ins that do nothing, and the table is made anew from what they have kept. Torch gets that one.
 """
 
 from __future__ import annotations
@@ -30,34 +30,11 @@ _TABLE_OF_CONTENTS = ".metadata"
 _BACKENDS = "metadata.json"
 _KNOWN_BACKENDS = {"sharded_backend": "torch_dist", "common_backend": "torch"}
 
-_DCP = "torch.distributed.checkpoint"
-_TABLE_CLASSES = {
-    *(
-        (f"{_DCP}.metadata", name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-    *(
-        (f"{_DCP}.planner", name)
-        for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
-    ),
-    (f"{_DCP}.filesystem", "_StorageInfo"),
-    (f"{_DCP}.filesystem", "_StoragePrefix"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),
-}
+_TABLE_NAMES = re.compile(
+    r"torch\.distributed\.checkpoint\.(metadata|planner|filesystem)\.\w+|torch\.(Size|serialization\._get_layout)"
+    r"|collections\.OrderedDict|pathlib\.(_local\.)?PosixPath"
+)
 """Everything that a table of contents consists of, besides dtypes (torch 2.10 to 2.13)."""
-
 
 _BYTEARRAY = (b"cbuiltins\nbytearray\n", b"c__builtin__\nbytearray\n")
 """How a pickle names it."""
@@ -68,14 +45,35 @@ _MOST_ITEMS_OF_A_BYTE = 10
 """What a file may hold in its containers, items that stand in several of them counted as often: each takes a byte."""
 
 
+class _StandIn:
+    """Takes the place of a class or function that a pickle names: it keeps what it is called with, and does nothing.
+
+    No instruction of a pickle can change it: Python's unpickler leaves attributes to ``__setstate__``, which it looks
+    up on classes (here without ``self``) as on objects.
+    """
+
+    arguments: tuple[Any, ...]
+    state: Any = None
+
+    def __new__(cls, *arguments: Any) -> _StandIn:
+        made = super().__new__(cls)
+        made.arguments = arguments
+        return made
+
+    def __setstate__(self, *state: Any) -> None:
+        if not state:
+            raise CheckpointError("it would change a class when loaded")
+        (self.state,) = state
+
+
 class _TableUnpickler(pickle.Unpickler):
-    """Finds only what the table of contents of a distributed checkpoint is made of."""
+    """Finds stand-ins for what the table of contents of a distributed checkpoint is made of, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if (module, name) in _TABLE_CLASSES:
-            return super().find_class(module, name)
+        if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
+            return dtype
+        if _TABLE_NAMES.fullmatch(f"{module}.{name}"):
+            return type(name, (_StandIn,), {})
         raise CheckpointError(f"it would run {module}.{name} when loaded")
 
 
@@ -157,14 +155,49 @@ def read_table(path: Path) -> Any:
     """The table of contents of a distributed checkpoint, a ``torch.distributed.checkpoint.metadata.Metadata``.
 
     Raises:
-        CheckpointError: If it names anything but what such a table consists of, or cannot be read.
+        CheckpointError: If it names anything but what such a table consists of, points outside the checkpoint, or
+            cannot be read.
     """
     try:
-        return _TableUnpickler(io.BytesIO((path / _TABLE_OF_CONTENTS).read_bytes())).load()
+        made = _TableUnpickler(io.BytesIO((path / _TABLE_OF_CONTENTS).read_bytes())).load()
+        return _table_of(made.state)
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint {path} is not loaded: {error}; do not trust its source") from None
     except Exception as error:  # a damaged pickle raises almost anything
         raise _unreadable_table(path, error) from None
+
+
+def _table_of(state: Any) -> Any:
+    """Torch's table of what the stand-ins of its parts have kept; what no reader needs is left out."""
+    from torch.distributed.checkpoint import filesystem, metadata
+
+    def size(made: Any) -> torch.Size:
+        return torch.Size(made.arguments[0])
+
+    def entry(made: Any) -> Any:
+        if type(made).__name__ == "BytesStorageMetadata":
+            return metadata.BytesStorageMetadata()
+        boxes = [{name: size(value) for name, value in chunk.state.items()} for chunk in made.state["chunks"]]
+        return metadata.TensorStorageMetadata(
+            properties=metadata.TensorProperties(dtype=made.state["properties"].state[0]),
+            size=size(made.state["size"]),
+            chunks=[metadata.ChunkStorageMetadata(**box) for box in boxes],
+        )
+
+    def index(made: Any) -> Any:
+        offset = made.state.get("offset")
+        return metadata.MetadataIndex(made.state["fqn"], None if offset is None else size(offset), made.state["index"])
+
+    def place(made: Any) -> Any:
+        name = made.state["relative_path"]
+        if Path(name).name != name:
+            raise CheckpointError(f"it points outside itself, to {name!r}")
+        return filesystem._StorageInfo(**made.state)
+
+    return metadata.Metadata(
+        state_dict_metadata={name: entry(made) for name, made in state["state_dict_metadata"].items()},
+        storage_data={index(key): place(made) for key, made in state["storage_data"].items()},
+    )
 
 
 def _unreadable_table(path: Path, error: Exception) -> CheckpointError:
@@ -185,8 +218,6 @@ def _lengths_needed(path: Path) -> dict[str, int]:
 
 def _check_file(path: Path, name: str, length: int) -> None:
     file = path / name
-    if Path(name).name != name:
-        raise CheckpointError(f"checkpoint {path} points outside itself, to {name!r}; do not trust its source")
     if not file.is_file():
         raise CheckpointError(f"checkpoint {path} lacks its file {name}: it is damaged; use an earlier one")
     size = file.stat().st_size

@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
@@ -30,7 +31,7 @@ from lightning_megatron.engine.checkpoint_checksums import (
 )
 from lightning_megatron.engine.checkpoint_failures import failures_as_errors
 from lightning_megatron.engine.checkpoint_files import FileWriter, Shards, torch_bytes
-from lightning_megatron.engine.checkpoint_safety import META, check_complete, more_than_data
+from lightning_megatron.engine.checkpoint_safety import COMMON, META, check_complete, more_than_data
 from lightning_megatron.engine.checkpoint_staging import HostMemory
 from lightning_megatron.engine.checkpoint_state import SHARDING, RunState, own_meta, rng_file, sharded_state
 from lightning_megatron.engine.checkpoint_swap import PARTIAL, FolderLock, discard, start_partial, swap_in, sync
@@ -119,7 +120,7 @@ class PendingSave:
         if self._is_over:
             return
         try:
-            results, checksums = on_all_ranks_alike(self._wait)
+            results, checksums = _on_all_ranks(self._writer.wait, self._refusal)
             gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
             dist.gather_object((results, checksums), gathered)
             _on_rank_0(lambda: self._complete(gathered or []), self._refusal)
@@ -136,10 +137,6 @@ class PendingSave:
                 discard(self._partial)
             self._end()
 
-    def _wait(self) -> tuple[list[Any], dict[str, FileChecksums]]:
-        with failures_as_errors(self._refusal):
-            return self._writer.wait()
-
     def _complete(self, gathered: list[tuple[list[Any], dict[str, FileChecksums]]]) -> None:
         """Write what only rank 0 writes, ``meta.pt`` last, which says that all the rest is there."""
         assert self._plan is not None
@@ -148,6 +145,12 @@ class PendingSave:
         self._plan.writer.finish(self._plan.metadata, [results for results, _ in gathered])
         save_config(CheckpointingConfig("torch_dist", 1), str(partial))
         checksums = {name: each for _, of_rank in gathered for name, each in of_rank.items()}
+        for name, each in checksums.items():
+            if not (partial / name).is_file() or (partial / name).stat().st_size != each.size:
+                raise CheckpointError(
+                    f"rank 0 does not see {name}, as another rank has written it, in {partial}; keep checkpoints "
+                    "(dirpath, default_root_dir) on a file system that all hosts share, and let nobody else change them"
+                )
         for file in partial.iterdir():
             if file.name not in checksums:
                 sync(file)
@@ -210,15 +213,14 @@ def _begin(run: RunState, meta: dict[str, Any], path: Path, *, keep_copy: bool) 
     try:
         finish_parameter_gathers(run.chunks)
         plan = _Plan("torch_dist", 1, thread_count=_FILES_PER_RANK)
+        # megatron-core 0.16.1, dist_checkpointing/serialization.py:save does this, and leaves the ranks without each
+        # other where the folder is gone or the disk full.
+        sharded, common = save_preprocess({**sharded_state(run), "content_metadata": dict(SHARDING)})
+        _on_all_ranks(lambda: partial.mkdir(parents=True, exist_ok=True), refusal)
+        _on_rank_0(lambda: torch.save(common, partial / COMMON), refusal)
         with failures_as_errors(refusal):
-            dist_checkpointing.save(
-                sharded_state(run),
-                str(partial),
-                sharded_strategy=_spread_over_replicas(plan, run),
-                async_sharded_save=True,
-                content_metadata=dict(SHARDING),
-            )
-        shards = on_all_ranks_alike(lambda: _staged(plan, refusal, keep_copy=keep_copy))
+            _spread_over_replicas(plan, run).async_save(sharded, str(partial))
+        shards = _on_all_ranks(lambda: plan.shards(keep_copy=keep_copy), refusal)
         random_states = {rng_file(dist.get_rank()): torch_bytes(run.rng.state_dict())}
         pending = PendingSave(path, partial, FileWriter(partial, shards, random_states))
     except BaseException:
@@ -240,24 +242,22 @@ def _spread_over_replicas(plan: _Plan, run: RunState) -> Any:
     return FullyParallelSaveStrategyWrapper(plan, group)
 
 
-def _staged(plan: _Plan, refusal: str, *, keep_copy: bool) -> dict[str, Shards]:
-    with failures_as_errors(refusal):
-        return plan.shards(keep_copy=keep_copy)
-
-
 T = TypeVar("T")
+
+
+def _on_all_ranks(work: Callable[[], T], refusal: str) -> T:
+    """The result of ``work``; what it raises on one rank is raised on all of them."""
+
+    def with_refusal() -> T:
+        with failures_as_errors(refusal):
+            return work()
+
+    return on_all_ranks_alike(with_refusal)
 
 
 def _on_rank_0(work: Callable[[], T], refusal: str) -> T:
     """The result of ``work`` on rank 0 (None elsewhere); what it raises there is raised on all ranks."""
-
-    def only_there() -> T:
-        if dist.get_rank() != 0:
-            return None  # type: ignore[return-value]
-        with failures_as_errors(refusal):
-            return work()
-
-    return on_all_ranks_alike(only_there)
+    return _on_all_ranks(work if dist.get_rank() == 0 else lambda: None, refusal)  # type: ignore[return-value]
 
 
 def plain_bytes(meta: Mapping[str, Any]) -> bytes:

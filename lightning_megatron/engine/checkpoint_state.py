@@ -6,6 +6,7 @@ which models, optimizers and layouts the sharded part is good.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -60,6 +61,7 @@ def own_meta(run: RunState) -> dict[str, Any]:
         "optimizer_format": _optimizer_format(run),
         "model_description": dict(run.model_description),
         "has_checksums": True,
+        "time": time.time(),
         "hugging_face_config": None if run.hugging_face_config is None else dict(run.hugging_face_config),
     }
 

@@ -15,9 +15,10 @@ import fcntl
 import os
 import shutil
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 
-from lightning_megatron.engine.checkpoint_safety import META, check_replaceable
+from lightning_megatron.engine.checkpoint_safety import META, check_complete, check_replaceable
 from lightning_megatron.errors import CheckpointError
 
 PARTIAL = ".partial"
@@ -142,6 +143,23 @@ def remove(path: Path, *, in_background: bool = False) -> None:
     for folder in (path, path.with_name(path.name + _REPLACED), path.with_name(path.name + PARTIAL)):
         if folder.is_dir() and not _is_being_written(folder):
             _delete(folder, in_background=in_background)
+
+
+def is_own_within(path: Path, folders: Iterable[Path]) -> bool:
+    """Whether ``path`` really lies in one of ``folders``, and is a complete checkpoint, a link to one, or nothing.
+
+    A path that a loaded state names may lead anywhere: ``checkpoints/../../documents``.
+    """
+    place = path.parent.resolve() / path.name if path.is_symlink() else path.resolve()
+    if not any(folder.resolve() in place.parents for folder in folders):
+        return False
+    try:
+        there = recover(path.resolve())
+        if there.exists():
+            check_complete(there)
+    except CheckpointError:
+        return False
+    return True
 
 
 def wait_for_deletions() -> None:

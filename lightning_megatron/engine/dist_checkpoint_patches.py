@@ -1,8 +1,8 @@
-"""What must change in Megatron's checkpoint writer and reader? A row for each function.
+"""The table of what changes in Megatron's checkpoint writer and reader while they work.
 
 The writer starts a ``spawn`` manager process, which runs the user's script again (a hang without ``__main__`` guard);
-what it would do with it is done by threads in checkpoint_files.py. The reader unpickles objects without restriction;
-here only plain data comes out.
+what it would do with it is done by threads in checkpoint_files.py. The reader unpickles objects without restriction,
+or reads files again that were checked before; here only what is checked while it is read comes out.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import io
 import pickle
 import queue
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from lightning_megatron.engine.agreement import on_all_ranks_alike
-from lightning_megatron.engine.checkpoint_failures import failures_as_errors
 from lightning_megatron.engine.checkpoint_files import torch_bytes
-from lightning_megatron.engine.checkpoint_safety import check_not_packed, more_than_data
+from lightning_megatron.engine.checkpoint_safety import COMMON, check_not_packed, load_plain, more_than_data, read_table
 from lightning_megatron.engine.patching import Patch
 from lightning_megatron.errors import CheckpointError
 
@@ -28,17 +29,6 @@ _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 def _results_queue(original: Any) -> Callable[[], queue.Queue[Any]]:
     shared: queue.Queue[Any] = queue.Queue()
     return lambda: shared
-
-
-def _write_common_alike(original: Any) -> Any:
-    def save_common(self: Any, common_state_dict: Any, checkpoint_dir: Any) -> None:
-        def write() -> None:
-            with failures_as_errors("common.pt"):
-                original(self, common_state_dict, checkpoint_dir)
-
-        on_all_ranks_alike(write)
-
-    return save_common
 
 
 def _load_only_data(original: Any) -> Any:
@@ -59,6 +49,25 @@ def _load_only_data(original: Any) -> Any:
     return load_bytes
 
 
+class _TableReader(FileSystemReader):
+    """Torch's, with a table of contents that was checked while it was read."""
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path)
+        self._table = on_all_ranks_alike(lambda: read_table(Path(path)))
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        return self._table
+
+
+def _read_checked_table(original: Any) -> Callable[..., _TableReader]:
+    return lambda checkpoint_dir, cache_metadata=False: _TableReader(checkpoint_dir)
+
+
+def _load_common_checked(original: Any) -> Callable[..., Any]:
+    return lambda self, checkpoint_dir: load_plain(Path(checkpoint_dir) / COMMON)
+
+
 DIST_CHECKPOINT_PATCHES: tuple[Patch, ...] = (
     Patch(
         module=_WRITER,
@@ -69,10 +78,17 @@ DIST_CHECKPOINT_PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         module="megatron.core.dist_checkpointing.strategies.common",
-        attribute="TorchCommonSaveStrategy.save_common",
-        replacement=_write_common_alike,
-        engine="megatron-core 0.16.1",
-        reason="rank 0 writes, and where the disk is full it raises alone while the others wait for it",
+        attribute="TorchCommonLoadStrategy.load_common",
+        replacement=_load_common_checked,
+        engine="megatron-core 0.16.1 and torch 2.13",
+        reason="TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD makes torch.load unpickle what has changed since it was checked",
+    ),
+    Patch(
+        module="megatron.core.dist_checkpointing.strategies.torch",
+        attribute="_get_filesystem_reader",
+        replacement=_read_checked_table,
+        engine="megatron-core 0.16.1 and torch 2.13",
+        reason="torch's reader unpickles the table of contents without restriction",
     ),
     Patch(
         module="megatron.core.dist_checkpointing.strategies.torch",

@@ -35,15 +35,15 @@ def _while_writing_weights() -> None:
 
 
 def _after_the_own_files() -> None:
-    from lightning_megatron.engine.checkpoint_save import PendingSave
+    from lightning_megatron.engine.checkpoint_files import FileWriter
 
-    original = PendingSave._wait
+    original = FileWriter.wait
 
-    def wait(self: PendingSave) -> Any:
+    def wait(self: FileWriter) -> Any:
         original(self)
         _die()
 
-    PendingSave._wait = wait  # type: ignore[method-assign]
+    FileWriter.wait = wait  # type: ignore[method-assign]
 
 
 def _before_the_last_name() -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import pickle
 import re
 import shutil
+import signal
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +18,8 @@ import torch
 
 from lightning_megatron.engine.checkpoint_checksums import write_checksums
 from tests.checkpoint import damage
-from tests.checkpoint.runs import LLAMA, Run, fit
-from tests.ranks import run_ranks
+from tests.checkpoint.runs import LLAMA, Run, checkpoints_at, fit
+from tests.ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 
@@ -41,7 +45,8 @@ CASES: Mapping[str, tuple[damage.Damage, str]] = {
     "table empty": (damage.empty(".metadata"), "has an unreadable .metadata"),
     "table a malicious pickle": (damage.malicious_pickle(".metadata"), "it would run posix.mkdir when loaded"),
     "table malicious": (damage.malicious_table_of_contents, "it would run posix.mkdir when loaded"),
-    "table pointing outside": (damage.pointing_outside, "points outside itself"),
+    "table that changes classes": (damage.table_that_changes_classes, "it would change a class when loaded"),
+    "table pointing outside": (damage.pointing_outside, "it points outside itself, to '../other.ckpt/__0_0.distcp'"),
     "table without a tensor": (damage.without_tensor, "does not fit this run, or is damaged: .*final_layernorm.weight"),
     "backends missing": (damage.missing("metadata.json"), "lacks its file metadata.json: it is damaged"),
     "backends cut": (damage.cut_in_half("metadata.json"), "has an unreadable metadata.json"),
@@ -153,6 +158,112 @@ def test_the_malicious_entry_of_these_tests_would_really_run_code(tmp_path: Path
     }
     dcp.load(entries, checkpoint_id=path, no_dist=True)
     assert damage.marker_of(path).exists()
+
+
+def _read_twice(path: Path) -> None:
+    """As a check of names would that makes the real classes, and torch after it."""
+    import torch.distributed.checkpoint as dcp
+
+    with (path / ".metadata").open("rb") as stream:
+        pickle.load(stream)
+    with contextlib.suppress(AttributeError):  # it is no table
+        dcp.FileSystemReader(path).read_metadata()
+
+
+def test_the_table_that_changes_classes_would_really_run_code(tmp_path: Path, intact: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    shutil.copytree(intact, path)
+    damage.table_that_changes_classes(path)
+    with contextlib.suppress(RankError):  # its process cannot open its own files any more
+        run_ranks(_read_twice, 1, path)
+    assert damage.marker_of(path).exists()
+
+
+def _resume_from_what_is_exchanged(run: Run, path: Path) -> tuple[str, str]:
+    """Somebody waits until a file is checked and puts another in its place, and torch is told to be careless."""
+    import torch.distributed as dist
+
+    from lightning_megatron.engine import checkpoint
+
+    os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
+    load = checkpoint.load
+
+    def exchange_and_load(*arguments: Any) -> bool:
+        if dist.get_rank() == 0:
+            (damage.malicious_pickle if path.stem == ".metadata" else damage.malicious_torch_file)(path.stem)(path)
+        dist.barrier()
+        return load(*arguments)
+
+    checkpoint.load = exchange_and_load
+    return _attempt(run.but(ckpt_path=str(path)))
+
+
+@pytest.mark.parametrize("name", [".metadata", "common.pt"])
+def test_what_is_exchanged_after_the_check_runs_no_code(tmp_path: Path, intact: Path, name: str) -> None:
+    path = tmp_path / f"{name}.ckpt"
+    shutil.copytree(intact, path)
+    for kind, message in run_ranks(_resume_from_what_is_exchanged, 2, RUN, path):
+        assert kind == "CheckpointError", message
+        assert re.search(r"is not loaded: it (holds more than data \(|would run )posix.mkdir", message), message
+    assert not damage.marker_of(path).exists()
+
+
+def test_a_new_run_takes_no_code_from_a_checkpoint_either(tmp_path: Path, intact: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    shutil.copytree(intact, path)
+    damage.table_that_changes_classes(path)
+    write_checksums(path)
+    for kind, message in run_ranks(_resume, 2, RUN.but(strategy={"load_from": str(path)})):
+        assert (kind, "it would change a class when loaded" in message) == ("CheckpointError", True), message
+    assert not damage.marker_of(path).exists()
+
+
+def _go_on_with_paths_of_others(run: Run, folder: Path, named: Mapping[str, str], stops: bool) -> tuple[Any, list[str]]:
+    """Resume from a checkpoint whose state of ``ModelCheckpoint`` names folders elsewhere; exit code and warnings."""
+    import lightning.pytorch as pl
+
+    class Stops(pl.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            if stops:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    keeper = checkpoints_at(folder, save_top_k=1, save_last=True, every_n_train_steps=100 if stops else 1)
+    meta = Path(str(run.ckpt_path)) / "meta.pt"
+    state = torch.load(meta, weights_only=True)
+    state["lightning"]["callbacks"] = {keeper.state_key: {"best_model_score": None, **named}}  # and no dirpath
+    torch.save(state, meta)
+    write_checksums(meta.parent)
+    code = None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        try:
+            fit(run, keeper, Stops())
+        except SystemExit as ended:
+            code = ended.code
+    return code, [text for each in caught if "it is no complete checkpoint within" in (text := str(each.message))]
+
+
+@pytest.mark.parametrize("stops", [False, True], ids=["next save", "SIGTERM"])
+def test_a_loaded_state_does_not_lead_out_of_the_folder_of_checkpoints(
+    tmp_path: Path, intact: Path, stops: bool
+) -> None:
+    folder, documents, others = tmp_path / "checkpoints", tmp_path / "documents", tmp_path / "others.ckpt"
+    for path in (tmp_path / "a.ckpt", others):
+        shutil.copytree(intact, path)
+    documents.mkdir()
+    (documents / "thesis.txt").touch()
+    before = {path: path.stat().st_mtime_ns for path in [*documents.iterdir(), *others.iterdir()]}
+    named = {"best_model_path": f"{folder}/../others.ckpt", "last_model_path": f"{folder}/../documents"}
+    if stops:
+        named["last_model_path"] = named["best_model_path"]
+    run = RUN.but(strategy={"tp": 1}, trainer={"max_steps": 4}, ckpt_path=str(tmp_path / "a.ckpt"))
+
+    ((code, texts),) = run_ranks(_go_on_with_paths_of_others, 1, run, folder, named, stops)
+
+    assert {path: path.stat().st_mtime_ns for path in [*documents.iterdir(), *others.iterdir()]} == before
+    assert code == (143 if stops else None)
+    assert sorted(path.name for path in folder.iterdir()) == ["last.ckpt"] + ["step=4.ckpt"] * (not stops)
+    assert len(texts) == (0 if stops else 2), texts  # each of both once
 
 
 def _resume(run: Run) -> tuple[str, str]:

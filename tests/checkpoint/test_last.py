@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -20,11 +21,11 @@ from tests.checkpoint.runs import Run, fit
 from tests.ranks import RankError, run_ranks
 
 
-def _complete(path: Path, step: int, *, has_optimizer: bool = True) -> None:
+def _complete(path: Path, step: int, *, has_optimizer: bool = True, **more: Any) -> None:
     path.mkdir()
     for name in (".metadata", "metadata.json", "common.pt"):
         (path / name).touch()
-    torch.save({"lightning": {"global_step": step}, "has_optimizer": has_optimizer}, path / "meta.pt")
+    torch.save({"lightning": {"global_step": step}, "has_optimizer": has_optimizer, **more}, path / "meta.pt")
     os.utime(path / "meta.pt", (step, step))
 
 
@@ -91,9 +92,24 @@ def _of_two_runs(folder: Path) -> None:
     _complete(folder / "last-v1.ckpt", 3)
 
 
+def _killed_before_the_last_one_was_renewed(folder: Path) -> None:
+    """``ModelCheckpoint`` saves ``last.ckpt`` after the other."""
+    _complete(folder / "last.ckpt", 4)
+    _complete(folder / "step=6.ckpt", 6)
+
+
+def _copied(folder: Path) -> None:
+    """The same, and a copy has other times of the files."""
+    for name, step in (("last.ckpt", 4), ("step=6.ckpt", 6), ("step=8-of-an-earlier-run.ckpt", 8)):
+        _complete(folder / name, step, time=float(step % 8))
+        os.utime(folder / name / "meta.pt", (100 - step, 100 - step))
+
+
 @pytest.mark.parametrize(
     ("left", "found", "warns"),
     [
+        (_killed_before_the_last_one_was_renewed, "step=6.ckpt", False),
+        (_copied, "step=6.ckpt", False),
         (_whole, "last.ckpt", False),
         (_between_removal_and_link, "step=4.ckpt", True),
         (_link_to_a_save_that_was_killed, "step=4.ckpt", True),
@@ -307,3 +323,19 @@ def test_a_checkpoint_that_cannot_be_read_is_not_passed_over_in_silence(tmp_path
     (tmp_path / "step=4.ckpt" / "meta.pt").write_bytes(b"damaged")
     with pytest.warns(UserWarning, match=r"step=4.ckpt/meta.pt is not loaded: .* passed over"):
         assert _find(tmp_path, tmp_path) == str(tmp_path / "step=2.ckpt")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="looks with the eyes of another user")
+def test_a_read_only_folder_is_noticed() -> None:
+    from lightning_megatron.ckpt_path import check_writable
+
+    with tempfile.TemporaryDirectory() as root:  # pytest's own is for one user
+        os.setreuid(65534, 0)
+        try:
+            Path(root).chmod(0o755)
+            with pytest.raises(CheckpointError, match=f"saved in {root}/runs/checkpoints: {root} is read-only; give"):
+                check_writable([Path(root) / "runs" / "checkpoints"])
+            Path(root).chmod(0o777)
+            check_writable([Path(root) / "runs" / "checkpoints"])
+        finally:
+            os.setreuid(0, 0)

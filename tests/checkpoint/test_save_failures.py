@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 import warnings
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from lightning_megatron.engine.checkpoint_safety import check_complete
 from tests.checkpoint.engine_runs import RUN as ENGINE_RUN
 from tests.checkpoint.engine_runs import engine_run
 from tests.checkpoint.runs import Run, checkpoints_at, fit, make_module, make_trainer, shuffled_loader
@@ -107,7 +109,7 @@ def test_a_mistake_of_the_users_ends_the_run_at_the_first_save(tmp_path: Path, a
 
 
 def _train_below_a_file(run: Run, folder: Path) -> list[str]:
-    """The folder of the checkpoints cannot be made, because a file has its name."""
+    """The folder of the checkpoints cannot be made, because a file has its name; but for the third step."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(run, _make_room(folder), checkpoints_at(folder / "below"))
@@ -119,8 +121,8 @@ def _make_room(folder: Path) -> Any:
 
     class MakeRoom(pl.Callback):
         def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-            if trainer.global_step == 2 and trainer.is_global_zero:
-                folder.unlink()
+            if trainer.is_global_zero and trainer.global_step in (0, 2):
+                folder.touch() if trainer.global_step == 0 else folder.unlink()
             trainer.strategy.barrier()
 
     return MakeRoom()
@@ -128,10 +130,18 @@ def _make_room(folder: Path) -> Any:
 
 def test_a_folder_that_cannot_be_made_costs_a_warning(tmp_path: Path) -> None:
     folder = tmp_path / "not_a_folder"
-    folder.touch()
     first, _ = run_ranks(_train_below_a_file, 2, RUN, folder)
     assert len(first) == 2
     assert sorted(path.name for path in (folder / "below").iterdir()) == ["step=3.ckpt", "step=4.ckpt"]
+
+
+def test_a_folder_that_cannot_be_made_from_the_start_is_noticed_before_the_first_step(tmp_path: Path) -> None:
+    folder = tmp_path / "a_file"
+    folder.touch()
+    with pytest.raises(RankError, match=f"cannot be saved in {folder}/below: {folder} is no folder; give") as caught:
+        run_ranks(_train_below_a_file, 2, RUN, folder)
+    assert caught.value.error_type == "CheckpointError"
+    assert "step=1.ckpt" not in str(caught.value)
 
 
 def _fail_while_saving(run: Run, folder: Path) -> None:
@@ -214,6 +224,7 @@ def _fail_and_fit_again(run: Run, folder: Path) -> list[Any]:
 
     class Stops(pl.Callback):
         def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            folder.parent.touch()  # so that there cannot be a folder of that name
             if trainer.global_step == 1:
                 raise RuntimeError("stop")
 
@@ -224,21 +235,40 @@ def _fail_and_fit_again(run: Run, folder: Path) -> list[Any]:
     trainer.callbacks.remove(keeper)
     trainer.callbacks[:] = [each for each in trainer.callbacks if not isinstance(each, Stops)]
     trainer.fit(module, shuffled_loader(1))
-    return [trainer.global_step, folder.is_file()]
+    return [trainer.global_step, folder.parent.is_file()]
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_run_does_not_end_with_what_failed_in_an_earlier_one(tmp_path: Path) -> None:
-    folder = tmp_path / "not_a_folder"
-    folder.touch()
     run = RUN.but(strategy={"tp": 1})
-    assert run_ranks(_fail_and_fit_again, 1, run, folder / "below") == [[4, False]]
+    assert run_ranks(_fail_and_fit_again, 1, run, tmp_path / "a_file" / "below") == [[4, True]]
 
 
-def _save_over(path: Path) -> str:
-    from lightning_megatron.engine import checkpoint
+def _save_over(path: Path, moment: str = "", is_shared: bool = True) -> str:
+    """What saving raises.
+
+    Args:
+        path: Where to.
+        moment: The function of the save before which somebody deletes the folder.
+        is_shared: Whether the ranks see the same disk.
+    """
+    from lightning_megatron.engine import checkpoint, checkpoint_save
     from lightning_megatron.errors import CheckpointError
 
+    if moment:
+        original = getattr(checkpoint_save, moment)
+
+        def delete_and_go_on(*arguments: Any) -> Any:
+            if os.environ["RANK"] == "0":
+                shutil.rmtree(path.parent)
+            return original(*arguments)
+
+        setattr(checkpoint_save, moment, delete_and_go_on)
+    if not is_shared:
+        disk = path.parent / f"host{os.environ['RANK']}"
+        disk.mkdir()
+        os.chdir(disk)
+        path = Path(path.name)
     with engine_run(ENGINE_RUN) as state:
         try:
             checkpoint.save(state, {}, path)
@@ -258,6 +288,26 @@ def test_a_folder_of_other_files_is_not_replaced(tmp_path: Path) -> None:
     assert run_ranks(_save_over, 1, results) == [""]  # the folder is empty
     (results / ".DS_Store").touch()
     assert run_ranks(_save_over, 1, results) == [""]  # a checkpoint is replaced, whatever else somebody put into it
+
+
+@pytest.mark.parametrize("moment", ["finish_parameter_gathers", "rng_file", "FileWriter", "save_config"])
+def test_a_folder_that_vanishes_meanwhile_is_told_in_one_line_on_all_ranks(tmp_path: Path, moment: str) -> None:
+    path = tmp_path / "folder" / "a.ckpt"
+    messages = run_ranks(_save_over, 2, path, moment)
+    if any(messages):  # else there was time to make it again
+        assert all(f"checkpoint {path} is not written: " in each and "\n" not in each for each in messages), messages
+        assert not path.exists()
+    else:
+        check_complete(path)
+
+
+def test_hosts_that_share_no_disk_do_not_complete_a_checkpoint(tmp_path: Path) -> None:
+    for message in run_ranks(_save_over, 2, tmp_path / "a.ckpt", "", False):
+        assert message.startswith(
+            "checkpoint a.ckpt is not written: rank 0 does not see __1_0.distcp, as another rank has"
+        )
+        assert "on a file system that all hosts share" in message
+    assert not list(tmp_path.glob("*/a.ckpt"))
 
 
 def _left_by(run: Run, folder: Path) -> dict[str, Any]:
