@@ -65,8 +65,7 @@ def _of(state: dict[str, Any], prefix: str) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name.startswith(prefix)}
 
 
-@pytest.mark.parametrize("as_folder", [True, False])
-@pytest.mark.parametrize("optimizer", [True, False])
+@pytest.mark.parametrize(("optimizer", "as_folder"), [(True, True), (False, False)])
 def test_a_new_run_begins_with_weights_and_if_asked_with_moments(
     trained: tuple[Path, list[dict[str, Any]]], optimizer: bool, as_folder: bool
 ) -> None:
@@ -154,7 +153,7 @@ def test_an_empty_path_is_not_the_working_directory() -> None:
         MegatronStrategy(load_from="")
 
 
-@pytest.mark.parametrize("model", [{"n_head": 2}, {"activation_function": "relu"}, {"n_layer": 2}])
+@pytest.mark.parametrize("model", [{"n_head": 2}, {"n_layer": 2}])
 def test_weights_that_would_mean_something_else_are_refused_though_not_strict(
     trained: tuple[Path, list[dict[str, Any]]], model: dict[str, Any]
 ) -> None:
@@ -162,12 +161,12 @@ def test_weights_that_would_mean_something_else_are_refused_though_not_strict(
     from lightning_megatron import LoadFrom
 
     strategy = {"tp": 1, "load_from": LoadFrom(path=str(trained[0]), strict=False)}
-    with pytest.raises(RankError, match="is of another model: (num_attention_heads|activation|num_layers)=") as caught:
+    with pytest.raises(RankError, match="is of another model: (num_attention_heads|num_layers)=") as caught:
         run_ranks(_begin, 1, RUN.but(model=model, strategy=strategy))
     assert caught.value.error_type == "CheckpointError"
 
 
-@pytest.mark.parametrize("vocab_size", [110, 300])
+@pytest.mark.parametrize("vocab_size", [pytest.param(110, marks=pytest.mark.exhaustive), 300])
 def test_rows_of_new_tokens_keep_their_initial_values(
     trained: tuple[Path, list[dict[str, Any]]], vocab_size: int
 ) -> None:

@@ -13,7 +13,6 @@ from tests.ranks import run_ranks
 SAVED_AT, LAST = 2, 4
 
 CPU = [
-    pytest.param("cpu", 1, {}, "16-mixed"),
     pytest.param("cpu", 2, {"tp": 2, "sequence_parallel": True}, "32-true"),
     pytest.param("cpu", 2, {"overlap_communication": True}, "bf16-mixed"),
 ]
