@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.families.gpt_rows import FOUR_RANKS, assert_refused, sentences_with_positions
-from tests.families.parity import LAYOUTS, VOCAB_SIZE, check_family, padded_sentences, tiny_model
+from tests.families.parity import IN_EVERY_RUN, VOCAB_SIZE, check_family, padded_sentences, tiny_model
 from tests.parity.training import Layout
 
 
@@ -28,7 +28,7 @@ def _model(**fields: Any) -> Any:
     return tiny_model(AutoModelForCausalLM, GPT2Config(**{**arguments, **fields}))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", IN_EVERY_RUN)
 def test_gpt2_equals_hugging_face_in_every_layout(layout: Layout) -> None:
     check_family(_model(), layout, padded_sentences())
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.families.gpt_rows import FOUR_RANKS, INTERLEAVED, assert_refused, sentences_with_positions
+from tests.families.gpt_rows import FOUR_RANKS, INTERLEAVED, assert_refused
 from tests.families.parity import VOCAB_SIZE, check_family, padded_sentences, tiny_model
 from tests.parity.training import Layout
 
@@ -28,13 +28,12 @@ def _model(**fields: Any) -> Any:
     return tiny_model(AutoModelForCausalLM, GPTBigCodeConfig(**{**arguments, **fields}))
 
 
-@pytest.mark.parametrize("layout", [Layout(), FOUR_RANKS, Layout(tp=4)], ids=str)
+@pytest.mark.parametrize("layout", [FOUR_RANKS, pytest.param(Layout(tp=4), marks=pytest.mark.exhaustive)], ids=str)
 def test_one_key_and_value_for_all_heads_equal_hugging_face(layout: Layout) -> None:
     check_family(_model(), layout, padded_sentences())
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2), INTERLEAVED], ids=str)
-def test_a_key_and_value_for_each_head_equal_hugging_face(layout: Layout) -> None:
+def test_a_key_and_value_for_each_head_equal_hugging_face() -> None:
     model = _model(
         multi_query=False,
         tie_word_embeddings=False,
@@ -43,11 +42,7 @@ def test_a_key_and_value_for_each_head_equal_hugging_face(layout: Layout) -> Non
         scale_attention_softmax_in_fp32=False,
         activation_function="gelu",
     )
-    check_family(model, layout, padded_sentences(side="left"))
-
-
-def test_given_positions_are_used() -> None:
-    check_family(_model(), Layout(tp=2, sequence_parallel=True), sentences_with_positions())
+    check_family(model, INTERLEAVED, padded_sentences(side="left"))
 
 
 def test_fields_that_would_change_the_result_are_refused() -> None:

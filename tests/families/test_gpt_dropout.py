@@ -23,12 +23,8 @@ DROPOUTS: dict[str, dict[str, float]] = {
     "gpt2": _OF_GPT2,
     "gpt_bigcode": _OF_GPT2,
     "llama": {"attention_dropout": 0.3},
-    "mistral": {"attention_dropout": 0.3},
-    "qwen2": {"attention_dropout": 0.3},
-    "qwen3": {"attention_dropout": 0.3},
     "bloom": {"hidden_dropout": 0.2, "attention_dropout": 0.3},
     "falcon_7b": _OF_FALCON,
-    "falcon_40b": _OF_FALCON,
     "falcon_rw": _OF_FALCON,
 }
 

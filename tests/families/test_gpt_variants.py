@@ -16,7 +16,6 @@ from tests.ranks import run_ranks
 
 POSITIONS = ("absolute", "rotary", "alibi")
 HEADS = ("multihead", "multiquery")
-BLOOM = {"n_layer": 4, "hidden_size": 32, "n_head": 4, "vocab_size": 83, "initializer_range": 0.2}
 
 _GPT2: dict[str, Any] = {"model_type": "gpt2", "n_layer": 2, "n_embd": 24, "n_head": 4, "vocab_size": 83}
 _NO_DROPOUT = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -85,7 +84,7 @@ def test_unknown_names_other_architectures_and_odd_heads_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "model",
-    [*(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("gpt2", "bloom")), "llama"],
+    [pytest.param("gpt2", marks=pytest.mark.exhaustive), "llama"],
 )
 def test_every_combination_is_the_same_on_four_ranks_and_like_no_other(model: str) -> None:
     # The first losses are of the same random weights, those of later steps tell whether the gradients were right.
@@ -109,21 +108,7 @@ def _losses(model: str, layout: Layout, positions: str, heads: str) -> list[floa
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             losses.append(outputs["loss"].item())
 
-    case = Case(layout=layout, model="gpt2" if model == "bloom" else model, steps=3)
-    options = {"position_embedding_type": positions, "attention_head_type": heads}
-    module = module_of(case, **options) if model != "bloom" else _bloom(case, options)
+    case = Case(layout=layout, model=model, steps=3)
+    module = module_of(case, position_embedding_type=positions, attention_head_type=heads)
     trainer_of(case, callbacks=[Recorder()]).fit(module, loader_of(case))
     return losses
-
-
-def _bloom(case: Case, options: dict[str, Any]) -> Any:
-    from lightning_megatron import MegatronModule
-    from lightning_megatron.engine.optimizer import OptimizerOptions
-
-    return MegatronModule(
-        model={"model_type": "bloom", **BLOOM},
-        lr=case.lr,
-        optimizer=OptimizerOptions(**dict(case.optimizer)),
-        make_vocab_size_divisible_by=case.make_vocab_size_divisible_by,
-        **options,
-    )

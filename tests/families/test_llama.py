@@ -54,9 +54,8 @@ def test_padding_may_stand_on_the_left() -> None:
     check_family(_model(), FOUR_RANKS, padded_sentences(side="left"))
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-def test_more_ranks_than_key_value_heads_share_the_heads(groups: int) -> None:
-    check_family(_model(num_key_value_heads=groups), Layout(tp=4, sequence_parallel=groups == 2), padded_sentences())
+def test_more_ranks_than_key_value_heads_share_the_heads() -> None:
+    check_family(_model(), Layout(tp=4, sequence_parallel=True), padded_sentences())
 
 
 def test_tied_biased_llama_equals_hugging_face() -> None:
@@ -64,16 +63,15 @@ def test_tied_biased_llama_equals_hugging_face() -> None:
     check_family(model, Layout(tp=2, dp=2), padded_sentences(side="left"))
 
 
-@pytest.mark.parametrize("biased", ["attention_bias", "mlp_bias"])
-def test_attention_and_mlp_have_biases_of_their_own(biased: str) -> None:
-    check_family(_model(**{biased: True}), FOUR_RANKS, padded_sentences())
+def test_heads_may_be_wider_than_their_part_of_the_hidden_size_and_the_mlp_alone_have_biases() -> None:
+    check_family(_model(head_dim=12, mlp_bias=True), FOUR_RANKS, padded_sentences())
 
 
-def test_heads_may_be_wider_than_their_part_of_the_hidden_size() -> None:
-    check_family(_model(head_dim=12), FOUR_RANKS, padded_sentences())
-
-
-@pytest.mark.parametrize("kind", SCALINGS)
+# tests/unit/models/test_rotary.py compares the frequencies of all kinds.
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.exhaustive] * (kind not in ("dynamic", "llama3"))) for kind in SCALINGS],
+)
 def test_rotary_frequencies_are_scaled_as_hugging_face_scales_them(kind: str) -> None:
     model = _model(rope_parameters={"rope_type": kind, "rope_theta": 100.0, **SCALINGS[kind]})
     check_family(model, FOUR_RANKS, padded_sentences())

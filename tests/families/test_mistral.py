@@ -29,8 +29,7 @@ def _model(**fields: Any) -> Any:
     return tiny_model(AutoModelForCausalLM, MistralConfig(**{**arguments, **fields}))
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("layout", [Layout(), FOUR_RANKS], ids=str)
+@pytest.mark.parametrize(("layout", "side"), [(Layout(), "right"), (FOUR_RANKS, "left")], ids=str)
 def test_mistral_equals_hugging_face(layout: Layout, side: str) -> None:
     check_family(_model(), layout, padded_sentences(side=side))
 
@@ -39,7 +38,7 @@ def test_the_window_counts_tokens_and_not_given_positions() -> None:
     check_family(_model(), Layout(tp=2), sentences_with_positions())
 
 
-@pytest.mark.parametrize("window", [1, None, 40])
+@pytest.mark.parametrize("window", [1, None])
 def test_the_window_may_be_one_token_or_no_bound(window: int | None) -> None:
     check_family(_model(sliding_window=window), Layout(), padded_sentences())
 

@@ -42,13 +42,14 @@ FOUR_RANKS = LAYOUTS[-1]
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(x, marks=[pytest.mark.exhaustive] * (i in (2, 4, 5)), id=str(x)) for i, x in enumerate(LAYOUTS)],
+    [pytest.param(x, marks=[pytest.mark.exhaustive] * (i not in (0, 3, 6)), id=str(x)) for i, x in enumerate(LAYOUTS)],
 )
 def test_a_layout_trains_as_one_process(layout: Layout) -> None:
     # ``outcome`` also checks that all copies of a tied embedding and of a table are equal after the steps.
     assert_same_run(outcome(replace(T5, layout=layout)), outcome(T5))
 
 
+@pytest.mark.exhaustive
 def test_a_layout_trains_in_bf16_as_one_process() -> None:
     reference = replace(T5, precision="bf16-mixed")
     assert_same_within_rounding(outcome(replace(reference, layout=FOUR_RANKS)), outcome(reference), outcome(T5))
@@ -109,9 +110,8 @@ def _train_on_changing_lengths(case: Case) -> Any:
     return train_module(module_of(case), case, loader)
 
 
-@pytest.mark.parametrize("layout", [Layout(pp=2, vpp=2, num_microbatches=2), FOUR_RANKS], ids=str)
-def test_sequences_of_other_lengths_in_each_step_train_as_on_one_process(layout: Layout) -> None:
-    ranks = run_ranks(_train_on_changing_lengths, layout.world_size, replace(T5, layout=layout))
+def test_sequences_of_other_lengths_in_each_step_train_as_on_one_process() -> None:
+    ranks = run_ranks(_train_on_changing_lengths, 4, replace(T5, layout=FOUR_RANKS))
     alone = run_ranks(_train_on_changing_lengths, 1, T5)
     assert_same_run(joined_outcome(ranks), joined_outcome(alone))
 
@@ -131,7 +131,7 @@ def _num_parameters(case: Case) -> tuple[int, int]:
     return sum(parameter.numel() for parameter in module.model_chunks.parameters()), expected
 
 
-@pytest.mark.parametrize("layout", [Layout(), LAYOUTS[1], LAYOUTS[3], FOUR_RANKS], ids=str)
+@pytest.mark.parametrize("layout", [LAYOUTS[3], FOUR_RANKS], ids=str)
 def test_ranks_hold_as_many_parameters_as_the_arithmetic_says(layout: Layout) -> None:
     for held, expected in run_ranks(_num_parameters, layout.world_size, replace(T5, layout=layout)):
         assert held == expected
@@ -195,12 +195,9 @@ def test_under_sequence_parallelism_each_rank_drops_its_own_part() -> None:
     assert len(hidden) == 4 + 2 * NUM_ENCODER_LAYERS + 3 * NUM_DECODER_LAYERS
 
 
-@pytest.mark.parametrize("layout", [FOUR_RANKS, Layout(tp=2, pp=2, vpp=2, num_microbatches=2)], ids=str)
-@pytest.mark.parametrize(
-    ("method", "num_layers"), [("uniform", 2), pytest.param("block", 1, marks=pytest.mark.exhaustive)]
-)
-def test_recomputed_activations_are_dropped_where_they_were(method: str, num_layers: int, layout: Layout) -> None:
-    recomputing = replace(layout, recompute="full", recompute_method=method, recompute_num_layers=num_layers)
+def test_recomputed_activations_are_dropped_where_they_were() -> None:
+    layout = Layout(tp=2, pp=2, vpp=2, num_microbatches=2)
+    recomputing = replace(layout, recompute="full", recompute_method="uniform", recompute_num_layers=2)
     case = replace(DROPPING, steps=2)
     assert_same_run(outcome(replace(case, layout=recomputing)), outcome(replace(case, layout=layout)))
 
@@ -233,7 +230,7 @@ def test_a_checkpoint_goes_on_in_other_layouts(tmp_path: Path) -> None:
     (whole,) = run_ranks(_train, 1, RUN)
     path = tmp_path / "a.ckpt"
     run_ranks(_train_and_save, 4, RUN.but(strategy=TP2_PP2, trainer={"max_steps": 2}), path)
-    for strategy in ({}, {"pp": 2, "vpp": 2}, {"pp": 2, "transformer_config_overrides": dict(_cut(6, 1))}):
+    for strategy in ({}, {"pp": 2, "transformer_config_overrides": dict(_cut(6, 1))}):
         for trace in run_ranks(_train, strategy.get("pp", 1), RUN.but(strategy=strategy, ckpt_path=str(path))):
             for step in (3, 4, 5):
                 assert trace.steps[step]["loss"] == pytest.approx(whole.steps[step]["loss"], rel=1e-5)

@@ -48,7 +48,6 @@ def _alone(case: Case, weights: Tensors, rows: list[torch.Tensor]) -> tuple[torc
     [
         ("gpt2", Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2)),
         ("llama", Layout(pp=2, vpp=2, num_microbatches=2)),
-        ("llama", Layout(tp=2)),
     ],
     ids=str,
 )

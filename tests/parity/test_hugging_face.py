@@ -29,7 +29,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+IN_EVERY_RUN = ("gpt2", "llama_tied_mqa", "llama_of_3_1", "adam", "sgd")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.exhaustive] * (name not in IN_EVERY_RUN), id=name)
+        for name, case in CASES.items()
+    ],
+)
 def test_one_process_trains_as_hugging_face_and_torch(case: Case) -> None:
     ours = outcome_in_hugging_face_names(outcome(case), case)
     (theirs,) = run_ranks(train_hugging_face, 1, case, ours.initial_weights)

@@ -52,13 +52,9 @@ def _learn_one_at_a_time(case: Case, weights: Tensors) -> tuple[float, Tensors]:
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize(
-    ("model", "layout"),
-    [("gpt2", Layout()), ("llama", Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2))],
-    ids=str,
-)
-def test_packed_instructions_are_learned_as_one_at_a_time(model: str, layout: Layout) -> None:
-    case = Case(model=model, layout=layout, steps=1)
+def test_packed_instructions_are_learned_as_one_at_a_time() -> None:
+    layout = Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2)
+    case = Case(model="llama", layout=layout, steps=1)
     ours = joined_outcome(run_ranks(_train_packed, layout.world_size, case))
     ours = outcome_in_hugging_face_names(ours, case)
     ((loss, gradients),) = run_ranks(_learn_one_at_a_time, 1, case, ours.initial_weights)
