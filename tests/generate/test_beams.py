@@ -12,17 +12,17 @@ from tests.generate.models import Call, continued, hugging_face, prompts
 from tests.parity.training import Layout
 
 SEARCHES: tuple[dict[str, Any], ...] = (
-    {"num_beams": 2},
     {"num_beams": 4, "num_return_sequences": 4, "early_stopping": True},
     {"num_beams": 4, "length_penalty": 1.5, "early_stopping": "never", "num_return_sequences": 3},
     {"num_beams": 4, "length_penalty": -1.0, "num_return_sequences": 3},
-    {"num_beams": 4, "length_penalty": 0.0, "early_stopping": "never"},
     {"num_beams": 20, "length_penalty": 1.5, "num_return_sequences": 2},
     {"num_beams": 3, "repetition_penalty": 1.4, "min_new_tokens": 6, "num_return_sequences": 3},
 )
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2), Layout(dp=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout(tp=2, pp=2), pytest.param(Layout(dp=2), marks=pytest.mark.exhaustive)], ids=str
+)
 def test_each_kind_of_search_finds_what_hugging_face_finds(layout: Layout) -> None:
     ids, mask = prompts(lengths=(7, 3, 5))
     # Tokens that are likely somewhere, so that some beams end and some do not.
@@ -56,10 +56,9 @@ def test_several_texts_are_drawn_of_each_prompt() -> None:
     assert torch.equal(alone, shared)
 
 
-@pytest.mark.parametrize("num_beams", [1, 2])
-def test_there_may_be_fewer_prompts_than_copies_and_stages(num_beams: int) -> None:
+def test_there_may_be_fewer_prompts_than_copies_and_stages() -> None:
     ids, _ = prompts(lengths=(5,), width=5)
-    options: dict[str, Any] = {"max_new_tokens": 5, "num_beams": num_beams}
+    options: dict[str, Any] = {"max_new_tokens": 5, "num_beams": 2}
     expected = hugging_face("qwen2").generate(ids, do_sample=False, pad_token_id=0, eos_token_id=-1, **options)
     call = Call(model="qwen2", input_ids=ids, options={**options, "eos_token_id": ()})
     for layout in (Layout(dp=3), Layout(pp=4)):

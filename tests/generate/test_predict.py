@@ -17,7 +17,7 @@ LENGTHS = (7, 3, 5, 6, 2)
 """No multiple of the copies or of a batch."""
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, dp=2), Layout(pp=2)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(tp=2, dp=2), Layout(pp=2)], ids=str)
 def test_every_prompt_is_continued_once(layout: Layout) -> None:
     ids, mask = prompts(lengths=LENGTHS)
     expected = hugging_face("llama").generate(

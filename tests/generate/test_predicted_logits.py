@@ -172,10 +172,7 @@ def _gathered(directory: str, case: Case, names: tuple[str, ...]) -> list[list[A
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(),
-        pytest.param(Layout(dp=2, num_microbatches=2), marks=pytest.mark.exhaustive),
         Layout(dp=3),
-        Layout(dp=4),
     ],
     ids=str,
 )

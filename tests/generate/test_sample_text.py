@@ -30,7 +30,7 @@ def _tokenizer(folder: Path, vocab_size: int) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2, sequence_parallel=True), Layout(pp=2, num_microbatches=2)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2)], ids=str)
 def test_training_is_the_same_and_the_texts_are_those_of_the_step(
     tokenizer: Path, tmp_path: Path, layout: Layout
 ) -> None:

@@ -39,8 +39,8 @@ def _by_hugging_face(name: str) -> torch.Tensor:
     [
         (Layout(), EVERY),
         (TWO_BY_TWO, ("gpt2", "mistral", "bloom")),
-        (Layout(pp=2, vpp=2, num_microbatches=2), ("llama",)),
-        (Layout(tp=4), ("gpt_bigcode",)),
+        pytest.param(Layout(pp=2, vpp=2, num_microbatches=2), ("llama",), marks=pytest.mark.exhaustive),
+        pytest.param(Layout(tp=4), ("gpt_bigcode",), marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
@@ -56,7 +56,7 @@ def test_recorded_steps_write_what_hugging_face_writes(layout: Layout, models: t
         assert counts == [(works, works, 8 * works)] * len(calls)
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(pp=2)], ids=str)
+@pytest.mark.parametrize("layout", [pytest.param(Layout(), marks=pytest.mark.exhaustive), Layout(pp=2)], ids=str)
 def test_every_step_is_the_same_to_the_device(layout: Layout) -> None:
     ids, mask = prompts()
     options = {"max_new_tokens": 10, "static_cache": True} | NO_END

@@ -14,10 +14,8 @@ from tests.ranks import run_ranks
 
 LAYOUTS = [
     Layout(),
-    Layout(dp=2, num_microbatches=2),
     Layout(pp=2, dp=2, num_microbatches=2),
     Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2),
-    Layout(pp=2, vpp=2, num_microbatches=2),
 ]
 ROWS = 13  # more than divide by dp or microbatches: the last batches are filled up with rows that must not count
 
@@ -100,10 +98,9 @@ def _gather_in_validation(case: Case) -> dict[str, Any]:
     return module.gathered
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2, dp=2), Layout(pp=2, dp=2)], ids=str)
-def test_rows_and_losses_travel_between_the_copies_of_the_model(layout: Layout) -> None:
+def test_rows_and_losses_travel_between_the_copies_of_the_model() -> None:
     rows = Sentences(8).tokens
-    for gathered in run_ranks(_gather_in_validation, layout.world_size, Case(layout=layout)):
+    for gathered in run_ranks(_gather_in_validation, 4, Case(layout=Layout(tp=2, dp=2))):
         # Evaluation deals rows out in turn: rank 0 has rows 0, 2, 4, 6.
         torch.testing.assert_close(gathered["tokens"], torch.stack([rows[0], rows[1], rows[3]]))
         assert gathered["pair"][0].tolist() == [0.0, 1.0]

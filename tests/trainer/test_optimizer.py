@@ -51,8 +51,11 @@ def _one_step(run: Outcome, optimizer: str) -> Tensors:
     return after
 
 
-@pytest.mark.parametrize("layout", [TWO_STAGES, TWO_COPIES, Layout(dp=2, distributed_optimizer=False)], ids=str)
-@pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("adamw", TWO_STAGES), ("adam", Layout(dp=2, distributed_optimizer=False)), ("sgd", TWO_COPIES)],
+    ids=str,
+)
 def test_the_first_step_is_the_formula_without_decay_of_biases_and_norms(name: str, layout: Layout) -> None:
     optimizer = (("name", name), ("weight_decay", WEIGHT_DECAY), ("eps", EPS))
     run = outcome(Case(layout=layout, steps=1, lr=LR, optimizer=optimizer))
@@ -70,11 +73,10 @@ def _train_with_multipliers(case: Case) -> RankOutcome:
     return train(replace(case, optimizer=(*case.optimizer, ("multipliers", multipliers))))
 
 
-@pytest.mark.parametrize("layout", [TWO_STAGES, TWO_COPIES], ids=str)
-def test_multipliers_scale_learning_rate_and_decay_of_the_weights_they_name(layout: Layout) -> None:
+def test_multipliers_scale_learning_rate_and_decay_of_the_weights_they_name() -> None:
     optimizer = (("name", "sgd"), ("weight_decay", WEIGHT_DECAY))
-    case = Case(layout=layout, steps=1, lr=LR, optimizer=optimizer)
-    run = joined_outcome(run_ranks(_train_with_multipliers, layout.world_size, case))
+    case = Case(layout=TWO_COPIES, steps=1, lr=LR, optimizer=optimizer)
+    run = joined_outcome(run_ranks(_train_with_multipliers, 4, case))
     expected = _one_step(run, "sgd")
     for name, weight in run.initial_weights.items():
         gradient = run.gradients[name]
@@ -157,10 +159,9 @@ def _rates_and_moves(case: Case, kind: str, epochs: int) -> tuple[list[float], l
     return rates, moves
 
 
-@pytest.mark.parametrize("layout", [TWO_STAGES, TWO_COPIES], ids=str)
-def test_a_lambda_schedule_moves_the_weights_by_its_rates(layout: Layout) -> None:
-    case = Case(layout=layout, steps=4, lr=LR, optimizer=(("eps", EPS), ("weight_decay", 0.0)))
-    for rates, moves in run_ranks(_rates_and_moves, layout.world_size, case, "lambda", 1):
+def test_a_lambda_schedule_moves_the_weights_by_its_rates() -> None:
+    case = Case(layout=TWO_STAGES, steps=4, lr=LR, optimizer=(("eps", EPS), ("weight_decay", 0.0)))
+    for rates, moves in run_ranks(_rates_and_moves, 2, case, "lambda", 1):
         assert rates == pytest.approx([LR, 0.5 * LR, 0.0, 2 * LR])
         assert moves[2] == 0.0
         # Adam's steps are about as large as the rate.
@@ -174,10 +175,8 @@ def test_torch_schedulers_do_what_they_do_to_a_torch_optimizer(kind: str) -> Non
         assert rates == pytest.approx(_torch_rates(kind, 4))
 
 
-@pytest.mark.parametrize("layout", [TWO_STAGES, TWO_COPIES], ids=str)
-def test_the_rate_is_reduced_on_a_plateau_on_all_ranks(layout: Layout) -> None:
-    case = Case(layout=layout, steps=1, lr=LR)
-    for rates, _ in run_ranks(_rates_and_moves, layout.world_size, case, "plateau", 4):
+def test_the_rate_is_reduced_on_a_plateau_on_all_ranks() -> None:
+    for rates, _ in run_ranks(_rates_and_moves, 2, Case(layout=TWO_STAGES, steps=1, lr=LR), "plateau", 4):
         assert rates == pytest.approx([LR, LR, 0.1 * LR, 0.01 * LR])
 
 

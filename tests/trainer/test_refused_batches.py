@@ -34,10 +34,7 @@ def _message(case: Case, key: str, value: Any) -> str:
     ("key", "value", "words"),
     [
         ("input_ids", 83, ("input_ids", "83", "vocab")),
-        ("input_ids", -1, ("input_ids", "-1")),
-        ("labels", 500, ("labels", "500", "vocab")),
         ("labels", -7, ("labels", "-7", "-100")),
-        ("position_ids", 16, ("position_ids", "16")),
         ("token_types", 0, ("token_types", "input_ids, ")),
     ],
 )

@@ -12,7 +12,7 @@ import torch
 from tests.parity.training import Case, Layout, loader_of, module_of, train_module
 from tests.ranks import run_ranks
 
-CASE = Case(layout=Layout(tp=2, pp=2, num_microbatches=2), steps=2, global_batch_size=4)
+CASE = Case(layout=Layout(pp=2, num_microbatches=2), steps=2, global_batch_size=4)
 
 
 def _losses(case: Case, part: str) -> list[float]:
@@ -57,25 +57,25 @@ def _losses(case: Case, part: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def original() -> list[float]:
-    losses: list[float] = run_ranks(_losses, 4, CASE, "nothing")[0]
+    losses: list[float] = run_ranks(_losses, 2, CASE, "nothing")[0]
     return losses
 
 
 def test_the_loss_alone(original: list[float]) -> None:
-    for losses in run_ranks(_losses, 4, CASE, "loss_func"):
+    for losses in run_ranks(_losses, 2, CASE, "loss_func"):
         assert losses[0] == pytest.approx(2 * original[0], rel=1e-6)
 
 
 @pytest.mark.parametrize("part", ["get_batch", "forward_step"])
 def test_the_batch_or_the_forward_pass_alone(part: str, original: list[float]) -> None:
-    on_four = run_ranks(_losses, 4, CASE, part)
+    on_two = run_ranks(_losses, 2, CASE, part)
     (on_one,) = run_ranks(_losses, 1, CASE.on_one_process, part)
     assert on_one[0] != pytest.approx(original[0], rel=1e-3)
-    for losses in on_four:
+    for losses in on_two:
         assert losses == pytest.approx(on_one, rel=1.5e-6)
 
 
 def test_the_model_alone(original: list[float]) -> None:
     relu = replace(CASE, model_fields=(("activation_function", "relu"),))
-    assert run_ranks(_losses, 4, CASE, "model") == run_ranks(_losses, 4, relu, "nothing")
-    assert run_ranks(_losses, 4, relu, "nothing")[0] != original
+    assert run_ranks(_losses, 2, CASE, "model") == run_ranks(_losses, 2, relu, "nothing")
+    assert run_ranks(_losses, 2, relu, "nothing")[0] != original

@@ -39,7 +39,7 @@ def _metrics_on_the_way(case: Case) -> list[Metrics]:
     return seen
 
 
-@pytest.mark.parametrize("layout", [TWO_STAGES, EIGHT_RANKS], ids=str)
+@pytest.mark.parametrize("layout", [TWO_STAGES, pytest.param(EIGHT_RANKS, marks=pytest.mark.exhaustive)], ids=str)
 def test_all_ranks_see_the_same_metrics_as_one_process(layout: Layout) -> None:
     case = Case(layout=layout, labels="uneven", steps=STEPS, clip=1.0)
     first, *others = run_ranks(_metrics_on_the_way, layout.world_size, case, timeout=240)
@@ -142,7 +142,7 @@ def _captured_summary() -> Any:
         log.removeHandler(handler)
 
 
-@pytest.mark.parametrize("bar", ["tqdm", "rich"])
+@pytest.mark.parametrize("bar", ["tqdm", pytest.param("rich", marks=pytest.mark.exhaustive)])
 def test_lightnings_callbacks_and_loggers_work_under_pipeline_parallelism(tmp_path: Path, bar: str) -> None:
     case = Case(layout=TWO_STAGES, steps=STEPS)
     (first, best_again), (second, best_on_second) = run_ranks(_with_everything, 2, case, tmp_path, bar)

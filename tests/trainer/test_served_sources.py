@@ -102,7 +102,7 @@ def instructions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("rows", [{"packing": True}, {}, {"pad_to_multiple_of": 4}], ids=str)
+@pytest.mark.parametrize("rows", [{"packing": True}, {"pad_to_multiple_of": 4}], ids=str)
 def test_instructions_teach_every_layout_the_same(instructions: dict[str, Any], rows: dict[str, Any]) -> None:
     run = Run(kind="instructions", data={**instructions, **rows})
     (alone,) = _steps(run, 1)
@@ -129,7 +129,7 @@ def _hugging_face_dataset(folder: Path) -> str:
     return str(folder / "saved")
 
 
-@pytest.mark.parametrize("source", ["torch", "hugging_face"])
+@pytest.mark.parametrize("source", [pytest.param("torch", marks=pytest.mark.exhaustive), "hugging_face"])
 def test_each_pass_takes_every_item_once_over_interruptions_at_other_layouts(source: str, tmp_path: Path) -> None:
     train = Numbered() if source == "torch" else _hugging_face_dataset(tmp_path)
     run = Run(kind="dataset", data={"train": train}, max_steps=13)

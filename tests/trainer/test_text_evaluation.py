@@ -42,7 +42,6 @@ LAYOUTS = (
     Layout(),
     Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2),
     Layout(dp=3, num_microbatches=2),
-    Layout(pp=2, dp=2),
 )
 
 
