@@ -37,7 +37,9 @@ def test_the_loaders_of_all_objectives_are_measured(capfd: pytest.CaptureFixture
     assert all(float(line.split("M tokens/s")[0].split()[-1]) > 0 for line in lines)
 
 
-@pytest.mark.parametrize("name", ["smoke", "smoke-tp2", "smoke-bert", "smoke-t5"])
+@pytest.mark.parametrize(
+    "name", ["smoke-tp2", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("smoke", "smoke-bert", "smoke-t5"))]
+)
 def test_a_case_runs_and_reports_its_steps(name: str, tmp_path: Path) -> None:
     case = case_named(name)
     results = run_ranks(_measure, case.num_devices, name, str(tmp_path / "out.jsonl"))

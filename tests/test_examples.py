@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import math
-import os
-import subprocess
+import runpy
 import sys
 import sysconfig
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.corpus import VOCAB_SIZE, make_corpus, make_sentences
-from tests.ranks import ROOT
+from tests.ranks import ROOT, run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -21,16 +22,17 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-def _run(example: str, *arguments: object) -> str:
-    done = subprocess.run(
-        [sys.executable, ROOT / "examples" / example, *(str(each) for each in arguments)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+def _run(example: str, world_size: int, *arguments: object) -> str:
+    """What the first process prints, when the example is started as by torchrun."""
+    printed: list[str] = run_ranks(_main, world_size, example, [str(each) for each in arguments], timeout=240)
+    return printed[0]
+
+
+def _main(example: str, arguments: list[str]) -> str:
+    sys.argv = [example, *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(ROOT / "examples" / example), run_name="__main__")
+    return printed.getvalue()
 
 
 def _metrics(folder: Path) -> list[dict[str, str]]:
@@ -43,29 +45,26 @@ def _train_losses(folder: Path) -> list[float]:
     return [float(row["train_loss"]) for row in _metrics(folder) if row["train_loss"]]
 
 
-@pytest.mark.slow
 def test_pretrain_gpt_trains_in_four_processes_and_leaves_a_checkpoint(corpus: Path, tmp_path: Path) -> None:
     common = ("--data-path", corpus, "--vocab-size", VOCAB_SIZE, "--output", tmp_path)
-    _run("pretrain_gpt.py", *common, "--max-steps", 20)
+    _run("pretrain_gpt.py", 4, *common, "--max-steps", 20)
     assert list(tmp_path.rglob("last.ckpt"))
     losses = _train_losses(tmp_path)
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.slow
 def test_custom_train_step_trains_with_its_own_loss(corpus: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     of_every_word = AutoTokenizer.from_pretrained(corpus.parent / "tok")(" w")["input_ids"]
     common = ("--data-path", corpus, "--vocab-size", VOCAB_SIZE, "--output", tmp_path)
-    _run("custom_train_step.py", *common, "--max-steps", 20, "--key-tokens", *of_every_word)
+    _run("custom_train_step.py", 2, *common, "--max-steps", 20, "--key-tokens", *of_every_word)
     losses = _train_losses(tmp_path)
     assert losses[-1] < losses[0]
     # Each row has some: the weighted loss of a model that knows little is above the logarithm of its vocabulary.
     assert losses[0] > 1.1 * math.log(VOCAB_SIZE)
 
 
-@pytest.mark.slow
 def test_finetune_llama_learns_the_answers_and_leaves_a_hugging_face_model(corpus: Path, tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -76,7 +75,7 @@ def test_finetune_llama_learns_the_answers_and_leaves_a_hugging_face_model(corpu
     source = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, **heads))
     source.save_pretrained(tmp_path / "llama")
     tokenizer.save_pretrained(tmp_path / "llama")
-    _run("finetune_llama.py", "--model", tmp_path / "llama", "--output", tmp_path / "run", "--max-steps", 12)
+    _run("finetune_llama.py", 4, "--model", tmp_path / "llama", "--output", tmp_path / "run", "--max-steps", 12)
     losses = _train_losses(tmp_path / "run")
     assert losses[-1] < losses[0]
     tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
@@ -86,13 +85,12 @@ def test_finetune_llama_learns_the_answers_and_leaves_a_hugging_face_model(corpu
     assert len(AutoTokenizer.from_pretrained(tmp_path / "run" / "model")) == len(tokenizer)
 
 
-@pytest.mark.slow
 @pytest.mark.exhaustive
 def test_a_bert_is_pretrained_and_then_learns_to_tell_code_from_prose(tmp_path: Path) -> None:
     text = Path(sysconfig.get_path("stdlib")) / "asyncio"
     sentences = make_sentences(tmp_path, "bert", text)
     common = ("--data-path", sentences, "--tokenizer", tmp_path / "tok", "--output", tmp_path / "pretrained")
-    _run("pretrain_bert.py", *common, "--max-steps", 20)
+    _run("pretrain_bert.py", 4, *common, "--max-steps", 20)
     metrics = _metrics(tmp_path / "pretrained")
     learnt, first = float(metrics[-2]["train_lm_loss"]), float(metrics[0]["train_lm_loss"])
     assert learnt < first
@@ -101,7 +99,7 @@ def test_a_bert_is_pretrained_and_then_learns_to_tell_code_from_prose(tmp_path: 
     )
     assert 0 <= float(metrics[-1]["val_sop_accuracy"]) <= 1
     model = tmp_path / "pretrained" / "model"
-    _run("classify_bert.py", "--model", model, "--text", text, "--output", tmp_path / "run", "--max-steps", 90)
+    _run("classify_bert.py", 2, "--model", model, "--text", text, "--output", tmp_path / "run", "--max-steps", 90)
     last = _metrics(tmp_path / "run")[-1]
     # There are as many lines of one kind as of the other.
     assert float(last["val_accuracy"]) > 0.65
@@ -120,13 +118,12 @@ def test_lines_of_prose_are_told_from_code_without_their_marks() -> None:
     ]
 
 
-@pytest.mark.slow
 def test_pretrain_t5_trains_on_a_pipeline_and_leaves_a_hugging_face_model(tmp_path: Path) -> None:
     from transformers import AutoTokenizer, T5ForConditionalGeneration
 
     sentences = make_sentences(tmp_path, "t5", Path(sysconfig.get_path("stdlib")) / "asyncio")
     common = ("--data-path", sentences, "--tokenizer", tmp_path / "tok", "--output", tmp_path)
-    _run("pretrain_t5.py", *common, "--max-steps", 20)
+    _run("pretrain_t5.py", 4, *common, "--max-steps", 20)
     losses = _train_losses(tmp_path)
     assert losses[-1] < losses[0]
     model = T5ForConditionalGeneration.from_pretrained(tmp_path / "model")
@@ -138,14 +135,13 @@ def test_examples_are_short_enough_to_be_read_at_once() -> None:
         assert len(path.read_text().splitlines()) <= 100, path.name
 
 
-@pytest.mark.slow
 def test_generate_text_writes_in_four_ways(corpus: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(vocab_size=VOCAB_SIZE, n_layer=2, n_embd=16, n_head=2, n_positions=32, eos_token_id=0)
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(corpus.parent / "tok").save_pretrained(tmp_path)
-    out = _run("generate_text.py", "--model", tmp_path, "--prompts", "w1 w2", "w3", "--max-new-tokens", 6)
+    out = _run("generate_text.py", 4, "--model", tmp_path, "--prompts", "w1 w2", "w3", "--max-new-tokens", 6)
     ways = out[out.index("---- ") :].split("---- ")[1:]
     assert [way.split("\n")[0] for way in ways] == [
         *("top-p, decaying", "top-k", "top-k, after the first token of texts", "20 beams")

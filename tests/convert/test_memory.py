@@ -84,8 +84,7 @@ def _status(field: str) -> int:
     ("kind", "layout"),
     [
         ("safetensors", Layout(tp=2)),
-        ("safetensors", Layout(pp=2, num_microbatches=2)),
-        ("bin", Layout(tp=2)),
+        pytest.param("bin", Layout(pp=2, num_microbatches=2), marks=pytest.mark.exhaustive),
     ],
     ids=lambda value: str(value),
 )

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from tests.parity.hugging_face import hugging_face_model
-from tests.parity.sharding import Shard, Tensors, shards
+from tests.parity.sharding import Shard, shards
 from tests.parity.training import Case, module_of, trainer_of
 
 Rows = list[dict[str, torch.Tensor]]
@@ -88,11 +87,3 @@ def _keeping_logits(options: dict[str, Any]) -> Any:
             """There are none."""
 
     return KeepingLogits()
-
-
-def hugging_face_answer(case: Case, weights: Tensors, rows: Rows) -> tuple[torch.Tensor, float]:
-    """Logits [b, s, v] and loss of ``rows`` from Hugging Face's model with ``weights``."""
-    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    with torch.no_grad():
-        output = hugging_face_model(case, weights).eval()(**batch)
-    return output.logits, output.loss.item()

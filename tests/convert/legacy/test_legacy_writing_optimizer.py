@@ -14,7 +14,6 @@ import torch
 
 from lightning_megatron.convert.legacy.target import write_legacy
 from lightning_megatron.convert.stored.hugging_face import open_hugging_face
-from lightning_megatron.errors import ConfigError
 from tests.convert.directories import tiny_gpt2
 from tests.convert.legacy.written import GROUPS, InTraining, flat, load, of_state, options
 
@@ -22,54 +21,6 @@ from tests.convert.legacy.written import GROUPS, InTraining, flat, load, of_stat
 @functools.cache
 def _gpt2() -> Any:
     return tiny_gpt2()
-
-
-def _equal(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    return actual.dtype == expected.dtype and torch.equal(actual, expected)
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_moments_stand_under_the_numbers_of_the_parameters(tmp_path: Path, dtype: str) -> None:
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    copy.deepcopy(_gpt2()).to(dtypes[dtype]).save_pretrained(tmp_path / "hf")
-    source = InTraining(weights=open_hugging_face(tmp_path / "hf"))
-    write_legacy(source, options(tmp_path / "hf", tmp_path / "legacy", tp=2, pp=2))
-    assert (tmp_path / "legacy" / "latest_checkpointed_iteration.txt").read_text() == "7"
-    state = load(tmp_path / "legacy" / "iter_0000007" / "mp_rank_01_001" / "model_optim_rng.pt")
-    assert (state["iteration"], state["args"].consumed_train_samples) == (7, 448)
-    assert state["opt_param_scheduler"]["num_steps"] == 448
-
-    adam = state["optimizer"] if dtype == "fp32" else state["optimizer"]["optimizer"]
-    assert ("fp32_from_fp16_params" in state["optimizer"]) == (dtype == "bf16")
-    weights = flat(state["model"])
-    # Matrices in the order of the modules, then vectors.
-    decaying = [name for name, tensor in weights.items() if tensor.dim() > 1]
-    others = [name for name, tensor in weights.items() if tensor.dim() == 1]
-    assert [name.rsplit(".layers.0.")[-1] for name in decaying] == [
-        *("self_attention.query_key_value.weight", "self_attention.dense.weight"),
-        *("mlp.dense_h_to_4h.weight", "mlp.dense_4h_to_h.weight", "word_embeddings_for_head.weight"),
-    ]
-    groups = adam["param_groups"]
-    assert [group["params"] for group in groups] == [list(range(5)), list(range(5, 5 + len(others)))]
-    assert [(group["wd_mult"], group["weight_decay"], group["lr"]) for group in groups] == [
-        (1.0, 0.1, 2e-4),
-        (0.0, 0.0, 2e-4),
-    ]
-    masters = [tensor for group in state["optimizer"].get("fp32_from_fp16_params", []) for tensor in group]
-    for number, name in enumerate([*decaying, *others]):
-        # A run in float32 has one copy of its numbers, and the model's file holds it.
-        weight = weights[name] / 2 if dtype == "fp32" else weights[name]
-        assert _equal(adam["state"][number]["exp_avg"], of_state(weight, "exp_avg"))
-        assert _equal(adam["state"][number]["exp_avg_sq"], of_state(weight, "exp_avg_sq"))
-        assert adam["state"][number]["step"] == 7
-        assert dtype == "fp32" or _equal(masters[number], of_state(weight, "param"))
-
-
-def test_moments_with_a_distributed_optimizer_are_refused(tmp_path: Path) -> None:
-    _gpt2().save_pretrained(tmp_path / "hf")
-    source = InTraining(weights=open_hugging_face(tmp_path / "hf"))
-    with pytest.raises(ConfigError, match="use_distributed_optimizer=True is not possible for a"):
-        write_legacy(source, options(tmp_path / "hf", tmp_path / "legacy", use_distributed_optimizer=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lightning_megatron.convert.conversion import convert
-from lightning_megatron.convert.legacy.reading import open_legacy
-from lightning_megatron.convert.legacy.target import write_legacy
 from lightning_megatron.convert.options import ConvertOptions
-from lightning_megatron.convert.stored.hugging_face import open_hugging_face
 from tests.convert.directories import MODELS, save_as, tiny, tiny_llama
-from tests.convert.legacy.written import SCHEDULE, InTraining, options
+from tests.convert.legacy.written import options
 
 _tiny = functools.cache(tiny)
 _LAYOUTS: tuple[dict[str, Any], ...] = ({"tp": 2, "pp": 2}, {"tp": 4}, {"pp": 3})
@@ -80,36 +76,3 @@ def test_a_t5_keeps_an_output_layer_of_its_own(tmp_path: Path) -> None:
     convert(options(tmp_path / "hf", tmp_path / "legacy", pp=3))
     convert(ConvertOptions(load_path=tmp_path / "legacy", save_path=tmp_path / "back", to="hf"))
     _assert_same_directory(tmp_path / "back", tensors)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    ("name", "first", "second"),
-    [
-        ("gpt2", {"tp": 2, "pp": 2}, {"tp": 1, "pp": 3}),
-        ("megatron-bert-PreTraining", {"pp": 2}, {"tp": 2}),
-        ("llama-biases", {"tp": 2, "pp": 3}, {}),
-        ("t5", {"pp": 3}, {"tp": 3, "pp": 1}),
-    ],
-)
-def test_moments_travel_from_layout_to_layout(
-    tmp_path: Path, name: str, first: dict[str, Any], second: dict[str, Any], dtype: str
-) -> None:
-    save_as(copy.deepcopy(_tiny(name)).to(getattr(torch, dtype)), tmp_path / "hf", "safetensors")
-    run = InTraining(weights=open_hugging_face(tmp_path / "hf"))
-    write_legacy(run, options(tmp_path / "hf", tmp_path / "first", **first))
-    write_legacy(open_legacy(tmp_path / "first"), options(tmp_path / "first", tmp_path / "second", **second))
-
-    found = open_legacy(tmp_path / "second")
-    training = found.training
-    assert training is not None
-    assert (training.iteration, training.consumed_samples, training.lr_scheduler) == (7, 448, SCHEDULE)
-    for group, expected in zip(training.param_groups, run.training.param_groups, strict=True):
-        assert {name: group[name] for name in expected} == expected
-    specs = found.tensors
-    assert specs.keys() == run.tensors.keys()
-    for key, spec in run.tensors.items():
-        # A run in float32 has one copy of its numbers.
-        source = key._replace(state="param") if dtype == "float32" and key.state == "weight" else key
-        assert specs[key] == spec
-        assert torch.equal(found.read(key, 0, spec.shape[0]), run.read(source, 0, spec.shape[0])), key

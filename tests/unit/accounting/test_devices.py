@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_megatron.accounting.devices import DEVICE_PEAKS, peak_flops_per_s
+from lightning_megatron.accounting.devices import peak_flops_per_s
 
 
 def test_known_devices_have_the_datasheets_dense_peaks() -> None:
@@ -22,15 +22,3 @@ def test_an_unknown_device_has_no_peak() -> None:
 def test_a_precision_that_a_device_lacks_has_no_peak() -> None:
     assert peak_flops_per_s("Tesla T4", "bf16") is None
     assert peak_flops_per_s("Tesla T4", "fp16") == 65e12
-
-
-def test_no_device_is_listed_twice_and_each_row_names_its_source() -> None:
-    names = [name for peak in DEVICE_PEAKS for name in peak.names]
-    assert len(names) == len(set(names))
-    assert all("NVIDIA" in peak.source for peak in DEVICE_PEAKS)
-
-
-def test_tensor_cores_are_never_slower_with_fewer_bits() -> None:
-    for peak in DEVICE_PEAKS:
-        known = [value for value in (peak.fp32, peak.tf32, peak.fp16) if value is not None]
-        assert known == sorted(known), peak.names

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 
 from lightning_megatron.callbacks import LossCurve
 from lightning_megatron.callbacks.loss_curve import Curve
-from lightning_megatron.callbacks.loss_picture import LossHistory, draw_loss_picture, perplexity_ticks, smoothed
 from lightning_megatron.errors import ConfigError
 from tests.unit.callbacks.toy import ToyModule, loader, toy_trainer
 
@@ -96,44 +94,3 @@ def test_a_long_curve_stays_bounded_and_evenly_spaced() -> None:
     assert 5 <= len(steps) <= 10
     assert {later - earlier for earlier, later in zip(steps, steps[1:], strict=False)} == {128}
     assert steps[0] == 0
-
-
-def test_a_restored_curve_goes_on_like_one_that_was_never_stored() -> None:
-    whole, first, second = Curve(8), Curve(8), Curve(8)
-    for step in range(20):
-        whole.add(step, 0.5 * step)
-        first.add(step, 0.5 * step)
-    second.load_state_dict(first.state_dict())
-    for step in range(20, 61):
-        whole.add(step, 0.5 * step)
-        second.add(step, 0.5 * step)
-    assert second.points == whole.points
-
-
-def test_smoothing_does_not_move_a_straight_line() -> None:
-    line = [9.0 - 0.01 * step for step in range(500)]
-    assert smoothed(line)[:490] == pytest.approx(line[:490])  # the window of 21 is cut off at the end
-
-
-def test_smoothing_takes_the_mean_of_the_neighbours_and_skips_what_is_not_finite() -> None:
-    assert smoothed([1.0, 4.0, 1.0, 7.0]) == pytest.approx([1.0, 2.0, 4.0, 4.0])
-    assert smoothed([2.0, math.nan, math.inf, 4.0]) == pytest.approx([2.0, 2.0, 4.0, 4.0])
-    assert math.isnan(smoothed([math.nan, 1.0])[0])
-
-
-def test_perplexity_ticks_are_round_and_inside_the_axis() -> None:
-    assert perplexity_ticks(math.log(40.0), math.log(1500.0)) == [50.0, 100.0, 200.0, 500.0, 1000.0]
-    assert len(perplexity_ticks(0.0, 29.0)) <= 10
-    assert perplexity_ticks(0.0, 400.0) == []
-
-
-@pytest.mark.parametrize("log_scale", [False, True])
-def test_pictures_of_odd_histories_can_be_drawn(tmp_path: Path, log_scale: bool) -> None:
-    histories = {
-        "one": LossHistory(train=[(1, 4.0)]),
-        "nan": LossHistory(train=[(1, math.nan), (2, math.nan)], validation=[(2, math.inf)]),
-        "huge": LossHistory(train=[(1, 4.0), (2, 1e6)], resumed_at=[1, 2]),
-    }
-    for name, history in histories.items():
-        draw_loss_picture(history, tmp_path / f"{name}.png", log_scale=log_scale)
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(PNG)

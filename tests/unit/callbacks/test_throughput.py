@@ -85,12 +85,6 @@ def test_figures_are_of_the_steps_since_the_last_report(tmp_path: Path, monkeypa
     assert "peak_memory_gib" not in row
 
 
-def test_each_report_starts_a_new_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = _Slow(_Time(monkeypatch), [9.0, 1.0, 1.0, 4.0, 4.0, 2.0, 2.0])
-    rows = _fit(tmp_path, ThroughputMonitor(warmup_steps=1, every_n_steps=2), slow, max_steps=6, log_every_n_steps=2)
-    assert [float(row["step_seconds_mean"]) for row in rows] == [1.0, 2.5, 3.0]
-
-
 def test_validation_and_checkpoints_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = _Slow(_Time(monkeypatch), [1.0] * 10, checkpoint_after=7)
     options = {"val_check_interval": 3, "check_val_every_n_epoch": None, "max_steps": 10, "log_every_n_steps": 10}
@@ -152,14 +146,6 @@ def test_utilisation_is_the_fraction_of_one_devices_peak() -> None:
     assert metrics["tokens_per_s_per_device"] == 2048.0
     assert metrics["model_tflops_per_s_per_device"] == pytest.approx(2048 * 48.25e9 / 1e12)
     assert metrics["mfu"] == pytest.approx(2048 * 48.25e9 / 989e12)
-
-
-def test_a_clock_without_a_whole_step_has_nothing_to_tell() -> None:
-    clock = StepClock(torch.device("cpu"))
-    clock.mark(tokens=1, flops=1.0)
-    clock.interrupt()
-    clock.mark(tokens=1, flops=1.0)
-    assert clock.take() is None
 
 
 @pytest.mark.gpu

@@ -136,18 +136,6 @@ def test_a_builder_that_was_killed_blocks_nobody_and_leaves_nothing(tmp_path: Pa
     assert (folder / "file").read_text() == "whole"
 
 
-def test_leftovers_of_other_indices_are_removed_unless_somebody_builds_them(tmp_path: Path) -> None:
-    for name in ("dead", "alive"):
-        (tmp_path / f".building-{name}-0123").mkdir()
-        (tmp_path / f".{name}.lock").touch()
-    with open(tmp_path / ".alive.lock", "w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-
-        build_once(str(tmp_path / "index"), _write(), "corpus")
-
-    assert sorted(os.listdir(tmp_path)) == [".alive.lock", ".building-alive-0123", "index"]
-
-
 def test_who_waits_says_for_whom_and_gives_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -167,41 +155,6 @@ def test_who_waits_says_for_whom_and_gives_up(
     assert not (tmp_path / "index").exists()
     # The lock ended with the file that held it.
     assert build_once(str(tmp_path / "index"), _write(), "corpus") == ORDER
-
-
-def test_who_builds_writes_down_who_it_is(tmp_path: Path) -> None:
-    found = []
-
-    def write(staging: str) -> SampleOrder:
-        found.append((tmp_path / ".index.lock").read_text())
-        return ORDER
-
-    build_once(str(tmp_path / "index"), write, "corpus")
-
-    assert found == [f"process {os.getpid()} on {os.uname().nodename}"]
-
-
-def test_without_locks_the_first_to_finish_wins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def no_locks(descriptor: int, operation: int) -> None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    folder = str(tmp_path / "index")
-    (tmp_path / ".building-index-of-a-living-job").mkdir()
-    (tmp_path / ".building-index-forgotten").mkdir()
-    os.utime(tmp_path / ".building-index-forgotten", (0, 0))
-
-    def write_while_another_job_finishes(staging: str) -> SampleOrder:
-        build_once(folder, _write("first"), "corpus")
-        return _write("second")(staging)
-
-    assert build_once(folder, write_while_another_job_finishes, "corpus") == ORDER
-
-    assert "has no file locks" in caplog.text
-    assert (tmp_path / "index" / "file").read_text() == "first"
-    assert sorted(os.listdir(tmp_path)) == [".building-index-of-a-living-job", "index"]
 
 
 # ---- whole or not at all ------------------------------------------------------------------------------------------
@@ -322,30 +275,6 @@ def test_another_request_has_another_index(tmp_path: Path, changes: dict[str, An
     assert any(("blend" in name) == blended for name in set(os.listdir(cache)) - before)
 
 
-def test_another_spelling_of_a_split_has_the_same_index(tmp_path: Path) -> None:
-    write_corpus(tmp_path / "corpus", 50)
-    cache = tmp_path / "cache"
-    build(_request(tmp_path / "corpus", split="8,1,1"), str(cache))
-
-    build(_request(tmp_path / "corpus", split="8.0/1/1."), str(cache))
-
-    assert len(os.listdir(cache)) == 1
-
-
-def test_other_weights_have_another_blend_of_the_same_indices(tmp_path: Path) -> None:
-    write_corpus(tmp_path / "a", 50)
-    write_corpus(tmp_path / "b", 50)
-    cache = tmp_path / "cache"
-    for weight in (1.0, 2.0):
-        sources = (Source(str(tmp_path / "a"), weight), Source(str(tmp_path / "b"), 1.0))
-        build(_request(tmp_path / "a", sources=sources, num_samples=20), str(cache))
-
-    assert sorted(name[: name.rindex("-")] for name in os.listdir(cache)) == [
-        *["gpt-train"] * 2,
-        *["gpt-train-blend"] * 2,
-    ]
-
-
 def test_a_dataset_written_again_under_the_same_name_gets_a_new_index(tmp_path: Path) -> None:
     request = _request(tmp_path / "corpus")
     write_corpus(tmp_path / "corpus", 50, seed=0)
@@ -383,9 +312,3 @@ def test_a_machine_that_does_not_see_the_cache_builds_the_same_samples_for_itsel
     assert np.array_equal(_rows(samples), expected)
     assert samples.fingerprint == order.fingerprint
     assert f"not to be seen in {tmp_path}/elsewhere on this machine and is built again; set index_cache" in caplog.text
-
-
-def test_a_machine_without_the_dataset_says_so(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="data_path=.*corpus needs two files, missing"):
-        open_samples(_request(tmp_path / "corpus"), str(tmp_path / "cache"))
-    assert os.listdir(tmp_path) == []

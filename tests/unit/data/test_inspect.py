@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import tracemalloc
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lightning_megatron.data.formats.any_format import check_any_dataset
 from lightning_megatron.data.formats.description import (
@@ -19,10 +15,9 @@ from lightning_megatron.data.formats.description import (
     describe_dataset,
     first_documents,
 )
-from lightning_megatron.data.formats.distribution import distribution
 from lightning_megatron.data.formats.legacy import LegacyDatasetWriter
 from lightning_megatron.data.formats.mmap import IndexedDatasetWriter
-from lightning_megatron.data.formats.report import as_json, as_text, draw_lengths
+from lightning_megatron.data.formats.report import as_json, as_text
 from lightning_megatron.errors import DataError
 
 DOCUMENTS = [[[5, 6, 7], [1]], [], [[], [2, 3]], [list(range(300))]]
@@ -49,45 +44,6 @@ class _Letters:
 
     def decode(self, tokens: list[int]) -> str:
         return "".join(self._letters[token] for token in tokens)
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    chunks=st.lists(st.lists(st.integers(0, 30) | st.integers(0, 2**31 - 1), min_size=1), min_size=1, max_size=4),
-    share=st.sampled_from([0.01, 0.5, 0.9, 0.99, 1.0]),
-    about=st.sampled_from([1, 10, 40]),
-)
-def test_a_distribution_is_what_numpy_says(chunks: list[list[int]], share: float, about: int) -> None:
-    numbers = [number for chunk in chunks for number in chunk]
-    found = distribution(np.array(chunk, dtype=np.int32) for chunk in chunks)
-
-    assert (found.count, found.sum) == (len(numbers), sum(numbers))
-    assert (found.minimum, found.maximum) == (min(numbers), max(numbers))
-    assert found.mean == pytest.approx(float(np.mean(numbers)), rel=1e-12)
-    assert found.quantile(share) == np.percentile(numbers, 100 * share, method="inverted_cdf")
-    bins = found.bins(about)
-    assert [each.count for each in bins] == [sum(each.first <= n <= each.last for n in numbers) for each in bins]
-    assert sum(each.count for each in bins) == len(numbers)
-    assert [each.first for each in bins[1:]] == [each.last + 1 for each in bins[:-1]]
-    assert bins[0].count > 0
-    assert bins[-1].count > 0
-
-
-@pytest.mark.parametrize(
-    ("numbers", "about", "firsts"),
-    [
-        ([1, 1000], 10, [2**k for k in range(10)]),
-        ([1, 16], 10, [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 13, 16]),  # powers of the fourth root of 2, rounded
-        ([1, 5], 10, [1, 2, 3, 4, 5]),
-        ([0, 1, 2, 4], 2, [0, 1, 2, 4]),
-        ([300, 340], 10, [300, 305, 310, 315, 320, 325, 330, 335, 340]),
-        ([7], 10, [7]),
-        ([0], 10, [0]),
-        ([2**31 - 20, 2**31 - 1], 10, list(range(2**31 - 20, 2**31, 2))),
-    ],
-)
-def test_bins_begin_at_round_numbers(numbers: list[int], about: int, firsts: list[int]) -> None:
-    assert [each.first for each in distribution([np.array(numbers)]).bins(about)] == firsts
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 1 << 18])
@@ -203,35 +159,6 @@ def test_text_is_cut_and_cannot_command_the_terminal(tmp_path: Path) -> None:
     assert without.endswith(f"Document 1, 500 tokens\n  {' '.join('0' * 64)} …")
 
 
-@pytest.mark.parametrize(
-    "documents",
-    [DOCUMENTS, [[[1] * 300], [[1] * 310]], [[[1]]], [[[], []]]],
-    ids=["wide", "narrow", "one length", "only empty"],
-)
-def test_the_picture_is_a_png_that_is_replaced(tmp_path: Path, documents: list[list[list[int]]]) -> None:
-    import matplotlib.image
-
-    target = tmp_path / "new folder" / "lengths.png"
-    description = describe_dataset(_write(tmp_path / "x", documents))
-    for _ in range(2):
-        draw_lengths(description, target)
-        pixels: Any = matplotlib.image.imread(target)
-        assert pixels.shape == (780, 1350, 4)
-        assert [path.name for path in target.parent.iterdir()] == ["lengths.png"]
-    bars = (np.abs(pixels[..., :3] - np.array([0x3B, 0x6F, 0xB6]) / 255) < 0.01).all(axis=-1).sum()
-    assert (bars > 1000) == (documents != [[[], []]])
-
-
-def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    description = describe_dataset(_write(tmp_path / "x", DOCUMENTS))
-    (tmp_path / "folder.png").mkdir()
-
-    for target, reason in (("x.idx/a.png", "File exists"), ("folder.png", "Is a directory")):
-        with pytest.raises(DataError, match=rf"png=\S+ cannot be written \({reason}\); give a file that can be"):
-            draw_lengths(description, tmp_path / target)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder.png", "x.bin", "x.idx"]
-
-
 def test_a_dataset_is_recognised_by_prefix_and_files(tmp_path: Path) -> None:
     prefix = _write(tmp_path / "x", DOCUMENTS)
 
@@ -242,21 +169,3 @@ def test_a_dataset_is_recognised_by_prefix_and_files(tmp_path: Path) -> None:
     assert dataset_prefix(prefix) == prefix
     with pytest.raises(DataError, match=r"path=\S+x needs two files, missing: \S+x\.bin"):
         describe_dataset(prefix)
-
-
-def test_memory_does_not_grow_with_the_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths = (np.arange(300_000) % 50).tolist()
-    with IndexedDatasetWriter(str(tmp_path / "x"), np.dtype("u1")) as writer:
-        writer.add_documents(bytes(sum(lengths)), lengths)  # an index of 6 MB
-    monkeypatch.setattr("lightning_megatron.data.formats.index_files.CHUNK", 1 << 12)
-    del lengths
-    tracemalloc.start()
-    try:
-        description = describe_dataset(str(tmp_path / "x"))
-        first_documents(description.header, 3)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-
-    assert description.num_tokens == 300_000 // 50 * sum(range(50))
-    assert peak < 1 << 20  # some chunks of 32 kB; the modules that are imported are counted too

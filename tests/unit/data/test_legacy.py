@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from lightning_megatron.data.formats.convert import convert_dataset
-from lightning_megatron.data.formats.legacy import LegacyDataset, LegacyDatasetWriter, check_legacy_dataset
-from lightning_megatron.data.formats.mmap import check_dataset, index_header, index_parts
+from lightning_megatron.data.formats.legacy import LegacyDataset, check_legacy_dataset
+from lightning_megatron.data.formats.mmap import check_dataset
 from lightning_megatron.errors import DataError
 
 # Documents of sequences, as sentences make them; an empty document and an empty sequence are among them.
@@ -143,45 +143,8 @@ def test_files_that_name_their_documents_need_no_remark(tmp_path: Path) -> None:
     assert convert_dataset(prefix, str(tmp_path / "new")).notes == ()
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind[:2] not in ((6, 4), (7, 8))], ids=lambda kind: kind[4])
-def test_written_files_are_those_of_the_description(tmp_path: Path, kind: tuple[int, int, str, int, str]) -> None:
-    _write_by_hand(tmp_path / "theirs", kind, DOCUMENTS)
-    dtype = np.dtype(kind[4])
-    with LegacyDatasetWriter(str(tmp_path / "ours"), dtype) as writer:
-        for document in DOCUMENTS:
-            flat = [token for tokens in document for token in tokens]
-            writer.add_document(np.array(flat, dtype=dtype).tobytes(), [len(tokens) for tokens in document])
-
-    for suffix in (".idx", ".bin"):
-        assert (tmp_path / f"ours{suffix}").read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
-
-
-def test_documents_of_one_sequence_come_back(tmp_path: Path) -> None:
-    with LegacyDatasetWriter(str(tmp_path / "x"), np.dtype("<i4")) as writer:
-        writer.add_documents(np.array([70000, 2, 3], dtype="<i4").tobytes(), [1, 2])
-
-    assert _read(str(tmp_path / "x")) == [[[70000]], [[2, 3]]]
-
-
-def test_an_item_outside_the_dataset_is_an_index_error(tmp_path: Path) -> None:
-    dataset = LegacyDataset(_write_by_hand(tmp_path / "x", KINDS[3], DOCUMENTS))
-
-    assert len(dataset) == 5
-    for index in (-1, 5):
-        with pytest.raises(IndexError, match=f"sequence {index} of 5"):
-            dataset[index]
-
-
 def _interrupted(*_: object) -> None:
     raise KeyboardInterrupt
-
-
-def test_an_interrupted_writer_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LegacyDatasetWriter, "_index_parts", _interrupted)
-    with pytest.raises(KeyboardInterrupt), LegacyDatasetWriter(str(tmp_path / "x"), np.dtype("<i4")):
-        pass
-
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("moment", ["index_parts", "_pieces"])
@@ -194,30 +157,6 @@ def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path, monkeypatch: p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["old.bin", "old.idx"]
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
-    prefix = _write_by_hand(tmp_path / "old", KINDS[3], DOCUMENTS)
-    (tmp_path / "new.bin").write_bytes(b"precious")
-
-    for output in ("old", "new"):
-        with pytest.raises(DataError, match=rf"output_prefix=\S+ would overwrite .*/{output}\.bin; choose another"):
-            convert_dataset(prefix, str(tmp_path / output))
-    assert (tmp_path / "new.bin").read_bytes() == b"precious"
-    assert _read(prefix) == DOCUMENTS
-
-
-def test_outputs_that_cannot_be_are_refused(tmp_path: Path) -> None:
-    prefix = _write_by_hand(tmp_path / "old", KINDS[3], DOCUMENTS)
-
-    with pytest.raises(DataError, match=r"must be the prefix of two; write \S+/new$"):
-        convert_dataset(prefix, str(tmp_path / "new.bin"))
-    with pytest.raises(DataError, match=r"names no file; add one, e\.g\. \S+/corpus"):
-        convert_dataset(prefix, f"{tmp_path}/folder/")
-    with pytest.raises(
-        DataError, match=r"old\.bin/new\.bin and \.idx cannot be written \(File exists\); give an output"
-    ):
-        convert_dataset(prefix, str(tmp_path / "old.bin" / "new"))
-
-
 def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prefix = _write_by_hand(tmp_path / "old", KINDS[3], DOCUMENTS)
 
@@ -228,41 +167,6 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path, monkeypatch: py
     with pytest.raises(DataError, match=r"No space left on device.*; give an output prefix"):
         convert_dataset(prefix, str(tmp_path / "new"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["old.bin", "old.idx"]
-
-
-def test_a_file_that_shrinks_or_grows_meanwhile_is_not_converted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prefix = _write_by_hand(tmp_path / "old", KINDS[3], DOCUMENTS)
-    for claimed in (24, 40):  # it has 28
-        monkeypatch.setattr("os.path.getsize", lambda path, claimed=claimed: claimed)
-        with pytest.raises(DataError, match=r"old\.bin has changed while it was read"):
-            convert_dataset(prefix, str(tmp_path / "new"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["old.bin", "old.idx"]
-
-
-def test_a_sequence_beyond_int32_is_refused_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prefix = _write_by_hand(tmp_path / "old", KINDS[0], [[]])
-    # A file of 2**31 tokens that takes no room: a hole.
-    long = 2**31
-    index = b"TNTIDX\0\0" + struct.pack("<QQQQQQ", 1, 1, 1, 1, 1, 2)
-    Path(f"{prefix}.idx").write_bytes(index + _longs([0, 1, 0, long, long, 0, 1]))
-    os.truncate(f"{prefix}.bin", long)
-
-    with pytest.raises(DataError, match=r"a sequence of 2147483648 tokens, the mmap format holds at most 2147483647"):
-        convert_dataset(prefix, str(tmp_path / "new"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["old.bin", "old.idx"]
-
-
-def test_positions_beyond_int32_are_written_in_64_bits() -> None:
-    lengths = np.array([2**31 - 1, 2**31 - 1, 5])
-    header = index_header(np.dtype("<i4"), 3, 4)
-    parts = list(index_parts(header, 4, lambda: iter((lengths[:2], lengths[2:])), iter((np.arange(4),))))
-
-    positions = np.frombuffer(b"".join(parts)[34 + 12 : 34 + 36], "<i8")
-    assert positions.tolist() == [0, 4 * (2**31 - 1), 8 * (2**31 - 1)]
 
 
 GOLDEN_IDX = (

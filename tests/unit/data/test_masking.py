@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lightning_megatron.data.samples.bert import BertObjective
-from lightning_megatron.data.samples.masking import GeometricSizes, MaskingOptions, NgramSizes, masked_ngrams
+from lightning_megatron.data.samples.masking import GeometricSizes, MaskingOptions, masked_ngrams
 from lightning_megatron.data.samples.t5 import T5Objective
 from lightning_megatron.errors import ConfigError, DataError
 from tests.unit.data.sentence_corpus import (
@@ -35,28 +35,6 @@ def _t5(**options: Any) -> T5Objective:
     return T5Objective(tokenizer=word_pieces(), **({"seq_length": 64, "seq_length_decoder": 64} | options))
 
 
-@pytest.mark.parametrize("max_ngram", [1, 2, 3, 7, 10])
-def test_sizes_are_drawn_as_numpy_chooses_them(max_ngram: int) -> None:
-    sizes = np.arange(1, max_ngram + 1)
-    weights = 1 / sizes
-    numpy_state, our_state = np.random.RandomState(3), np.random.RandomState(3)
-
-    draw = NgramSizes(max_ngram).drawn_by(our_state)
-
-    expected = [numpy_state.choice(sizes, p=weights / weights.sum()) for _ in range(500)]
-    assert [draw() for _ in range(500)] == expected
-
-
-def test_the_mean_size_of_a_span_is_that_of_the_draws() -> None:
-    draw = GeometricSizes(10).drawn_by(np.random.RandomState(0))
-
-    drawn = np.array([draw() for _ in range(20_000)])
-
-    # Five standard errors of the mean.
-    assert abs(drawn.mean() - GeometricSizes(10).mean) < 5 * drawn.std() / len(drawn) ** 0.5
-    assert set(drawn) == set(range(1, 11))
-
-
 @pytest.mark.parametrize("budget", [1, 7.35, 40, 1000])
 def test_ngrams_keep_to_the_budget_and_to_words_and_never_overlap(budget: float) -> None:
     random = np.random.default_rng(0)
@@ -72,12 +50,6 @@ def test_ngrams_keep_to_the_budget_and_to_words_and_never_overlap(budget: float)
         assert all(1 <= bounds.index(end) - bounds.index(begin) <= 4 for begin, end in spans)
         # What is left of the budget holds no word that is still free, unless n-grams in the way were drawn first.
         assert budget >= bounds[-1] or len(covered) > budget - 4
-
-
-def test_no_word_at_all_is_no_ngram() -> None:
-    state = np.random.RandomState(0)
-
-    assert list(masked_ngrams([0], 1, GeometricSizes(4).drawn_by(state), state)) == []
 
 
 @pytest.mark.parametrize(
@@ -96,11 +68,6 @@ def test_no_word_at_all_is_no_ngram() -> None:
 def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         MaskingOptions(**options)
-
-
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.1, 0.15, 0.33, 0.5, 1.0])
-def test_shares_that_can_be_drawn_are_taken(share: float) -> None:
-    assert MaskingOptions(short_sequence_probability=share).short_sequence_probability == share
 
 
 @pytest.mark.parametrize(("make", "least"), [(_bert, 10), (_t5, 9)])

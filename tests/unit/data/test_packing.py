@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lightning_megatron.data.samples.packing import Packing, efficiency, one_sample_a_row, pack
+from lightning_megatron.data.samples.packing import Packing, efficiency, pack
 
 CAPACITY = 20
 LENGTHS = st.lists(st.integers(1, CAPACITY), max_size=60).map(lambda lengths: np.array(lengths, dtype=np.int64))
@@ -52,18 +52,7 @@ def test_rows_and_equal_samples_are_shuffled_by_the_seed() -> None:
     assert efficiency(one, lengths, CAPACITY) == lengths.sum() / (one.num_rows * CAPACITY) > 0.98
 
 
-def test_without_packing_each_sample_has_its_own_row() -> None:
-    lengths = np.array([3, 5, 2])
-    alone = one_sample_a_row(3)
-    assert _contents(alone) == [[0], [1], [2]]
-    assert efficiency(alone, lengths, 10) == pytest.approx(1 / 3)
-
-
 @pytest.mark.parametrize("length", [0, CAPACITY + 1])
 def test_a_sample_that_fits_no_row_is_not_packed(length: int) -> None:
     with pytest.raises(ValueError, match="not all in 1..20"):
         pack(np.array([3, length]), CAPACITY, seed=0)
-
-
-def test_no_samples_need_no_rows() -> None:
-    assert pack(np.array([], dtype=np.int64), CAPACITY, seed=0).num_rows == 0

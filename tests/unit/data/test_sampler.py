@@ -32,71 +32,6 @@ def _sampler(
     return TrainSampler(order=PassOrder(num_samples, 5, shuffling), shape=shape, max_steps=max_steps)
 
 
-def test_a_step_is_dealt_microbatch_by_microbatch() -> None:
-    assert _shape(mbs=2, num=2, dp=2, rank=0).positions(100) == [100, 101, 104, 105]
-    assert _shape(mbs=2, num=2, dp=2, rank=1).positions(100) == [102, 103, 106, 107]
-
-
-@settings(deadline=None)
-@given(mbs=st.integers(1, 4), num=st.integers(1, 4), dp=st.integers(1, 5), first=st.integers(0, 1000))
-def test_ranks_share_a_step_without_gap_or_overlap(mbs: int, num: int, dp: int, first: int) -> None:
-    shapes = [_shape(mbs, num, dp, rank) for rank in range(dp)]
-    positions = sorted(position for shape in shapes for position in shape.positions(first))
-
-    assert positions == list(range(first, first + shapes[0].global_batch_size))
-    assert all(len(shape.positions(first)) == shape.rows for shape in shapes)
-
-
-def test_the_length_is_that_of_the_whole_epoch_at_every_step() -> None:
-    for sampler in (_sampler(_shape(), max_steps=7), _sampler(_shape())):
-        length = len(sampler)
-        for step in range(length):
-            assert len(list(sampler.batches())) == length - step
-            sampler.advance()
-            assert len(sampler) == length
-        assert list(sampler.batches()) == []
-    assert length == 100 // 6
-
-
-def test_batches_are_those_of_the_position_and_do_not_move_it() -> None:
-    sampler = _sampler(_shape(), max_steps=4)
-    ahead = sampler.batches()
-    first, second = next(ahead), next(ahead)
-    sampler.advance()
-
-    assert next(sampler.batches()) == second == [6, 7, 8, 9, 10, 11]
-    assert first == [0, 1, 2, 3, 4, 5]
-
-
-def test_an_epoch_is_a_permutation_of_its_own() -> None:
-    sampler = _sampler(_shape(mbs=5, num=2))
-    epochs = []
-    for epoch in range(3):
-        sampler.set_epoch(epoch)
-        epochs.append([index for batch in sampler.batches() for index in batch])
-
-    assert epochs[0] == list(range(100))
-    assert all(sorted(epoch) == list(range(100)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 3
-
-
-def test_setting_the_current_epoch_keeps_the_position_and_another_begins_it() -> None:
-    sampler = _sampler(_shape())
-    sampler.advance()
-    sampler.set_epoch(0)
-    assert sampler.state_dict() == {"epoch": 0, "consumed_samples": 6, "steps": 1, "earlier_samples": 0}
-    sampler.set_epoch(1)
-    assert sampler.state_dict() == {"epoch": 1, "consumed_samples": 0, "steps": 0, "earlier_samples": 6}
-
-
-def test_a_run_of_max_steps_has_no_epochs() -> None:
-    sampler = _sampler(_shape(), max_steps=4)
-    sampler.advance()
-    sampler.set_epoch(3)
-
-    assert sampler.state_dict() == {"epoch": 0, "consumed_samples": 6, "steps": 1, "earlier_samples": 0}
-
-
 @settings(deadline=None)
 @given(
     before=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3)),
@@ -162,34 +97,6 @@ def test_a_run_of_epochs_that_goes_on_by_steps_ends_its_pass_first() -> None:
     ]
 
 
-def test_an_epoch_takes_the_order_of_its_pass() -> None:
-    one_run = _taken(_sampler(_shape(mbs=5, num=1), num_samples=10, max_steps=6, shuffling="every pass"))
-    epochs = _sampler(_shape(mbs=5, num=1), num_samples=10, shuffling="every pass")
-    for epoch in range(3):
-        epochs.set_epoch(epoch)
-        assert _taken(epochs) == one_run[10 * epoch : 10 * (epoch + 1)]
-
-
-def test_three_interruptions_at_other_layouts_neither_repeat_nor_skip_a_sample() -> None:
-    num_samples, layouts = 238, [(2, 3, 1), (1, 2, 3), (3, 1, 2), (2, 2, 2)]
-    position: dict[str, int] = {"epoch": 1, "consumed_samples": 0, "steps": 0}
-    taken: list[int] = []
-    for mbs, num, dp in layouts:
-        samplers = [_sampler(_shape(mbs, num, dp, rank), num_samples) for rank in range(dp)]
-        for sampler in samplers:
-            sampler.load_state_dict(position)
-        is_last = (mbs, num, dp) == layouts[-1]
-        for step in zip(*(sampler.batches() for sampler in samplers), strict=True):
-            taken += [index for rank in step for index in rank]
-            samplers[0].advance()
-            if not is_last and len(taken) >= position["consumed_samples"] + 40:
-                break
-        position = samplers[0].state_dict()
-        assert position["consumed_samples"] == len(taken)
-
-    assert sorted(taken) == list(range(num_samples))
-
-
 def test_an_epoch_smaller_than_a_step_is_refused() -> None:
     _sampler(_shape(), num_samples=6)
     with pytest.raises(DataError, match=r"has 5 samples, one step takes 6 \(micro_batch_size=2 x num_microbatches=3"):
@@ -233,16 +140,6 @@ def test_the_batch_grows_as_megatrons_calculator_says() -> None:
     assert shape.stages() == [1, 2, 3, 4]
     assert [shape.position_after(0, steps) for steps in (0, 5, 9, 12)] == [0, 20, 56, 100]
     assert [shape.steps_in(0, end) for end in (3, 4, 20, 27, 28, 67, 68, 100)] == [0, 1, 5, 5, 6, 9, 10, 12]
-
-
-@settings(deadline=None)
-@given(steps=st.integers(0, 30), more=st.integers(0, 30), rest=st.integers(0, 3))
-def test_counting_steps_and_samples_of_a_growing_batch_agree(steps: int, more: int, rest: int) -> None:
-    shape = _shape(mbs=2, num=4, dp=2, rampup=RAMPUP)
-    first = shape.position_after(0, steps)
-
-    assert shape.position_after(first, more) == shape.position_after(0, steps + more)
-    assert shape.steps_in(first, shape.position_after(first, more) + rest) == more
 
 
 def test_a_growing_batch_deals_every_sample_once_over_an_interruption() -> None:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import io
 import os
-import resource
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -91,49 +87,6 @@ def _left_by(folder: Path, process: subprocess.Popen[str]) -> list[str]:
     return [name for name in _names(folder) if name.startswith(".") and f".{process.pid}." in name]
 
 
-def test_remains_of_another_host_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for host in ("node1", "node2"):
-        (tmp_path / f".x.bin.{host}.4711.0a1b2c3d.partial").write_bytes(b"")
-        (tmp_path / f".x.idx.{host}.4711.0a1b2c3d.partial").write_bytes(b"")
-    monkeypatch.setattr("socket.gethostname", lambda: "node1")
-    _write(tmp_path / "x")
-
-    hidden = [name for name in _names(tmp_path) if name.startswith(".")]
-    assert hidden == [".x.bin.node2.4711.0a1b2c3d.partial", ".x.idx.node2.4711.0a1b2c3d.partial"]
-
-
-def test_without_locks_nothing_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unsupported(*_: object) -> None:
-        raise OSError(errno.ENOTSUP, "Operation not supported")
-
-    monkeypatch.setattr("socket.gethostname", lambda: "node1")
-    monkeypatch.setattr("fcntl.flock", unsupported)
-    (tmp_path / ".x.bin.node1.4711.0a1b2c3d.partial").write_bytes(b"")
-    _write(tmp_path / "x")
-
-    assert _names(tmp_path) == [".x.bin.node1.4711.0a1b2c3d.partial", "x.bin", "x.idx"]
-
-
-@pytest.mark.parametrize("moment", ["before the lock", "instead of the lock"])
-def test_a_file_that_another_run_takes_for_a_remnant_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
-    taken = []
-
-    def take_the_first(stream: BinaryIO, _: int) -> None:
-        if not taken:
-            taken.append(stream.name)
-            os.unlink(stream.name)
-            if moment == "instead of the lock":
-                raise BlockingIOError(errno.EWOULDBLOCK, "Resource temporarily unavailable")
-
-    monkeypatch.setattr("fcntl.flock", take_the_first)
-    _write(tmp_path / "x")
-
-    assert len(taken) == 1
-    assert _names(tmp_path) == ["x.bin", "x.idx"]
-
-
 def test_a_complete_dataset_is_hidden_until_its_context_ends(tmp_path: Path) -> None:
     with IndexedDatasetWriter(str(tmp_path / "x"), np.dtype("<u2")) as writer:
         writer.add_documents(bytes(6), [3])
@@ -141,28 +94,6 @@ def test_a_complete_dataset_is_hidden_until_its_context_ends(tmp_path: Path) -> 
         assert len(_names(tmp_path)) == 2
         assert all(name.startswith(".x.") for name in _names(tmp_path))
     assert check_dataset(str(tmp_path / "x")).num_sequences == 1
-
-
-def test_a_run_publishes_after_another_has_published(tmp_path: Path) -> None:
-    descriptor = os.open(tmp_path, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)  # as the other one does
-    thread = threading.Thread(target=_write, args=(tmp_path / "x",))
-    thread.start()
-    thread.join(0.2)
-    assert [name for name in _names(tmp_path) if not name.startswith(".")] == []
-    os.close(descriptor)
-    thread.join()
-    assert _names(tmp_path) == ["x.bin", "x.idx"]
-
-
-def test_others_may_read_what_is_written(tmp_path: Path) -> None:
-    mask = os.umask(0o022)
-    try:
-        _write(tmp_path / "x")
-    finally:
-        os.umask(mask)
-
-    assert {oct(path.stat().st_mode & 0o777) for path in tmp_path.iterdir()} == {"0o644"}
 
 
 class _FullDisk(io.FileIO):
@@ -198,18 +129,6 @@ def test_a_full_disk_leaves_what_was_there(
     assert _names(tmp_path) == (["x.bin", "x.idx"] if was_there else [])
     if was_there:
         assert check_dataset(str(tmp_path / "x")).num_sequences == 1
-
-
-def test_the_kernels_refusal_to_write_more_leaves_nothing(tmp_path: Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
-    try:
-        with pytest.raises(DataError, match=r"cannot be written \(File too large\)"):
-            _write(tmp_path / "x", 1 << 20)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-    assert _names(tmp_path) == []
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

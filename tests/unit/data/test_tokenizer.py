@@ -54,31 +54,11 @@ def test_every_text_survives_a_round_trip(tmp_path: Path) -> None:
         assert max(ids, default=0) < 300
 
 
-def test_frequent_words_become_single_tokens(tmp_path: Path) -> None:
-    _train(tmp_path)
-
-    assert len(load_tokenizer(tmp_path / "tokenizer").encode(" the", add_special_tokens=False)) == 1
-
-
-def test_the_smallest_vocabulary_is_the_bytes_and_the_end_token(tmp_path: Path) -> None:
-    assert _train(tmp_path, 257).vocab_size == 257
-    assert len(load_tokenizer(tmp_path / "tokenizer").encode("héllo", add_special_tokens=False)) == 6
-
-
 def test_a_corpus_without_more_pairs_gives_fewer_entries_and_says_how_many(tmp_path: Path) -> None:
     result = _train(tmp_path, 5000)
 
     assert 257 < result.vocab_size < 5000
     assert result.vocab_size == len(load_tokenizer(tmp_path / "tokenizer"))
-
-
-def test_training_twice_gives_the_same_tokenizer(tmp_path: Path) -> None:
-    _train(tmp_path)
-    first = (tmp_path / "tokenizer" / "tokenizer.json").read_bytes()
-    _train(tmp_path)
-
-    assert (tmp_path / "tokenizer" / "tokenizer.json").read_bytes() == first
-    assert not list((tmp_path / "tokenizer").glob(".*"))
 
 
 def test_json_lines_are_read_by_their_key(tmp_path: Path) -> None:
@@ -118,15 +98,6 @@ def test_inputs_without_text_are_refused_and_nothing_is_written(tmp_path: Path) 
     with pytest.raises(DataError, match=r"absent\.txt does not exist"):
         _train(tmp_path, input=[tmp_path / "absent.txt"])
     assert not (tmp_path / "tokenizer").exists()
-
-
-def test_an_output_that_is_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-
-    with pytest.raises(ConfigError, match="is a file or empty; name a folder for the tokenizer"):
-        _train(tmp_path, output=tmp_path / "file")
-    with pytest.raises(ConfigError, match="is a file or empty; name a folder"):
-        _train(tmp_path, output="")
 
 
 def test_an_output_that_cannot_be_made_is_refused_before_training(tmp_path: Path) -> None:
