@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-_GRACE_SECONDS = 3.0
+_GRACE_SECONDS = 1.0
 """How long the other ranks may take to report once one has failed; usually they hang in a collective."""
 _POLL_SECONDS = 0.01
 _LOG_TAIL_CHARACTERS = 6000

@@ -11,8 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lightning_megatron.convert.conversion import Converted, ConvertOptions, convert
-from lightning_megatron.convert.stored.base import Key
-from lightning_megatron.convert.stored.hugging_face import open_hugging_face
 from lightning_megatron.errors import CheckpointError
 from tests.convert.directories import FORMATS, MODELS, save_as, save_pickled, tiny, tiny_bert, tiny_gpt2, tiny_llama
 
@@ -101,45 +99,6 @@ def test_files_of_any_format_are_read(tmp_path: Path, make: Any, kind: Any) -> N
 
 
 # ---- the view -------------------------------------------------------------------------------------------------------
-
-
-def test_rows_stand_in_megatrons_order(tmp_path: Path) -> None:
-    model = tiny_llama()  # 4 heads of 8 channels in 2 groups
-    expected = save_as(model, tmp_path / "llama", "safetensors")
-    view = open_hugging_face(tmp_path / "llama")
-    qkv = view.read(Key("decoder.layers.self_attention.linear_qkv.weight", 1), 0, 64)
-    queries, keys, values = (expected[f"model.layers.1.self_attn.{name}_proj.weight"].split(8) for name in "qkv")
-    by_group = [*queries[:2], keys[0], values[0], *queries[2:], keys[1], values[1]]
-    assert torch.equal(qkv, torch.cat(by_group))
-    gated = view.read(Key("decoder.layers.mlp.linear_fc1.weight", 3), 0, 96)
-    assert torch.equal(
-        gated, torch.cat([expected[f"model.layers.3.mlp.{name}_proj.weight"] for name in ("gate", "up")])
-    )
-
-
-def test_rows_of_transposed_matrices_are_their_columns(tmp_path: Path) -> None:
-    expected = save_as(tiny_gpt2(), tmp_path / "gpt2", "bin")
-    view = open_hugging_face(tmp_path / "gpt2")
-    fc1 = view.read(Key("decoder.layers.mlp.linear_fc1.weight", 0), 0, 128)
-    assert torch.equal(fc1, expected["transformer.h.0.mlp.c_fc.weight"].t())
-    queries, keys, values = (
-        part.split(8, dim=1) for part in expected["transformer.h.1.attn.c_attn.weight"].split(32, 1)
-    )
-    by_head = [part.t() for head in zip(queries, keys, values, strict=True) for part in head]
-    qkv = view.read(Key("decoder.layers.self_attention.linear_qkv.weight", 1), 0, 96)
-    assert torch.equal(qkv, torch.cat(by_head))
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
-def test_any_rows_are_those_of_the_whole(tmp_path: Path, name: str) -> None:
-    save_as(tiny(name), tmp_path / "model", "sharded_safetensors")
-    view = open_hugging_face(tmp_path / "model")
-    for key, spec in view.tensors.items():
-        rows = spec.shape[0]
-        whole = view.read(key, 0, rows)
-        assert (tuple(whole.shape), whole.dtype) == (spec.shape, spec.dtype)
-        for start, stop in ((0, rows // 3), (rows // 3, rows - 1), (rows - 1, rows), (rows, rows)):
-            assert torch.equal(view.read(key, start, stop), whole[start:stop]), key
 
 
 # ---- dtypes ---------------------------------------------------------------------------------------------------------

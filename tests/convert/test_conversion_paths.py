@@ -186,18 +186,6 @@ def test_the_tracker_file_says_which_iteration(tmp_path: Path) -> None:
         iteration_folder(folder, 7)
 
 
-def test_a_release_and_an_only_iteration(tmp_path: Path) -> None:
-    assert iteration_folder(_iterations(tmp_path, "release", "release"), None).name == "release"
-    (tmp_path / "other").mkdir()
-    assert iteration_folder(_iterations(tmp_path / "other", None, "iter_0000003"), None).name == "iter_0000003"
-
-
-@pytest.mark.parametrize("text", ["", "../..", "5e3", "-500", "500 500", "٥٠٠", "release", "900"])
-def test_a_wrong_tracker_file(tmp_path: Path, text: str) -> None:
-    with pytest.raises(CheckpointError, match="is no iteration|there is no folder .* in .*there are: iter_0000500"):
-        iteration_folder(_iterations(tmp_path, text, "iter_0000500"), None)
-
-
 # ---- what is left behind --------------------------------------------------------------------------------------------
 
 
@@ -273,26 +261,3 @@ def test_a_killed_run_leaves_no_name_and_the_next_one_removes_the_rest(source: P
         "generation_config.json",
         "model.safetensors",
     ]
-
-
-def test_an_empty_folder_and_new_parents_are_filled(source: Path) -> None:
-    empty = source.with_name("empty")
-    empty.mkdir()
-    left = source.with_name(".empty.partial")  # of a save_pretrained that was killed
-    left.mkdir()
-    (left / "model.safetensors").write_text("")
-    convert(_options(source, save_path=empty))
-    assert (empty / "model.safetensors").stat().st_size > 0
-    assert not left.exists()
-    done = convert(_options(source, save_path=source.with_name("a") / "b" / "c"))
-    assert done.num_files == 3
-    assert done.num_bytes == sum(file.stat().st_size for file in empty.iterdir())
-
-
-def test_a_link_to_an_empty_folder_stays_a_link(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
-    link = tmp_path / "link"
-    link.symlink_to(tmp_path / "disk")
-    convert(_options(source, save_path=link))
-    assert link.is_symlink()
-    assert (tmp_path / "disk" / "model.safetensors").is_file()

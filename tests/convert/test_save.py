@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lightning_megatron.convert.directory import Directory, WeightFile, files_of, size_in_bytes
-from lightning_megatron.errors import CheckpointError, ConfigError
+from lightning_megatron.convert.directory import Directory, files_of, size_in_bytes
+from lightning_megatron.errors import CheckpointError
 from tests.convert.directories import save_as, tiny_bert, tiny_gpt2, tiny_llama
 from tests.families.parity import pretrained_module
 from tests.parity.training import Case, Layout, Sentences, trainer_of
@@ -203,25 +203,6 @@ def test_a_file_where_the_directory_should_be_is_refused(tmp_path: Path) -> None
 )
 def test_sizes(text: str | int, expected: int) -> None:
     assert size_in_bytes(text) == expected
-
-
-@pytest.mark.parametrize("text", ["", "large", "5 apples", "-1GB", 0, -5, True, "0GB"])
-def test_no_sizes(text: str | int) -> None:
-    with pytest.raises(ConfigError, match="max_shard_size"):
-        size_in_bytes(text)
-
-
-def test_a_tensor_larger_than_a_file_has_a_file_of_its_own() -> None:
-    contents = {name: ((size,), torch.uint8) for name, size in (("a", 3), ("b", 20), ("c", 4), ("d", 6), ("e", 1))}
-    assert [file.names for file in files_of(contents, 10)] == [("a",), ("b",), ("c", "d"), ("e",)]
-
-
-def test_a_header_is_what_safetensors_writes(tmp_path: Path) -> None:
-    tensors = {"x": torch.arange(6.0).reshape(2, 3), "y": torch.ones(5, dtype=torch.bfloat16)}
-    file = WeightFile(name="f", contents={n: (tuple(t.shape), t.dtype) for n, t in tensors.items()})
-    data = b"".join(bytes(t.view(-1).view(torch.uint8).numpy()) for t in tensors.values())
-    (tmp_path / "f").write_bytes(file.header + data)
-    assert all(torch.equal(load_file(tmp_path / "f")[name], tensor) for name, tensor in tensors.items())
 
 
 class _Config:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -147,12 +146,6 @@ def test_going_on_in_another_order_is_said(
 
     said = [str(item.message) for item in caught if "another order than the checkpoint's" in str(item.message)]
     assert bool(said) == bool(options)
-
-
-def test_limits_of_an_epoch_do_not_begin_the_run_anew(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
-    rows = _rows_of_run(tmp_path, OneOfManyRanks(), max_steps=9, limit_train_batches=4)
-
-    assert np.array_equal(rows, _expected(documents, 18)[:18])
 
 
 def _epoch_sets(rows: NDArray[np.int64], per_epoch: int) -> list[set[bytes]]:
@@ -337,51 +330,3 @@ def test_limit_val_batches_takes_the_first_batches(tmp_path: Path, documents: li
 
     rows = torch.cat([batch["text"] for batch in module.val_batches]).numpy()
     assert np.array_equal(rows, _expected(documents, None, "valid")[:4])
-
-
-def _open_files() -> set[str]:
-    return {os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")}
-
-
-def test_other_ranks_open_no_data_file_and_take_as_many_steps(
-    tmp_path: Path, documents: list[NDArray[np.uint16]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options: dict[str, Any] = {"max_steps": 5, "limit_val_batches": 1.0, "num_sanity_val_steps": 0}
-    source, source_module = OneOfManyRanks(num_microbatches=2), Recorder()
-    make_trainer(tmp_path, source, **options).fit(source_module, datamodule=make_data(tmp_path))
-    opened: list[str] = []
-
-    class Watcher(Recorder):
-        def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-            opened.extend(path for path in _open_files() if "corpus" in path)
-            return super().training_step(batch)
-
-    before = [path for path in _open_files() if "corpus" in path]
-    follower_module = Watcher()
-    trainer = make_trainer(tmp_path, OneOfManyRanks(num_microbatches=2, replay=list(source.sent)), **options)
-    trainer.fit(follower_module, datamodule=make_data(tmp_path))
-
-    assert len(follower_module.train_rows) == len(source_module.train_rows) == 5
-    assert len(follower_module.val_batches) == len(source_module.val_batches)
-    assert all(rows.shape == (4, 0) for rows in follower_module.train_rows)
-    assert set(opened) <= set(before)
-
-
-def test_reading_draws_nothing_from_the_global_generator(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
-    trainer = make_trainer(tmp_path, OneOfManyRanks(), max_steps=3)
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-
-    trainer.fit(Recorder(), datamodule=make_data(tmp_path, num_workers=1))
-
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_the_order_of_samples_is_kept_in_the_given_folder(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
-    data = make_data(tmp_path, index_cache=str(tmp_path / "cache"))
-
-    make_trainer(tmp_path, OneOfManyRanks(), max_steps=1).fit(Recorder(), datamodule=data)
-
-    (folder,) = (tmp_path / "cache").iterdir()
-    assert folder.name.startswith("gpt-train-")
-    assert not (tmp_path / "corpus").exists(), "the default place stays unused"

@@ -17,7 +17,6 @@ from lightning_megatron.data.samples.special_tokens import TokenizerFacts
 from lightning_megatron.data.serving.batch_shape import BatchShape
 from lightning_megatron.datamodules.base import Run
 from lightning_megatron.datamodules.datasets import DatasetDataModule
-from lightning_megatron.datamodules.instructions import InstructionDataModule
 from lightning_megatron.errors import ConfigError, DataError
 from tests.unit.data.corpus import write_corpus
 from tests.unit.data.one_of_many_ranks import OneOfManyRanks, Recorder, make_data, make_documents, make_trainer
@@ -86,28 +85,12 @@ def test_an_error_on_another_reading_rank_is_an_error_here(
     assert asked == [True]
 
 
-def test_the_models_vocabulary_is_compared_with_the_tokens(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
-    largest = max(int(tokens.max()) for tokens in documents)
-    module = Recorder()
-    module.model_config = SimpleNamespace(vocab_size=largest, architecture="gpt", task=None)  # type: ignore[assignment]
-
-    with pytest.raises(DataError, match=f"holds token {largest}, the model's vocab_size={largest} ends"):
-        make_trainer(tmp_path, OneOfManyRanks(), max_steps=1).fit(module, datamodule=make_data(tmp_path))
-    module.model_config = SimpleNamespace(vocab_size=largest + 1, architecture="gpt", task=None)  # type: ignore[assignment]
-    make_trainer(tmp_path, OneOfManyRanks(), max_steps=1).fit(module, datamodule=make_data(tmp_path))
-
-
 def _run(tp: int = 1, whole_epochs: bool = False, vocab_size: int | None = None, micro_batch_size: int = 2) -> Run:
     shape = BatchShape(
         micro_batch_size=micro_batch_size, num_microbatches=2, data_parallel_size=2, data_parallel_rank=0
     )
     model = None if vocab_size is None else model_config({"model_type": "gpt2", "vocab_size": vocab_size})
     return Run(shape=shape, length_multiple=tp, whole_epochs=whole_epochs, model=model)
-
-
-def test_check_accepts_a_good_dataset(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
-    make_data(tmp_path).check(_run(whole_epochs=True, vocab_size=60000))
-    make_data(tmp_path).check(_run(tp=4))
 
 
 def test_check_refuses_a_sequence_that_tp_does_not_divide(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
@@ -134,11 +117,6 @@ def test_check_refuses_an_epoch_without_a_whole_step(tmp_path: Path) -> None:
         data.check(_run(whole_epochs=True, micro_batch_size=8))
 
 
-def test_check_refuses_a_split_without_a_sample(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
-    with pytest.raises(DataError, match=r"gives test 0 of 63 documents of .*corpus with 0 tokens, one sample of"):
-        make_data(tmp_path, split="949,50,1").check(_run())
-
-
 @pytest.mark.parametrize(
     ("option", "message"),
     [
@@ -152,11 +130,6 @@ def test_check_refuses_a_split_without_a_sample(tmp_path: Path, documents: list[
 def test_impossible_arguments_are_refused_at_once(tmp_path: Path, option: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_data(tmp_path, **option)
-
-
-def test_padding_that_does_not_fit_the_rows_is_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="pad_to_multiple_of=3 does not divide seq_length=8"):
-        InstructionDataModule(str(tmp_path), tokenizer=str(tmp_path), seq_length=8, pad_to_multiple_of=3)
 
 
 def test_a_validation_interval_longer_than_an_epoch_is_refused(

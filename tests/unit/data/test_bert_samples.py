@@ -195,23 +195,6 @@ def test_whole_words_are_masked_or_nothing_of_them(tmp_path: Path, tokenizer: To
     assert 0 < sum(beginnings) < len(beginnings)
 
 
-def test_padding_may_have_any_id_or_none(tmp_path: Path) -> None:
-    write_sentences(tmp_path / "corpus", random_documents(50))
-    facts = word_pieces()
-    expected = _all_rows(tmp_path / "corpus")
-    padded = expected["attention_mask"] == 0
-    assert padded.any()
-
-    for pad, fill in ((5, 5), (WordPieceTokenizer.sep, WordPieceTokenizer.sep), (None, 0)):
-        rows = _all_rows(tmp_path / "corpus", tokenizer=replace(facts, pad=pad))
-
-        assert (rows["input_ids"][padded] == fill).all()
-        assert torch.equal(rows["input_ids"][~padded], expected["input_ids"][~padded])
-        for name in ("token_type_ids", "attention_mask", "labels", "next_sentence_label"):
-            assert torch.equal(rows[name], expected[name])
-        assert all(tensor.dtype == torch.int64 for tensor in rows.values())
-
-
 def test_a_sample_is_the_same_in_any_batch_process_and_run(tmp_path: Path) -> None:
     write_sentences(tmp_path / "corpus", random_documents(50))
     (tmp_path / "index").mkdir()
@@ -230,42 +213,3 @@ def test_a_sample_is_the_same_in_any_batch_process_and_run(tmp_path: Path) -> No
             assert torch.equal(tensor, expected[name][order])
     # The index itself stays where it is.
     assert len(pickle.dumps(opened)) < len(pickle.dumps(_objective().open(replace(part, num_samples=9000), "")))
-
-
-def test_the_fingerprint_tells_other_orders(tmp_path: Path) -> None:
-    write_sentences(tmp_path / "corpus", random_documents(50))
-    part = part_of(tmp_path / "corpus", num_samples=20)
-    others = [
-        (_objective(), replace(part, seed=2)),
-        (_objective(), replace(part, num_samples=2000)),
-        (_objective(), replace(part, split="7,2,1")),
-        (_objective(seq_length=128), part),
-        (_objective(sentence_order=False), part),
-        (_objective(masking=MaskingOptions(short_sequence_probability=0.2)), part),
-    ]
-
-    fingerprints = {objective.open(part, "").fingerprint for objective, part in [(_objective(), part), *others]}
-
-    assert len(fingerprints) == len(others) + 1
-    # What is masked may change in the middle of a run, which goes on in its order.
-    same = [
-        (_objective(masking=MaskingOptions(probability=0.2, whole_words=False)), part),
-        (_objective(tokenizer=_with_other_marks(word_pieces())), part),
-        (_objective(), replace(part, num_samples=10)),
-    ]
-    expected = _objective().open(part, "").fingerprint
-    assert {objective.open(part, "").fingerprint for objective, part in same} == {expected}
-
-
-def test_the_index_depends_on_what_its_key_says() -> None:
-    base = _objective()
-
-    assert base.index_key == _objective(masking=MaskingOptions(probability=0.3, max_ngram=1)).index_key
-    others = [
-        _objective(seq_length=128),
-        _objective(sentence_order=False),
-        _objective(masking=MaskingOptions(short_sequence_probability=0.2)),
-    ]
-    assert len({objective.index_key for objective in (base, *others)}) == 4
-    assert base.largest_token == word_pieces().size - 1
-    assert pickle.loads(pickle.dumps(base)) == base

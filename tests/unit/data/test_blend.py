@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import pickle
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,16 +14,15 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lightning_megatron.data.formats.mmap import IndexedDatasetWriter
-from lightning_megatron.data.samples import blend
 from lightning_megatron.data.samples.base import Objective, Samples
 from lightning_megatron.data.samples.bert import BertObjective
 from lightning_megatron.data.samples.blend import Source, SplitRequest, mix, num_samples_of_one_pass, parse_blend
 from lightning_megatron.data.samples.gpt import GPTObjective
 from lightning_megatron.data.samples.index_cache import build, check_request, open_samples
-from lightning_megatron.data.samples.split import SplitName, whole_split
+from lightning_megatron.data.samples.split import SplitName
 from lightning_megatron.data.samples.t5 import T5Objective
 from lightning_megatron.errors import ConfigError, DataError
-from tests.unit.data.corpus import megatron_samples, write_corpus
+from tests.unit.data.corpus import write_corpus
 from tests.unit.data.engine_samples import engine_dataset, engine_rows
 from tests.unit.data.sentence_corpus import random_documents, word_pieces, write_sentences
 
@@ -85,16 +82,6 @@ def test_paths_and_weights_are_read(
 def test_what_can_be_read_in_two_ways_or_none_is_refused(data_path: str | Sequence[str | float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_blend(data_path)
-
-
-def test_more_datasets_than_the_engine_can_number_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Its numbers are int16, and it asks for less than 32767 datasets itself.
-    assert np.iinfo(np.int16).max - 1 == blend.MAX_DATASETS
-    monkeypatch.setattr(blend, "MAX_DATASETS", 2)
-
-    assert len(parse_blend(["a", "b"])) == 2
-    with pytest.raises(ConfigError, match="has 3 datasets, a blend has at most 2; merge some"):
-        parse_blend(["a", "b", "c"])
 
 
 def _request(
@@ -157,33 +144,6 @@ def test_one_pass_without_weights_takes_every_sample_once(corpora: list[str], tm
     assert sorted(map(tuple, rows)) == sorted(map(tuple, np.concatenate(of_each)))
 
 
-def test_a_blend_by_size_goes_on_beyond_one_pass(corpora: list[str], tmp_path: Path) -> None:
-    one_pass = [check_request(_request([prefix], None)) for prefix in corpora]
-    # Three passes over every dataset, in the order in which each takes its samples alone.
-    alone = [_rows(open_samples(_request([p], 3 * n), str(tmp_path))) for p, n in zip(corpora, one_pass, strict=True)]
-
-    rows = _rows(open_samples(_request(corpora, 3 * sum(one_pass)), str(tmp_path)))
-
-    assert len(rows) == 3 * sum(one_pass)
-    expected = np.concatenate([own[: 3 * n] for own, n in zip(alone, one_pass, strict=True)])
-    assert sorted(map(tuple, rows)) == sorted(map(tuple, expected))
-
-
-def test_datasets_are_laid_out_for_what_the_greedy_rule_takes(tmp_path: Path) -> None:
-    # Megatron lays out two samples of the second dataset, and then needs three.
-    prefixes = [str(tmp_path / str(number)) for number in range(5)]
-    for number, prefix in enumerate(prefixes):
-        _write(prefix, [np.arange(SEQ_LENGTH + 1, dtype=np.uint16) + 100 * number])
-    weights = [2.0, 19.0, 2.0, 7.0, 2.0]
-    with pytest.raises(IndexError, match="oversamples"):
-        engine_dataset((prefixes, weights), split="1", name="train", num_samples=1)
-
-    pairs = [item for pair in zip(weights, prefixes, strict=True) for item in pair]
-    rows = _rows(open_samples(_request(pairs, 1, split="1"), str(tmp_path / "cache")))
-
-    assert np.bincount(rows[:, 0] // 100, minlength=5).tolist() == [1, 3, 0, 1, 0]
-
-
 def _write(prefix: str, documents: list[NDArray[np.uint16]]) -> None:
     with IndexedDatasetWriter(prefix, np.dtype("<u2")) as writer:
         for tokens in documents:
@@ -217,19 +177,6 @@ def test_no_blend_takes_more_of_a_dataset_than_there_is(
         assert np.array_equal(mixture.sample_index[mixture.dataset_index == number], np.arange(count))
 
 
-def test_rows_of_several_datasets_stack_in_the_order_asked_for(corpora: list[str], tmp_path: Path) -> None:
-    samples = open_samples(_request([0.5, corpora[0], 0.2, corpora[1], 0.3, corpora[2]], 200), str(tmp_path))
-    indices = np.random.default_rng(0).integers(0, 200, 64).tolist()
-
-    rows = samples.rows(indices)["text"]
-
-    assert torch.equal(rows, torch.cat([samples.rows([index])["text"] for index in indices]))
-    assert rows.dtype == torch.int64
-    travelled = pickle.dumps(samples)
-    assert len(travelled) < 2000
-    assert torch.equal(pickle.loads(travelled).rows(indices)["text"], rows)
-
-
 @pytest.mark.parametrize("kind", ["bert", "t5"])
 @pytest.mark.parametrize("num_samples", [None, 300])
 def test_samples_of_sentences_blend_as_well(tmp_path: Path, kind: str, num_samples: int | None) -> None:
@@ -251,40 +198,6 @@ def test_samples_of_sentences_blend_as_well(tmp_path: Path, kind: str, num_sampl
         places = np.flatnonzero(mixture.dataset_index == number)
         own = objective.open(part, "").rows(range(len(places)))
         assert all(torch.equal(rows[key][places], own[key]) for key in own)
-
-
-def test_a_process_holds_only_some_datasets_open(
-    corpora: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    samples = open_samples(_request(corpora, None), str(tmp_path))
-    expected = _rows(samples)
-    del samples
-    monkeypatch.setattr(blend, "_MAX_OPEN", 1)
-    samples = open_samples(_request(corpora, None), str(tmp_path))
-    before = len(os.listdir("/proc/self/fd"))
-    samples.rows([0])
-    of_one = len(os.listdir("/proc/self/fd")) - before
-
-    assert np.array_equal(_rows(samples), expected)
-    assert len(os.listdir("/proc/self/fd")) - before == of_one
-
-
-def test_a_blend_of_one_dataset_is_that_dataset(tmp_path: Path) -> None:
-    documents = write_corpus(tmp_path / "corpus", 20)
-    prefix = str(tmp_path / "corpus")
-
-    rows = _rows(open_samples(_request([7.0, prefix], 100, split="1"), str(tmp_path / "cache")))
-
-    assert np.array_equal(rows, megatron_samples(documents, SEQ_LENGTH, 1234, 100))
-
-
-def test_splits_of_their_own_take_all_documents(tmp_path: Path) -> None:
-    documents = write_corpus(tmp_path / "corpus", 20)
-    request = _request([str(tmp_path / "corpus")], None, name="valid", split=whole_split("valid"))
-
-    rows = _rows(open_samples(request, str(tmp_path / "cache")))
-
-    assert np.array_equal(rows, megatron_samples(documents, SEQ_LENGTH, 1234, None))
 
 
 @pytest.mark.parametrize("weighted", [True, False])

@@ -148,17 +148,3 @@ def test_items_that_cannot_be_stacked_are_named(dataset: Any, says: str) -> None
 def test_a_function_that_makes_no_batch_is_named(batch: Any, says: str) -> None:
     with pytest.raises(DataError, match=says):
         DatasetSamples(_hugging_face(), lambda _: batch).rows([0, 1])
-
-
-def test_equal_datasets_have_equal_fingerprints_and_others_do_not() -> None:
-    hugging_face = _hugging_face()
-    assert DatasetSamples(hugging_face).fingerprint == hugging_face._fingerprint
-    assert DatasetSamples(hugging_face.shuffle(seed=1)).fingerprint != hugging_face._fingerprint
-    same = {DatasetSamples(Rows(torch.Tensor.clone)).fingerprint for _ in range(2)}
-    others = [TensorDataset(TOKENS), TensorDataset(LABELS), TensorDataset(TOKENS[:-1]), [{"a": "x"}], [{"a": "y"}]]
-    assert len(same | {DatasetSamples(other).fingerprint for other in others}) == 1 + len(others)
-
-
-def test_items_drawn_at_random_do_not_look_like_another_dataset() -> None:
-    drawn = DatasetSamples(Rows(lambda row: row + torch.randint(0, 1000, row.shape)))
-    assert drawn.fingerprint == DatasetSamples(Rows(lambda row: row + torch.randint(0, 1000, row.shape))).fingerprint

@@ -19,7 +19,7 @@ from lightning_megatron.data.corpus import documents
 from lightning_megatron.data.corpus.bad_documents import BadDocuments
 from lightning_megatron.data.corpus.documents import read_documents
 from lightning_megatron.data.corpus.files import find_files
-from lightning_megatron.data.corpus.pieces import PIECE_BYTES, LineBlock, RowBatch, cut_into_pieces
+from lightning_megatron.data.corpus.pieces import LineBlock, RowBatch, cut_into_pieces
 from lightning_megatron.errors import DataError
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
@@ -58,13 +58,6 @@ def test_a_text_file_is_one_document(tmp_path: Path) -> None:
     assert _texts(tmp_path) == [("line one\nline two\n",), ("x = 1\n",), ("y",)]
 
 
-def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfa\r\n")
-    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "b"}\r\n')
-
-    assert _texts(tmp_path) == [("a\r\n",), ("b",)]
-
-
 def test_bytes_that_are_not_utf8_and_lone_surrogates_are_replaced(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "x.jsonl").write_text('{"text": "a\\ud800b"}\n{"text": "\\ud83d\\ude42"}\n')
@@ -94,18 +87,6 @@ def test_a_compressed_file_gives_the_lines_of_the_plain_one_in_several_blocks(tm
     assert len(pieces) > 1
     assert all(isinstance(piece, LineBlock) and piece.lines.endswith(b"\n") for piece in pieces)
     assert sum(piece.num_bytes for piece in pieces) == len(packed)
-
-
-@pytest.mark.parametrize("compression", [".gz", ".zst"])
-def test_lines_that_repeat_each_other_do_not_make_one_large_piece(tmp_path: Path, compression: str) -> None:
-    line = b'{"text": "the same again"}\n'
-    path = tmp_path / f"x.jsonl{compression}"
-    path.write_bytes(COMPRESS[compression](line * 200_000))
-    pieces = list(cut_into_pieces([path]))
-
-    assert all(isinstance(piece, LineBlock) and len(piece.lines) <= 2 * PIECE_BYTES for piece in pieces)
-    assert b"".join(piece.lines for piece in pieces if isinstance(piece, LineBlock)) == line * 200_000
-    assert sum(piece.num_bytes for piece in pieces) == path.stat().st_size
 
 
 @pytest.mark.parametrize("rows_a_group", [7, 1000])
@@ -177,25 +158,6 @@ def test_tables_without_such_a_column_of_strings_are_refused(tmp_path: Path) -> 
     for key, message in (("text", "no column 'text'; choose --json-keys from n, t"), ("n", "column 'n' of type int64")):
         with pytest.raises(DataError, match=rf"x\.parquet has (a )?{message}"):
             _texts(tmp_path, keys=(key,))
-
-
-def test_strings_may_be_large_views_or_codes_of_a_dictionary(tmp_path: Path) -> None:
-    for kind in (pyarrow.large_string(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string())):
-        column = pyarrow.array(["a", "b", "a"]).cast(kind)
-        pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "x.parquet")
-
-        assert _texts(tmp_path) == [("a",), ("b",), ("a",)]
-
-
-def test_lists_of_strings_and_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
-    names_twice = pyarrow.table([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
-    for table, message in (
-        (pyarrow.table({"text": [["a", "b"]]}), r"a column 'text' of type list<.*>, not of strings"),
-        (names_twice, "several columns 'text'; rename all but one"),
-    ):
-        pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
-        with pytest.raises(DataError, match=rf"x\.parquet has {message}"):
-            _texts(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.zst", "x.txt.gz", "x.parquet"])
@@ -278,16 +240,6 @@ def test_pieces_of_any_size_give_the_same_documents(
             expected += [(text,) for text in content]
 
     assert _texts(folder, piece_bytes=piece_bytes) == expected
-
-
-def test_pieces_account_for_every_byte(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("x" * 300)
-    (tmp_path / "b.jsonl").write_text('{"text": "y"}\n' * 50)
-    files = find_files([tmp_path])
-
-    pieces = list(cut_into_pieces(files, piece_bytes=100))
-
-    assert sum(piece.num_bytes for piece in pieces) == sum(path.stat().st_size for path in files)
 
 
 @pytest.mark.parametrize("parser", ["orjson", "json"])

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import pickle
-import struct
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_megatron.data.formats.mmap import HEADER_BYTES, IndexedDatasetWriter
+from lightning_megatron.data.formats.mmap import IndexedDatasetWriter
 from lightning_megatron.data.samples.base import Part
 from lightning_megatron.data.samples.gpt import GPTObjective, GPTSamples, build_gpt_index
 from lightning_megatron.data.samples.split import SplitName, split_ranges
@@ -107,23 +103,6 @@ def test_a_kept_partial_sequence_is_the_rest_of_the_tokens_and_padding(tmp_path:
     assert [32, *range(33, 40), *[-1] * 9] in rows.tolist()
 
 
-@pytest.mark.parametrize("name", ["train", "test"])
-def test_only_validation_keeps_a_partial_sequence(tmp_path: Path, name: SplitName) -> None:
-    _write(tmp_path / "corpus", [40])
-    part = _part(tmp_path / "corpus", name=name, split="1" if name == "train" else "0,0,1")
-
-    assert len(KEEP.open(part, "")) == KEEP.count(part) == 2
-
-
-def test_a_partial_sequence_alone_is_a_sample_if_it_is_kept(tmp_path: Path) -> None:
-    _write(tmp_path / "corpus", [5])
-    part = _part(tmp_path / "corpus", name="valid", split="0,1,0")
-
-    assert _all_rows(KEEP.open(part, "")).tolist() == [[0, 1, 2, 3, 4, *[-1] * 12]]
-    with pytest.raises(DataError, match="5 tokens, one sample of seq_length=16 needs 17; lower seq_length, or add"):
-        OBJECTIVE.count(part)
-
-
 @pytest.mark.parametrize(
     ("seq_length", "tokens"),
     [
@@ -146,33 +125,6 @@ def test_partial_sequences_are_counted_exactly_in_large_corpora(seq_length: int,
     assert places[-1] == tokens - 1
 
 
-def test_another_seed_gives_another_order_of_the_same_documents(tmp_path: Path) -> None:
-    documents = write_corpus(tmp_path / "corpus", 50)
-    part = _part(tmp_path / "corpus")
-
-    rows = _all_rows(OBJECTIVE.open(replace(part, seed=7), ""))
-
-    assert np.array_equal(rows, megatron_samples(documents[:40], SEQ_LENGTH, 7, None))
-    assert not np.array_equal(rows, _all_rows(OBJECTIVE.open(part, "")))
-
-
-def test_the_fingerprint_of_an_order_changes_only_with_the_order(tmp_path: Path) -> None:
-    documents = write_corpus(tmp_path / "corpus", 50)
-    per_epoch = sum(map(len, documents[:40])) // SEQ_LENGTH
-    part = _part(tmp_path / "corpus")
-
-    def fingerprint(num_samples: int, seed: int = 1234, split: str = "8,1,1") -> str:
-        return OBJECTIVE.open(replace(part, num_samples=num_samples, seed=seed, split=split), "").fingerprint
-
-    base = fingerprint(per_epoch // 2)
-    assert fingerprint(per_epoch // 4) == base
-    assert fingerprint(2 * per_epoch) != base
-    assert fingerprint(per_epoch // 2, seed=1) != base
-    assert fingerprint(per_epoch // 2, split="7,2,1") != base
-    # A last epoch that is barely used is shuffled by itself, so the order differs though the passes are as many.
-    assert fingerprint(per_epoch + per_epoch // 4) != fingerprint(2 * per_epoch - 2)
-
-
 def test_rows_come_in_the_order_asked_for_whether_the_index_is_in_memory_or_in_a_folder(tmp_path: Path) -> None:
     write_corpus(tmp_path / "corpus", 50)
     (tmp_path / "index").mkdir()
@@ -189,37 +141,6 @@ def test_rows_come_in_the_order_asked_for_whether_the_index_is_in_memory_or_in_a
         assert samples.fingerprint == in_memory.fingerprint
 
 
-def test_files_are_opened_by_the_process_that_reads(tmp_path: Path) -> None:
-    write_corpus(tmp_path / "corpus", 50)
-    (tmp_path / "index").mkdir()
-    OBJECTIVE.open(_part(tmp_path / "corpus"), str(tmp_path / "index"))
-    before = len(os.listdir("/proc/self/fd"))
-
-    samples = OBJECTIVE.open(_part(tmp_path / "corpus"), str(tmp_path / "index"))
-    assert len(os.listdir("/proc/self/fd")) == before
-    rows = samples.rows([1, 2])["text"]
-    travelled = pickle.dumps(samples)
-
-    assert len(travelled) < 1000
-    assert torch.equal(pickle.loads(travelled).rows([1, 2])["text"], rows)
-    del samples
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-@pytest.mark.parametrize(("position", "value"), [("first", 3), ("first", -2), ("last", 1 << 40)])
-def test_a_position_between_or_outside_of_tokens_is_found_out(tmp_path: Path, position: str, value: int) -> None:
-    _write(tmp_path / "corpus", [20, 20])
-    part = _part(tmp_path / "corpus", split="1")
-    at = HEADER_BYTES + 4 * 2 + (8 if position == "last" else 0)
-    path = tmp_path / "corpus.idx"
-    data = bytearray(path.read_bytes())
-    data[at : at + 8] = struct.pack("<q", value)
-    path.write_bytes(data)
-
-    with pytest.raises(DataError, match=r"corpus.idx points outside of .bin or between tokens; run preprocess again"):
-        OBJECTIVE.open(part, "").rows([0, 1])
-
-
 def test_one_token_too_few_for_a_sample_is_refused_with_counts(tmp_path: Path) -> None:
     _write(tmp_path / "corpus", [100, 8])
     part = _part(tmp_path / "corpus", name="valid", split="1,1")
@@ -229,10 +150,3 @@ def test_one_token_too_few_for_a_sample_is_refused_with_counts(tmp_path: Path) -
     for work in (GPTObjective(seq_length=8).count, lambda part: GPTObjective(seq_length=8).open(part, "")):
         with pytest.raises(DataError, match=message):
             work(part)
-
-
-def test_a_weight_too_small_for_one_document_is_refused(tmp_path: Path) -> None:
-    _write(tmp_path / "corpus", [100] * 40)
-
-    with pytest.raises(DataError, match="gives test 0 of 40 documents of .* with 0 tokens"):
-        OBJECTIVE.count(_part(tmp_path / "corpus", name="test", split="949,50,1"))

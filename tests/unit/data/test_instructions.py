@@ -130,51 +130,11 @@ def test_answers_with_spaces_at_their_ends_are_learned_by_any_tokenizer(
     assert [text for learned, text in _parts(got, tokenizer) if learned] == [f" yes {end}", f"no{end}"]
 
 
-def test_a_key_without_a_value_is_as_absent(tmp_path: Path) -> None:
-    template = UNMARKED + "{% for m in messages if 'name' in m %}{{ raise_exception('a name') }}{% endfor %}"
-    tokenizer = make_tokenizer(tmp_path / "tokenizer", template)
-    assert len(_read(tmp_path, {"messages": [{**USER, "name": None}, CHAT[2]]}, tokenizer=tokenizer)) == 1
-
-
 def test_a_token_of_answer_and_question_is_learned(tmp_path: Path) -> None:
     template = MARKED.replace("+ '<|end|>' }}{% endgeneration %}", "}}{% endgeneration %}he")
     tokenizer = make_tokenizer(tmp_path / "tokenizer", template)
     got = _read(tmp_path, {"messages": [USER, {"role": "assistant", "content": "is t"}]}, tokenizer=tokenizer)
     assert [text for learned, text in _parts(got, tokenizer) if learned] == ["is the"]
-
-
-def test_half_a_character_is_replaced_as_preprocess_does(tmp_path: Path) -> None:
-    tokenizer = make_tokenizer(tmp_path / "tokenizer", UNMARKED)
-    records = [
-        {"prompt": "is it? \ud800", "completion": " y\udfff"},
-        {"messages": [USER, {**CHAT[2], "content": "\ud800"}]},
-    ]
-    damaged = _read(tmp_path, *records, tokenizer=tokenizer)
-
-    assert _parts(damaged, tokenizer, 0) == [(False, "is it? \ufffd"), (True, f" y\ufffd{END}")]
-    assert _parts(damaged, tokenizer, 1)[1] == (True, f"\ufffd{END}\n")
-
-
-def test_a_chat_gets_no_special_tokens_but_the_templates(tmp_path: Path) -> None:
-    tokenizer = make_tokenizer(tmp_path / "tokenizer", UNMARKED, bos=True)
-    got = _read(tmp_path, {"messages": CHAT[1:3]}, QUESTIONS[0], tokenizer=tokenizer)
-    assert _parts(got, tokenizer)[0][1].startswith("<|user|>")
-    assert _parts(got, tokenizer, 1)[0][1].startswith("<s>is it?"), "a prompt does, also in the same file"
-
-
-def test_what_nothing_predicts_is_not_learned(tmp_path: Path) -> None:
-    tokenizer = make_tokenizer(tmp_path / "tokenizer")
-    got = _read(tmp_path, {"prompt": "", "completion": "zq"}, tokenizer=tokenizer)
-    assert _parts(got, tokenizer) == [(False, "z"), (True, f"q{END}")]
-
-
-def test_the_limits_of_a_tokenizers_last_use_do_not_cut_samples(tmp_path: Path) -> None:
-    folder = make_tokenizer(tmp_path / "tokenizer")
-    tokenizer = load_tokenizer(folder)
-    tokenizer.backend_tokenizer.enable_truncation(3)
-    tokenizer.backend_tokenizer.enable_padding(length=40)
-    tokenizer.save_pretrained(folder)
-    assert _parts(_read(tmp_path, *QUESTIONS, tokenizer=folder), folder)[-1] == (True, f" yes{END}")
 
 
 @pytest.mark.parametrize("template", [MARKED, UNMARKED], ids=["marked", "unmarked"])
@@ -387,14 +347,6 @@ def test_what_is_wrong_before_the_first_record_is_said_at_once(tmp_path: Path, r
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "a"}')[:-9])
     with pytest.raises(DataError, match="cut off; make or fetch it again"):
         read(InstructionOptions(path=str(tmp_path / "cut.jsonl.gz"), tokenizer=tokenizer, seq_length=64))
-
-
-def test_a_check_gives_the_largest_token_of_the_tokenizer(tmp_path: Path) -> None:
-    tokenizer = make_tokenizer(tmp_path / "tokenizer")
-    options = InstructionOptions(path=_write(tmp_path, *QUESTIONS), tokenizer=tokenizer, seq_length=64)
-    assert check_instructions(options) == len(load_tokenizer(tokenizer)) - 1
-    got = read_instructions(options)
-    assert got.largest_token == max(got.tokens.max(), got.padding_token)
 
 
 @pytest.mark.parametrize(

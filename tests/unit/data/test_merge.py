@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import struct
-import tracemalloc
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
 from unittest.mock import patch
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
-from lightning_megatron.data.formats.index_files import DatasetHeader
 from lightning_megatron.data.formats.legacy import LegacyDatasetWriter
 from lightning_megatron.data.formats.merge import merge_datasets
-from lightning_megatron.data.formats.mmap import IndexedDatasetWriter
-from lightning_megatron.data.formats.rewrite import rewrite
 from lightning_megatron.errors import DataError
 
 Documents = list[list[list[int]]]
@@ -84,23 +74,6 @@ def test_merged_files_equal_those_of_the_engines_builder(
 
     _assert_same_files(tmp_path / "ours", tmp_path / "theirs")
     assert (result.documents, result.sequences, result.tokens, result.notes) == (10, 11, 16, ())
-
-
-def test_floats_of_the_type_number_of_2022_get_that_of_today(tmp_path: Path) -> None:
-    prefix = _build(tmp_path / "theirs", FIRST, "float64")
-    index = Path(f"{prefix}.idx").read_bytes()
-    (tmp_path / "a.idx").write_bytes(index[:17] + b"\x07" + index[18:])
-    (tmp_path / "a.bin").write_bytes(Path(f"{prefix}.bin").read_bytes())
-    merge_datasets([str(tmp_path / "a")], str(tmp_path / "ours"))
-
-    _assert_same_files(tmp_path / "ours", tmp_path / "theirs")
-
-
-def test_one_input_is_copied(tmp_path: Path) -> None:
-    prefix = _build(tmp_path / "a", FIRST)
-    merge_datasets([prefix], str(tmp_path / "ours"))
-
-    _assert_same_files(tmp_path / "ours", tmp_path / "a")
 
 
 @pytest.mark.parametrize(
@@ -201,59 +174,3 @@ def test_an_interrupted_merge_leaves_nothing(tmp_path: Path, monkeypatch: pytest
         merge_datasets([prefix], str(tmp_path / "out"))
 
     assert _names(tmp_path) == ["a.bin", "a.idx"]
-
-
-def test_a_merge_that_a_batch_system_ends_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prefix = _build(tmp_path / "a", FIRST)
-    monkeypatch.setattr(
-        "lightning_megatron.data.formats.rewrite._pieces", lambda *_: os.kill(os.getpid(), signal.SIGTERM)
-    )
-    with pytest.raises(SystemExit) as ended:
-        merge_datasets([prefix], str(tmp_path / "out"))
-
-    assert ended.value.code == 128 + signal.SIGTERM
-    assert _names(tmp_path) == ["a.bin", "a.idx"]
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-
-
-@dataclass(frozen=True, kw_only=True)
-class _HugeDataset(DatasetHeader):
-    """Says that it holds sequences of almost 2**31 tokens; its .bin is empty."""
-
-    format: ClassVar[str] = "huge"
-
-    def lengths(self) -> Iterator[NDArray[Any]]:
-        yield np.full(self.num_sequences, 2**31 - 1, dtype=np.int32)
-
-    def document_bounds(self) -> Iterator[NDArray[np.int64]]:
-        yield np.arange(self.num_document_bounds)
-
-
-def test_positions_of_more_than_two_to_the_31_tokens_are_right(tmp_path: Path) -> None:
-    (tmp_path / "a.bin").write_bytes(b"")
-    huge = _HugeDataset(prefix=str(tmp_path / "a"), dtype=np.dtype("<i4"), num_sequences=3, num_document_bounds=4)
-
-    rewrite([huge, huge], str(tmp_path / "out"), np.dtype("<i8"), "Merging")
-
-    index = (tmp_path / "out.idx").read_bytes()
-    assert np.frombuffer(index, "<i4", 6, 34).tolist() == [2**31 - 1] * 6
-    assert np.frombuffer(index, "<i8", 6, 34 + 24).tolist() == [number * (2**31 - 1) * 8 for number in range(6)]
-    assert np.frombuffer(index, "<i8", 7, 34 + 72).tolist() == list(range(7))
-
-
-def test_memory_does_not_grow_with_the_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with IndexedDatasetWriter(str(tmp_path / "a"), np.dtype("<u2")) as writer:
-        writer.add_documents(bytes(2 * 5 * 200_000), [5] * 200_000)  # 2 MB, and an index of 4 MB
-    _build(tmp_path / "b", FIRST, "int32")
-    monkeypatch.setattr("lightning_megatron.data.formats.index_files.CHUNK", 1 << 12)
-    monkeypatch.setattr("lightning_megatron.data.formats.rewrite._PIECE_BYTES", 1 << 16)
-    tracemalloc.start()
-    try:
-        merge_datasets([str(tmp_path / name) for name in "aabaa"], str(tmp_path / "out"))
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-
-    assert (tmp_path / "out.bin").stat().st_size > 16_000_000
-    # A few pieces and chunks; the names that modules get when they are imported are counted too.
-    assert peak < 1 << 20

@@ -11,10 +11,6 @@ import pytest
 from lightning_megatron.data.formats.mmap import (
     IndexedDatasetWriter,
     check_dataset,
-    largest_token_at_the_ends,
-    read_header,
-    read_lengths,
-    token_dtype,
 )
 from lightning_megatron.errors import DataError
 
@@ -96,56 +92,6 @@ def test_written_files_equal_those_of_the_engines_builder(
     for suffix in (".idx", ".bin"):
         assert (tmp_path / f"ours{suffix}").read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
     assert check_dataset(str(tmp_path / "ours"), integers_only=False).num_documents == 26
-
-
-@pytest.mark.parametrize("dtype", ["<f8", "<f4"])
-def test_floats_are_read_but_not_trained_on(tmp_path: Path, dtype: str) -> None:
-    _write_by_the_engine(tmp_path / "x", SENTENCES, dtype)
-
-    for read in (read_header, check_dataset):
-        assert read(str(tmp_path / "x"), integers_only=False).dtype == np.dtype(dtype)
-        with pytest.raises(DataError, match=r"token type [67] \(floating-point tokens\), tokens are integers"):
-            read(str(tmp_path / "x"))
-
-
-def test_type_seven_of_eight_bytes_is_what_it_was_until_2022(tmp_path: Path) -> None:
-    _write_by_the_engine(tmp_path / "x", SENTENCES, "<f8")
-    index = (tmp_path / "x.idx").read_bytes()
-    (tmp_path / "x.idx").write_bytes(index[:17] + b"\x07" + index[18:])
-
-    assert check_dataset(str(tmp_path / "x"), integers_only=False).dtype == np.dtype("<f8")
-    with open(tmp_path / "x.bin", "ab") as stream:
-        stream.write(bytes(8))
-    with pytest.raises(DataError, match=r"position 8, the lengths before it add up to 4: damaged"):
-        check_dataset(str(tmp_path / "x"), integers_only=False)
-
-
-@pytest.mark.parametrize("vocab_size", [1, 65499, 65500, 65536, 200_000])
-def test_the_type_of_tokens_follows_megatrons_rule(vocab_size: int) -> None:
-    from megatron.core.datasets.indexed_dataset import DType
-
-    assert token_dtype(vocab_size) == np.dtype(DType.optimal_dtype(vocab_size))
-
-
-def test_a_good_dataset_is_described(tmp_path: Path) -> None:
-    header = check_dataset(_golden(tmp_path))
-
-    assert (header.num_sequences, header.num_documents, header.dtype) == (3, 3, np.dtype("<u2"))
-    assert read_lengths(header).tolist() == [3, 1, 2]
-    assert largest_token_at_the_ends(header) == 65535
-    assert largest_token_at_the_ends(header, 2) == 6
-
-
-@pytest.mark.parametrize("chunk", [1, 4, 1 << 18])
-def test_modes_of_multimodal_datasets_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    monkeypatch.setattr("lightning_megatron.data.formats.index_files.CHUNK", chunk)
-    _write_by_the_engine(tmp_path / "x", SENTENCES, "<u2", modes=True)
-
-    header = check_dataset(str(tmp_path / "x"))
-    assert header.has_modes
-    lengths = [len(tokens) for document in SENTENCES for tokens in document]
-    assert np.concatenate(list(header.modes())).tolist() == [length % 3 for length in lengths]
-    assert list(check_dataset(_golden(tmp_path)).modes()) == []
 
 
 def test_an_interrupted_writer_leaves_nothing(tmp_path: Path) -> None:
@@ -242,21 +188,3 @@ def _patched(offset: int, data: bytes) -> bytes:
 def test_damage_is_named(tmp_path: Path, idx: bytes, data: bytes, message: str) -> None:
     with pytest.raises(DataError, match=message):
         check_dataset(_golden(tmp_path, idx, data))
-
-
-@pytest.mark.parametrize("chunk", [1, 2, 3])
-def test_damage_is_found_in_any_chunk_of_a_long_index(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
-) -> None:
-    monkeypatch.setattr("lightning_megatron.data.formats.index_files.CHUNK", chunk)
-
-    assert read_lengths(check_dataset(_golden(tmp_path))).tolist() == [3, 1, 2]
-    damages = [
-        (42, struct.pack("<i", -9), "sequence of -9 tokens"),
-        (62, struct.pack("<q", -9), "points outside it"),
-        (62, struct.pack("<q", 6), "at position 6, the lengths before it add up to 8"),
-        (86, struct.pack("<q", -9), "do not ascend"),
-    ]
-    for offset, data, message in damages:
-        with pytest.raises(DataError, match=message):
-            check_dataset(_golden(tmp_path, _patched(offset, data)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from lightning_megatron.data.samples.bert import BertObjective
 from lightning_megatron.data.samples.special_tokens import TokenizerFacts
 from lightning_megatron.data.samples.t5 import T5Objective
 from lightning_megatron.errors import ConfigError
-from tests.unit.data.sentence_corpus import NUM_SENTINELS, SPECIAL, WordPieceTokenizer, word_pieces
+from tests.unit.data.sentence_corpus import NUM_SENTINELS, SPECIAL, word_pieces
 
 TEXT = "Unaffable cats don't sit, unlike cuttable unaffable tables; 12 cats sit."
 
@@ -91,13 +90,6 @@ def test_each_piece_of_a_script_without_spaces_is_a_word() -> None:
     assert _words(_byte_level(), "\u6771\u4eac cat") == ["\u6771", "\u4eac", "cat"]
 
 
-def test_pieces_without_marks_are_words() -> None:
-    tokenizer = WordPieceTokenizer()
-    tokenizer.inv_vocab = dict(enumerate(("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[BOS]", "[EOS]", "a", "b")))
-
-    assert TokenizerFacts.of(tokenizer, "test").begins_word.all()
-
-
 def test_special_tokens_and_sentinels_are_found_wherever_they_are(tmp_path: Path) -> None:
     bert = TokenizerFacts.of(_word_piece(), "test")
     assert (bert.pad, bert.cls, bert.sep, bert.mask, bert.bos, bert.eos) == (0, 2, 3, 4, None, None)
@@ -113,18 +105,6 @@ def test_special_tokens_and_sentinels_are_found_wherever_they_are(tmp_path: Path
     assert (roberta.cls, roberta.pad, roberta.sep, roberta.eos, roberta.mask) == (0, 1, 2, 2, 4)
 
 
-def test_of_two_sets_of_sentinels_the_one_in_the_vocabulary_is_taken() -> None:
-    multilingual = _unigram(sentinels_in_vocabulary=5, extra_ids=7)
-
-    facts = TokenizerFacts.of(multilingual, "test")
-
-    assert facts.sentinels == tuple(
-        multilingual.convert_tokens_to_ids([f"\u2581<extra_id_{number}>" for number in range(5)])
-    )
-    assert list(facts.sentinels) == sorted(facts.sentinels, reverse=True)
-    assert facts.begins_word[-7:].all()
-
-
 def test_special_tokens_are_not_masked_but_unknown_words_are() -> None:
     facts = word_pieces()
 
@@ -133,17 +113,6 @@ def test_special_tokens_are_not_masked_but_unknown_words_are() -> None:
     assert np.flatnonzero(~maskable[: len(SPECIAL)]).tolist() == [0, 2, 3, 4, 5, 6]
     assert not maskable[list(facts.sentinels)].any()
     assert maskable[len(SPECIAL) + NUM_SENTINELS :].all()
-
-
-def test_facts_are_read_from_a_folder_and_travel_to_other_processes(tmp_path: Path) -> None:
-    tokenizer = _unigram()
-    tokenizer.save_pretrained(tmp_path)
-
-    facts = TokenizerFacts.read(tmp_path)
-
-    assert facts == TokenizerFacts.of(tokenizer, "elsewhere") == pickle.loads(pickle.dumps(facts))
-    assert facts.source == str(tmp_path)
-    assert facts != replace(facts, begins_word=~facts.begins_word)
 
 
 def test_a_tokenizer_without_the_objectives_special_tokens_is_refused() -> None:

@@ -169,23 +169,6 @@ def test_text_and_labels_give_back_the_documents(tmp_path: Path, options: dict[s
         assert counts.count(len(facts.sentinels) - hugging_face) > 0.3 * len(counts)
 
 
-def test_what_does_not_fit_stays_unmasked_and_nothing_else_changes(tmp_path: Path) -> None:
-    write_sentences(tmp_path / "corpus", random_documents(80))
-    masking = MaskingOptions(whole_words=False, max_ngram=4)
-    roomy = _opened(tmp_path / "corpus", masking=masking, seq_length_decoder=64)
-    tight = _opened(tmp_path / "corpus", masking=masking, seq_length_decoder=26)
-
-    expected, rows = (samples.rows(range(len(samples))) for samples in (roomy, tight))
-
-    fits = (expected["labels"][:, 26:] == -100).all(1)
-    assert 0 < fits.sum() < len(fits)
-    assert torch.equal(rows["input_ids"][fits], expected["input_ids"][fits])
-    assert torch.equal(rows["labels"][fits], expected["labels"][fits][:, :26])
-    answered = (rows["labels"][~fits] != -100).sum(1)
-    # A span of at most four tokens and its sentinel did not fit any more.
-    assert (answered > 26 - 5).all()
-
-
 def test_a_few_sentinels_for_long_rows_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_sentences(tmp_path / "corpus", random_documents(20))
 
@@ -247,24 +230,3 @@ def test_a_sample_is_the_same_in_any_batch_process_and_run(tmp_path: Path) -> No
         for name, tensor in samples.rows(order).items():
             assert torch.equal(tensor, expected[name][order])
             assert tensor.dtype == torch.int64
-
-
-def test_the_fingerprint_and_the_key_tell_other_orders(tmp_path: Path) -> None:
-    write_sentences(tmp_path / "corpus", random_documents(50))
-    part = part_of(tmp_path / "corpus", num_samples=20)
-    base = _objective()
-    longer = _objective(seq_length=130)
-    same = [
-        _objective(seq_length_decoder=65),
-        _objective(format="megatron"),
-        _objective(masking=MaskingOptions(probability=0.2, max_ngram=3)),
-        _objective(tokenizer=FEW),
-    ]
-    fingerprint = base.open(part, "").fingerprint
-
-    assert {objective.open(part, "").fingerprint for objective in same} == {fingerprint}
-    assert {objective.index_key for objective in same} == {base.index_key}
-    others = [longer.open(part, ""), base.open(replace(part, seed=2), "")]
-    assert len({fingerprint, *(samples.fingerprint for samples in others)}) == 3
-    assert longer.index_key != base.index_key
-    assert base.largest_token == max(word_pieces().sentinels)

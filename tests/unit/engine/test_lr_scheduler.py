@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron.engine.lr_schedule import LRSchedule
 from lightning_megatron.engine.lr_scheduler import MegatronLRScheduler
-from lightning_megatron.errors import CheckpointError, ConfigError
+from lightning_megatron.errors import ConfigError
 
 LINEAR = LRSchedule(style="linear", warmup_steps=2, min_lr=0.0)
 
@@ -39,11 +39,6 @@ def _run(scheduler: MegatronLRScheduler, steps: int) -> list[tuple[float, ...]]:
 def test_the_first_optimizer_step_uses_the_value_of_step_zero() -> None:
     scheduler = MegatronLRScheduler(_optimizer(), schedule=LINEAR, lr=1.0, total_steps=6)
     assert [lr for (lr,) in _run(scheduler, 7)] == pytest.approx([0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0])
-
-
-def test_the_peak_is_the_schedulers_and_not_the_groups_current_value() -> None:
-    scheduler = MegatronLRScheduler(_optimizer({"lr": 123.0}), schedule=LRSchedule(), lr=0.5, total_steps=None)
-    assert scheduler.get_last_lr() == [0.5]
 
 
 def test_group_multipliers_scale_both_values() -> None:
@@ -83,12 +78,6 @@ def test_groups_of_megatrons_optimizer_are_honoured_as_its_own_scheduler_does() 
         engine.step(1)
 
 
-def test_an_unset_minimum_in_a_group_means_the_schedules() -> None:
-    optimizer = _optimizer({"max_lr": 4.0, "min_lr": None, "default_config": False})
-    scheduler = MegatronLRScheduler(optimizer, schedule=LRSchedule(style="linear", min_lr=0.5), lr=1.0, total_steps=2)
-    assert [lr for (lr,) in _run(scheduler, 3)] == pytest.approx([4.0, 2.25, 0.5])
-
-
 def test_a_resumed_scheduler_continues_on_the_same_curve() -> None:
     whole = _run(MegatronLRScheduler(_optimizer(), schedule=LINEAR, lr=1.0, total_steps=9), 9)
     first = MegatronLRScheduler(_optimizer(), schedule=LINEAR, lr=1.0, total_steps=9)
@@ -107,12 +96,6 @@ def test_loading_writes_the_values_of_the_current_settings() -> None:
     scheduler.optimizer.param_groups[0]["lr"] = 77.0
     scheduler.load_state_dict({"last_epoch": 4})
     assert scheduler.optimizer.param_groups[0]["lr"] == pytest.approx(0.5)
-
-
-def test_a_foreign_state_is_refused() -> None:
-    scheduler = MegatronLRScheduler(_optimizer(), schedule=LRSchedule(), lr=1.0)
-    with pytest.raises(CheckpointError, match=r"has the keys \['num_bad_epochs'\] and no 'last_epoch'"):
-        scheduler.load_state_dict({"num_bad_epochs": 3})
 
 
 def test_a_schedule_that_cannot_run_is_refused_before_the_optimizer_is_touched() -> None:

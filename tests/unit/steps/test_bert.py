@@ -47,29 +47,11 @@ def _terms(step: BertTrainStep, batch: dict[str, torch.Tensor], output: Any) -> 
     return {name: (term.sum.item(), term.targets.item()) for name, term in terms.items()}
 
 
-def _softmax_loss(logits: list[float], label: int) -> float:
-    return math.log(sum(math.exp(x) for x in logits)) - logits[label]
-
-
 # ---- losses ---------------------------------------------------------------------------------------------------------
 
 LABELS = torch.tensor([[-100, 2, -100], [6, -100, 0]])
 TOKEN_LOSSES = torch.tensor([[9.0, 1.0, 9.0], [2.0, 9.0, 4.0]])
 ORDER_LOGITS = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
-
-
-def test_pretraining_sums_the_losses_of_labelled_tokens_and_of_the_order_apart() -> None:
-    batch = {"input_ids": IDS, "labels": LABELS, "next_sentence_label": torch.tensor([1, 1])}
-    order = _softmax_loss([0.0, 1.0], 1) + _softmax_loss([2.0, 0.0], 1)
-    terms = _terms(_step("pretraining"), batch, (TOKEN_LOSSES, ORDER_LOGITS))
-    assert terms == {"lm_loss": (7.0, 3.0), "sop_loss": (pytest.approx(order), 2.0)}
-
-
-@pytest.mark.parametrize("ignored", [-100, -1])
-def test_an_ignored_order_of_sentences_is_no_target(ignored: int) -> None:
-    batch = {"input_ids": IDS, "labels": LABELS, "next_sentence_label": torch.tensor([0, ignored])}
-    terms = _terms(_step("pretraining"), batch, (TOKEN_LOSSES, ORDER_LOGITS))
-    assert terms["sop_loss"] == (pytest.approx(_softmax_loss([0.0, 1.0], 0)), 1.0)
 
 
 def test_without_the_binary_head_only_tokens_count_and_its_weights_get_a_zero_gradient() -> None:
@@ -106,11 +88,6 @@ def test_megatrons_samples_mean_the_same() -> None:
     assert all(torch.equal(prepared[name], expected[name]) for name in expected)
 
 
-def test_masked_lm_has_one_term() -> None:
-    terms = _terms(_step("masked_lm"), {"input_ids": IDS, "labels": LABELS}, (TOKEN_LOSSES, None))
-    assert terms == {"lm_loss": (7.0, 3.0)}
-
-
 def test_loss_mask_and_sample_mask_weigh_tokens_and_rows() -> None:
     batch = {
         "input_ids": IDS,
@@ -122,57 +99,11 @@ def test_loss_mask_and_sample_mask_weigh_tokens_and_rows() -> None:
     assert terms == {"lm_loss": (0.5 * 1.0 + 0.25 * 2.0, 0.75)}
 
 
-def test_regression_of_one_value_is_the_squared_error() -> None:
-    batch = {"input_ids": IDS, "labels": torch.tensor([0.5, -1.0])}
-    terms = _terms(_step("sequence_classification", num_labels=1), batch, torch.tensor([[1.0], [1.0]]))
-    assert terms == {"label_loss": (0.25 + 4.0, 2.0)}
-
-
-def test_regression_of_several_values_is_a_mean_over_all_of_them() -> None:
-    step = _step("sequence_classification", num_labels=2, problem_type="regression")
-    batch = {"input_ids": IDS, "labels": torch.tensor([[0.0, 1.0], [2.0, 3.0]]), "sample_mask": torch.tensor([1, 0])}
-    terms = _terms(step, batch, torch.tensor([[1.0, 3.0], [9.0, 9.0]]))
-    assert terms == {"label_loss": (1.0 + 4.0, 2.0)}
-
-
-def test_integer_labels_are_classes() -> None:
-    logits = [[0.0, 1.0, 2.0], [1.0, 1.0, 0.0]]
-    batch = {"input_ids": IDS, "labels": torch.tensor([2, -100])}
-    terms = _terms(_step("sequence_classification", num_labels=3), batch, torch.tensor(logits))
-    assert terms == {"label_loss": (pytest.approx(_softmax_loss(logits[0], 2)), 1.0)}
-
-
-def test_float_labels_are_several_at_once() -> None:
-    batch = {"input_ids": IDS, "labels": torch.tensor([[1.0, 0.0], [0.0, 0.25]])}
-    terms = _terms(_step("sequence_classification", num_labels=2), batch, torch.tensor([[0.0, 1.0], [2.0, -1.0]]))
-    losses = [math.log(2), math.log1p(math.e), math.log1p(math.exp(2)), math.log1p(math.exp(-1)) + 0.25]
-    assert terms == {"label_loss": (pytest.approx(sum(losses)), 4.0)}
-
-
 def test_the_first_batch_tells_the_kind_of_labels_for_all() -> None:
     step = _step("sequence_classification", num_labels=3)
     step.prepare_batch({"input_ids": IDS, "labels": torch.tensor([2, 1])})
     with pytest.raises(DataError, match=r"labels is torch.float32 .* problem_type='single_label_classification'"):
         step.check_batch({"input_ids": IDS, "labels": torch.zeros(2, 3)})
-
-
-def test_token_classification_leaves_out_tokens_without_a_class() -> None:
-    logits = torch.zeros(2, 3, 5)
-    logits[0, 1, 4] = 1.0
-    batch = {"input_ids": IDS, "labels": torch.tensor([[-100, 4, -100], [0, -100, -100]])}
-    loss = _softmax_loss([0, 0, 0, 0, 1], 4) + math.log(5)
-    terms = _terms(_step("token_classification", num_labels=5), batch, logits)
-    assert terms == {"label_loss": (pytest.approx(loss), 2.0)}
-
-
-def test_question_answering_halves_both_sides_and_ignores_answers_after_the_row() -> None:
-    logits = torch.tensor([[[0.0, 1.0], [1.0, 0.0], [0.0, 0.0]], [[0.0, 0.0], [2.0, 0.0], [0.0, 3.0]]])
-    batch = {"input_ids": IDS, "start_positions": torch.tensor([1, 77]), "end_positions": torch.tensor([[-5], [2]])}
-    ends = _softmax_loss([1, 0, 0], 0) + _softmax_loss([0, 0, 3], 2)
-    assert _terms(_step("question_answering"), batch, logits) == {
-        "start_loss": (pytest.approx(0.5 * _softmax_loss([0, 1, 0], 1)), 1.0),
-        "end_loss": (pytest.approx(0.5 * ends), 2.0),
-    }
 
 
 @pytest.mark.parametrize(
@@ -298,21 +229,6 @@ def test_a_wrong_batch_is_refused_with_key_value_rule_and_fix(what: str) -> None
         _step(task, **fields).check_batch(batch)
 
 
-def test_labels_that_the_loss_mask_leaves_out_may_be_anything() -> None:
-    labels = torch.tensor([[-7, 2, 99], [6, -100, 0]])
-    _step("masked_lm").check_batch({**LM, "labels": labels, "loss_mask": torch.tensor([[0, 1, 0], [1, 1, 1]])})
-
-
-@pytest.mark.parametrize("name", ["attention_mask", "padding_mask"])
-def test_a_mask_that_hides_nothing_is_dropped(name: str) -> None:
-    batch = {**LM, name: torch.ones_like(IDS)}
-    _step("masked_lm").check_batch(batch)
-    assert batch.keys() == LM.keys()
-    padded = {**LM, name: torch.tensor([[1, 1, 1], [1, 1, 0]])}
-    _step("masked_lm").check_batch(padded)
-    assert name in padded
-
-
 def test_a_step_that_prepares_batches_itself_may_have_keys_of_its_own() -> None:
     class Own(BertTrainStep):
         def prepare_batch(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -323,11 +239,6 @@ def test_a_step_that_prepares_batches_itself_may_have_keys_of_its_own() -> None:
     batch = {"words": IDS, "hidden": LABELS}
     step.check_batch(batch)
     assert step.counts(step.prepare_batch(batch))["lm_loss"] == 3
-
-
-def test_rows_that_do_not_count_may_be_all_padding() -> None:
-    masks = {"attention_mask": torch.tensor([[1, 1, 1], [0, 0, 0]]), "sample_mask": torch.tensor([1, 0])}
-    _step("pretraining").check_batch({**PRETRAINING, **masks})
 
 
 @pytest.mark.parametrize(
@@ -395,12 +306,6 @@ def test_several_labels_are_measured_by_the_sign_of_their_logits() -> None:
     labels = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     measured = _measured(_step("sequence_classification"), {"input_ids": IDS, "labels": labels}, logits)
     assert measured == {"accuracy": pytest.approx(3 / 4), "f1": pytest.approx((2 / 3 + 1) / 2)}
-
-
-def test_one_label_out_of_one_is_measured_too() -> None:
-    step = _step("sequence_classification", num_labels=1, problem_type="multi_label_classification")
-    measured = _measured(step, {"input_ids": IDS, "labels": torch.tensor([[1.0], [0.0]])}, torch.tensor([[0.1], [0.2]]))
-    assert measured == {"accuracy": pytest.approx(1 / 2), "f1": pytest.approx(2 / 3)}
 
 
 def test_values_are_measured_by_their_squared_error() -> None:

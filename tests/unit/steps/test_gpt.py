@@ -180,29 +180,6 @@ def test_given_positions_cannot_be_reset() -> None:
         _step(eod_token=EOD, reset_position_ids=True).check_batch(batch)
 
 
-def test_right_numbers_are_accepted_and_a_mask_that_hides_nothing_is_dropped() -> None:
-    batch = {"input_ids": IDS, "labels": _with(-100), "position_ids": _with(LENGTH - 1), "attention_mask": ONES}
-    _step().check_batch(batch)
-    assert "attention_mask" not in batch
-    _step().check_batch({"text": _with(-1), "sample_mask": torch.ones(2)})
-    kept = {"input_ids": IDS, "attention_mask": _with(0, base=ONES).bool()}
-    _step().check_batch(kept)
-    assert "attention_mask" in kept
-    # Rotary positions have no table that ends.
-    _step(positions="rope").check_batch({"input_ids": torch.cat([IDS, IDS], 1)})
-
-
-def test_a_subclass_with_batches_of_its_own_is_not_told_which_keys_to_use() -> None:
-    class Own(GPTTrainStep):
-        def prepare_batch(self, batch: Batch) -> Batch:
-            return super().prepare_batch({"input_ids": batch["mine"]})
-
-    step = Own()
-    step.bind(_step().model)
-    step.check_batch({"mine": IDS})
-    assert torch.equal(step.prepare_batch({"mine": IDS})["tokens"], IDS)
-
-
 def test_perplexity_is_of_the_targets_alone_over_all_batches() -> None:
     step = _step()
     metrics = step.metrics()

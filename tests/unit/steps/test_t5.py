@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 from lightning_megatron.errors import ConfigError, DataError
-from lightning_megatron.steps.registry import train_step_named
 from lightning_megatron.steps.t5 import T5TrainStep
 from tests.unit.models.test_t5_layout import MODEL
 
@@ -32,15 +30,6 @@ def _prepared(**changes: torch.Tensor) -> dict[str, torch.Tensor]:
     return step.prepare_batch(batch)
 
 
-def test_labels_are_shifted_right_with_the_start_token_and_padding() -> None:
-    prepared = _prepared()
-    assert prepared["encoder_ids"].equal(IDS)
-    assert prepared["decoder_ids"].tolist() == [[START, 11, PAD], [START, 13, 14]]
-    assert prepared["targets"].tolist() == [[11, 0, 12], [13, 14, 0]]
-    assert prepared["loss_mask"].tolist() == [[1, 0, 1], [1, 1, 0]]
-    assert prepared.keys() == {"encoder_ids", "decoder_ids", "targets", "loss_mask"}
-
-
 def test_shifted_labels_are_those_of_hugging_face() -> None:
     from transformers import T5Config, T5ForConditionalGeneration
 
@@ -49,38 +38,10 @@ def test_shifted_labels_are_those_of_hugging_face() -> None:
     assert _prepared()["decoder_ids"].equal(model._shift_right(LABELS))
 
 
-def test_given_decoder_input_is_not_shifted() -> None:
-    given = torch.tensor([[1, 2, 3], [4, 5, 6]])
-    assert _prepared(decoder_input_ids=given)["decoder_ids"].equal(given)
-
-
-def test_the_loss_is_a_weighted_sum() -> None:
-    weights = torch.tensor([[0.5, 1.0, 2.0], [1.0, 1.0, 1.0]])
-    prepared = _prepared(loss_mask=weights, sample_mask=torch.tensor([1.0, 0.25]))
-    assert prepared["loss_mask"].tolist() == [[0.5, 0, 2.0], [0.25, 0.25, 0]]
-    term = _step().loss_func(prepared, torch.tensor([[2.0, 99.0, 3.0], [4.0, 8.0, 99.0]]))["lm_loss"]
-    assert term.sum.item() == 0.5 * 2 + 2 * 3 + 0.25 * 12
-    assert term.targets.item() == 3.0
-    assert _step().counts(prepared)["lm_loss"].item() == 3.0
-
-
-def test_perplexity_weighs_tokens() -> None:
-    step = _step()
-    metrics = step.metrics()
-    step.update_metrics(metrics, _prepared(), torch.tensor([[2.0, 99.0, 3.0], [4.0, 8.0, 99.0]]))
-    assert metrics["perplexity"].compute().item() == pytest.approx(math.exp(17 / 4))
-
-
 def test_added_rows_carry_no_loss() -> None:
     padded = _step().pad_rows(_prepared(attention_mask=torch.ones_like(IDS)), 4)
     assert all(tensor.shape[0] == 4 for tensor in padded.values())
     assert padded["loss_mask"].sum(1).tolist() == [2, 2, 0, 0]
-
-
-def test_stages_send_both_sequences() -> None:
-    prepared = _prepared()
-    assert _step().seq_length(prepared) == 7
-    assert list(_step().split_lengths(prepared).values()) == [4, 3]
 
 
 # ---- Megatron's samples ---------------------------------------------------------------------------------------------
@@ -178,13 +139,6 @@ def test_a_step_that_prepares_batches_itself_has_keys_of_its_own() -> None:
     step.check_batch({**BATCH, "weights": torch.ones(2, 3)})
 
 
-def test_targets_are_needed() -> None:
-    with pytest.raises(DataError, match="have no 'labels'"):
-        _step().check_batch({"input_ids": IDS})
-    with pytest.raises(DataError, match="have no 'text_dec'"):
-        _step().check_batch({"text_enc": IDS, "labels": LABELS})
-
-
 def test_megatrons_names_are_those_of_the_message() -> None:
     with pytest.raises(DataError, match=r"text_enc\[0, 2\] is 99"):
         _step().check_batch(_megatrons(text_enc=IDS + 90))
@@ -193,7 +147,3 @@ def test_megatrons_names_are_those_of_the_message() -> None:
 def test_other_models_are_refused() -> None:
     with pytest.raises(ConfigError, match="use train_step='gpt'"):
         T5TrainStep().bind(replace(MODEL, architecture="gpt"))
-
-
-def test_it_is_known_by_its_name() -> None:
-    assert isinstance(train_step_named("t5"), T5TrainStep)

@@ -103,13 +103,6 @@ def test_half_precision_stays_within_its_rounding(dtype: torch.dtype, mask: torc
     torch.testing.assert_close(got.float(), expected, rtol=0, atol=8 * torch.finfo(dtype).eps)
 
 
-def test_the_softmax_scale_and_the_mask_type_of_a_call_are_used() -> None:
-    q, k, v = _qkv(6, 6, 4)
-    layer = SDPAttention(_config(), 1, AttnMaskType.causal, "self", softmax_scale=2.0)
-    got = layer(q, k, v, None, attn_mask_type=AttnMaskType.no_mask)
-    torch.testing.assert_close(got, _formula(q * 2 * WIDTH**0.5, k, v, None, None), rtol=1e-5, atol=1e-5)
-
-
 def test_a_query_without_any_key_gives_finite_numbers() -> None:
     q, k, v = _qkv(6, 6, 4)
     mask = torch.ones(2, 1, 6, 6, dtype=torch.bool)
@@ -167,28 +160,6 @@ def test_tp_ranks_draw_from_the_tracked_stream(tp: int, sequence_parallel: bool,
         default_unchanged = torch.equal(default, torch.get_rng_state())
         tracked_unchanged = torch.equal(tracked, get_cuda_rng_tracker().get_states()["model-parallel-rng"])
     assert (default_unchanged, tracked_unchanged) == (forks, not forks)
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_recomputing_core_attention_gives_the_same_gradients(dropout: float) -> None:
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-
-    parts = SelfAttentionSubmodules(
-        linear_qkv=ColumnParallelLinear, core_attention=SDPAttention, linear_proj=RowParallelLinear
-    )
-    results = []
-    for recompute in ({}, {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}):
-        model_parallel_cuda_manual_seed(5, force_reset_rng=True)
-        layer = SelfAttention(_config(attention_dropout=dropout, **recompute), parts, 1, AttnMaskType.causal)
-        torch.manual_seed(2)
-        x = torch.randn(6, 2, HEADS * WIDTH, requires_grad=True)
-        out, _ = layer(x, None)
-        out.square().sum().backward()
-        results.append((out.detach(), x.grad, layer.linear_qkv.weight.grad))
-    for kept, recomputed in zip(*results, strict=True):
-        assert torch.equal(kept, recomputed)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from torch.nn.attention.flex_attention import BlockMask
 
-from lightning_megatron.engine.slots import attention, flex
+from lightning_megatron.engine.slots import flex
 from lightning_megatron.engine.slots.alibi import Alibi, AlibiKind, key_biases, relative
 from lightning_megatron.engine.slots.attention import SDPAttention
 from lightning_megatron.engine.slots.attention_masks import Pattern, added_scores, hidden_keys, pattern_of
@@ -242,34 +242,3 @@ def test_a_long_row_takes_memory_in_proportion_to_its_length(options: dict[str, 
     # Output, its gradient in float32, and gradients of q, k, v: some multiples of 32 MB. One byte per pair is 1024 MB.
     assert peak < 512 * megabyte
     assert by_blocks.count == 1
-
-
-@pytest.mark.gpu
-def test_layers_share_the_blocks_of_a_mask_and_recomputation_does_not_make_others(
-    by_blocks: _Calls, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    made, original = [], flex.block_mask
-
-    def counted(*args: Any) -> BlockMask:
-        made.append(1)
-        return original(*args)
-
-    monkeypatch.setattr(flex, "block_mask", counted)
-    qkv, segments = _qkv(640, 640, 2, 3), _segments(640).cuda()
-    kept = [_layer(2)(*qkv, segments) for _ in range(3)]
-    recomputed = [checkpoint(_layer(2), *qkv, segments, use_reentrant=True) for _ in range(3)]
-    for a, b in zip(kept, recomputed, strict=True):
-        grads = [torch.autograd.grad(a.float().square().sum(), qkv), []]
-        for x in qkv:
-            x.grad = None
-        b.float().square().sum().backward()
-        grads[1] = [x.grad for x in qkv]
-        # The kernels add in another order each time.
-        for mine, theirs in zip(*grads, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
-    assert len(made) == 1
-    before = len(attention._PER_MASK)
-    del segments, kept, recomputed, a, b
-    assert len(attention._PER_MASK) == before - 1

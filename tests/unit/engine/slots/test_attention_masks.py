@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from transformers.masking_utils import sliding_window_causal_mask_function
 from transformers.models.bloom import modeling_bloom
 from transformers.models.falcon import modeling_falcon
 
-from lightning_megatron.engine.slots import attention
 from lightning_megatron.engine.slots.attention import SDPAttention
 from lightning_megatron.errors import ConfigError
 
@@ -214,93 +209,3 @@ def test_a_masked_key_stays_hidden_beside_far_ones_that_are_worth_less() -> None
 
 
 # ---- one mask for all layers ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def expansions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows with every dense mask that is made."""
-    made: list[int] = []
-    original = attention.hidden_keys
-
-    def counted(*args: Any) -> Any:
-        made.append(1)
-        return original(*args)
-
-    monkeypatch.setattr(attention, "hidden_keys", counted)
-    return made
-
-
-def test_a_mask_is_expanded_once_for_all_layers_of_a_kind_and_again_when_it_is_written_to(
-    expansions: list[int],
-) -> None:
-    qkv, mask = _qkv(), SEGMENTS.clone()
-    layers = [_layer(), _layer(), _layer(), _layer(sliding_window=3), _layer(sliding_window=3)]
-    before = [layer(*qkv, mask) for layer in layers]
-    assert len(expansions) == 2
-    mask[:, 5:] = 7
-    after = layers[0](*qkv, mask)
-    assert len(expansions) == 3
-    assert not torch.equal(before[0], after)
-    torch.testing.assert_close(after, _layer()(*qkv, mask.clone()))
-
-
-def test_what_is_made_from_a_mask_is_forgotten_with_it() -> None:
-    mask = SEGMENTS.clone()
-    for options in ({}, {"alibi": "bloom"}, {"sliding_window": 3}):
-        _layer(**options)(*_qkv(), mask)
-    remembered = attention._PER_MASK._made[mask]
-    kept = [weakref.ref(value) for value in remembered.values()]
-    assert len(kept) == 4
-    del remembered, mask
-    gc.collect()
-    assert [ref() for ref in kept] == [None] * 4
-
-
-def test_a_mask_of_a_validation_can_be_used_in_training() -> None:
-    qkv, mask = _qkv(), SEGMENTS.clone()
-    for options in ({}, {"alibi": "bloom"}, {"alibi": "falcon", "sliding_window": 3}):
-        layer = _layer(**options)
-        for given in (None, mask):
-            with torch.inference_mode():
-                validated = layer(*(x.detach() for x in qkv), given)
-            trained = layer(*qkv, given)
-            torch.testing.assert_close(trained.detach(), validated.clone())
-            trained.sum().backward()
-    with torch.inference_mode():
-        own = SEGMENTS.clone()
-        torch.testing.assert_close(_layer()(*qkv, own), _layer()(*qkv, SEGMENTS))
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize(
-    "options", [{}, {"sliding_window": 3}, {"alibi": "bloom"}, {"alibi": "falcon", "sliding_window": 3}], ids=str
-)
-@pytest.mark.parametrize("mask", [None, SEGMENTS], ids=["no mask", "segments"])
-def test_recomputing_core_attention_gives_the_same_gradients_and_makes_no_other_mask(
-    options: dict[str, Any], mask: torch.Tensor | None, expansions: list[int]
-) -> None:
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-
-    parts = SelfAttentionSubmodules(
-        linear_qkv=ColumnParallelLinear,
-        core_attention=partial(SDPAttention, **options),
-        linear_proj=RowParallelLinear,
-    )
-    results = []
-    for recompute in ({}, {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}):
-        model_parallel_cuda_manual_seed(5, force_reset_rng=True)
-        torch.manual_seed(2)
-        sizes = {"num_layers": 2, "hidden_size": HEADS * WIDTH, "num_attention_heads": HEADS}
-        config = TransformerConfig(**sizes, attention_dropout=0.0, **recompute)
-        layers = [SelfAttention(config, parts, number, AttnMaskType.causal) for number in (1, 2)]
-        hidden = x = torch.randn(LENGTH, ROWS, HEADS * WIDTH, requires_grad=True)
-        own = None if mask is None else mask.clone()
-        for layer in layers:
-            hidden, _ = layer(hidden, own)
-        hidden.square().sum().backward()
-        results.append((hidden.detach(), x.grad, *(layer.linear_qkv.weight.grad for layer in layers)))
-    for kept, recomputed in zip(*results, strict=True):
-        assert torch.equal(kept, recomputed)
-    if mask is not None:
-        assert len(expansions) == 2

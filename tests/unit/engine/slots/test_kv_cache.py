@@ -57,15 +57,3 @@ def test_selected_rows_go_on_as_what_they_were() -> None:
     cache.select(rows)
     out = layer(q[5:6, rows], k[5:6, rows], v[5:6, rows], None)
     torch.testing.assert_close(out, whole[5:6, rows], rtol=0.0, atol=1e-6)
-
-
-def test_memory_is_taken_once_in_the_dtype_of_the_keys() -> None:
-    cache = KeyValueCache(capacity=6)
-    key = torch.zeros(2, 1, 3, 4, dtype=torch.bfloat16)
-    first, _ = cache.append(key, key)
-    second, _ = cache.append(key, key)
-    assert first.dtype is torch.bfloat16
-    assert first.data_ptr() == second.data_ptr()
-    assert second.shape == (2, 1, 6, 4)
-    with pytest.raises(AssertionError, match="7 tokens do not fit into 6"):
-        cache.append(key[:, :, :1], key[:, :, :1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_megatron.engine.cpu import emulated_cuda
 from lightning_megatron.engine.patching import active
 from lightning_megatron.engine.slots.multi_tensor import COPY_PATCHES, MULTI_TENSOR_PATCHES, copy, l2_norm, scale
-from lightning_megatron.engine.slots.table import patches
 
 FLAG = torch.zeros(1, dtype=torch.int)
 
@@ -71,17 +69,6 @@ def test_the_engines_norm_still_waits_and_takes_one_operation_per_tensor() -> No
     assert operations.count["aten::linalg_vector_norm"] > len(_tensors())
 
 
-def test_scaling_works_in_place_and_into_others() -> None:
-    tensors, expected = _tensors(), [0.5 * t for t in _tensors()]
-    targets = [torch.empty_like(t) for t in tensors]
-    scale(65536, FLAG, [tensors, targets], 0.5)
-    assert all(torch.equal(a, b) for a, b in zip(targets, expected, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(tensors, _tensors(), strict=True))
-    scale(65536, FLAG, [tensors, tensors], 0.5)
-    assert all(torch.equal(a, b) for a, b in zip(tensors, expected, strict=True))
-    scale(65536, FLAG, [[], []], 0.5)
-
-
 def test_scaling_in_place_is_one_operation_where_the_engine_needs_two_per_tensor() -> None:
     with _Operations() as ours:
         scale(65536, FLAG, [_tensors(), _tensors()], 0.5)
@@ -93,14 +80,6 @@ def test_scaling_in_place_is_one_operation_where_the_engine_needs_two_per_tensor
     assert in_place.count == {"aten::_foreach_mul_": 1}
     assert ours.count["aten::_foreach_copy_"] == 1
     assert theirs.count["aten::mul"] == theirs.count["aten::copy_"] == len(tensors)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_copies_round_like_a_cast(dtype: torch.dtype) -> None:
-    targets = [torch.empty_like(t, dtype=dtype) for t in _tensors()]
-    copy(_tensors(), targets)
-    assert all(torch.equal(a, b.to(dtype)) for a, b in zip(targets, _tensors(), strict=True))
-    copy([], [])
 
 
 def _engine(bf16: bool, distributed: bool) -> tuple[torch.nn.Module, Any]:
@@ -140,16 +119,6 @@ def test_steps_of_the_engine_are_the_same_with_and_without(bf16: bool, distribut
     assert norms == pytest.approx(expected_norms, rel=1e-6)
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
-@pytest.fixture
-def step_waits(one_rank: None) -> Iterator[int]:
-    with active(patches("cpu")):
-        yield _train(bf16=True, distributed=True)[2]
-
-
-def test_an_optimizer_step_waits_once(step_waits: int) -> None:
-    assert step_waits == 3  # in three steps: the gradient norm
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -91,68 +91,6 @@ def test_an_update_does_not_wait_for_the_gpu(name: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_the_closure_runs_with_gradients_and_its_loss_is_returned() -> None:
-    parameters = _parameters("cpu")
-    optimizer = FusedAdam(parameters)
-
-    def closure() -> float:
-        loss = sum(p.square().sum() for p in parameters)
-        loss.backward()
-        return loss.item()
-
-    assert optimizer.step(closure) == pytest.approx(sum(p.square().sum().item() for p in _parameters("cpu")))
-    assert not torch.equal(parameters[0], _parameters("cpu")[0])
-
-
-def test_step_is_a_number_of_the_group_and_counts_in_empty_groups_too() -> None:
-    parameters = _parameters("cpu")
-    optimizer = FusedAdam([{"params": parameters}, {"params": []}])
-    assert [g["step"] for g in optimizer.param_groups] == [0, 0]
-    for step in range(3):
-        _set_gradients(parameters, step)
-        optimizer.step()
-    assert [g["step"] for g in optimizer.state_dict()["param_groups"]] == [3, 3]
-    assert {name for state in optimizer.state.values() for name in state} == {"exp_avg", "exp_avg_sq"}
-
-
-def test_a_parameter_without_gradient_stays() -> None:
-    parameters = _parameters("cpu")
-    optimizer = FusedAdam(parameters, lr=1.0)
-    _set_gradients(parameters, 0)
-    parameters[1].grad = None
-    before = parameters[1].detach().clone()
-    optimizer.step()
-    assert torch.equal(parameters[1], before)
-
-
-@pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("saved_after", [0, 3])
-def test_a_resumed_run_continues_to_the_last_digit(name: str, saved_after: int) -> None:
-    uninterrupted = _parameters("cpu")
-    optimizer = PAIRS[name][0](uninterrupted)
-    for step in range(5):
-        if step == saved_after:
-            saved = copy.deepcopy((uninterrupted, optimizer.state_dict()))
-        _set_gradients(uninterrupted, step)
-        optimizer.step()
-    resumed, state = saved
-    optimizer = PAIRS[name][0](resumed)
-    optimizer.load_state_dict(state)
-    for step in range(saved_after, 5):
-        _set_gradients(resumed, step)
-        optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(uninterrupted, resumed, strict=True))
-
-
-def test_loading_ignores_moments_that_the_optimizer_does_not_have() -> None:
-    parameters = _parameters("cpu")
-    state = FusedAdam(parameters).state_dict()
-    groups = FusedSGD(parameters).state_dict()["param_groups"]
-    optimizer = FusedSGD(parameters)
-    optimizer.load_state_dict({"state": state["state"], "param_groups": groups})
-    assert not any(optimizer.state.values())
-
-
 # --- in the engine ---
 
 
