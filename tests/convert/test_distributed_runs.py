@@ -10,11 +10,8 @@ import torch
 
 from lightning_megatron.convert.conversion import convert
 from lightning_megatron.convert.options import ConvertOptions
-from lightning_megatron.convert.stored.base import Key, Training
-from lightning_megatron.convert.stored.distributed import DistributedModel, open_distributed
+from lightning_megatron.convert.stored.distributed import open_distributed
 from lightning_megatron.convert.targets.distributed import write_distributed
-from lightning_megatron.convert.targets.run_state import lightning_state
-from lightning_megatron.engine.lr_schedule import LRSchedule
 from tests.checkpoint.corpus import make_corpus
 from tests.checkpoint.runs import NO_DROPOUT, VOCAB_SIZE, Run, Trace, differences, fit, read_tensors
 from tests.ranks import run_ranks
@@ -85,9 +82,7 @@ def test_a_run_goes_on_exactly(
     ("precision", "optimizer", "distributed_optimizer"),
     [
         ("bf16-mixed", {}, True),
-        pytest.param("bf16-mixed", {}, False, marks=pytest.mark.exhaustive),
-        pytest.param("16-mixed", {"initial_loss_scale": 16.0}, True, marks=pytest.mark.exhaustive),
-        ("32-true", {"name": "sgd"}, True),
+        pytest.param("32-true", {"name": "sgd"}, False, marks=pytest.mark.exhaustive),
     ],
 )
 def test_every_kind_of_optimizer_travels(
@@ -120,61 +115,6 @@ def test_every_kind_of_optimizer_travels(
     assert meta_after["optimizer_format"] == meta_before["optimizer_format"]
     (resumed,) = run_ranks(trained, 1, run.but(strategy={"tp": 1}, ckpt_path=str(tmp_path / "b.ckpt")))
     assert resumed.state["global_step"] == 2
-
-
-class _OfAnotherProgram:
-    """A stored model whose run is known by its numbers only."""
-
-    companions = None
-
-    def __init__(self, stored: DistributedModel, training: Training) -> None:
-        self.path, self.kind, self.training = stored.path, stored.kind, training
-        self.model, self.hf_config, self.tensors = stored.model, stored.hf_config, stored.tensors
-        self._stored = stored
-
-    def read(self, key: Key, start: int, stop: int) -> torch.Tensor:
-        return self._stored.read(key, start, stop)
-
-
-def test_a_run_of_another_program_goes_on_at_its_step_and_sample(tmp_path: Path) -> None:
-    run = Run(
-        model=NO_DROPOUT,
-        module={**_PADDED, "lr_schedule": LRSchedule(warmup_steps=4, decay_steps=8, style="linear")},
-        trainer={"max_steps": 6, "max_epochs": -1},
-        indexed=make_corpus(tmp_path),
-    )
-    run_ranks(trained_and_saved, 1, run.but(trainer={"max_steps": 3}), tmp_path / "a.ckpt")
-    stored = open_distributed(tmp_path / "a.ckpt", None)
-    assert stored.training is not None
-    assert stored.training.consumed_samples == 24
-    groups = tuple(
-        {name: group[name] for name in ("lr", "weight_decay", "betas", "eps", "wd_mult", "lr_mult", "step")}
-        for group in stored.training.param_groups
-    )
-    training = Training(iteration=3, consumed_samples=24, param_groups=groups)
-    _written(_OfAnotherProgram(stored, training), tmp_path / "b.ckpt", tp=2)
-
-    for world_size, strategy in ((1, {}), (2, {"tp": 2})):
-        resumed = run.but(strategy=strategy)
-        expected = run_ranks(trained, world_size, resumed.but(ckpt_path=str(tmp_path / "a.ckpt")))
-        found = run_ranks(trained, world_size, resumed.but(ckpt_path=str(tmp_path / "b.ckpt")))
-        assert list(found[0].steps) == [4, 5, 6]
-        for one, other in zip(found, expected, strict=True):
-            assert one.steps == other.steps
-
-
-def test_the_place_in_the_data_is_there_for_every_data_module() -> None:
-    import lightning_megatron.datamodules.datasets
-    import lightning_megatron.datamodules.indexed
-    import lightning_megatron.datamodules.instructions  # noqa: F401
-    from lightning_megatron.datamodules.base import MegatronDataModule
-
-    group = {"lr": 1e-3, "wd_mult": 1.0, "params": []}
-    state = lightning_state(Training(iteration=3, consumed_samples=24, param_groups=(group,)))
-    ours = [each for each in MegatronDataModule.__subclasses__() if each.__module__.startswith("lightning_megatron.")]
-    ours = [each for each in ours if each.__name__ != "TextEvaluationDataModule"]  # which trains nothing
-    assert len(ours) > 2
-    assert all(state[each.__qualname__]["train"]["consumed_samples"] == 24 for each in ours)
 
 
 def test_a_run_goes_through_megatron_lms_format_and_back(tmp_path: Path) -> None:
