@@ -1,0 +1,234 @@
+"""What commands write from the golden files: exports, datasets, texts and orders of samples; for rank functions."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from tests.golden.runs import SAMPLES, plain_bytes, trained
+from tests.golden.sources import MODELS, set_times
+
+Tensors = dict[str, str]
+"""By name: shape, dtype and a hash of the content."""
+
+DATASETS = {
+    "books": "--tokenizer {} --append-eod --json-keys text title",
+    "web": "--tokenizer {} --append-eod",
+    "books_pieces": "--tokenizer {} --split-sentences",
+    "books_words": "--tokenizer {} --split-sentences",
+}
+"""Prefix of each dataset, which begins with its corpus, and the options of ``preprocess``."""
+PROMPTS = ("the new man of", "who are you")
+TEXTS = {
+    "greedy": "--max-new-tokens 8",
+    "beams": "--num-beams 3 --length-penalty 1.5 --num-return-sequences 2 --max-new-tokens 6",
+    "drawn": "--temperature 1.5 --top-p 0.9 --top-p-decay 0.95 --seed 3 --max-new-tokens 8",
+}
+"""Options of ``generate``."""
+
+
+def command(line: str, *values: object) -> str:
+    """What a command prints, run as by one process of its own.
+
+    Args:
+        line: Words, in which ``{}`` stands for the next value.
+        values: What stands for ``{}``, and what follows the line.
+    """
+    from lightning_megatron.cli import main
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
+        os.environ.pop(name, None)
+    rest = iter(values)
+    words = [str(next(rest)) if word == "{}" else word for word in line.split()]
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = main([*words, *map(str, rest)])
+    assert code == 0, f"{line}: {err.getvalue()}"
+    return out.getvalue()
+
+
+def make_datasets(files: Path, work: Path) -> None:
+    """Indexed datasets of the corpora in ``files``, and two of them merged."""
+    for name, options in DATASETS.items():
+        corpus, tokenizer = name.split("_")[0], "pieces" if name == "books_pieces" else "words"
+        line = f"preprocess --input {{}} --output-prefix {{}} {options}"
+        command(line, files / f"{corpus}.jsonl", work / name, files / tokenizer)
+    parts = (work / f"{name}_text_document" for name in ("books", "web"))
+    command("merge --output-prefix {} --input", work / "merged", *parts)
+
+
+def samples(files: Path, work: Path) -> dict[str, Any]:
+    """Hashes of the rows of each of ``SAMPLES`` in their order, and the names of the caches of orders with hashes.
+
+    A cache's name holds its dataset's absolute path. By way of /proc/self/cwd that is the same wherever it is.
+    """
+    shutil.copytree(files, work, dirs_exist_ok=True)
+    set_times(work)
+    os.chdir(work)
+    here, orders = Path("/proc/self/cwd"), {}
+    for name, run in SAMPLES.items():
+        steps = trained(run, here, here)
+        orders[name] = {
+            str(step): {key: " ".join(rows) for key, rows in numbers.items() if "rows" in key}
+            for step, numbers in steps.items()
+        }
+    caches = {
+        folder.name: {array.name: _file_hash(array) for array in sorted(folder.glob("*.npy"))}
+        for folder in sorted((work / "cache").iterdir())
+        if not folder.name.startswith("instructions")  # this name holds the resolved path
+    }
+    return {"orders": orders, "caches": caches}
+
+
+def exports(checkpoints: Path, work: Path) -> dict[str, Any]:
+    """Each checkpoint in each format."""
+    kinds = (hugging_face_export, legacy_export, megatron_export)
+    found = {path.name: {kind.__name__: kind(path, work) for kind in kinds} for path in sorted(checkpoints.iterdir())}
+    return {**found, "foreign": foreign_import(work)}
+
+
+def hugging_face_export(path: Path, work: Path) -> dict[str, Any]:
+    """A checkpoint as a model directory."""
+    from safetensors.torch import load_file
+
+    target = work / f"{path.name}-hf"
+    command("convert --to hf --load-path {} --save-path {}", path, target)
+    tensors = load_file(target / "model.safetensors")
+    config = json.loads((target / "config.json").read_text())
+    known = {*next(model for model in MODELS.values() if model["model_type"] == config["model_type"]), "architectures"}
+    return {"tensors": _described(tensors), "config": {name: config[name] for name in sorted(known) if name in config}}
+
+
+def legacy_export(path: Path, work: Path) -> dict[str, Any]:
+    """A checkpoint as Megatron-LM's files of tp=2, pp=2: the weights of each rank, and the arguments."""
+    import torch
+
+    target = work / f"{path.name}-legacy"
+    layout = "--tp 2 --pp 2 --make-vocab-size-divisible-by 8"
+    command(f"convert --to megatron-legacy {layout} --load-path {{}} --save-path {{}}", path, target)
+    found: dict[str, Any] = {}
+    for file in sorted(target.rglob("model_optim_rng.pt")):
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            state = torch.load(file, weights_only=True)
+        arguments = {name: str(value) for name, value in vars(state["args"]).items() if name != "hugging_face_config"}
+        plain = {"version": state["checkpoint_version"], "iteration": state["iteration"], "arguments": arguments}
+        found |= {"of all ranks": plain, str(file.relative_to(target)): _described(_flat(state["model"]))}
+    return found
+
+
+def megatron_export(path: Path, work: Path) -> Tensors:
+    """A checkpoint's weights as another ``*.ckpt``, by torch's reader."""
+    target = work / f"{path.name}-core.ckpt"
+    line = "convert --to megatron --make-vocab-size-divisible-by 8 --load-path {} --save-path {}"
+    command(line, path, target)
+    weights = {name: each for name, each in _read(target).items() if not name.startswith("optimizer.")}
+    return _described(weights)
+
+
+def foreign_import(work: Path) -> Tensors:
+    """What Megatron-LM's arguments and names, as torch writes them, become in a model directory."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    sizes = {"num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 4}
+    arguments = argparse.Namespace(
+        **sizes,
+        **{"group_query_attention": True, "num_query_groups": 2, "swiglu": True, "normalization": "RMSNorm"},
+        **{
+            "norm_epsilon": 1e-6,
+            "position_embedding_type": "rope",
+            "rotary_base": 10000,
+            "max_position_embeddings": 32,
+        },
+        **{"untie_embeddings_and_output_weights": True, "add_bias_linear": False, "tensor_model_parallel_size": 2},
+        **{"padded_vocab_size": 112, "vocab_size": 110, "iteration": 7, "consumed_train_samples": 56},
+    )
+    shapes = {"embedding.word_embeddings": (112, 16), "output_layer": (112, 16), "decoder.final_layernorm": (16,)}
+    for layer in ("decoder.layers.0", "decoder.layers.1"):
+        shapes |= {
+            f"{layer}.input_layernorm": (16,),
+            f"{layer}.self_attention.linear_qkv": (32, 16),
+            f"{layer}.self_attention.linear_proj": (16, 16),
+            f"{layer}.pre_mlp_layernorm": (16,),
+            f"{layer}.mlp.linear_fc1": (48, 16),
+            f"{layer}.mlp.linear_fc2": (16, 24),
+        }
+    tensors = {f"module.{name}.weight": _by_formula(shape, name) for name, shape in shapes.items()}
+    path = work / "foreign"
+    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+    (path / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "common_backend": "torch"}))
+    torch.save({"args": arguments, "checkpoint_version": 3.0, "iteration": 7}, path / "common.pt")
+    return hugging_face_export(path, work)["tensors"]  # type: ignore[no-any-return]
+
+
+def texts(path: Path) -> dict[str, list[str]]:
+    """What a checkpoint with a tokenizer and a generation config inside writes."""
+    written = {}
+    for name, options in TEXTS.items():
+        line = f"generate --accelerator cpu --json --checkpoint {{}} {options} --prompt"
+        lines = command(line, path, *PROMPTS)
+        written[name] = [json.loads(line)["text"] for line in lines.splitlines()]
+    return written
+
+
+def names(path: Path) -> set[str]:
+    """Name, shape and dtype of all tensors of a checkpoint."""
+    import torch.distributed.checkpoint as dcp
+
+    entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    tensors = {name: entry for name, entry in entries.items() if hasattr(entry, "size")}
+    return {f"{name} {list(entry.size)} {entry.properties.dtype}" for name, entry in tensors.items()}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """All tensors of a checkpoint, unsharded, by torch's own reader."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    reader = dcp.FileSystemReader(path)
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if hasattr(entry, "size")
+    }
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+def _by_formula(shape: tuple[int, ...], name: str) -> Any:
+    """Numbers in [-0.5, 0.5], exact on every machine."""
+    import torch
+
+    size = int(torch.tensor(shape).prod())
+    numbers = (torch.arange(size) * 7919 + sum(name.encode())) % 2003 - 1001
+    return (numbers / 2048).reshape(shape)
+
+
+def _described(tensors: Mapping[str, Any]) -> Tensors:
+    return {
+        name: f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} {_hash(tensor)}"
+        for name, tensor in sorted(tensors.items())
+    }
+
+
+def _hash(tensor: Any) -> str:
+    return hashlib.sha256(plain_bytes(tensor)).hexdigest()[:12]
+
+
+def _file_hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+
+
+def _flat(nested: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    tensors: dict[str, Any] = {}
+    for name, value in nested.items():
+        tensors |= _flat(value, f"{before}{name}.") if isinstance(value, Mapping) else {before + name: value}
+    return tensors
