@@ -6,7 +6,6 @@ python3 -m nox -s tests         # everything that has to pass: tests, lint, type
 """
 
 import shutil
-import sysconfig
 from pathlib import Path
 
 import nox
@@ -100,32 +99,38 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def quickstart(session: nox.Session) -> None:
-    """From text to a trained GPT-2 with tp=2 and pp=2, then resumed with tp=1 and pp=2."""
+    """From text to a trained GPT-2 with tp=2 and pp=2, resumed with tp=1 and pp=2, and texts that it writes."""
     install(session)
     shutil.rmtree(WORK, ignore_errors=True)
-    text = sysconfig.get_path("stdlib")
+    text, tokenizer = "examples/data/shakespeare.jsonl.gz", "quickstart/tokenizer"
     fit = ("lightning-megatron", "fit", "--config", "configs/gpt2_tiny_cpu.yaml", *session.posargs)
+    first, second = (f"quickstart/runs/gpt2_tiny/version_{run}/checkpoints/last.ckpt" for run in (0, 1))
 
-    session.log(f"1/4 train a byte-level BPE with 4,096 entries on the sources below {text}")
+    session.log(f"1/5 train a byte-level BPE with 2,048 entries on {text}")
     session.run(
-        *("lightning-megatron", "train-tokenizer", "--input", text),
-        *("--vocab-size", "4096", "--output", "quickstart/tokenizer"),
+        *("lightning-megatron", "train-tokenizer", "--input", text, "--vocab-size", "2048", "--output", tokenizer)
     )
 
-    session.log("2/4 turn them into an indexed dataset, one document per file")
+    session.log("2/5 turn the text into an indexed dataset")
     session.run(
-        *("lightning-megatron", "preprocess", "--input", text, "--output-prefix", "quickstart/stdlib"),
-        *("--tokenizer", "quickstart/tokenizer", "--append-eod", "--workers", "2"),
+        *("lightning-megatron", "preprocess", "--input", text, "--output-prefix", "quickstart/shakespeare"),
+        *("--tokenizer", tokenizer, "--append-eod"),
     )
 
-    session.log("3/4 train a small GPT-2 with tp=2, pp=2 in four processes")
+    session.log("3/5 train a small GPT-2 with tp=2, pp=2 in four processes")
     session.run(*fit)
 
-    session.log("4/4 resume it with tp=1, pp=2 in two processes and go on for 20 steps")
+    session.log("4/5 resume it with tp=1, pp=2 in two processes and go on for 20 steps")
     session.run(
-        *(*fit, "--ckpt_path", "quickstart/runs/gpt2_tiny/version_0/checkpoints/last.ckpt"),
-        *("--trainer.strategy.tp", "1", "--trainer.devices", "2"),
-        *("--trainer.max_steps", "320", "--trainer.val_check_interval", "20"),
+        *(*fit, "--ckpt_path", first, "--trainer.strategy.tp", "1", "--trainer.devices", "2"),
+        *("--trainer.max_steps", "220", "--trainer.val_check_interval", "20"),
+    )
+
+    session.log("5/5 let it write")
+    session.run(
+        *("lightning-megatron", "generate", "--checkpoint", second, "--tokenizer", tokenizer),
+        *("--prompt", "ROMEO:", "JULIET:", "KING RICHARD III:"),
+        *("--max-new-tokens", "60", "--temperature", "0.7", "--top-k", "40"),
     )
     for picture in sorted(WORK.rglob("*.png")):
         session.log(f"loss curve: {picture.relative_to(ROOT)}")

@@ -14,7 +14,7 @@ from lightning_megatron.known_warnings import hide_known_warnings
 from lightning_megatron.registration import register_strategies
 
 if TYPE_CHECKING:
-    from lightning_megatron.callbacks import LossCurve, PerplexityReport, SampleText, ThroughputMonitor
+    from lightning_megatron.callbacks import LossCurve, PerplexityReport, ProgressLine, SampleText, ThroughputMonitor
     from lightning_megatron.data.samples.masking import MaskingOptions
     from lightning_megatron.datamodules.base import MegatronDataModule
     from lightning_megatron.datamodules.datasets import DatasetDataModule
@@ -63,6 +63,7 @@ _HOMES = {
     "MegatronStrategy": "lightning_megatron.strategy",
     "OptimizerOptions": "lightning_megatron.engine.optimizer",
     "PerplexityReport": "lightning_megatron.callbacks",
+    "ProgressLine": "lightning_megatron.callbacks",
     "SampleText": "lightning_megatron.callbacks",
     "T5TrainStep": "lightning_megatron.steps.t5",
     "TextEvaluationDataModule": "lightning_megatron.datamodules.text_evaluation",
@@ -95,6 +96,7 @@ __all__ = [
     "MegatronStrategy",
     "OptimizerOptions",
     "PerplexityReport",
+    "ProgressLine",
     "SampleText",
     "T5TrainStep",
     "TextEvaluationDataModule",

@@ -156,6 +156,19 @@ def test_the_quickstart_does_what_the_readme_says() -> None:
                 assert word in noxfile or word.isupper(), f"{word} of the README is not in the noxfile"
 
 
+def test_the_text_of_the_quickstart_is_the_one_that_is_described() -> None:
+    import gzip
+    import hashlib
+
+    packed = (ROOT / "examples/data/shakespeare.jsonl.gz").read_bytes()
+    text = gzip.decompress(packed)
+    facts = (ROOT / "examples/data/README.md").read_text()
+    for fact in (hashlib.sha256(packed).hexdigest(), f"{len(packed):,} bytes", f"{len(text):,} unpacked"):
+        assert fact in facts
+    documents = text.count(b"\n")
+    assert f"| {documents:,} |" in facts
+
+
 def test_the_readme_is_short_and_its_links_exist() -> None:
     assert len(README.splitlines()) <= 200
     for text in (README, CONTRIBUTING):

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
+from lightning_megatron.cli.failure import printable
 from lightning_megatron.convert.contents import CheckpointContents, TensorEntry
 
 _UNITS = ("bytes", "kB", "MB", "GB", "TB")
@@ -36,7 +37,7 @@ def as_text(contents: CheckpointContents) -> str:
         rows.append(("optimizer state", f"{_total(state)}: {_kinds_of_state(state)}"))
     width = max(len(name) for name, _ in rows)
     lines = [str(contents.path), *(f"  {name.ljust(width)}  {value}" for name, value in rows), "", "Weights"]
-    return "\n".join([*lines, *_table(weights)])
+    return "\n".join(map(printable, [*lines, *_table(weights)]))  # a name may hold a line break, too
 
 
 def as_json(contents: CheckpointContents) -> dict[str, Any]:

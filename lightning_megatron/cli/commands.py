@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
+from lightning_megatron import __version__
 from lightning_megatron.cli.conversion_command import add_convert_command
 from lightning_megatron.cli.corpus_commands import add_corpus_commands
 from lightning_megatron.cli.dataset_commands import add_dataset_commands
@@ -107,6 +108,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         epilog=f"{PROG} COMMAND --help describes a command. Exit codes: 0 done, 1 failed, 2 wrong arguments,"
         " 130 ended by Ctrl-C, 143 stopped by SIGTERM.",
     )
+    parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
     # The parsers of the sub-commands are of the same class, so they report errors in the same way.
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, summary in TRAINER_COMMANDS.items():
@@ -132,9 +134,12 @@ def _run_trainer_command(arguments: list[str]) -> int:
         return DONE
     # As with `python -m`: a configuration may name classes in the user's own files.
     sys.path.insert(0, os.getcwd())
-    from lightning_megatron.cli.training import run
+    from lightning_megatron.cli.training import run, show_all_options
 
-    run([command, *("--help" if option == "--help-all" else option for option in options)])
+    if "--help-all" in options:
+        show_all_options(command)
+    else:
+        run([command, *options])
     return DONE
 
 

@@ -58,6 +58,15 @@ def _one_line(text: str) -> str:
     return line if len(line) <= _LONGEST_LINE else line[: _LONGEST_LINE - 1] + "…"
 
 
+def printable(text: str) -> str:
+    r"""The text with control characters, which a terminal obeys, and overrides of the writing direction as ``\x1b``.
+
+    Args:
+        text: One line, some of which came from a file.
+    """
+    return re.sub("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", lambda found: ascii(found[0])[1:-1], text)
+
+
 def _without_parser_noise(text: str) -> str:
     """The message of jsonargparse without its list of everything that a value could have been.
 
@@ -89,7 +98,7 @@ def report(message: str) -> int:
     """
     rank = _local_rank()
     if rank == 0:
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        print(f"error: {printable(message)}", file=sys.stderr, flush=True)
         return WRONG_ARGUMENTS
     parent = os.getppid()
     deadline = time.monotonic() + _PATIENCE_SECONDS
@@ -97,7 +106,7 @@ def report(message: str) -> int:
         if os.getppid() != parent:
             return WRONG_ARGUMENTS
         time.sleep(0.1)
-    print(f"error: local rank {rank}: {message}", file=sys.stderr, flush=True)
+    print(f"error: local rank {rank}: {printable(message)}", file=sys.stderr, flush=True)
     return WRONG_ARGUMENTS
 
 

@@ -1,7 +1,7 @@
 """What do ``fit``, ``validate``, ``test`` and ``predict`` say to ``--help``?
 
 Lightning's own help lists some hundred options and takes many seconds, because it loads every class that it describes.
-This is the part that people look for; ``--help-all`` shows the rest.
+This is the part that people look for; it says which options show the rest.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ Options are read from left to right; a later one wins, also over the file. Every
       --data.seq_length N                tokens of one sample
 
   -h, --help              this text
-  --help-all              every option of Trainer, model and data, generated from the classes (takes a while)
+  --model.help MegatronModule, --trainer.strategy.help MegatronStrategy, --data.help IndexedDataModule
+                          every argument of a class, with its type, default and meaning
+  --help-all              every option of Trainer, and every argument of all our classes (takes a while)
 
 Examples:
   {prog} {command} --config configs/gpt2_tiny_cpu.yaml

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_megatron.cli.failure import printable
 from lightning_megatron.data.formats.description import dataset_prefix, describe_dataset, first_documents
 from lightning_megatron.data.formats.report import as_json, as_text, draw_lengths
 from lightning_megatron.errors import ConfigError, DataError
@@ -135,6 +136,7 @@ _PLAIN = {"…": "...", **dict.fromkeys("▍▌▋▊▉█", "#"), **dict.fromk
 
 def show(text: str) -> None:
     """Print in characters that the terminal has; whoever reads a part only (``| head``) has read what they want."""
+    text = "\n".join(map(printable, text.split("\n")))
     encoding = sys.stdout.encoding or "ascii"
     try:
         text.encode(encoding)

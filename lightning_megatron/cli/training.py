@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from jsonargparse import ArgumentError, set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
-from lightning_megatron.callbacks import LossCurve, PerplexityReport, SampleText, ThroughputMonitor
+from lightning_megatron.callbacks import LossCurve, PerplexityReport, ProgressLine, SampleText, ThroughputMonitor
+from lightning_megatron.cli.config_files import explained, refuse_yaml_without_end
 from lightning_megatron.cli.failure import UsageError
 from lightning_megatron.cli.messages import HeldMessages
 from lightning_megatron.datamodules.datasets import DatasetDataModule
@@ -23,10 +29,10 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.module import MegatronModule
 from lightning_megatron.strategy import MegatronStrategy, preflight
 
+DATA_MODULES = (IndexedDataModule, InstructionDataModule, DatasetDataModule, TextEvaluationDataModule)
 SHORT_NAMES = (
-    *(MegatronModule, MegatronStrategy),
-    *(IndexedDataModule, InstructionDataModule, DatasetDataModule, TextEvaluationDataModule),
-    *(ThroughputMonitor, LossCurve, PerplexityReport, SampleText),
+    *(MegatronModule, MegatronStrategy, *DATA_MODULES),
+    *(ThroughputMonitor, LossCurve, PerplexityReport, ProgressLine, SampleText),
 )
 """Classes that a configuration may name without their module, because they are imported here."""
 DEFAULT_SEED = 1234
@@ -70,10 +76,17 @@ class MegatronCLI(LightningCLI):
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse without the warning that both ``args`` and ``sys.argv`` are there: one is the other's tail."""
-        if isinstance(args, list):
-            self.config = parser.parse_args(args)
-        else:
+        if not isinstance(args, list):
             super().parse_arguments(parser, args)
+            return
+        refuse_yaml_without_end()
+        try:
+            self.config = parser.parse_args(args)
+        except (ArgumentError, UnicodeDecodeError) as error:
+            command = self._subcommand_parsers.get(args[0], parser)
+            options = [name for action in command._actions for name in action.option_strings]
+            names = [each.__name__ for each in SHORT_NAMES]
+            raise UsageError(explained(error, args, options, names)) from error
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -96,14 +109,23 @@ class MegatronCLI(LightningCLI):
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Make the Trainer.
+        """Make the Trainer, with a line of progress in place of Lightning's bar, unless there is another one.
 
         Raises:
-            ConfigError: If it does not accept a value: Trainer's constructor raises ValueError for some of them.
+            ConfigError: If it does not accept a value, or what the value names is not there.
         """
+        given: Any = self._get(self.config_init, "trainer")
+        callbacks = given.callbacks if isinstance(given.callbacks, list) else [*filter(None, [given.callbacks])]
+        if given.enable_progress_bar is not False and not any(isinstance(each, ProgressBar) for each in callbacks):
+            callbacks = [*callbacks, ProgressLine()]
         try:
-            return super().instantiate_trainer(**kwargs)
-        except ValueError as error:
+            return super().instantiate_trainer(callbacks=callbacks, **kwargs)
+        except (ValueError, ModuleNotFoundError, MisconfigurationException) as error:
+            if given.accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
+                raise ConfigError(
+                    f"accelerator={given.accelerator}: expected a GPU that torch can use, got none; give"
+                    " accelerator=cpu (lightning-megatron doctor shows the devices and torch's build)"
+                ) from error
             raise ConfigError(str(error)) from error
 
     def before_fit(self) -> None:
@@ -137,6 +159,7 @@ class MegatronCLI(LightningCLI):
         if isinstance(self.trainer.strategy, MegatronStrategy):
             model.trainer = self.trainer  # as Trainer.fit does next; a module checks itself against its Trainer
             preflight(self.trainer, model, datamodule)
+        _check_folders(self.trainer)
         self._messages.release()
 
 
@@ -148,10 +171,44 @@ def _check_checkpoint_exists(path: str | Path | None) -> None:
         raise UsageError(f"ckpt_path={path} does not exist; give the path of a *.ckpt, or one of {words}")
 
 
+def _check_folders(trainer: Trainer) -> None:
+    """Refuse folders that the run could not write to, before it starts; leaves nothing behind.
+
+    Raises:
+        ConfigError: If one cannot be made or written to.
+    """
+    folders = [(f"{type(each).__name__}.save_dir", each.save_dir) for each in trainer.loggers]
+    folders += [("ModelCheckpoint.dirpath", getattr(each, "dirpath", None)) for each in trainer.checkpoint_callbacks]
+    for name, folder in folders if trainer.loggers else [*folders, ("default_root_dir", trainer.default_root_dir)]:
+        if folder is None or "://" in str(folder):
+            continue
+        place = Path(folder).absolute()
+        try:
+            tempfile.TemporaryFile(dir=next(each for each in (place, *place.parents) if each.exists())).close()
+        except OSError as error:
+            raise ConfigError(
+                f"{name}={folder} cannot be written ({error.strerror}); give a folder that can be"
+            ) from error
+
+
 def run(arguments: Sequence[str]) -> None:
     """Parse the arguments of one command and run it.
 
     Raises:
         ConfigError: If an argument or a setting is wrong.
     """
+    # Help of the fields of LRSchedule and others stands below them; reading it takes time, so it is for help alone.
+    set_parsing_settings(docstring_parse_attribute_docstrings=any(each.endswith("help") for each in arguments))
     MegatronCLI(args=list(arguments))
+
+
+def show_all_options(command: str) -> None:
+    """Print every option of a command, and every argument of the classes that have short names.
+
+    Args:
+        command: ``fit`` or another one that LightningCLI runs.
+    """
+    classes = (("model", (MegatronModule,)), ("trainer.strategy", (MegatronStrategy,)), ("data", DATA_MODULES))
+    for arguments in (["--help"], *([f"--{key}.help", each.__name__] for key, found in classes for each in found)):
+        with contextlib.suppress(SystemExit):
+            run([command, *arguments])

@@ -226,3 +226,29 @@ def test_doctor_shows_versions_devices_slots_and_what_is_optional(capsys: pytest
     for optional in ("liger-kernel", "Transformer Engine", "NVIDIA Apex"):
         assert f"\n{optional} " in text
     assert "apex on PyPI is another" in text
+    (extra,) = [row for row in text.splitlines() if row.startswith("data ")]
+    assert "orjson 3." in extra
+    assert "pip install 'lightning-megatron[data]'" in extra
+
+
+def test_doctor_tells_what_is_not_installed_from_what_does_not_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning_megatron.cli.doctor import _Optional
+
+    (tmp_path / "half_installed.py").write_text("raise OSError('libcudart.so is missing')")
+    monkeypatch.syspath_prepend(tmp_path)
+    states = {
+        name: _Optional(name=name, module=name, present=lambda: False, purpose="", install="").state()
+        for name in ("half_installed", "not_there")
+    }
+    assert states == {"half_installed": "installed, but not usable", "not_there": "not installed"}
+
+
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    import lightning_megatron
+
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert not ended.value.code
+    assert capsys.readouterr().out == f"lightning-megatron {lightning_megatron.__version__}\n"

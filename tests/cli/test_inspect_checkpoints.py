@@ -240,3 +240,17 @@ def test_a_legacy_file_of_an_unknown_variant_is_shown_rank_by_rank(
     captured = capsys.readouterr()
     assert "it would run __builtin__.print when loaded" in captured.err
     assert "this must not run" not in captured.out + captured.err
+
+
+def test_names_that_a_terminal_would_obey_are_shown_as_python_writes_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    save_file({"\x1b]0;mine\x07\nforged": torch.zeros(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "\\u001b[31mgpt2", "n_embd": "\\u202egnorw"}')
+    main(["inspect", str(tmp_path)])
+    shown = capsys.readouterr()
+    assert all(line.isprintable() for line in (shown.out + shown.err).splitlines())
+    assert "\\x1b" in shown.out + shown.err

@@ -147,12 +147,21 @@ def test_any_lightning_module_and_data_module_are_accepted(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--trainer.max_stepps", "3"], "max_stepps"),
+        (["--trainer.max_stepps", "3"], "max_stepps 3; did you mean --trainer.max_steps?"),
+        (["--modle.lrr", "3"], "did you mean --model?"),
+        (["other.yaml"], "did you mean --config other.yaml?"),
         (["--trainer.max_steps", "many"], "trainer.max_steps: Expected a <class 'int'>. Got value: many"),
-        (["--trainer.strategy.tpp", "3"], "Option 'tpp' is not accepted"),
         (["--trainer.strategy.tp_degree", "3"], "Option 'tp_degree' is not accepted; here it is --trainer.strategy.tp"),
         (["--data.splits_string", "9,1,0"], "Option 'splits_string' is not accepted; here it is --data.split"),
         (["--min_lr", "3"], "unrecognized arguments: --min_lr 3; here it is --model.lr_schedule.min_lr"),
+        (["--trainer.strategy.tpp", "3"], "Option 'tpp' is not accepted; did you mean tp?"),
+        (["--trainer.precision", "fp16"], "expected one of 32-true, bf16-mixed, bf16-true, 16-mixed"),
+        (["--trainer.accelerator", "tpu"], "torch_xla"),
+        (
+            ["--trainer.default_root_dir", "/dev/null/x", "--trainer.logger", "false"],
+            "default_root_dir=/dev/null/x cannot",
+        ),
+        (["--trainer.logger.save_dir", "/dev/null/x"], "CSVLogger.save_dir=/dev/null/x cannot be written (Not a dir"),
         (["--trainer.strategy", "megatron_tp3_pp1"], "invalid strategy name: `strategy='megatron_tp3_pp1'`"),
         (["--trainer.strategy.tp", "0"], "tp=0"),
         (["--trainer.strategy.tp", "2"], "tp"),
@@ -161,6 +170,7 @@ def test_any_lightning_module_and_data_module_are_accepted(tmp_path: Path) -> No
         (["--model.optimizer.weight_decay", "-1"], "weight_decay=-1.0 must not be negative"),
         (["--model.optimizer.beta9", "0.9"], "beta9"),
         (["--model.model", "nowhere/config.json"], "nowhere/config.json does not exist"),
+        (["--data.seq_len", "8"], "did you mean seq_length?"),
         (["--data.seq_length", "0"], "seq_length=0 must be at least 1"),
         (["--data.data_path", "nowhere"], "nowhere"),
         (["--trainer.accumulate_grad_batches", "2"], "accumulate_grad_batches=2 does not work"),
@@ -183,21 +193,106 @@ def test_a_users_mistake_is_one_line_exit_code_two_and_leaves_no_file(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+_ALIASES = "a0: &a0 [1,1,1,1,1,1,1,1,1,1]\n" + "".join(
+    f"a{level}: &a{level} [{','.join([f'*a{level - 1}'] * 10)}]\n" for level in range(1, 10)
+)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("trainer: [", "Problems parsing config"),
-        ("trainer: {max_stepps: 3}\n", "max_stepps"),
-        ("tariner: {max_steps: 3}\n", "tariner"),
+        ("trainer:\n\tmax_steps: 3", "bad.yaml:2: Problems parsing config: while scanning for the next token found"),
+        ("trainer:\n  strategy:\n    class_path: MegatronStrategi", "MegatronStrategi; did you mean MegatronStrategy?"),
+        ("trainer:\n  max_stepps: 3", "bad.yaml:2: Subcommand 'fit' does not accept option 'trainer.max_stepps'; did"),
+        (
+            "tariner:\n  max_steps: 3",
+            "bad.yaml:2: Subcommand 'fit' does not accept option 'tariner.max_steps'; did you",
+        ),
+        (
+            "data:\n  class_path: IndexedDataModule\n  init_args:\n    seq_len: 3",
+            "bad.yaml:4: data: Problem with given",
+        ),
+        ("trainer:\n  max_steps: many", "bad.yaml:2: trainer.max_steps: Expected a <class 'int'>. Got value: many"),
+        (
+            'trainer:\n  max_steps: "\\e]0;mine\\a"',
+            r"bad.yaml:2: trainer.max_steps: Expected a <class 'int'>. Got value: \x1b]0",
+        ),
+        (
+            "trainer.max_steps",
+            "bad.yaml: expected a YAML mapping with trainer, model and data, got 'trainer.max_steps'",
+        ),
+        (_ALIASES, "bad.yaml: expected at most 100,000 values, got more by its aliases"),
+        ("trainer: &a {logger: *a}", "bad.yaml: expected at most 100,000 values, got more by its aliases"),
+        ("trainer: \xff", "bad.yaml is no text in UTF-8"),
     ],
-    ids=["not YAML", "unknown key", "unknown section"],
+    ids=[
+        "syntax",
+        "class",
+        "key",
+        "section",
+        "class key",
+        "type",
+        "control",
+        "no mapping",
+        "aliases",
+        "itself",
+        "not UTF-8",
+    ],
 )
-def test_a_damaged_file_is_one_line(text: str, expected: str, config: Path, tmp_path: Path) -> None:
-    config.write_text(config.read_text() + text)
-    code, _, err = run_cli(tmp_path, "fit", "--config", str(config))
+def test_a_mistake_in_a_file_is_one_line_with_the_file_and_the_line(
+    text: str, expected: str, config: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "bad.yaml").write_text(text, encoding="latin-1")
+    code, _, err = run_cli(tmp_path, "fit", "--config", str(config), "--config=bad.yaml")
     assert code == 2
     assert expected in err
     assert err.count("\n") == 1, err
+    assert err.rstrip("\n").isprintable()
+
+
+def test_help_of_a_class_says_what_the_fields_of_its_options_mean(tmp_path: Path) -> None:
+    code, out, err = run_cli(tmp_path, "fit", "--model.help", "MegatronModule")
+    assert code == 0, err
+    words = " ".join(out.split())
+    for help_of_a_field in ("Optimizer steps of the linear warm-up from", "Peak learning rate."):
+        assert help_of_a_field in words
+
+
+def test_help_all_has_the_options_of_trainer_and_of_our_classes(tmp_path: Path) -> None:
+    code, out, err = run_cli(tmp_path, "fit", "--help-all")
+    assert code == 0, err
+    for option in (
+        *("--trainer.max_steps", "--model.lr_schedule.style", "--trainer.strategy.num_microbatches"),
+        *("--data.seq_length", "--data.split"),
+    ):
+        assert f"\n  {option} " in out
+
+
+def test_fit_without_a_file_says_how_to_give_one(tmp_path: Path) -> None:
+    code, _, err = run_cli(tmp_path, "fit")
+    assert code == 2
+    assert "give --config FILE, or model and data as options: see --help" in err
+
+
+def test_a_gpu_that_is_not_there_is_told_with_what_to_do(config: Path, tmp_path: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    code, _, err = run_cli(tmp_path, "fit", "--config", str(config), "--trainer.accelerator", "gpu")
+    assert code == 2
+    assert err.startswith("error: accelerator=gpu: expected a GPU that torch can use, got none; give accelerator=cpu")
+
+
+def test_progress_in_a_file_is_a_line_for_the_first_step_and_the_last(config: Path, tmp_path: Path) -> None:
+    arguments = ("fit", "--config", str(config), "--trainer.enable_progress_bar", "true", "--trainer.max_steps", "4")
+    code, out, err = run_cli(tmp_path, *arguments)
+    assert code == 0, err
+    lines = [line for line in out.splitlines() if line.startswith("step ")]
+    assert [line.split(",")[0] for line in lines] == ["step 1/4", "step 4/4", "step 4/4"]
+    assert lines[0].count("train_loss") == 1
+    assert "val_loss" in lines[-1]
+    assert "\r" not in out
 
 
 def test_messages_of_lightning_are_shown_when_nothing_is_wrong(config: Path, tmp_path: Path) -> None:
