@@ -27,7 +27,7 @@ from lightning_megatron.engine import checkpoint
 from lightning_megatron.engine.agreement import all_ranks_come, on_all_ranks_alike
 from lightning_megatron.engine.checkpoint_partial import reload_masters
 from lightning_megatron.engine.signals import DeferredSignals
-from lightning_megatron.errors import CheckpointError
+from lightning_megatron.errors import CheckpointError, NonFiniteError
 from lightning_megatron.load_from import LoadFrom, load_weights, modules_with_weights
 from lightning_megatron.preemption import TERMINATED, last_of, refuge_of
 from lightning_megatron.saves import Saves
@@ -91,8 +91,8 @@ class Checkpointing(StrategyState):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Empty: its presence in Lightning's dict says that the sharded optimizer state belongs into the checkpoint."""
-        return {}
+        """What is not sharded; its presence in Lightning's dict says that the rest belongs into the checkpoint too."""
+        return optimizer.state_dict()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -163,14 +163,16 @@ class Checkpointing(StrategyState):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        # Lightning's for SIGTERM is raised on all ranks at the same place. After any other one, also of ours (one rank
-        # alone may have read a bad sample), the ranks cannot be told to meet again.
-        if not isinstance(exception, SIGTERMException):
+        # These are raised on all ranks at the same place. After any other one, also of ours (one rank alone may have
+        # read a bad sample), the ranks cannot be told to meet again.
+        if not isinstance(exception, (SIGTERMException, NonFiniteError)):
             self._saves.abandon()
             return
         if self._saves.is_saving:
             with self.engine():
                 self._saves.finish(is_final=True)
+        if isinstance(exception, NonFiniteError):
+            return
         self._save_before_exit()
         exception.code = TERMINATED
         self._is_preempted = True
@@ -244,6 +246,8 @@ class Checkpointing(StrategyState):
         if begins_anew:
             return only_weights(loaded, getattr(trainer, "datamodule", None))
         if fitting:
+            for optimizer, state in zip(self.optimizers, loaded["optimizer_states"], strict=False):
+                optimizer.load_state_dict(state)
             self._restore_loader(loader_state(loaded), trainer.train_dataloader)
         return loaded
 

@@ -19,6 +19,10 @@ class CheckpointError(ConfigError):
     """A checkpoint that is missing, half-written, damaged, unsafe or of another model."""
 
 
+class NonFiniteError(ConfigError):
+    """A step whose loss or gradients are NaN or infinite; the weights are as they were before it."""
+
+
 def divisors(number: int) -> list[int]:
     """All divisors of ``number`` in ascending order; they are the choices that a divisibility message offers."""
     return [d for d in range(1, number + 1) if number % d == 0]

@@ -245,7 +245,7 @@ class MegatronModule(Inference):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
-        """Lightning's, except that a step which an overflow skipped does not move the schedule."""
+        """Lightning's, except that a step which was skipped (see ``OptimizerReport``) does not move the schedule."""
         report = self.megatron.optimizer_report
         if metric is None and report is not None and report.skipped:
             return
@@ -281,6 +281,8 @@ class MegatronModule(Inference):
             made = self.train_step.metrics()
             self._metrics[key] = {name: metric.to(self.megatron.root_device) for name, metric in made.items()}
         return self._metrics[key]
+        if self.megatron.on_nan == "skip":
+            self.log("skipped_steps", _on_host(float(report.skipped_steps)), batch_size=1)
 
     def _log_metrics(self, stage: str, num_loaders: int) -> None:
         for index in range(num_loaders):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device, _init_dist_connection
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -38,7 +39,7 @@ from lightning_megatron.engine.schedule import StepOutput, StepShape
 from lightning_megatron.engine.signals import DeferredSignals
 from lightning_megatron.engine.stepper import Stepper
 from lightning_megatron.engine.wrap import to_16bit, to_ddp
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.errors import ConfigError, NonFiniteError
 from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.launcher import ScriptLauncher, check_world_size
 from lightning_megatron.load_from import LoadFrom, as_load_from
@@ -85,6 +86,9 @@ class MegatronStrategy(Checkpointing):
             save is tried as usual) or ``raise``. A save that ends the run always raises.
         load_data_on_every_rank: Every rank reads its own batches, instead of one of each copy of the model.
         transformer_config_overrides: Fields of Megatron's ``TransformerConfig`` to set by hand.
+        on_nan: What a step does whose loss or gradients are NaN or infinite: ``raise`` ends the run before the weights
+            change, ``skip`` leaves the step out on all ranks, and learning rates stay where they are, as after an
+            overflow of ``16-mixed`` (which is none of these); ``skipped_steps`` is logged.
         process_group_backend: ``nccl`` or ``gloo``; None: what fits the device.
         timeout: How long a collective may wait for other ranks before the run is given up.
 
@@ -113,6 +117,7 @@ class MegatronStrategy(Checkpointing):
         on_save_failure: Literal["warn", "raise"] = "warn",
         load_data_on_every_rank: bool = False,
         transformer_config_overrides: dict[str, Any] | None = None,
+        on_nan: Literal["raise", "skip"] = "raise",
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),  # noqa: B008 (immutable)
     ) -> None:
@@ -145,6 +150,9 @@ class MegatronStrategy(Checkpointing):
         self._saves = Saves(SavePolicy(asynchronous=async_save, on_failure=on_save_failure))
         self.num_nodes = 1
 
+        if on_nan not in ("raise", "skip"):
+            raise ConfigError(f"on_nan={on_nan!r} is unknown; choose 'raise' or 'skip'")
+        self.on_nan = on_nan
     # ---- Lightning: construction and launch -----------------------------------------------------------------------
 
     @property
@@ -257,6 +265,7 @@ class MegatronStrategy(Checkpointing):
         )
         with self.engine():
             return build_optimizer(self._chunks, options, lr, context)
+            refuse_step=self._refuse_step,
 
     @property
     def _steps(self) -> Stepper:
@@ -333,6 +342,21 @@ class MegatronStrategy(Checkpointing):
             train_step: The objective.
             observe: Called on the last stage with each prepared microbatch and what the model returned for it.
         """
+    def _refuse_step(self) -> None:
+        """Say which rank has made this step's loss or gradients NaN or infinite; every rank must call.
+
+        Raises:
+            NonFiniteError: Unless such steps are skipped.
+        """
+        trainer = ready(self.lightning_module, "connect").trainer
+        what = f"step {trainer.global_step}: {self._steps.culprit(groups.host_group(self._timeout))}"
+        if self.on_nan == "raise":
+            raise NonFiniteError(
+                f"{what}; expected finite numbers. The weights are as before the step: look at that batch and the "
+                'learning rate, or leave such steps out with MegatronStrategy(on_nan="skip")'
+            )
+        rank_zero_warn(f"{what}; the step is skipped")
+
         # Megatron caches tensors (rotary angles) for later training steps: they must not be inference tensors.
         with self.engine(), torch.inference_mode(False), torch.no_grad():
             output = self._steps.evaluate(batch, train_step, observe)

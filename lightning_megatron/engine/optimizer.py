@@ -6,6 +6,7 @@ shows Megatron's parameter groups and leaves gradients, clipping, loss scaling a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 
 from lightning_megatron.engine.dtypes import DtypePolicy
@@ -82,7 +84,9 @@ class OptimizerReport:
     grad_norm: float
     """Global 2-norm of the gradients before clipping; NaN where the step was skipped."""
     skipped: bool
-    """Whether an overflow was found and the weights were left alone."""
+    """Whether the weights were left alone: an overflow was found, or a loss or gradient that is not finite."""
+    skipped_steps: int
+    """How often a step was left out for a loss or gradient that was not finite, those before a resume included."""
     loss_scale: torch.Tensor
     """[1], fp32: the scale that the next step uses; 1 unless ``16-mixed``. On the device: reading it waits."""
 
@@ -132,6 +136,8 @@ class OptimizerContext:
     """Largest global gradient norm; None for no clipping (the norm is computed all the same)."""
     engine: Callable[[], AbstractContextManager[None]]
     """Opens the surroundings in which Megatron may be called."""
+    refuse_step: Callable[[], None]
+    """Called on all ranks where the loss or a gradient is not finite; returns if the step shall be skipped."""
 
 
 def build_optimizer(
@@ -170,7 +176,7 @@ def build_optimizer(
         # Torch's schedulers know nothing of multipliers, so they are part of each group's base values.
         group["lr"] = lr * group["lr_mult"]
         group["weight_decay"] = options.weight_decay * group["wd_mult"]
-    return MegatronOptimizer(inner, context.engine)
+    return MegatronOptimizer(inner, context.engine, context.refuse_step)
 
 
 class MegatronOptimizer(torch.optim.Optimizer):
@@ -180,16 +186,22 @@ class MegatronOptimizer(torch.optim.Optimizer):
     because moments are sharded and saved by the strategy.
     """
 
-    def __init__(self, inner: Any, engine: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self, inner: Any, engine: Callable[[], AbstractContextManager[None]], refuse_step: Callable[[], None]
+    ) -> None:
         """Wrap ``inner``, one of Megatron's optimizers, which is called inside ``engine()``.
 
         ``super().__init__`` is not called: it would build groups of its own.
         """
         self.inner = inner
         self._engine = engine
+        self._refuse_step = refuse_step
         # OneCycleLR and CyclicLR look here whether the optimizer has a momentum that they can move in the groups.
         self.defaults: dict[str, Any] = dict(self.parts[0].optimizer.defaults)
         self.report: OptimizerReport | None = None
+        self.loss = torch.zeros(())
+        """[], fp32, on the device: what the gradients are of, the same on every rank."""
+        self.skipped_steps = 0
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -225,13 +237,35 @@ class MegatronOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with self._engine():
-            updated, grad_norm, _ = self.inner.step()
+            overflow = self.inner.prepare_grads()
+            grad_norm = math.nan if overflow else self._gradient_norm()
+            # Gradients that are too large only with the loss scale are 16-mixed's everyday business.
+            is_wrong = not math.isfinite(self.loss if overflow else grad_norm)
+            if is_wrong:
+                self._refuse_step()
+                self.skipped_steps += 1
+            elif not overflow:
+                self._clip(grad_norm)
+                self.inner.step_with_ready_grads()
             self.report = OptimizerReport(
-                grad_norm=float("nan") if grad_norm is None else float(grad_norm),
-                skipped=not updated,
+                grad_norm=math.nan if is_wrong else grad_norm,
+                skipped=is_wrong or overflow,
+                skipped_steps=self.skipped_steps,
                 loss_scale=self.inner.get_loss_scale().detach().clone(),
             )
         return loss
+
+    def _gradient_norm(self) -> float:
+        """Of all ranks together; NaN or infinite also if the loss is, which so travels with what is read anyway."""
+        gradients = [gradient for part in self.parts for gradient in part.get_main_grads_for_grad_norm()]
+        zero = 0.0 * self.loss.reshape(1)
+        group = self.inner.get_grad_stats_parallel_group()
+        return float(get_grad_norm_fp32([*gradients, zero], grad_stats_parallel_group=group))
+
+    def _clip(self, grad_norm: float) -> None:
+        for part in self.parts:
+            if parameters := part.get_parameters():
+                clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, grad_norm)
 
     @property
     def parts(self) -> list[Any]:
@@ -239,11 +273,12 @@ class MegatronOptimizer(torch.optim.Optimizer):
         return list(getattr(self.inner, "chained_optimizers", [self.inner]))
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty: the strategy saves the sharded state."""
-        return {}
+        """What is not sharded; the strategy saves the rest."""
+        return {"skipped_steps": self.skipped_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing: the strategy loads the sharded state."""
+        """What is not sharded; the strategy loads the rest."""
+        self.skipped_steps = state_dict.get("skipped_steps", 0)
 
     def __repr__(self) -> str:
         """Name the optimizer inside."""

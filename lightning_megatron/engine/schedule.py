@@ -8,6 +8,7 @@ any dp give the same numbers, for uneven masks too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -93,6 +94,7 @@ class Schedule:
         self._denominators: dict[str, torch.Tensor] | None = None
         self._targets_seen: list[torch.Tensor] = []
         self._observe: Observer | None = None
+        self._reports: list[torch.Tensor] = []
 
     def run(
         self, batch: Batch, num_microbatches: int, *, forward_only: bool, observe: Observer | None = None
@@ -121,7 +123,7 @@ class Schedule:
         self._targets_seen = []
         microbatches = split_rows(batch, num_microbatches)
         iterators = [iter(microbatches) for _ in self._chunks]
-        reports = get_forward_backward_func()(
+        self._reports = get_forward_backward_func()(
             forward_step_func=self._forward_step,
             data_iterator=iterators if parallel.vpp else iterators[0],
             model=self._chunks if parallel.vpp else self._chunks[0],
@@ -130,7 +132,12 @@ class Schedule:
             micro_batch_size=shape.micro_batch_size,
             forward_only=forward_only,
         )
-        return self._reduce(reports, shape, next(iter(batch.values())).device)
+        return self._reduce(self._reports, shape, next(iter(batch.values())).device)
+
+    def losses_not_finite(self) -> dict[int, float]:
+        """Of the last run's microbatches on this rank, by their numbers; on the last stage. Waits for the device."""
+        losses = torch.stack(self._reports)[..., 0].sum(1).tolist() if self._topology.is_last_stage else []
+        return {number: loss for number, loss in enumerate(losses) if not math.isfinite(loss)}
 
     def _global_counts(self, batch: Batch) -> dict[str, torch.Tensor] | None:
         """Targets of each term in the global batch: one all-reduce over the dp group."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.schedule import Schedule, StepOutput
 from lightning_megatron.engine.wrap import connect_schedule
@@ -25,6 +28,12 @@ class Stepper:
         self._schedule: Schedule | None = None
         self._train_step: TrainStep | None = None
         self._train_rows: int | None = None
+        self._weights = [
+            (name.replace("module.", ""), weight, weight in chunk.param_to_bucket_group)
+            for chunk in chunks
+            if isinstance(chunk, DistributedDataParallel)
+            for name, weight in chunk.named_parameters()
+        ]
 
     def train(
         self, batch: Batch, train_step: TrainStep, optimizer: MegatronOptimizer, micro_batch_size: int | None = None
@@ -41,6 +50,7 @@ class Stepper:
         Raises:
             ConfigError: If the rows of a full batch cannot be cut into equal microbatches.
         """
+        self.check_frozen()
         schedule = self._schedule_for(train_step)
         connect_schedule(self._chunks, schedule.finalize_gradients, optimizer.scale_loss)
         for chunk in self._chunks:
@@ -49,12 +59,40 @@ class Stepper:
         prepared = train_step.prepare_batch(batch)
         rows = _num_rows(prepared)
         if micro_batch_size is not None:
-            return schedule.run(prepared, rows // micro_batch_size, forward_only=False)
-        if self._train_rows is None:
-            self._train_rows = rows
-        if rows == self._train_rows:
-            self._check_divisible(rows)
-        return schedule.run(self._filled_up(prepared, train_step), self._num_microbatches, forward_only=False)
+            num_microbatches = rows // micro_batch_size
+        else:
+            num_microbatches = self._num_microbatches
+            if self._train_rows is None:
+                self._train_rows = rows
+            if rows == self._train_rows:
+                self._check_divisible(rows)
+            prepared = self._filled_up(prepared, train_step)
+        output = schedule.run(prepared, num_microbatches, forward_only=False)
+        optimizer.loss = output.loss
+        return output
+
+    def check_frozen(self) -> None:
+        """Raise if weights of this rank were frozen or unfrozen after their optimizer was made.
+
+        Raises:
+            ConfigError: Because of the first of them.
+        """
+        for name, weight, is_trained in self._weights:
+            if weight.requires_grad != is_trained:
+                raise ConfigError(
+                    f"{name}: expected requires_grad={is_trained} as when the optimizer was made, got "
+                    f"{weight.requires_grad}; freeze and unfreeze before fit, in setup or in configure_model"
+                )
+
+    def culprit(self, group: dist.ProcessGroup) -> str:
+        """Where the last step's loss was not finite, for an error; every rank of ``group``, all ranks, must call."""
+        losses = self._schedule.losses_not_finite() if self._schedule is not None else {}
+        found: list[tuple[int, dict[int, float]]] = [(0, {})] * dist.get_world_size()
+        dist.all_gather_object(found, (self._topology.dp_rank, losses), group=group)
+        for rank, (row, of_rank) in enumerate(found):
+            for microbatch, loss in of_rank.items():
+                return f"the loss of microbatch {microbatch} on rank {rank} (data-parallel row {row}) is {loss}"
+        return "a gradient is NaN or infinite (the loss is not) on a rank or data-parallel row that cannot be told"
 
     def evaluate(self, batch: Batch, train_step: TrainStep, observe: Observer | None = None) -> StepOutput:
         """The losses of ``batch``, whatever its number of rows. Every rank must call.

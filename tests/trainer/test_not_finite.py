@@ -1,0 +1,233 @@
+"""A step whose loss or gradients are NaN or infinite never reaches the weights, whichever rank it comes from."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from tests.parity.sharding import shards
+from tests.parity.training import Case, Layout, Sentences, module_of, trainer_of
+from tests.ranks import run_ranks
+
+Kind = Literal["nan", "infinite loss", "nan gradient"]
+BAD_STEP, BAD_ROW = 2, 9
+STAGES_AND_COPIES = Layout(pp=2, dp=2, num_microbatches=3)
+PLACES = {
+    # Rank 3 is stage 1 of copy 1, whose rows 6 to 11 are three microbatches of two.
+    STAGES_AND_COPIES: "microbatch 1 on rank 3 (data-parallel row 1)",
+    Layout(tp=2, dp=2, distributed_optimizer=False): "microbatch 0 on rank 2 (data-parallel row 1)",
+    Layout(pp=2, vpp=2, tp=2, num_microbatches=2): "microbatch 1 on rank 2 (data-parallel row 0)",
+}
+
+
+def _bad_step(kind: Kind | None) -> Any:
+    """GPT's objective, which one row of one step makes NaN or infinite."""
+    from lightning_megatron import GPTTrainStep
+    from lightning_megatron.steps.base import LossTerm
+
+    rows = Sentences(5 * 12).tokens
+    bad = rows[BAD_STEP * 12 + BAD_ROW]
+
+    class BadStep(GPTTrainStep):
+        def loss_func(self, batch: dict[str, torch.Tensor], output: torch.Tensor) -> dict[str, LossTerm]:
+            if kind is None or not (batch["tokens"] == bad.to(output.device)).all(-1).any():
+                return super().loss_func(batch, output)
+            if kind == "nan gradient":
+                output.register_hook(lambda gradient: gradient * math.nan)
+            term = super().loss_func(batch, output)["lm_loss"]
+            total = {"nan": term.sum * math.nan, "infinite loss": term.sum + math.inf, "nan gradient": term.sum}[kind]
+            return {"lm_loss": LossTerm(total, term.targets)}
+
+    return BadStep()
+
+
+class Given(IterableDataset[dict[str, torch.Tensor]]):
+    """Batches in their order."""
+
+    def __init__(self, batches: list[dict[str, torch.Tensor]]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return iter(self.batches)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What one run did on this rank."""
+
+    error: str
+    global_step: int
+    warnings: list[str]
+    skipped_steps: list[float]
+    rates: list[float]
+    first_weights: list[torch.Tensor]
+    weights: list[torch.Tensor]
+
+
+def _run(case: Case, kind: Kind | None, on_nan: str, *, leave_out: bool = False, **options: Any) -> Run:
+    """Five steps, or those but the bad one; ``options`` are ``fit``'s ``ckpt_path`` and the Trainer's."""
+    from lightning.pytorch import Callback
+
+    from lightning_megatron import LRSchedule
+    from lightning_megatron.errors import NonFiniteError
+
+    skipped, rates, first_weights = [], [], []
+
+    class Watch(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            first_weights.extend(shard.data for shard in shards(pl_module))
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            skipped.append(float(trainer.callback_metrics.get("skipped_steps", math.nan)))
+
+    tokens = Sentences(5 * 12).tokens
+    dp = case.layout.dp
+    copy = int(os.environ["RANK"]) // case.layout.tp % dp
+    batches = [part.chunk(dp)[copy] for part in tokens.split(12)]
+    given = [{"input_ids": rows} for step, rows in enumerate(batches) if not (leave_out and step == BAD_STEP)]
+    loader = DataLoader(Given(given), batch_size=None)
+    module = module_of(case, train_step=_bad_step(kind), lr_schedule=LRSchedule(warmup_steps=3, init_lr=case.lr / 10))
+    ckpt_path = options.pop("ckpt_path", None)
+    options["callbacks"] = [Watch(), *options.pop("callbacks", [])]
+    trainer = trainer_of(replace(case, steps=len(given)), **options)
+    trainer.strategy.on_nan = on_nan
+    error = ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(module, loader, ckpt_path=ckpt_path)
+        except NonFiniteError as raised:
+            error = str(raised)
+    return Run(
+        error=error,
+        global_step=trainer.global_step,
+        warnings=[text for text in (str(w.message) for w in caught) if text.startswith("step ")],
+        skipped_steps=skipped,
+        rates=rates,
+        first_weights=first_weights,
+        weights=[shard.data for shard in shards(module)],
+    )
+
+
+def _all_kinds(case: Case) -> list[tuple[Kind, Run, Run]]:
+    """Each kind raised and skipped; and, under the key of no kind, the run that never meets the step."""
+    kinds: tuple[Kind, ...] = ("nan", "infinite loss", "nan gradient")
+    return [(kind, _run(case, kind, "raise"), _run(case, kind, "skip")) for kind in kinds]
+
+
+def _without_the_step(case: Case) -> tuple[Run, Run]:
+    two_steps = _run(case, "nan", "raise")
+    return two_steps, _run(case, None, "raise", leave_out=True)
+
+
+@pytest.mark.parametrize(
+    ("layout", "clip", "optimizer", "accelerator"),
+    [
+        (STAGES_AND_COPIES, 0.5, "adamw", "cpu"),
+        (Layout(tp=2, dp=2, distributed_optimizer=False), None, "sgd", "cpu"),
+        (Layout(pp=2, vpp=2, tp=2, num_microbatches=2), None, "adamw", "cpu"),
+        pytest.param(STAGES_AND_COPIES, 0.5, "adamw", "gpu", marks=pytest.mark.gpu(4)),
+    ],
+    ids=str,
+)
+def test_the_step_ends_all_ranks_or_is_left_out_by_all(
+    layout: Layout, clip: float | None, optimizer: str, accelerator: Any
+) -> None:
+    options = (("name", optimizer), ("eps", 1e-3), ("weight_decay", 0.1))
+    case = Case(layout=layout, clip=clip, optimizer=options, accelerator=accelerator, lr=5e-3)
+    without = run_ranks(_without_the_step, 4, case)
+    for of_rank, (_, never) in zip(run_ranks(_all_kinds, 4, case), without, strict=True):
+        for kind, raised, skipped in of_rank:
+            place = PLACES[layout]
+            where = {"nan": f"{place} is nan", "infinite loss": f"{place} is inf", "nan gradient": "a gradient is NaN"}
+            assert raised.error.startswith(f"step {BAD_STEP}: ")
+            assert where[kind] in raised.error
+            assert raised.global_step == BAD_STEP
+            assert skipped.error == ""
+            assert skipped.global_step == 5
+            assert skipped.skipped_steps == [1.0]
+            assert where[kind] in "".join(skipped.warnings) or not skipped.warnings
+            # The bad step moves neither the weights nor the schedule.
+            assert skipped.rates == never.rates[: BAD_STEP + 1] + never.rates[BAD_STEP:]
+            for mine, expected in zip(skipped.weights, never.weights, strict=True):
+                torch.testing.assert_close(mine, expected, rtol=0, atol=0 if accelerator == "cpu" else 1e-6)
+
+
+def _ended_and_resumed(case: Case, folder: Path) -> tuple[Run, Run, list[str]]:
+    from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+
+    on_exception = OnExceptionCheckpoint(folder, "failed")
+    every_step = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+    run = _run(case, "nan", "raise", callbacks=[on_exception, every_step], enable_checkpointing=True)
+    saved = sorted(path.name for path in folder.iterdir())
+    for name in ("failed.ckpt", "step=2.ckpt"):
+        resumed = _run(case, "nan", "skip", ckpt_path=folder / name)
+        assert all(torch.equal(a, b) for a, b in zip(resumed.first_weights, run.weights, strict=True))
+    skipping = ModelCheckpoint(folder, "skipping-{step}", every_n_train_steps=1, save_top_k=-1)
+    first = _run(case, "nan", "skip", callbacks=[skipping], enable_checkpointing=True, max_steps=4)
+    again = _run(case, "nan", "skip", ckpt_path=folder / "skipping-step=4.ckpt")
+    return first, again, saved
+
+
+def test_checkpoints_are_whole_and_keep_count_of_skipped_steps(tmp_path: Path) -> None:
+    for first, again, saved in run_ranks(_ended_and_resumed, 2, Case(layout=Layout(dp=2)), tmp_path):
+        assert saved == ["failed.ckpt", "step=1.ckpt", "step=2.ckpt"]
+        assert first.skipped_steps == again.skipped_steps == [1.0]
+
+
+def _in_fp16(case: Case, scale: float) -> list[Run]:
+    from lightning_megatron import MegatronPrecision
+
+    options = {"precision": None, "plugins": [MegatronPrecision("16-mixed")]}
+    case = replace(case, optimizer=(*case.optimizer, ("initial_loss_scale", scale)))
+    kinds: tuple[Kind, ...] = ("nan", "infinite loss")
+    return [_run(case, kind, on_nan, **options) for kind in kinds for on_nan in ("raise", "skip")]
+
+
+def test_an_overflow_of_the_loss_scale_is_none() -> None:
+    # Times 2**22 gradients are beyond fp16's 65504: the first steps overflow, with finite losses.
+    for runs in run_ranks(_in_fp16, 2, Case(layout=Layout(pp=2)), 2.0**22):
+        assert [run.error[:7] for run in runs] == ["step 2:", "", "step 2:", ""]
+        assert [run.skipped_steps for run in runs if not run.error] == [[1.0], [1.0]]
+
+
+def _waits(case: Case) -> list[int]:
+    """How often each step copies a number from the device to the host."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from lightning_megatron import MegatronModule
+
+    counts: list[int] = []
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            counts[-1] += func is torch.ops.aten._local_scalar_dense.default
+            return func(*args, **(kwargs or {}))
+
+    class Counted(MegatronModule):
+        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            counts.append(0)
+            with Count():
+                super().optimizer_step(*args, **kwargs)
+
+    loader = DataLoader(Sentences(24), batch_size=12 // case.layout.dp)
+    trainer_of(replace(case, steps=2)).fit(module_of(case, Counted), loader)
+    return counts
+
+
+@pytest.mark.parametrize("on_gpus", [False, pytest.param(True, marks=pytest.mark.gpu(4))])
+def test_the_host_waits_for_nothing_but_the_gradient_norm(on_gpus: bool) -> None:
+    case = Case(layout=STAGES_AND_COPIES, accelerator="gpu" if on_gpus else "cpu")
+    assert run_ranks(_waits, 4, case) == [[1, 1]] * 4
