@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import inspect
+import os
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -42,9 +45,12 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     Where torchrun or a scheduler has started them already, it only calls the function.
     """
 
+    _has_failed = False
+    """Whether the last function that any Trainer of this process has launched raised."""
+
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Start the other ranks, which end when this process does, then call ``function``.
+        """Start the other ranks, which this process takes along if it dies and waits for if it ends; call ``function``.
 
         Args:
             function: What fits, validates, tests or predicts.
@@ -61,8 +67,24 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             call.apply_defaults()
             strategy: Checkpointing = trainer.strategy
             call.arguments["ckpt_path"] = strategy.begin_with(trainer, call.arguments["ckpt_path"])
+        ScriptLauncher._has_failed = True  # until it returns
         with rows_for_copies():
             if self.cluster_environment.creates_processes_externally:
-                return function(*call.args, **call.kwargs)
-            announce_launcher()
-            return super().launch(function, *call.args, trainer=trainer, **call.kwargs)
+                result = function(*call.args, **call.kwargs)
+            else:
+                announce_launcher()
+                atexit.register(self._wait_for_other_ranks)
+                result = super().launch(function, *call.args, trainer=trainer, **call.kwargs)
+        ScriptLauncher._has_failed = False
+        return result
+
+    def _wait_for_other_ranks(self) -> None:
+        """At a normal end of this process: the others may still write files. Exits with 1 if one of them fails."""
+        if self._has_failed or getattr(sys, "last_value", None) is not None:
+            return  # the others wait in a collective, and end with this process
+        for local_rank, process in enumerate(self.procs, 1):
+            if code := process.wait():
+                print(f"error: local rank {local_rank} ended with code {code}", file=sys.stderr)
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(1)  # nothing else sets the exit code by now

@@ -95,3 +95,54 @@ def test_a_rank_whose_launcher_died_while_it_imported_does_not_go_on(tmp_path: P
         assert _ends(second, seconds=60)  # it imports first
     finally:
         first.kill()
+
+
+_ENDS = """
+import os, sys, time
+from pathlib import Path
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning_megatron import MegatronModule, MegatronStrategy
+
+rank, end = int(os.environ.get("LOCAL_RANK", "0")), sys.argv[1]
+Path(f"pid_{rank}").write_text(str(os.getpid()))
+
+
+class Writer(BasePredictionWriter):
+    def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
+        time.sleep(7 * trainer.global_rank)
+        Path(f"predictions_{trainer.global_rank}").touch()
+
+
+rows = [{"input_ids": torch.arange(8)} for _ in range(4)]
+sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 50, "n_positions": 32}
+model = MegatronModule(model={"model_type": "gpt2", **sizes, "bos_token_id": 0, "eos_token_id": 0})
+options = dict(
+    accelerator="cpu", devices=2, logger=False, enable_progress_bar=False, enable_model_summary=False,
+    enable_checkpointing=False, max_steps=1,
+)
+loader = torch.utils.data.DataLoader(rows, batch_size=2)
+Trainer(strategy=MegatronStrategy(), **options).fit(model, loader)
+if end == "exception" and rank == 0:
+    raise RuntimeError("rank 0 alone")
+Trainer(strategy=MegatronStrategy(), callbacks=[Writer("epoch")], **options).predict(model, loader)
+if rank == 1:
+    time.sleep(2)
+    Path("after").touch()
+    sys.exit(3 if end == "failing child" else 0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "end", ["normal", *(pytest.param(end, marks=pytest.mark.exhaustive) for end in ("failing child", "exception"))]
+)
+def test_a_normal_end_of_rank_0_waits_for_what_the_others_still_do(tmp_path: Path, end: str) -> None:
+    (tmp_path / "ends.py").write_text(_ENDS)
+    code = subprocess.run([sys.executable, "ends.py", end], cwd=tmp_path, env=_environment(), timeout=240).returncode
+    written = {path.name for path in tmp_path.iterdir()} & {"predictions_0", "predictions_1", "after"}
+    assert code == (0 if end == "normal" else 1)
+    assert written == (set() if end == "exception" else {"predictions_0", "predictions_1", "after"})
+    assert _ends(int((tmp_path / "pid_1").read_text()), seconds=5)
