@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -107,6 +107,7 @@ class MegatronModule(Inference):
         self.return_logits = _checked_return_logits(return_logits)
         self.model_chunks: torch.nn.ModuleList | None = None
         self.built_for: EngineSettings | None = None
+        self._begins_frozen = False
         self._metrics: dict[tuple[str, int], dict[str, Metric]] = {}
         self._model = model
         fields = config_fields(model)
@@ -182,6 +183,21 @@ class MegatronModule(Inference):
                 source=self.pretrained_path,
             )
 
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Torch's; also holds for the chunks if they are not built yet."""
+        self._begins_frozen = not requires_grad
+        return super().requires_grad_(requires_grad)
+
+    def freeze(self) -> Self:
+        """Lightning's; also holds for the chunks if they are not built yet."""
+        super().freeze()
+        return self.requires_grad_(False)
+
+    def unfreeze(self) -> Self:
+        """Lightning's; also holds for the chunks if they are not built yet."""
+        super().unfreeze()
+        return self.requires_grad_(True)
+
     # ---- Lightning's hooks ----------------------------------------------------------------------------------------
 
     def configure_model(self) -> None:
@@ -195,6 +211,8 @@ class MegatronModule(Inference):
         with unchanged_environment():
             self.model_chunks = (self.model_provider or build_chunks)(self.model_config, settings)
         self._fill_weights(self.model_chunks)
+        if self._begins_frozen:
+            self.model_chunks.requires_grad_(False).train(self.training)
         self.built_for = settings
         for line in start_lines(self.model_config, settings):
             rank_zero_info(line)
@@ -263,6 +281,8 @@ class MegatronModule(Inference):
             self.log("grad_norm", _on_host(report.grad_norm), batch_size=1)
         if self.megatron.settings.dtypes.dynamic_loss_scale:
             self.log("loss_scale", report.loss_scale, batch_size=1)
+        if self.megatron.on_nan == "skip":
+            self.log("skipped_steps", _on_host(float(report.skipped_steps)), batch_size=1)
 
     # ---- logging --------------------------------------------------------------------------------------------------
 
@@ -281,8 +301,6 @@ class MegatronModule(Inference):
             made = self.train_step.metrics()
             self._metrics[key] = {name: metric.to(self.megatron.root_device) for name, metric in made.items()}
         return self._metrics[key]
-        if self.megatron.on_nan == "skip":
-            self.log("skipped_steps", _on_host(float(report.skipped_steps)), batch_size=1)
 
     def _log_metrics(self, stage: str, num_loaders: int) -> None:
         for index in range(num_loaders):

@@ -68,7 +68,7 @@ def _check_callback(callback: Callback) -> None:
     if isinstance(callback, BaseFinetuning):
         raise ConfigError(
             f"{name} adds parameters to the optimizer while training, and Megatron's buffers are laid out once; freeze "
-            "with requires_grad_(False) in configure_model instead"
+            "with requires_grad_(False) in configure_model, and unfreeze between two runs of fit, instead"
         )
 
 

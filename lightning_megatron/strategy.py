@@ -24,6 +24,7 @@ from lightning_megatron.data.serving.broadcast import broadcast_batch, own_batch
 from lightning_megatron.data.serving.loaders import EvaluationLoader, ResumableLoader, is_map_style
 from lightning_megatron.data.serving.served_loader import TrainLoader
 from lightning_megatron.engine import groups
+from lightning_megatron.engine.agreement import on_all_ranks_alike
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.launch import allow_overlap, die_with_launcher, seed_of_run
 from lightning_megatron.engine.optimizer import (
@@ -34,6 +35,7 @@ from lightning_megatron.engine.optimizer import (
 )
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.engine.relayout import read_weights, write_weights
+from lightning_megatron.engine.replicas import freeze_alike
 from lightning_megatron.engine.runtime import Runtime
 from lightning_megatron.engine.schedule import StepOutput, StepShape
 from lightning_megatron.engine.signals import DeferredSignals
@@ -84,11 +86,11 @@ class MegatronStrategy(Checkpointing):
         async_save: Train on while the files of a checkpoint are written, from a copy in the host's memory.
         on_save_failure: What a disk that is full, read-only or gone does to the run: ``warn`` (it goes on, and the next
             save is tried as usual) or ``raise``. A save that ends the run always raises.
-        load_data_on_every_rank: Every rank reads its own batches, instead of one of each copy of the model.
-        transformer_config_overrides: Fields of Megatron's ``TransformerConfig`` to set by hand.
         on_nan: What a step does whose loss or gradients are NaN or infinite: ``raise`` ends the run before the weights
             change, ``skip`` leaves the step out on all ranks, and learning rates stay where they are, as after an
             overflow of ``16-mixed`` (which is none of these); ``skipped_steps`` is logged.
+        load_data_on_every_rank: Every rank reads its own batches, instead of one of each copy of the model.
+        transformer_config_overrides: Fields of Megatron's ``TransformerConfig`` to set by hand.
         process_group_backend: ``nccl`` or ``gloo``; None: what fits the device.
         timeout: How long a collective may wait for other ranks before the run is given up.
 
@@ -115,9 +117,9 @@ class MegatronStrategy(Checkpointing):
         load_from: str | Path | LoadFrom | None = None,
         async_save: bool = False,
         on_save_failure: Literal["warn", "raise"] = "warn",
+        on_nan: Literal["raise", "skip"] = "raise",
         load_data_on_every_rank: bool = False,
         transformer_config_overrides: dict[str, Any] | None = None,
-        on_nan: Literal["raise", "skip"] = "raise",
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),  # noqa: B008 (immutable)
     ) -> None:
@@ -148,11 +150,11 @@ class MegatronStrategy(Checkpointing):
         self._loader_tells_steps = False
         self._shared_batches: float = math.inf
         self._saves = Saves(SavePolicy(asynchronous=async_save, on_failure=on_save_failure))
-        self.num_nodes = 1
-
         if on_nan not in ("raise", "skip"):
             raise ConfigError(f"on_nan={on_nan!r} is unknown; choose 'raise' or 'skip'")
         self.on_nan = on_nan
+        self.num_nodes = 1
+
     # ---- Lightning: construction and launch -----------------------------------------------------------------------
 
     @property
@@ -236,6 +238,7 @@ class MegatronStrategy(Checkpointing):
                 self._weights_of_other_layout = None
             module.model_chunks = to_16bit(module.model_chunks, self.settings.dtypes)  # type: ignore[arg-type]
             if fitting:
+                freeze_alike(self._chunks, groups.host_group(self._timeout))
                 module.model_chunks = to_ddp(module.model_chunks, self.reduction)
                 self._reset_optimizers_and_schedulers()
                 self.setup_optimizers(trainer)
@@ -262,10 +265,10 @@ class MegatronStrategy(Checkpointing):
             overlap_param_gather=self.reduction.overlap and self.distributed_optimizer,
             clip_grad=None if clip is None else float(clip),
             engine=self.engine,
+            refuse_step=self._refuse_step,
         )
         with self.engine():
             return build_optimizer(self._chunks, options, lr, context)
-            refuse_step=self._refuse_step,
 
     @property
     def _steps(self) -> Stepper:
@@ -313,6 +316,11 @@ class MegatronStrategy(Checkpointing):
         dist.all_reduce(fewest, dist.ReduceOp.MIN, group=groups.host_group(self._timeout))
         self._shared_batches = float(fewest)
 
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        on_all_ranks_alike(self._steps.check_frozen)
+
     # ---- steps ----------------------------------------------------------------------------------------------------
 
     def forward_backward(self, batch: Batch, train_step: TrainStep) -> StepOutput:
@@ -334,14 +342,6 @@ class MegatronStrategy(Checkpointing):
         self._step_shape = output.shape
         return output
 
-    def forward_only(self, batch: Batch, train_step: TrainStep, observe: Observer | None = None) -> StepOutput:
-        """The losses of one local batch without gradients. Every rank must call; ragged batches are filled up.
-
-        Args:
-            batch: As the DataLoader yields it.
-            train_step: The objective.
-            observe: Called on the last stage with each prepared microbatch and what the model returned for it.
-        """
     def _refuse_step(self) -> None:
         """Say which rank has made this step's loss or gradients NaN or infinite; every rank must call.
 
@@ -357,6 +357,14 @@ class MegatronStrategy(Checkpointing):
             )
         rank_zero_warn(f"{what}; the step is skipped")
 
+    def forward_only(self, batch: Batch, train_step: TrainStep, observe: Observer | None = None) -> StepOutput:
+        """The losses of one local batch without gradients. Every rank must call; ragged batches are filled up.
+
+        Args:
+            batch: As the DataLoader yields it.
+            train_step: The objective.
+            observe: Called on the last stage with each prepared microbatch and what the model returned for it.
+        """
         # Megatron caches tensors (rotary angles) for later training steps: they must not be inference tensors.
         with self.engine(), torch.inference_mode(False), torch.no_grad():
             output = self._steps.evaluate(batch, train_step, observe)

@@ -8,9 +8,12 @@ or reads files again that were checked before; here only what is checked while i
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import queue
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +71,41 @@ def _load_common_checked(original: Any) -> Callable[..., Any]:
     return lambda self, checkpoint_dir: load_plain(Path(checkpoint_dir) / COMMON)
 
 
+def _with_gaps(original: Any) -> Any:
+    def validate_global_plan(global_plan: Any, metadata: Any) -> Any:
+        """As torch's, of all but moments with gaps, where layers that are stacked with others are frozen."""
+        entries = metadata.state_dict_metadata.items()
+        checked = {name: entry for name, entry in entries if not (name.startswith("optimizer.") and _has_gaps(entry))}
+        return original(global_plan, replace(metadata, state_dict_metadata=checked))
+
+    return validate_global_plan
+
+
+def _has_gaps(entry: Any) -> bool:
+    chunks = getattr(entry, "chunks", None)
+    return chunks is not None and sum(math.prod(chunk.sizes) for chunk in chunks) < math.prod(entry.size)
+
+
+def _refuses_gaps(original: Any) -> Any:
+    def create_local_plan(self: Any) -> Any:
+        plan = original(self)
+        found: Counter[str] = Counter()
+        for item in plan.items:
+            found[item.dest_index.fqn] += math.prod(item.lengths)
+        for name, tensor in self.state_dict.items():
+            shards = tensor.local_shards() if hasattr(tensor, "local_shards") else ()
+            wanted = sum(shard.tensor.numel() for shard in shards)
+            # A vocabulary may be larger here than there.
+            if found[name] < wanted and name not in (self.allow_shape_mismatch_sharded_tensors or {}):
+                raise CheckpointError(
+                    f"{name}: expected {wanted} numbers for this rank, got {found[name]}; weights that were frozen "
+                    "have no optimizer state: freeze the same ones, or use MegatronStrategy(load_weights_only=True)"
+                )
+        return plan
+
+    return create_local_plan
+
+
 DIST_CHECKPOINT_PATCHES: tuple[Patch, ...] = (
     Patch(
         module=_WRITER,
@@ -96,6 +134,20 @@ DIST_CHECKPOINT_PATCHES: tuple[Patch, ...] = (
         replacement=_load_only_data,
         engine="megatron-core 0.16.1 and torch 2.13",
         reason="torch's planner unpickles with weights_only=False, so a checkpoint could run code",
+    ),
+    Patch(
+        module="torch.distributed.checkpoint.default_planner",
+        attribute="_validate_global_plan",
+        replacement=_with_gaps,
+        engine="torch 2.13",
+        reason="it refuses to save the moments of stacked layers some of which are frozen",
+    ),
+    Patch(
+        module="megatron.core.dist_checkpointing.strategies.torch",
+        attribute="MCoreLoadPlanner.create_local_plan",
+        replacement=_refuses_gaps,
+        engine="megatron-core 0.16.1 and torch 2.13",
+        reason="numbers that are not in the files would stay what they were in memory",
     ),
 )
 """Active around every save and load."""

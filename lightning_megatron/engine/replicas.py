@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_megatron.engine.wrap import unwrap
+from lightning_megatron.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,31 @@ def mark_replica(parameter: torch.nn.Parameter, *, is_owner: bool) -> None:
     # on all stages, or reduced gradients would be added to unreduced ones.
     parameter.shared_embedding = True  # type: ignore[attr-defined]
     parameter.shared = not is_owner  # type: ignore[attr-defined]
+
+
+def freeze_alike(chunks: Sequence[Any], group: dist.ProcessGroup) -> None:
+    """Freeze each copy of a weight that is frozen on any stage: it is one weight. All ranks, ``group``, must call.
+
+    Raises:
+        ConfigError: On all ranks, if nothing is left to train.
+    """
+    models = [unwrap(chunk) for chunk in chunks]
+    copies: list[tuple[str, torch.nn.Parameter]] = []
+    for model in models:
+        if isinstance(model, HasReplicas):
+            copies += [(weight.name, weight.parameter) for weight in model.replicated() if weight.parameter is not None]
+        is_tied = getattr(model, "share_embeddings_and_output_weights", False)
+        if is_tied and (model.pre_process or model.post_process):
+            copies.append(("word embeddings", model.shared_embedding_or_output_weight()))
+    is_trained = any(weight.requires_grad for model in models for weight in model.parameters())
+    answers: list[tuple[bool, set[str]]] = [(False, set())] * dist.get_world_size(group)
+    frozen = {name for name, weight in copies if not weight.requires_grad}
+    dist.all_gather_object(answers, (is_trained, frozen), group=group)
+    if not any(trained for trained, _ in answers):
+        raise ConfigError("every weight is frozen, and fit needs some to train; unfreeze some in configure_model")
+    for name, weight in copies:
+        if any(name in names for _, names in answers):
+            weight.requires_grad_(False)
 
 
 def add_replicas(chunks: Sequence[Any], pp_group: dist.ProcessGroup) -> None:

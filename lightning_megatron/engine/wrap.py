@@ -42,12 +42,33 @@ def _is_wrapped(chunk: torch.nn.Module) -> bool:
 
 def to_ddp(chunks: torch.nn.ModuleList, reduction: GradientReduction) -> torch.nn.ModuleList:
     """Chunks whose gradients land in fp32 buffers that data-parallel ranks reduce; needed to train."""
-    return torch.nn.ModuleList(
-        [c if isinstance(c, DistributedDataParallel) else _ddp(c, reduction, i) for i, c in enumerate(chunks)]
-    )
+    return torch.nn.ModuleList([_ddp(_with_current_buffers(c), reduction, i) for i, c in enumerate(chunks)])
+
+
+def is_laid_out(chunk: DistributedDataParallel) -> bool:
+    """Whether its buffers are for just the weights that are to be trained now."""
+    return all(weight.requires_grad == (weight in chunk.param_to_bucket_group) for weight in chunk.module.parameters())
+
+
+def _with_current_buffers(chunk: torch.nn.Module) -> torch.nn.Module:
+    """The chunk, without the DDP of an earlier fit if others of its weights were frozen then."""
+    if not isinstance(chunk, DistributedDataParallel) or is_laid_out(chunk):
+        return chunk
+    if chunk.use_forward_hook:
+        chunk.disable_forward_pre_hook()
+    chunk.grad_accs.clear()  # or their hooks would fire beside those of the next DDP
+    for weight in chunk.module.parameters():
+        weight.__dict__.pop("main_grad", None)
+    inside: torch.nn.Module = chunk.module
+    return inside
 
 
 def _ddp(chunk: torch.nn.Module, reduction: GradientReduction, index: int) -> DistributedDataParallel:
+    if isinstance(chunk, DistributedDataParallel):
+        return chunk
+    model = unwrap(chunk)
+    if model.config.recompute_granularity == "full" and hasattr(model, "embedding"):
+        model.embedding.register_forward_hook(_with_gradient)
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=reduction.distributed_optimizer,
         overlap_grad_reduce=reduction.overlap,
@@ -56,7 +77,7 @@ def _ddp(chunk: torch.nn.Module, reduction: GradientReduction, index: int) -> Di
         check_for_nan_in_grad=False,
     )
     wrapped = DistributedDataParallel(
-        unwrap(chunk).config,
+        model.config,
         config,
         chunk,
         # Megatron-LM, training/training.py:get_model: later chunks run while the first is already waiting.
@@ -64,6 +85,14 @@ def _ddp(chunk: torch.nn.Module, reduction: GradientReduction, index: int) -> Di
     )
     wrapped.broadcast_params()
     return wrapped
+
+
+def _with_gradient(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    """Frozen embeddings as if trained: layers that are recomputed have no gradients unless their input has one.
+
+    megatron-core 0.16.1, tensor_parallel/random.py: ``CheckpointFunction`` does not see the weights.
+    """
+    return output.detach().requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
 
 
 def finish_parameter_gathers(chunks: list[Any]) -> None:

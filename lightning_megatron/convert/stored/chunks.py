@@ -43,6 +43,8 @@ class ChunkedTensor:
     dtype: torch.dtype
     chunks: tuple[Chunk, ...]
     """Together they are the tensor, each number once."""
+    is_whole: bool = True
+    """False for optimizer state of layers some of which were frozen."""
 
 
 class ChunkedFiles:
@@ -142,9 +144,10 @@ def _chunked(path: Path, name: str, stored: Any, archives: Mapping[tuple[str, tu
         for chunk in chunks.values()
         for a, n, whole in zip(chunk.start, chunk.size, shape, strict=True)
     )
-    if not is_inside or sum(math.prod(chunk.size) for chunk in chunks.values()) != math.prod(shape):
+    is_whole = sum(math.prod(chunk.size) for chunk in chunks.values()) == math.prod(shape)
+    if not is_inside or not (is_whole or name.startswith("optimizer.")):
         raise CheckpointError(f"checkpoint {path} does not hold all of {name!r}: it is damaged; use another")
-    return ChunkedTensor(shape=shape, dtype=stored.properties.dtype, chunks=tuple(chunks.values()))
+    return ChunkedTensor(shape=shape, dtype=stored.properties.dtype, chunks=tuple(chunks.values()), is_whole=is_whole)
 
 
 def _handle(chunk: Chunk, dtype: torch.dtype) -> TensorHandle:

@@ -134,7 +134,8 @@ def _opened(
     has_moments = any(key.state == "exp_avg" for key in places) or isinstance(training, StrategyTraining)
     if training is not None and training.has_optimizer and not (has_moments and _is_readable(files, places)):
         _log.warning(
-            "the optimizer state of %s cannot be read without the layout that wrote it; only weights are converted",
+            "the optimizer state of %s cannot be read without the layout that wrote it, or its run had frozen weights; "
+            "only weights are converted",
             path,
         )
         training = replace(training, param_groups=())
@@ -210,12 +211,13 @@ def _missing(found: Mapping[Key, _Place], shapes: Mapping[Key, tuple[int, ...]],
 
 
 def _is_readable(files: ChunkedFiles, places: Mapping[Key, _Place]) -> bool:
-    """Whether all of the optimizer's state has the shapes of weights; SGD has fewer moments than Adam."""
+    """Whether all of the optimizer's state is there, in the shapes of weights; SGD has fewer moments than Adam."""
     weights = [key for key in places if key.state == "weight"]
     known = {key.name for key in weights}
     kinds = [[key._replace(state=state) in places for key in weights] for state in get_args(State)]
     names = [name for name in files.tensors if is_of_optimizer(name)]
-    return all(all(kind) or not any(kind) for kind in kinds) and all(entry_of(name, known) for name in names)
+    is_complete = all(all(kind) or not any(kind) for kind in kinds)
+    return is_complete and all(entry_of(name, known) and files.tensors[name].is_whole for name in names)
 
 
 # ---- where its run was ----------------------------------------------------------------------------------------------
