@@ -15,6 +15,7 @@ from lightning_megatron.engine import checkpoint as engine_checkpoint
 from lightning_megatron.engine.agreement import on_all_ranks_alike
 from lightning_megatron.engine.checkpoint import RunState
 from lightning_megatron.engine.checkpoint_save import plain_bytes
+from lightning_megatron.errors import CheckpointError
 
 _TRAINING_STATE = ("loops", "callbacks", "lr_schedulers", "optimizer_states")
 _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
@@ -85,6 +86,27 @@ def loader_state(lightning_state: Mapping[str, Any]) -> dict[str, Any] | None:
     fit_loop = lightning_state.get("loops", {}).get("fit_loop", {})
     states = fit_loop.get("state_dict", {}).get("combined_loader", [])
     return states[0] if len(states) == 1 and "random_state" in states[0] else None
+
+
+def check_place_in_data(lightning_state: dict[str, Any], datamodule: object, path: Path) -> None:
+    """Compare whose place in the training data a checkpoint holds with the run's data; take out what is of no use.
+
+    Raises:
+        CheckpointError: If both have a data module, of different kinds.
+    """
+    from lightning_megatron.datamodules.base import MegatronDataModule
+
+    here = type(datamodule).__qualname__ if isinstance(datamodule, MegatronDataModule) else None
+    there = [name for name, state in lightning_state.items() if isinstance(state, Mapping) and "train_order" in state]
+    if here in there or not (here or there):
+        return
+    if here and there:
+        raise CheckpointError(
+            f"data of checkpoint {path}: expected {here}, got {' or '.join(there)}; resume with the same kind, or "
+            "begin a new run with the weights: MegatronStrategy(load_weights_only=True)"
+        )
+    lightning_state.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop("combined_loader", None)
+    rank_zero_warn(f"{path} holds no place in the data of {here or 'this loader'}: the training data begins anew")
 
 
 def _close_finished_epoch(lightning_state: dict[str, Any]) -> None:

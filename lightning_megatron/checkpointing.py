@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_megatron.checkpoint_io import (
+    check_place_in_data,
     load_lightning_checkpoint,
     loader_state,
     only_weights,
@@ -243,6 +244,11 @@ class Checkpointing(StrategyState):
             loaded = load_lightning_checkpoint(run, path)
             if begins_anew:
                 reload_masters(ready(self._megatron_optimizer, "configure_optimizers"))
+        if fitting and not begins_anew:
+            check_place_in_data(loaded, getattr(trainer, "datamodule", None), path)
+            if 0 <= trainer.max_steps <= loaded["global_step"]:
+                left = f"max_steps={trainer.max_steps}: nothing is left to do; raise max_steps to train on"
+                rank_zero_info(f"checkpoint {path} is of step {loaded['global_step']}, and {left}")
         if begins_anew:
             return only_weights(loaded, getattr(trainer, "datamodule", None))
         if fitting:

@@ -6,12 +6,16 @@ import atexit
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_megatron.engine.launch import announce_launcher
@@ -37,6 +41,29 @@ def check_world_size(environment: ClusterEnvironment, num_processes: int, num_no
             f"num_nodes={num_nodes}); start as many as it has (torchrun --nproc-per-node {num_processes}), or give the "
             "devices and num_nodes of those there are"
         )
+
+
+@contextmanager
+def meeting(environment: ClusterEnvironment, num_nodes: int, timeout: timedelta) -> Generator[None, None, None]:
+    """While the ranks meet: outside of a cluster say for which, since somebody has to start those of other nodes.
+
+    Raises:
+        ConfigError: If they do not come within ``timeout``.
+    """
+    place = f"{environment.main_address}:{environment.main_port}"
+    if num_nodes > 1 and isinstance(environment, LightningEnvironment):
+        rank_zero_info(
+            f"num_nodes={num_nodes}: node {environment.node_rank()} waits at {place} for the ranks of the others, at "
+            f"most {timeout}; start the same script on each node with MASTER_ADDR, MASTER_PORT and its NODE_RANK set, "
+            f"or all with torchrun --nnodes {num_nodes}"
+        )
+    try:
+        yield
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        raise ConfigError(
+            f"ranks at {place}: expected {environment.world_size()} (num_nodes={num_nodes}) within {timeout}, got fewer"
+            "; start the script on every node with the same MASTER_ADDR and MASTER_PORT, or lower num_nodes"
+        ) from error
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_megatron.convert.registry import HFConfigLike, config_fields, config_object, model_config, with_weights
 from lightning_megatron.engine.data_parallel import computed_metrics
@@ -21,7 +21,7 @@ from lightning_megatron.engine.lr_schedule import LRSchedule, check_schedule
 from lightning_megatron.engine.lr_scheduler import MegatronLRScheduler
 from lightning_megatron.engine.optimizer import OptimizerOptions
 from lightning_megatron.engine.parallel import ParallelConfig
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.inference import Inference
@@ -108,6 +108,7 @@ class MegatronModule(Inference):
         self.model_chunks: torch.nn.ModuleList | None = None
         self.built_for: EngineSettings | None = None
         self._begins_frozen = False
+        self._num_targets: torch.Tensor | int = 0
         self._metrics: dict[tuple[str, int], dict[str, Metric]] = {}
         self._model = model
         fields = config_fields(model)
@@ -145,6 +146,8 @@ class MegatronModule(Inference):
             DataError: With the key, the value and the rule.
         """
         if not self.trainer.predicting:
+            if any(len(values) == 0 for values in batch.values()):
+                raise DataError("a batch has no rows, and each must have at least one; correct the dataset or sampler")
             self.train_step.check_batch(batch)
 
     def save_pretrained(self, save_directory: str | Path, max_shard_size: str | int = "5GB") -> None:
@@ -231,6 +234,7 @@ class MegatronModule(Inference):
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """One optimizer step's gradients; returns the loss, the same on every rank."""
         output = self.megatron.forward_backward(batch, self.train_step)
+        self._num_targets = sum(output.num_targets.values())
         self._log_losses("train", output, on_step=True)
         return output.loss
 
@@ -277,6 +281,8 @@ class MegatronModule(Inference):
         self.log("lr", _on_host(max(rates)), batch_size=1)
         if report is None:
             return
+        if report.grad_norm == 0 and not self._num_targets:  # only then, because to read a number of the device waits
+            rank_zero_warn("a whole batch had no label to learn from (all are -100); look at labels and loss masks")
         if math.isfinite(report.grad_norm):
             self.log("grad_norm", _on_host(report.grad_norm), batch_size=1)
         if self.megatron.settings.dtypes.dynamic_loss_scale:

@@ -43,7 +43,7 @@ from lightning_megatron.engine.stepper import Stepper
 from lightning_megatron.engine.wrap import to_16bit, to_ddp
 from lightning_megatron.errors import ConfigError, NonFiniteError
 from lightning_megatron.foreign_names import explains_options
-from lightning_megatron.launcher import ScriptLauncher, check_world_size
+from lightning_megatron.launcher import ScriptLauncher, check_world_size, meeting
 from lightning_megatron.load_from import LoadFrom, as_load_from
 from lightning_megatron.models.transformer_config import Recompute
 from lightning_megatron.preflight import check_trainer, preflight
@@ -185,9 +185,10 @@ class MegatronStrategy(Checkpointing):
         self.set_world_ranks()
         device = self.root_device
         backend = self._process_group_backend or _get_default_process_group_backend_for_device(device)
-        _init_dist_connection(
-            environment, backend, timeout=self._timeout, device_id=device if device.type == "cuda" else None
-        )
+        with meeting(environment, self.num_nodes, self._timeout):
+            _init_dist_connection(
+                environment, backend, timeout=self._timeout, device_id=device if device.type == "cuda" else None
+            )
         self._runtime = Runtime(device)
         self._weights_of_other_layout = self._keep_weights()
         self._topology = groups.initialize(self.parallel, self._timeout)

@@ -63,3 +63,38 @@ def test_a_defect_in_a_check_of_ones_own_ends_all_ranks_of_the_copy() -> None:
     first, *others = run_ranks(_own_check_fails, FOUR_RANKS.world_size, Case(layout=FOUR_RANKS))
     assert first == "KeyError: 'mine'"
     assert set(others) == {"DataError: KeyError('mine')"}
+
+
+def _without_rows(case: Case) -> str:
+    rows = [{"input_ids": torch.arange(16)[None].repeat(number, 1)} for number in (4, 0)]
+
+    from lightning_megatron import DataError
+
+    try:
+        trainer_of(case).fit(module_of(case), DataLoader(rows, batch_size=None))  # type: ignore[arg-type]
+    except DataError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_a_batch_without_rows_is_refused() -> None:
+    for message in run_ranks(_without_rows, FOUR_RANKS.world_size, Case(layout=FOUR_RANKS)):
+        assert "a batch has no rows" in message
+
+
+def _warnings_without_labels(case: Case) -> list[str]:
+    import warnings
+
+    rows = [{"input_ids": torch.arange(16), "labels": torch.full((16,), -100)} for _ in range(12)]
+    rows[11] = {"input_ids": torch.arange(16), "labels": torch.arange(16)}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = trainer_of(case, use_distributed_sampler=False)
+        trainer.fit(module_of(case), DataLoader(rows, batch_size=4))  # type: ignore[arg-type]
+    return [str(w.message) for w in caught if "no label" in str(w.message)]
+
+
+def test_a_step_without_any_label_is_told_by_a_warning() -> None:
+    first, *others = run_ranks(_warnings_without_labels, 4, Case(layout=FOUR_RANKS, steps=3))
+    assert len(first) == 2
+    assert others == [[], [], []]
