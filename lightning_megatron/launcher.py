@@ -61,8 +61,8 @@ def meeting(environment: ClusterEnvironment, num_nodes: int, timeout: timedelta)
         yield
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise ConfigError(
-            f"ranks at {place}: expected {environment.world_size()} (num_nodes={num_nodes}) within {timeout}, got fewer"
-            "; start the script on every node with the same MASTER_ADDR and MASTER_PORT, or lower num_nodes"
+            f"ranks at {place}: expected {environment.world_size()} (num_nodes={num_nodes}) within {timeout}, got "
+            f"{str(error).splitlines()[0]}; start the script on every node with the same MASTER_ADDR and MASTER_PORT"
         ) from error
 
 

@@ -37,7 +37,7 @@ from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.engine.relayout import read_weights, write_weights
 from lightning_megatron.engine.replicas import freeze_alike
 from lightning_megatron.engine.runtime import Runtime
-from lightning_megatron.engine.schedule import StepOutput, StepShape
+from lightning_megatron.engine.schedule import StepOutput, StepShape, culprit
 from lightning_megatron.engine.signals import DeferredSignals
 from lightning_megatron.engine.stepper import Stepper
 from lightning_megatron.engine.wrap import to_16bit, to_ddp
@@ -140,6 +140,7 @@ class MegatronStrategy(Checkpointing):
         self._runtime: Runtime | None = None
         self._stepper: Stepper | None = None
         self._step_shape: StepShape | None = None
+        self._microbatch_losses = torch.zeros(0)
         self._weights_of_other_layout: Path | None = None
         self._loader_state: dict[str, Any] | None = None
         self._signals: DeferredSignals | None = None
@@ -241,10 +242,11 @@ class MegatronStrategy(Checkpointing):
             if fitting:
                 freeze_alike(self._chunks, groups.host_group(self._timeout))
                 module.model_chunks = to_ddp(module.model_chunks, self.reduction)
+            self._stepper = Stepper(self._chunks, self.topology)
+            if fitting:
                 self._reset_optimizers_and_schedulers()
                 self.setup_optimizers(trainer)
             self._load_new_runs_weights(fitting=fitting)
-        self._stepper = Stepper(self._chunks, self.topology)
         self.setup_precision_plugin()
         self.barrier()
 
@@ -340,6 +342,7 @@ class MegatronStrategy(Checkpointing):
             )
         with self.engine():
             output = self._steps.train(batch, train_step, optimizer, self._ramped_micro_batch_size)
+        optimizer.loss, self._microbatch_losses = output.loss, output.microbatch_losses
         self._step_shape = output.shape
         return output
 
@@ -350,7 +353,8 @@ class MegatronStrategy(Checkpointing):
             NonFiniteError: Unless such steps are skipped.
         """
         trainer = ready(self.lightning_module, "connect").trainer
-        what = f"step {trainer.global_step}: {self._steps.culprit(groups.host_group(self._timeout))}"
+        group = groups.host_group(self._timeout)
+        what = f"step {trainer.global_step}: {culprit(self._microbatch_losses, self.topology, group)}"
         if self.on_nan == "raise":
             raise NonFiniteError(
                 f"{what}; expected finite numbers. The weights are as before the step: look at that batch and the "

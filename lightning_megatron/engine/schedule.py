@@ -65,6 +65,8 @@ class StepOutput:
     num_targets: Mapping[str, torch.Tensor]
     """[], fp32 each: how many targets that was."""
     shape: StepShape
+    microbatch_losses: torch.Tensor
+    """[num_microbatches], fp32: what each microbatch of this rank adds to the sum; empty before the last stage."""
 
 
 def split_rows(batch: Batch, num_microbatches: int) -> list[Batch]:
@@ -72,6 +74,18 @@ def split_rows(batch: Batch, num_microbatches: int) -> list[Batch]:
     rows = next(iter(batch.values())).shape[0]
     size = rows // num_microbatches
     return [{k: v[i * size : (i + 1) * size] for k, v in batch.items()} for i in range(num_microbatches)]
+
+
+def culprit(microbatch_losses: torch.Tensor, topology: Topology, group: dist.ProcessGroup) -> str:
+    """Where the last step's loss was not finite, for an error; every rank of ``group``, all ranks, must call."""
+    mine = [(loss, number, topology.dp_rank) for number, loss in enumerate(microbatch_losses.tolist())]
+    of_ranks = [mine] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, mine, group=group)
+    for rank, losses in enumerate(of_ranks):
+        for loss, number, row in losses:
+            if not math.isfinite(loss):
+                return f"the loss of microbatch {number} on rank {rank} (data-parallel row {row}) is {loss}"
+    return "a gradient is NaN or infinite (the loss is not) on a rank or data-parallel row that cannot be told"
 
 
 class Schedule:
@@ -94,7 +108,6 @@ class Schedule:
         self._denominators: dict[str, torch.Tensor] | None = None
         self._targets_seen: list[torch.Tensor] = []
         self._observe: Observer | None = None
-        self._reports: list[torch.Tensor] = []
 
     def run(
         self, batch: Batch, num_microbatches: int, *, forward_only: bool, observe: Observer | None = None
@@ -123,7 +136,7 @@ class Schedule:
         self._targets_seen = []
         microbatches = split_rows(batch, num_microbatches)
         iterators = [iter(microbatches) for _ in self._chunks]
-        self._reports = get_forward_backward_func()(
+        reports = get_forward_backward_func()(
             forward_step_func=self._forward_step,
             data_iterator=iterators if parallel.vpp else iterators[0],
             model=self._chunks if parallel.vpp else self._chunks[0],
@@ -132,12 +145,7 @@ class Schedule:
             micro_batch_size=shape.micro_batch_size,
             forward_only=forward_only,
         )
-        return self._reduce(self._reports, shape, next(iter(batch.values())).device)
-
-    def losses_not_finite(self) -> dict[int, float]:
-        """Of the last run's microbatches on this rank, by their numbers; on the last stage. Waits for the device."""
-        losses = torch.stack(self._reports)[..., 0].sum(1).tolist() if self._topology.is_last_stage else []
-        return {number: loss for number, loss in enumerate(losses) if not math.isfinite(loss)}
+        return self._reduce(reports, shape, next(iter(batch.values())).device)
 
     def _global_counts(self, batch: Batch) -> dict[str, torch.Tensor] | None:
         """Targets of each term in the global batch: one all-reduce over the dp group."""
@@ -181,8 +189,9 @@ class Schedule:
         """[sum, count] of each term: added over microbatches and dp, sent from the last stage to all."""
         names = self._step.loss_terms
         total = torch.zeros(len(names), 2, device=device)
+        of_microbatches = torch.stack(reports) if self._topology.is_last_stage else total[:0, None]
         if self._topology.is_last_stage:
-            total = torch.stack(reports).sum(0)
+            total = of_microbatches.sum(0)
             dist.all_reduce(total, group=self._topology.dp_group)
         if self._topology.parallel.pp > 1:
             dist.broadcast(total, self._topology.last_stage, group=self._topology.pp_group)
@@ -192,6 +201,7 @@ class Schedule:
             terms=dict(zip(names, means.unbind(), strict=True)),
             num_targets=dict(zip(names, total[:, 1].unbind(), strict=True)),
             shape=shape,
+            microbatch_losses=of_microbatches[..., 0].sum(1),
         )
 
     def finalize_gradients(

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
-
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.schedule import Schedule, StepOutput
 from lightning_megatron.engine.wrap import connect_schedule
@@ -22,18 +19,13 @@ class Stepper:
     """Runs training and evaluation steps on this rank's model chunks, with whatever objective each call brings."""
 
     def __init__(self, chunks: list[Any], topology: Topology) -> None:
-        """Take the (wrapped) chunks and this rank's place."""
+        """Take the (wrapped) chunks and this rank's place; to train, before the optimizer is made."""
         self._chunks = chunks
         self._topology = topology
         self._schedule: Schedule | None = None
         self._train_step: TrainStep | None = None
         self._train_rows: int | None = None
-        self._weights = [
-            (name.replace("module.", ""), weight, weight in chunk.param_to_bucket_group)
-            for chunk in chunks
-            if isinstance(chunk, DistributedDataParallel)
-            for name, weight in chunk.named_parameters()
-        ]
+        self._weights = [(n, p, p.requires_grad) for chunk in chunks for n, p in chunk.named_parameters()]
 
     def train(
         self, batch: Batch, train_step: TrainStep, optimizer: MegatronOptimizer, micro_batch_size: int | None = None
@@ -59,17 +51,12 @@ class Stepper:
         prepared = train_step.prepare_batch(batch)
         rows = _num_rows(prepared)
         if micro_batch_size is not None:
-            num_microbatches = rows // micro_batch_size
-        else:
-            num_microbatches = self._num_microbatches
-            if self._train_rows is None:
-                self._train_rows = rows
-            if rows == self._train_rows:
-                self._check_divisible(rows)
-            prepared = self._filled_up(prepared, train_step)
-        output = schedule.run(prepared, num_microbatches, forward_only=False)
-        optimizer.loss = output.loss
-        return output
+            return schedule.run(prepared, rows // micro_batch_size, forward_only=False)
+        if self._train_rows is None:
+            self._train_rows = rows
+        if rows == self._train_rows:
+            self._check_divisible(rows)
+        return schedule.run(self._filled_up(prepared, train_step), self._num_microbatches, forward_only=False)
 
     def check_frozen(self) -> None:
         """Raise if weights of this rank were frozen or unfrozen after their optimizer was made.
@@ -83,16 +70,6 @@ class Stepper:
                     f"{name}: expected requires_grad={is_trained} as when the optimizer was made, got "
                     f"{weight.requires_grad}; freeze and unfreeze before fit, in setup or in configure_model"
                 )
-
-    def culprit(self, group: dist.ProcessGroup) -> str:
-        """Where the last step's loss was not finite, for an error; every rank of ``group``, all ranks, must call."""
-        losses = self._schedule.losses_not_finite() if self._schedule is not None else {}
-        found: list[tuple[int, dict[int, float]]] = [(0, {})] * dist.get_world_size()
-        dist.all_gather_object(found, (self._topology.dp_rank, losses), group=group)
-        for rank, (row, of_rank) in enumerate(found):
-            for microbatch, loss in of_rank.items():
-                return f"the loss of microbatch {microbatch} on rank {rank} (data-parallel row {row}) is {loss}"
-        return "a gradient is NaN or infinite (the loss is not) on a rank or data-parallel row that cannot be told"
 
     def evaluate(self, batch: Batch, train_step: TrainStep, observe: Observer | None = None) -> StepOutput:
         """The losses of ``batch``, whatever its number of rows. Every rank must call.
