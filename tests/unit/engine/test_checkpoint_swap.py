@@ -13,6 +13,7 @@ import pytest
 from lightning_megatron.engine import checkpoint_swap
 from lightning_megatron.engine.checkpoint_swap import (
     FolderLock,
+    is_own_within,
     recover,
     remove,
     start_partial,
@@ -168,3 +169,46 @@ def test_what_is_removed_has_no_name_that_anybody_reads_before_it_is_incomplete(
     monkeypatch.undo()
     start_partial(tmp_path / "b.ckpt")[1].release()
     assert _names(tmp_path) == ["b.ckpt.partial"]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_own"),
+    [
+        ("step=1.ckpt", True),
+        ("below/step=2.ckpt", True),
+        ("link", True),
+        ("dangling", True),
+        ("nothing.ckpt", True),
+        ("link_out_of_the_folder", True),  # only the link would go
+        ("link_to_documents", False),
+        ("unfinished.ckpt", False),
+        ("notes.txt", False),
+        ("", False),
+        ("below/..", False),
+        ("../others.ckpt", False),
+        ("../documents", False),
+        ("../nothing.ckpt", False),
+        ("elsewhere/others.ckpt", False),
+        ("below/../../checkpoints/step=1.ckpt", True),
+    ],
+)
+def test_what_is_a_checkpoint_of_a_folder_and_what_only_says_so(tmp_path: Path, name: str, is_own: bool) -> None:
+    folder = tmp_path / "checkpoints"
+    for place in (folder / "step=1.ckpt", folder / "below" / "step=2.ckpt", tmp_path / "others.ckpt"):
+        place.mkdir(parents=True)
+        for file in ("meta.pt", ".metadata", "metadata.json", "common.pt"):
+            (place / file).touch()
+    for place in (folder / "unfinished.ckpt", tmp_path / "documents"):
+        place.mkdir()
+        (place / "common.pt").touch()
+    (folder / "notes.txt").touch()
+    links = {
+        "link": "step=1.ckpt",
+        "dangling": "step=0.ckpt",
+        "link_out_of_the_folder": "../others.ckpt",
+        "link_to_documents": "../documents",
+        "elsewhere": "..",
+    }
+    for link, target in links.items():
+        (folder / link).symlink_to(target)
+    assert is_own_within(folder / name, [tmp_path / "another", folder]) == is_own
