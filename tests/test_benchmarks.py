@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import traceback
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,10 @@ from typing import Any
 import pytest
 
 from benchmarks import checkpoint, generation, loader
-from benchmarks.cases import CASES, Target, case_named, with_batch
-from benchmarks.checkpoint_measurement import CheckpointMeasurement, Save
+from benchmarks.cases import CASES, case_named
+from benchmarks.checkpoint_measurement import CheckpointMeasurement
 from benchmarks.generation_measurement import GenerationMeasurement, read_measurements
 from benchmarks.generation_measurement import markdown_table as generation_table
-from benchmarks.host_waits import attributed
 from benchmarks.measurement import HostWaits, Measurement, StepTimes, markdown_table
 from benchmarks.train_step import main
 from tests.ranks import run_ranks
@@ -88,10 +86,6 @@ def test_saves_and_a_resume_are_measured(tmp_path: Path) -> None:
     assert (resumed.load_seconds or 0) > 0
     assert CheckpointMeasurement.from_json(saved.to_json()) == saved
     assert not list(tmp_path.rglob("*.ckpt"))
-
-
-def test_a_save_costs_its_stall_and_what_it_slows_down() -> None:
-    assert Save(stall=2.0, complete=10.0, steps_during=(1.5, 1.25)).lost(plain_step=1.0) == pytest.approx(2.75)
 
 
 def _measure_generation(arguments: list[str], output: str) -> tuple[int, str]:
@@ -218,31 +212,12 @@ def test_speeds_and_overhead_follow_from_the_median() -> None:
     assert _measurement(bare_steps=None).trainer_overhead is None
 
 
-def test_a_line_of_json_gives_the_measurement_back() -> None:
-    for measured in (_measurement(), _measurement(bare_steps=None, host_waits=None)):
-        assert Measurement.from_json(measured.to_json()) == measured
-
-
 def test_the_table_judges_a_case_only_as_it_is_listed_and_on_its_gpu() -> None:
     assert "<= 0.32 s/step met |" in markdown_table([_measurement()])
     slow = StepTimes(median=0.33, p10=0.3, p90=0.4, count=20)
     assert "<= 0.32 s/step MISSED |" in markdown_table([_measurement(steps=slow)])
     assert "s/step met" not in markdown_table([_measurement(description="another batch")])
     assert "s/step met" not in markdown_table([_measurement(device="NVIDIA H100 80GB HBM3")])
-
-
-def test_deciles_are_those_of_the_sample() -> None:
-    times = StepTimes.of([float(n) for n in range(11)])
-    assert times == StepTimes(median=5.0, p10=1.0, p90=9.0, count=11)
-    assert StepTimes.of([1.0]) is None
-
-
-def test_a_target_is_a_bound_from_the_right_side() -> None:
-    assert Target(metric="step_seconds", value=0.32).is_met(0.31)
-    assert not Target(metric="step_seconds", value=0.32).is_met(0.33)
-    assert Target(metric="tokens_per_s", value=100.0).is_met(101.0)
-    assert not Target(metric="mfu_causal", value=0.5).is_met(0.49)
-    assert Target(metric="mfu_causal", value=0.5).is_met(None) is None
 
 
 def test_every_case_fits_its_devices() -> None:
@@ -254,32 +229,7 @@ def test_every_case_fits_its_devices() -> None:
     assert case_named("llama-8b-tp2-dp2").tokens == 2 * 4 * 2 * 4096
 
 
-def test_another_batch_has_no_target() -> None:
-    case = case_named("llama-1b")
-    assert with_batch(case, None, None) is case
-    changed = with_batch(case, 2, None)
-    assert (changed.rows, changed.target) == (4, None)
-
-
 def test_the_list_names_every_case(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [re.split(r"\s+", line)[0] for line in lines] == [case.name for case in CASES]
-
-
-def _stack(*files: str) -> list[traceback.FrameSummary]:
-    return [traceback.FrameSummary(file, line, "f", lookup_line=False) for line, file in enumerate(files, start=1)]
-
-
-def test_a_wait_belongs_to_us_if_our_code_is_in_the_stack() -> None:
-    lightning, torch_file = "/env/lightning/pytorch/loops/fit_loop.py", "/env/torch/_tensor.py"
-    ours, engine = "/src/lightning_megatron/module.py", "/env/megatron/core/optimizer/clip_grads.py"
-    assert attributed(_stack("run.py", lightning, torch_file)) == (False, "lightning/fit_loop.py:2 f")
-    assert attributed(_stack("run.py", lightning, ours, lightning, torch_file)) == (
-        True,
-        "lightning_megatron/module.py:3 f",
-    )
-    assert attributed(_stack(lightning, ours, engine)) == (True, "megatron/clip_grads.py:3 f")
-    assert attributed(_stack("run.py", torch_file)) == (False, "_tensor.py:2 f")
-    launcher = "/src/lightning_megatron/launcher.py"
-    assert attributed(_stack("run.py", launcher, lightning, torch_file)) == (False, "lightning/fit_loop.py:3 f")

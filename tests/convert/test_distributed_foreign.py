@@ -20,9 +20,6 @@ from lightning_megatron.convert.stored.base import Key
 from lightning_megatron.convert.stored.distributed import DistributedModel, open_distributed
 from lightning_megatron.convert.stored.hugging_face import open_hugging_face
 from lightning_megatron.errors import CheckpointError
-from lightning_megatron.models.build import build_chunks
-from lightning_megatron.module import MegatronModule
-from tests.checkpoint.runs import read_tensors
 from tests.convert.directories import save_as, tiny, tiny_gpt2
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
@@ -100,15 +97,6 @@ def test_checkpoints_of_any_program_are_read(tmp_path: Path, source: Path, chang
     assert found.training is None
 
 
-def test_transposed_memory_and_a_part_of_a_larger_tensor_are_read(tmp_path: Path, source: Path) -> None:
-    tensors = _stacked(source)
-    fc1, positions = "decoder.layers.mlp.linear_fc1.weight", "embedding.position_embeddings.weight"
-    tensors[fc1] = tensors[fc1].transpose(1, 2).contiguous().transpose(1, 2)
-    tensors[positions] = torch.cat([tensors[positions], tensors[positions]])[: len(tensors[positions])]
-    assert not tensors[fc1].is_contiguous()
-    _assert_same_model(open_distributed(_write(tmp_path / "core", tensors), source), source)
-
-
 def test_megatron_lms_arguments_describe_the_model(tmp_path: Path) -> None:
     save_as(tiny("qwen2"), tmp_path / "source", "safetensors")
     config = json.loads((tmp_path / "source" / "config.json").read_text())
@@ -128,44 +116,6 @@ def test_megatron_lms_arguments_describe_the_model(tmp_path: Path) -> None:
     assert found.training is not None
     assert (found.training.iteration, found.training.consumed_samples) == (12, 96)
     _assert_same_model(found, tmp_path / "source")
-
-
-def _with_optimizer(tensors: Mapping[str, torch.Tensor], kinds: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    states = {f"optimizer.state.{kind}.{name}": t + 1 for name, t in tensors.items() for kind in kinds}
-    return {**tensors, **states}
-
-
-_GROUPS = [{"lr": 1e-3, "wd_mult": mult, "lr_mult": 1.0, "betas": (0.9, 0.99), "eps": 1e-8} for mult in (1.0, 0.0)]
-
-
-@pytest.mark.parametrize("master", ["param", "fp32_param", None])
-def test_moments_are_read_under_each_optimizers_names(tmp_path: Path, source: Path, master: str | None) -> None:
-    kinds = [*([] if master is None else [master]), "exp_avg", "exp_avg_sq"]
-    common = {"iteration": 5, "optimizer": {"param_groups": _GROUPS}}
-    tensors = _stacked(source)
-    path = _write(tmp_path / "core", _with_optimizer(tensors, dict.fromkeys(kinds, "")), common)
-    convert(
-        ConvertOptions(load_path=path, save_path=tmp_path / "run.ckpt", to="megatron", config=source / "config.json")
-    )
-
-    stored = read_tensors(tmp_path / "run.ckpt")
-    name = "decoder.layers.mlp.linear_fc2.weight"
-    assert torch.equal(stored[f"optimizer.state.exp_avg_sq.{name}"], tensors[name] + 1)
-    # Without copies the weights are their own.
-    assert torch.equal(stored[f"optimizer.state.param.{name}"], tensors[name] + (master is not None))
-    assert torch.load(tmp_path / "run.ckpt" / "meta.pt", weights_only=True)["lightning"]["global_step"] == 5
-
-
-def test_moments_that_only_their_layout_can_read_are_left_out(
-    tmp_path: Path, source: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    tensors = {**_stacked(source), "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.exp_avg": torch.zeros(9)}
-    common = {"iteration": 5, "optimizer": {"optimizer": {"param_groups": _GROUPS}}}
-    found = open_distributed(_write(tmp_path / "core", tensors, common), source)
-    assert found.training is not None
-    assert not found.training.has_optimizer
-    assert {key.state for key in found.tensors} == {"weight"}
-    assert "only weights are converted" in caplog.text
 
 
 # ---- what is wrong --------------------------------------------------------------------------------------------------
@@ -290,17 +240,6 @@ def test_a_model_that_no_config_describes_is_refused(own: Path) -> None:
     _change_meta(own, model_description={**description, "activation": "relu"})
     with pytest.raises(CheckpointError, match="activation=relu .the config says gelu_tanh"):
         open_distributed(own, None)
-
-
-def test_what_a_model_provider_computes_is_not_guessed(own: Path, source: Path) -> None:
-    config = json.loads((source / "config.json").read_text())
-    assert MegatronModule(model=config).hugging_face_config == config
-    module = MegatronModule(model=config, model_provider=build_chunks)  # or one with another activation: who knows
-    lightning = _change_meta(own)["lightning"] | {"hyper_parameters": dict(module.hparams)}
-    _change_meta(own, hugging_face_config=module.hugging_face_config, lightning=lightning)
-    with pytest.raises(CheckpointError, match="as those of a model_provider do not; .* give its config.json"):
-        open_distributed(own, None)
-    assert open_distributed(own, source).model.family == config["model_type"]
 
 
 def test_a_checkpoint_of_a_later_format_is_refused(own: Path) -> None:

@@ -62,13 +62,6 @@ def test_files_that_are_missing(tmp_path: Path) -> None:
         open_legacy(folder)
 
 
-def test_an_absurd_number_of_ranks(tmp_path: Path) -> None:
-    folder = _gpt2(tmp_path, tp=1, stages=even(2))
-    (folder / "mp_rank_00").rename(folder / "mp_rank_99999999999_99999999999")
-    with pytest.raises(CheckpointError, match="lacks the file of mp_rank_00_000: there are 1 of"):
-        open_legacy(folder)
-
-
 CHANGES: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
     "a shape of one rank": (
         "mp_rank_01_000",
@@ -179,14 +172,6 @@ def test_a_config_of_another_model(tmp_path: Path) -> None:
         open_legacy(tmp_path / "gpt2", config)
 
 
-def test_query_groups_came_with_version_2(tmp_path: Path) -> None:
-    model = tiny_llama()
-    layout = Layout(stages=even(4), version=1.0)
-    write(tmp_path, layout, llama(model, layout), llama_arguments(model))
-    with pytest.raises(CheckpointError, match="checkpoint_version=1 has no query groups"):
-        open_legacy(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -214,21 +199,3 @@ def test_damaged_zip_files(tmp_path: Path) -> None:
         archive.write_bytes(data[:middle] + damage + data[middle + len(damage) :])
         with pytest.raises(CheckpointError, match="zip file .* cannot be unpacked"):
             open_legacy(archive)
-
-
-@pytest.mark.parametrize("members", [("iter_0000100", "iter_0000200"), ("release", "release"), ("a/release", "b")])
-@pytest.mark.filterwarnings("ignore:Duplicate name")
-def test_a_zip_file_of_several_checkpoints(tmp_path: Path, members: tuple[str, str]) -> None:
-    file = _gpt2(tmp_path / "in", tp=1, stages=even(2)) / "mp_rank_00" / FILE
-    with zipfile.ZipFile(tmp_path / "a.zip", "w") as opened:
-        for folder in members:
-            opened.write(file, f"{folder}/mp_rank_00/{FILE}")
-    with pytest.raises(CheckpointError, match=f"has several checkpoints .*{members[1]}/mp_rank_00.*; unpack it"):
-        open_legacy(tmp_path / "a.zip")
-
-
-def test_a_lost_last_stage_that_no_layout_tells(tmp_path: Path) -> None:
-    folder = _gpt2(tmp_path, tp=1, stages=even(2))
-    _changed(folder, "mp_rank_00", lambda state: vars(state["args"]).update(num_layers=3))
-    with pytest.raises(CheckpointError, match="written with num_layers=3 and has 2 layers.*--config"):
-        open_legacy(folder)

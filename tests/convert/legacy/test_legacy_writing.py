@@ -10,13 +10,11 @@ import pytest
 import torch
 
 from lightning_megatron.convert.conversion import convert
-from lightning_megatron.convert.legacy.stages import ends_of, pipeline, stage_sizes
 from lightning_megatron.convert.legacy.target import write_legacy
 from lightning_megatron.convert.stored.hugging_face import open_hugging_face
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.models.config import ModelConfig
 from tests.convert.directories import tiny_bert, tiny_gpt2, tiny_llama
-from tests.convert.legacy.written import files, flat, load, options
+from tests.convert.legacy.written import flat, load, options
 from tests.families.parity import VOCAB_SIZE, tiny_model
 
 NAMES_OF_A_LAYER = (
@@ -111,32 +109,6 @@ def test_gpt2_at_tp2_pp2_is_cut_as_by_hand(tmp_path: Path, tp: int, stage: int) 
         assert list(ours) == [*layers, *norm, "word_embeddings_for_head.weight"]
 
 
-def test_names_are_nested_as_megatron_lm_nests_them(tmp_path: Path) -> None:
-    _write(_bert(), tmp_path)
-    state = load(tmp_path / "legacy" / "release" / "mp_rank_00" / "model_optim_rng.pt")
-    assert list(state) == ["args", "checkpoint_version", "iteration", "model", "optimizer"]
-    assert (state["checkpoint_version"], state["iteration"], state["optimizer"]["param_groups"][0]["params"]) == (
-        3.0,
-        0,
-        [],
-    )
-    model = state["model"]
-    assert list(model) == ["language_model", "lm_head", "binary_head"]
-    assert list(model["language_model"]) == ["embedding", "encoder", "pooler"]
-    assert {name: list(table) for name, table in model["language_model"]["embedding"].items()} == {
-        "word_embeddings": ["weight"],
-        "position_embeddings": ["weight"],
-        "tokentype_embeddings": ["weight"],
-    }
-    assert list(model["language_model"]["encoder"])[:2] == [
-        "layers.0.input_layernorm.weight",
-        "layers.0.input_layernorm.bias",
-    ]
-    assert list(model["language_model"]["pooler"]) == ["dense.weight", "dense.bias"]
-    assert list(model["lm_head"]) == ["bias", "dense.weight", "dense.bias", "layernorm.weight", "layernorm.bias"]
-    assert list(model["binary_head"]) == ["weight", "bias"]
-
-
 def test_the_bias_of_berts_head_is_cut_and_padded_with_the_vocabulary(tmp_path: Path) -> None:
     hf = _write(_bert(), tmp_path, tp=2, pp=2)
     rows = torch.zeros(96)
@@ -211,38 +183,6 @@ def test_a_t5_is_cut_between_encoder_and_decoder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "pp", "sizes", "ends"),
-    [
-        (4, 2, (2, 2), (None, None)),
-        (5, 2, (3, 2), (3, None)),
-        (7, 3, (3, 2, 2), (3, None)),
-        (8, 3, (3, 3, 2), (None, 2)),
-        (10, 4, (3, 2, 2, 3), (3, 3)),
-        (11, 4, (3, 3, 3, 2), (None, 2)),
-        (28, 5, (5, 6, 6, 6, 5), (5, 5)),
-        (15, 6, (3, 3, 3, 2, 2, 2), None),  # nothing says this one; the tensors do
-    ],
-)
-def test_unequal_stages_are_such_that_megatron_lms_arguments_say_them(
-    num_layers: int, pp: int, sizes: tuple[int, ...], ends: tuple[int | None, int | None] | None
-) -> None:
-    assert stage_sizes(num_layers, pp) == sizes
-    assert sum(sizes) == num_layers
-    assert ends_of(sizes) == ends
-
-
-def test_unequal_stages_are_written(tmp_path: Path) -> None:
-    hf = _write(_llama(), tmp_path, pp=3)
-    name = "language_model.encoder.layers.1.input_layernorm.weight"
-    first, second, third = (_rank(tmp_path, f"mp_rank_00_{stage:03d}") for stage in range(3))
-    assert _equal(first[name], hf["model.layers.1.input_layernorm.weight"])
-    assert name not in second
-    assert name not in third
-    args = load(tmp_path / "legacy/release/mp_rank_00_002/model_optim_rng.pt")["args"]
-    assert (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers) == (2, None)
-
-
-@pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"tp": 3}, "tp=3 does not divide num_attention_heads=4"),
@@ -255,34 +195,6 @@ def test_a_layout_that_cannot_be_is_refused(tmp_path: Path, fields: dict[str, An
     with pytest.raises(ConfigError, match=message):
         convert(options(tmp_path / "hf", tmp_path / "legacy", **fields))
     assert not (tmp_path / "legacy").exists()
-
-
-def test_chunks_must_be_equal() -> None:
-    with pytest.raises(ConfigError, match="pp=2 x vpp=3 = 6 does not divide num_layers=8"):
-        pipeline(_t5_like(architecture="gpt"), 2, 3)
-
-
-def _t5_like(architecture: Any) -> ModelConfig:
-    return ModelConfig(
-        family="t5",
-        architecture=architecture,
-        num_layers=8,
-        num_decoder_layers=4,
-        hidden_size=8,
-        ffn_hidden_size=8,
-        num_attention_heads=2,
-        num_query_groups=2,
-        kv_channels=4,
-        vocab_size=8,
-        max_position_embeddings=8,
-    )
-
-
-def test_an_interleaved_encoder_decoder_is_refused() -> None:
-    with pytest.raises(ConfigError, match="Megatron-LM does not interleave"):
-        pipeline(_t5_like("t5"), 2, 2)
-    with pytest.raises(ConfigError, match="pp=13 is more than the 12 layers"):
-        pipeline(_t5_like("t5"), 13, None)
 
 
 # ---- what a checkpoint says of itself -------------------------------------------------------------------------------
@@ -323,27 +235,3 @@ def test_activations_are_said_as_transformers_scripts_read_them(
     _write(tiny_model(AutoModelForCausalLM, config), tmp_path)
     args = load(tmp_path / "legacy/release/mp_rank_00/model_optim_rng.pt")["args"]
     assert (args.bias_gelu_fusion, args.openai_gelu) == (is_fused, is_openai)
-
-
-@pytest.mark.parametrize(
-    ("pp", "expected"),
-    [
-        (1, ["mp_rank_00/model_rng.pt", "mp_rank_00_000/optim.pt", "mp_rank_00_001/optim.pt"]),
-        (
-            2,
-            [
-                *("mp_rank_00_000/model_rng.pt", "mp_rank_00_000_000/optim.pt", "mp_rank_00_000_001/optim.pt"),
-                *("mp_rank_00_001/model_rng.pt", "mp_rank_00_001_000/optim.pt", "mp_rank_00_001_001/optim.pt"),
-            ],
-        ),
-    ],
-)
-def test_the_tree_of_a_distributed_optimizer_is_that_of_the_accelerate_guide(
-    tmp_path: Path, pp: int, expected: list[str]
-) -> None:
-    _write(_gpt2(), tmp_path, pp=pp, dp=2, use_distributed_optimizer=True)
-    assert files(tmp_path / "legacy" / "release") == expected
-    for name in expected:
-        state = load(tmp_path / "legacy" / "release" / name)
-        assert ("optimizer" in state) == name.endswith("optim.pt")
-        assert ("model" in state) == name.endswith("model_rng.pt")

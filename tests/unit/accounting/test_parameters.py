@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 
 from lightning_megatron.accounting.parameters import (
-    chunk_parameters,
-    parameter_lines,
     rank_parameters,
     total_parameters,
 )
@@ -59,36 +57,7 @@ def test_ranks_of_gpt2_large_hold_what_accelerates_guide_prints_for_megatron_lm(
     assert rank_parameters(GPT2_LARGE, tp=2, pp=2, pp_rank=1) == 209_445_120
 
 
-def test_one_rank_holds_the_whole_model_and_the_padding() -> None:
-    for model in (GPT2_LARGE, LLAMA_3_2_1B):
-        padding = (model.padded_vocab_size(1) - model.vocab_size) * model.hidden_size
-        assert rank_parameters(model, tp=1, pp=1, pp_rank=0) == total_parameters(model) + padding
-
-
 def test_pipeline_stages_sum_to_the_whole_plus_a_copy_of_a_tied_embedding() -> None:
     for model, copies in ((LLAMA_3_8B, 0), (LLAMA_3_2_1B, 1)):
         stages = sum(rank_parameters(model, tp=1, pp=4, pp_rank=rank) for rank in range(4))
         assert stages == total_parameters(model) + copies * model.vocab_size * model.hidden_size
-
-
-def test_virtual_stages_do_not_change_what_a_rank_holds() -> None:
-    for pp_rank in range(2):
-        plain = rank_parameters(GPT2_LARGE, tp=2, pp=2, pp_rank=pp_rank)
-        assert rank_parameters(GPT2_LARGE, tp=2, pp=2, pp_rank=pp_rank, vpp=3) == plain
-
-
-def test_only_the_last_chunk_has_the_final_norm_and_the_head() -> None:
-    middle, last = (chunk_parameters(LLAMA_3_8B, tp=1, num_chunks=4, chunk=chunk) for chunk in (1, 3))
-    assert last - middle == 4096 + 128256 * 4096
-
-
-def test_lines_name_the_padding_and_every_rank() -> None:
-    lines = parameter_lines(GPT2_LARGE, tp=2, pp=2)
-    assert lines[0].startswith("Padded vocabulary: 50257 tokens + 175 dummy tokens = 50432")
-    assert lines[1] == "Number of parameters of the model: 774030080"
-    assert lines[2:] == [
-        "Number of parameters on (tensor, pipeline) rank (0, 0): 210753280",
-        "Number of parameters on (tensor, pipeline) rank (1, 0): 210753280",
-        "Number of parameters on (tensor, pipeline) rank (0, 1): 209445120",
-        "Number of parameters on (tensor, pipeline) rank (1, 1): 209445120",
-    ]

@@ -8,7 +8,6 @@ import pytest
 
 from lightning_megatron.accounting.t5 import (
     t5_model_flops_per_row,
-    t5_parameter_lines,
     t5_rank_parameters,
     t5_total_parameters,
 )
@@ -77,15 +76,6 @@ def test_a_tied_output_layer_on_another_stage_is_a_copy() -> None:
         held = sum(t5_rank_parameters(tied, layout, tp=1, pp=pp, pp_rank=rank) for rank in range(pp))
         vocabulary = ODD.padded_vocab_size(1) * copies - ODD.vocab_size
         assert held == t5_total_parameters(tied) + vocabulary * ODD.hidden_size
-
-
-def test_lines_name_the_cut_and_every_rank() -> None:
-    lines = t5_parameter_lines(T5_LARGE, (29, 19), tp=2, pp=2)
-    assert lines[0] == "Number of parameters of the model: 737668096"
-    assert lines[1] == "Layers of each chunk, in the order of the pipeline: 29, 19 (the first 24 are the encoder's)"
-    assert [line.split(":")[0] for line in lines[2:]] == [
-        f"Number of parameters on (tensor, pipeline) rank ({tp}, {pp})" for pp in range(2) for tp in range(2)
-    ]
 
 
 def test_flops_of_a_small_model_by_hand() -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from lightning_megatron.callbacks import PerplexityReport
-from lightning_megatron.callbacks.perplexity import perplexity
 from tests.unit.callbacks.toy import ToyModule, loader, toy_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning")
@@ -33,18 +32,6 @@ def test_a_partial_validation_before_training_is_called_so(tmp_path: Path, capsy
     assert "perplexity: 50.0 before (on the first batches only), 8.0 after 6 steps" in capsys.readouterr().out
 
 
-def test_an_unmeasured_before_is_admitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _fit(tmp_path, PerplexityReport(), [3.0, 3.0, math.log(8.0)])
-    expected = "validation perplexity: unknown before (num_sanity_val_steps=-1 measures it), 8.0 after 6 steps"
-    assert expected in capsys.readouterr().out
-
-
-def test_no_validation_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer = toy_trainer(tmp_path, [PerplexityReport()])
-    trainer.fit(ToyModule([1.0] * 6), loader(6))
-    assert "validation perplexity: unknown, because no validation logged val_loss" in capsys.readouterr().out
-
-
 def test_a_resumed_run_still_knows_the_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = {"val_check_interval": 2, "check_val_every_n_epoch": None, "num_sanity_val_steps": -1}
     trainer = toy_trainer(tmp_path, [PerplexityReport()], **options)
@@ -62,9 +49,3 @@ def test_the_same_callback_in_a_new_run_forgets_the_old_one(tmp_path: Path, caps
     _fit(tmp_path, report, [1.0, 1.0, 1.0, 1.0], num_sanity_val_steps=-1)
     toy_trainer(tmp_path, [report]).fit(ToyModule([1.0] * 6), loader(6))
     assert "no validation logged val_loss" in capsys.readouterr().out.splitlines()[-1]
-
-
-def test_a_loss_too_large_for_its_exponential_is_infinite_perplexity() -> None:
-    assert perplexity(0.0) == 1.0
-    assert perplexity(1000.0) == math.inf
-    assert math.isnan(perplexity(math.nan))

@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_megatron.accounting.flops import model_flops_per_token
 from lightning_megatron.accounting.t5 import t5_model_flops_per_row
 from lightning_megatron.callbacks import ThroughputMonitor
-from lightning_megatron.callbacks.throughput import StepClock, Window, window_metrics
+from lightning_megatron.callbacks.throughput import StepClock
 from lightning_megatron.errors import ConfigError
 from tests.unit.accounting.shapes import gpt2
 from tests.unit.callbacks.toy import ToyModule, loader, toy_trainer
@@ -107,15 +107,6 @@ def test_speed_is_in_the_progress_bar_and_the_rest_is_not(tmp_path: Path, monkey
     assert seen == {"tokens_per_s": 64.0}
 
 
-def test_a_module_of_unknown_shape_has_no_flops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = _Slow(_Time(monkeypatch), [1.0] * 6)
-    trainer = toy_trainer(tmp_path, [ThroughputMonitor(), slow])
-    trainer.strategy.step_shape = SimpleNamespace(tokens=64, seq_length=16)
-    trainer.fit(ToyModule([1.0] * 6), loader(6))
-    assert trainer.callback_metrics["tokens_per_s"].item() == 64.0
-    assert "model_tflops_per_s_per_device" not in trainer.callback_metrics
-
-
 def test_a_t5_counts_both_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     t5 = replace(MODEL, architecture="t5", num_decoder_layers=3)
     slow = _Slow(_Time(monkeypatch), [1.0] * 6)
@@ -138,14 +129,6 @@ def test_impossible_numbers_are_refused() -> None:
         ThroughputMonitor(every_n_steps=0)
     with pytest.raises(ConfigError, match="warmup_steps=0 must be at least 1"):
         ThroughputMonitor(warmup_steps=0)
-
-
-def test_utilisation_is_the_fraction_of_one_devices_peak() -> None:
-    window = Window([0.5, 0.5], tokens=8192, flops=8192 * 48.25e9)
-    metrics = window_metrics(window, world_size=4, peak_flops=989e12)
-    assert metrics["tokens_per_s_per_device"] == 2048.0
-    assert metrics["model_tflops_per_s_per_device"] == pytest.approx(2048 * 48.25e9 / 1e12)
-    assert metrics["mfu"] == pytest.approx(2048 * 48.25e9 / 989e12)
 
 
 @pytest.mark.gpu

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -137,38 +136,6 @@ def test_documents_of_the_oldest_files_end_with_empty_sequences(
         assert begins == [*theirs, *([] if sequences[-1] == [] else [len(sequences)])]
 
 
-def test_files_that_name_their_documents_need_no_remark(tmp_path: Path) -> None:
-    prefix = _write_by_hand(tmp_path / "old", KINDS[3], DOCUMENTS)
-
-    assert convert_dataset(prefix, str(tmp_path / "new")).notes == ()
-
-
-def _interrupted(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("moment", ["index_parts", "_pieces"])
-def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
-    prefix = _write_by_hand(tmp_path / "old", KINDS[3], DOCUMENTS)
-    monkeypatch.setattr(f"lightning_megatron.data.formats.rewrite.{moment}", _interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        convert_dataset(prefix, str(tmp_path / "new"))
-
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["old.bin", "old.idx"]
-
-
-def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prefix = _write_by_hand(tmp_path / "old", KINDS[3], DOCUMENTS)
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, os.strerror(28))
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(DataError, match=r"No space left on device.*; give an output prefix"):
-        convert_dataset(prefix, str(tmp_path / "new"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["old.bin", "old.idx"]
-
-
 GOLDEN_IDX = (
     b"TNTIDX\0\0"
     + struct.pack("<QQQQQQ", 1, 4, 4, 3, 3, 4)
@@ -228,12 +195,6 @@ def test_damage_is_named(tmp_path: Path, idx: bytes, data: bytes, message: str) 
         check_legacy_dataset(_golden(tmp_path, idx, data))
     assert str(tmp_path / "x") in str(refused.value)
     assert "; " in str(refused.value)
-
-
-def test_floats_of_four_bytes_under_the_old_code_are_not_taken_for_eight(tmp_path: Path) -> None:
-    # Torch's own readers meant float32 by 6; Megatron never wrote it, and half as many tokens would be read.
-    with pytest.raises(DataError, match="3 tokens of 8 bytes in 3 elements of 4"):
-        check_legacy_dataset(_golden(tmp_path, _patched(16, 6)))
 
 
 def test_missing_files_and_suffixes_are_named(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,14 +96,6 @@ def test_impossible_rows_of_a_decoder_are_refused() -> None:
         _t5(format="hf")
 
 
-@pytest.mark.parametrize("seed", [0, -1, 2**31 - 1])
-def test_a_seed_that_the_index_cannot_take_is_refused(tmp_path: Path, seed: int) -> None:
-    write_sentences(tmp_path / "corpus", random_documents(20))
-
-    with pytest.raises(ConfigError, match=f"seed={seed} must be from 1 to 2147483646 for BERT and T5"):
-        _bert().count(part_of(tmp_path / "corpus", seed=seed))
-
-
 LONG = [WORD] * 513
 
 
@@ -154,36 +145,6 @@ def _t5_rows(prefix: Path, documents: Documents, others: Documents, name: str) -
     split = f"{weights['train']},{weights['other']}" if name == "train" else f"{weights['other']},{weights['valid']}"
     samples = _t5().open(replace(part_of(prefix, num_samples=30, name=name), split=split), "")
     return samples.rows(range(len(samples)))["input_ids"].numpy()
-
-
-def test_a_document_of_one_long_sequence_is_not_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write_sentences(tmp_path / "corpus", [[LONG]] * 20)
-
-    assert _t5().count(part_of(tmp_path / "corpus")) == len(_t5().open(part_of(tmp_path / "corpus"), "")) == 16
-
-    assert "left out" not in caplog.text
-
-
-def test_tokens_behind_the_end_of_rows_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write_sentences(tmp_path / "corpus", [[[WORD] * 124]] * 20)
-
-    with caplog.at_level(logging.WARNING):
-        _t5().open(part_of(tmp_path / "corpus"), "")
-
-    # Rows of 64 hold 62 tokens of text.
-    assert "50 % of the tokens of " in caplog.text
-    assert "cut at 62 tokens, as by Megatron; preprocess with --split-sentences" in caplog.text
-
-
-def test_documents_of_one_sentence_are_counted_where_order_is_learned(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    write_sentences(tmp_path / "corpus", [[[WORD] * 9], [[WORD] * 9, [WORD] * 9]] * 10)
-
-    assert len(_bert().open(part_of(tmp_path / "corpus"), "")) == 8
-
-    assert "8 of 16 documents of " in caplog.text
-    assert "have less than two sentences" in caplog.text
 
 
 @pytest.mark.parametrize("token", [word_pieces().size, -1])

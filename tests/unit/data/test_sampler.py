@@ -10,12 +10,9 @@ from hypothesis import strategies as st
 
 from lightning_megatron.data.serving.batch_shape import BatchRampup, BatchShape
 from lightning_megatron.data.serving.sampler import (
-    PADDING_ROW,
     PassOrder,
     Shuffling,
     TrainSampler,
-    evaluation_batches,
-    num_evaluation_steps,
 )
 from lightning_megatron.errors import CheckpointError, ConfigError, DataError
 
@@ -67,36 +64,6 @@ def _sampler_of_one_row(epoch: int) -> TrainSampler:
     return sampler
 
 
-def _taken(sampler: TrainSampler) -> list[int]:
-    return [index for batch in sampler.batches() for index in batch]
-
-
-@pytest.mark.parametrize("shuffling", ["later passes", "every pass", "never"])
-def test_a_run_that_outgrows_its_samples_takes_them_again_in_whole_passes(shuffling: Shuffling) -> None:
-    taken = _taken(_sampler(_shape(mbs=4, num=1), num_samples=6, max_steps=6, shuffling=shuffling))
-    passes = [taken[begin : begin + 6] for begin in range(0, 24, 6)]
-
-    assert all(sorted(each) == list(range(6)) for each in passes)
-    assert (passes[0] == list(range(6))) == (shuffling != "every pass")
-    assert (len({tuple(each) for each in passes}) == 4) == (shuffling != "never")
-
-
-def test_a_run_of_epochs_that_goes_on_by_steps_ends_its_pass_first() -> None:
-    epochs = _sampler(_shape(mbs=4, num=1), num_samples=10)
-    epochs.set_epoch(1)
-    epochs.advance()
-    rest = _taken(epochs)
-    steps = _sampler(_shape(mbs=4, num=1), num_samples=10, max_steps=9)
-    steps.load_state_dict(epochs.state_dict())
-    order = PassOrder(10, 5, "later passes")
-
-    taken = _taken(steps)
-    assert taken[: len(rest)] == rest
-    assert taken[:16] == [order.entry(1, place) for place in range(4, 10)] + [
-        order.entry(2, place) for place in range(10)
-    ]
-
-
 def test_an_epoch_smaller_than_a_step_is_refused() -> None:
     _sampler(_shape(), num_samples=6)
     with pytest.raises(DataError, match=r"has 5 samples, one step takes 6 \(micro_batch_size=2 x num_microbatches=3"):
@@ -107,22 +74,6 @@ def test_an_epoch_smaller_than_a_step_is_refused() -> None:
 def test_a_foreign_position_is_refused(state: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match="needs whole numbers epoch, consumed_samples, steps"):
         _sampler(_shape()).load_state_dict(state)
-
-
-@settings(deadline=None)
-@given(num_samples=st.integers(1, 60), mbs=st.integers(1, 3), num=st.integers(1, 3), dp=st.integers(1, 4))
-def test_evaluation_visits_each_sample_once_and_all_ranks_take_as_many_steps(
-    num_samples: int, mbs: int, num: int, dp: int
-) -> None:
-    seen: list[int] = []
-    for rank in range(dp):
-        shape = _shape(mbs, num, dp, rank)
-        batches = list(evaluation_batches(num_samples, shape))
-        assert len(batches) == num_evaluation_steps(num_samples, shape) == -(-num_samples // shape.global_batch_size)
-        assert all(len(batch) == shape.rows for batch in batches)
-        seen += [index for batch in batches for index in batch if index != PADDING_ROW]
-
-    assert sorted(seen) == list(range(num_samples))
 
 
 RAMPUP = BatchRampup(start=4, increment=4, samples=60)

@@ -87,15 +87,6 @@ def _left_by(folder: Path, process: subprocess.Popen[str]) -> list[str]:
     return [name for name in _names(folder) if name.startswith(".") and f".{process.pid}." in name]
 
 
-def test_a_complete_dataset_is_hidden_until_its_context_ends(tmp_path: Path) -> None:
-    with IndexedDatasetWriter(str(tmp_path / "x"), np.dtype("<u2")) as writer:
-        writer.add_documents(bytes(6), [3])
-        writer.complete()
-        assert len(_names(tmp_path)) == 2
-        assert all(name.startswith(".x.") for name in _names(tmp_path))
-    assert check_dataset(str(tmp_path / "x")).num_sequences == 1
-
-
 class _FullDisk(io.FileIO):
     """Takes a number of bytes, and then none."""
 

@@ -9,7 +9,7 @@ import torch
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.generate.options import GenerationOptions
-from lightning_megatron.generate.prompt_checks import check_length, check_prompts
+from lightning_megatron.generate.prompt_checks import check_prompts
 from lightning_megatron.generate.prompts import aligned, with_first_token
 from lightning_megatron.generate.stopping import Stops
 from lightning_megatron.models.config import ModelConfig
@@ -73,16 +73,6 @@ def _ids(*rows: list[int]) -> torch.Tensor:
 def test_prompts_that_cannot_be_continued_are_refused(input_ids: Any, mask: Any, options: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         check_prompts(input_ids, mask, MODEL, GenerationOptions(**options))
-
-
-def test_nobody_is_told_of_a_length_that_he_did_not_ask_for() -> None:
-    check_prompts(_ids([1] * 16), None, MODEL, GenerationOptions())
-    assert check_length(_ids([1] * 12), None, MODEL, GenerationOptions()).num_new_tokens == 5
-
-
-def test_the_last_new_token_needs_no_position_and_padding_no_token() -> None:
-    check_prompts(_ids([1] * 8), None, MODEL, GenerationOptions(max_new_tokens=9))
-    check_prompts(_ids([-1] * 12 + [1] * 8), _ids([0] * 12 + [1] * 8), MODEL, GenerationOptions(max_new_tokens=9))
 
 
 def test_a_first_token_is_put_before_the_rows_that_have_none() -> None:

@@ -65,19 +65,6 @@ def test_repeated_runs_equal_hugging_face(size: int) -> None:
     assert torch.isinf(expected).any()
 
 
-def test_padding_is_no_run() -> None:
-    # Token 0 stands for padding, too; what follows it in the text of the second row alone is repeated.
-    prompts = aligned(torch.tensor([[0, 0, 5, 6], [9, 0, 5, 0]]), torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]]))
-    forbidden = torch.isinf(Repeats(prompts, 2).without(_logits(2), torch.zeros(2, 0).long())).nonzero().tolist()
-    assert forbidden == [[1, 5]]
-    forbidden = torch.isinf(Repeats(prompts, 1).without(_logits(2), torch.zeros(2, 0).long())).nonzero().tolist()
-    assert forbidden == [[0, 5], [0, 6], [1, 0], [1, 5]]
-
-
-def test_a_top_p_of_one_keeps_all() -> None:
-    assert torch.equal(top_p_only(_logits(), 1.0), _logits())
-
-
 @pytest.mark.parametrize("penalty", [0.5, 1.3])
 def test_repetition_penalty_equals_hugging_face(penalty: float) -> None:
     from transformers import RepetitionPenaltyLogitsProcessor
@@ -127,12 +114,6 @@ def test_drawn_tokens_are_as_frequent_as_they_are_probable() -> None:
     chi_square = ((counts - expected)[seen] ** 2 / expected[seen]).sum()
     # Four degrees of freedom: 18.47 is exceeded once in a thousand seeds.
     assert chi_square < 18.47
-
-
-def test_the_ends_of_the_unit_interval_choose_tokens_that_can_be() -> None:
-    logits = torch.tensor([[-torch.inf, 1.0, 2.0, -torch.inf]]).expand(2, -1)
-    uniform = torch.tensor([0.0, 1.0 - 2.0**-53], dtype=torch.float64)
-    assert drawn(logits, uniform).tolist() == [1, 2]
 
 
 def test_the_seed_alone_decides_about_the_numbers() -> None:
