@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from lightning_megatron import __version__
+from lightning_megatron.cli.accelerate_config import refuse_accelerates
+from lightning_megatron.cli.config_command import add_config_command
 from lightning_megatron.cli.conversion_command import add_convert_command
 from lightning_megatron.cli.corpus_commands import add_corpus_commands
 from lightning_megatron.cli.dataset_commands import add_dataset_commands
@@ -117,6 +119,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     add_dataset_commands(commands)
     add_convert_command(commands)
     add_generate_command(commands)
+    add_config_command(commands)
     _add_doctor(commands)
     return parser, commands.choices
 
@@ -132,6 +135,7 @@ def _run_trainer_command(arguments: list[str]) -> int:
     if any(option in ("-h", "--help") for option in options):
         print(trainer_help(PROG, command))
         return DONE
+    refuse_accelerates(options)
     # As with `python -m`: a configuration may name classes in the user's own files.
     sys.path.insert(0, os.getcwd())
     from lightning_megatron.cli.training import run, show_all_options

@@ -16,7 +16,8 @@ from tests.ranks import ROOT
 
 COMMANDS = (
     *("fit", "validate", "test", "predict"),
-    *("train-tokenizer", "preprocess", "convert-dataset", "merge", "inspect", "convert", "generate", "doctor"),
+    *("train-tokenizer", "preprocess", "convert-dataset", "merge", "inspect", "convert", "generate", "config"),
+    "doctor",
 )
 
 

@@ -1,0 +1,129 @@
+"""The command ``config``: a YAML for ``fit`` from questions, from Accelerate's configuration, or from a template."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_megatron.cli.failure import DONE, UsageError
+from lightning_megatron.errors import ConfigError
+
+_DESCRIPTION = """\
+Write a YAML for fit, every line with its meaning. Without an option it asks the questions of accelerate config for
+Megatron-LM, and for model and data; each answer is checked at once, an empty one takes the default in brackets."""
+_EPILOG = """\
+examples:
+  {prog}
+  {prog} --from-accelerate ~/.cache/huggingface/accelerate/default_config.yaml
+  {prog} --template gpt2_small --output gpt2.yaml
+  {prog} --output try.yaml < answers.txt
+
+docs/from_accelerate.md shows what each key of Accelerate's is called here."""
+_PACKAGE = Path(__file__).parents[1]
+
+
+def add_config_command(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add the parser of this file to those of the program."""
+    parser = commands.add_parser(
+        "config",
+        help="write a configuration: from questions, Accelerate's, or a template",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.epilog = _EPILOG.format(prog=parser.prog)
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
+        "--from-accelerate", type=Path, metavar="FILE", help="YAML or JSON that accelerate config wrote"
+    )
+    source.add_argument("--template", metavar="NAME", help="one that comes with the package; another name lists them")
+    parser.add_argument(
+        "--output", type=Path, default=Path("config.yaml"), metavar="FILE", help="what to write (default: config.yaml)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace the file if there is one")
+    parser.set_defaults(run=_config)
+
+
+def _config(parsed: argparse.Namespace) -> int:
+    output: Path = parsed.output
+    _check_free(output, parsed.overwrite)
+    launch: dict[str, str] = {}
+    if parsed.template is not None:
+        _write(output, _template(parsed.template, output))
+        print(f"{output} is written: {parsed.template}. Edit it, and run what its first lines say.")
+        return DONE
+    from lightning_megatron.cli.run_settings import as_yaml
+
+    if parsed.from_accelerate is not None:
+        from lightning_megatron.cli.accelerate_config import from_accelerate
+
+        settings, launch, left_out = from_accelerate(parsed.from_accelerate)
+        origin = f"made from {parsed.from_accelerate.name}, which says nothing of model and data: change those"
+        print("\n".join(["not taken over:", *(f"  {', '.join(keys)}: {why}" for why, keys in left_out.items())]))
+    else:
+        from lightning_megatron.cli.questions import Interview
+
+        settings, origin = Interview().run(), "made by lightning-megatron config"
+    title = f"# {' '.join(origin.split())}.\n#\n#   lightning-megatron fit --config {shlex.quote(str(output))}\n"
+    _write(output, title + as_yaml(settings))
+    edit = "Edit model and data in it, then run" if parsed.from_accelerate else "Run"
+    print(f"{output} is written. {edit}\n\n{_how_to_run(output, settings, launch)}")
+    return DONE
+
+
+def _check_free(output: Path, overwrite: bool) -> None:
+    if not output.exists() or overwrite:
+        return
+    if sys.stdin.isatty() and input(f"{output} exists; overwrite it? [no]: ").strip().lower() in ("y", "yes"):
+        return
+    raise UsageError(f"--output {output} exists; give another name, or --overwrite")
+
+
+def _write(output: Path, text: str) -> None:
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {output} cannot be written: {error.strerror}; give another name") from None
+
+
+def _templates() -> dict[str, Path]:
+    """Beside the package in a checkout, within it where it is installed."""
+    folder = next(each for each in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if each.is_dir())
+    return {file.stem: file for file in folder.glob("*.yaml")}
+
+
+def _template(name: str, output: Path) -> str:
+    files = _templates()
+    if name not in files:
+        raise UsageError(f"--template {name} is unknown; choose from {', '.join(sorted(files))}")
+    return files[name].read_text(encoding="utf-8").replace(f"configs/{name}.yaml", shlex.quote(str(output)))
+
+
+def _how_to_run(output: Path, settings: Mapping[str, Any], launch: Mapping[str, str]) -> str:
+    """Command lines, by Accelerate's words for how processes meet."""
+    fit = ["lightning-megatron", "fit", "--config", str(output)]
+    nodes, devices = settings["trainer.num_nodes"], settings["trainer.devices"]
+    address = launch.get("main_process_ip", "FIRST_MACHINE")
+    port, backend = launch.get("main_process_port"), launch.get("rdzv_backend", "static")
+    torchrun = ["torchrun", f"--nproc-per-node={devices}"]
+    if nodes > 1:
+        torchrun.append(f"--nnodes={nodes}")
+    if nodes > 1 and backend != "static":
+        endpoint = f"{address}:{port}" if port else address
+        torchrun += [f"--rdzv-backend={backend}", f"--rdzv-endpoint={endpoint}", "--rdzv-id=lightning-megatron"]
+    elif nodes > 1:
+        torchrun += [f"--node-rank={launch.get('machine_rank', 0)}", f"--master-addr={address}"]
+    if port and (nodes == 1 or backend == "static"):
+        torchrun.append(f"--master-port={port}")
+    gpus = launch.get("gpu_ids", "all")
+    environment = "" if gpus == "all" else f"CUDA_VISIBLE_DEVICES={shlex.quote(gpus)} "
+    lines = [environment + shlex.join([*torchrun, "-m", "lightning_megatron", *fit[1:]])]
+    if nodes > 1:
+        lines.append(f"on this machine; on the others (of {nodes}) the same" + (
+            ", with their own --node-rank" if backend == "static" else ""))  # fmt: skip
+    else:
+        lines = [environment + shlex.join(fit), "or", *lines]
+    return "\n".join(f"  {line}" for line in lines)

@@ -1,0 +1,308 @@
+"""Does ``config`` write what the answers, Accelerate's file or a template say, and refuse what cannot run?"""
+
+from __future__ import annotations
+
+import io
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_megatron.cli import main
+from tests.cli.test_training import run_cli
+from tests.ranks import ROOT
+
+OLD: dict[str, Any] = {
+    "compute_environment": "LOCAL_MACHINE",
+    "deepspeed_config": {},
+    "distributed_type": "MEGATRON_LM",
+    "downcast_bf16": "no",
+    "fsdp_config": {},
+    "gpu_ids": None,
+    "machine_rank": 0,
+    "main_process_ip": None,
+    "main_process_port": None,
+    "main_training_function": "main",
+    "megatron_lm_config": {
+        "megatron_lm_gradient_clipping": 1.0,
+        "megatron_lm_num_micro_batches": 2,
+        "megatron_lm_pp_degree": 2,
+        "megatron_lm_recompute_activations": True,
+        "megatron_lm_sequence_parallelism": True,
+        "megatron_lm_tp_degree": 2,
+        "megatron_lm_use_distributed_optimizer": True,
+    },
+    "mixed_precision": "bf16",
+    "num_machines": 1,
+    "num_processes": 8,
+    "rdzv_backend": "static",
+    "same_network": True,
+    "use_cpu": False,
+}
+FLAT = {**OLD, "megatron_lm_config": None, **OLD["megatron_lm_config"]}
+STRINGS = {key: str(value).lower() if isinstance(value, (bool, int, float)) else value for key, value in FLAT.items()}
+NEW = {
+    **{key: value for key, value in OLD.items() if value not in ({}, None)},
+    "debug": False,
+    "enable_cpu_affinity": False,
+    "tpu_use_cluster": False,
+    "mixed_precision": "fp16",
+    "num_machines": 2,
+    "main_process_ip": "10.0.0.1",
+    "main_process_port": 29501,
+    "machine_rank": 1,
+    "use_cpu": True,
+    "megatron_lm_config": {
+        "megatron_lm_tp_degree": 1,
+        "megatron_lm_recompute_activations": True,
+        "megatron_lm_recompute_granularity": "full",
+        "megatron_lm_recompute_method": "block",
+        "megatron_lm_recompute_num_layers": 3,
+        "megatron_lm_context_parallel_size": 1,
+        "megatron_lm_expert_model_parallel_size": 1,
+        "megatron_lm_no_load_optim": True,
+        "megatron_lm_use_rotary_position_embeddings": "true",
+        "megatron_lm_optimizer_cpu_offload": True,
+        "megatron_lm_gradient_clipping": 0,
+    },
+}
+
+
+def with_keys(**changed: Any) -> dict[str, Any]:
+    """The flat file with other values; None removes a key."""
+    return {key: value for key, value in {**FLAT, **changed}.items() if value is not None}
+
+
+def imported(folder: Path, fields: dict[str, Any], capsys: Any, suffix: str = ".yaml") -> tuple[int, Path, Any]:
+    source, output = folder / f"accelerate{suffix}", folder / "config.yaml"
+    source.write_text(json.dumps(fields, indent="\t") if suffix == ".json" else yaml.safe_dump(fields))
+    code = main(["config", "--from-accelerate", str(source), "--output", str(output)])
+    return code, output, capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("fields", "suffix"), [(OLD, ".yaml"), (FLAT, ".yaml"), (STRINGS, ".yaml"), (OLD, ".json")],
+    ids=["nested", "indentation lost", "strings", "json"],
+)  # fmt: skip
+def test_accelerates_file_says_the_same_in_every_form(
+    fields: dict[str, Any], suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, output, printed = imported(tmp_path, fields, capsys, suffix)
+    assert (code, printed.err) == (0, "")
+    trainer = yaml.safe_load(output.read_text())["trainer"]
+    assert trainer.pop("strategy")["init_args"] == {
+        **{"tp": 2, "pp": 2, "num_microbatches": 2, "sequence_parallel": True},
+        **{"distributed_optimizer": True, "recompute": "selective"},
+    }
+    expected = {"accelerator": "gpu", "devices": 8, "num_nodes": 1, "precision": "bf16-mixed", "gradient_clip_val": 1.0}
+    assert {**trainer, **expected} == trainer
+    assert "  deepspeed_config, fsdp_config: of another engine\n" in printed.out
+    assert f"\n  lightning-megatron fit --config {output}\n" in printed.out
+    assert f"\n  torchrun --nproc-per-node=8 -m lightning_megatron fit --config {output}\n" in printed.out
+
+
+def test_the_new_keys_and_two_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, output, printed = imported(tmp_path, NEW, capsys)
+    assert (code, printed.err) == (0, "")
+    fields = yaml.safe_load(output.read_text())
+    strategy = fields["trainer"].pop("strategy")["init_args"]
+    assert {name: strategy.get(name) for name in ("recompute", "recompute_method", "recompute_num_layers", "cp")} == {
+        **{"recompute": "full", "recompute_method": "block", "recompute_num_layers": 3, "cp": 1}
+    }
+    assert strategy["load_weights_only"] is True
+    assert (strategy["distributed_optimizer"], strategy["sequence_parallel"]) == (False, False)  # as unsaid there
+    expected = {"accelerator": "cpu", "devices": 4, "num_nodes": 2, "precision": "16-mixed", "gradient_clip_val": 0.0}
+    assert {**fields["trainer"], **expected} == fields["trainer"]
+    assert fields["model"]["init_args"]["position_embedding_type"] == "rotary"
+    assert "  megatron_lm_optimizer_cpu_offload: the optimizer's state stays beside the weights\n" in printed.out
+    assert (
+        "  torchrun --nproc-per-node=4 --nnodes=2 --node-rank=1 --master-addr=10.0.0.1 --master-port=29501 -m"
+        f" lightning_megatron fit --config {output}\n"
+    ) in printed.out
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        (
+            {"num_machines": 2, "rdzv_backend": "c10d", "main_process_ip": "a", "main_process_port": "29501"},
+            "torchrun --nproc-per-node=4 --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=a:29501 --rdzv-id=lightning",
+        ),
+        ({"gpu_ids": "0,1", "num_processes": 4}, "CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc-per-node=4 -m lightning"),
+        ({"main_process_port": 29501}, "torchrun --nproc-per-node=8 --master-port=29501 -m lightning_megatron"),
+        ({"num_processes": None}, "torchrun --nproc-per-node=auto -m lightning_megatron"),
+    ],
+)
+def test_the_keys_of_the_launcher_become_a_line_for_torchrun(
+    changed: dict[str, Any], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, printed = imported(tmp_path, with_keys(**changed), capsys)
+    assert code == 0
+    assert f"  {line}" in printed.out
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"tensor_parallel": 2}, "tensor_parallel is not among the keys of accelerate config; remove it"),
+        ({"megatron_lm_tp_degre": 2}, "megatron_lm_tp_degre is not among the keys .*; did you mean megatron_lm_tp_deg"),
+        ({"megatron_lm_tp_degree": "two"}, "megatron_lm_tp_degree: expected an integer of at least 1, got 'two'"),
+        ({"megatron_lm_tp_degree": 3}, "world size 8 .* is not a multiple of tp=3 x pp=2"),
+        ({"megatron_lm_tp_degree": [2]}, "megatron_lm_tp_degree: expected one value, got a list"),
+        ({"megatron_lm_sequence_parallelism": "perhaps"}, "expected yes or no, got 'perhaps'"),
+        ({"megatron_lm_context_parallel_size": 2}, "cp=2 needs an attention"),
+        ({"megatron_lm_expert_model_parallel_size": 2}, "expected 1, got 2; there are no mixtures of experts yet"),
+        ({"mixed_precision": "fp8"}, "expected bf16 or .* no, got 'fp8'; .*there is no fp8 yet"),
+        ({"distributed_type": "FSDP"}, "distributed_type: expected MEGATRON_LM, got FSDP; the other types are strat"),
+        ({"distributed_type": None}, "distributed_type: expected MEGATRON_LM, got None"),
+        ({"compute_environment": "AMAZON_SAGEMAKER"}, "compute_environment: expected LOCAL_MACHINE, got AMAZON"),
+        ({"num_machines": 3}, "num_machines=3 does not divide num_processes=8; choose num_machines from 1, 2, 4, 8"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_taken_over_is_one_line_and_nothing_is_written(
+    changed: dict[str, Any], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import re
+
+    code, output, printed = imported(tmp_path, with_keys(**changed), capsys)
+    assert (code, printed.err.count("\n")) == (2, 1)
+    assert re.search(says, printed.err), printed.err
+    assert not output.exists()
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, *answers: str, terminal: bool = False) -> None:
+    stdin = io.StringIO("".join(f"{each}\n" for each in answers))
+    monkeypatch.setattr(stdin, "isatty", lambda: terminal)
+    monkeypatch.setattr("sys.stdin", stdin)
+
+
+# model, accelerator, machines, tp, sequence parallel, pp, microbatches, recompute, optimizer, clip, devices, precision
+LAYOUT = ("gpt2", "cpu", "", "2", "", "2", "", "no", "n", "0.5", "8", "bf16")
+
+
+def test_answers_from_a_pipe_become_a_yaml(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    answer(monkeypatch, *LAYOUT, "data/x", "512", "", "", "77")
+    assert main(["config"]) == 0
+    fields = yaml.safe_load(Path("config.yaml").read_text())
+    assert fields["trainer"]["strategy"]["init_args"] == {
+        **{"tp": 2, "pp": 2, "num_microbatches": 2, "sequence_parallel": True},
+        **{"distributed_optimizer": False, "recompute": None},
+    }
+    expected = {"accelerator": "cpu", "devices": 8, "precision": "bf16-mixed", "gradient_clip_val": 0.5}
+    assert {**fields["trainer"], **expected, "max_steps": 77} == fields["trainer"]
+    assert fields["model"]["init_args"]["model"] == {"model_type": "gpt2"}
+    data = fields["data"]["init_args"]
+    assert (data["data_path"], data["seq_length"], data["micro_batch_size"]) == ("data/x", 512, 4)
+    assert "\ntp: tensor parallel size: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("answers", "says"),
+    [
+        (("nowhere",), "nowhere"),
+        (("gpt2", "cpu", "", "5"), "tp=5 does not divide num_attention_heads=12; choose tp from 1, 2, 3, 4, 6, 12"),
+        (("gpt2", "cpu", "", "1", "5"), "pp=5 does not divide num_layers=12; choose pp from"),
+        ((*LAYOUT[:10], "6"), "world size 6 (devices x num_nodes) is not a multiple of tp=2 x pp=2 = 4; use 8"),
+        ((*LAYOUT, "x", "511"), "seq_length=511 is not a multiple of tp=2"),
+        ((*LAYOUT, "x", "2048"), "seq_length=2048 is longer than the model's max_position_embeddings=1024"),
+        ((*LAYOUT[:11], "fp8"), "trainer.precision: expected bf16 or bf16-true or fp16 or no, got 'fp8'"),
+        (("gpt2", "cpu"), "trainer.num_nodes: expected an answer, got the end of the input; an empty line is 1"),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_a_wrong_answer_from_a_pipe_is_one_line(
+    answers: tuple[str, ...],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    answer(monkeypatch, *answers)
+    assert main(["config"]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wrong_answer_at_a_terminal_is_explained_and_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    answer(monkeypatch, *LAYOUT[:3], "many", "5", *LAYOUT[3:], "x", "", "", "", "", terminal=True)
+    assert main(["config"]) == 0
+    out = capsys.readouterr().out
+    assert "  trainer.strategy.tp: expected an integer of at least 1, got 'many'\n" in out
+    assert "  tp=5 does not divide num_attention_heads=12" in out
+    assert yaml.safe_load(Path("config.yaml").read_text())["trainer"]["strategy"]["init_args"]["tp"] == 2
+
+
+def test_what_model_and_data_need_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2}))
+    (folder / "model.safetensors").touch()
+    answer(monkeypatch, "model", "", "cpu", "", "", "", "", "", "", "", "", "answers.jsonl", *[""] * 5)
+    assert main(["config"]) == 0
+    fields = yaml.safe_load(Path("config.yaml").read_text())
+    assert {**fields["model"]["init_args"], "model": "model", "pretrained": True, "lr": 2e-5} == fields["model"][
+        "init_args"
+    ]
+    assert fields["data"]["class_path"] == "InstructionDataModule"
+    assert fields["data"]["init_args"]["tokenizer"] == "model"
+
+
+def test_a_file_is_replaced_only_when_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config.yaml").write_text("mine")
+    answer(monkeypatch)
+    for arguments in ([], ["--template", "gpt2_small"]):
+        assert main(["config", *arguments]) == 2
+        assert capsys.readouterr().err == "error: --output config.yaml exists; give another name, or --overwrite\n"
+    answer(monkeypatch, "", terminal=True)
+    assert main(["config", "--template", "gpt2_small"]) == 2
+    assert Path("config.yaml").read_text() == "mine"
+    answer(monkeypatch, "yes", terminal=True)
+    assert main(["config", "--template", "gpt2_small"]) == 0
+    assert main(["config", "--template", "llama_1b", "--overwrite"]) == 0
+    assert yaml.safe_load(Path("config.yaml").read_text()) == yaml.safe_load(
+        (ROOT / "configs/llama_1b.yaml").read_text()
+    )
+    assert "fit --config config.yaml " in Path("config.yaml").read_text()
+
+
+def test_an_unknown_template_lists_those_that_the_wheel_ships(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--template", "gpt5", "--output", "/nowhere/x"]) == 2
+    names = sorted(file.stem for file in (ROOT / "configs").glob("*.yaml"))
+    assert capsys.readouterr().err == f"error: --template gpt5 is unknown; choose from {', '.join(names)}\n"
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel["force-include"] == {"configs": "lightning_megatron/configs"}
+
+
+def test_fit_takes_what_was_imported_and_names_the_command_for_what_was_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, output, _ = imported(tmp_path, NEW, capsys)
+    code, printed, error = run_cli(tmp_path, "fit", "--config", str(output), "--print_config")
+    assert code == 0, error
+    assert yaml.safe_load(printed)["trainer"]["strategy"]["init_args"]["recompute"] == "full"
+    for source in (
+        tmp_path / "accelerate.yaml",
+        imported(tmp_path, OLD, capsys, ".json") and tmp_path / "accelerate.json",
+    ):
+        assert main(["fit", f"--config={source}"]) == 2
+        assert capsys.readouterr().err == (
+            f"error: --config {source} is a configuration of accelerate's; make one of ours with lightning-megatron"
+            f" config --from-accelerate {source}\n"
+        )
