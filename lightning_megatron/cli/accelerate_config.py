@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_megatron.cli.failure import UsageError
 from lightning_megatron.cli.run_settings import Settings, layout, read
 from lightning_megatron.errors import ConfigError, require_divides
 from lightning_megatron.foreign_names import foreign_names
@@ -99,23 +96,3 @@ def _fields(path: Path) -> dict[str, Any]:
     if not isinstance(section, dict):
         raise ConfigError(f"{path}: megatron_lm_config: expected keys and values, got {section!r}; correct it")
     return {str(key): value for key, value in {**fields, **section}.items()}
-
-
-def refuse_accelerates(options: Sequence[str]) -> None:
-    """Raise if one of the configurations for a Trainer is Accelerate's; cheap, before anything is imported.
-
-    Args:
-        options: Of the command line.
-
-    Raises:
-        UsageError: With the command that makes one of ours.
-    """
-    words = [word for option in options for word in option.split("=", 1)]
-    for flag, file in zip(words, words[1:], strict=False):
-        if flag in ("-c", "--config") and Path(file).is_file():
-            text = Path(file).read_text(encoding="utf-8", errors="replace")
-            if re.search(r"""^\s*["']?distributed_type["']?\s*:""", text, flags=re.MULTILINE):
-                raise UsageError(
-                    f"--config {file} is a configuration of accelerate's; make one of ours with lightning-megatron"
-                    f" config --from-accelerate {file}"
-                )

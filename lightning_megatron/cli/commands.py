@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from lightning_megatron import __version__
-from lightning_megatron.cli.accelerate_config import refuse_accelerates
-from lightning_megatron.cli.config_command import add_config_command
+from lightning_megatron.cli.config_command import add_config_command, refuse_accelerates
 from lightning_megatron.cli.conversion_command import add_convert_command
 from lightning_megatron.cli.corpus_commands import add_corpus_commands
 from lightning_megatron.cli.dataset_commands import add_dataset_commands

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def _config(parsed: argparse.Namespace) -> int:
 
         settings, launch, left_out = from_accelerate(parsed.from_accelerate)
         origin = f"made from {parsed.from_accelerate.name}, which says nothing of model and data: change those"
-        print("\n".join(["not taken over:", *(f"  {', '.join(keys)}: {why}" for why, keys in left_out.items())]))
+        print("\n".join(f"not taken over: {', '.join(keys)}: {why}" for why, keys in left_out.items()))
     else:
         from lightning_megatron.cli.questions import Interview
 
@@ -104,26 +105,37 @@ def _template(name: str, output: Path) -> str:
 
 def _how_to_run(output: Path, settings: Mapping[str, Any], launch: Mapping[str, str]) -> str:
     """Command lines, by Accelerate's words for how processes meet."""
-    fit = ["lightning-megatron", "fit", "--config", str(output)]
-    nodes, devices = settings["trainer.num_nodes"], settings["trainer.devices"]
-    address = launch.get("main_process_ip", "FIRST_MACHINE")
-    port, backend = launch.get("main_process_port"), launch.get("rdzv_backend", "static")
-    torchrun = ["torchrun", f"--nproc-per-node={devices}"]
+    fit = ["fit", "--config", str(output)]
+    nodes = settings["trainer.num_nodes"]
+    torchrun = ["torchrun", f"--nproc-per-node={settings['trainer.devices']}"]
     if nodes > 1:
-        torchrun.append(f"--nnodes={nodes}")
-    if nodes > 1 and backend != "static":
-        endpoint = f"{address}:{port}" if port else address
-        torchrun += [f"--rdzv-backend={backend}", f"--rdzv-endpoint={endpoint}", "--rdzv-id=lightning-megatron"]
-    elif nodes > 1:
-        torchrun += [f"--node-rank={launch.get('machine_rank', 0)}", f"--master-addr={address}"]
-    if port and (nodes == 1 or backend == "static"):
-        torchrun.append(f"--master-port={port}")
+        address = f"{launch.get('main_process_ip', 'FIRST_MACHINE')}:{launch.get('main_process_port', 29500)}"
+        torchrun += [f"--nnodes={nodes}", f"--node-rank={launch.get('machine_rank', 0)}"]
+        torchrun += [f"--rdzv-backend={launch.get('rdzv_backend', 'static')}", f"--rdzv-endpoint={address}"]
+    elif "main_process_port" in launch:
+        torchrun.append(f"--master-port={launch['main_process_port']}")
+    commands = [torchrun + ["-m", "lightning_megatron", *fit], *([["lightning-megatron", *fit]] * (nodes == 1))]
     gpus = launch.get("gpu_ids", "all")
     environment = "" if gpus == "all" else f"CUDA_VISIBLE_DEVICES={shlex.quote(gpus)} "
-    lines = [environment + shlex.join([*torchrun, "-m", "lightning_megatron", *fit[1:]])]
-    if nodes > 1:
-        lines.append(f"on this machine; on the others (of {nodes}) the same" + (
-            ", with their own --node-rank" if backend == "static" else ""))  # fmt: skip
-    else:
-        lines = [environment + shlex.join(fit), "or", *lines]
-    return "\n".join(f"  {line}" for line in lines)
+    lines = "\n  or\n".join(f"  {environment}{shlex.join(command)}" for command in reversed(commands))
+    return lines if nodes == 1 else f"{lines}\n\non this machine, and on the others with their own --node-rank"
+
+
+def refuse_accelerates(options: Sequence[str]) -> None:
+    """Raise if one of the configurations for a Trainer is Accelerate's; cheap, before anything is imported.
+
+    Args:
+        options: Of the command line.
+
+    Raises:
+        UsageError: With the command that makes one of ours.
+    """
+    words = [word for option in options for word in option.split("=", 1)]
+    for flag, file in zip(words, words[1:], strict=False):
+        if flag in ("-c", "--config") and Path(file).is_file():
+            text = Path(file).read_text(encoding="utf-8", errors="replace")
+            if re.search(r"""^\s*["']?distributed_type["']?\s*:""", text, flags=re.MULTILINE):
+                raise UsageError(
+                    f"--config {file} is a configuration of accelerate's; make one of ours with lightning-megatron"
+                    f" config --from-accelerate {file}"
+                )

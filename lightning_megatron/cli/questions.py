@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_megatron.cli.failure import UsageError
-from lightning_megatron.cli.run_settings import SETTINGS, Settings, layout, read
+from lightning_megatron.cli.run_settings import Settings, layout, read, setting
 from lightning_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -77,8 +77,8 @@ class Interview:
         yield "trainer.max_steps", 10000
 
     def _ask(self, place: str, default: Any) -> None:
-        setting = SETTINGS[place]
-        question = f"{place.rpartition('.')[2]}: {setting.meaning} [{default}]: "
+        kind, meaning = setting(place)
+        question = f"{place.rpartition('.')[2]}: {meaning} [{default}]: "
         try:
             text = input(question)
         except EOFError:
@@ -88,7 +88,7 @@ class Interview:
         if not sys.stdin.isatty():
             print(text)  # as a terminal shows it
         try:
-            answer = read(setting.kind, text.strip() or default)
+            answer = read(kind, text.strip() or default)
         except ConfigError as error:
             raise UsageError(f"{place}: {error}") from None
         if place == _MODEL:

@@ -99,7 +99,7 @@ def test_accelerates_file_says_the_same_in_every_form(
     }
     expected = {"accelerator": "gpu", "devices": 8, "num_nodes": 1, "precision": "bf16-mixed", "gradient_clip_val": 1.0}
     assert {**trainer, **expected} == trainer
-    assert "  deepspeed_config, fsdp_config: of another engine\n" in printed.out
+    assert "not taken over: deepspeed_config, fsdp_config: of another engine\n" in printed.out
     assert f"\n  lightning-megatron fit --config {output}\n" in printed.out
     assert f"\n  torchrun --nproc-per-node=8 -m lightning_megatron fit --config {output}\n" in printed.out
 
@@ -117,9 +117,13 @@ def test_the_new_keys_and_two_machines(tmp_path: Path, capsys: pytest.CaptureFix
     expected = {"accelerator": "cpu", "devices": 4, "num_nodes": 2, "precision": "16-mixed", "gradient_clip_val": 0.0}
     assert {**fields["trainer"], **expected} == fields["trainer"]
     assert fields["model"]["init_args"]["position_embedding_type"] == "rotary"
-    assert "  megatron_lm_optimizer_cpu_offload: the optimizer's state stays beside the weights\n" in printed.out
     assert (
-        "  torchrun --nproc-per-node=4 --nnodes=2 --node-rank=1 --master-addr=10.0.0.1 --master-port=29501 -m"
+        "not taken over: megatron_lm_optimizer_cpu_offload: the optimizer's state stays beside the weights\n"
+        in printed.out
+    )
+    assert (
+        "  torchrun --nproc-per-node=4 --nnodes=2 --node-rank=1 --rdzv-backend=static"
+        " --rdzv-endpoint=10.0.0.1:29501 -m"
         f" lightning_megatron fit --config {output}\n"
     ) in printed.out
 
@@ -129,7 +133,7 @@ def test_the_new_keys_and_two_machines(tmp_path: Path, capsys: pytest.CaptureFix
     [
         (
             {"num_machines": 2, "rdzv_backend": "c10d", "main_process_ip": "a", "main_process_port": "29501"},
-            "torchrun --nproc-per-node=4 --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=a:29501 --rdzv-id=lightning",
+            "torchrun --nproc-per-node=4 --nnodes=2 --node-rank=0 --rdzv-backend=c10d --rdzv-endpoint=a:29501 -m",
         ),
         ({"gpu_ids": "0,1", "num_processes": 4}, "CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc-per-node=4 -m lightning"),
         ({"main_process_port": 29501}, "torchrun --nproc-per-node=8 --master-port=29501 -m lightning_megatron"),
@@ -212,7 +216,7 @@ def test_answers_from_a_pipe_become_a_yaml(
         ((*LAYOUT[:10], "6"), "world size 6 (devices x num_nodes) is not a multiple of tp=2 x pp=2 = 4; use 8"),
         ((*LAYOUT, "x", "511"), "seq_length=511 is not a multiple of tp=2"),
         ((*LAYOUT, "x", "2048"), "seq_length=2048 is longer than the model's max_position_embeddings=1024"),
-        ((*LAYOUT[:11], "fp8"), "trainer.precision: expected bf16 or bf16-true or fp16 or no, got 'fp8'"),
+        ((*LAYOUT[:11], "fp8"), "trainer.precision: expected bf16 or fp16 or no, got 'fp8'"),
         (("gpt2", "cpu"), "trainer.num_nodes: expected an answer, got the end of the input; an empty line is 1"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
