@@ -86,13 +86,13 @@ class MegatronStrategy(Checkpointing):
         async_save: Train on while the files of a checkpoint are written, from a copy in the host's memory.
         on_save_failure: What a disk that is full, read-only or gone does to the run: ``warn`` (it goes on, and the next
             save is tried as usual) or ``raise``. A save that ends the run always raises.
-        on_nan: What a step does whose loss or gradients are NaN or infinite: ``raise`` ends the run before the weights
-            change, ``skip`` leaves the step out on all ranks, and learning rates stay where they are, as after an
-            overflow of ``16-mixed`` (which is none of these); ``skipped_steps`` is logged.
         load_data_on_every_rank: Every rank reads its own batches, instead of one of each copy of the model.
         transformer_config_overrides: Fields of Megatron's ``TransformerConfig`` to set by hand.
         process_group_backend: ``nccl`` or ``gloo``; None: what fits the device.
         timeout: How long a collective may wait for other ranks before the run is given up.
+        on_nan: What a step does whose loss or gradients are NaN or infinite: ``raise`` ends the run before the weights
+            change, ``skip`` leaves the step out on all ranks, and learning rates stay where they are, as after an
+            overflow of ``16-mixed`` (which is none of these); ``skipped_steps`` is logged.
 
     Raises:
         ConfigError: If the sizes do not fit together.
@@ -117,11 +117,11 @@ class MegatronStrategy(Checkpointing):
         load_from: str | Path | LoadFrom | None = None,
         async_save: bool = False,
         on_save_failure: Literal["warn", "raise"] = "warn",
-        on_nan: Literal["raise", "skip"] = "raise",
         load_data_on_every_rank: bool = False,
         transformer_config_overrides: dict[str, Any] | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),  # noqa: B008 (immutable)
+        on_nan: Literal["raise", "skip"] = "raise",
     ) -> None:
         super().__init__()
         die_with_launcher()
