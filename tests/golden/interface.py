@@ -59,7 +59,8 @@ def _difference(was: Any, now: Any) -> str | None:
     if now is None:
         return "is gone"
     if isinstance(was, list):
-        return None if now[: len(was)] == was else f"was {was} and is {now}"
+        kept = [name for name in was if name in now]  # what is gone has a name of its own
+        return None if now[: len(kept)] == kept else f"was {was} and is {now}"
     if not isinstance(was, dict):
         return None if now == was else f"was {was!r} and is {now!r}"
     for key, value in was.items():

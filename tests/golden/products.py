@@ -90,7 +90,7 @@ def samples(files: Path, work: Path) -> dict[str, Any]:
 
 def exports(checkpoints: Path, work: Path) -> dict[str, Any]:
     """Each checkpoint in each format."""
-    kinds = (hugging_face_export, legacy_export, megatron_export)
+    kinds = (hugging_face_export, legacy_export, legacy_import, megatron_export)
     found = {path.name: {kind.__name__: kind(path, work) for kind in kinds} for path in sorted(checkpoints.iterdir())}
     return {**found, "foreign": foreign_import(work)}
 
@@ -122,6 +122,11 @@ def legacy_export(path: Path, work: Path) -> dict[str, Any]:
         plain = {"version": state["checkpoint_version"], "iteration": state["iteration"], "arguments": arguments}
         found |= {"of all ranks": plain, str(file.relative_to(target)): _described(_flat(state["model"]))}
     return found
+
+
+def legacy_import(path: Path, work: Path) -> Tensors:
+    """What ``legacy_export`` has made, as a model directory."""
+    return hugging_face_export(work / f"{path.name}-legacy", work)["tensors"]  # type: ignore[no-any-return]
 
 
 def megatron_export(path: Path, work: Path) -> Tensors:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -139,7 +140,9 @@ def trained(run: GoldenRun, files: Path, work: Path, keep_at: int | None = None)
         settings = {"index_cache": str(work / "cache"), "seq_length": SEQ_LENGTH, **_below(files, run.data)}
         rows = BATCH // strategy.data_parallel_size // 2
         data = {"datamodule": getattr(lightning_megatron, run.data_module)(micro_batch_size=rows, **settings)}
-    trainer.fit(module, ckpt_path=run.ckpt_path, **data)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".* of another order than the checkpoint's")
+        trainer.fit(module, ckpt_path=run.ckpt_path, **data)
     if run.save_path is not None:
         trainer.save_checkpoint(run.save_path)
     return {step: {**numbers, **logger.steps[step]} for step, numbers in recorder.steps.items()}
