@@ -1,18 +1,23 @@
-"""What can be asked of a module besides to be trained? Texts and logits, in the middle of training too."""
+"""Texts, logits and Hugging Face's form of a module, in the middle of training too."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 import torch
 
+from lightning_megatron.convert.registry import config_object
 from lightning_megatron.engine.agreement import on_all_ranks_alike
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.generate.options import GenerationOptions, options_from
+from lightning_megatron.hub import upload
 
 if TYPE_CHECKING:
     from lightning_megatron.generate.generation import Generated, Generator
@@ -31,6 +36,10 @@ class Inference(pl.LightningModule):
     return_logits: bool | Literal["last_stage"]
     """Whether ``predict_step`` gives logits instead."""
     model_provider: Callable[..., torch.nn.ModuleList] | None
+    is_variant: bool
+    """Whether no Hugging Face config describes the model."""
+    pretrained_path: Path | None
+    """The model directory that training began with."""
     _model: Any
 
     @property
@@ -247,6 +256,83 @@ class Inference(pl.LightningModule):
         if self.model_chunks is None:
             raise ConfigError("there is no model to ask before Trainer.fit (or validate) has built it; call this then")
         return list(self.model_chunks)
+
+    # ---- the weights -----------------------------------------------------------------------------------------------
+
+    def save_pretrained(self, save_directory: str | Path, max_shard_size: str | int = "5GB") -> None:
+        """Write the model as a Hugging Face directory, which ``AutoModelFor*.from_pretrained`` loads.
+
+        Every rank must call, within or after ``fit``. The weights are those that the model computes with (bf16 under
+        ``bf16-mixed``); no rank holds more than one file's part of them at a time.
+
+        Args:
+            save_directory: Where to; made if it does not exist. Only rank 0 writes.
+            max_shard_size: Largest weight file, e.g. ``200MB``, or bytes.
+
+        Raises:
+            ConfigError: If there is no model yet, or no Hugging Face class computes it.
+            CheckpointError: If the directory cannot be written, on all ranks alike.
+        """
+        from lightning_megatron.convert.save import save_hugging_face
+        from lightning_megatron.engine.wrap import finish_parameter_gathers
+
+        if self.model_chunks is None:
+            raise ConfigError("there is no model to save before Trainer.fit (or validate) has built it; call it then")
+        if self.is_variant or self.model_provider is not None:
+            raise ConfigError(
+                f"no Hugging Face {self.model_config.family} model computes this one (position_embedding_type, "
+                "attention_head_type or model_provider are given); save a checkpoint with trainer.save_checkpoint"
+            )
+        chunks = list(self.model_chunks)
+        directory = Path(self.megatron.broadcast(str(save_directory)))
+        with self.megatron.engine():
+            finish_parameter_gathers(chunks)
+            save_hugging_face(
+                chunks,
+                self.model_config,
+                config_object(self._model),
+                directory,
+                max_shard_size,
+                source=self.pretrained_path,
+            )
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        commit_message: str | None = None,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        max_shard_size: str | int = "5GB",
+    ) -> str:
+        """Upload the model to the Hugging Face hub, as ``PreTrainedModel.push_to_hub`` does. Every rank must call.
+
+        Args:
+            repo_id: ``org/name``, created if it does not exist.
+            commit_message: Of the commit; None for "Upload model".
+            private: Whether a repository that is created is private; None for its owner's default.
+            token: Of the hub; None for that of ``hf auth login`` or ``HF_TOKEN``.
+            revision: Branch to commit to, created if it does not exist; None for the main one.
+            create_pr: Open a pull request instead of committing.
+            max_shard_size: As for ``save_pretrained``.
+
+        Returns:
+            The address of the commit, or of the pull request, on every rank.
+
+        Raises:
+            ConfigError: On all ranks alike: if there is no model yet, no Hugging Face class computes it, or the hub
+                cannot be reached or refuses it.
+            CheckpointError: If the temporary folder of rank 0 cannot be written.
+        """
+        options = (repo_id, commit_message, private, token, revision, create_pr)
+        with tempfile.TemporaryDirectory(prefix="lightning_megatron_") as folder, ThreadPoolExecutor(1) as pool:
+            self.save_pretrained(folder, max_shard_size)
+            running = pool.submit(upload, folder, *options) if self.megatron.global_rank == 0 else None
+            # The others meet rank 0 every minute: an upload may take longer than a collective waits.
+            while not self.megatron.broadcast(running is not None and bool(wait([running], timeout=60).done)):
+                pass
+            return self.megatron.broadcast(on_all_ranks_alike(lambda: running.result() if running else ""))
 
 
 def _watchable(arguments: dict[str, Any], on_tokens: Callable[[torch.Tensor], None] | None) -> GenerationOptions:

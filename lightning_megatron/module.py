@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -14,7 +13,7 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_megatron.convert.registry import HFConfigLike, config_fields, config_object, model_config, with_weights
+from lightning_megatron.convert.registry import HFConfigLike, config_fields, model_config, with_weights
 from lightning_megatron.engine.data_parallel import computed_metrics
 from lightning_megatron.engine.launch import seed_of_run, unchanged_environment
 from lightning_megatron.engine.lr_schedule import LRSchedule, check_schedule
@@ -24,6 +23,7 @@ from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.generate.options import GenerationOptions
+from lightning_megatron.hub import local_folder
 from lightning_megatron.inference import Inference
 from lightning_megatron.models.variants import AttentionHeads, Positions, with_variant
 from lightning_megatron.steps.base import TrainStep
@@ -46,8 +46,8 @@ class MegatronModule(Inference):
     ranks. Subclass it and override any of Lightning's hooks as usual.
 
     Args:
-        model: A Hugging Face config object, a dict of one (with ``model_type``), a path to a ``config.json``, or a
-            path to a model directory.
+        model: A Hugging Face config object, a dict of one (with ``model_type``), a path to a ``config.json``, a path to
+            a model directory, or the name of a model on the Hugging Face hub, ``org/name`` or ``org/name@revision``.
         train_step: The objective: ``gpt``, ``bert``, ``t5``, ``last_word`` (a GPT's accuracy at the ends of texts), or
             an object of your own; None for the architecture's.
         pretrained: Start from the weights in the directory ``model``, each rank reading only its own part.
@@ -65,7 +65,8 @@ class MegatronModule(Inference):
         make_vocab_size_divisible_by: The vocabulary is padded to a multiple of this times tp.
 
     Raises:
-        ConfigError: If the model is unknown, or a field of it cannot be honoured.
+        ConfigError: If the model is unknown, a field of it cannot be honoured, or it is neither here nor to be had from
+            the hub.
     """
 
     def __init__(  # noqa: D107 (described on the class)
@@ -86,7 +87,7 @@ class MegatronModule(Inference):
     ) -> None:
         super().__init__()
         if isinstance(model, str):
-            model = os.path.expanduser(model)
+            model = str(local_folder(model, "model" if pretrained else "config"))
         described = _described(model, task, make_vocab_size_divisible_by)
         self.pretrained_path: Path | None = _weights_directory(model) if pretrained else None
         if self.pretrained_path is not None:
@@ -149,42 +150,6 @@ class MegatronModule(Inference):
             if any(len(values) == 0 for values in batch.values()):
                 raise DataError("a batch has no rows, and each must have at least one; correct the dataset or sampler")
             self.train_step.check_batch(batch)
-
-    def save_pretrained(self, save_directory: str | Path, max_shard_size: str | int = "5GB") -> None:
-        """Write the model as a Hugging Face directory, which ``AutoModelFor*.from_pretrained`` loads.
-
-        Every rank must call, within or after ``fit``. The weights are those that the model computes with (bf16 under
-        ``bf16-mixed``); no rank holds more than one file's part of them at a time.
-
-        Args:
-            save_directory: Where to; made if it does not exist. Only rank 0 writes.
-            max_shard_size: Largest weight file, e.g. ``200MB``, or bytes.
-
-        Raises:
-            ConfigError: If there is no model yet, or no Hugging Face class computes it.
-            CheckpointError: If the directory cannot be written, on all ranks alike.
-        """
-        from lightning_megatron.convert.save import save_hugging_face
-        from lightning_megatron.engine.wrap import finish_parameter_gathers
-
-        if self.model_chunks is None:
-            raise ConfigError("there is no model to save before Trainer.fit (or validate) has built it; call it then")
-        if self.is_variant or self.model_provider is not None:
-            raise ConfigError(
-                f"no Hugging Face {self.model_config.family} model computes this one (position_embedding_type, "
-                "attention_head_type or model_provider are given); save a checkpoint with trainer.save_checkpoint"
-            )
-        directory = Path(self.megatron.broadcast(str(save_directory)))
-        with self.megatron.engine():
-            finish_parameter_gathers(list(self.model_chunks))
-            save_hugging_face(
-                list(self.model_chunks),
-                self.model_config,
-                config_object(self._model),
-                directory,
-                max_shard_size,
-                source=self.pretrained_path,
-            )
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Torch's; also holds for the chunks if they are not built yet."""

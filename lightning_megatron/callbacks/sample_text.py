@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_megatron.callbacks.interval import check_interval, is_due
 from lightning_megatron.callbacks.throughput import ThroughputMonitor
-from lightning_megatron.data.corpus.tokenizer import largest_id, load_tokenizer
+from lightning_megatron.data.corpus.tokenizer import check_vocabulary, load_tokenizer
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.generate.prompt_checks import check_prompts
@@ -42,7 +42,7 @@ class SampleText(Callback):
         """Set what to continue and how.
 
         Args:
-            tokenizer: Folder of a transformers tokenizer, or the tokenizer itself.
+            tokenizer: Folder of a transformers tokenizer, its name on the Hugging Face hub, or the tokenizer itself.
             prompts: Texts to continue, as one batch.
             every_n_steps: Optimizer steps between samples; None takes the Trainer's ``log_every_n_steps``.
             generation: How tokens are chosen; None takes the module's ``generation``.
@@ -81,12 +81,8 @@ class SampleText(Callback):
             )
         is_folder = isinstance(self.tokenizer, (str, Path))
         self._tokenizer = load_tokenizer(self.tokenizer) if is_folder else self.tokenizer
-        if (largest := largest_id(self._tokenizer)) >= model.vocab_size:
-            folder = getattr(self.tokenizer, "name_or_path", self.tokenizer)
-            raise ConfigError(
-                f"the tokenizer {folder} of SampleText has tokens up to {largest}, and the model's vocabulary "
-                f"ends at {model.vocab_size - 1}; give the tokenizer of the training data"
-            )
+        folder = getattr(self.tokenizer, "name_or_path", self.tokenizer)
+        check_vocabulary(self._tokenizer, folder, model.vocab_size)
         self._is_answer = model.architecture == "t5"
         own: Any = pl_module.generation
         self._options: GenerationOptions = self.generation or own

@@ -16,7 +16,7 @@ _DESCRIPTION = """\
 Turn a checkpoint into one of another format or layout, in one process and without a GPU.
 
 Read are (the format is detected):
-  Hugging Face model directories    safetensors or .bin, in one file or several
+  Hugging Face model directories    safetensors or .bin, in one file or several; or their names on the hub, org/name
   *.ckpt                            of MegatronStrategy, at any layout
   torch_dist                        Megatron-Core's distributed checkpoints
   mp_rank_*/model_optim_rng.pt      Megatron-LM's of any version, and NVIDIA's .zip of one
@@ -41,7 +41,7 @@ def add_convert_command(commands: argparse._SubParsersAction[Any]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.epilog = _EPILOG.format(prog=parser.prog)
-    parser.add_argument("--load-path", type=Path, required=True, metavar="PATH", help="checkpoint to read")
+    parser.add_argument("--load-path", type=Path, required=True, metavar="PATH", help="checkpoint to read, or org/name")
     parser.add_argument(
         "--save-path", type=Path, required=True, metavar="PATH", help="what to write; must not exist, or be empty"
     )

@@ -60,7 +60,7 @@ def _add_preprocess(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument(
         "--output-prefix", required=True, metavar="P", help="path that the names of the files begin with"
     )
-    parser.add_argument("--tokenizer", required=True, metavar="DIR", help="folder of any transformers tokenizer")
+    parser.add_argument("--tokenizer", required=True, metavar="DIR", help="transformers tokenizer, or org/name")
     parser.add_argument(
         "--json-keys",
         nargs="+",

@@ -15,7 +15,8 @@ _DESCRIPTION = """\
 Continue prompts with the model of a checkpoint, on one process or on tp x pp of them.
 
 Read is what convert reads: Hugging Face model directories, *.ckpt of MegatronStrategy, Megatron-Core's distributed
-checkpoints and Megatron-LM's; each process reads its own part. Greedy unless an option says how to draw.
+checkpoints and Megatron-LM's, or models of the Hugging Face hub by name (org/name); each process reads its own part.
+Greedy unless an option says how to draw.
 GPTs continue the prompts; the encoder of a T5 reads them, and the text is its decoder's."""
 _EPILOG = """\
 examples:
@@ -37,7 +38,12 @@ def add_generate_command(commands: argparse._SubParsersAction[Any]) -> None:
     parser.epilog = _EPILOG.format(prog=parser.prog)
     # An option's name in Python (dest) is that of what it sets, so that messages can be told in the words typed here.
     parser.add_argument(
-        "--checkpoint", dest="load_path", type=Path, required=True, metavar="PATH", help="checkpoint to read"
+        "--checkpoint",
+        dest="load_path",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="what to read, or org/name",
     )
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", nargs="+", metavar="TEXT", help="texts to continue")

@@ -15,15 +15,16 @@ from lightning_megatron.cli.generated_text import TextPrinter, show_what_can_be_
 from lightning_megatron.cli.prompts import read_prompts
 from lightning_megatron.cli.writing_module import BatchTexts, Job, WritingModule
 from lightning_megatron.convert.companions import GENERATION_CONFIG_FILE, tokenizer_files
-from lightning_megatron.convert.conversion import open_model
+from lightning_megatron.convert.conversion import located, open_model
 from lightning_megatron.convert.options import ConvertOptions
 from lightning_megatron.convert.stored.base import StoredModel
-from lightning_megatron.data.corpus.tokenizer import largest_id, load_tokenizer
+from lightning_megatron.data.corpus.tokenizer import check_vocabulary, load_tokenizer
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.generate.end_tokens import end_tokens
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.generate.prompt_checks import check_prompts
 from lightning_megatron.generate.texts import encoded
+from lightning_megatron.hub import local_folder
 from lightning_megatron.strategy import MegatronStrategy
 
 _PRECISIONS = {torch.bfloat16: "bf16-true", torch.float16: "16-mixed"}
@@ -124,20 +125,17 @@ def _opened(arguments: GenerateArguments) -> StoredModel:
     paths = ConvertOptions(
         load_path=path, save_path=path, to="hf", config=arguments.config, iteration=arguments.iteration
     )
-    return open_model(path, paths)
+    paths = located(paths)
+    return open_model(paths.load_path, paths)
 
 
 def _tokenizer(folder: Path | None, stored: StoredModel) -> Any:
     asked = folder or stored.path
-    folder = folder or stored.companions
+    folder = stored.companions if folder is None else local_folder(folder, "tokenizer")
     if folder is None or not folder.is_dir() or not tokenizer_files(folder):
         raise ConfigError(f"{asked} comes with no tokenizer; give --tokenizer DIR of one")
     tokenizer = load_tokenizer(folder)
-    if (largest := largest_id(tokenizer)) >= stored.model.vocab_size:
-        raise ConfigError(
-            f"the tokenizer {folder} has tokens up to {largest}, and the vocabulary of {stored.path} ends at "
-            f"{stored.model.vocab_size - 1}; give the tokenizer of this model"
-        )
+    check_vocabulary(tokenizer, folder, stored.model.vocab_size)
     return tokenizer
 
 

@@ -7,14 +7,9 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-GENERATION_CONFIG_FILE = "generation_config.json"
+from lightning_megatron.hub import TOKENIZER_FILES
 
-_OF_TOKENIZERS = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken"),
-    *("chat_template.jinja", "chat_template.json", "additional_chat_templates"),
-)
-"""Globs of what transformers' tokenizers save. Never their code: a copy would be trusted like what it was made of."""
+GENERATION_CONFIG_FILE = "generation_config.json"
 
 
 def generation_config(folder: Path | None) -> list[Path]:
@@ -26,7 +21,7 @@ def tokenizer_files(folder: Path | None) -> list[Path]:
     """The tokenizer's files in ``folder``, a folder of chat templates among them; none if it has no tokenizer."""
     if folder is None:
         return []
-    return _existing(each for each in folder.iterdir() if any(fnmatchcase(each.name, glob) for glob in _OF_TOKENIZERS))
+    return _existing(each for each in folder.iterdir() if any(fnmatchcase(each.name, glob) for glob in TOKENIZER_FILES))
 
 
 def companion_files(companions: Path | None, tokenizer: Path | None) -> list[Path]:

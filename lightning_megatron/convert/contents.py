@@ -150,15 +150,7 @@ def _of_megatron_core(path: Path) -> CheckpointContents:
 
 def _of_megatron_lm(path: Path) -> CheckpointContents:
     found = describe_legacy(path)
-    tensors = [
-        TensorEntry(
-            name=each.name,
-            shape=each.shape,
-            dtype=_name(each.dtype),
-            num_bytes=math.prod(each.shape) * each.dtype.itemsize,
-        )
-        for each in found.entries
-    ]
+    tensors = [_entry(*each) for each in found.entries]
     return _contents(found.folder, OF_MEGATRON_LM, found.facts, tensors)
 
 
@@ -170,8 +162,7 @@ def _distributed_tensors(path: Path) -> list[TensorEntry]:
                 shape, dtype = tuple(stored.size), stored.properties.dtype
                 if not all(type(size) is int for size in shape):
                     raise ValueError(f"a shape {shape}")
-                num_bytes = math.prod(shape) * dtype.itemsize
-                entries.append(TensorEntry(name=str(name), shape=shape, dtype=_name(dtype), num_bytes=num_bytes))
+                entries.append(_entry(str(name), shape, dtype))
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(f"checkpoint {path} has a damaged table of contents ({error!r}); use another") from None
     return entries
@@ -187,19 +178,17 @@ def _hugging_face(path: Path) -> CheckpointContents:
         facts = dict(config) if isinstance(config, dict) else {}
     weights = open_weights(path)
     tensors = [
-        TensorEntry(
-            name=name,
-            shape=each.shape,
-            dtype=_name(each.dtype) if each.dtype else each.dtype_name,
-            num_bytes=each.num_bytes,
-        )
+        _entry(name, each.shape, each.dtype)
+        if each.dtype
+        else TensorEntry(name=name, shape=each.shape, dtype=each.dtype_name, num_bytes=each.num_bytes)
         for name, each in weights.tensors.items()
     ]
     return _contents(path, "Hugging Face model directory", {"config": facts} if facts else {}, tensors)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _entry(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> TensorEntry:
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return TensorEntry(name=name, shape=shape, dtype=str(dtype).removeprefix("torch."), num_bytes=num_bytes)
 
 
 def _contents(path: Path, kind: str, facts: Mapping[str, Any], tensors: list[TensorEntry]) -> CheckpointContents:

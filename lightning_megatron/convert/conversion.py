@@ -24,6 +24,7 @@ from lightning_megatron.convert.options import ConvertOptions
 from lightning_megatron.convert.staging import staged
 from lightning_megatron.convert.stored.base import StoredModel
 from lightning_megatron.convert.watched import Watched
+from lightning_megatron.hub import local_folder
 
 __all__ = ["ConvertOptions", "Converted", "convert", "open_model"]
 
@@ -62,6 +63,7 @@ def convert(options: ConvertOptions) -> Converted:
     """
     start = time.monotonic()
     check_options(options)
+    options = located(options)
     if said := without_effect(options):
         _log.warning("note: %s", said)
     save_path = check_paths(options)
@@ -81,6 +83,20 @@ def convert(options: ConvertOptions) -> Converted:
         num_files=len(files),
         num_bytes=sum(each.stat().st_size for each in files),
         seconds=time.monotonic() - start,
+    )
+
+
+def located(options: ConvertOptions) -> ConvertOptions:
+    """``options`` with the folders of models and tokenizers that are named as on the Hugging Face hub.
+
+    Raises:
+        ConfigError: If one cannot be had.
+    """
+    return replace(
+        options,
+        load_path=local_folder(options.load_path, "model"),
+        tokenizer=None if options.tokenizer is None else local_folder(options.tokenizer, "tokenizer"),
+        config=None if options.config is None else local_folder(options.config, "config"),
     )
 
 

@@ -129,7 +129,9 @@ def check_model(source: StoredModel, options: ConvertOptions) -> None:
             "whole; convert it to=hf, or train from it as it is (pretrained=True begins a new head)"
         )
     if options.tokenizer is not None:
-        _check_tokenizer(options.tokenizer, source.model.vocab_size)
+        from lightning_megatron.data.corpus.tokenizer import check_vocabulary, load_tokenizer
+
+        check_vocabulary(load_tokenizer(options.tokenizer), options.tokenizer, source.model.vocab_size)
     _check_space(source, options)
 
 
@@ -142,17 +144,6 @@ def missing_weights(source: StoredModel) -> list[str]:
 
 def _parallel(options: ConvertOptions) -> ParallelConfig:
     return ParallelConfig(tp=options.tp, pp=options.pp, vpp=options.vpp, num_microbatches=max(1, options.pp))
-
-
-def _check_tokenizer(folder: Path, vocab_size: int) -> None:
-    from lightning_megatron.data.corpus.tokenizer import largest_id, load_tokenizer
-
-    largest = largest_id(load_tokenizer(folder))
-    if largest >= vocab_size:
-        raise ConfigError(
-            f"tokenizer={folder} gives ids up to {largest}, and the model has vocab_size={vocab_size}; give the "
-            "tokenizer that it was trained with"
-        )
 
 
 def bytes_to_write(source: StoredModel, options: ConvertOptions) -> int:

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from lightning_megatron.convert.filling import Filling
 from lightning_megatron.convert.load import progress_bar
-from lightning_megatron.convert.pieces import Shard, columns, padding, shards_of
-from lightning_megatron.convert.reading import rows_at_once
+from lightning_megatron.convert.pieces import Shard, shards_of
+from lightning_megatron.convert.reading import read_box
 from lightning_megatron.convert.registry import rules_of
 from lightning_megatron.convert.stored.base import Key, StoredModel
 from lightning_megatron.engine.agreement import on_all_ranks_alike
@@ -52,14 +51,5 @@ def _fill(shards: list[tuple[Key, Shard]], stored: StoredModel) -> None:
     total = sum(shard.data.numel() * shard.data.element_size() for _, shard in shards)
     with progress_bar("loading weights", total) as bar:
         for key, shard in shards:
-            place, spec = shard.place, stored.tensors[key]
-            filling = Filling(key.name, shard.data)
-            filling.put(padding(place), 0)
-            first, last = place.offset[0], min(place.offset[0] + place.size[0], place.shape[0])
-            step = rows_at_once(spec.num_bytes // max(1, spec.shape[0]))
-            for start in range(first, last, step):
-                rows = stored.read(key, start, min(start + step, last))
-                own = rows if rows.dim() == 1 else rows[:, columns(place)]
-                filling.put(slice(start - first, start - first + len(own)), own)
-            filling.whole()
+            read_box(stored, key, shard.place.offset, shard.data)
             bar.update(shard.data.numel() * shard.data.element_size())

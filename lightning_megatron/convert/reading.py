@@ -1,4 +1,4 @@
-"""How do rows of Hugging Face's tensors become rows of one of Megatron's? Block by block, straight to their place."""
+"""Read parts of Megatron's tensors from Hugging Face's files or any stored model, block by block, into their place."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import torch
 
 from lightning_megatron.convert.filling import Filling
 from lightning_megatron.convert.hugging_face_files import WeightFiles
+from lightning_megatron.convert.legacy.names import VOCABULARY
 from lightning_megatron.convert.matching import Match
 from lightning_megatron.convert.pieces import Piece, Place, columns, index, padding, pieces
 from lightning_megatron.convert.rules import Rule
+from lightning_megatron.convert.stored.base import Key, StoredModel
+from lightning_megatron.convert.targets.casting import cast
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.models.config import ModelConfig
 
@@ -44,6 +47,30 @@ def read_rows(files: WeightFiles, names: Sequence[str], rule: Rule, place: Place
     for piece in pieces(rule, place):
         read = _read_transposed if rule.transposed else _read
         read(files, names[piece.tensor], piece, place, filling)
+    filling.whole()
+
+
+def read_box(source: StoredModel, key: Key, start: Sequence[int], target: torch.Tensor) -> None:
+    """Fill ``target`` with the box of a stored tensor that begins at ``start``; rows of padding become zero.
+
+    Args:
+        source: What to read, some rows at a time.
+        key: Which tensor.
+        start: First index along each axis.
+        target: Of the box's shape, on any device and of any dtype.
+
+    Raises:
+        CheckpointError: If the source does not fill it, or a number does not fit into its dtype.
+    """
+    spec, filling = source.tensors[key], Filling(key.name, target)
+    first, last = start[0], min(start[0] + target.shape[0], spec.shape[0])
+    if key.name in VOCABULARY:
+        filling.put(slice(max(0, last - first), None), 0)
+    columns = tuple(slice(a, a + size) for a, size in zip(start[1:], target.shape[1:], strict=True))
+    step = rows_at_once(spec.num_bytes // max(1, spec.shape[0]))
+    for begin in range(first, last, step):
+        rows = source.read(key, begin, min(begin + step, last))[:, *columns]
+        filling.put(slice(begin - first, begin - first + len(rows)), cast(rows, target.dtype, key.name))
     filling.whole()
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tqdm import tqdm
 
 from lightning_megatron.convert.options import ConvertOptions
-from lightning_megatron.convert.stored.base import Key, Spec, StoredModel, Training
-from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.convert.stored.base import Key, StoredModel
 
 
 class Watched:
@@ -30,48 +27,17 @@ class Watched:
             disable=None,
         )
 
-    def __enter__(self) -> Watched:
-        return self
+    def __enter__(self) -> StoredModel:
+        return cast(StoredModel, self)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._bar.close()
 
-    @property
-    def path(self) -> Path:
+    def __getattr__(self, name: str) -> Any:
         """The source's."""
-        return self._source.path
-
-    @property
-    def kind(self) -> str:
-        """The source's."""
-        return self._source.kind
-
-    @property
-    def model(self) -> ModelConfig:
-        """The source's."""
-        return self._source.model
-
-    @property
-    def hf_config(self) -> Any:
-        """The source's."""
-        return self._source.hf_config
-
-    @property
-    def tensors(self) -> Mapping[Key, Spec]:
-        """The source's."""
-        return self._source.tensors
-
-    @property
-    def training(self) -> Training | None:
-        """The source's."""
-        return self._source.training
-
-    @property
-    def companions(self) -> Path | None:
-        """The source's."""
-        return self._source.companions
+        return getattr(self._source, name)
 
     def read(self, key: Key, start: int, stop: int) -> torch.Tensor:
         """The source's rows."""

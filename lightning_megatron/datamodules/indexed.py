@@ -49,7 +49,8 @@ class IndexedDataModule(MegatronDataModule):
         seq_length: Tokens of a row: those a GPT predicts from, or those a BERT or an encoder reads.
         micro_batch_size: Samples in one microbatch of one data-parallel rank.
         objective: ``gpt``, ``bert`` or ``t5``; None for the one of the model's architecture.
-        tokenizer: Folder of the tokenizer, which a BERT or T5 needs for its special tokens and the borders of words.
+        tokenizer: Folder of the tokenizer, or its name on the Hugging Face hub (``org/name``); a BERT or T5 needs it
+            for its special tokens and the borders of words.
         seq_length_decoder: Tokens that a T5's decoder reads.
         masking: What a BERT or T5 hides.
         t5_format: What ends a T5's rows: ``hugging_face``, as its released models were trained (the text with eos, the

@@ -38,7 +38,7 @@ class InstructionDataModule(MegatronDataModule):
 
     Args:
         data_path: A .jsonl file, a folder of them, or a pattern, to be split.
-        tokenizer: Folder of the model's tokenizer.
+        tokenizer: Folder of the model's tokenizer, or its name on the Hugging Face hub (``org/name``).
         split: Weights of training, validation and test samples, e.g. ``95,5,0``, in the order of the lines.
         seq_length: Tokens of a row; longer samples lose their end.
         micro_batch_size: Rows in one microbatch of one data-parallel rank.

@@ -45,7 +45,7 @@ class TextEvaluationDataModule(MegatronDataModule):
     Args:
         data_path: A file, a folder or a pattern: .jsonl (one text a line), .parquet (one a row) or any file of text
             (one a file).
-        tokenizer: Folder of the model's tokenizer.
+        tokenizer: Folder of the model's tokenizer, or its name on the Hugging Face hub (``org/name``).
         task: ``perplexity`` or ``last_word``.
         seq_length: Most tokens that the model reads in one row.
         stride: For ``perplexity``: tokens by which each row begins behind the one before; None: ``seq_length``.

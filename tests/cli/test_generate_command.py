@@ -253,4 +253,4 @@ def test_the_tokenizer_of_another_model_is_refused(checkpoints: Path, tmp_path: 
     model.save_pretrained(tmp_path)
     code, _, err = _generate("--checkpoint", tmp_path, "--tokenizer", checkpoints / "hf", "--prompt", "x")
     assert code == 2
-    assert f"has tokens up to {VOCAB_SIZE - 1}, and the vocabulary of" in err
+    assert f"gives ids up to {VOCAB_SIZE - 1}, and the model has vocab_size=" in err

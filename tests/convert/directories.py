@@ -33,11 +33,11 @@ def tiny_llama(**fields: Any) -> Any:
     return tiny_model(AutoModelForCausalLM, config)
 
 
-def tiny_gpt2() -> Any:
+def tiny_gpt2(vocab_size: int = VOCAB_SIZE) -> Any:
     """A GPT-2 of two layers, whose output layer is the embedding."""
     from transformers import AutoModelForCausalLM, GPT2Config
 
-    return tiny_model(AutoModelForCausalLM, GPT2Config(vocab_size=VOCAB_SIZE, n_layer=2, n_embd=32, n_head=4))
+    return tiny_model(AutoModelForCausalLM, GPT2Config(vocab_size=vocab_size, n_layer=2, n_embd=32, n_head=4))
 
 
 def tiny_bert(head: str, **fields: Any) -> Any:

@@ -121,7 +121,7 @@ def _printed(case: Case, tokenizer: Path) -> tuple[str, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("extra_words", "prompts", "says"),
     [
-        (1, PROMPTS, f"has tokens up to {VOCAB_SIZE}, and the model's vocabulary ends at {VOCAB_SIZE - 1}"),
+        (1, PROMPTS, f"gives ids up to {VOCAB_SIZE}, and the model has vocab_size={VOCAB_SIZE}"),
         (0, [" ".join(["w1"] * 17)], "needs more positions than the model's max_position_embeddings=16"),
         (0, ["w1", ""], "the prompt '' has no token to continue"),
     ],

@@ -7,15 +7,19 @@ arguments: of these only NVIDIA's published 345M models are known, by their shap
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lightning_megatron.convert.legacy.arguments_out import HUGGING_FACE_CONFIG
-from lightning_megatron.convert.registry import family_of
+from lightning_megatron.convert.registry import config_object, family_of
 from lightning_megatron.convert.stored.base import Key
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.models.config import Architecture
+
+_log = logging.getLogger(__name__)
 
 _GIVE_A_CONFIG = "give the Hugging Face config.json of the same model with --config"
 _PUBLISHED: Mapping[str, Any] = {
@@ -83,11 +87,6 @@ class Shapes:
         return self.size("mlp.linear_fc1.weight", 0) == 2 * self.size("mlp.linear_fc2.weight", 1)
 
 
-def is_own(arguments: Mapping[str, Any] | None) -> bool:
-    """Whether ``convert`` wrote them: they then say which variant of its Hugging Face config the model is."""
-    return HUGGING_FACE_CONFIG in (arguments or {})
-
-
 def own_config(arguments: Mapping[str, Any]) -> Any:
     """The Hugging Face config object that ``convert`` wrote beside Megatron-LM's arguments; None in other checkpoints.
 
@@ -112,6 +111,19 @@ def own_config(arguments: Mapping[str, Any]) -> Any:
     except Exception as error:  # transformers validates with errors of its own
         reason = " ".join(str(error).split())
         raise CheckpointError(f"args.{HUGGING_FACE_CONFIG} is refused by transformers: {reason}") from None
+
+
+def told_config(path: Path, arguments: Mapping[str, Any], shapes: Shapes) -> Any:
+    """A Hugging Face config object; see ``hf_config_of``."""
+    hf_config = config_object(hf_config_of(arguments, shapes))
+    if not vocab_size(arguments, shapes)[1]:
+        _log.warning(
+            "%s does not say whether some rows of its vocabulary of %d only pad it: all are kept; give the model's "
+            "config with --config if it has fewer",
+            path,
+            hf_config.vocab_size,
+        )
+    return hf_config
 
 
 def hf_config_of(arguments: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:

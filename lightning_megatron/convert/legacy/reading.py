@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,12 +15,11 @@ from lightning_megatron.convert.contents import OF_MEGATRON_LM
 from lightning_megatron.convert.legacy.arguments import (
     Shapes,
     bert_task,
-    hf_config_of,
-    is_own,
     own_config,
     published_arguments,
-    vocab_size,
+    told_config,
 )
+from lightning_megatron.convert.legacy.arguments_out import HUGGING_FACE_CONFIG
 from lightning_megatron.convert.legacy.comparison import check_copies, check_layout, check_tensors
 from lightning_megatron.convert.legacy.layout import RankFiles, find_files, is_legacy
 from lightning_megatron.convert.legacy.merged import Merged, merged, whole_shape
@@ -40,8 +38,6 @@ __all__ = ["LegacyModel", "is_legacy", "open_legacy"]
 
 _OUTPUT = Key("output_layer.weight", None)
 _ORDER_OF_MEGATRON_CORE = 3.0
-
-_log = logging.getLogger(__name__)
 
 
 def open_legacy(path: Path, config: Path | None = None, iteration: int | None = None) -> LegacyModel:
@@ -75,7 +71,7 @@ def open_legacy(path: Path, config: Path | None = None, iteration: int | None = 
     if hf_config is None:
         hf_config = _told_config(path, first.arguments, shapes)
     model = _described(hf_config, shapes)
-    if config is None and is_own(first.arguments):
+    if config is None and HUGGING_FACE_CONFIG in first.arguments:
         model = variant_of(model, first.arguments)
     version = _version(first)
     check_version(version, model, files.tp)
@@ -103,15 +99,7 @@ def _told_config(path: Path, arguments: Mapping[str, Any], shapes: Shapes) -> An
             f"{path} was written with num_layers={layers} and has {found} layers; give the folder of all stages, or if "
             "the model has no more, its Hugging Face config.json with --config"
         )
-    hf_config = config_object(hf_config_of(arguments, shapes))
-    if not vocab_size(arguments, shapes)[1]:
-        _log.warning(
-            "%s does not say whether some rows of its vocabulary of %d only pad it: all are kept; give the model's "
-            "config with --config if it has fewer",
-            path,
-            hf_config.vocab_size,
-        )
-    return hf_config
+    return told_config(path, arguments, shapes)
 
 
 def _described(hf_config: Any, shapes: Shapes) -> ModelConfig:

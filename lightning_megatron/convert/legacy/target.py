@@ -16,7 +16,7 @@ The rank's pickle is the shard: one is in memory at a time, and whole tensors ar
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch
 from lightning_megatron.convert.companions import companion_files, copy_companions
 from lightning_megatron.convert.iterations import TRACKER_FILE
 from lightning_megatron.convert.legacy.arguments_out import megatron_arguments
-from lightning_megatron.convert.legacy.names import HEAD_COPY, legacy_name, nested_path
+from lightning_megatron.convert.legacy.names import HEAD_COPY, legacy_name, nested_path, split_axis
 from lightning_megatron.convert.legacy.optimizer_out import (
     NO_STATE,
     Parameter,
@@ -34,10 +34,11 @@ from lightning_megatron.convert.legacy.optimizer_out import (
     schedule_state,
 )
 from lightning_megatron.convert.legacy.stages import Chunk, pipeline
-from lightning_megatron.convert.legacy.tp_shards import TensorParallel
 from lightning_megatron.convert.options import ConvertOptions
+from lightning_megatron.convert.reading import read_box
 from lightning_megatron.convert.stored.base import Key, State, StoredModel
 from lightning_megatron.convert.targets.casting import cast, dtype_of
+from lightning_megatron.convert.targets.layout import TargetLayout
 from lightning_megatron.engine.checkpoint_failures import failures_as_errors
 from lightning_megatron.engine.checkpoint_swap import sync
 from lightning_megatron.errors import CheckpointError
@@ -101,9 +102,9 @@ class _Writer:
         self._source, self._options = source, options
         self._specs = source.tensors
         self._cut = pipeline(model, options.pp, options.vpp)
-        multiple = options.make_vocab_size_divisible_by * options.tp
-        padded = -(-model.vocab_size // multiple) * multiple
-        self._tensor_parallel = TensorParallel(model=model, size=options.tp, padded_vocab_size=padded)
+        padding = options.make_vocab_size_divisible_by
+        self._layout = TargetLayout.of(replace(model, make_vocab_size_divisible_by=padding), options)
+        padded = self._layout.model.padded_vocab_size(options.tp)
         self._dtype = dtype_of(options.dtype)
         self._arguments = megatron_arguments(source, options, self._cut, padded, self._dtype or _most_common(source))
         training = source.training
@@ -179,7 +180,12 @@ class _Writer:
         return cast(self._read(stored, rank), dtype, key.name)
 
     def _read(self, key: Key, rank: int) -> torch.Tensor:
-        return self._tensor_parallel.read(self._source, key, self._specs[key], rank)
+        spec, parts = self._specs[key], []
+        for box in self._layout.boxes(key, self._layout.padded_shape(key, spec.shape)):
+            if split_axis(key.name) is None or box.rank % self._options.tp == rank:
+                parts.append(torch.empty(box.size, dtype=spec.dtype))
+                read_box(self._source, key, box.start, parts[-1])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _reader(self, key: Key, rank: int) -> Any:
         def read(state: State) -> torch.Tensor:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.convert.legacy.arguments import Shapes, hf_config_of, is_own, own_config, vocab_size
+from lightning_megatron.convert.legacy.arguments import Shapes, own_config, told_config
+from lightning_megatron.convert.legacy.arguments_out import HUGGING_FACE_CONFIG
 from lightning_megatron.convert.registry import config_object, family_of
 from lightning_megatron.convert.stored.base import Key
 from lightning_megatron.convert.stored.chunks import ChunkedFiles
@@ -16,8 +16,6 @@ from lightning_megatron.convert.stored.distributed_names import entry_of, is_wei
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.models.config import Architecture, ModelConfig
 from lightning_megatron.models.variants import variant_of
-
-_log = logging.getLogger(__name__)
 
 _SAID_BY_THE_RUN = ("make_vocab_size_divisible_by", "share_embeddings_and_output_weights")
 """What a run may have decided that its config does not say: T5's weight files tell whether its output layer is tied."""
@@ -76,22 +74,14 @@ def describe_arguments(
         )
     hf_config = _told_config(path, arguments or {}, files) if config is None else config_object(config)
     model = family_of(hf_config.model_type).model_config(hf_config)
-    return (variant_of(model, arguments or {}) if config is None and is_own(arguments) else model), hf_config
+    if config is None and arguments and HUGGING_FACE_CONFIG in arguments:
+        model = variant_of(model, arguments)
+    return model, hf_config
 
 
 def _told_config(path: Path, arguments: Mapping[str, Any], files: ChunkedFiles) -> Any:
-    hf_config = own_config(arguments)
-    if hf_config is None:
-        shapes = _shapes(arguments, files)
-        hf_config = config_object(hf_config_of(arguments, shapes))
-        if not vocab_size(arguments, shapes)[1]:
-            _log.warning(
-                "%s does not say whether rows of its vocabulary of %d only pad it: all are kept; give the model's "
-                "config with --config if it has fewer",
-                path,
-                hf_config.vocab_size,
-            )
-    return hf_config
+    own = own_config(arguments)
+    return told_config(path, arguments, _shapes(arguments, files)) if own is None else own
 
 
 def _shapes(arguments: Mapping[str, Any], files: ChunkedFiles) -> Shapes:

@@ -18,15 +18,13 @@ from typing import Any
 import torch
 
 from lightning_megatron.convert.companions import companion_files, copy_companions
-from lightning_megatron.convert.filling import Filling
-from lightning_megatron.convert.legacy.names import VOCABULARY
 from lightning_megatron.convert.options import ConvertOptions
-from lightning_megatron.convert.reading import rows_at_once
+from lightning_megatron.convert.reading import read_box
 from lightning_megatron.convert.registry import family_of
 from lightning_megatron.convert.shapes import num_layers
 from lightning_megatron.convert.stored.base import Key, State, StoredModel
 from lightning_megatron.convert.stored.distributed import COMPANIONS, StrategyTraining
-from lightning_megatron.convert.targets.casting import cast, dtype_of
+from lightning_megatron.convert.targets.casting import dtype_of
 from lightning_megatron.convert.targets.chunk_files import Chunk, write_chunks
 from lightning_megatron.convert.targets.layout import Box, TargetLayout
 from lightning_megatron.convert.targets.run_state import (
@@ -144,19 +142,9 @@ class _Target:
 
     def _read(self, key: Key, box: Box, dtype: torch.dtype) -> torch.Tensor:
         """The numbers of a box, some rows of the source at a time; zero in rows that pad the vocabulary."""
-        spec = self._source.tensors[key]
-        result = Filling(key.name, torch.empty(box.size, dtype=dtype))
-        first, last = box.start[0], min(box.start[0] + box.size[0], spec.shape[0])
-        columns = tuple(slice(start, start + size) for start, size in zip(box.start[1:], box.size[1:], strict=True))
-        step = rows_at_once(spec.num_bytes // max(1, spec.shape[0]))
-        for start in range(first, last, step):
-            stop = min(start + step, last)
-            rows = self._source.read(key, start, stop)
-            result.put(slice(start - first, stop - first), cast(rows[:, *columns], dtype, key.name))
-        if key.name in VOCABULARY:
-            result.put(slice(max(0, last - first), None), 0)
-        whole = result.whole()
-        return whole if key.layer is None else whole[None]
+        result = torch.empty(box.size, dtype=dtype)
+        read_box(self._source, key, box.start, result)
+        return result if key.layer is None else result[None]
 
 
 def _extra_states(model: ModelConfig, tensors: Iterable[Key]) -> dict[str, bytes]:

@@ -36,7 +36,7 @@ class PreprocessOptions:
     output_prefix: str | Path
     """P of the written files ``P_<key>_document.bin`` and ``.idx``; the key of text files is ``text``."""
     tokenizer: str | Path
-    """Folder of a transformers tokenizer."""
+    """Folder of a transformers tokenizer, or its name on the Hugging Face hub."""
     json_keys: Sequence[str] = (PLAIN_TEXT_KEY,)
     """Keys of the JSON objects, or columns, to tokenize; each becomes a dataset of its own.
 

@@ -16,6 +16,7 @@ from lightning_megatron.data.corpus.documents import read_documents
 from lightning_megatron.data.corpus.files import PLAIN_TEXT_KEY, find_files
 from lightning_megatron.data.corpus.pieces import cut_into_pieces
 from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.hub import local_folder
 
 END_OF_TEXT = "<|endoftext|>"
 """The special token that ends a document; it is the tokenizer's beginning-of-sequence token too, as in GPT-2."""
@@ -141,12 +142,13 @@ def train_tokenizer(options: TokenizerTrainingOptions) -> TokenizerTrainingResul
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """The transformers tokenizer saved in ``folder``; nothing is fetched from a network.
+    """The transformers tokenizer saved in ``folder``, or of that name on the Hugging Face hub (``org/name``).
 
     Raises:
         DataError: If there is no tokenizer in ``folder``.
+        ConfigError: If it is neither a folder nor a tokenizer of the hub that can be had.
     """
-    folder = os.path.expanduser(folder)
+    folder = local_folder(folder, "tokenizer")
     if not os.path.isdir(folder):
         raise DataError(f"tokenizer folder {folder} does not exist; train one with train-tokenizer --output {folder}")
     from transformers import AutoTokenizer
@@ -165,6 +167,19 @@ def largest_id(tokenizer: Any) -> int:
     """The largest id that ``tokenizer`` can give; some leave gaps, so that it is not the number of entries."""
     ids: list[int] = list(tokenizer.get_vocab().values())
     return max(len(tokenizer) - 1, *ids)
+
+
+def check_vocabulary(tokenizer: Any, source: object, vocab_size: int) -> None:
+    """Raise if the tokenizer ``source`` gives ids that a model with ``vocab_size`` tokens does not have.
+
+    Raises:
+        ConfigError: With the largest id.
+    """
+    if (largest := largest_id(tokenizer)) >= vocab_size:
+        raise ConfigError(
+            f"tokenizer={source} gives ids up to {largest}, and the model has vocab_size={vocab_size}; give the "
+            "tokenizer that it was trained with"
+        )
 
 
 def batch_encoder(tokenizer: Any) -> Callable[[list[str]], list[list[int]]]:

@@ -1,0 +1,164 @@
+"""Find models and tokenizers of the Hugging Face hub in its cache, download what is missing, and upload a model.
+
+A name is ``org/name`` or ``org/name@revision``. A path that exists wins over it. What is in the cache is taken without
+a request, so that all ranks see the same files; the first process of a host to miss some downloads them under a lock of
+huggingface_hub in the cache, and the others then find them: there need not be a process group.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal
+
+from lightning_megatron.errors import ConfigError
+
+Needed = Literal["config", "tokenizer", "model"]
+
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken"),
+    *("chat_template.jinja", "chat_template.json", "additional_chat_templates"),
+)
+"""Globs of what transformers' tokenizers save. Never their code: a copy would be trusted like what it was made of."""
+
+_NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\S+))?")
+_OF_FILES = (".ckpt", ".json", ".yaml", ".yml", ".pt", ".zip", ".bin", ".safetensors")
+"""What the name of a model does not end with, and a path does."""
+_SHARD = re.compile(r'"((?:model|pytorch_model)-[\w-]+\.(?:safetensors|bin))"')
+"""A file in an index; whoever reads a damaged one says so."""
+_CONFIGS = ("config.json", "generation_config.json")
+_WEIGHTS = (
+    ("model*.safetensors", "model.safetensors.index.json"),
+    ("pytorch_model*.bin", "pytorch_model.bin.index.json"),
+)
+"""The second ones are fetched where a model has none of the first."""
+_TOKENIZER_PATTERNS = (*TOKENIZER_FILES, "additional_chat_templates/*", "config.json")
+_PATTERNS: dict[Needed, tuple[str, ...]] = {
+    "config": _CONFIGS,
+    "tokenizer": _TOKENIZER_PATTERNS,
+    "model": (*_CONFIGS, *_TOKENIZER_PATTERNS, *_WEIGHTS[0]),
+}
+
+
+def local_folder(name: str | Path, needed: Needed) -> Path:
+    """The path ``name``, or the folder in the cache with what is needed of the model of that name on the hub.
+
+    Raises:
+        ConfigError: If it is neither a path nor in the cache and cannot be downloaded; it says which file is missing.
+    """
+    path = Path(os.path.expanduser(name))
+    named = _NAME.fullmatch(str(name))
+    if named is None or path.suffix in _OF_FILES or path.exists():
+        return path
+    from huggingface_hub import constants
+    from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
+
+    repo, revision = named.groups()
+    folder = _cached(repo, revision, needed)
+    missing, reason = _missing(folder, needed), "HF_HUB_OFFLINE is set"
+    if missing is not None and not constants.HF_HUB_OFFLINE:
+        locks = Path(constants.HF_HUB_CACHE, ".locks", f"models--{repo.replace('/', '--')}")
+        try:
+            locks.mkdir(parents=True, exist_ok=True)
+            with WeakFileLock(locks / "lightning_megatron.lock"):
+                folder = _cached(repo, revision, needed)
+                if _missing(folder, needed) is not None:
+                    folder = _downloaded(repo, revision, needed)
+            missing, reason = _missing(folder, needed), "nor did the hub give it"
+        except Exception as error:  # of any kind: huggingface_hub's own, or its HTTP client's
+            reason = _first_line(error)
+    if missing is not None or folder is None:
+        at = f" --revision {revision}" if revision else ""
+        raise ConfigError(
+            f"{name}: expected a path that exists or a model of the Hugging Face hub, got neither: its {missing} is "
+            f"not in the cache {constants.HF_HUB_CACHE} ({reason}); correct the path, give a folder, or run "
+            f"`hf download {repo}{at}` where there is a connection"
+        )
+    return folder
+
+
+def _cached(repo: str, revision: str | None, needed: Needed) -> Path | None:
+    from huggingface_hub import constants, snapshot_download
+
+    try:
+        patterns = list(_PATTERNS[needed])
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns, local_files_only=True))
+    except (OSError, ValueError) as error:  # nothing of it, or not all; or no name that the hub allows
+        # All of it is better, but some optional file may never have been fetched.
+        return Path(error.snapshot_path) if constants.HF_HUB_OFFLINE and hasattr(error, "snapshot_path") else None
+
+
+def _downloaded(repo: str, revision: str | None, needed: Needed) -> Path:
+    """Shows its progress; only one process of a host is here at a time."""
+    from huggingface_hub import snapshot_download
+
+    folder = Path(snapshot_download(repo, revision=revision, allow_patterns=list(_PATTERNS[needed])))
+    if needed == "model" and _missing(folder, needed) == "model.safetensors":
+        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=list(_WEIGHTS[1])))
+    return folder
+
+
+def _missing(folder: Path | None, needed: Needed) -> str | None:
+    """The first file that ``folder`` lacks; None if it has all."""
+    if needed == "tokenizer":
+        vocabularies = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
+        names = [] if folder is None else [each.name for each in folder.iterdir()]
+        has_one = any(fnmatchcase(name, glob) for name in names for glob in vocabularies)
+        return None if has_one else "tokenizer.json"
+    if folder is None or not (folder / "config.json").is_file():
+        return "config.json"
+    if needed == "config":
+        return None
+    for single, index in (("model.safetensors", _WEIGHTS[0][1]), ("pytorch_model.bin", _WEIGHTS[1][1])):
+        if (folder / single).is_file():
+            return None
+        if (folder / index).is_file():
+            shards = set(_SHARD.findall((folder / index).read_text(encoding="utf-8")))
+            return next((shard for shard in sorted(shards) if not (folder / shard).is_file()), None)
+    return "model.safetensors"
+
+
+def _first_line(error: BaseException) -> str:
+    """What an error of another library says, in one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def upload(
+    folder: str,
+    repo_id: str,
+    commit_message: str | None,
+    private: bool | None,
+    token: str | bool | None,
+    revision: str | None,
+    create_pr: bool,
+) -> str:
+    """Upload the files in ``folder``, and return the address of the commit or the pull request.
+
+    The other arguments are those of ``MegatronModule.push_to_hub``.
+
+    Raises:
+        ConfigError: If the hub cannot be reached, or does not allow it.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi(token=token)
+    try:
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        if revision is not None and not create_pr:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        done = api.upload_folder(
+            repo_id=repo_id,
+            folder_path=folder,
+            commit_message=commit_message or "Upload model",
+            revision=revision,
+            create_pr=create_pr,
+        )
+    except Exception as error:  # of any kind: huggingface_hub's own, or its HTTP client's
+        raise ConfigError(
+            f"{repo_id} cannot be written on the Hugging Face hub ({_first_line(error)}); check the name, the "
+            "connection and HF_HUB_OFFLINE, and log in with `hf auth login` or set HF_TOKEN"
+        ) from error
+    return str(done.pr_url or done.commit_url)

@@ -1,0 +1,202 @@
+"""Are models found by their names on the hub: in its cache first, fetched once, or is it told how to get them?"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron import MegatronModule
+from lightning_megatron.cli import main
+from lightning_megatron.data.corpus.tokenizer import load_tokenizer
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.hub import local_folder
+from tests.convert.directories import save_as, tiny_gpt2
+from tests.parity.training import Case, Layout, loader_of, trainer_of
+from tests.ranks import run_ranks
+from tests.unit.data.chat_tokenizer import make_tokenizer
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def _use_cache(folder: Path, *, offline: bool = True) -> None:
+    from huggingface_hub import constants
+
+    constants.HF_HUB_CACHE, constants.HF_HUB_OFFLINE = str(folder), offline
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, offline."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", constants.HF_HUB_CACHE)  # both come back afterwards
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE)
+    monkeypatch.chdir(tmp_path)
+    _use_cache(tmp_path / "hub")
+    return tmp_path / "hub"
+
+
+def _put(cache: Path, repo: str, source: Path, branch: str = "main", commit: str = COMMIT) -> Path:
+    """Lay ``source`` out as the hub's cache has it: files are links to blobs."""
+    folder = cache / f"models--{repo.replace('/', '--')}"
+    for part in ("refs", "blobs", f"snapshots/{commit}"):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+    (folder / "refs" / branch).write_text(commit)
+    for file in source.iterdir():
+        blob = folder / "blobs" / f"{commit}-{file.name}"
+        shutil.copyfile(file, blob)
+        (folder / "snapshots" / commit / file.name).symlink_to(blob)
+    return folder / "snapshots" / commit
+
+
+def test_a_cached_model_is_read_converted_and_its_tokenizer_loaded(
+    cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save_as(tiny_gpt2(vocab_size=300), tmp_path / "model", "sharded_safetensors")
+    make_tokenizer(tmp_path / "model")
+    snapshot = _put(cache, "org/gpt", tmp_path / "model")
+    other = "f" * 40
+    changed = json.loads((tmp_path / "model" / "config.json").read_text()) | {"n_layer": 1}
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text(json.dumps(changed))
+    _put(cache, "org/gpt", tmp_path / "other", "small", other)
+
+    assert MegatronModule(model="org/gpt", pretrained=True).pretrained_path == snapshot
+    assert MegatronModule(model="org/gpt@small").model_config.num_layers == 1
+    assert MegatronModule(model=f"org/gpt@{other}").model_config.num_layers == 1
+    assert load_tokenizer("org/gpt").get_vocab() == load_tokenizer(tmp_path / "model").get_vocab()
+    convert = ["convert", "--load-path", "org/gpt", "--save-path", str(tmp_path / "out"), "--to", "hf"]
+    assert main([*convert, "--tokenizer", "org/gpt"]) == 0
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (snapshot / "tokenizer.json").read_bytes()
+    assert not (tmp_path / "out" / "tokenizer.json").is_symlink()
+
+    # What exists on the disk has the name first.
+    (tmp_path / "org" / "gpt").mkdir(parents=True)
+    (tmp_path / "org" / "gpt" / "config.json").write_text(json.dumps(changed))
+    assert MegatronModule(model="org/gpt").model_config.num_layers == 1
+    assert main([*convert[:4], str(tmp_path / "again"), *convert[5:]]) == 2
+    assert "has a config.json and no weights" in capfd.readouterr().err
+
+
+def test_what_is_not_there_is_named_with_the_way_to_get_it(
+    cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = r"org/gpt: expected a path .* its config.json is not in the cache .*hub \(HF_HUB_OFFLINE is set\)"
+    with pytest.raises(ConfigError, match=said):
+        MegatronModule(model="org/gpt")
+    with pytest.raises(ConfigError, match=r"hf download org/gpt --revision v1`"):
+        local_folder("org/gpt@v1", "config")
+    with pytest.raises(ConfigError, match="its tokenizer.json is not in the cache"):
+        load_tokenizer("org/gpt")
+    save_as(tiny_gpt2(), tmp_path / "model", "sharded_safetensors")
+    *_, last = sorted((tmp_path / "model").glob("*.safetensors"))
+    last.unlink()
+    _put(cache, "org/gpt", tmp_path / "model")
+    with pytest.raises(ConfigError, match=f"its {last.name} is not in the cache"):
+        MegatronModule(model="org/gpt", pretrained=True)
+    assert MegatronModule(model="org/gpt").model_config.num_layers
+    for name in ("runs/last.ckpt", "../model", "a/b/c", "model", "/a/b"):
+        assert local_folder(name, "model") == Path(name)  # whoever reads it says that it does not exist
+    (tmp_path / "a.txt").write_text("words")
+    capfd.readouterr()
+    for command in (
+        ["convert", "--load-path", "org/nothing", "--save-path", str(tmp_path / "out"), "--to", "hf"],
+        ["generate", "--checkpoint", "org/nothing", "--prompt", "a"],
+        ["preprocess", "--input", str(tmp_path / "a.txt"), "--output-prefix", "p", "--tokenizer", "org/nothing"],
+    ):
+        assert main(command) == 2
+        error = capfd.readouterr().err
+        assert "hf download org/nothing" in error
+        assert len(error.splitlines()) == 1
+
+
+def _fetched(source: str, cache: str, log: str) -> str:
+    """Ask for a model as every rank does in its own ``__init__``, before there is a process group."""
+    import time
+
+    import huggingface_hub
+
+    real = huggingface_hub.snapshot_download
+
+    def download(repo: str, *, revision: Any, allow_patterns: list[str], local_files_only: bool = False) -> str:
+        if local_files_only:
+            return real(repo, revision=revision, allow_patterns=allow_patterns, local_files_only=True)
+        with Path(log).open("a") as opened:
+            opened.write(f"{' '.join(allow_patterns)}\n")
+        time.sleep(1)  # long enough for the others to come
+        return str(_put(Path(cache), repo, Path(source)))
+
+    huggingface_hub.snapshot_download = download
+    _use_cache(Path(cache), offline=False)
+    return str(MegatronModule(model="org/gpt", pretrained=True).pretrained_path)
+
+
+def test_ranks_without_a_process_group_download_once(cache: Path, tmp_path: Path) -> None:
+    save_as(tiny_gpt2(), tmp_path / "model", "sharded_safetensors")
+    paths = run_ranks(_fetched, 4, str(tmp_path / "model"), str(cache), str(tmp_path / "log"))
+    assert len(set(paths)) == 1
+    (patterns,) = (tmp_path / "log").read_text().splitlines()
+    assert "config.json" in patterns
+    assert ".py" not in patterns
+    assert ".bin" not in patterns
+
+
+def _pushed(log: str, fails: bool) -> tuple[str, int]:
+    """Train a step, and push; what every rank got."""
+    import huggingface_hub
+
+    class Api:
+        def __init__(self, token: Any) -> None:
+            assert token == "secret"
+
+        def create_repo(self, repo_id: str, *, private: bool, exist_ok: bool) -> None:
+            if fails:
+                raise OSError("401 Client Error: not logged in.\nAnd more")
+
+        def create_branch(self, repo_id: str, *, branch: str, exist_ok: bool) -> None:
+            Path(log, "branch").write_text(branch)
+
+        def upload_folder(self, *, folder_path: str, **rest: Any) -> Any:
+            shutil.copytree(folder_path, Path(log, "uploaded"))
+            Path(log, "asked.json").write_text(json.dumps(rest))
+            return type("Info", (), {"pr_url": None, "commit_url": "https://hub/commit/1"})
+
+    huggingface_hub.HfApi = Api  # type: ignore[assignment, misc]
+    case = Case(layout=Layout(tp=2), steps=1)
+    from tests.parity.training import module_of
+
+    module = module_of(case)
+    with pytest.raises(ConfigError, match="no model to save"):
+        module.push_to_hub("org/new")
+    trainer_of(case).fit(module, loader_of(case))
+    options: dict[str, Any] = {"token": "secret", "revision": "dev", "private": True, "commit_message": "One step"}
+    try:
+        return module.push_to_hub("org/new", **options), module.model_config.num_layers
+    except ConfigError as error:
+        return str(error), 0
+
+
+def test_a_model_is_pushed_by_rank_0_and_loads_in_transformers(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    (ours, layers), other = run_ranks(_pushed, 2, str(tmp_path), False)
+    assert (ours, layers) == other == ("https://hub/commit/1", layers)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "uploaded")
+    assert model.config.n_layer == layers
+    assert all(torch.isfinite(weight).all() for weight in model.parameters())
+    asked = json.loads((tmp_path / "asked.json").read_text())
+    assert asked == {"repo_id": "org/new", "commit_message": "One step", "revision": "dev", "create_pr": False}
+    assert (tmp_path / "branch").read_text() == "dev"
+
+
+def test_a_push_that_fails_is_told_on_all_ranks_in_one_line(tmp_path: Path) -> None:
+    first, second = run_ranks(_pushed, 2, str(tmp_path), True)
+    assert first[0].startswith("org/new cannot be written on the Hugging Face hub (401 Client Error: not logged in);")
+    assert second[0].startswith(first[0])
+    assert "hf auth login" in first[0]
+    assert "\n" not in first[0]
