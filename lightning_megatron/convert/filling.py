@@ -20,13 +20,16 @@ class Filling:
     def __init__(self, name: str, target: torch.Tensor) -> None:
         self._name = name
         self._target = target
-        self._is_missing = torch.ones(target.shape, dtype=torch.bool)
+        # Of whole rows, which most parts are, until a part of some comes.
+        self._is_missing = torch.ones(target.shape[:1] + (1,) * (target.dim() - 1), dtype=torch.bool)
 
     def put(self, place: Any, values: torch.Tensor | int) -> None:
         """Write ``values`` to ``place``, anything that indexes a tensor; device and dtype become the target's."""
         indices = place if isinstance(place, tuple) else (place,)
         if isinstance(values, torch.Tensor) and any(isinstance(index, torch.Tensor) for index in indices):
             values = values.to(self._target.device, self._target.dtype)  # slices do so without a copy
+        if isinstance(place, tuple) and self._is_missing.shape != self._target.shape:
+            self._is_missing = self._is_missing.expand(self._target.shape).clone()
         self._target[place] = values
         self._is_missing[place] = False
 
@@ -36,7 +39,8 @@ class Filling:
         Raises:
             CheckpointError: If an element was never written.
         """
-        check_filled(self._name, self._target.numel() - int(self._is_missing.count_nonzero()), self._target.numel())
+        missing = self._is_missing.any() and int(self._is_missing.expand(self._target.shape).count_nonzero())
+        check_filled(self._name, self._target.numel() - int(missing), self._target.numel())
         return self._target
 
 
