@@ -12,9 +12,11 @@ from tests.generate.models import Call, continued, hugging_face, prompts
 from tests.parity.training import Layout
 
 SEARCHES: tuple[dict[str, Any], ...] = (
+    {"num_beams": 2},
     {"num_beams": 4, "num_return_sequences": 4, "early_stopping": True},
     {"num_beams": 4, "length_penalty": 1.5, "early_stopping": "never", "num_return_sequences": 3},
     {"num_beams": 4, "length_penalty": -1.0, "num_return_sequences": 3},
+    {"num_beams": 4, "length_penalty": 0.0, "early_stopping": "never"},
     {"num_beams": 20, "length_penalty": 1.5, "num_return_sequences": 2},
     {"num_beams": 3, "repetition_penalty": 1.4, "min_new_tokens": 6, "num_return_sequences": 3},
 )
