@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,7 +49,8 @@ def add_config_command(commands: argparse._SubParsersAction[Any]) -> None:
 
 def _config(parsed: argparse.Namespace) -> int:
     output: Path = parsed.output
-    _check_free(output, parsed.overwrite)
+    if output.exists() and not parsed.overwrite:
+        raise UsageError(f"--output {output} exists; give another name, or --overwrite")
     launch: dict[str, str] = {}
     if parsed.template is not None:
         _write(output, _template(parsed.template, output))
@@ -75,14 +75,6 @@ def _config(parsed: argparse.Namespace) -> int:
     return DONE
 
 
-def _check_free(output: Path, overwrite: bool) -> None:
-    if not output.exists() or overwrite:
-        return
-    if sys.stdin.isatty() and input(f"{output} exists; overwrite it? [no]: ").strip().lower() in ("y", "yes"):
-        return
-    raise UsageError(f"--output {output} exists; give another name, or --overwrite")
-
-
 def _write(output: Path, text: str) -> None:
     try:
         output.write_text(text, encoding="utf-8")
@@ -90,16 +82,12 @@ def _write(output: Path, text: str) -> None:
         raise ConfigError(f"--output {output} cannot be written: {error.strerror}; give another name") from None
 
 
-def _templates() -> dict[str, Path]:
-    """Beside the package in a checkout, within it where it is installed."""
-    folder = next(each for each in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if each.is_dir())
-    return {file.stem: file for file in folder.glob("*.yaml")}
-
-
 def _template(name: str, output: Path) -> str:
-    files = _templates()
+    """One of configs/, which is beside the package in a checkout, and within it where it is installed."""
+    folder = next(each for each in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if each.is_dir())
+    files = {file.stem: file for file in sorted(folder.glob("*.yaml"))}
     if name not in files:
-        raise UsageError(f"--template {name} is unknown; choose from {', '.join(sorted(files))}")
+        raise UsageError(f"--template {name} is unknown; choose from {', '.join(files)}")
     return files[name].read_text(encoding="utf-8").replace(f"configs/{name}.yaml", shlex.quote(str(output)))
 
 

@@ -25,6 +25,7 @@ class Interview:
     def __init__(self) -> None:
         self.settings: Settings = {}
         self._model: ModelConfig | None = None
+        self._longest: int | None = None
 
     def run(self) -> Settings:
         """The answers.
@@ -37,6 +38,10 @@ class Interview:
                 try:
                     self._ask(place, default)
                     break
+                except EOFError:
+                    raise UsageError(
+                        f"{place}: expected an answer, got the end of the input; an empty line is {default}"
+                    ) from None
                 except ConfigError as error:
                     if not sys.stdin.isatty():
                         raise
@@ -78,13 +83,7 @@ class Interview:
 
     def _ask(self, place: str, default: Any) -> None:
         kind, meaning = setting(place)
-        question = f"{place.rpartition('.')[2]}: {meaning} [{default}]: "
-        try:
-            text = input(question)
-        except EOFError:
-            raise UsageError(
-                f"{place}: expected an answer, got the end of the input; an empty line is {default}"
-            ) from None
+        text = input(f"{place.rpartition('.')[2]}: {meaning} [{default}]: ")
         if not sys.stdin.isatty():
             print(text)  # as a terminal shows it
         try:
@@ -103,15 +102,8 @@ class Interview:
         """A path, or the type of a model from scratch, with transformers' default sizes."""
         from lightning_megatron.convert.registry import known_families, model_config
 
-        given: str | dict[str, str] = str(Path(answer).expanduser())
-        if not Path(answer).expanduser().exists() and answer in known_families():
-            given = {"model_type": answer}
-        self._model = model_config(given)
+        path = Path(answer).expanduser()
+        given = {"model_type": answer} if answer in known_families() and not path.exists() else str(path)
+        model = self._model = model_config(given)
+        self._longest = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else None
         return given
-
-    @property
-    def _longest(self) -> int | None:
-        """Positions that the model has learned."""
-        model = self._model
-        is_table = model is not None and model.position_embedding_type == "learned_absolute"
-        return model.max_position_embeddings if model is not None and is_table else None

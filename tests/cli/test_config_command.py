@@ -249,6 +249,15 @@ def test_a_wrong_answer_at_a_terminal_is_explained_and_asked_again(
     assert yaml.safe_load(Path("config.yaml").read_text())["trainer"]["strategy"]["init_args"]["tp"] == 2
 
 
+def test_a_terminal_that_is_closed_ends_the_questions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    answer(monkeypatch, terminal=True)
+    assert main(["config"]) == 2
+    assert "model.model: expected an answer, got the end of the input" in capsys.readouterr().err
+
+
 def test_what_model_and_data_need_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "model"
@@ -270,15 +279,10 @@ def test_a_file_is_replaced_only_when_told_so(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("config.yaml").write_text("mine")
-    answer(monkeypatch)
     for arguments in ([], ["--template", "gpt2_small"]):
         assert main(["config", *arguments]) == 2
         assert capsys.readouterr().err == "error: --output config.yaml exists; give another name, or --overwrite\n"
-    answer(monkeypatch, "", terminal=True)
-    assert main(["config", "--template", "gpt2_small"]) == 2
     assert Path("config.yaml").read_text() == "mine"
-    answer(monkeypatch, "yes", terminal=True)
-    assert main(["config", "--template", "gpt2_small"]) == 0
     assert main(["config", "--template", "llama_1b", "--overwrite"]) == 0
     assert yaml.safe_load(Path("config.yaml").read_text()) == yaml.safe_load(
         (ROOT / "configs/llama_1b.yaml").read_text()
