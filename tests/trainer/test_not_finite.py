@@ -26,6 +26,8 @@ PLACES = {
     STAGES_AND_COPIES: "microbatch 1 on rank 3 (data-parallel row 1)",
     Layout(tp=2, dp=2, distributed_optimizer=False): "microbatch 0 on rank 2 (data-parallel row 1)",
     Layout(pp=2, vpp=2, tp=2, num_microbatches=2): "microbatch 1 on rank 2 (data-parallel row 0)",
+    Layout(pp=2, num_microbatches=3): "microbatch 2 on rank 1 (data-parallel row 0)",
+    Layout(dp=2, num_microbatches=3): "microbatch 1 on rank 1 (data-parallel row 1)",
 }
 
 
@@ -138,7 +140,8 @@ def _without_the_step(case: Case) -> tuple[Run, Run]:
         (STAGES_AND_COPIES, 0.5, "adamw", "cpu"),
         (Layout(tp=2, dp=2, distributed_optimizer=False), None, "sgd", "cpu"),
         (Layout(pp=2, vpp=2, tp=2, num_microbatches=2), None, "adamw", "cpu"),
-        pytest.param(STAGES_AND_COPIES, 0.5, "adamw", "gpu", marks=pytest.mark.gpu(4)),
+        pytest.param(Layout(pp=2, num_microbatches=3), 0.5, "adamw", "gpu", marks=pytest.mark.gpu(2)),
+        pytest.param(Layout(dp=2, num_microbatches=3), 0.5, "adamw", "gpu", marks=pytest.mark.gpu(2)),
     ],
     ids=str,
 )
@@ -147,8 +150,8 @@ def test_the_step_ends_all_ranks_or_is_left_out_by_all(
 ) -> None:
     options = (("name", optimizer), ("eps", 1e-3), ("weight_decay", 0.1))
     case = Case(layout=layout, clip=clip, optimizer=options, accelerator=accelerator, lr=5e-3)
-    without = run_ranks(_without_the_step, 4, case)
-    for of_rank, (_, never) in zip(run_ranks(_all_kinds, 4, case), without, strict=True):
+    without = run_ranks(_without_the_step, layout.world_size, case)
+    for of_rank, (_, never) in zip(run_ranks(_all_kinds, layout.world_size, case), without, strict=True):
         for kind, raised, skipped in of_rank:
             place = PLACES[layout]
             where = {"nan": f"{place} is nan", "infinite loss": f"{place} is inf", "nan gradient": "a gradient is NaN"}
@@ -227,7 +230,8 @@ def _waits(case: Case) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("on_gpus", [False, pytest.param(True, marks=pytest.mark.gpu(4))])
+@pytest.mark.parametrize("on_gpus", [False, pytest.param(True, marks=pytest.mark.gpu(2))])
 def test_the_host_waits_for_nothing_but_the_gradient_norm(on_gpus: bool) -> None:
-    case = Case(layout=STAGES_AND_COPIES, accelerator="gpu" if on_gpus else "cpu")
-    assert run_ranks(_waits, 4, case) == [[1, 1]] * 4
+    layout = Layout(pp=2, num_microbatches=3) if on_gpus else STAGES_AND_COPIES
+    case = Case(layout=layout, accelerator="gpu" if on_gpus else "cpu")
+    assert run_ranks(_waits, layout.world_size, case) == [[1, 1]] * layout.world_size
