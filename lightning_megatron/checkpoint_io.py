@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,8 @@ def as_plain_data(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         items = [as_plain_data(v) for v in value]
         return tuple(items) if isinstance(value, tuple) else items
+    if isinstance(value, Enum):  # also those that are numbers or strings, of which files would name the class
+        return as_plain_data(value.value)
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):

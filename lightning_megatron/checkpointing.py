@@ -211,8 +211,8 @@ class Checkpointing(StrategyState):
         found = find_checkpoint(trainer, ckpt_path)
         self._beginning = None if found is None or found == "last" else str(found)  # "last" means that there is none
         is_new = self._beginning is None and self.lightning_module not in modules_with_weights
-        if self._load_from is not None and is_new:
-            self._load_from.found()
+        if self._initial_weights is not None and is_new:
+            self._initial_weights.found()
         return found
 
     def _load_new_runs_weights(self, *, fitting: bool) -> None:
@@ -226,10 +226,16 @@ class Checkpointing(StrategyState):
         module = ready(self.lightning_module, "connect")
         if fitting and not getattr(module.trainer, "fast_dev_run", False):
             on_all_ranks_alike(partial(check_writable, self._checkpoint_folders))
-        if self._load_from is not None and self._beginning is None and module not in modules_with_weights:
-            load_weights(self._run_state(with_optimizer=fitting), self._load_from)
-        if fitting or self._load_from is not None:
+        source = self._initial_weights
+        if source is not None and self._beginning is None and module not in modules_with_weights:
+            load_weights(self._run_state(with_optimizer=fitting), source)
+        if fitting or source is not None:
             modules_with_weights.add(module)
+
+    @property
+    def _initial_weights(self) -> LoadFrom | None:
+        """What a new run's weights come from: the option of this strategy, else the module's own checkpoint."""
+        return self._load_from or getattr(self.lightning_module, "load_from", None)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

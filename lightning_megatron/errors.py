@@ -6,6 +6,10 @@ error as one line and exits with code 2; everything else is a defect of ours and
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
 
 class ConfigError(ValueError):
     """A setting, file or combination of the user's that cannot work."""
@@ -21,6 +25,41 @@ class CheckpointError(ConfigError):
 
 class NonFiniteError(ConfigError):
     """A step whose loss or gradients are NaN or infinite; the weights are as they were before it."""
+
+
+def require_number(name: str, value: object, at_least: float = 0) -> None:
+    """Raise unless ``value`` is a number that is large enough: YAML and forms hand over strings that look like one.
+
+    Args:
+        name: The setting, as the user spells it.
+        value: What it was set to.
+        at_least: The smallest number that is allowed.
+
+    Raises:
+        ConfigError: "lr='3e-4' must be a number, and is a str; correct lr".
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(f"{name}={value!r} must be a number, and is a {type(value).__name__}; correct {name}")
+    if not value >= at_least:  # "not >=" instead of "<": it catches NaN as well
+        raise ConfigError(f"{name}={value} must be at least {at_least}; correct {name}")
+
+
+Options = TypeVar("Options")
+
+
+def as_options(kind: type[Options], value: Options | Mapping[str, Any], name: str) -> Options:
+    """``value``, or the options that a mapping says field by field, as hyper-parameters in checkpoints do.
+
+    Raises:
+        ConfigError: If it is neither, or a field is unknown.
+    """
+    if isinstance(value, kind):
+        return value
+    try:
+        return kind(**value)  # type: ignore[arg-type]
+    except TypeError:
+        fields = ", ".join(inspect.signature(kind).parameters)
+        raise ConfigError(f"{name}={value!r} must be {kind.__name__}(...) with fields from {fields}") from None
 
 
 def divisors(number: int) -> list[int]:

@@ -22,6 +22,7 @@ from lightning_megatron.hub import upload
 if TYPE_CHECKING:
     from lightning_megatron.generate.generation import Generated, Generator
     from lightning_megatron.generate.logits import Logits
+    from lightning_megatron.load_from import LoadFrom
     from lightning_megatron.models.config import ModelConfig
     from lightning_megatron.strategy import MegatronStrategy
 
@@ -40,6 +41,7 @@ class Inference(pl.LightningModule):
     """Whether no Hugging Face config describes the model."""
     pretrained_path: Path | None
     """The model directory that training began with."""
+    load_from: LoadFrom | None
     _model: Any
 
     @property
@@ -183,6 +185,16 @@ class Inference(pl.LightningModule):
             is_own_model=self.model_provider is None,
         )
 
+    def forward(self, batch: dict[str, torch.Tensor] | torch.Tensor) -> torch.Tensor | None:
+        """What ``logits`` gives, of a batch (but for its targets) or of ``input_ids``; every rank must call alike."""
+        from lightning_megatron.generate.model_rows import rows_of_batch
+
+        if isinstance(batch, torch.Tensor):
+            return self.logits(batch)
+        logits = self._logits(last_stage_only=False)
+        with self.megatron.engine():
+            return logits.of_shared_rows(rows_of_batch(batch, self.model_config))
+
     def logits(
         self,
         input_ids: torch.Tensor,
@@ -237,10 +249,8 @@ class Inference(pl.LightningModule):
     def _logits(self, *, last_stage_only: bool) -> Logits:
         from lightning_megatron.generate.logits import Logits
 
-        if self.model_chunks is None:
-            raise ConfigError("there is no model to ask before Trainer.fit (or validate) has built it; call this then")
-        chunks, topology = list(self.model_chunks), self.megatron.topology
-        return Logits(chunks, self.model_config, topology, last_stage_only=last_stage_only)
+        chunks = self._chunks_to_ask()
+        return Logits(chunks, self.model_config, self.megatron.topology, last_stage_only=last_stage_only)
 
     def _built_chunks(self) -> list[torch.nn.Module]:
         """This rank's chunks of a GPT or T5.
@@ -253,6 +263,27 @@ class Inference(pl.LightningModule):
                 f"generate is for GPTs and T5s, and {self.model_config.family} is a "
                 f"{self.model_config.architecture.upper()}"
             )
+        return self._chunks_to_ask()
+
+    def _chunks_to_ask(self) -> list[torch.nn.Module]:
+        """This rank's chunks, built first on one process if there are weights for them and no Trainer yet.
+
+        Raises:
+            ConfigError: If there are none yet, and no weights.
+        """
+        if self.model_chunks is None and self._trainer is None and (self.load_from or self.pretrained_path):
+            from lightning_megatron.strategy import MegatronStrategy
+
+            pl.Trainer(
+                accelerator="gpu" if torch.cuda.is_available() else "cpu",
+                devices=1,
+                strategy=MegatronStrategy(),
+                limit_predict_batches=0,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            ).predict(self, [])
         if self.model_chunks is None:
             raise ConfigError("there is no model to ask before Trainer.fit (or validate) has built it; call this then")
         return list(self.model_chunks)

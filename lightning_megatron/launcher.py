@@ -30,8 +30,9 @@ def check_world_size(environment: ClusterEnvironment, num_processes: int, num_no
     """Compare the processes that torchrun or a scheduler has started with those of the run.
 
     Raises:
-        ConfigError: If they differ: some ranks would have no device, and the others wait for them.
+        ConfigError: If they differ: some ranks would have no device, and the others wait for them; or none can start.
     """
+    check_has_script(environment, num_processes)
     if isinstance(environment, LightningEnvironment) or not environment.creates_processes_externally:
         return
     started = environment.world_size()
@@ -66,6 +67,23 @@ def meeting(environment: ClusterEnvironment, num_nodes: int, timeout: timedelta)
         ) from error
 
 
+def check_has_script(environment: ClusterEnvironment, num_processes: int) -> None:
+    """Raise where the other ranks could not run what this process runs: a program that is typed in has no file.
+
+    Raises:
+        ConfigError: In a notebook, ``python -i``, ``python -`` and ``python -c``, if there is more than one process.
+    """
+    if num_processes == 1 or environment.creates_processes_externally:
+        return
+    is_typed = hasattr(sys, "ps1") or bool(sys.flags.interactive)
+    if is_typed or (sys.modules["__main__"].__spec__ is None and not os.path.isfile(sys.argv[0])):
+        raise ConfigError(
+            f"devices={num_processes} needs a script, which each process runs, and this program is typed in (a "
+            "notebook, python -i, python -c or standard input); save it as a file and run python FILE.py or "
+            f"torchrun --nproc-per-node {num_processes} FILE.py; devices=1 works here"
+        )
+
+
 class ScriptLauncher(_SubprocessScriptLauncher):
     """Lightning's launcher, which runs the script again for each rank; here the ranks know who started them.
 
@@ -74,6 +92,11 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     _has_failed = False
     """Whether the last function that any Trainer of this process has launched raised."""
+
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        return True  # with one process; more are refused by check_has_script
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:

@@ -21,16 +21,19 @@ modules_with_weights: WeakSet[torch.nn.Module] = WeakSet()
 
 @dataclass(frozen=True, kw_only=True)
 class LoadFrom:
-    """Where a new run takes its weights from. It counts steps and samples from 0."""
+    """Where a new run takes its weights from. It counts steps and samples from 0.
+
+    Args:
+        path: A checkpoint, or a folder of some, of which the one with most steps counts.
+        step: The checkpoint of the folder to take instead; of a single checkpoint, the step that it must be of.
+        optimizer: Take the optimizer's moments along.
+        strict: Refuse a checkpoint that lacks weights of the model or has others too; otherwise a warning lists them.
+    """
 
     path: str
-    """A checkpoint, or a folder of some, of which the one with most steps counts."""
     step: int | None = None
-    """The checkpoint of the folder to take instead; of a single checkpoint, the step that it must be of."""
     optimizer: bool = False
-    """Take the optimizer's moments along."""
     strict: bool = True
-    """Refuse a checkpoint that lacks weights of the model or has others too; otherwise a warning lists them."""
 
     def __post_init__(self) -> None:
         """Check the values against each other.

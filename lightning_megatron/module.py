@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -13,23 +12,31 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_megatron.convert.registry import HFConfigLike, config_fields, model_config, with_weights
+from lightning_megatron.convert.registry import config_fields, with_weights
 from lightning_megatron.engine.data_parallel import computed_metrics
 from lightning_megatron.engine.launch import seed_of_run, unchanged_environment
 from lightning_megatron.engine.lr_schedule import LRSchedule, check_schedule
 from lightning_megatron.engine.lr_scheduler import MegatronLRScheduler
 from lightning_megatron.engine.optimizer import OptimizerOptions
 from lightning_megatron.engine.parallel import ParallelConfig
-from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.errors import ConfigError, DataError, as_options, require_number
 from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.hub import local_folder
+from lightning_megatron.hyper_parameters import (
+    bound_step,
+    checked_return_logits,
+    describe_model,
+    hyper_parameters_of,
+    saved_module,
+)
 from lightning_megatron.inference import Inference
+from lightning_megatron.load_from import LoadFrom
 from lightning_megatron.models.variants import AttentionHeads, Positions, with_variant
 from lightning_megatron.steps.base import TrainStep
-from lightning_megatron.steps.registry import train_step_named
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Callback
     from torchmetrics import Metric
 
     from lightning_megatron.engine.schedule import StepOutput
@@ -88,7 +95,7 @@ class MegatronModule(Inference):
         super().__init__()
         if isinstance(model, str):
             model = str(local_folder(model, "model" if pretrained else "config"))
-        described = _described(model, task, make_vocab_size_divisible_by)
+        described = describe_model(model, task, make_vocab_size_divisible_by)
         self.pretrained_path: Path | None = _weights_directory(model) if pretrained else None
         if self.pretrained_path is not None:
             described = with_weights(described, self.pretrained_path)
@@ -100,12 +107,13 @@ class MegatronModule(Inference):
                 "attention_head_type, or train from scratch with pretrained=False"
             )
         self.model_provider = model_provider
-        self.train_step = _bound(train_step, self.model_config)
+        self.train_step = bound_step(train_step, self.model_config)
+        require_number("lr", lr)
         self.lr = lr
-        self.optimizer_options = optimizer
-        self.lr_schedule = lr_schedule
-        self.generation = generation
-        self.return_logits = _checked_return_logits(return_logits)
+        self.optimizer_options = as_options(OptimizerOptions, optimizer, "optimizer")
+        self.lr_schedule = as_options(LRSchedule, lr_schedule, "lr_schedule")
+        self.generation = as_options(GenerationOptions, generation, "generation")
+        self.return_logits = checked_return_logits(return_logits)
         self.model_chunks: torch.nn.ModuleList | None = None
         self.built_for: EngineSettings | None = None
         self._begins_frozen = False
@@ -116,7 +124,28 @@ class MegatronModule(Inference):
         self.hugging_face_config = fields if model_provider is None else None
         """The fields of the model's ``config.json``, by which a checkpoint becomes a Hugging Face directory again;
         None where nobody knows what a ``model_provider`` computes."""
-        self.save_hyperparameters({"model": fields, "lr": lr, "train_step": str(train_step)})
+        self.load_from: LoadFrom | None = None
+        """The checkpoint of ``load_from_checkpoint``, whose weights a run begins with."""
+        variant = {"position_embedding_type": position_embedding_type, "attention_head_type": attention_head_type}
+        self.save_hyperparameters(hyper_parameters_of(self, {"model": fields, "train_step": train_step, **variant}))
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: str | Path, **hyper_parameters: Any) -> Self:  # type: ignore[override]
+        """The module of a ``*.ckpt`` directory and its weights; nothing in it is run as code.
+
+        The weights are read when a Trainer builds the model, at any layout and by each rank its own part; or, without a
+        Trainer, when ``generate``, ``logits`` or ``forward`` is first called, on one process.
+
+        Args:
+            checkpoint_path: A checkpoint of ``MegatronStrategy``, or a folder of some, of which the newest counts.
+            hyper_parameters: Arguments that shall differ from the checkpoint's, as ``lr``; and what no checkpoint
+                holds: a ``train_step`` or ``model_provider`` of your own.
+
+        Raises:
+            CheckpointError: If there is none, or it is not complete.
+            ConfigError: If an argument is unknown or missing.
+        """
+        return saved_module(cls, checkpoint_path, hyper_parameters)
 
     @property
     def model_description(self) -> dict[str, Any]:
@@ -167,6 +196,12 @@ class MegatronModule(Inference):
         return self.requires_grad_(True)
 
     # ---- Lightning's hooks ----------------------------------------------------------------------------------------
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Let the Trainer's summary show the whole model; it would take this rank's share for all."""
+        from lightning_megatron.callbacks.model_summary import whole_summaries
+
+        return whole_summaries(self.trainer.callbacks)  # type: ignore[attr-defined]
 
     def configure_model(self) -> None:
         """Build this rank's chunks; again if the layout or the precision is another than last time."""
@@ -229,7 +264,7 @@ class MegatronModule(Inference):
             schedule=self.lr_schedule,
             total_steps=self._total_steps,
         )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step", "name": "lr"}}
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
         """Lightning's, except that a step which was skipped (see ``OptimizerReport``) does not move the schedule."""
@@ -312,25 +347,6 @@ def _plain(weight: float) -> int:
 def _on_host(number: float) -> torch.Tensor:
     """For ``self.log``: lightning 2.6, core/module.py, copies a plain number to the GPU and waits for all before it."""
     return torch.tensor(number)
-
-
-def _checked_return_logits(value: bool | Literal["last_stage"]) -> bool | Literal["last_stage"]:
-    if value not in (True, False, "last_stage"):
-        raise ConfigError(f"return_logits={value!r} is unknown; choose from True, False and 'last_stage'")
-    return value
-
-
-def _described(model: HFConfigLike | Mapping[str, Any], task: str | None, divisible_by: int) -> ModelConfig:
-    if divisible_by < 1:
-        raise ConfigError(f"make_vocab_size_divisible_by={divisible_by} must be at least 1; Megatron's default is 128")
-    return replace(model_config(model, task), make_vocab_size_divisible_by=divisible_by)
-
-
-def _bound(train_step: str | TrainStep | None, model: ModelConfig) -> TrainStep:
-    """The objective, told which model it is for."""
-    step = train_step if isinstance(train_step, TrainStep) else train_step_named(train_step or model.architecture)
-    step.bind(model)
-    return step
 
 
 def _weights_directory(model: Any) -> Path:

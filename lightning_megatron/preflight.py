@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,12 +14,15 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 
+from lightning_megatron.accounting.parameters import total_parameters
+from lightning_megatron.accounting.t5 import t5_total_parameters
 from lightning_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightning_megatron.datamodules.base import MegatronDataModule
+    from lightning_megatron.models.config import ModelConfig
     from lightning_megatron.strategy import MegatronStrategy
 
 
@@ -93,6 +97,25 @@ def _check_data(strategy: MegatronStrategy, model: pl.LightningModule, datamodul
         datamodule.check(run)
 
 
+def _check_memory(strategy: MegatronStrategy, model: ModelConfig) -> None:
+    """Refuse weights alone that the host cannot hold; a GPU refuses by itself, Linux kills whoever asks for too much.
+
+    Raises:
+        ConfigError: With both sizes.
+    """
+    if strategy.root_device.type != "cpu":
+        return
+    count = t5_total_parameters(model) if model.architecture == "t5" else total_parameters(model)
+    ranks = strategy.num_processes
+    needed = count // strategy.parallel.model_parallel_size * ranks * strategy.settings.dtypes.params.itemsize
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        raise ConfigError(
+            f"the weights of this model ({count:,} parameters) take {needed / 2**30:,.0f} GiB on the {ranks} ranks of "
+            f"this host, which has {there / 2**30:,.0f} GiB; correct the sizes in the model's config, or use more hosts"
+        )
+
+
 def preflight(trainer: pl.Trainer, model: pl.LightningModule, datamodule: pl.LightningDataModule | None) -> None:
     """Check the parts of a run against each other; does nothing for other strategies. No communication.
 
@@ -107,7 +130,13 @@ def preflight(trainer: pl.Trainer, model: pl.LightningModule, datamodule: pl.Lig
     if not isinstance(strategy, MegatronStrategy):
         return
     check_trainer(trainer)
+    if not model.automatic_optimization:
+        raise ConfigError(
+            "automatic_optimization=False does not work with MegatronStrategy, whose training_step runs all backward "
+            "passes of a step; leave it True, and override TrainStep's loss_func for a loss of your own"
+        )
     if isinstance(model, MegatronModule):
+        _check_memory(strategy, model.model_config)
         model.check(strategy.parallel)
     if isinstance(datamodule, MegatronDataModule):
         datamodule.trainer = trainer  # as Trainer.fit does; a data module asks its Trainer what is to be run

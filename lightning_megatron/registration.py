@@ -23,9 +23,12 @@ SIZES = (1, 2, 4, 8)
 """The tp and pp for which there are names; any other layout is written ``MegatronStrategy(tp=..., pp=...)``."""
 
 
-def strategy_name(tp: int, pp: int) -> str:
-    """The name of a layout, e.g. ``megatron_tp2_pp2``."""
-    return f"megatron_tp{tp}_pp{pp}"
+def strategy_names() -> dict[str, dict[str, int]]:
+    """Each name and the layout that it stands for: ``megatron``, ``megatron_tp2``, ``megatron_pp2``, and both sizes."""
+    names = {"megatron": {"tp": 1, "pp": 1}}
+    for size in SIZES:
+        names |= {f"megatron_tp{size}": {"tp": size, "pp": 1}, f"megatron_pp{size}": {"tp": 1, "pp": size}}
+    return names | {f"megatron_tp{tp}_pp{pp}": {"tp": tp, "pp": pp} for tp in SIZES for pp in SIZES}
 
 
 def register_strategies() -> None:
@@ -38,11 +41,10 @@ def register_strategies() -> None:
 
 def _register_in(strategies: ModuleType) -> None:
     registry = strategies.StrategyRegistry
-    for tp in SIZES:
-        for pp in SIZES:
-            if strategy_name(tp, pp) not in registry:  # this package may have been reloaded
-                description = f"Megatron-Core with tensor parallel size {tp} and pipeline parallel size {pp}"
-                registry.register(strategy_name(tp, pp), _build, description=description, tp=tp, pp=pp)
+    for name, layout in strategy_names().items():
+        if name not in registry:  # this package may have been reloaded
+            description = "Megatron-Core with tensor parallel size {tp} and pipeline parallel size {pp}"
+            registry.register(name, _build, description=description.format(**layout), **layout)
 
 
 def _build(tp: int, pp: int) -> MegatronStrategy:

@@ -31,6 +31,9 @@ _KEYS_OF_ANY_MODEL = {
 """Keys that a ``config.json`` may have though the class does not list them (transformers moved some to generation)."""
 
 
+_MOST_LAYERS = 100_000
+
+
 @functools.cache
 def known_families() -> dict[str, Family]:
     """Every family by its ``model_type``, found in ``convert/families``."""
@@ -151,6 +154,10 @@ def _config_object(fields: Mapping[str, Any], *, check_keys: bool) -> Any:
 
     config_class = CONFIG_MAPPING[fields["model_type"]]
     arguments = {k: v for k, v in fields.items() if k != "model_type"}
+    for name, value in arguments.items():
+        # Before transformers and this package make lists with an entry for each.
+        if "layer" in name and isinstance(value, int) and value > _MOST_LAYERS:
+            raise ConfigError(f"{name}={value} is more than {_MOST_LAYERS} layers; correct the model's config")
     if quantization := arguments.pop("quantization_config", None):
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
         raise ConfigError(

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.errors import ConfigError, require_number
 from lightning_megatron.foreign_names import explains_options
 
 LRStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
@@ -24,34 +24,37 @@ WeightDecayStyle = Literal["constant", "linear", "cosine"]
 @explains_options
 @dataclass(frozen=True, kw_only=True)
 class LRSchedule:
-    """How learning rate and weight decay move over the steps of a run."""
+    """How learning rate and weight decay move over the steps of a run.
+
+    Args:
+        style: Shape after the warm-up. WSD (warm-up, stable, decay) holds the peak until the last ``wsd_decay_steps``.
+        warmup_steps: Optimizer steps of the linear warm-up from ``init_lr`` to the peak.
+        warmup_fraction: The same as a fraction of the decay's length, in [0, 1); instead of ``warmup_steps``.
+        init_lr: Learning rate of the first optimizer step, where the warm-up begins; no effect without warm-up.
+        min_lr: Learning rate at the end of the decay and ever after; no effect on ``constant``.
+        decay_steps: Optimizer steps, warm-up included, after which ``min_lr`` is reached. None takes
+            ``trainer.max_steps``. Set it if a run is trained in parts with a growing ``max_steps``: the curve would be
+            stretched otherwise.
+        wsd_decay_steps: Optimizer steps of WSD's final decay; required for WSD, refused elsewhere.
+        wsd_decay_style: Shape of WSD's final decay.
+        start_weight_decay: Weight decay of the first step, for a ramp; None is the optimizer's ``weight_decay``.
+        end_weight_decay: Weight decay at ``trainer.max_steps`` and ever after, for a ramp; None is the optimizer's
+            ``weight_decay``.
+        weight_decay_incr_style: Shape of the ramp from ``start_weight_decay`` to ``end_weight_decay``; ``constant`` is
+            no ramp.
+    """
 
     style: LRStyle = "constant"
-    """Shape after the warm-up. WSD (warm-up, stable, decay) holds the peak until the last ``wsd_decay_steps``."""
     warmup_steps: int = 0
-    """Optimizer steps of the linear warm-up from ``init_lr`` to the peak."""
     warmup_fraction: float | None = None
-    """The same as a fraction of the decay's length, in [0, 1); instead of ``warmup_steps``."""
     init_lr: float = 0.0
-    """Learning rate of the first optimizer step, where the warm-up begins; no effect without warm-up."""
     min_lr: float = 0.0
-    """Learning rate at the end of the decay and ever after; no effect on ``constant``."""
     decay_steps: int | None = None
-    """Optimizer steps, warm-up included, after which ``min_lr`` is reached.
-
-    None takes ``trainer.max_steps``. Set it if a run is trained in parts with a growing ``max_steps``: the curve would
-    be stretched otherwise.
-    """
     wsd_decay_steps: int | None = None
-    """Optimizer steps of WSD's final decay; required for WSD, refused elsewhere."""
     wsd_decay_style: WSDDecayStyle = "exponential"
-    """Shape of WSD's final decay."""
     start_weight_decay: float | None = None
-    """Weight decay of the first step, for a ramp; None is the optimizer's ``weight_decay``."""
     end_weight_decay: float | None = None
-    """Weight decay at ``trainer.max_steps`` and ever after, for a ramp; None is the optimizer's ``weight_decay``."""
     weight_decay_incr_style: WeightDecayStyle = "constant"
-    """Shape of the ramp from ``start_weight_decay`` to ``end_weight_decay``; ``constant`` is no ramp."""
 
     def __post_init__(self) -> None:
         """Check the rules that need neither the peak learning rate nor the number of steps.
@@ -63,16 +66,21 @@ class LRSchedule:
         _require_choice("wsd_decay_style", self.wsd_decay_style, get_args(WSDDecayStyle))
         _require_choice("weight_decay_incr_style", self.weight_decay_incr_style, get_args(WeightDecayStyle))
         for name in ("warmup_steps", "init_lr", "min_lr", "start_weight_decay", "end_weight_decay"):
-            _require_at_least(name, getattr(self, name), 0)
+            self._require_at_least(name, 0)
         for name in ("decay_steps", "wsd_decay_steps"):
-            _require_at_least(name, getattr(self, name), 1)
+            self._require_at_least(name, 1)
         self._check_warmup()
         self._check_wsd()
         self._check_ramp()
 
+    def _require_at_least(self, name: str, least: int) -> None:
+        if (value := getattr(self, name)) is not None:
+            require_number(name, value, least)
+
     def _check_warmup(self) -> None:
         if self.warmup_fraction is None:
             return
+        require_number("warmup_fraction", self.warmup_fraction)
         if self.warmup_steps:
             raise ConfigError(
                 f"warmup_steps={self.warmup_steps} and warmup_fraction={self.warmup_fraction} both set the warm-up; "
@@ -110,11 +118,6 @@ class LRSchedule:
 def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(f"{name}={value!r} is unknown; choose from {', '.join(repr(c) for c in choices)}")
-
-
-def _require_at_least(name: str, value: float | None, least: int) -> None:
-    if value is not None and not value >= least:  # "not >=" instead of "<": it catches NaN as well
-        raise ConfigError(f"{name}={value} must be at least {least}; correct {name}")
 
 
 def check_schedule(schedule: LRSchedule, lr: float, weight_decay: float, total_steps: int | None) -> None:
@@ -248,7 +251,7 @@ def _check_lengths(schedule: LRSchedule, warmup: float, decay: int | None) -> No
 
 
 def _check_peak(lr: float, schedule: LRSchedule, has_warmup: bool) -> None:
-    _require_at_least("lr", lr, 0)
+    require_number("lr", lr)
     if schedule.style != "constant" and schedule.min_lr > lr:
         raise ConfigError(f"min_lr={schedule.min_lr} is above the peak lr={lr}; lower min_lr or raise lr")
     if has_warmup and schedule.init_lr > lr:
@@ -259,7 +262,7 @@ def _resolve_weight_decay(
     weight_decay: float, schedule: LRSchedule, total_steps: int | None
 ) -> tuple[float, float, int | None]:
     """Both ends of the ramp and its length in steps (None: no ramp)."""
-    _require_at_least("weight_decay", weight_decay, 0)
+    require_number("weight_decay", weight_decay)
     if schedule.weight_decay_incr_style == "constant":
         return weight_decay, weight_decay, None
     start = weight_decay if schedule.start_weight_decay is None else schedule.start_weight_decay

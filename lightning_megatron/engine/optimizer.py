@@ -19,47 +19,55 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 
 from lightning_megatron.engine.dtypes import DtypePolicy
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.errors import ConfigError, as_options, require_number
 from lightning_megatron.foreign_names import explains_options
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupMultipliers:
-    """Factors for one group of parameters."""
+    """Factors for one group of parameters.
+
+    Args:
+        lr_mult: Times the learning rate.
+        wd_mult: Times the weight decay.
+    """
 
     lr_mult: float = 1.0
-    """Times the learning rate."""
     wd_mult: float = 1.0
-    """Times the weight decay."""
 
 
 @explains_options
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOptions:
-    """Megatron's optimizer without its learning rate, which the module owns."""
+    """Megatron's optimizer without its learning rate, which the module owns.
+
+    Args:
+        name: ``adamw`` decouples weight decay from the gradient, ``adam`` adds it to the gradient, ``sgd`` has
+            momentum.
+        weight_decay: Per step, times the learning rate; never on biases and other 1-D weights unless ``multipliers``
+            say so.
+        beta1: Decay of the first moment.
+        beta2: Decay of the second moment.
+        eps: Added to the root of the second moment.
+        momentum: Of ``sgd``.
+        multipliers: Glob over Megatron's parameter names, e.g. ``*word_embeddings*``, to factors; the first match wins.
+        initial_loss_scale: Of ``16-mixed``: halved after each overflow that outlasts ``loss_scale_hysteresis``.
+        min_loss_scale: Of ``16-mixed``: never below.
+        loss_scale_window: Of ``16-mixed``: steps without overflow after which the scale doubles.
+        loss_scale_hysteresis: Of ``16-mixed``: overflows that are tolerated before the scale is halved.
+    """
 
     name: Literal["adamw", "adam", "sgd"] = "adamw"
-    """``adamw`` decouples weight decay from the gradient, ``adam`` adds it to the gradient, ``sgd`` has momentum."""
     weight_decay: float = 0.01
-    """Per step, times the learning rate; never on biases and other 1-D weights unless ``multipliers`` say so."""
     beta1: float = 0.9
-    """Decay of the first moment."""
     beta2: float = 0.999
-    """Decay of the second moment."""
     eps: float = 1e-8
-    """Added to the root of the second moment."""
     momentum: float = 0.9
-    """Of ``sgd``."""
     multipliers: Mapping[str, GroupMultipliers] = field(default_factory=dict)
-    """Glob over Megatron's parameter names, e.g. ``*word_embeddings*``, to factors; the first match wins."""
     initial_loss_scale: float = 2.0**32
-    """Of ``16-mixed``: halved after each overflow that outlasts ``loss_scale_hysteresis``."""
     min_loss_scale: float = 1.0
-    """Of ``16-mixed``: never below."""
     loss_scale_window: int = 1000
-    """Of ``16-mixed``: steps without overflow after which the scale doubles."""
     loss_scale_hysteresis: int = 2
-    """Of ``16-mixed``: overflows that are tolerated before the scale is halved."""
 
     def __post_init__(self) -> None:
         """Refuse unknown optimizers and impossible numbers.
@@ -67,13 +75,14 @@ class OptimizerOptions:
         Raises:
             ConfigError: If the name is unknown, or a number is out of range.
         """
+        factors = {glob: as_options(GroupMultipliers, each, "multipliers") for glob, each in self.multipliers.items()}
+        object.__setattr__(self, "multipliers", factors)
         if self.name not in ("adamw", "adam", "sgd"):
             raise ConfigError(f"optimizer name={self.name!r} is unknown; choose from 'adamw', 'adam', 'sgd'")
-        for name in ("weight_decay", "eps", "momentum"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must not be negative; correct the optimizer options")
+        for name in ("weight_decay", "eps", "momentum", "beta1", "beta2"):
+            require_number(name, getattr(self, name))
         for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
+            if not getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be in [0, 1); correct the optimizer options")
 
 
@@ -100,6 +109,9 @@ def multipliers_of(name: str, parameter: torch.Tensor, options: OptimizerOptions
         options: Where the user's globs are.
     """
     plain_name = name.replace("module.", "")
+    if plain_name == "output_layer.weight" and getattr(parameter, "shared_embedding", False):
+        # The last stage's copy of a tied embedding, which must move as the embedding does.
+        plain_name = "embedding.word_embeddings.weight"
     for pattern, multipliers in options.multipliers.items():
         if fnmatch(plain_name, pattern):
             return multipliers
@@ -125,6 +137,12 @@ def _overrides(chunks: Iterable[torch.nn.Module], options: OptimizerOptions) -> 
     }
 
 
+def _group_name(lr_mult: float, wd_mult: float) -> str:
+    """How Lightning's LearningRateMonitor names a group, e.g. ``lr/weight_decay``."""
+    decay = {0.0: "no_weight_decay", 1.0: "weight_decay"}.get(wd_mult, f"weight_decay_x{wd_mult:g}")
+    return decay if lr_mult == 1.0 else f"{decay}_lr_x{lr_mult:g}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerContext:
     """What the run, not the user's options, decides about the optimizer."""
@@ -148,8 +166,7 @@ def build_optimizer(
     Raises:
         ConfigError: If the learning rate is negative.
     """
-    if lr < 0:
-        raise ConfigError(f"lr={lr} must not be negative; correct the learning rate")
+    require_number("lr", lr)
     config = OptimizerConfig(
         optimizer="sgd" if options.name == "sgd" else "adam",
         decoupled_weight_decay=options.name == "adamw",
@@ -176,6 +193,7 @@ def build_optimizer(
         # Torch's schedulers know nothing of multipliers, so they are part of each group's base values.
         group["lr"] = lr * group["lr_mult"]
         group["weight_decay"] = options.weight_decay * group["wd_mult"]
+        group["name"] = _group_name(group["lr_mult"], group["wd_mult"])
     return MegatronOptimizer(inner, context.engine, context.refuse_step)
 
 

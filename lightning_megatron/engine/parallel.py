@@ -35,10 +35,12 @@ class ParallelConfig:
         Raises:
             ConfigError: If a size is not a positive integer, cp > 1, or the interleaved schedule cannot run.
         """
-        for name in ("tp", "pp", "cp", "num_microbatches"):
+        for name in ("tp", "pp", "vpp", "cp", "num_microbatches"):
             value = getattr(self, name)
+            if name == "vpp" and value is None:
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name}={value} must be an integer of at least 1; correct {name}")
+                raise ConfigError(f"{name}={value!r} must be an integer of at least 1; correct {name}")
         if self.cp > 1:
             raise ConfigError(
                 f"cp={self.cp} needs an attention that splits the sequence (Transformer Engine's), and the one in "

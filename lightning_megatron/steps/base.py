@@ -41,10 +41,14 @@ def with_last_row_repeated(batch: Batch, num_rows: int) -> Batch:
 
 
 class TrainStep(ABC):
-    """From a batch to a loss. Subclass it, or subclass ``GPTTrainStep`` and override the one method that differs."""
+    """From a batch to a loss. Subclass it, or subclass ``GPTTrainStep`` and override the one method that differs.
+
+    Attributes:
+        loss_terms: Names of the terms that ``loss_func`` returns; the training loss is the sum of their means.
+        model: The description of the model that is trained, from ``bind`` on.
+    """
 
     loss_terms: ClassVar[tuple[str, ...]]
-    """Names of the terms that ``loss_func`` returns; the training loss is the sum of their means."""
 
     def bind(self, model: ModelConfig) -> None:
         """Learn which model is to be trained; called once, before anything else, when a module takes the step.

@@ -167,7 +167,7 @@ def test_any_lightning_module_and_data_module_are_accepted(tmp_path: Path) -> No
         (["--trainer.strategy.tp", "2"], "tp"),
         (["--model", "NoSuchModule"], "NoSuchModule"),
         (["--model.lr", "-1"], "lr=-1.0"),
-        (["--model.optimizer.weight_decay", "-1"], "weight_decay=-1.0 must not be negative"),
+        (["--model.optimizer.weight_decay", "-1"], "weight_decay=-1.0 must be at least 0"),
         (["--model.optimizer.beta9", "0.9"], "beta9"),
         (["--model.model", "nowhere/config.json"], "nowhere/config.json does not exist"),
         (["--data.seq_len", "8"], "did you mean seq_length?"),

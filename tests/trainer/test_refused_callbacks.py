@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from tests.parity.training import Case, loader_of, module_of, trainer_of
@@ -40,6 +42,29 @@ def _fit_with(name: str) -> int:
 def test_a_callback_that_cannot_take_effect_is_refused(name: str, message: str) -> None:
     with pytest.raises(RankError, match=message) as caught:
         run_ranks(_fit_with, 1, name)
+    assert caught.value.error_type == "ConfigError"
+
+
+def _fit_by_hand() -> None:
+    module = module_of(Case())
+    module.automatic_optimization = False
+    trainer_of(Case(steps=1)).fit(module, loader_of(Case(steps=1)))
+
+
+def _fit_wide() -> None:
+    trainer_of(Case(steps=1)).fit(module_of(Case(model_fields=(("n_embd", 10**9),))), loader_of(Case(steps=1)))
+
+
+@pytest.mark.parametrize(
+    ("fit", "message"),
+    [
+        (_fit_by_hand, "automatic_optimization=False does not work.*leave it True"),
+        (_fit_wide, r"the weights of this model \(48,.* parameters\) take .* GiB on the 1 ranks of this host"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_built(fit: Callable[[], None], message: str) -> None:
+    with pytest.raises(RankError, match=message) as caught:
+        run_ranks(fit, 1)
     assert caught.value.error_type == "ConfigError"
 
 

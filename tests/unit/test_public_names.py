@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
 import lightning_megatron
-from lightning_megatron.registration import SIZES, strategy_name
+from lightning_megatron.registration import strategy_names
 from tests.ranks import ROOT
 
 _PRINT_STRATEGY = (
@@ -43,6 +46,13 @@ def test_every_public_name_can_be_imported() -> None:
     for name in lightning_megatron.__all__:
         assert getattr(lightning_megatron, name).__name__ == name
         assert name in dir(lightning_megatron)
+
+
+@pytest.mark.parametrize("name", ["LRSchedule", "LoadFrom", "MaskingOptions", "OptimizerOptions"])
+def test_help_says_what_each_option_is(name: str) -> None:
+    options = getattr(lightning_megatron, name)
+    documented = re.findall(r"^ {4}(\w+): \S", inspect.getdoc(options) or "", re.MULTILINE)
+    assert documented == [field.name for field in dataclasses.fields(options)]
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
@@ -79,5 +89,11 @@ def test_strategies_are_registered_though_lightning_was_imported_first() -> None
 def test_every_size_has_a_name() -> None:
     from lightning.pytorch.strategies import StrategyRegistry
 
-    assert {strategy_name(tp, pp) for tp in SIZES for pp in SIZES} <= set(StrategyRegistry)
-    assert strategy_name(8, 1) == "megatron_tp8_pp1"
+    layouts = strategy_names()
+    assert set(layouts) <= set(StrategyRegistry)
+    assert layouts["megatron"] == layouts["megatron_tp1_pp1"] == {"tp": 1, "pp": 1}
+    assert layouts["megatron_tp2"] == {"tp": 2, "pp": 1}
+    assert layouts["megatron_pp4"] == {"tp": 1, "pp": 4}
+    for name in layouts:
+        strategy = StrategyRegistry.get(name)
+        assert {"tp": strategy.tp, "pp": strategy.pp} == layouts[name]

@@ -26,16 +26,20 @@ GEOMETRIC_PROBABILITY = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class MaskingOptions:
-    """How much is masked, in pieces of which size."""
+    """How much is masked, in pieces of which size.
+
+    Args:
+        probability: Share of the tokens that is masked; more than 0, less than 1.
+        short_sequence_probability: Share of the samples that are made shorter than the row, at random; drawn as one in
+            a whole number.
+        max_ngram: Words that are masked together, at most; None for 3 (BERT) and 10 (T5).
+        whole_words: Whether all pieces of a word are masked, or none of them.
+    """
 
     probability: float = 0.15
-    """Share of the tokens that is masked; more than 0, less than 1."""
     short_sequence_probability: float = 0.1
-    """Share of the samples that are made shorter than the row, at random; drawn as one in a whole number."""
     max_ngram: int | None = None
-    """Words that are masked together, at most; None for 3 (BERT) and 10 (T5)."""
     whole_words: bool = True
-    """Whether all pieces of a word are masked, or none of them."""
 
     def __post_init__(self) -> None:
         """Check the ranges.

@@ -1,0 +1,147 @@
+"""Does a checkpoint give a module back as it was made: to train on, and to ask, without a Trainer too?"""
+
+from __future__ import annotations
+
+import enum
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.training import MODELS, Case, Layout, loader_of, trainer_of
+from tests.ranks import RankError, run_ranks
+
+CASE = Case(layout=Layout(tp=2, pp=2, num_microbatches=2), steps=2)
+TOKENS = torch.arange(24).reshape(2, 12) % 80
+
+
+class Size(enum.IntEnum):
+    SMALL = 3
+
+
+class Kind(enum.StrEnum):
+    FIRST = "first"
+
+
+def _module(**changes: Any) -> Any:
+    from lightning_megatron import GenerationOptions, LRSchedule, MegatronModule, OptimizerOptions
+    from lightning_megatron.engine.optimizer import GroupMultipliers
+
+    arguments: dict[str, Any] = {
+        "model": MODELS["gpt2"],
+        "position_embedding_type": "rotary",
+        "lr": 2e-3,
+        "optimizer": OptimizerOptions(beta2=0.95, multipliers={"*word_embeddings*": GroupMultipliers(lr_mult=0.5)}),
+        "lr_schedule": LRSchedule(style="cosine", warmup_steps=1),
+        "generation": GenerationOptions(max_new_tokens=3, eos_token_id=(7, 8)),
+        "make_vocab_size_divisible_by": 8,
+    }
+    return MegatronModule(**{**arguments, **changes})
+
+
+def _saved(folder: str) -> dict[str, Any]:
+    """Train a little, save, and say what the module is and computes."""
+    from lightning.pytorch.loggers import CSVLogger
+
+    module = _module()
+    module.save_hyperparameters({"size": Size.SMALL, "kinds": {Kind.FIRST: [Kind.FIRST]}})
+    trainer = trainer_of(CASE, logger=CSVLogger(folder, version=0))
+    trainer.fit(module, loader_of(CASE))
+    trainer.save_checkpoint(f"{folder}/run.ckpt")
+    (metrics,) = trainer.validate(module, loader_of(CASE), verbose=False)
+    logits = module.logits(TOKENS)
+    assert torch.equal(module({"input_ids": TOKENS, "labels": TOKENS}), logits)
+    return {"logits": logits, "val_loss": metrics["val_loss"], "hparams": dict(module.hparams)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture(scope="module")
+def saved(folder: Path) -> dict[str, Any]:
+    return run_ranks(_saved, 4, str(folder))[0]  # type: ignore[no-any-return]
+
+
+def _asked(folder: str) -> dict[str, Any]:
+    from lightning_megatron import MegatronModule
+
+    module = MegatronModule.load_from_checkpoint(folder)  # the newest of the folder
+    text = module.generate(TOKENS)
+    return {"logits": module(TOKENS), "text": text, "hparams": dict(module.hparams), "options": module.generation}
+
+
+def test_a_loaded_module_answers_without_a_trainer_as_the_saved_one_did(folder: Path, saved: dict[str, Any]) -> None:
+    (asked,) = run_ranks(_asked, 1, str(folder))
+    # fp32 rounding: two stages of two ranks add in another order than one process.
+    torch.testing.assert_close(asked["logits"], saved["logits"], rtol=0, atol=2e-5)
+    assert asked["text"][:, 12].tolist() == saved["logits"][:, -1].argmax(-1).tolist()
+    assert asked["options"].eos_token_id == (7, 8)
+    own = {name: value for name, value in saved["hparams"].items() if name not in ("size", "kinds")}
+    assert asked["hparams"] == own
+
+
+def test_hyper_parameters_describe_the_run_in_loggers_and_checkpoints(folder: Path, saved: dict[str, Any]) -> None:
+    hparams = torch.load(folder / "run.ckpt" / "meta.pt", weights_only=True)["lightning"]["hyper_parameters"]
+    assert json.loads(json.dumps(hparams)) == json.loads(json.dumps(saved["hparams"]))
+    assert hparams["train_step"] == "gpt"
+    assert hparams["task"] == "causal_lm"
+    assert hparams["optimizer"]["multipliers"] == {"*word_embeddings*": {"lr_mult": 0.5, "wd_mult": 1.0}}
+    assert hparams["lr_schedule"]["style"] == "cosine"
+    # Numbers and strings, not classes that a reader would have to import.
+    assert type(hparams["size"]) is int
+    assert {type(each) for key, kinds in hparams["kinds"].items() for each in (key, *kinds)} == {str}
+    (logged,) = folder.rglob("hparams.yaml")
+    assert "warmup_steps: 1" in logged.read_text()
+
+
+def _trained_on(folder: str, overrides: dict[str, Any]) -> tuple[float, float, float]:
+    from lightning_megatron import MegatronModule
+
+    module = MegatronModule.load_from_checkpoint(f"{folder}/run.ckpt", **overrides)
+    trainer = trainer_of(Case(layout=Layout(tp=2), steps=2))
+    (metrics,) = trainer.validate(module, loader_of(Case(layout=Layout(tp=2), steps=2)), verbose=False)
+    trainer.fit(module, loader_of(Case(layout=Layout(tp=2), steps=2)))
+    return metrics["val_loss"], module.hparams["lr"], trainer.callback_metrics["lr"].item()
+
+
+def test_a_loaded_module_trains_on_at_another_layout_with_other_hyper_parameters(
+    folder: Path, saved: dict[str, Any]
+) -> None:
+    for val_loss, lr, last_lr in run_ranks(_trained_on, 2, str(folder), {"lr": 5e-3, "lr_schedule": {}}):
+        assert val_loss == pytest.approx(saved["val_loss"], rel=1.5e-6)
+        assert (lr, last_lr) == (5e-3, pytest.approx(5e-3))
+
+
+def _loaded_with(folder: str, kind: str, overrides: dict[str, Any]) -> None:
+    from lightning_megatron import GPTTrainStep, MegatronModule
+
+    class Weighted(GPTTrainStep):
+        pass
+
+    if kind == "own step":
+        meta = torch.load(f"{folder}/run.ckpt/meta.pt", weights_only=True)
+        meta["lightning"]["hyper_parameters"] = _module(train_step=Weighted()).hparams | {}
+        torch.save(meta, f"{folder}/run.ckpt/meta.pt")
+        MegatronModule.load_from_checkpoint(f"{folder}/run.ckpt", train_step=Weighted())
+    MegatronModule.load_from_checkpoint(f"{folder}/run.ckpt", **overrides)
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "message"),
+    [
+        ("none", {"map_location": "cpu"}, "MegatronModule has no option 'map_location'; "),
+        ("none", {"lr": "3e-4"}, "lr='3e-4' must be a number, and is a str"),
+        ("none", {"optimizer": {"beta3": 1}}, "OptimizerOptions has no option 'beta3'; did you mean beta2"),
+        ("own step", {}, r"a run with train_step=.*Weighted, and has only its name; give it"),
+    ],
+)
+def test_what_cannot_be_loaded_is_told_in_one_line(
+    folder: Path, saved: dict[str, Any], kind: str, overrides: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RankError, match=message) as caught:
+        run_ranks(_loaded_with, 1, str(folder), kind, overrides)
+    assert caught.value.error_type == "ConfigError"
