@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -64,15 +65,7 @@ class ProgressLine(ProgressBar):
         stage: Any = trainer.state.stage
         self._show(lambda: f"{stage.value.replace('_', ' ')}: batch {arguments[3] + 1}")
 
-    @override
-    def on_test_batch_end(self, trainer: Trainer, *arguments: Any) -> None:
-        """Show how many batches have been read."""
-        self.on_validation_batch_end(trainer, *arguments)
-
-    @override
-    def on_predict_batch_end(self, trainer: Trainer, *arguments: Any) -> None:
-        """Show how many batches have been read."""
-        self.on_validation_batch_end(trainer, *arguments)
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end  # type: ignore[assignment]
 
     def _show_step(self, trainer: Trainer, *, now: bool, end: bool) -> None:
         def line() -> str:
@@ -81,7 +74,7 @@ class ProgressLine(ProgressBar):
             parts = [f"step {step}", _clock(seconds)]
             if 0 < total < math.inf:
                 left = seconds / max(step - self._first_step, 1) * (total - step)
-                parts = [f"step {step}/{total:.0f}", _clock(seconds), f"{_clock(left)} left"]
+                parts = [f"step {step}/{total:.0f}", parts[1], f"{_clock(left)} left"]
             for name, value in trainer.progress_bar_metrics.items():
                 parts.append(f"{name} {value:,.0f}" if abs(value) >= 1000 else f"{name} {value:.4g}")
             return ", ".join(parts)
@@ -95,13 +88,11 @@ class ProgressLine(ProgressBar):
         if sys.stdout.isatty():
             self._next = seconds + 0.1
             row = line()[: shutil.get_terminal_size().columns - 1]
-            print(f"\r\x1b[K{row}", end="\n" if end else "", flush=True)
+            print(f"\x1b[K{row}", end="\n" if end else "\r", flush=True)
         else:
             self._next = seconds + self.every_seconds
             print(line(), flush=True)
 
 
 def _clock(seconds: float) -> str:
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+    return str(timedelta(seconds=round(seconds))).removeprefix("0:")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from typing_extensions import override
 
 from lightning_megatron.callbacks import LossCurve, PerplexityReport, ProgressLine, SampleText, ThroughputMonitor
+from lightning_megatron.ckpt_path import check_writable
 from lightning_megatron.cli.config_files import explained, refuse_yaml_without_end
 from lightning_megatron.cli.failure import UsageError
 from lightning_megatron.cli.messages import HeldMessages
@@ -85,8 +85,7 @@ class MegatronCLI(LightningCLI):
         except (ArgumentError, UnicodeDecodeError) as error:
             command = self._subcommand_parsers.get(args[0], parser)
             options = [name for action in command._actions for name in action.option_strings]
-            names = [each.__name__ for each in SHORT_NAMES]
-            raise UsageError(explained(error, args, options, names)) from error
+            raise UsageError(explained(error, args, options)) from error
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -115,34 +114,17 @@ class MegatronCLI(LightningCLI):
             ConfigError: If it does not accept a value, or what the value names is not there.
         """
         given: Any = self._get(self.config_init, "trainer")
-        callbacks = given.callbacks if isinstance(given.callbacks, list) else [*filter(None, [given.callbacks])]
+        callbacks = given.callbacks if isinstance(given.callbacks, list) else [given.callbacks]
         if given.enable_progress_bar is not False and not any(isinstance(each, ProgressBar) for each in callbacks):
-            callbacks = [*callbacks, ProgressLine()]
+            self.trainer_defaults = {"callbacks": ProgressLine()}
         try:
-            return super().instantiate_trainer(callbacks=callbacks, **kwargs)
+            return super().instantiate_trainer(**kwargs)
         except (ValueError, ModuleNotFoundError, MisconfigurationException) as error:
+            message = str(error)
             if given.accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
-                raise ConfigError(
-                    f"accelerator={given.accelerator}: expected a GPU that torch can use, got none; give"
-                    " accelerator=cpu (lightning-megatron doctor shows the devices and torch's build)"
-                ) from error
-            raise ConfigError(str(error)) from error
-
-    def before_fit(self) -> None:
-        """Check everything that can be checked before processes are launched."""
-        self._preflight()
-
-    def before_validate(self) -> None:
-        """Check everything that can be checked before processes are launched."""
-        self._preflight()
-
-    def before_test(self) -> None:
-        """Check everything that can be checked before processes are launched."""
-        self._preflight()
-
-    def before_predict(self) -> None:
-        """Check everything that can be checked before processes are launched."""
-        self._preflight()
+                message = f"accelerator={given.accelerator}: expected a GPU that torch can use, got none; give "
+                message += "accelerator=cpu, or see lightning-megatron doctor"
+            raise ConfigError(message) from error
 
     def _make(self, class_type: type, *args: Any, **kwargs: Any) -> Any:
         """Call a constructor and remember what it says: jsonargparse buries it where an option has several types."""
@@ -152,15 +134,19 @@ class MegatronCLI(LightningCLI):
             self._mistakes.append(error)
             raise
 
-    def _preflight(self) -> None:
+    def before_fit(self) -> None:
+        """Check everything that can be checked before processes are launched."""
         _check_checkpoint_exists(self._get(self.config_init, "ckpt_path"))
         model: LightningModule = self.model
         datamodule: LightningDataModule | None = self.datamodule
         if isinstance(self.trainer.strategy, MegatronStrategy):
             model.trainer = self.trainer  # as Trainer.fit does next; a module checks itself against its Trainer
             preflight(self.trainer, model, datamodule)
-        _check_folders(self.trainer)
+        folders = [each.save_dir for each in self.trainer.loggers] or [self.trainer.default_root_dir]
+        check_writable(Path(each) for each in folders if each and "://" not in str(each))
         self._messages.release()
+
+    before_validate = before_test = before_predict = before_fit
 
 
 def _check_checkpoint_exists(path: str | Path | None) -> None:
@@ -169,26 +155,6 @@ def _check_checkpoint_exists(path: str | Path | None) -> None:
     if not Path(os.path.expanduser(path)).exists():
         words = ", ".join(_CHECKPOINT_WORDS)
         raise UsageError(f"ckpt_path={path} does not exist; give the path of a *.ckpt, or one of {words}")
-
-
-def _check_folders(trainer: Trainer) -> None:
-    """Refuse folders that the run could not write to, before it starts; leaves nothing behind.
-
-    Raises:
-        ConfigError: If one cannot be made or written to.
-    """
-    folders = [(f"{type(each).__name__}.save_dir", each.save_dir) for each in trainer.loggers]
-    folders += [("ModelCheckpoint.dirpath", getattr(each, "dirpath", None)) for each in trainer.checkpoint_callbacks]
-    for name, folder in folders if trainer.loggers else [*folders, ("default_root_dir", trainer.default_root_dir)]:
-        if folder is None or "://" in str(folder):
-            continue
-        place = Path(folder).absolute()
-        try:
-            tempfile.TemporaryFile(dir=next(each for each in (place, *place.parents) if each.exists())).close()
-        except OSError as error:
-            raise ConfigError(
-                f"{name}={folder} cannot be written ({error.strerror}); give a folder that can be"
-            ) from error
 
 
 def run(arguments: Sequence[str]) -> None:

@@ -159,9 +159,9 @@ def test_any_lightning_module_and_data_module_are_accepted(tmp_path: Path) -> No
         (["--trainer.accelerator", "tpu"], "torch_xla"),
         (
             ["--trainer.default_root_dir", "/dev/null/x", "--trainer.logger", "false"],
-            "default_root_dir=/dev/null/x cannot",
+            "saved in /dev/null/x: /dev/null is no folder",
         ),
-        (["--trainer.logger.save_dir", "/dev/null/x"], "CSVLogger.save_dir=/dev/null/x cannot be written (Not a dir"),
+        (["--trainer.logger.save_dir", "/dev/null/x"], "saved in /dev/null/x: /dev/null is no folder"),
         (["--trainer.strategy", "megatron_tp3_pp1"], "invalid strategy name: `strategy='megatron_tp3_pp1'`"),
         (["--trainer.strategy.tp", "0"], "tp=0"),
         (["--trainer.strategy.tp", "2"], "tp"),
@@ -202,7 +202,6 @@ _ALIASES = "a0: &a0 [1,1,1,1,1,1,1,1,1,1]\n" + "".join(
     ("text", "expected"),
     [
         ("trainer:\n\tmax_steps: 3", "bad.yaml:2: Problems parsing config: while scanning for the next token found"),
-        ("trainer:\n  strategy:\n    class_path: MegatronStrategi", "MegatronStrategi; did you mean MegatronStrategy?"),
         ("trainer:\n  max_stepps: 3", "bad.yaml:2: Subcommand 'fit' does not accept option 'trainer.max_stepps'; did"),
         (
             "tariner:\n  max_steps: 3",
@@ -219,25 +218,13 @@ _ALIASES = "a0: &a0 [1,1,1,1,1,1,1,1,1,1]\n" + "".join(
         ),
         (
             "trainer.max_steps",
-            "bad.yaml: expected a YAML mapping with trainer, model and data, got 'trainer.max_steps'",
+            "bad.yaml:1: Unexpected config: trainer.max_steps",
         ),
         (_ALIASES, "bad.yaml: expected at most 100,000 values, got more by its aliases"),
         ("trainer: &a {logger: *a}", "bad.yaml: expected at most 100,000 values, got more by its aliases"),
         ("trainer: \xff", "bad.yaml is no text in UTF-8"),
     ],
-    ids=[
-        "syntax",
-        "class",
-        "key",
-        "section",
-        "class key",
-        "type",
-        "control",
-        "no mapping",
-        "aliases",
-        "itself",
-        "not UTF-8",
-    ],
+    ids=["syntax", "key", "section", "class", "type", "control", "no mapping", "aliases", "itself", "not UTF-8"],
 )
 def test_a_mistake_in_a_file_is_one_line_with_the_file_and_the_line(
     text: str, expected: str, config: Path, tmp_path: Path
