@@ -49,11 +49,12 @@ def add_config_command(commands: argparse._SubParsersAction[Any]) -> None:
 
 def _config(parsed: argparse.Namespace) -> int:
     output: Path = parsed.output
+    template = None if parsed.template is None else _template(parsed.template, output)
     if output.exists() and not parsed.overwrite:
         raise UsageError(f"--output {output} exists; give another name, or --overwrite")
     launch: dict[str, str] = {}
-    if parsed.template is not None:
-        _write(output, _template(parsed.template, output))
+    if template is not None:
+        _write(output, template)
         print(f"{output} is written: {parsed.template}. Edit it, and run what its first lines say.")
         return DONE
     from lightning_megatron.cli.run_settings import as_yaml
