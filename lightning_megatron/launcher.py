@@ -33,6 +33,11 @@ def check_world_size(environment: ClusterEnvironment, num_processes: int, num_no
         ConfigError: If they differ: some ranks would have no device, and the others wait for them; or none can start.
     """
     check_has_script(environment, num_processes)
+    if dist.is_initialized() and dist.get_world_size() != num_processes * num_nodes:
+        raise ConfigError(
+            f"this process is one of {dist.get_world_size()} already (a module that answers without a Trainer, or an "
+            f"earlier run), and the run has {num_processes * num_nodes}; start another process for it"
+        )
     if isinstance(environment, LightningEnvironment) or not environment.creates_processes_externally:
         return
     started = environment.world_size()

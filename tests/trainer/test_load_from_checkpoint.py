@@ -67,10 +67,18 @@ def saved(folder: Path) -> dict[str, Any]:
 
 
 def _asked(folder: str) -> dict[str, Any]:
-    from lightning_megatron import MegatronModule
+    import sys
 
+    from lightning.fabric.plugins.environments import LightningEnvironment
+
+    from lightning_megatron import ConfigError, MegatronModule
+    from lightning_megatron.launcher import check_world_size
+
+    sys.argv = [__file__]
     module = MegatronModule.load_from_checkpoint(folder)  # the newest of the folder
     text = module.generate(TOKENS)
+    with pytest.raises(ConfigError, match="this process is one of 1 already"):
+        check_world_size(LightningEnvironment(), 2, 1)
     return {"logits": module(TOKENS), "text": text, "hparams": dict(module.hparams), "options": module.generation}
 
 
