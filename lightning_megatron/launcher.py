@@ -139,7 +139,6 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             return  # the others wait in a collective, and end with this process
         for local_rank, process in enumerate(self.procs, 1):
             if code := process.wait():
-                print(f"error: local rank {local_rank} ended with code {code}", file=sys.stderr)
+                print(f"error: local rank {local_rank} ended with code {code}", file=sys.stderr, flush=True)
                 sys.stdout.flush()
-                sys.stderr.flush()
                 os._exit(1)  # nothing else sets the exit code by now

@@ -194,7 +194,7 @@ def build_optimizer(
         group["lr"] = lr * group["lr_mult"]
         group["weight_decay"] = options.weight_decay * group["wd_mult"]
         group["name"] = _group_name(group["lr_mult"], group["wd_mult"])
-    return MegatronOptimizer(inner, context.engine, context.refuse_step)
+    return MegatronOptimizer(inner, context)
 
 
 class MegatronOptimizer(torch.optim.Optimizer):
@@ -204,16 +204,13 @@ class MegatronOptimizer(torch.optim.Optimizer):
     because moments are sharded and saved by the strategy.
     """
 
-    def __init__(
-        self, inner: Any, engine: Callable[[], AbstractContextManager[None]], refuse_step: Callable[[], None]
-    ) -> None:
-        """Wrap ``inner``, one of Megatron's optimizers, which is called inside ``engine()``.
+    def __init__(self, inner: Any, context: OptimizerContext) -> None:
+        """Wrap ``inner``, one of Megatron's optimizers, which is called inside ``context.engine()``.
 
         ``super().__init__`` is not called: it would build groups of its own.
         """
         self.inner = inner
-        self._engine = engine
-        self._refuse_step = refuse_step
+        self._context = context
         # OneCycleLR and CyclicLR look here whether the optimizer has a momentum that they can move in the groups.
         self.defaults: dict[str, Any] = dict(self.parts[0].optimizer.defaults)
         self.report: OptimizerReport | None = None
@@ -254,13 +251,13 @@ class MegatronOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with self._engine():
+        with self._context.engine():
             overflow = self.inner.prepare_grads()
             grad_norm = math.nan if overflow else self._gradient_norm()
             # Gradients that are too large only with the loss scale are 16-mixed's everyday business.
             is_wrong = not math.isfinite(self.loss if overflow else grad_norm)
             if is_wrong:
-                self._refuse_step()
+                self._context.refuse_step()
                 self.skipped_steps += 1
             elif not overflow:
                 self._clip(grad_norm)

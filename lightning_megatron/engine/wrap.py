@@ -45,22 +45,18 @@ def to_ddp(chunks: torch.nn.ModuleList, reduction: GradientReduction) -> torch.n
     return torch.nn.ModuleList([_ddp(_with_current_buffers(c), reduction, i) for i, c in enumerate(chunks)])
 
 
-def is_laid_out(chunk: DistributedDataParallel) -> bool:
-    """Whether its buffers are for just the weights that are to be trained now."""
-    return all(weight.requires_grad == (weight in chunk.param_to_bucket_group) for weight in chunk.module.parameters())
-
-
-def _with_current_buffers(chunk: torch.nn.Module) -> torch.nn.Module:
+def _with_current_buffers(chunk: Any) -> Any:
     """The chunk, without the DDP of an earlier fit if others of its weights were frozen then."""
-    if not isinstance(chunk, DistributedDataParallel) or is_laid_out(chunk):
+    weights = list(chunk.parameters())
+    is_wrapped = isinstance(chunk, DistributedDataParallel)
+    if not is_wrapped or all(w.requires_grad == (w in chunk.param_to_bucket_group) for w in weights):
         return chunk
     if chunk.use_forward_hook:
         chunk.disable_forward_pre_hook()
     chunk.grad_accs.clear()  # or their hooks would fire beside those of the next DDP
-    for weight in chunk.module.parameters():
+    for weight in weights:
         weight.__dict__.pop("main_grad", None)
-    inside: torch.nn.Module = chunk.module
-    return inside
+    return chunk.module
 
 
 def _ddp(chunk: torch.nn.Module, reduction: GradientReduction, index: int) -> DistributedDataParallel:
