@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from tests.ranks import close_pool
 # Tests must not depend on the network; set before any library reads it.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    sys.argv[0] = __file__  # a worker of pytest-xdist is `python -c`, in which a run of several processes is refused
 
 # Set by libraries while they are imported, or by pytest itself: not the doing of a test.
 _SET_BY_LIBRARIES = (
