@@ -81,13 +81,6 @@ def _add_preprocess(commands: argparse._SubParsersAction[Any]) -> None:
         help="processes that tokenize, at one core each; the output does not depend on N (default: 1)",
     )
     _add_on_error(parser)
-    parser.add_argument(
-        "--dataset-impl",
-        choices=("mmap", "cached", "lazy"),
-        default="mmap",
-        help="format: mmap for Megatron-Core and IndexedDataModule; cached and lazy, two names of one format,"
-        " for Megatron 1.x and 2.x (default: mmap)",
-    )
     parser.set_defaults(run=_preprocess)
 
 
@@ -155,7 +148,6 @@ def _preprocess(parsed: argparse.Namespace) -> int:
             keep_newlines=parsed.keep_newlines,
             workers=parsed.workers,
             on_error=parsed.on_error,
-            dataset_impl=parsed.dataset_impl,
         )
     )
     names = ", ".join(result.prefixes)

@@ -71,7 +71,6 @@ def _add_inspect(commands: argparse._SubParsersAction[Any]) -> None:
         help="prefix of a dataset, or its .bin or .idx; a *.ckpt, a checkpoint of Megatron-Core (torch_dist) or of"
         " Megatron-LM, or a Hugging Face model directory",
     )
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the histogram of a dataset's lengths")
     parser.add_argument(
         "--tokenizer", type=Path, metavar="DIR", help="decode the first documents with this transformers tokenizer"
     )
@@ -115,7 +114,6 @@ def _inspect(parsed: argparse.Namespace) -> int:
         InspectOptions(
             path=parsed.path,
             json=parsed.json,
-            png=parsed.png,
             tokenizer=parsed.tokenizer,
             documents=parsed.documents,
         )

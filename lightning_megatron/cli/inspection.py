@@ -13,8 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_megatron.cli.failure import printable
-from lightning_megatron.data.formats.description import dataset_prefix, describe_dataset, first_documents
-from lightning_megatron.data.formats.report import as_json, as_text, draw_lengths
+from lightning_megatron.data.formats.description import (
+    as_json,
+    as_text,
+    dataset_prefix,
+    describe_dataset,
+    first_documents,
+)
 from lightning_megatron.errors import ConfigError, DataError
 
 _DOCUMENTS_WITH_A_TOKENIZER = 3
@@ -29,8 +34,6 @@ class InspectOptions:
     """What to describe."""
     json: bool = False
     """Print JSON instead of text."""
-    png: Path | None = None
-    """Where to draw a picture."""
     tokenizer: Path | None = None
     """Folder of the tokenizer that decodes documents."""
     documents: int | None = None
@@ -40,10 +43,8 @@ class InspectOptions:
         """Check what can be known before anything is read.
 
         Raises:
-            ConfigError: If ``documents`` is negative or ``png`` the name of another kind of file.
+            ConfigError: If ``documents`` is negative.
         """
-        if self.png is not None and self.png.suffix != ".png":
-            raise ConfigError(f"png={self.png} is not the name of a picture; give one that ends in .png")
         if self.documents is not None and self.documents < 0:
             raise ConfigError(f"documents={self.documents} must be at least 0; correct it")
 
@@ -92,12 +93,9 @@ def _describe_dataset(options: InspectOptions) -> str | None:
     default = 0 if tokenizer is None else _DOCUMENTS_WITH_A_TOKENIZER
     count = default if options.documents is None else options.documents
     previews = first_documents(description.header, count, tokenizer)
-    if options.png is not None:
-        draw_lengths(description, options.png)
     if options.json:
         return json.dumps(as_json(description, previews), indent=2)
-    text = as_text(description, previews)
-    return text if options.png is None else f"{text}\n\nPicture: {options.png}"
+    return as_text(description, previews)
 
 
 def _is_of_a_model(path: Path) -> bool:
@@ -118,7 +116,7 @@ def _describe_checkpoint(options: InspectOptions) -> str | None:
     contents = checkpoint_contents(Path(options.path))
     if contents is None:
         return None
-    for name in ("png", "tokenizer", "documents"):
+    for name in ("tokenizer", "documents"):
         if (value := getattr(options, name)) is not None:
             raise ConfigError(f"{name}={value} is for datasets, and {options.path} is a checkpoint; leave it out")
     if options.json:
@@ -130,19 +128,11 @@ _KINDS: tuple[Callable[[InspectOptions], str | None], ...] = (_describe_dataset,
 """Each gives None for a path that is of another kind."""
 
 
-_PLAIN = {"…": "...", **dict.fromkeys("▍▌▋▊▉█", "#"), **dict.fromkeys("▏▎", ".")}
-"""For terminals without the characters of bars."""
-
-
 def show(text: str) -> None:
     """Print in characters that the terminal has; whoever reads a part only (``| head``) has read what they want."""
     text = "\n".join(map(printable, text.split("\n")))
     encoding = sys.stdout.encoding or "ascii"
-    try:
-        text.encode(encoding)
-    except UnicodeEncodeError:
-        plain = "".join(_PLAIN.get(character, character) for character in text)
-        text = plain.encode(encoding, errors="replace").decode(encoding)
+    text = text.encode(encoding, errors="replace").decode(encoding)
     try:
         print(text, flush=True)
     except BrokenPipeError:

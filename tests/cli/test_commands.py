@@ -13,6 +13,7 @@ import pytest
 
 from lightning_megatron.cli import main, program
 from tests.ranks import ROOT
+from tests.unit.data.legacy_dataset import write_legacy
 
 COMMANDS = (
     *("fit", "validate", "test", "predict"),
@@ -78,8 +79,8 @@ def test_help_of_trainer_commands_names_what_others_rely_on(command: str, capsys
             "error: --workers 0 must be at least 1",
         ),
         (
-            ["preprocess", "--input", "x", "--output-prefix", "p", "--tokenizer", "t", "--dataset-impl", "infer"],
-            "error: argument --dataset-impl: invalid choice: 'infer'",
+            ["preprocess", "--input", "x", "--output-prefix", "p", "--tokenizer", "t", "--dataset-impl", "lazy"],
+            "error: unrecognized arguments: --dataset-impl lazy; see lightning-megatron preprocess",
         ),
         (["convert-dataset", "--input", "x"], "error: the following arguments are required: --output-prefix; see"),
         (
@@ -171,7 +172,7 @@ def test_tokenizer_and_dataset_can_be_read_back(corpus: Path) -> None:
     assert tokenizer.decode(numpy.asarray(tokens[:-1])) == (corpus.parent / "text" / "03.txt").read_text()
 
 
-@pytest.mark.parametrize("command", ["preprocess", "convert-dataset"])
+@pytest.mark.parametrize("command", ["convert-dataset", "merge"])
 def test_help_of_dataset_commands_names_the_formats(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([command, "--help"])
@@ -193,10 +194,11 @@ def test_a_legacy_dataset_is_refused_with_the_command_that_converts_it(
     from lightning_megatron.errors import DataError
 
     shape = BatchShape(micro_batch_size=1, num_microbatches=1, data_parallel_size=1, data_parallel_rank=0)
-    names = ["--input", str(corpus.parent / "text"), "--tokenizer", str(corpus.parent / "tok"), "--append-eod"]
+    expected = IndexedDataset(str(corpus))
     prefix = tmp_path / "a b" / "old"
-    assert main(["preprocess", *names, "--output-prefix", str(prefix), "--dataset-impl", "lazy"]) == 0
-    data = IndexedDataModule(data_path=f"{prefix}_text_document", seq_length=8, micro_batch_size=1)
+    prefix.parent.mkdir()
+    write_legacy(prefix, [[expected[number].tolist()] for number in range(len(expected))])
+    data = IndexedDataModule(data_path=str(prefix), seq_length=8, micro_batch_size=1)
     with pytest.raises(DataError, match="old cached/lazy format") as refused:
         data.check(Run(shape=shape))
 
@@ -204,9 +206,9 @@ def test_a_legacy_dataset_is_refused_with_the_command_that_converts_it(
     capsys.readouterr()
     assert program == "lightning-megatron"
     assert main(arguments) == 0
-    converted = f"{prefix}_text_document_mmap"
+    converted = f"{prefix}_mmap"
     assert capsys.readouterr().out.startswith(f"{converted}: 60 documents, 60 sequences, ")
-    expected, read = IndexedDataset(str(corpus)), IndexedDataset(converted)
+    read = IndexedDataset(converted)
     assert [read[i].tolist() for i in range(len(read))] == [expected[i].tolist() for i in range(len(expected))]
     assert main(arguments) == 2
     assert "would overwrite" in capsys.readouterr().err

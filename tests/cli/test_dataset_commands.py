@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 
 from lightning_megatron.cli import main
-from lightning_megatron.data.formats.legacy import LegacyDatasetWriter
 from lightning_megatron.data.formats.mmap import IndexedDatasetWriter
 from tests.ranks import ROOT
+from tests.unit.data.legacy_dataset import write_legacy
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with the datasets ``new`` (uint16) and ``old`` (legacy, int32), and a file that is none."""
     monkeypatch.chdir(tmp_path)
-    for name, writer_of, dtype in (("new", IndexedDatasetWriter, "<u2"), ("old", LegacyDatasetWriter, "<i4")):
-        with writer_of(name, np.dtype(dtype)) as writer:
-            writer.add_documents(np.array([1, 2, 3], dtype=dtype).tobytes(), [2, 1])
+    with IndexedDatasetWriter("new", np.dtype("<u2")) as writer:
+        writer.add_documents(np.array([1, 2, 3], dtype="<u2").tobytes(), [2, 1])
+    write_legacy(Path("old"), [[[1, 2]], [[3]]])
     (tmp_path / "notes.txt").write_text("a corpus")
     return tmp_path
 
@@ -47,13 +47,11 @@ def test_convert_dataset_says_what_it_wrote(folder: Path, capsys: pytest.Capture
     assert capsys.readouterr().out == "converted: 2 documents, 2 sequences, 3 tokens from old\n"
 
 
-def test_inspect_decodes_the_first_documents(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_decodes_the_first_documents(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["inspect", f"{corpus}.bin", "--tokenizer", str(corpus.parent / "tok")]
-    assert main([*arguments, "--png", str(tmp_path / "lengths.png")]) == 0
+    assert main(arguments) == 0
     text = capsys.readouterr().out
     assert text.startswith(f"{corpus}\n  format     mmap\n  documents  60\n  sequences  60, 1 a document\n")
-    assert text.endswith(f"\n\nPicture: {tmp_path / 'lengths.png'}\n")
-    assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
     for number in range(3):
         beginning = (corpus.parent / "text" / f"{number:02}.txt").read_text()[:200]
         assert f"tokens\n  {beginning}" in text
@@ -87,11 +85,7 @@ def test_inspect_decodes_the_first_documents(corpus: Path, tmp_path: Path, capsy
             "path=notes.txt is no indexed dataset (.bin and .idx) and no checkpoint; give the prefix",
         ),
         (["inspect", "new", "--documents", "-1"], "--documents -1 must be at least 0; correct it"),
-        (["inspect", "new", "--png", "a.jpg"], "--png a.jpg is not the name of a picture; give one that ends in .png"),
-        (
-            ["inspect", "new", "--png", "notes.txt/a.png"],
-            "--png notes.txt/a.png cannot be written (File exists); give a",
-        ),
+        (["inspect", "new", "--png", "a.png"], "unrecognized arguments: --png a.png; see lightning-megatron inspect"),
         (["inspect", "new", "--tokenizer", "t"], "tokenizer folder t does not exist; train one with train-tokenizer"),
         (["inspect", "damaged.idx"], "damaged.idx ends within its first 9 bytes: truncated; run preprocess again"),
         (["merge", "--input", "new"], "the following arguments are required: --output-prefix; see lightning-megatron"),
@@ -138,12 +132,14 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
-def test_terminals_without_bars_get_plain_ones(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminals_without_unicode_are_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with IndexedDatasetWriter("long", np.dtype("<u2")) as writer:
+        writer.add_documents(bytes(2 * 100), [100])
     written = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii"))
-    assert main(["inspect", "new", "--documents", "1"]) == 0
+    assert main(["inspect", "long", "--documents", "1"]) == 0
 
-    assert f"  1  {'#' * 40}  1   50.0%" in written.getvalue().decode("ascii")
+    assert written.getvalue().decode("ascii").endswith("0 0 ?\n")
 
 
 def test_whoever_reads_only_the_beginning_sees_no_traceback(folder: Path) -> None:

@@ -179,7 +179,7 @@ def test_nothing_of_a_checkpoint_is_run_and_damage_is_named(
     assert "this must not run" not in captured.out + captured.err
 
 
-@pytest.mark.parametrize("option", [("--png", "a.png"), ("--tokenizer", "tok"), ("--documents", "2")])
+@pytest.mark.parametrize("option", [("--tokenizer", "tok"), ("--documents", "2")])
 def test_options_of_datasets_are_refused(
     saved: Path, capsys: pytest.CaptureFixture[str], option: tuple[str, str]
 ) -> None:

@@ -18,12 +18,10 @@ from lightning_megatron.data.corpus.pieces import cut_into_pieces
 from lightning_megatron.data.corpus.sentences import SentenceSplitter
 from lightning_megatron.data.corpus.tokenizer import largest_id, load_tokenizer
 from lightning_megatron.data.corpus.worker_pool import encode_all
-from lightning_megatron.data.formats.legacy import TOKEN_DTYPE, LegacyDatasetWriter
 from lightning_megatron.data.formats.mmap import IndexedDatasetWriter, token_dtype
 from lightning_megatron.data.formats.staged import exit_on_sigterm
 from lightning_megatron.errors import ConfigError, DataError
 
-_WRITERS = {"mmap": IndexedDatasetWriter, "cached": LegacyDatasetWriter, "lazy": LegacyDatasetWriter}
 _LARGEST_STORED_ID = 2**31 - 1
 
 
@@ -55,8 +53,6 @@ class PreprocessOptions:
     """Processes that tokenize; the output does not depend on it."""
     on_error: Literal["skip", "fail"] = "fail"
     """Leave out lines, rows and files that are no documents, and count them; or end at the first one."""
-    dataset_impl: Literal["mmap", "cached", "lazy"] = "mmap"
-    """Format of the output: the one that Megatron-Core maps into memory, or, under two names, that of Megatron 1.x."""
 
     def __post_init__(self) -> None:
         """Check what can be known before anything is read.
@@ -69,8 +65,6 @@ class PreprocessOptions:
         if not self.json_keys or len(set(self.json_keys)) != len(self.json_keys):
             keys = " ".join(self.json_keys)
             raise ConfigError(f"json_keys={keys!r} must name at least one key, each once; correct the list")
-        if self.dataset_impl not in _WRITERS:
-            raise ConfigError(f"dataset_impl={self.dataset_impl} is not written; choose from {', '.join(_WRITERS)}")
         if self.on_error not in ("skip", "fail"):
             raise ConfigError(f"on_error={self.on_error} is not known; choose skip or fail")
         if self.keep_newlines and not self.split_sentences:
@@ -115,7 +109,7 @@ def preprocess(options: PreprocessOptions) -> PreprocessResult:
     num_documents = num_empty = 0
     with contextlib.ExitStack() as stack:
         stack.enter_context(exit_on_sigterm())
-        writers = [stack.enter_context(_WRITERS[options.dataset_impl](prefix, encoder.dtype)) for prefix in prefixes]
+        writers = [stack.enter_context(IndexedDatasetWriter(prefix, encoder.dtype)) for prefix in prefixes]
         pieces = cut_into_pieces(files, options.json_keys)
         encoded = stack.enter_context(encode_all(pieces, encoder, options.workers))
         bar = stack.enter_context(_progress_bar(total_bytes))
@@ -161,7 +155,7 @@ def _encoder(options: PreprocessOptions) -> DocumentEncoder:
     return DocumentEncoder(
         tokenizer=tokenizer,
         keys=tuple(options.json_keys),
-        dtype=token_dtype(largest + 1) if options.dataset_impl == "mmap" else TOKEN_DTYPE,
+        dtype=token_dtype(largest + 1),
         end_of_document=tokenizer.eos_token_id if options.append_eod else None,
         split=splitter,
         stop_at_bad=options.on_error == "fail",

@@ -1,6 +1,7 @@
-r"""How did Megatron 1.x and 2.x store tokens: the pair ``PREFIX.bin`` and ``PREFIX.idx`` called "cached" or "lazy"?
+r"""Read the index of Megatron 1.x and 2.x datasets, ``--data-impl cached`` or ``lazy``, also those of fairseq.
 
-The two names are two ways to read the same files. Layout, little endian. ``.bin``: all tokens one after the other.
+The two names are two ways to read the same pair ``PREFIX.bin`` and ``PREFIX.idx``. Layout, little endian.
+``.bin``: all tokens one after the other.
 ``.idx``: 8 bytes ``TNTIDX\0\0``; u64 version 1; u64 type of a token; u64 element size; u64 N sequences; u64 S; u64 D;
 int64[N+1] where each sequence's axes begin among the S; int64[N+1] where its tokens begin in ``.bin``, in elements;
 int64[S] length of each axis; int64[D] the first sequence of each document and, last, N. A sequence of tokens has one
@@ -13,7 +14,7 @@ where documents end, and each sequence is taken for one.
 Types 6 and 7 changed their meaning; the element size tells which it is. Until 2022, 6 was Python's float, stored as 8
 bytes though its element size was said to be 4 (positions count 4 bytes then), and 7 was float64. Since 2023, 6 is
 float64 and 7 is float32.
-Source: Megatron-LM at 0058b1a5, megatron/data/indexed_dataset.py:IndexedDataset and IndexedDatasetBuilder.
+Source: Megatron-LM at 0058b1a5, megatron/data/indexed_dataset.py:IndexedDataset.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_megatron.data.formats import index_files
 from lightning_megatron.data.formats.index_files import (
     INTEGER_CODES,
     LEGACY_MAGIC,
@@ -39,12 +39,9 @@ from lightning_megatron.data.formats.index_files import (
     first_bytes,
     read_chunks,
 )
-from lightning_megatron.data.formats.mmap import IndexedDatasetWriter
 from lightning_megatron.errors import DataError
 
 HEADER_BYTES = 56
-TOKEN_DTYPE = np.dtype("<i4")
-"""What Megatron's ``preprocess_data.py`` stored in this format, whatever the vocabulary."""
 
 _HEADER_BYTES_WITHOUT_DOCUMENTS = 48
 _DTYPES: dict[tuple[int, int], np.dtype[Any]] = {
@@ -187,61 +184,6 @@ def check_legacy_dataset(prefix: str, *, option: str = "input") -> LegacyHeader:
         )
     check_document_bounds(header.document_bounds(), header.num_sequences, idx_path, _FIX_OF_BOUNDS)
     return header
-
-
-class LegacyDataset:
-    """An open dataset, all of whose index has been checked; an item is a sequence of tokens, read when asked for."""
-
-    def __init__(self, prefix: str) -> None:
-        """Check and open the dataset at ``prefix``.
-
-        Raises:
-            DataError: If it is missing, damaged or foreign.
-        """
-        self.header = check_legacy_dataset(prefix)
-
-    def __len__(self) -> int:
-        """Sequences."""
-        return self.header.num_sequences
-
-    def __getitem__(self, index: int) -> NDArray[Any]:
-        """The tokens of sequence ``index``: [length], in the dataset's type."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"sequence {index} of {len(self)}")
-        header = self.header
-        begin, end = (int(each) * header.element_size for each in np.concatenate(list(header.positions(index, 2))))
-        count = (end - begin) // header.dtype.itemsize
-        return np.fromfile(header.prefix + ".bin", header.dtype, count, offset=begin)
-
-    def documents(self) -> Iterator[list[NDArray[Any]]]:
-        """The sequences of each document, in order."""
-        begin = 0
-        bounds = (int(each) for chunk in self.header.document_bounds() for each in chunk)
-        next(bounds)
-        for end in bounds:
-            yield [self[index] for index in range(begin, end)]
-            begin = end
-
-
-class LegacyDatasetWriter(IndexedDatasetWriter):
-    """Writes a dataset that Megatron 1.x and 2.x read with ``--data-impl cached`` or ``lazy``."""
-
-    def _index_parts(self) -> Iterator[bytes]:
-        count = len(self._lengths)
-        code = next(code for (code, _), dtype in _DTYPES.items() if dtype == self._dtype)
-        yield LEGACY_MAGIC + struct.pack("<QQQQQQ", 1, code, self._dtype.itemsize, count, count, self._num_bounds())
-        for begin in range(0, count + 1, index_files.CHUNK):
-            yield np.arange(begin, min(begin + index_files.CHUNK, count + 1), dtype="<i8").tobytes()
-        end = 0
-        yield struct.pack("<q", end)
-        for lengths in self._written_lengths():
-            ends = end + np.cumsum(lengths, dtype="<i8")
-            yield ends.tobytes()
-            end = int(ends[-1])
-        for lengths in self._written_lengths():
-            yield lengths.astype("<i8").tobytes()
-        for bounds in self._written_bounds():
-            yield bounds.astype("<i8").tobytes()
 
 
 def _with_documents_that_empty_sequences_end(header: LegacyHeader) -> LegacyHeader:

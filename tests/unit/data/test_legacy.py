@@ -1,4 +1,4 @@
-"""Are Megatron's older datasets read as what they hold, written as Megatron wrote them, and converted unchanged?"""
+"""Are Megatron's older datasets read as what they hold, and converted unchanged?"""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from lightning_megatron.data.formats.convert import convert_dataset
-from lightning_megatron.data.formats.legacy import LegacyDataset, check_legacy_dataset
+from lightning_megatron.data.formats.legacy import check_legacy_dataset
 from lightning_megatron.data.formats.mmap import check_dataset
 from lightning_megatron.errors import DataError
+from tests.unit.data.legacy_dataset import INT32, longs, write_legacy
 
 # Documents of sequences, as sentences make them; an empty document and an empty sequence are among them.
 DOCUMENTS = [[[5, 6, 7], [1]], [[127]], [], [[], [2, 3]]]
@@ -22,7 +23,7 @@ KINDS = [
     (1, 1, "B", 1, "uint8"),
     (2, 1, "b", 1, "int8"),
     (3, 2, "h", 1, "int16"),
-    (4, 4, "i", 1, "int32"),
+    INT32,
     (5, 8, "q", 1, "int64"),
     (6, 4, "d", 2, "float64"),  # np.float until 2022: 8 bytes, counted in fours
     (6, 8, "d", 1, "float64"),
@@ -32,28 +33,6 @@ KINDS = [
 ]
 
 
-def _longs(values: list[int]) -> bytes:
-    return struct.pack(f"<{len(values)}q", *values)
-
-
-def _write_by_hand(prefix: Path, kind: tuple[int, int, str, int, str], documents: list[list[list[int]]]) -> str:
-    """The files as the description of the format has them, byte by byte."""
-    code, element_size, letter, elements, _ = kind
-    data, ends, sizes, bounds = b"", [0], [], [0]
-    for document in documents:
-        for tokens in document:
-            data += struct.pack(f"<{len(tokens)}{letter}", *tokens)
-            ends.append(ends[-1] + len(tokens) * elements)
-            sizes.append(len(tokens))
-        bounds.append(len(sizes))
-    index = b"TNTIDX\0\0" + struct.pack("<QQQ", 1, code, element_size)
-    index += struct.pack("<QQQ", len(sizes), len(sizes), len(bounds))
-    index += _longs(list(range(len(sizes) + 1))) + _longs(ends) + _longs(sizes) + _longs(bounds)
-    Path(f"{prefix}.idx").write_bytes(index)
-    Path(f"{prefix}.bin").write_bytes(data)
-    return str(prefix)
-
-
 def _without_documents(prefix: str) -> str:
     """Make the index what fairseq, and Megatron before November 2019, wrote: no D, no document bounds."""
     path = Path(f"{prefix}.idx")
@@ -61,10 +40,6 @@ def _without_documents(prefix: str) -> str:
     (num_bounds,) = struct.unpack("<Q", index[48:56])
     path.write_bytes(index[:48] + index[56 : len(index) - 8 * num_bounds])
     return prefix
-
-
-def _read(prefix: str) -> list[list[list[Any]]]:
-    return [[tokens.tolist() for tokens in document] for document in LegacyDataset(prefix).documents()]
 
 
 def _read_by_the_engine(prefix: str) -> tuple[list[list[list[Any]]], str]:
@@ -82,11 +57,9 @@ def test_every_type_of_token_is_read_and_converted_to_what_it_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: tuple[int, int, str, int, str], chunk: int
 ) -> None:
     monkeypatch.setattr("lightning_megatron.data.formats.index_files.CHUNK", chunk)
-    prefix = _write_by_hand(tmp_path / "old", kind, DOCUMENTS)
+    prefix = write_legacy(tmp_path / "old", DOCUMENTS, kind)
     before = [(tmp_path / f"old{suffix}").read_bytes() for suffix in (".idx", ".bin")]
 
-    assert _read(prefix) == DOCUMENTS
-    assert LegacyDataset(prefix)[0].dtype.name == kind[4]
     result = convert_dataset(prefix, str(tmp_path / "new"))
 
     assert _read_by_the_engine(result.prefix) == (DOCUMENTS, kind[4])
@@ -120,9 +93,8 @@ def test_documents_of_the_oldest_files_end_with_empty_sequences(
     chunk: int,
 ) -> None:
     monkeypatch.setattr("lightning_megatron.data.formats.index_files.CHUNK", chunk)
-    prefix = _without_documents(_write_by_hand(tmp_path / "old", KINDS[3], [sequences]))
+    prefix = _without_documents(write_legacy(tmp_path / "old", [sequences]))
 
-    assert _read(prefix) == documents
     result = convert_dataset(prefix, str(tmp_path / "new"))
 
     assert _read_by_the_engine(result.prefix) == (documents, "int32")
@@ -139,7 +111,7 @@ def test_documents_of_the_oldest_files_end_with_empty_sequences(
 GOLDEN_IDX = (
     b"TNTIDX\0\0"
     + struct.pack("<QQQQQQ", 1, 4, 4, 3, 3, 4)
-    + _longs([0, 1, 2, 3] + [0, 3, 4, 6] + [3, 1, 2] + [0, 1, 2, 3])
+    + longs([0, 1, 2, 3] + [0, 3, 4, 6] + [3, 1, 2] + [0, 1, 2, 3])
 )
 GOLDEN_BIN = struct.pack("<6i", 5, 6, 7, 65535, 1, 2)
 
@@ -170,11 +142,11 @@ def _patched(offset: int, *numbers: int) -> bytes:
         (_patched(40, 2**62), GOLDEN_BIN, "truncated or damaged"),
         (_patched(40, 4, 3), GOLDEN_BIN, "has 4 axes for 3 sequences"),
         (
-            GOLDEN_IDX[:40] + struct.pack("<Q", 4) + GOLDEN_IDX[56:-32] + _longs([1]),
+            GOLDEN_IDX[:40] + struct.pack("<Q", 4) + GOLDEN_IDX[56:-32] + longs([1]),
             GOLDEN_BIN,
             "4 axes for 3 sequences",
         ),
-        (GOLDEN_IDX[:32] + struct.pack("<QQQ", 0, 0, 1) + _longs([0, 0, 0]), b"", "holds no sequence"),
+        (GOLDEN_IDX[:32] + struct.pack("<QQQ", 0, 0, 1) + longs([0, 0, 0]), b"", "holds no sequence"),
         (_patched(64, 2), GOLDEN_BIN, "sequences of other than one axis"),
         (_patched(88, 1), GOLDEN_BIN, "does not begin with the first token"),
         (_patched(96, -1), GOLDEN_BIN, "a sequence that ends at element -1, .bin has 6 elements"),

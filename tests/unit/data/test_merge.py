@@ -9,9 +9,9 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from lightning_megatron.data.formats.legacy import LegacyDatasetWriter
 from lightning_megatron.data.formats.merge import merge_datasets
 from lightning_megatron.errors import DataError
+from tests.unit.data.legacy_dataset import write_legacy
 
 Documents = list[list[list[int]]]
 
@@ -107,10 +107,7 @@ def test_tokens_are_widened_to_the_smallest_type_that_holds_all(
 
 
 def test_older_formats_are_converted_on_the_way(tmp_path: Path) -> None:
-    with LegacyDatasetWriter(str(tmp_path / "b"), np.dtype("<i4")) as writer:
-        for document in SECOND:
-            flat = [token for tokens in document for token in tokens]
-            writer.add_document(np.array(flat, dtype="<i4").tobytes(), [len(tokens) for tokens in document])
+    write_legacy(tmp_path / "b", SECOND)
     longs = struct.pack("<11q", *(0, 1, 2, 3), *(0, 1, 1, 2), *(1, 0, 1))
     oldest = b"TNTIDX\0\0" + struct.pack("<QQQQQ", 1, 4, 4, 3, 3) + longs
     (tmp_path / "c.idx").write_bytes(oldest)

@@ -290,7 +290,6 @@ def test_impossible_options_are_refused_at_once(tmp_path: Path, tokenizer: Path)
         ({"on_error": "ignore"}, "on_error=ignore is not known; choose skip or fail"),
         ({"keep_newlines": True}, "keep_newlines needs split_sentences"),
         ({"split_sentences": True, "language": "english"}, "language=english is no ISO 639 code"),
-        ({"dataset_impl": "infer"}, "dataset_impl=infer is not written; choose from mmap, cached, lazy"),
     ):
         with pytest.raises(ConfigError, match=message):
             _run(tmp_path, tokenizer, **options)
