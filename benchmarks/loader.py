@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=20_000_000, help="of the corpus")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    logging.disable(logging.WARNING)  # of the peer, which keeps no index on disk
+    logging.getLogger("megatron").setLevel(logging.ERROR)  # the peer warns that it keeps no index on disk
     for name in options.objective:
         for document_tokens in options.document_tokens if name == "gpt" else [2000]:
             measure(name, 4096 if name == "gpt" else 512, document_tokens, options.num_workers, options)
