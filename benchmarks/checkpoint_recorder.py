@@ -130,6 +130,8 @@ class SaveRecorder(Callback):
         self._step_began = self._now()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if len(self.saves) < self.plan.saves:
+            raise RuntimeError(f"only {len(self.saves)} of {self.plan.saves} saves are complete: see the warnings")
         if self.plan.load and self.saves:
             self.load_seconds = self._load(trainer)
         if not self.plan.keep:

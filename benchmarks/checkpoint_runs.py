@@ -47,9 +47,7 @@ def with_layers(case: Case, layers: int | None) -> Case:
 
 def run_saves(case: Case, plan: SavePlan, asynchronous: bool) -> CheckpointMeasurement:
     """Save with ``MegatronStrategy`` while training goes on or stands still, and load at the same layout."""
-    strategy = MegatronStrategy(
-        num_microbatches=case.num_microbatches, async_save=asynchronous, on_save_failure="raise", **case.layout
-    )
+    strategy = MegatronStrategy(num_microbatches=case.num_microbatches, async_save=asynchronous, **case.layout)
     module = MegatronModule(model=dict(case.model), lr=LR)
     recorder = SaveRecorder(plan)
     trainer = make_trainer(case, strategy, recorder, max_steps=plan.max_steps, gradient_clip_val=CLIP)

@@ -39,7 +39,8 @@ class ForeignName(NamedTuple):
     """A row of the table."""
 
     used_by: str
-    """Whose name it is, one word or several: ``config`` (a key of Accelerate's file), ``plugin``, ``nemo``, ..."""
+    """Whose name it is, one word or several: ``config`` (a key of Accelerate's file), ``plugin``, ``nemo``, ...;
+    ``removed`` for an option that this package had."""
     theirs: str
     ours: str
     """``Class(option)``, or a name without options; empty where there is nothing to set."""

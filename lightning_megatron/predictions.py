@@ -126,9 +126,8 @@ def _dealt_to_copy(loader: EvaluationLoader | PassLoader, strategy: MegatronStra
     The loaders of its other ranks may have shuffled otherwise; what those yielded was not used.
     """
     dealt = [list(loader.samples_of_batches())]
-    if not strategy.load_data_on_every_rank:
-        topology = strategy.topology
-        dist.broadcast_object_list(dealt, topology.mp_source, group=topology.mp_header_group)
+    topology = strategy.topology
+    dist.broadcast_object_list(dealt, topology.mp_source, group=topology.mp_header_group)
     return dealt[0]
 
 

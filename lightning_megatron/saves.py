@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -25,25 +25,6 @@ from lightning_megatron.engine.checkpoint import RunState
 from lightning_megatron.errors import ConfigError
 
 _GIGABYTE = 1e9
-
-
-@dataclass(frozen=True, kw_only=True)
-class SavePolicy:
-    """How a run saves."""
-
-    asynchronous: bool = False
-    """Whether training goes on while the files are written."""
-    on_failure: Literal["warn", "raise"] = "warn"
-    """What a disk that is full, read-only or gone does to a run that goes on: a warning, or its end."""
-
-    def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ConfigError: If ``on_failure`` is none of its values.
-        """
-        if self.on_failure not in ("warn", "raise"):
-            raise ConfigError(f"on_save_failure={self.on_failure!r} is unknown; choose 'warn' or 'raise'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +43,13 @@ class _Saving:
 class Saves:
     """The saves of one run, one at a time, and the removals that wait for them. Every rank makes the same calls."""
 
-    def __init__(self, policy: SavePolicy) -> None:
-        """Begin without any."""
-        self._policy = policy
+    def __init__(self, *, asynchronous: bool) -> None:
+        """Begin without any.
+
+        Args:
+            asynchronous: Whether training goes on while the files are written.
+        """
+        self._asynchronous = asynchronous
         self._saving: _Saving | None = None
         self._asked_about: _Saving | None = None
         self._removals: list[tuple[Path, tuple[Path, ...]]] = []
@@ -99,15 +84,14 @@ class Saves:
             is_final: Whether the run ends with this save, so that a failure would never be made good.
 
         Raises:
-            CheckpointError: If the dict holds more than plain data; if the save fails and would not be tried again, or
-                the policy says so.
+            CheckpointError: If the dict holds more than plain data; if the save fails and would not be tried again.
         """
         self.finish()
         self._removals = [removal for removal in self._removals if removal[0] != path]
         meta = {"lightning": plain_state(lightning_state)}
         start = time.monotonic()
         with self._failures(is_final, lambda: check_plain(meta)):
-            if self._policy.asynchronous and not is_final:
+            if self._asynchronous and not is_final:
                 pending = checkpoint.begin_save(run, meta, path)
                 stall = time.monotonic() - start
                 self._saving = _Saving(path=path, run=run, pending=pending, begin=start, stall=stall)
@@ -201,13 +185,10 @@ class Saves:
             yield
         except ConfigError as error:
             blame()
-            if is_final or self._policy.on_failure == "raise":
+            if is_final:
                 raise
             self.failure = error
-            rank_zero_warn(
-                f"{error}. The run goes on, older checkpoints stay, and the next save is tried as usual; "
-                "MegatronStrategy(on_save_failure='raise') ends a run instead"
-            )
+            rank_zero_warn(f"{error}. The run goes on, older checkpoints stay, and the next save is tried as usual")
 
     def _remove_what_is_replaced(self) -> None:
         removals, self._removals = self._removals, []
@@ -216,7 +197,7 @@ class Saves:
         for path, folders in removals:
             try:
                 if path in self._written or checkpoint.is_own_within(path, folders):
-                    checkpoint.remove(path, in_background=self._policy.asynchronous)
+                    checkpoint.remove(path, in_background=self._asynchronous)
                 elif os.path.lexists(path):
                     where = " or ".join(map(str, folders))
                     rank_zero_warn(f"{path} stays: it is no complete checkpoint within {where}; remove it by hand")
@@ -224,7 +205,7 @@ class Saves:
                 rank_zero_warn(f"checkpoint {path} could not be removed: {error}; remove it by hand")
 
     def _report(self, saving: _Saving) -> None:
-        if not self._policy.asynchronous or dist.get_rank() != 0:
+        if not self._asynchronous or dist.get_rank() != 0:
             return
         seconds = time.monotonic() - saving.begin
         size = 0

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_megatron.checkpointing import Checkpointing
-from lightning_megatron.data.serving.broadcast import broadcast_batch, own_batch
+from lightning_megatron.data.serving.broadcast import broadcast_batch
 from lightning_megatron.data.serving.loaders import EvaluationLoader, ResumableLoader, is_map_style
 from lightning_megatron.data.serving.served_loader import TrainLoader
 from lightning_megatron.engine import groups
@@ -48,7 +48,7 @@ from lightning_megatron.load_from import LoadFrom, as_load_from
 from lightning_megatron.models.transformer_config import Recompute
 from lightning_megatron.preflight import check_trainer, preflight
 from lightning_megatron.rows_for_copies import check_rows_for_copies
-from lightning_megatron.saves import SavePolicy, Saves
+from lightning_megatron.saves import Saves
 from lightning_megatron.strategy_state import ready
 
 if TYPE_CHECKING:
@@ -84,11 +84,7 @@ class MegatronStrategy(Checkpointing):
         load_weights_only: ``ckpt_path`` gives only weights: training starts anew from them.
         load_from: A checkpoint, or folder of some, that gives a run its weights if ``ckpt_path`` gives it nothing.
         async_save: Train on while the files of a checkpoint are written, from a copy in the host's memory.
-        on_save_failure: What a disk that is full, read-only or gone does to the run: ``warn`` (it goes on, and the next
-            save is tried as usual) or ``raise``. A save that ends the run always raises.
-        load_data_on_every_rank: Every rank reads its own batches, instead of one of each copy of the model.
         transformer_config_overrides: Fields of Megatron's ``TransformerConfig`` to set by hand.
-        process_group_backend: ``nccl`` or ``gloo``; None: what fits the device.
         timeout: How long a collective may wait for other ranks before the run is given up.
         on_nan: What a step does whose loss or gradients are NaN or infinite: ``raise`` ends the run before the weights
             change, ``skip`` leaves the step out on all ranks, and learning rates stay where they are, as after an
@@ -116,10 +112,7 @@ class MegatronStrategy(Checkpointing):
         load_weights_only: bool = False,
         load_from: str | Path | LoadFrom | None = None,
         async_save: bool = False,
-        on_save_failure: Literal["warn", "raise"] = "warn",
-        load_data_on_every_rank: bool = False,
         transformer_config_overrides: dict[str, Any] | None = None,
-        process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),  # noqa: B008 (immutable)
         on_nan: Literal["raise", "skip"] = "raise",
     ) -> None:
@@ -131,10 +124,8 @@ class MegatronStrategy(Checkpointing):
         self._recompute = Recompute(granularity=recompute, method=recompute_method, num_layers=recompute_num_layers)
         self.distributed_optimizer = distributed_optimizer
         self.load_weights_only = load_weights_only
-        self.load_data_on_every_rank = load_data_on_every_rank
         self._overlap_communication = overlap_communication
         self._overrides = dict(transformer_config_overrides or {})
-        self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._topology: Topology | None = None
         self._runtime: Runtime | None = None
@@ -150,7 +141,7 @@ class MegatronStrategy(Checkpointing):
         self._first_step: int | None = None
         self._loader_tells_steps = False
         self._shared_batches: float = math.inf
-        self._saves = Saves(SavePolicy(asynchronous=async_save, on_failure=on_save_failure))
+        self._saves = Saves(asynchronous=async_save)
         if on_nan not in ("raise", "skip"):
             raise ConfigError(f"on_nan={on_nan!r} is unknown; choose 'raise' or 'skip'")
         self.on_nan = on_nan
@@ -185,7 +176,7 @@ class MegatronStrategy(Checkpointing):
         reset_seed()
         self.set_world_ranks()
         device = self.root_device
-        backend = self._process_group_backend or _get_default_process_group_backend_for_device(device)
+        backend = _get_default_process_group_backend_for_device(device)
         with meeting(environment, self.num_nodes, self._timeout):
             _init_dist_connection(
                 environment, backend, timeout=self._timeout, device_id=device if device.type == "cuda" else None
@@ -307,8 +298,6 @@ class MegatronStrategy(Checkpointing):
             self._at_step_boundary()
         check = getattr(self.lightning_module, "check_batch", None)
         with torch.inference_mode(False):
-            if self.load_data_on_every_rank:
-                return own_batch(batch, device or self.root_device, check)
             return broadcast_batch(batch, self.topology, device or self.root_device, check)
 
     @override

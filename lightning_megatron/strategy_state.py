@@ -35,9 +35,7 @@ class StrategyState(ParallelStrategy):
     _recompute: Recompute
     _overrides: dict[str, Any]
     _overlap_communication: bool | None
-    _process_group_backend: str | None
     _topology: Topology | None
-    load_data_on_every_rank: bool
     _runtime: Runtime | None
     _step_shape: StepShape | None
 
@@ -97,8 +95,8 @@ class StrategyState(ParallelStrategy):
 
     @property
     def is_data_source(self) -> bool:
-        """Whether this rank reads data: tp_rank 0 of the first stage, whose batch goes to its copy's ranks, or all."""
-        return self.load_data_on_every_rank or self.topology.is_data_source
+        """Whether this rank reads data: tp_rank 0 of the first stage, whose batch goes to its copy's ranks."""
+        return self.topology.is_data_source
 
     @property
     def _ramped_micro_batch_size(self) -> int | None:
@@ -194,11 +192,6 @@ class StrategyState(ParallelStrategy):
     def num_processes(self) -> int:
         """Ranks on this node."""
         return len(self.parallel_devices or [])
-
-    @property
-    def process_group_backend(self) -> str | None:
-        """The backend that was asked for; None for the device's own."""
-        return self._process_group_backend
 
     def set_world_ranks(self) -> None:
         """Tell the environment, and Lightning's rank-zero functions, which rank this is."""

@@ -24,6 +24,9 @@ FILES = HERE / "files"
 INTENDED: dict[str, str] = {
     "inspect --png": "matplotlib draws what --json prints",
     "preprocess --dataset-impl": "datasets of Megatron 1.x are read (convert-dataset), no longer written",
+    "MegatronStrategy(load_data_on_every_rank)": "one rank of each copy of the model reads, as it did by default",
+    "MegatronStrategy(on_save_failure)": "'warn' is the behavior; a save that ends the run raises",
+    "MegatronStrategy(process_group_backend)": "always the device's own, as it was by default",
 }
 """What of the public interface is gone on purpose, as ``broken`` names it, and why."""
 

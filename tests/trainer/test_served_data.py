@@ -157,24 +157,12 @@ def test_every_layout_learns_the_same_from_the_same_samples(
             assert np.array_equal(parts.reshape(np.shape(rows)), rows)
 
 
-def test_loading_on_every_rank_gives_the_same_run(folder: Path) -> None:
-    run = Run(folder=folder, kind="bert", data=_dataset(folder, "bert"), layout={"pp": 2})
-    one_reads = _steps(run, 2)
-    every_rank_reads = _steps(replace(run, layout={**run.layout, "load_data_on_every_rank": True}), 2)
-
-    assert every_rank_reads == one_reads
-
-
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("kind", ["gpt", "bert"])
-@pytest.mark.parametrize("options", [{}, {"load_data_on_every_rank": True}], ids=str)
-def test_workers_and_pinned_memory_hand_the_same_samples_to_gpus(
-    folder: Path, kind: str, options: dict[str, Any]
-) -> None:
+def test_workers_and_pinned_memory_hand_the_same_samples_to_gpus(folder: Path, kind: str) -> None:
     run = Run(folder=folder, kind=kind, data=_dataset(folder, kind), layout={"tp": 2}, trainer={"max_steps": 6})
     on_cpu = _steps(run, 2)
-    data, layout = {**run.data, "num_workers": 2}, {**run.layout, **options}
-    on_gpu = _steps(replace(run, data=data, layout=layout, accelerator="gpu"), 2)
+    on_gpu = _steps(replace(run, data={**run.data, "num_workers": 2}, accelerator="gpu"), 2)
 
     for expected, steps in zip(on_cpu, on_gpu, strict=True):
         # Not the losses: initial weights are drawn on the device.

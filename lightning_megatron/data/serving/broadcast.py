@@ -61,7 +61,7 @@ def broadcast_batch(
         DataError: On all of these ranks, if the source's batch is not a dict of tensors or ``check`` refuses it.
     """
     if topology.parallel.model_parallel_size == 1:
-        return own_batch(batch, device, check)
+        return {name: _copied(tensor, device) for name, tensor in _checked(batch, check).items()}
     if topology.is_data_source:
         try:
             tensors = _checked(batch, check)
@@ -76,20 +76,6 @@ def broadcast_batch(
     buffer = torch.empty(packed_bytes(header), dtype=torch.uint8, device=device)
     dist.broadcast(buffer, topology.mp_source, group=topology.mp_group)
     return unpack(buffer, header)
-
-
-def own_batch(batch: Any, device: torch.device, check: Check | None = None) -> dict[str, torch.Tensor]:
-    """The batch that this rank has read, on ``device``, for this rank alone.
-
-    Args:
-        batch: What the DataLoader yielded.
-        device: Where the batch shall be.
-        check: As in ``broadcast_batch``.
-
-    Raises:
-        DataError: If the batch is not a dict of tensors or ``check`` refuses it.
-    """
-    return {name: _copied(tensor, device) for name, tensor in _checked(batch, check).items()}
 
 
 def _checked(batch: Any, check: Check | None) -> dict[str, torch.Tensor]:
