@@ -15,8 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_megatron.convert.registry import config_fields, with_weights
 from lightning_megatron.engine.data_parallel import computed_metrics
 from lightning_megatron.engine.launch import seed_of_run, unchanged_environment
-from lightning_megatron.engine.lr_schedule import LRSchedule, check_schedule
-from lightning_megatron.engine.lr_scheduler import MegatronLRScheduler
+from lightning_megatron.engine.lr_schedule import LRSchedule, MegatronLRScheduler, scheduler_settings
 from lightning_megatron.engine.optimizer import OptimizerOptions
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError, DataError, as_options, require_number
@@ -160,7 +159,7 @@ class MegatronModule(Inference):
         """
         parallel.check_model(self.model_config)
         if self.trainer.state.fn is None or self.trainer.state.fn.value == "fit":
-            check_schedule(self.lr_schedule, self.lr, self.optimizer_options.weight_decay, self._total_steps)
+            scheduler_settings(self.lr_schedule, self.lr, self.optimizer_options.weight_decay, self._total_steps)
 
     @property
     def _total_steps(self) -> int | None:

@@ -1,19 +1,19 @@
-"""Which learning rate and which weight decay has each optimizer step?
+"""Learning-rate and weight-decay schedules: their settings, and Megatron's scheduler as Lightning steps it.
 
-Pure functions of the step. The convention is Megatron's and torch's alike: the first optimizer step has ``step=0``, so
-with warm-up it uses ``init_lr``.
-
-Source: megatron-core 0.16.1, optimizer_param_scheduler.py, ``OptimizerParamScheduler.get_lr`` and ``get_wd``. It counts
-samples where Lightning counts optimizer steps.
+After ``n`` optimizer steps the optimizer's groups hold the values of step ``n`` (the first is 0), which the next
+optimizer step uses. Megatron counts samples; here, as in Lightning, steps are counted.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-from lightning_megatron.errors import ConfigError, require_number
+import torch
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from lightning_megatron.errors import CheckpointError, ConfigError, require_number
 from lightning_megatron.foreign_names import explains_options
 
 LRStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
@@ -120,119 +120,54 @@ def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ConfigError(f"{name}={value!r} is unknown; choose from {', '.join(repr(c) for c in choices)}")
 
 
-def check_schedule(schedule: LRSchedule, lr: float, weight_decay: float, total_steps: int | None) -> None:
-    """Raise unless ``schedule`` can run with these peak values over ``total_steps`` optimizer steps.
+def scheduler_settings(
+    schedule: LRSchedule, lr: float, weight_decay: float, total_steps: int | None
+) -> Mapping[str, Any]:
+    """The arguments of Megatron's scheduler for a run of ``total_steps`` optimizer steps.
 
     Args:
         schedule: What the user asked for.
         lr: Peak learning rate.
-        weight_decay: The optimizer's weight decay.
+        weight_decay: The optimizer's weight decay: the value without a ramp, and the default of its two ends.
         total_steps: ``trainer.max_steps``; -1 or None if it is not known.
 
     Raises:
         ConfigError: If a needed number of steps is unknown, the warm-up or WSD's decay does not fit into the decay, or
             the peak is below ``min_lr`` or ``init_lr``, or the weight decay would fall.
     """
-    _resolve_lr(lr, schedule, total_steps)
-    _resolve_weight_decay(weight_decay, schedule, total_steps)
-
-
-def learning_rate_at(step: int, lr: float, schedule: LRSchedule, total_steps: int | None) -> float:
-    """The learning rate that optimizer step ``step`` (the first is 0) uses.
-
-    Source: megatron-core 0.16.1, optimizer_param_scheduler.py, ``get_lr``. With w warm-up steps, d decay steps and
-    r = (step - w) / (d - w): warm-up ``init_lr + (lr - init_lr) * step / w`` up to and including step w, then
-    ``min_lr + (lr - min_lr) * c`` with c = 1 - r (linear) or (1 + cos(pi * r)) / 2 (cosine); inverse-square-root is
-    ``max(min_lr, lr * sqrt(w / step))``. WSD holds c = 1 until its last steps, where r runs from 0 to 1 and c may also
-    be 2 * 0.5**r - 1 (exponential) or 1 - sqrt(r) (minus_sqrt). Past step d all but ``constant`` are ``min_lr``.
-
-    Args:
-        step: Optimizer steps done before this one.
-        lr: Peak learning rate.
-        schedule: Shape of the curve.
-        total_steps: ``trainer.max_steps``; -1 or None if it is not known.
-
-    Raises:
-        ConfigError: See ``check_schedule``.
-    """
-    warmup, decay = _resolve_lr(lr, schedule, total_steps)
-    if warmup > 0 and step <= warmup:
-        return schedule.init_lr + (lr - schedule.init_lr) * step / warmup
-    if schedule.style == "constant" or decay is None:
-        return lr
-    if step > decay:
-        return schedule.min_lr
-    if schedule.style == "inverse-square-root":
-        return max(schedule.min_lr, lr * math.sqrt(max(warmup, 1)) / math.sqrt(max(step, 1)))
-    if schedule.style == "WSD":
-        coefficient = _wsd_coefficient(step, decay, schedule)
-    else:
-        coefficient = _falling(schedule.style, (step - warmup) / (decay - warmup))
-    return schedule.min_lr + coefficient * (lr - schedule.min_lr)
-
-
-def _wsd_coefficient(step: int, decay: int, schedule: LRSchedule) -> float:
-    assert schedule.wsd_decay_steps is not None, "checked by LRSchedule"
-    anneal_start = decay - schedule.wsd_decay_steps
-    if step <= anneal_start:
-        return 1.0
-    return _falling(schedule.wsd_decay_style, (step - anneal_start) / schedule.wsd_decay_steps)
-
-
-def _falling(style: str, ratio: float) -> float:
-    """A curve from 1 at ``ratio`` 0 to 0 at ``ratio`` 1."""
-    if style == "linear":
-        return 1.0 - ratio
-    if style == "cosine":
-        return 0.5 * (math.cos(math.pi * ratio) + 1.0)
-    if style == "exponential":
-        return 2.0 * math.pow(0.5, ratio) - 1.0
-    assert style == "minus_sqrt", f"{style} is not one of the styles that LRSchedule accepts"
-    return 1.0 - math.sqrt(ratio)
-
-
-def weight_decay_at(step: int, weight_decay: float, schedule: LRSchedule, total_steps: int | None) -> float:
-    """The weight decay that optimizer step ``step`` (the first is 0) uses.
-
-    Source: megatron-core 0.16.1, optimizer_param_scheduler.py, ``get_wd``: ``start + (end - start) * c`` with
-    r = step / total_steps and c = r (linear) or (1 + cos(pi * (1 - r))) / 2 (cosine).
-
-    Args:
-        step: Optimizer steps done before this one.
-        weight_decay: The optimizer's weight decay: the value without a ramp, and the default of its two ends.
-        schedule: Shape of the ramp.
-        total_steps: ``trainer.max_steps``, the length of the ramp; -1 or None if it is not known.
-
-    Raises:
-        ConfigError: See ``check_schedule``.
-    """
-    start, end, length = _resolve_weight_decay(weight_decay, schedule, total_steps)
-    if length is None or step > length:
-        return end
-    ratio = step / length
-    if schedule.weight_decay_incr_style == "cosine":
-        ratio = 0.5 * (math.cos(math.pi * (1.0 - ratio)) + 1.0)
-    return start + ratio * (end - start)
-
-
-def _known(total_steps: int | None) -> int | None:
-    """Lightning says -1 for "no limit"."""
-    return total_steps if total_steps is not None and total_steps > 0 else None
-
-
-def _resolve_lr(lr: float, schedule: LRSchedule, total_steps: int | None) -> tuple[float, int | None]:
-    """Warm-up steps (a fraction need not be whole, as in Megatron) and decay steps (None: unknown and not needed)."""
-    decay = schedule.decay_steps or _known(total_steps)
+    known_steps = total_steps if total_steps is not None and total_steps > 0 else None  # Lightning's -1: no limit
+    decay = schedule.decay_steps or known_steps
     if decay is None and (schedule.style != "constant" or schedule.warmup_fraction):
         what = f"style={schedule.style!r}" if schedule.style != "constant" else "warmup_fraction"
         raise ConfigError(
             f"{what} needs the number of optimizer steps, and trainer.max_steps={total_steps} does not say it; set "
             "trainer.max_steps or lr_schedule.decay_steps"
         )
-    warmup = schedule.warmup_fraction * (decay or 0) if schedule.warmup_fraction else float(schedule.warmup_steps)
+    # A fraction need not be whole steps, as in Megatron.
+    warmup = schedule.warmup_fraction * (decay or 0) if schedule.warmup_fraction else schedule.warmup_steps
     _check_lengths(schedule, warmup, decay)
-    _check_peak(lr, schedule, has_warmup=warmup > 0)
-    return warmup, decay
+    _check_peak(schedule, lr, warmup)
+    start, end = _weight_decay_ends(schedule, weight_decay)
+    if schedule.weight_decay_incr_style != "constant" and known_steps is None:
+        raise ConfigError(
+            f"weight_decay_incr_style={schedule.weight_decay_incr_style!r} needs the number of optimizer steps, and "
+            f"trainer.max_steps={total_steps} does not say it; set trainer.max_steps"
+        )
+    return {
+        # Megatron refuses what is above the peak, also where it has no effect.
+        "init_lr": min(schedule.init_lr, lr),
+        "max_lr": lr,
+        "min_lr": min(schedule.min_lr, lr),
+        "lr_warmup_steps": warmup,
+        "lr_decay_steps": decay or warmup + 1,
+        "lr_decay_style": schedule.style,
+        "start_wd": start,
+        "end_wd": end,
+        "wd_incr_steps": known_steps or 1,
+        "wd_incr_style": schedule.weight_decay_incr_style,
+        "wsd_decay_steps": schedule.wsd_decay_steps,
+        "lr_wsd_decay_style": schedule.wsd_decay_style,
+    }
 
 
 def _check_lengths(schedule: LRSchedule, warmup: float, decay: int | None) -> None:
@@ -250,29 +185,84 @@ def _check_lengths(schedule: LRSchedule, warmup: float, decay: int | None) -> No
         )
 
 
-def _check_peak(lr: float, schedule: LRSchedule, has_warmup: bool) -> None:
+def _check_peak(schedule: LRSchedule, lr: float, warmup: float) -> None:
     require_number("lr", lr)
     if schedule.style != "constant" and schedule.min_lr > lr:
         raise ConfigError(f"min_lr={schedule.min_lr} is above the peak lr={lr}; lower min_lr or raise lr")
-    if has_warmup and schedule.init_lr > lr:
+    if warmup and schedule.init_lr > lr:
         raise ConfigError(f"init_lr={schedule.init_lr} is above the peak lr={lr}; lower init_lr or raise lr")
 
 
-def _resolve_weight_decay(
-    weight_decay: float, schedule: LRSchedule, total_steps: int | None
-) -> tuple[float, float, int | None]:
-    """Both ends of the ramp and its length in steps (None: no ramp)."""
+def _weight_decay_ends(schedule: LRSchedule, weight_decay: float) -> tuple[float, float]:
     require_number("weight_decay", weight_decay)
-    if schedule.weight_decay_incr_style == "constant":
-        return weight_decay, weight_decay, None
     start = weight_decay if schedule.start_weight_decay is None else schedule.start_weight_decay
     end = weight_decay if schedule.end_weight_decay is None else schedule.end_weight_decay
     if start > end:
         raise ConfigError(f"start_weight_decay={start} is above end_weight_decay={end}; a ramp rises, swap them")
-    length = _known(total_steps)
-    if length is None:
-        raise ConfigError(
-            f"weight_decay_incr_style={schedule.weight_decay_incr_style!r} needs the number of optimizer steps, and "
-            f"trainer.max_steps={total_steps} does not say it; set trainer.max_steps"
-        )
-    return start, end, length
+    return start, end
+
+
+class MegatronLRScheduler(OptimizerParamScheduler):
+    """Megatron's scheduler with multipliers of the learning rate, and the state of a torch scheduler.
+
+    Every group follows the run's settings, times its ``lr_mult`` and ``wd_mult`` if it has them. The state is one
+    number, the steps done, so that a resumed run follows the settings that it was started with. ``max_lr`` and
+    ``min_lr`` of groups, which Megatron's scheduler prefers, do not count: Megatron's optimizer leaves ``min_lr`` None.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        schedule: LRSchedule,
+        lr: float,
+        weight_decay: float = 0.0,
+        total_steps: int | None = None,
+    ) -> None:
+        """Write the values of the first step.
+
+        Args:
+            optimizer: Its groups must have the keys ``lr`` and ``weight_decay``.
+            schedule: Shape of the curves.
+            lr: Peak learning rate.
+            weight_decay: Weight decay; both ends of the ramp unless ``schedule`` sets them.
+            total_steps: ``trainer.max_steps``; -1 or None if it is not known.
+
+        Raises:
+            ConfigError: See ``scheduler_settings``.
+        """
+        super().__init__(optimizer, **scheduler_settings(schedule, lr, weight_decay, total_steps))
+
+    def get_lr(self, param_group: Mapping[str, Any]) -> float:
+        """The learning rate of a group; Megatron's scheduler ignores ``lr_mult``."""
+        return float(super().get_lr({}) * param_group.get("lr_mult", 1.0))
+
+    def get_wd(self, param_group: Mapping[str, Any] | None = None) -> float:
+        """The weight decay of a group before its ``wd_mult``."""
+        return float(super().get_wd())
+
+    def get_last_lr(self) -> list[float]:
+        """The learning rate of each group, as torch's schedulers tell it."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def step(self, increment: int = 1) -> None:
+        """Write the values of the next optimizer step; call it after each one."""
+        super().step(increment)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The steps done, under torch's own key."""
+        return {"last_epoch": self.num_steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue after the saved number of steps, and write the values of the coming step.
+
+        Raises:
+            CheckpointError: If the state is not that of a learning-rate scheduler.
+        """
+        if "last_epoch" not in state_dict:
+            raise CheckpointError(
+                f"learning-rate scheduler state has the keys {sorted(state_dict)} and no 'last_epoch'; resume with the "
+                "kind of scheduler that wrote the checkpoint"
+            )
+        self.num_steps = int(state_dict["last_epoch"])
+        self.step(0)

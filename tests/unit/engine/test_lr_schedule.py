@@ -1,71 +1,38 @@
-"""Do the schedules match hand values and Megatron's own scheduler, and refuse what cannot work?"""
+"""Schedules of learning rate and weight decay: values worked out by hand, refusals, and the state of the scheduler."""
 
 from __future__ import annotations
 
+import csv
+import io
 import math
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
 
-from lightning_megatron.engine.lr_schedule import LRSchedule, check_schedule, learning_rate_at, weight_decay_at
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.engine.lr_schedule import LRSchedule, MegatronLRScheduler, scheduler_settings
+from lightning_megatron.errors import CheckpointError, ConfigError
 
-TOTAL = 40
-SCHEDULES = [
-    LRSchedule(),
-    LRSchedule(warmup_steps=4, init_lr=1e-5),
-    LRSchedule(style="linear", warmup_steps=5, min_lr=1e-5),
-    LRSchedule(style="linear", decay_steps=25, min_lr=1e-5),
-    LRSchedule(style="cosine", warmup_steps=7, init_lr=2e-5, min_lr=1e-4),
-    LRSchedule(style="cosine", warmup_fraction=0.11),
-    LRSchedule(style="cosine", warmup_fraction=0.25, decay_steps=20),
-    LRSchedule(style="inverse-square-root", min_lr=3e-4),
-    LRSchedule(style="inverse-square-root", warmup_steps=9),
-    *(
-        LRSchedule(style="WSD", warmup_steps=5, wsd_decay_steps=11, wsd_decay_style=style, min_lr=1e-5)
-        for style in ("linear", "cosine", "exponential", "minus_sqrt")
-    ),
-]
+LINEAR = LRSchedule(style="linear", warmup_steps=2, min_lr=0.0)
 
 
-def _engine_scheduler(schedule: LRSchedule, lr: float, **weight_decay: Any) -> Any:
-    """Megatron's scheduler on one group, and the group."""
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
-    decay = schedule.decay_steps or TOTAL
-    fraction = schedule.warmup_fraction
-    group: dict[str, Any] = {}
-    ramp = {"start_wd": 0.0, "end_wd": 0.0, "wd_incr_steps": TOTAL, "wd_incr_style": "constant"} | weight_decay
-    return OptimizerParamScheduler(
-        SimpleNamespace(param_groups=[group]),
-        init_lr=schedule.init_lr,
-        max_lr=lr,
-        min_lr=schedule.min_lr,
-        lr_warmup_steps=schedule.warmup_steps if fraction is None else fraction * decay,
-        lr_decay_steps=decay,
-        lr_decay_style=schedule.style,
-        wsd_decay_steps=schedule.wsd_decay_steps,
-        lr_wsd_decay_style=schedule.wsd_decay_style,
-        **ramp,
-    ), group
+def _optimizer(*groups: dict[str, Any]) -> torch.optim.Optimizer:
+    made = [{"params": [torch.nn.Parameter(torch.ones(2))], **group} for group in groups or ({},)]
+    return torch.optim.AdamW(made, lr=1.0, weight_decay=0.1)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s.style}-{s.wsd_decay_style}-{s.warmup_steps}")
-def test_learning_rate_equals_that_of_megatrons_scheduler_at_every_step(schedule: LRSchedule) -> None:
-    engine, group = _engine_scheduler(schedule, lr=1e-3)
-    for step in range(TOTAL + 10):
-        assert learning_rate_at(step, 1e-3, schedule, TOTAL) == pytest.approx(group["lr"], rel=1e-12, abs=1e-18), step
-        engine.step(1)
-
-
-@pytest.mark.parametrize("style", ["linear", "cosine"])
-def test_weight_decay_ramp_equals_that_of_megatrons_scheduler_at_every_step(style: Any) -> None:
-    schedule = LRSchedule(start_weight_decay=0.01, end_weight_decay=0.1, weight_decay_incr_style=style)
-    engine, group = _engine_scheduler(schedule, lr=1e-3, start_wd=0.01, end_wd=0.1, wd_incr_style=style)
-    for step in range(TOTAL + 10):
-        assert weight_decay_at(step, 0.3, schedule, TOTAL) == pytest.approx(group["weight_decay"], rel=1e-12), step
-        engine.step(1)
+def _at(key: str, steps: Any, schedule: LRSchedule, **settings: Any) -> dict[int, float]:
+    """``lr`` or ``weight_decay`` of the steps."""
+    scheduler, found = MegatronLRScheduler(_optimizer(), schedule=schedule, **settings), {}
+    for step in steps:
+        scheduler.load_state_dict({"last_epoch": step})
+        found[step] = scheduler.optimizer.param_groups[0][key]
+    return found
 
 
 @pytest.mark.parametrize(
@@ -88,12 +55,12 @@ def test_weight_decay_ramp_equals_that_of_megatrons_scheduler_at_every_step(styl
     ids=lambda value: value.style if isinstance(value, LRSchedule) else "",
 )
 def test_learning_rate_has_the_value_worked_out_by_hand(schedule: LRSchedule, expected: dict[int, float]) -> None:
-    got = {step: learning_rate_at(step, 8.0, schedule, 100) for step in expected}
-    assert got == pytest.approx(expected, abs=1e-12)
+    assert _at("lr", expected, schedule, lr=8.0, total_steps=100) == pytest.approx(expected, abs=1e-12)
 
 
 def test_weight_decay_without_a_ramp_is_the_optimizers() -> None:
-    assert [weight_decay_at(step, 0.1, LRSchedule(), None) for step in (0, 7, 10**6)] == [0.1] * 3
+    steps = (0, 7, 10**6)
+    assert _at("weight_decay", steps, LRSchedule(), lr=1.0, weight_decay=0.1) == dict.fromkeys(steps, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -108,8 +75,8 @@ def test_weight_decay_without_a_ramp_is_the_optimizers() -> None:
     ],
 )
 def test_weight_decay_ramps_between_its_ends_over_the_whole_run(schedule: LRSchedule, expected: list[float]) -> None:
-    got = [weight_decay_at(step, 0.4, schedule, 100) for step in (0, 25, 50, 100, 1000)]
-    assert got == pytest.approx(expected)
+    found = _at("weight_decay", (0, 25, 50, 100, 1000), schedule, lr=1.0, weight_decay=0.4, total_steps=100)
+    assert [*found.values()] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +130,7 @@ def test_settings_that_contradict_themselves_are_refused(settings: dict[str, Any
 )
 def test_a_schedule_that_does_not_fit_its_run_is_refused(schedule: LRSchedule, total: int | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_schedule(schedule, lr=0.1, weight_decay=0.01, total_steps=total)
+        scheduler_settings(schedule, lr=0.1, weight_decay=0.01, total_steps=total)
 
 
 @pytest.mark.parametrize(
@@ -178,11 +145,117 @@ def test_a_schedule_that_does_not_fit_its_run_is_refused(schedule: LRSchedule, t
     ],
 )
 def test_a_schedule_that_just_fits_its_run_is_accepted(schedule: LRSchedule, total: int) -> None:
-    check_schedule(schedule, lr=0.1, weight_decay=0.01, total_steps=total)
+    scheduler_settings(schedule, lr=0.1, weight_decay=0.01, total_steps=total)
 
 
 def test_negative_peak_values_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"lr=-0.1 must be at least 0"):
-        check_schedule(LRSchedule(), lr=-0.1, weight_decay=0.0, total_steps=1)
+        scheduler_settings(LRSchedule(), lr=-0.1, weight_decay=0.0, total_steps=1)
     with pytest.raises(ConfigError, match=r"weight_decay=-0.1 must be at least 0"):
-        check_schedule(LRSchedule(), lr=0.1, weight_decay=-0.1, total_steps=1)
+        scheduler_settings(LRSchedule(), lr=0.1, weight_decay=-0.1, total_steps=1)
+
+
+def _run(scheduler: MegatronLRScheduler, steps: int) -> list[tuple[float, ...]]:
+    """The learning rate of each group that each optimizer step used."""
+    used = []
+    for _ in range(steps):
+        used.append(tuple(group["lr"] for group in scheduler.optimizer.param_groups))
+        scheduler.optimizer.step()
+        scheduler.step()
+    return used
+
+
+def test_the_first_optimizer_step_uses_the_value_of_step_zero() -> None:
+    scheduler = MegatronLRScheduler(_optimizer(), schedule=LINEAR, lr=1.0, total_steps=6)
+    assert [lr for (lr,) in _run(scheduler, 7)] == pytest.approx([0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0])
+
+
+def test_group_multipliers_scale_both_values() -> None:
+    optimizer = _optimizer({}, {"lr_mult": 0.5, "wd_mult": 0.0}, {"lr_mult": 2.0, "wd_mult": 3.0})
+    scheduler = MegatronLRScheduler(optimizer, schedule=LINEAR, lr=1.0, weight_decay=0.1, total_steps=6)
+    assert _run(scheduler, 2)[1] == pytest.approx((0.5, 0.25, 1.0))
+    assert [group["weight_decay"] for group in optimizer.param_groups] == pytest.approx([0.1, 0.0, 0.3])
+
+
+def test_the_settings_of_the_run_win_over_those_in_groups() -> None:
+    """Megatron's optimizer writes ``min_lr=None`` into its groups, and a foreign checkpoint may have rates there."""
+    schedule = LRSchedule(style="linear", min_lr=0.2)
+    optimizer = _optimizer({"default_config": False, "max_lr": 7.0, "min_lr": None, "start_wd": 5.0})
+    scheduler = MegatronLRScheduler(optimizer, schedule=schedule, lr=1.0, weight_decay=0.1, total_steps=4)
+    assert [lr for (lr,) in _run(scheduler, 5)] == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
+    assert optimizer.param_groups[0]["weight_decay"] == 0.1
+
+
+def test_a_resumed_scheduler_continues_on_the_same_curve() -> None:
+    whole = _run(MegatronLRScheduler(_optimizer(), schedule=LINEAR, lr=1.0, total_steps=9), 9)
+    first = MegatronLRScheduler(_optimizer(), schedule=LINEAR, lr=1.0, total_steps=9)
+    before = _run(first, 4)
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    second = MegatronLRScheduler(_optimizer(), schedule=LINEAR, lr=1.0, total_steps=9)
+    second.load_state_dict(torch.load(file, weights_only=True))
+    assert second.get_last_lr() == first.get_last_lr()
+    assert before + _run(second, 5) == whole
+
+
+def test_loading_writes_the_values_of_the_current_settings() -> None:
+    scheduler = MegatronLRScheduler(_optimizer({"wd_mult": 2.0}), schedule=LINEAR, lr=1.0, total_steps=6)
+    scheduler.optimizer.param_groups[0]["lr"] = 77.0
+    scheduler.load_state_dict({"last_epoch": 4})
+    assert scheduler.optimizer.param_groups[0]["lr"] == pytest.approx(0.5)
+
+
+def test_the_state_of_another_scheduler_is_refused() -> None:
+    scheduler = MegatronLRScheduler(_optimizer(), schedule=LINEAR, lr=1.0, total_steps=6)
+    with pytest.raises(CheckpointError, match=r"has the keys \['max_lr', 'num_steps'\] and no 'last_epoch'"):
+        scheduler.load_state_dict({"num_steps": 4, "max_lr": 1.0})
+
+
+def test_a_schedule_that_cannot_run_is_refused_before_the_optimizer_is_touched() -> None:
+    optimizer = _optimizer()
+    with pytest.raises(ConfigError, match="needs the number of optimizer steps"):
+        MegatronLRScheduler(optimizer, schedule=LINEAR, lr=0.5, total_steps=-1)
+    assert optimizer.param_groups[0]["lr"] == 1.0
+
+
+class _Scheduled(LightningModule):
+    """A toy whose scheduler is ours, stepped by Lightning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch).sum()
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
+        super().lr_scheduler_step(scheduler, metric)  # Lightning wants this hook where the scheduler is none of torch's
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1.0)
+        scheduler = MegatronLRScheduler(optimizer, schedule=LINEAR, lr=1.0, total_steps=self.trainer.max_steps)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:lightning")
+def test_lightning_steps_saves_and_monitors_it(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, name=None, version="log")
+    options: dict[str, Any] = {
+        "accelerator": "cpu",
+        "max_steps": 6,
+        "log_every_n_steps": 1,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "default_root_dir": tmp_path,
+    }
+    data = DataLoader(torch.ones(6, 1))  # type: ignore[arg-type]
+    trainer = Trainer(logger=logger, callbacks=[LearningRateMonitor(logging_interval="step")], **options)
+    trainer.fit(_Scheduled(), data)
+    with (tmp_path / "log" / "metrics.csv").open() as file:
+        monitored = [float(row["lr-AdamW"]) for row in csv.DictReader(file) if row["lr-AdamW"]]
+    assert monitored == pytest.approx([0.0, 0.5, 1.0, 0.75, 0.5, 0.25])
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    (state,) = torch.load(tmp_path / "a.ckpt", weights_only=True)["lr_schedulers"]
+    assert state == {"last_epoch": 6}
