@@ -110,7 +110,7 @@ class MegatronStrategy(Checkpointing):
         recompute_num_layers: int = 1,
         overlap_communication: bool | None = None,
         load_weights_only: bool = False,
-        load_from: str | Path | LoadFrom | None = None,
+        load_from: LoadFrom | str | Path | None = None,
         async_save: bool = False,
         transformer_config_overrides: dict[str, Any] | None = None,
         timeout: timedelta = timedelta(minutes=30),  # noqa: B008 (immutable)

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import re
+import shlex
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any
 
+import yaml
+
+from tests.cli.test_training import run_cli
 from tests.ranks import ROOT
 
 PAGE = ROOT / "docs/options.md"
@@ -71,6 +77,22 @@ def page() -> str:
 
 def test_the_page_says_what_the_docstrings_say() -> None:
     assert PAGE.read_text() == page(), "run python -m tests.test_docs_options"
+
+
+def test_the_command_line_takes_them_and_its_configuration_can_be_read_again(tmp_path: Path) -> None:
+    options = [word for line in re.findall(r"`(--[^`]+)` \|", INTRODUCTION) for word in shlex.split(line)]
+    options[options.index("my_module.MyStep")] = "lightning_megatron.T5TrainStep"
+    data = ["--data", "IndexedDataModule", "--data.data_path", "x", "--data.seq_length", "8"]
+    first = ["--model.model", "t5", "--trainer.strategy", "MegatronStrategy", *data, "--data.micro_batch_size", "1"]
+    code, printed, err = run_cli(tmp_path, "fit", *first, *options, "--print_config")
+    assert code == 0, err
+    (tmp_path / "again.yaml").write_text(printed)
+    code, again, err = run_cli(tmp_path, "fit", "--config", str(tmp_path / "again.yaml"), "--print_config")
+    assert (code, again) == (0, printed), err
+    made = yaml.safe_load(again)
+    assert made["model"]["init_args"]["optimizer"]["beta2"] == 0.95
+    assert made["trainer"]["strategy"]["init_args"]["load_from"]["path"] == "runs/a"
+    assert made["data"]["init_args"]["masking"]["probability"] == 0.2
 
 
 if __name__ == "__main__":
