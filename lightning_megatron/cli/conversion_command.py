@@ -13,7 +13,7 @@ from typing import Any
 from lightning_megatron.cli.failure import DONE
 
 _DESCRIPTION = """\
-Turn a checkpoint into one of another format or layout, in one process and without a GPU.
+Write the weights of a checkpoint in another format or layout, in one process and without a GPU.
 
 Read are (the format is detected):
   Hugging Face model directories    safetensors or .bin, in one file or several; or their names on the hub, org/name
@@ -26,7 +26,7 @@ _EPILOG = """\
 examples:
   {prog} --load-path gpt2 --save-path gpt2.ckpt --to megatron
   {prog} --load-path last.ckpt --save-path trained --to hf --dtype bf16 --max-shard-size 2GB
-  {prog} --load-path llama --save-path legacy --to megatron-legacy --tp 4 --pp 2 --use-distributed-optimizer --dp 2
+  {prog} --load-path llama --save-path legacy --to megatron-legacy --tp 4 --pp 2
 
 Memory stays below twice the largest file of weights. Nothing stands under the name of --save-path before all of it
 is written. Files are data: no code in a checkpoint is run."""
@@ -85,17 +85,6 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="the vocabulary is padded to a multiple of this times tp (default: 128)",
     )
-    legacy = parser.add_argument_group("with --to megatron-legacy")
-    legacy.add_argument(
-        "--use-distributed-optimizer", action="store_true", help="write the files of the distributed optimizer"
-    )
-    legacy.add_argument(
-        "--dp",
-        type=int,
-        default=1,
-        metavar="N",
-        help="copies of the model, for the files of that optimizer (default: 1)",
-    )
 
 
 def _convert(parsed: argparse.Namespace) -> int:
@@ -110,8 +99,10 @@ def _convert(parsed: argparse.Namespace) -> int:
         f"{done.path}: {done.target} ({done.num_files:,} files, {_size(done.num_bytes)}) from {done.source}"
         f" {parsed.load_path}, in {done.seconds:.1f} s ({_size(done.num_bytes / max(done.seconds, 1e-9))}/s)\n"
     )
-    if parsed.to == "megatron" and not done.has_optimizer:
+    if parsed.to == "megatron":
         sys.stdout.write(f"It holds weights only: begin a run with MegatronStrategy(load_from={str(done.path)!r})\n")
+    elif parsed.to == "megatron-legacy":
+        sys.stdout.write("It holds weights only: Megatron-LM takes it as a release, and begins at iteration 0\n")
     return DONE
 
 

@@ -115,8 +115,7 @@ def _own_precision(stored: StoredModel, accelerator: str) -> Any:
     """What computes with weights as they are stored; a CPU computes in float32, in which most are faster."""
     if accelerator == "cpu" or not torch.cuda.is_available():
         return "32-true"
-    weights = (spec for key, spec in stored.tensors.items() if key.state == "weight")
-    dtype = max(weights, key=lambda spec: spec.num_bytes).dtype
+    dtype = max(stored.tensors.values(), key=lambda spec: spec.num_bytes).dtype
     return _PRECISIONS.get(dtype, "32-true")
 
 

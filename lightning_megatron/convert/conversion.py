@@ -17,7 +17,6 @@ from lightning_megatron.convert.conversion_checks import (
     check_options,
     check_paths,
     missing_weights,
-    without_effect,
 )
 from lightning_megatron.convert.detection import open_model
 from lightning_megatron.convert.options import ConvertOptions
@@ -41,8 +40,6 @@ class Converted:
     """Format of what was written."""
     path: Path
     """Where it is."""
-    has_optimizer: bool
-    """Whether a run can go on from it; else it can only begin with its weights."""
     num_files: int
     """Files in it."""
     num_bytes: int
@@ -52,7 +49,7 @@ class Converted:
 
 
 def convert(options: ConvertOptions) -> Converted:
-    """Read one checkpoint and write it as another; one process, without a device and without running code from it.
+    """Write the weights of one checkpoint as another; one process, no device, and no code from it is run.
 
     Peak memory stays below twice the largest file of weights, whatever the model's size.
 
@@ -64,8 +61,6 @@ def convert(options: ConvertOptions) -> Converted:
     start = time.monotonic()
     check_options(options)
     options = located(options)
-    if said := without_effect(options):
-        _log.warning("note: %s", said)
     save_path = check_paths(options)
     source = open_model(options.load_path, options)
     check_model(source, options)
@@ -79,7 +74,6 @@ def convert(options: ConvertOptions) -> Converted:
         source=source.kind,
         target=target,
         path=options.save_path,
-        has_optimizer=options.to != "hf" and source.training is not None and source.training.has_optimizer,
         num_files=len(files),
         num_bytes=sum(each.stat().st_size for each in files),
         seconds=time.monotonic() - start,

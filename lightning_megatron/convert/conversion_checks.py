@@ -27,8 +27,6 @@ _ONLY_FOR = {
     "vpp": (("megatron", "megatron-legacy"), _OF_LAYOUTS),
     "make_vocab_size_divisible_by": (("megatron", "megatron-legacy"), "a Hugging Face model directory has no padding"),
     "max_shard_size": (("hf",), "Megatron's checkpoints have a file for each rank"),
-    "use_distributed_optimizer": (("megatron", "megatron-legacy"), _OF_LAYOUTS),
-    "dp": (("megatron", "megatron-legacy"), _OF_LAYOUTS),
 }
 """Option -> for which targets it does something, and why not for others."""
 _SMALL_FILES_BYTES = 1 << 20
@@ -44,9 +42,10 @@ def check_options(options: ConvertOptions) -> None:
         raise ConfigError(f"to={options.to} is not a format; choose from {', '.join(get_args(Format))}")
     dtype_of(options.dtype)
     size_in_bytes(options.max_shard_size)
-    for name in ("dp", "make_vocab_size_divisible_by"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"{name}={getattr(options, name)} must be at least 1; correct it")
+    if options.make_vocab_size_divisible_by < 1:
+        raise ConfigError(
+            f"make_vocab_size_divisible_by={options.make_vocab_size_divisible_by} must be at least 1; correct it"
+        )
     if options.iteration is not None and options.iteration < 0:
         raise ConfigError(f"iteration={options.iteration} must be at least 0; correct it")
     for name, (targets, reason) in _ONLY_FOR.items():
@@ -54,15 +53,6 @@ def check_options(options: ConvertOptions) -> None:
         if options.to not in targets and value != type(options).__dataclass_fields__[name].default:
             raise ConfigError(f"{name}={value} would do nothing with to={options.to}: {reason}; leave it out")
     _parallel(options)
-
-
-def without_effect(options: ConvertOptions) -> str | None:
-    """What of a layout, which is named whole, makes no difference to the files; None if all of it does."""
-    if options.to == "megatron" and (options.dp > 1 or options.use_distributed_optimizer):
-        return "a *.ckpt is the same for any number of copies, with and without distributed optimizer"
-    if options.to == "megatron-legacy" and options.dp > 1 and not options.use_distributed_optimizer:
-        return "without use_distributed_optimizer all copies of the model share one set of files"
-    return None
 
 
 def check_paths(options: ConvertOptions) -> Path:
@@ -149,13 +139,9 @@ def _parallel(options: ConvertOptions) -> ParallelConfig:
 def bytes_to_write(source: StoredModel, options: ConvertOptions) -> int:
     """Size of the target's tensors; padding of the vocabulary not counted."""
     dtype = dtype_of(options.dtype)
-    total = 0
-    for key, spec in source.tensors.items():
-        if key.state == "weight":
-            total += spec.num_bytes // spec.dtype.itemsize * (dtype or spec.dtype).itemsize
-        elif options.to != "hf":
-            total += spec.num_bytes
-    return total
+    return sum(
+        spec.num_bytes // spec.dtype.itemsize * (dtype or spec.dtype).itemsize for spec in source.tensors.values()
+    )
 
 
 def _check_space(source: StoredModel, options: ConvertOptions) -> None:

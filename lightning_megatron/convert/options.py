@@ -26,8 +26,6 @@ class ConvertOptions:
     """Pipeline parallel size of what is written."""
     vpp: int | None = None
     """Model chunks per pipeline stage of what is written."""
-    dp: int = 1
-    """Data parallel size; only legacy distributed optimizers have a file for each copy."""
     dtype: str | None = None
     """``fp32``, ``fp16`` or ``bf16`` (or torch's names) for the weights; None keeps theirs."""
     make_vocab_size_divisible_by: int = 128
@@ -36,8 +34,6 @@ class ConvertOptions:
     """Largest weight file of ``hf``."""
     tokenizer: Path | None = None
     """Folder of a tokenizer to put beside the weights; None: that of the source, if it has one."""
-    use_distributed_optimizer: bool = False
-    """Write the file tree of Megatron-LM's distributed optimizer (``megatron-legacy``)."""
     config: Path | None = None
     """A Hugging Face ``config.json`` for checkpoints that do not say what their model is."""
     iteration: int | None = None

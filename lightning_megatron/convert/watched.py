@@ -17,11 +17,10 @@ class Watched:
 
     def __init__(self, source: StoredModel, options: ConvertOptions) -> None:
         self._source = source
-        read = (spec for key, spec in source.tensors.items() if options.to != "hf" or key.state == "weight")
         # disable=None: shown only if standard error is a terminal.
         self._bar = tqdm(
             desc=f"converting to {options.to}",
-            total=sum(spec.num_bytes for spec in read),
+            total=sum(spec.num_bytes for spec in source.tensors.values()),
             unit="B",
             unit_scale=True,
             disable=None,

@@ -191,7 +191,7 @@ def _check_optimizer_fits(
 ) -> None:
     if not meta["has_optimizer"]:
         raise CheckpointError(
-            f"checkpoint {path} holds only weights (by save_weights_only, or converted without moments), so training "
+            f"checkpoint {path} holds only weights (by save_weights_only, or converted), so training "
             "cannot resume from it; use a full checkpoint, or begin a new run with its weights: "
             "MegatronStrategy(load_from=...), or load_weights_only=True"
         )

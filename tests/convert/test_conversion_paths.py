@@ -38,20 +38,6 @@ def _nothing_but_the_source(source: Path) -> bool:
     return [path.name for path in source.parent.iterdir()] == ["source"]
 
 
-@pytest.mark.parametrize(
-    ("layout", "says"),
-    [
-        ({"to": "megatron", "dp": 2, "use_distributed_optimizer": True}, "same for any number of copies"),
-        ({"to": "megatron-legacy", "dp": 2}, "all copies of the model share one set of files"),
-    ],
-)
-def test_a_layout_may_be_named_whole(
-    source: Path, layout: dict[str, Any], says: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    convert(_options(source, tp=2, pp=2, **layout))
-    assert says in caplog.text
-
-
 # ---- mistakes -------------------------------------------------------------------------------------------------------
 
 
@@ -64,10 +50,8 @@ def test_a_layout_may_be_named_whole(
         ({"tp": 2}, "tp=2 would do nothing with to=hf"),
         ({"pp": 2}, "pp=2 would do nothing with to=hf"),
         ({"make_vocab_size_divisible_by": 8}, "make_vocab_size_divisible_by=8 would do nothing with to=hf"),
-        ({"use_distributed_optimizer": True}, "use_distributed_optimizer=True would do nothing with to=hf"),
         ({"to": "megatron", "max_shard_size": "1GB"}, "max_shard_size=1GB would do nothing with to=megatron"),
-        ({"dp": 2}, "dp=2 would do nothing with to=hf"),
-        ({"to": "megatron-legacy", "dp": 0}, "dp=0 must be at least 1"),
+        ({"to": "megatron", "make_vocab_size_divisible_by": 0}, "make_vocab_size_divisible_by=0 must be at least 1"),
         ({"to": "megatron", "tp": 0}, "tp=0 must be an integer of at least 1"),
         ({"to": "megatron", "tp": 3}, "tp=3 does not divide num_attention_heads=4; choose tp from 1, 2, 4"),
         ({"to": "megatron", "vpp": 2}, "vpp=2 interleaves pipeline stages, but pp=1"),

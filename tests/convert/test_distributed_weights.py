@@ -17,7 +17,7 @@ from lightning_megatron.convert.options import ConvertOptions
 from lightning_megatron.convert.stored.base import Key
 from lightning_megatron.convert.stored.distributed import open_distributed
 from lightning_megatron.convert.stored.hugging_face import open_hugging_face
-from tests.checkpoint.runs import LLAMA, Run, fit, read_tensors
+from tests.checkpoint.runs import LLAMA, Run, Trace, fit, read_tensors
 from tests.convert.directories import MODELS, save_as, tiny, tiny_gpt2, tiny_llama
 from tests.families.parity import VOCAB_SIZE, Rows, padded_sentences
 from tests.parity.training import Case, Layout, trainer_of
@@ -81,6 +81,11 @@ def trained_and_saved(run: Run, folder: str) -> None:
     trainer, _ = fit(run)
     trainer.save_checkpoint(Path(folder) / "run.ckpt")
     trainer.lightning_module.save_pretrained(Path(folder) / "expected")
+
+
+def trained(run: Run) -> Trace:
+    """Train."""
+    return fit(run)[1]
 
 
 def loaded_by_megatron_core(checkpoint: str) -> dict[str, torch.Tensor]:
@@ -229,12 +234,18 @@ def test_a_trained_checkpoint_becomes_what_the_module_saves(
     run_ranks(trained_and_saved, 4, run, str(tmp_path))
 
     _convert(tmp_path / "run.ckpt", tmp_path / "back", to="hf")
+    _convert(tmp_path / "run.ckpt", tmp_path / "legacy", to="megatron-legacy", tp=2)
+    _convert(tmp_path / "run.ckpt", tmp_path / "weights.ckpt", pp=2, make_vocab_size_divisible_by=8)
 
+    for step, source in enumerate((tmp_path / "legacy", tmp_path / "weights.ckpt")):
+        _convert(source, tmp_path / f"from{step}", to="hf")
+        _assert_same(_tensors(tmp_path / f"from{step}"), _tensors(tmp_path / "expected"))
     _assert_same(_tensors(tmp_path / "back"), _tensors(tmp_path / "expected"))
-    stored = open_distributed(tmp_path / "run.ckpt", None)
-    assert stored.training is not None
-    assert stored.training.iteration == 2
-    assert len(stored.tensors) == 4 * len([key for key in stored.tensors if key.state == "weight"])
+    assert open_distributed(tmp_path / "run.ckpt", None).iteration == 2
+    assert any(name.startswith("optimizer.") for name in read_tensors(tmp_path / "run.ckpt"))
+    assert not any(name.startswith("optimizer.") for name in read_tensors(tmp_path / "weights.ckpt"))
+    begun = Run(model=model, strategy={"load_from": str(tmp_path / "weights.ckpt")}, trainer={"max_steps": 1})
+    assert list(run_ranks(trained, 1, begun)[0].steps) == [1]
 
 
 def test_megatron_core_loads_it_at_its_own_layout(tmp_path: Path) -> None:

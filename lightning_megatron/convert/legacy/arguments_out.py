@@ -43,7 +43,9 @@ def megatron_arguments(
         **_mathematics(source.model),
         **_activation(source),
         **_layout(source.model, options, cut),
-        **_progress(source),
+        iteration=source.iteration,
+        consumed_train_samples=0,
+        consumed_valid_samples=0,
         orig_vocab_size=source.model.vocab_size,
         padded_vocab_size=padded_vocab_size,
         params_dtype=dtype,
@@ -133,18 +135,9 @@ def _layout(model: ModelConfig, options: ConvertOptions, cut: Pipeline) -> Mappi
         "decoder_first_pipeline_num_layers": cut.first_num_layers,
         "decoder_last_pipeline_num_layers": cut.last_num_layers,
         "context_parallel_size": 1,
-        "data_parallel_size": options.dp,
-        "world_size": options.tp * options.pp * options.dp,
+        "data_parallel_size": 1,
+        "world_size": options.tp * options.pp,
         "rank": 0,
         "make_vocab_size_divisible_by": options.make_vocab_size_divisible_by,
-        "use_distributed_optimizer": options.use_distributed_optimizer,
-    }
-
-
-def _progress(source: StoredModel) -> Mapping[str, Any]:
-    training = source.training
-    return {
-        "iteration": 0 if training is None else training.iteration,
-        "consumed_train_samples": 0 if training is None else training.consumed_samples or 0,
-        "consumed_valid_samples": 0,
+        "use_distributed_optimizer": False,
     }

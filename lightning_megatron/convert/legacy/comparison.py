@@ -100,7 +100,7 @@ def check_copies(files: RankFiles, stacked: Stacked, model: ModelConfig) -> None
     Raises:
         CheckpointError: With the first that differs.
     """
-    copies = [(each.key, each.shards) for each in stacked.copies]
+    copies = list(stacked.copies)
     output = Key(_OUTPUT, None)
     if model.share_embeddings_and_output_weights and output in stacked.tensors:
         copies.append((EMBEDDING, stacked.tensors[output]))

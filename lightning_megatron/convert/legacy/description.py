@@ -13,11 +13,9 @@ from lightning_megatron.convert.legacy.arguments import own_config
 from lightning_megatron.convert.legacy.arguments_out import HUGGING_FACE_CONFIG
 from lightning_megatron.convert.legacy.layout import RankFiles, find_files
 from lightning_megatron.convert.legacy.merged import whole_shape
-from lightning_megatron.convert.legacy.optimizer import read_training
 from lightning_megatron.convert.legacy.rank_state import load_rank
 from lightning_megatron.convert.legacy.stacking import States, architecture_of, stack
 from lightning_megatron.convert.pickled.pickle_machine import Inert
-from lightning_megatron.convert.stored.base import Key, Training
 from lightning_megatron.errors import CheckpointError, ConfigError
 
 _LONGEST = 200
@@ -55,9 +53,9 @@ def describe_legacy(path: Path) -> Description:
     states = {rank: load_rank(part) for rank, part in sorted(files.parts.items())}
     first = states[0, 0]
     try:
-        entries, training = _whole_tensors(files, states)
+        entries = _whole_tensors(files, states)
     except CheckpointError as error:
-        entries, training = tuple(_of_each_rank(files, states)), None
+        entries = tuple(_of_each_rank(files, states))
         note: str | None = f"shown rank by rank: {error}"
     else:
         note = None
@@ -68,8 +66,8 @@ def describe_legacy(path: Path) -> Description:
             "pp": files.pp,
             **({"vpp": len(first.chunks)} if len(first.chunks) > 1 else {}),
         },
-        "iteration": _shown(first.others.get("iteration")) if training is None else training.iteration,
-        "consumed_samples": None if training is None else training.consumed_samples,
+        "iteration": first.iteration or _shown(first.others.get("iteration")),
+        "consumed_samples": _shown(first.arguments.get("consumed_train_samples")) or None,
         "args": shown_arguments(first.arguments),
         "config": _config(first.arguments),
         "others": [name for name in first.others if name not in ("iteration", "checkpoint_version")],
@@ -91,20 +89,12 @@ def _config(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     return {} if config is None else dict(config.to_dict())
 
 
-def _whole_tensors(files: RankFiles, states: States) -> tuple[tuple[StoredEntry, ...], Training | None]:
+def _whole_tensors(files: RankFiles, states: States) -> tuple[StoredEntry, ...]:
     stacked = stack(files, states, architecture_of(states))
-    training, moments = read_training(files, states, stacked)
-    names: dict[Key, str] = {}
-    for stage in stacked.stages:
-        for parameter in stage:
-            names.setdefault(parameter.key, parameter.name)
-    entries = [
-        StoredEntry(names[key], whole_shape(key, shards), shards[0].dtype) for key, shards in stacked.tensors.items()
-    ]
-    for key, shards in moments.items():
-        name = f"optimizer.state.{key.state}.{names[key._replace(state='weight')]}"
-        entries.append(StoredEntry(name, whole_shape(key, shards), shards[0].dtype))
-    return tuple(entries), training
+    return tuple(
+        StoredEntry(stacked.names[key], whole_shape(key, shards), shards[0].dtype)
+        for key, shards in stacked.tensors.items()
+    )
 
 
 def _of_each_rank(files: RankFiles, states: States) -> Iterator[StoredEntry]:

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +23,6 @@ from lightning_megatron.errors import CheckpointError
 
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 """What a rank's file is called; the second one with the distributed optimizer of 2022."""
-DISTRIBUTED_OPTIMIZER_FILES = ("distrib_optim.pt", "optim.pt")
-"""Where moments are that are spread over data-parallel ranks."""
 
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 _RANK_OF_MORE = re.compile(r"mp_rank_\d{2,}(_\d{3,}){2,}")
@@ -52,8 +50,6 @@ class RankFiles:
     pp: int
     parts: Mapping[tuple[int, int], FilePart]
     """Of each tensor- and pipeline-parallel rank."""
-    has_distributed_optimizer: bool = False
-    """Whether moments are in files of their own."""
     temporary: tempfile.TemporaryDirectory[str] | None = None
     """What had to be unpacked; gone with this object."""
 
@@ -89,9 +85,7 @@ def find_files(path: Path, iteration: int | None = None) -> RankFiles:
     own = [folder / name for name in MODEL_FILES if (folder / name).is_file()]
     if own:
         _check_alone(folder)
-        return RankFiles(
-            path=folder, tp=1, pp=1, parts={(0, 0): FilePart.whole(own[0])}, has_distributed_optimizer=_spread([folder])
-        )
+        return RankFiles(path=folder, tp=1, pp=1, parts={(0, 0): FilePart.whole(own[0])})
     found = _files_of_ranks(folder)
     if not found:
         raise CheckpointError(
@@ -101,7 +95,7 @@ def find_files(path: Path, iteration: int | None = None) -> RankFiles:
     if more and any((folder / more[0] / name).is_file() for name in MODEL_FILES):
         raise CheckpointError(f"{folder} has expert-parallel ranks ({more[0]}), which are not read; no family has them")
     parts = {rank: FilePart.whole(file) for rank, file in found.items()}
-    return _complete(folder, parts, is_spread=_spread(folder.glob("mp_rank_*")))
+    return _complete(folder, parts)
 
 
 def _files_of_ranks(folder: Path) -> dict[tuple[int, int], Path]:
@@ -125,14 +119,10 @@ def _check_alone(folder: Path) -> None:
             )
 
 
-def _spread(folders: Iterable[Path]) -> bool:
-    return any((folder / name).is_file() for folder in folders for name in DISTRIBUTED_OPTIMIZER_FILES)
-
-
-def _complete(path: Path, parts: Mapping[tuple[int, int], FilePart], *, is_spread: bool) -> RankFiles:
+def _complete(path: Path, parts: Mapping[tuple[int, int], FilePart]) -> RankFiles:
     """All of them, unless one is missing."""
     tp, pp = (1 + max(rank[axis] for rank in parts) for axis in (0, 1))
-    files = RankFiles(path=path, tp=tp, pp=pp, parts=parts, has_distributed_optimizer=is_spread)
+    files = RankFiles(path=path, tp=tp, pp=pp, parts=parts)
     if len(parts) < tp * pp:  # before they are named: a number can be anything
         absent = next((t, p) for t in range(tp) for p in range(pp) if (t, p) not in parts)
         raise CheckpointError(
@@ -195,7 +185,7 @@ def _in_archive(path: Path) -> RankFiles:
         raise
     except (*_OF_DAMAGED_ZIP_FILES, Damaged, RuntimeError) as error:
         raise CheckpointError(f"zip file {path} cannot be unpacked ({error}); fetch it again") from None
-    files = _complete(path, parts, is_spread=False)
+    files = _complete(path, parts)
     return RankFiles(path=path, tp=files.tp, pp=files.pp, parts=parts, temporary=temporary)
 
 

@@ -33,6 +33,12 @@ class RankState:
     others: Mapping[str, Any]
     """What else is there by name: ``iteration``, ``optimizer``, ``opt_param_scheduler``, ..."""
 
+    @property
+    def iteration(self) -> int:
+        """Optimizer steps done when it was written; 0 if it does not say."""
+        said = (self.others.get("iteration"), self.arguments.get("iteration"))
+        return next((each for each in said if type(each) is int and each > 0), 0)
+
 
 def load_rank(part: FilePart) -> RankState:
     """Read everything but the numbers.

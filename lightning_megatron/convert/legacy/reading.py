@@ -23,13 +23,12 @@ from lightning_megatron.convert.legacy.arguments_out import HUGGING_FACE_CONFIG
 from lightning_megatron.convert.legacy.comparison import check_copies, check_layout, check_tensors
 from lightning_megatron.convert.legacy.layout import RankFiles, find_files, is_legacy
 from lightning_megatron.convert.legacy.merged import Merged, merged, whole_shape
-from lightning_megatron.convert.legacy.optimizer import read_training
 from lightning_megatron.convert.legacy.qkv import check_version
 from lightning_megatron.convert.legacy.rank_state import RankState, load_rank
 from lightning_megatron.convert.legacy.stacking import architecture_of, stack
 from lightning_megatron.convert.registry import config_object, family_of
 from lightning_megatron.convert.shapes import tensor_shapes
-from lightning_megatron.convert.stored.base import Key, Spec, Training
+from lightning_megatron.convert.stored.base import Key, Spec
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.variants import variant_of
@@ -77,16 +76,13 @@ def open_legacy(path: Path, config: Path | None = None, iteration: int | None = 
     check_version(version, model, files.tp)
     check_tensors(files, stacked, shapes.of, model)
     check_copies(files, stacked, model)
-    training, moments = read_training(files, states, stacked)
-    shards = {key: stacked.tensors[key] for key in tensor_shapes(model)}
-    shards |= {key: each for key, each in moments.items() if key._replace(state="weight") in shards}
     return LegacyModel(
         path=path,
         model=model,
         hf_config=hf_config,
-        training=training,
+        iteration=first.iteration,
         files=files,
-        merged={key: merged(key, each, model, version) for key, each in shards.items()},
+        merged={key: merged(key, stacked.tensors[key], model, version) for key in tensor_shapes(model)},
     )
 
 
@@ -128,8 +124,8 @@ class LegacyModel:
     """What its config says, with the head that is there."""
     hf_config: Any
     """A Hugging Face config object."""
-    training: Training | None
-    """Where its run was."""
+    iteration: int
+    """Steps done when it was written."""
     files: RankFiles
     """Where it is read from; what had to be unpacked is kept as long as this object."""
     merged: Mapping[Key, Merged]
@@ -142,10 +138,9 @@ class LegacyModel:
 
     @cached_property
     def tensors(self) -> Mapping[Key, Spec]:
-        """Weights in the model's order, then what the optimizer has."""
-        shapes = tensor_shapes(self.model)
+        """In the model's order."""
         return {
-            key: Spec(shape=shapes[key._replace(state="weight")], dtype=each.dtype) for key, each in self.merged.items()
+            key: Spec(shape=shape, dtype=self.merged[key].dtype) for key, shape in tensor_shapes(self.model).items()
         }
 
     @property

@@ -18,8 +18,6 @@ from lightning_megatron.errors import CheckpointError
 from lightning_megatron.models.config import Architecture
 
 EMBEDDING = Key("embedding.word_embeddings.weight", None)
-_AFTER_HEAD_COPY = ("lm_head.", "binary_head.")
-"""Modules that Megatron-LM makes after the copy of the embedding, though its files have them before."""
 _MOST_NAMED = 5
 
 Shards = tuple[TensorHandle, ...]
@@ -28,34 +26,18 @@ States = Mapping[tuple[int, int], RankState]
 """Of each tensor- and pipeline-parallel rank."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Parameter:
-    """A parameter of one stage."""
-
-    key: Key
-    """What it is; a copy has that of the original."""
-    name: str
-    """In the file, its layer counted over all stages."""
-    is_copy: bool
-    """Whether an earlier stage has it, too."""
-    shards: Shards
-
-
 @dataclass(kw_only=True)
 class Stacked:
     """All tensors of a model, found in the files of its ranks."""
 
     tensors: dict[Key, Shards] = field(default_factory=dict)
     """The first copy of each."""
-    stages: list[list[Parameter]] = field(default_factory=list)
-    """Of each pipeline stage, its parameters as its optimizer counts them."""
+    names: dict[Key, str] = field(default_factory=dict)
+    """Of each in the file, its layer counted over all stages."""
+    copies: list[tuple[Key, Shards]] = field(default_factory=list)
+    """What later stages have again."""
     num_layers: dict[str, int] = field(default_factory=dict)
     """Of each stack, ``encoder`` and ``decoder``."""
-
-    @property
-    def copies(self) -> list[Parameter]:
-        """What later stages have again."""
-        return [parameter for stage in self.stages for parameter in stage if parameter.is_copy]
 
 
 def architecture_of(states: States) -> Architecture:
@@ -75,7 +57,7 @@ def stack(files: RankFiles, states: States, architecture: Architecture) -> Stack
     Raises:
         CheckpointError: If ranks do not fit together, a layer is missing, or a tensor is unknown.
     """
-    stacked = Stacked(stages=[[] for _ in range(files.pp)])
+    stacked = Stacked()
     num_chunks = len(states[0, 0].chunks)
     for rank, state in states.items():
         if len(state.chunks) != num_chunks or state.version != states[0, 0].version:
@@ -86,9 +68,7 @@ def stack(files: RankFiles, states: States, architecture: Architecture) -> Stack
     for chunk in range(num_chunks):
         for stage in range(files.pp):
             named = _beside_each_other(files, states, chunk, stage)
-            stacked.stages[stage] += _parameters(files, named, stacked, architecture)
-    for parameters in stacked.stages:
-        _move_head_copy(parameters)
+            _add(stacked, files, named, architecture)
     return stacked
 
 
@@ -107,10 +87,8 @@ def _beside_each_other(files: RankFiles, states: States, chunk: int, stage: int)
     return {name: tuple(states[tensor, stage].chunks[chunk][name] for tensor in range(files.tp)) for name in first}
 
 
-def _parameters(
-    files: RankFiles, named: Mapping[str, Shards], stacked: Stacked, architecture: Architecture
-) -> list[Parameter]:
-    """Those of one chunk; its layers come after those that ``stacked`` has."""
+def _add(stacked: Stacked, files: RankFiles, named: Mapping[str, Shards], architecture: Architecture) -> None:
+    """The tensors of one chunk; its layers come after those that ``stacked`` has."""
     local = {name: EMBEDDING if name == HEAD_COPY else key_of(name, architecture) for name in named}
     unknown = [name for name, key in local.items() if key is None]
     if unknown:
@@ -120,7 +98,6 @@ def _parameters(
         )
     before = dict(stacked.num_layers)
     layers: dict[str, set[int]] = {}
-    parameters = []
     for name, shards in named.items():
         key = local[name]
         assert key is not None
@@ -131,27 +108,13 @@ def _parameters(
             layer = key.layer + before.get(stack_name, 0)
             name_of_all = name.replace(f".layers.{key.layer}.", f".layers.{layer}.", 1)
             key = key._replace(layer=layer)
-        is_copy = key in stacked.tensors or name == HEAD_COPY
-        parameters.append(Parameter(key=key, name=name_of_all, is_copy=is_copy, shards=shards))
-        if not is_copy:
-            stacked.tensors[key] = shards
+        if key in stacked.tensors or name == HEAD_COPY:
+            stacked.copies.append((key, shards))
+        else:
+            stacked.tensors[key], stacked.names[key] = shards, name_of_all
     for stack_name, numbers in layers.items():
         if numbers != set(range(len(numbers))):
             raise CheckpointError(
                 f"{files.path} has the layers {sorted(numbers)} in one model chunk, which must be counted from 0"
             )
         stacked.num_layers[stack_name] = before.get(stack_name, 0) + len(numbers)
-    return parameters
-
-
-def _move_head_copy(parameters: list[Parameter]) -> None:
-    """Into the order in which Megatron-LM's modules are made, and its optimizers count."""
-    copy = next((each for each in parameters if each.is_copy and each.key == EMBEDDING), None)
-    if copy is None or parameters[-1] is not copy:
-        return
-    place = next((i for i, each in enumerate(parameters) if each.key.name.startswith(_AFTER_HEAD_COPY)), None)
-    bias = next((i for i, each in enumerate(parameters) if each.key.name == "output_layer.bias"), None)
-    places = [each for each in (place, bias) if each is not None]
-    if places:
-        parameters.remove(copy)
-        parameters.insert(min(places), copy)

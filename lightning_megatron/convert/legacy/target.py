@@ -2,13 +2,10 @@
 
 The tree, for tp=2 and pp=2 (with pp=1 a folder is called ``mp_rank_TT``)::
 
-    latest_checkpointed_iteration.txt       "release", or the iteration of a run
-    release/  or  iter_0000500/
+    latest_checkpointed_iteration.txt       "release", of which Megatron-LM takes nothing but weights
+    release/
         mp_rank_00_000/model_optim_rng.pt   args, checkpoint_version, iteration, model or model0, ..., optimizer
         mp_rank_00_001/...
-
-With a distributed optimizer it is that of Megatron-LM of 2022, which the Accelerate guide shows: the model is in
-``model_rng.pt``, and ``mp_rank_TT[_PPP]_DDD/optim.pt`` belongs to the data-parallel copy ``DDD``.
 
 The rank's pickle is the shard: one is in memory at a time, and whole tensors are read some rows at a time.
 """
@@ -26,17 +23,10 @@ from lightning_megatron.convert.companions import companion_files, copy_companio
 from lightning_megatron.convert.iterations import TRACKER_FILE
 from lightning_megatron.convert.legacy.arguments_out import megatron_arguments
 from lightning_megatron.convert.legacy.names import HEAD_COPY, legacy_name, nested_path, split_axis
-from lightning_megatron.convert.legacy.optimizer_out import (
-    NO_STATE,
-    Parameter,
-    check_optimizer,
-    optimizer_state,
-    schedule_state,
-)
 from lightning_megatron.convert.legacy.stages import Chunk, pipeline
 from lightning_megatron.convert.options import ConvertOptions
 from lightning_megatron.convert.reading import read_box
-from lightning_megatron.convert.stored.base import Key, State, StoredModel
+from lightning_megatron.convert.stored.base import Key, StoredModel
 from lightning_megatron.convert.targets.casting import cast, dtype_of
 from lightning_megatron.convert.targets.layout import TargetLayout
 from lightning_megatron.engine.checkpoint_failures import failures_as_errors
@@ -45,6 +35,15 @@ from lightning_megatron.errors import CheckpointError
 
 CHECKPOINT_VERSION = 3.0
 """Says that the rows of queries, keys and values stand as in Megatron-Core."""
+
+_RELEASE = "release"
+_NO_OPTIMIZER: Mapping[str, Any] = {
+    "step": 0,
+    "param_groups": [
+        {"lr": 0.0, "beta1": 0.0, "beta2": 0.0, "eps": 0.0, "weight_decay": 0.0, "correct_bias": False, "params": []}
+    ],
+}
+"""Readers of old wanted an optimizer, and this is what transformers' script wrote."""
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _BUILT_FIRST_TO_LAST = (
@@ -67,12 +66,12 @@ def write_legacy(source: StoredModel, options: ConvertOptions) -> None:
     """Write ``options.save_path``: the tracker file, and a folder with a file for each rank.
 
     Args:
-        source: What to write; its moments are written, too, if it has them.
+        source: What to write.
         options: The layout, dtype and padding.
 
     Raises:
-        ConfigError: If the layers cannot be cut like this, or moments for a distributed optimizer; before anything is
-            written. Whether tp divides the model has been checked (``conversion_checks.check_model``).
+        ConfigError: If the layers cannot be cut like this; before anything is written. Whether tp divides the model has
+            been checked (``conversion_checks.check_model``).
         CheckpointError: If the source is damaged, a number does not fit into the dtype, or the disk is full.
     """
     writer = _Writer(source, options)
@@ -98,7 +97,6 @@ class _Writer:
 
     def __init__(self, source: StoredModel, options: ConvertOptions) -> None:
         model = source.model
-        check_optimizer(source.training, is_distributed=options.use_distributed_optimizer)
         self._source, self._options = source, options
         self._specs = source.tensors
         self._cut = pipeline(model, options.pp, options.vpp)
@@ -107,11 +105,6 @@ class _Writer:
         padded = self._layout.model.padded_vocab_size(options.tp)
         self._dtype = dtype_of(options.dtype)
         self._arguments = megatron_arguments(source, options, self._cut, padded, self._dtype or _most_common(source))
-        training = source.training
-        # Megatron-LM takes nothing but weights from a release; a run that has not made a step has no more than that.
-        iteration = training.iteration if training is not None else 0
-        self._folder = options.save_path / (f"iter_{iteration:07d}" if iteration else "release")
-        self._tracked = str(iteration) if iteration else "release"
 
     def write(self) -> None:
         root, options = self._options.save_path, self._options
@@ -120,45 +113,32 @@ class _Writer:
         for stage, chunks in enumerate(self._cut.stages):
             for rank in range(options.tp):
                 self._write_rank(self._rank_folder(rank, stage), rank, chunks)
-        (root / TRACKER_FILE).write_text(self._tracked)
+        (root / TRACKER_FILE).write_text(_RELEASE)
 
     def _rank_folder(self, rank: int, stage: int) -> Path:
         name = f"mp_rank_{rank:02d}" if self._options.pp == 1 else f"mp_rank_{rank:02d}_{stage:03d}"
-        return self._folder / name
+        return self._options.save_path / _RELEASE / name
 
     def _write_rank(self, folder: Path, rank: int, chunks: tuple[Chunk, ...]) -> None:
         state: dict[str, Any] = {
             "args": self._arguments,
             "checkpoint_version": CHECKPOINT_VERSION,
             "iteration": self._arguments.iteration,
+            "optimizer": dict(_NO_OPTIMIZER),
         }
-        parameters: list[Parameter] = []
         for number, chunk in enumerate(chunks):
             tensors: dict[str, Any] = {}
             for held in self._held(chunk):
-                weight = self._weight(held.key, rank)
-                _put(tensors, nested_path(held.name), weight)
-                parameters.append(Parameter(name=held.name, weight=weight, state=self._reader(held.key, rank)))
+                _put(tensors, nested_path(held.name), self._read(held.key, rank))
             state["model" if self._options.vpp is None else f"model{number}"] = tensors
-        if not self._options.use_distributed_optimizer:
-            state["optimizer"] = optimizer_state(self._source.training, parameters)
-        if (schedule := schedule_state(self._source.training)) is not None:
-            state["opt_param_scheduler"] = schedule
-        _save(state, folder / self._model_file)
-        if self._options.use_distributed_optimizer:
-            for copy in range(self._options.dp):
-                _save({"optimizer": dict(NO_STATE)}, folder.with_name(f"{folder.name}_{copy:03d}") / "optim.pt")
-
-    @property
-    def _model_file(self) -> str:
-        return "model_rng.pt" if self._options.use_distributed_optimizer else "model_optim_rng.pt"
+        _save(state, folder / "model_optim_rng.pt")
 
     # ---- tensors ----
 
     def _held(self, chunk: Chunk) -> Iterator[_Held]:
         """The tensors of a chunk, in the order in which Megatron-LM builds its modules."""
         model = self._source.model
-        keys = [key for key in self._specs if key.state == "weight" and _is_held(key, chunk)]
+        keys = [key for key in self._specs if _is_held(key, chunk)]
         firsts = {stack: layers.start for stack, layers in chunk.layers}
         held = []
         for key in sorted(keys, key=_build_order):
@@ -172,33 +152,14 @@ class _Writer:
             held.insert(place, _Held(name=HEAD_COPY, key=Key(_EMBEDDING, None)))
         yield from held
 
-    def _weight(self, key: Key, rank: int) -> torch.Tensor:
-        dtype = self._dtype or self._specs[key].dtype
-        master = key._replace(state="param")
-        # An optimizer of a float32 model has no copies of its parameters: the model's are the run's own numbers.
-        stored = master if dtype == torch.float32 and master in self._specs else key
-        return cast(self._read(stored, rank), dtype, key.name)
-
     def _read(self, key: Key, rank: int) -> torch.Tensor:
         spec, parts = self._specs[key], []
         for box in self._layout.boxes(key, self._layout.padded_shape(key, spec.shape)):
             if split_axis(key.name) is None or box.rank % self._options.tp == rank:
                 parts.append(torch.empty(box.size, dtype=spec.dtype))
                 read_box(self._source, key, box.start, parts[-1])
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _reader(self, key: Key, rank: int) -> Any:
-        def read(state: State) -> torch.Tensor:
-            stored = key._replace(state=state)
-            if state == "param" and stored not in self._specs:
-                stored = key  # a float32 model's weights
-            if stored not in self._specs:
-                raise CheckpointError(
-                    f"{self._source.path} has an optimizer, but no {state} of {key.name}; use a whole checkpoint"
-                )
-            return self._read(stored, rank).float()
-
-        return read
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return cast(whole, self._dtype, key.name)
 
 
 def _is_held(key: Key, chunk: Chunk) -> bool:
@@ -229,9 +190,8 @@ def _build_order(key: Key) -> tuple[int, int, int, bool]:
 
 def _most_common(source: StoredModel) -> torch.dtype:
     sizes: dict[torch.dtype, int] = {}
-    for key, spec in source.tensors.items():
-        if key.state == "weight":
-            sizes[spec.dtype] = sizes.get(spec.dtype, 0) + spec.num_bytes
+    for spec in source.tensors.values():
+        sizes[spec.dtype] = sizes.get(spec.dtype, 0) + spec.num_bytes
     return max(sizes, key=lambda dtype: sizes[dtype])
 
 

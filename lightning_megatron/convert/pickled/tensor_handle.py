@@ -57,17 +57,6 @@ class TensorHandle:
         """Size in memory."""
         return self.numel * self.dtype.itemsize
 
-    def viewed(self, shape: tuple[int, ...], first: int = 0) -> TensorHandle:
-        """Items from ``first`` on of a contiguous tensor, with another shape.
-
-        Raises:
-            ValueError: If it has not as many.
-        """
-        if not self._is_contiguous or first + math.prod(shape) > self.numel:
-            raise ValueError(f"{math.prod(shape)} items from {first} on of {list(self.shape)}")
-        stride = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-        return replace(self, shape=shape, stride=stride, first=self.first + first)
-
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """Rows ``start`` to ``stop``, on the CPU, contiguous: [stop - start, ...].
 
@@ -90,11 +79,6 @@ class TensorHandle:
         if self.shape:
             return self.rows(0, self.shape[0])
         return replace(self, shape=(1,), stride=(1,)).rows(0, 1)[0]
-
-    @property
-    def _is_contiguous(self) -> bool:
-        steps = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
-        return all(length == 1 or is_ == must for length, is_, must in zip(self.shape, self.stride, steps, strict=True))
 
     def _span(self, rows: int) -> int:
         """Items from the first to the last one of that many rows."""

@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from lightning_megatron.models.config import ModelConfig
-
-State = Literal["weight", "param", "exp_avg", "exp_avg_sq"]
-"""Of one weight: itself, the optimizer's float32 copy of it, and Adam's two moments."""
 
 
 class Key(NamedTuple):
@@ -26,7 +23,6 @@ class Key(NamedTuple):
     """As a rule's ``megatron``, without the layer's number: ``decoder.layers.mlp.linear_fc1.weight``."""
     layer: int | None
     """Number of the layer in its stack, from 0, over all pipeline stages; None for tensors of no layer."""
-    state: State = "weight"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,28 +40,6 @@ class Spec:
         for length in self.shape:
             size *= length
         return size
-
-
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """Where a run was when its checkpoint was written."""
-
-    iteration: int
-    """Optimizer steps done."""
-    consumed_samples: int | None
-    """Rows that were trained on, over all data-parallel copies; None if the checkpoint does not say."""
-    param_groups: tuple[Mapping[str, Any], ...] = ()
-    """The optimizer's, with Megatron's keys (lr, weight_decay, wd_mult, lr_mult, betas, eps, step); the group with
-    ``wd_mult`` 0 has the biases and norms. Empty if there is no optimizer state."""
-    lr_scheduler: Mapping[str, Any] | None = None
-    """State of the learning-rate schedule as the source keeps it."""
-    lightning: Mapping[str, Any] | None = None
-    """Lightning's dict, if the source is a checkpoint of ``MegatronStrategy``."""
-
-    @property
-    def has_optimizer(self) -> bool:
-        """Whether the source has moments, too; they are then among its tensors."""
-        return bool(self.param_groups)
 
 
 class StoredModel(Protocol):
@@ -92,8 +66,8 @@ class StoredModel(Protocol):
         """All of them, in an order in which reading is fast."""
 
     @property
-    def training(self) -> Training | None:
-        """Where its run was; None for weights alone."""
+    def iteration(self) -> int:
+        """Optimizer steps done when it was written; 0 if it does not say."""
 
     @property
     def companions(self) -> Path | None:

@@ -17,6 +17,7 @@ import torch
 from lightning_megatron.convert.filling import Filling
 from lightning_megatron.convert.pickled.tensor_handle import TensorHandle
 from lightning_megatron.convert.pickled.unpickler import FilePart, load_pickled
+from lightning_megatron.convert.stored.distributed_names import is_of_optimizer
 from lightning_megatron.engine.checkpoint_safety import read_table
 from lightning_megatron.errors import CheckpointError
 
@@ -43,8 +44,6 @@ class ChunkedTensor:
     dtype: torch.dtype
     chunks: tuple[Chunk, ...]
     """Together they are the tensor, each number once."""
-    is_whole: bool = True
-    """False for optimizer state of layers some of which were frozen."""
 
 
 class ChunkedFiles:
@@ -84,7 +83,7 @@ class ChunkedFiles:
 
 
 def open_chunks(path: Path) -> ChunkedFiles:
-    """Look at the table of contents of a distributed checkpoint; entries that are no tensors are left out.
+    """Look at a distributed checkpoint's table of contents; an optimizer's entries and what is no tensor are left out.
 
     Raises:
         CheckpointError: If it is damaged, could run code, or names files that are missing, too short or elsewhere.
@@ -99,7 +98,7 @@ def open_chunks(path: Path) -> ChunkedFiles:
         tensors = {
             str(name): _chunked(path, str(name), stored, archives)
             for name, stored in table.state_dict_metadata.items()
-            if hasattr(stored, "properties")
+            if hasattr(stored, "properties") and not is_of_optimizer(str(name))
         }
     except CheckpointError:
         raise
@@ -145,9 +144,9 @@ def _chunked(path: Path, name: str, stored: Any, archives: Mapping[tuple[str, tu
         for a, n, whole in zip(chunk.start, chunk.size, shape, strict=True)
     )
     is_whole = sum(math.prod(chunk.size) for chunk in chunks.values()) == math.prod(shape)
-    if not is_inside or not (is_whole or name.startswith("optimizer.")):
+    if not is_inside or not is_whole:
         raise CheckpointError(f"checkpoint {path} does not hold all of {name!r}: it is damaged; use another")
-    return ChunkedTensor(shape=shape, dtype=stored.properties.dtype, chunks=tuple(chunks.values()), is_whole=is_whole)
+    return ChunkedTensor(shape=shape, dtype=stored.properties.dtype, chunks=tuple(chunks.values()))
 
 
 def _handle(chunk: Chunk, dtype: torch.dtype) -> TensorHandle:

@@ -89,7 +89,7 @@ def _shapes(arguments: Mapping[str, Any], files: ChunkedFiles) -> Shapes:
     shapes: dict[Key, tuple[int, ...]] = {}
     for name, tensor in files.tensors.items():
         entry = None if is_weightless(name) else entry_of(name)
-        if entry is None or entry.state != "weight":
+        if entry is None:
             continue
         layers = range(tensor.shape[0]) if entry.is_stacked else [entry.layer]
         shape = tensor.shape[1:] if entry.is_stacked else tensor.shape

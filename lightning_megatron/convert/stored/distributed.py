@@ -1,19 +1,17 @@
 """How is a distributed checkpoint read, of ``MegatronStrategy`` or of any other program with Megatron-Core?
 
-Its table of contents says which tensors there are; rows of them are read from the chunks that hold them. Optimizer
-states are read where they have the shapes of the weights (``fully_reshardable``); other kinds mean something only to
-the layout that wrote them.
+Its table of contents says which tensors there are; rows of the weights are read from the chunks that hold them.
+Optimizer states are left alone.
 """
 
 from __future__ import annotations
 
-import logging
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
@@ -22,10 +20,10 @@ from lightning_megatron.convert.contents import OF_MEGATRON_CORE, OF_STRATEGY, c
 from lightning_megatron.convert.legacy.names import VOCABULARY
 from lightning_megatron.convert.pickled.unpickler import load_pickled
 from lightning_megatron.convert.shapes import rules_by_name, tensor_shapes
-from lightning_megatron.convert.stored.base import Key, Spec, State, Training
+from lightning_megatron.convert.stored.base import Key, Spec
 from lightning_megatron.convert.stored.chunks import ChunkedFiles, open_chunks
 from lightning_megatron.convert.stored.description import describe_arguments, describe_run
-from lightning_megatron.convert.stored.distributed_names import entry_of, is_of_optimizer, is_weightless
+from lightning_megatron.convert.stored.distributed_names import entry_of, is_weightless
 from lightning_megatron.engine.checkpoint_checksums import CHECKSUMS, verify_checksums
 from lightning_megatron.engine.checkpoint_safety import (
     COMMON,
@@ -41,20 +39,6 @@ COMPANIONS = "hugging_face"
 """Folder of a ``*.ckpt`` with the tokenizer and the generation config that belong to it."""
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-_log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StrategyTraining(Training):
-    """A run of ``MegatronStrategy``, with what only another one of its checkpoints can take over."""
-
-    optimizer_format: Mapping[str, Any] | None
-    """What kind of optimizer it is; None without one."""
-    common: Mapping[str, Any]
-    """The optimizer's state that is not sharded."""
-    layout: Mapping[str, Any]
-    """The sizes of tp, pp, vpp, cp and dp, to which the random states of the ranks belong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +69,12 @@ def open_distributed(path: Path, config: Path | None) -> DistributedModel:
         meta = _checked_meta(path)
         try:
             model, hf_config = describe_run(path, meta, config)
-            training = _training_of_strategy(path, meta)
+            iteration = int(meta["lightning"].get("global_step", 0))
         except ConfigError:
             raise
         except (ArithmeticError, LookupError, AttributeError, TypeError, ValueError) as error:
             raise CheckpointError(f"checkpoint {path} was written by another strategy ({error!r} in {META})") from None
-        return _opened(open_chunks(path), OF_STRATEGY, model, hf_config, training)
+        return _opened(open_chunks(path), OF_STRATEGY, model, hf_config, iteration)
     check_of_megatron_core(path)
     common = load_pickled(path / COMMON) if (path / COMMON).is_file() else {}
     if not isinstance(common, Mapping):
@@ -98,7 +82,8 @@ def open_distributed(path: Path, config: Path | None) -> DistributedModel:
     arguments = vars(common["args"]) if isinstance(common.get("args"), (Namespace, SimpleNamespace)) else None
     files = open_chunks(path)
     model, hf_config = describe_arguments(path, arguments, files, config)
-    return _opened(files, OF_MEGATRON_CORE, model, hf_config, _training_of_megatron_core(common, arguments))
+    said = common.get("iteration")
+    return _opened(files, OF_MEGATRON_CORE, model, hf_config, said if type(said) is int else 0)
 
 
 def _checked_meta(path: Path) -> Mapping[str, Any]:
@@ -120,9 +105,7 @@ def _checked_meta(path: Path) -> Mapping[str, Any]:
     return meta
 
 
-def _opened(
-    files: ChunkedFiles, kind: str, model: ModelConfig, hf_config: Any, training: Training | None
-) -> DistributedModel:
+def _opened(files: ChunkedFiles, kind: str, model: ModelConfig, hf_config: Any, iteration: int) -> DistributedModel:
     path = files.path
     places, problems = _places(files, model)
     if problems:
@@ -131,24 +114,14 @@ def _opened(
             f"checkpoint {path} is not of this {model.family} model ({model.task}), {counted}: {'; '.join(problems)}. "
             "Give the config that belongs to it with --config"
         )
-    has_moments = any(key.state == "exp_avg" for key in places) or isinstance(training, StrategyTraining)
-    if training is not None and training.has_optimizer and not (has_moments and _is_readable(files, places)):
-        _log.warning(
-            "the optimizer state of %s cannot be read without the layout that wrote it, or its run had frozen weights; "
-            "only weights are converted",
-            path,
-        )
-        training = replace(training, param_groups=())
-    if training is None or not training.has_optimizer:
-        places = {key: place for key, place in places.items() if key.state == "weight"}
-    return DistributedModel(files, places, model=model, hf_config=hf_config, kind=kind, training=training)
+    return DistributedModel(files, places, model=model, hf_config=hf_config, kind=kind, iteration=iteration)
 
 
 # ---- what is there --------------------------------------------------------------------------------------------------
 
 
 def _places(files: ChunkedFiles, model: ModelConfig) -> tuple[dict[Key, _Place], list[str]]:
-    """Where each tensor of the model is, in the model's order and weights first; and everything that is wrong."""
+    """Where each tensor of the model is, in the model's order; and everything that is wrong."""
     known = rules_by_name(model)
     shapes = tensor_shapes(model)
     found: dict[Key, _Place] = {}
@@ -158,28 +131,20 @@ def _places(files: ChunkedFiles, model: ModelConfig) -> tuple[dict[Key, _Place],
             continue
         entry = entry_of(name, known)
         if entry is None:
-            if not is_of_optimizer(name):
-                problems.append(f"{name!r} is not part of the model")
+            problems.append(f"{name!r} is not part of the model")
             continue
         layers = range(tensor.shape[0]) if entry.is_stacked and tensor.shape else [entry.layer]
         shape = tensor.shape[1:] if entry.is_stacked else tensor.shape
         for layer in layers:
-            key = Key(entry.name, layer, entry.state)
-            wanted = shapes.get(key._replace(state="weight"))
-            problem = _difference(name, shape, tensor.dtype, layer, wanted)
+            key = Key(entry.name, layer)
+            problem = _difference(name, shape, tensor.dtype, layer, shapes.get(key))
             if problem is not None:
                 problems.append(problem)
                 break
             found[key] = _Place(entry=name, layer=layer if entry.is_stacked else None)
     wrong = {problem.split("'")[1] for problem in problems}
     problems += _missing(found, shapes, wrong)
-    ordered = {
-        key: found[key]
-        for state in get_args(State)
-        for key in (each._replace(state=state) for each in shapes)
-        if key in found
-    }
-    return ordered, problems
+    return {key: found[key] for key in shapes if key in found}, problems
 
 
 def _difference(
@@ -210,68 +175,6 @@ def _missing(found: Mapping[Key, _Place], shapes: Mapping[Key, tuple[int, ...]],
     return problems
 
 
-def _is_readable(files: ChunkedFiles, places: Mapping[Key, _Place]) -> bool:
-    """Whether all of the optimizer's state is there, in the shapes of weights; SGD has fewer moments than Adam."""
-    weights = [key for key in places if key.state == "weight"]
-    known = {key.name for key in weights}
-    kinds = [[key._replace(state=state) in places for key in weights] for state in get_args(State)]
-    names = [name for name in files.tensors if is_of_optimizer(name)]
-    is_complete = all(all(kind) or not any(kind) for kind in kinds)
-    return is_complete and all(entry_of(name, known) and files.tensors[name].is_whole for name in names)
-
-
-# ---- where its run was ----------------------------------------------------------------------------------------------
-
-
-def _training_of_strategy(path: Path, meta: Mapping[str, Any]) -> StrategyTraining:
-    lightning: Mapping[str, Any] = meta["lightning"]
-    common: Mapping[str, Any] = load_plain(path / COMMON)
-    schedulers = lightning.get("lr_schedulers") or [None]
-    return StrategyTraining(
-        iteration=int(lightning.get("global_step", 0)),
-        consumed_samples=_consumed_samples(lightning),
-        param_groups=_param_groups(common) if meta["has_optimizer"] else (),
-        lr_scheduler=schedulers[0],
-        lightning=lightning,
-        optimizer_format=meta["optimizer_format"],
-        common=common,
-        layout=meta["layout"],
-    )
-
-
-def _training_of_megatron_core(common: Mapping[str, Any], arguments: Mapping[str, Any] | None) -> Training | None:
-    """Where a run of Megatron-LM was; None if it does not say."""
-    iteration = common.get("iteration")
-    if type(iteration) is not int:
-        return None
-    samples = (arguments or {}).get("consumed_train_samples")
-    scheduler = common.get("opt_param_scheduler")
-    return Training(
-        iteration=iteration,
-        consumed_samples=samples if type(samples) is int else None,
-        param_groups=_param_groups(common),
-        lr_scheduler=scheduler if isinstance(scheduler, Mapping) else None,
-    )
-
-
-def _param_groups(common: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    """They are one level deeper in the state of a distributed optimizer; none if there is no such state."""
-    state: Any = common.get("optimizer")
-    if isinstance(state, Mapping):
-        state = state.get("optimizer", state)
-    groups = state.get("param_groups") if isinstance(state, Mapping) else None
-    return tuple(group for group in groups or () if isinstance(group, Mapping))
-
-
-def _consumed_samples(lightning: Mapping[str, Any]) -> int | None:
-    """As the data module counts them, over all epochs."""
-    for state in lightning.values():
-        if isinstance(state, Mapping) and "train" in state and "train_order" in state:
-            position = state["train"]
-            return int(position["consumed_samples"]) + int(position.get("earlier_samples", 0))
-    return None
-
-
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 
@@ -286,19 +189,18 @@ class DistributedModel:
         model: ModelConfig,
         hf_config: Any,
         kind: str,
-        training: Training | None,
+        iteration: int,
     ) -> None:
         self.path = files.path
         self.kind = kind
         self.model = model
         self.hf_config = hf_config
-        self.training = training
+        self.iteration = iteration
         self._files = files
         self._places = places
         shapes = tensor_shapes(model)
         self.tensors: Mapping[Key, Spec] = {
-            key: Spec(shape=shapes[key._replace(state="weight")], dtype=files.tensors[place.entry].dtype)
-            for key, place in places.items()
+            key: Spec(shape=shapes[key], dtype=files.tensors[place.entry].dtype) for key, place in places.items()
         }
 
     @property

@@ -10,18 +10,9 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from lightning_megatron.convert.stored.base import State
-
 _WRAPPERS = re.compile(r"^(?:module\.|model\.)+")
 _NUMBERED = re.compile(r"^(.*?\blayers)\.(\d+)\.(.+)$")
 _OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?optimizer\.")
-_OPTIMIZER_STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)$")
-_STATES: dict[str, State] = {
-    "param": "param",  # of the distributed optimizer
-    "fp32_param": "param",  # of the optimizer that every copy of the model has whole
-    "exp_avg": "exp_avg",
-    "exp_avg_sq": "exp_avg_sq",
-}
 _UNFUSED = (
     (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"),
     (".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"),
@@ -39,7 +30,6 @@ class Entry:
     """As a rule's ``megatron``."""
     layer: int | None
     """Number in the name; None if there is none."""
-    state: State
 
     @property
     def is_stacked(self) -> bool:
@@ -67,12 +57,6 @@ def entry_of(name: str, known: Collection[str] | None = None) -> Entry | None:
     Returns:
         None if the model has no such tensor.
     """
-    state: State = "weight"
-    if is_of_optimizer(name):
-        of_parameter = _OPTIMIZER_STATE.match(name)
-        if of_parameter is None or of_parameter[1] not in _STATES:
-            return None
-        state, name = _STATES[of_parameter[1]], of_parameter[2]
     name = _WRAPPERS.sub("", name)
     numbered = _NUMBERED.match(name)
     if numbered:
@@ -82,4 +66,4 @@ def entry_of(name: str, known: Collection[str] | None = None) -> Entry | None:
             name = name.replace(unfused, fused)
     if known is not None and name not in known:
         return None
-    return Entry(name=name, layer=int(numbered[2]) if numbered else None, state=state)
+    return Entry(name=name, layer=int(numbered[2]) if numbered else None)

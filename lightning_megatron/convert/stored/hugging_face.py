@@ -71,7 +71,7 @@ class HuggingFaceModel:
     """A ``StoredModel``; its ``path`` is the directory of ``files``."""
 
     kind = "Hugging Face model directory"
-    training = None
+    iteration = 0
 
     def __init__(self, files: WeightFiles, matched: Match, model: ModelConfig, hf_config: Any) -> None:
         self.path = files.directory

@@ -1,17 +1,17 @@
-"""How is a model written as a ``*.ckpt`` of ``MegatronStrategy``, which any layout loads, and Megatron-Core, too?
+"""Write weights as a ``*.ckpt`` of ``MegatronStrategy``, which any layout loads, and Megatron-Core, too.
 
-Beside the shards (chunk_files.py) stands what the strategy reads before it loads them: what the model is, and how far
-its run had come (run_state.py).
+Beside the shards (chunk_files.py) stands what the strategy reads before it loads them: what the model is. There is no
+optimizer state: a run begins with these weights, and does not go on.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +22,11 @@ from lightning_megatron.convert.options import ConvertOptions
 from lightning_megatron.convert.reading import read_box
 from lightning_megatron.convert.registry import family_of
 from lightning_megatron.convert.shapes import num_layers
-from lightning_megatron.convert.stored.base import Key, State, StoredModel
-from lightning_megatron.convert.stored.distributed import COMPANIONS, StrategyTraining
+from lightning_megatron.convert.stored.base import Key, StoredModel
+from lightning_megatron.convert.stored.distributed import COMPANIONS
 from lightning_megatron.convert.targets.casting import dtype_of
 from lightning_megatron.convert.targets.chunk_files import Chunk, write_chunks
 from lightning_megatron.convert.targets.layout import Box, TargetLayout
-from lightning_megatron.convert.targets.run_state import (
-    common_state,
-    fresh_random_states,
-    lightning_state,
-    optimizer_format,
-    random_state_files,
-)
 from lightning_megatron.engine.checkpoint_checksums import checksums_of_file, write_known_checksums
 from lightning_megatron.engine.checkpoint_failures import failures_as_errors
 from lightning_megatron.engine.checkpoint_safety import COMMON, META
@@ -44,7 +37,7 @@ def write_distributed(source: StoredModel, options: ConvertOptions) -> None:
     """Write the folder ``options.save_path``; whoever calls gives it its final name.
 
     Args:
-        source: What to write, with its optimizer state if it has one.
+        source: What to write.
         options: The layout, dtype and padding.
 
     Raises:
@@ -65,16 +58,13 @@ class _Target:
         self._source, self._options = source, options
         self._dtype = dtype_of(options.dtype)
         self._layout = TargetLayout.of(model, options)
-        self._format = optimizer_format(source.training)
-        moments = {key.state for key in source.tensors} - {"weight", "param"}
-        self._states: list[State] = [] if self._format is None else ["param", *sorted(moments)]
 
     def write(self, folder: Path) -> None:
         """Write all files, ``meta.pt`` and its checksums last."""
         # Not above: the engine's imports take seconds.
         from lightning_megatron.engine.checkpoint_state import FORMAT_VERSION, SHARDING
 
-        training, options = self._source.training, self._options
+        options = self._options
         companions = companion_files(self._source.companions, options.tokenizer)
         if companions:
             (folder / COMPANIONS).mkdir()
@@ -83,62 +73,44 @@ class _Target:
         checksums = write_chunks(
             folder, options.tp * options.pp, chunks, _extra_states(self._layout.model, self._source.tensors)
         )
-        torch.save(common_state(training, SHARDING), folder / COMMON)
-        layout = self._write_random_states(folder)
+        torch.save({"content_metadata": dict(SHARDING)}, folder / COMMON)
         meta = {
             "format_version": FORMAT_VERSION,
-            "layout": layout,
-            "has_optimizer": self._format is not None,
-            "optimizer_format": self._format,
+            "layout": {"tp": options.tp, "pp": options.pp, "vpp": options.vpp, "cp": 1, "dp": None},
+            "has_optimizer": False,
+            "optimizer_format": None,
             "model_description": self._layout.model.to_dict(),
             "has_checksums": True,
             "hugging_face_config": _config_fields(self._source),
-            "lightning": lightning_state(training),
+            "lightning": {
+                "epoch": 0,
+                "global_step": self._source.iteration,
+                "pytorch-lightning_version": version("lightning"),
+                "state_dict": {},
+            },
         }
         torch.save(meta, folder / META)
         files = (file for file in folder.iterdir() if file.is_file() and file.name not in checksums)
         write_known_checksums(folder, checksums | {file.name: checksums_of_file(file) for file in files})
 
-    def _write_random_states(self, folder: Path) -> Mapping[str, Any]:
-        """Returns the layout whose random states these are: none's, if those of its ranks are not known."""
-        training, options = self._source.training, self._options
-        layout = {"tp": options.tp, "pp": options.pp, "vpp": options.vpp, "cp": 1, "dp": None}
-        if not isinstance(training, StrategyTraining):
-            if self._format is not None and training is not None:
-                torch.save(fresh_random_states(training.iteration), folder / "rng_00000.pt")
-            return layout
-        is_same = all(training.layout[name] == layout[name] for name in ("tp", "pp", "vpp", "cp"))
-        for file in random_state_files(self._source.path, is_same_layout=is_same):
-            shutil.copyfile(file, folder / file.name)
-        return training.layout if is_same else layout
-
     # ---- tensors ----------------------------------------------------------------------------------------------------
 
     def _chunks(self) -> Iterator[Chunk]:
-        """Everything to write, weights first."""
-        weights = [key for key in self._source.tensors if key.state == "weight"]
-        for key in weights:
-            yield from self._entry(key, key, key.name, self._dtype or self._source.tensors[key].dtype)
-        for state in self._states:
-            for key in weights:
-                own = key._replace(state=state)
-                # A run in float32 may have its weights only once.
-                source = key if state == "param" and own not in self._source.tensors else own
-                yield from self._entry(own, source, f"optimizer.state.{state}.{key.name}", torch.float32)
-
-    def _entry(self, key: Key, source: Key, entry: str, dtype: torch.dtype) -> Iterator[Chunk]:
-        shape = self._layout.padded_shape(key, self._source.tensors[source].shape)
-        stack = () if key.layer is None else (num_layers(key.name.split(".")[0], self._layout.model),)
-        for box in self._layout.boxes(key, shape):
-            yield Chunk(
-                rank=box.rank,
-                entry=entry,
-                whole=(*stack, *shape),
-                dtype=dtype,
-                start=(*(() if key.layer is None else (key.layer,)), *box.start),
-                size=(*((1,) if stack else ()), *box.size),
-                read=partial(self._read, source, box, dtype),
-            )
+        """Everything to write."""
+        for key, spec in self._source.tensors.items():
+            dtype = self._dtype or spec.dtype
+            shape = self._layout.padded_shape(key, spec.shape)
+            stack = () if key.layer is None else (num_layers(key.name.split(".")[0], self._layout.model),)
+            for box in self._layout.boxes(key, shape):
+                yield Chunk(
+                    rank=box.rank,
+                    entry=key.name,
+                    whole=(*stack, *shape),
+                    dtype=dtype,
+                    start=(*(() if key.layer is None else (key.layer,)), *box.start),
+                    size=(*((1,) if stack else ()), *box.size),
+                    read=partial(self._read, key, box, dtype),
+                )
 
     def _read(self, key: Key, box: Box, dtype: torch.dtype) -> torch.Tensor:
         """The numbers of a box, some rows of the source at a time; zero in rows that pad the vocabulary."""
@@ -154,7 +126,7 @@ def _extra_states(model: ModelConfig, tensors: Iterable[Key]) -> dict[str, bytes
     names = []
     for key in tensors:
         module, _, kind = key.name.rpartition(".")
-        if key.state == "weight" and kind == "weight" and key.layer is not None and ".linear_" in module:
+        if kind == "weight" and key.layer is not None and ".linear_" in module:
             count = num_layers(key.name.split(".")[0], model)
             names.append(f"{module}._extra_state/shard_{key.layer}_{count}")
     if model.has_output_layer and model.architecture != "gpt":

@@ -39,8 +39,6 @@ class Layout:
     """Torch's format since 1.6."""
     arguments: Mapping[str, Any] | None = field(default_factory=dict)
     """Besides those that all have; None leaves out all of them."""
-    optimizer: Callable[[Mapping[str, Any], bool], Mapping[str, Any]] | None = None
-    """Makes what stands under ``optimizer`` from a rank's model, and whether it has weights of 16 bits."""
 
     @property
     def pp(self) -> int:
@@ -77,10 +75,9 @@ def write(root: Path, layout: Layout, chunk: Chunk, arguments: Mapping[str, Any]
                 is_last = stage == layout.pp - 1 and number == num_chunks - 1
                 name = "model" if num_chunks == 1 else f"model{number}"
                 state[name] = _cast(chunk(tensor, layers, is_first, is_last), layout.dtype)
-            if layout.optimizer is not None:
-                models = {name: each for name, each in state.items() if name.startswith("model")}
-                state["optimizer"] = layout.optimizer(models.get("model", models), layout.dtype != torch.float32)
-                state["opt_param_scheduler"] = {"max_lr": 1e-3, "num_steps": 640, "lr_decay_style": "linear"}
+            moments = {0: {"step": 40, "exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}}
+            state["optimizer"] = {"optimizer": {"state": moments}, "fp32_from_fp16_params": [[torch.ones(3)]]}
+            state["opt_param_scheduler"] = {"max_lr": 1e-3, "num_steps": 640, "lr_decay_style": "linear"}
             file = folder / layout.rank_folder(tensor, stage) / "model_optim_rng.pt"
             file.parent.mkdir(parents=True)
             torch.save(state, file, _use_new_zipfile_serialization=layout.is_zip)

@@ -201,14 +201,14 @@ def test_a_layout_that_cannot_be_is_refused(tmp_path: Path, fields: dict[str, An
 
 
 def test_arguments_describe_the_model_and_the_layout(tmp_path: Path) -> None:
-    _write(_llama(), tmp_path, tp=2, pp=2, dp=3, dtype="bf16")
+    _write(_llama(), tmp_path, tp=2, pp=2, dtype="bf16")
     args = load(tmp_path / "legacy/release/mp_rank_01_001/model_optim_rng.pt")["args"]
     expected = {
         **{"num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "kv_channels": 8},
         **{"group_query_attention": True, "num_query_groups": 2, "max_position_embeddings": 24, "seq_length": 24},
         **{"orig_vocab_size": 83, "padded_vocab_size": 96, "make_vocab_size_divisible_by": 8},
-        **{"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "data_parallel_size": 3},
-        **{"world_size": 12, "virtual_pipeline_model_parallel_size": None, "use_distributed_optimizer": False},
+        **{"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "data_parallel_size": 1},
+        **{"world_size": 4, "virtual_pipeline_model_parallel_size": None, "use_distributed_optimizer": False},
         **{"params_dtype": torch.bfloat16, "bf16": True, "fp16": False},
         **{"normalization": "RMSNorm", "swiglu": True, "bias_gelu_fusion": False, "openai_gelu": False},
         **{"add_bias_linear": False, "add_qkv_bias": False, "untie_embeddings_and_output_weights": True},

