@@ -33,6 +33,10 @@ class EncodedKey:
 class EncodedPiece:
     """What became of one piece."""
 
+    path: str
+    """Its file; of several text files, none."""
+    num_bytes: int
+    """Input bytes that it stands for."""
     keys: list[EncodedKey]
     """Documents that are bad under one key are in none of them."""
     num_documents: int
@@ -71,6 +75,8 @@ class DocumentEncoder:
         found = read_documents(piece, self.keys, self.stop_at_bad)
         columns = zip(*found.documents, strict=True) if found.documents else ((),) * len(self.keys)
         return EncodedPiece(
+            path=piece.path,
+            num_bytes=piece.num_bytes,
             keys=[self._encode_key(texts) for texts in columns],
             num_documents=len(found.documents),
             bad=found.bad,

@@ -25,6 +25,8 @@ class Piece:
 
     num_bytes: int
     """Input bytes that it stands for, as stored; over all pieces of a file, its size."""
+    path: str = ""
+    """The file; of several text files, none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +41,6 @@ class TextFiles(Piece):
 class LineRange(Piece):
     """The lines that begin in a byte range of a plain file."""
 
-    path: str
-    """The file."""
     start: int
     """First byte of the range."""
     stop: int
@@ -51,8 +51,6 @@ class LineRange(Piece):
 class LineBlock(Piece):
     """Some lines of a compressed file."""
 
-    path: str
-    """The file."""
     lines: bytes
     """Whole lines; only the last one of the file may lack its newline."""
 
@@ -61,8 +59,6 @@ class LineBlock(Piece):
 class RowBatch(Piece):
     """Some rows of a table."""
 
-    path: str
-    """The file."""
     columns: tuple[list[str | None], ...]
     """One list for each key, all of the same length; None where there is no text."""
 
@@ -71,8 +67,6 @@ class RowBatch(Piece):
 class UnreadableFile(Piece):
     """The rest of a file that cannot be read; it fails where its documents would have come."""
 
-    path: str
-    """The file."""
     problem: str
     """What is wrong."""
     fix: str

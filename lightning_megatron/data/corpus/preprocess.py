@@ -114,16 +114,15 @@ def preprocess(options: PreprocessOptions) -> PreprocessResult:
         encoded = stack.enter_context(encode_all(pieces, encoder, options.workers))
         bar = stack.enter_context(_progress_bar(total_bytes))
         bad = BadDocuments(options.on_error, lambda line: bar.write(line, file=sys.stderr))
-        for done in encoded:
-            piece = done.encoded
-            bad.add(done.path, piece.bad, piece.num_bad, piece.num_units)
+        for piece in encoded:
+            bad.add(piece.path, piece.bad, piece.num_bad, piece.num_units)
             for number, (writer, part) in enumerate(zip(writers, piece.keys, strict=True)):
                 _write(writer, part)
                 num_tokens[number] += len(part.tokens) // encoder.dtype.itemsize
                 num_empty += part.num_empty
             num_documents += piece.num_documents
             bar.set_postfix(docs=f"{num_documents:,}", tokens=f"{sum(num_tokens):,}", refresh=False)
-            bar.update(done.num_bytes)
+            bar.update(piece.num_bytes)
         _require_tokens(options, num_tokens, len(files), bad.count)
         for writer in writers:
             writer.complete()

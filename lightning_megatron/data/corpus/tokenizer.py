@@ -209,7 +209,7 @@ def _texts_with_progress(files: Sequence[Path], options: TokenizerTrainingOption
         bad = BadDocuments(options.on_error, lambda line: bar.write(line, file=sys.stderr))
         for piece in cut_into_pieces(files, [options.json_key]):
             found = read_documents(piece, [options.json_key], options.on_error == "fail")
-            bad.add(getattr(piece, "path", ""), found.bad, found.num_bad, found.num_units)
+            bad.add(piece.path, found.bad, found.num_bad, found.num_units)
             for (text,) in found.documents:
                 counter.documents += 1
                 counter.characters += len(text)

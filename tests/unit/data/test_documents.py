@@ -37,7 +37,7 @@ def _texts(
     documents: list[tuple[str, ...]] = []
     for piece in cut_into_pieces(find_files(list(paths)), keys, piece_bytes):
         found = read_documents(piece, keys, stop_at_bad=skip is None)
-        bad.add(getattr(piece, "path", ""), found.bad, found.num_bad, found.num_units)
+        bad.add(piece.path, found.bad, found.num_bad, found.num_units)
         documents += found.documents
     return documents
 

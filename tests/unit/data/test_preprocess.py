@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import multiprocessing
@@ -9,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -240,15 +242,24 @@ def test_an_id_that_no_dataset_can_hold_is_refused(tmp_path: Path, tokenizer: Pa
         _run(tmp_path, _with_largest_id(tokenizer, tmp_path / "gap", 2**31))
 
 
-def test_a_worker_that_is_killed_ends_the_run(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("when", ["before it answers", "while it writes"])
+def test_a_worker_that_is_killed_ends_the_run(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
     _write_inputs(tmp_path)
     (tmp_path / "in" / "c.txt").write_text("one")
 
     class Deadly(DocumentEncoder):
         def __call__(self, piece: Piece) -> EncodedPiece:
+            encoded = super().__call__(piece)
             if isinstance(piece, TextFiles):
-                os.kill(os.getpid(), signal.SIGKILL)
-            return super().__call__(piece)
+                if when == "before it answers":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                # Half of it is a message that nobody will complete.
+                threading.Timer(0.005, os.kill, (os.getpid(), signal.SIGKILL)).start()
+                large = dataclasses.replace(encoded.keys[0], tokens=bytes(50_000_000))
+                return dataclasses.replace(encoded, keys=[large])
+            return encoded
 
     monkeypatch.setattr(module, "DocumentEncoder", Deadly)
     with pytest.raises(RuntimeError, match="a tokenizing worker ended with exit code -9; .* use fewer workers"):
