@@ -94,5 +94,7 @@ def _fields(path: Path) -> dict[str, Any]:
         )
     section = fields.pop("megatron_lm_config", None) or {}
     if not isinstance(section, dict):
-        raise ConfigError(f"{path}: megatron_lm_config: expected keys and values, got {section!r}; correct it")
+        raise ConfigError(
+            f"{path}: megatron_lm_config: expected keys and values, got a {type(section).__name__}; correct it"
+        )
     return {str(key): value for key, value in {**fields, **section}.items()}

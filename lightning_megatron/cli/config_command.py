@@ -52,6 +52,8 @@ def _config(parsed: argparse.Namespace) -> int:
     template = None if parsed.template is None else _template(parsed.template, output)
     if output.exists() and not parsed.overwrite:
         raise UsageError(f"--output {output} exists; give another name, or --overwrite")
+    if not output.absolute().parent.is_dir():  # before any question
+        raise UsageError(f"--output {output}: {output.parent} is no folder; make it, or give another name")
     launch: dict[str, str] = {}
     if template is not None:
         _write(output, template)

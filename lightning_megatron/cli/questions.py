@@ -55,8 +55,9 @@ class Interview:
         yield _MODEL, "gpt2"
         assert self._model is not None
         model = self._model
-        folder = Path(given[_MODEL]) if isinstance(given[_MODEL], str) else None
-        if folder is not None and any((*folder.glob("*.safetensors"), *folder.glob("*.bin"))):
+        named = given[_MODEL] if isinstance(given[_MODEL], str) else ""  # a folder, a file or a name on the hub
+        folder = Path(named)
+        if named and (not folder.exists() or any((*folder.glob("*.safetensors"), *folder.glob("*.bin")))):
             yield "model.pretrained", "yes"
         yield "trainer.accelerator", "gpu" if shutil.which("nvidia-smi") else "cpu"
         yield "trainer.num_nodes", 1
@@ -74,7 +75,7 @@ class Interview:
         yield "trainer.precision", "bf16-mixed" if given["trainer.accelerator"] == "gpu" else "32-true"
         yield "data.data_path", f"data/corpus_text_{'document' if model.architecture == 'gpt' else 'sentence'}"
         if (is_text := given["data.data_path"].endswith(".jsonl")) or model.architecture != "gpt":
-            yield "data.tokenizer", folder or "data/tokenizer"
+            yield "data.tokenizer", "data/tokenizer" if folder.is_file() or not named else named
         given["data.class_path"] = "InstructionDataModule" if is_text else "IndexedDataModule"
         yield _SEQ_LENGTH, min(1024, self._longest or 1024)
         yield "data.micro_batch_size", 4
@@ -101,9 +102,10 @@ class Interview:
     def _read_model(self, answer: str) -> str | dict[str, str]:
         """A path, or the type of a model from scratch, with transformers' default sizes."""
         from lightning_megatron.convert.registry import known_families, model_config
+        from lightning_megatron.hub import local_folder
 
         path = Path(answer).expanduser()
         given = {"model_type": answer} if answer in known_families() and not path.exists() else str(path)
-        model = self._model = model_config(given)
+        model = self._model = model_config(given if isinstance(given, dict) else str(local_folder(given, "config")))
         self._longest = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else None
         return given

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from jsonargparse import ArgumentError, set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer, callbacks, loggers
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from typing_extensions import override
@@ -27,6 +27,7 @@ from lightning_megatron.datamodules.instructions import InstructionDataModule
 from lightning_megatron.datamodules.text_evaluation import TextEvaluationDataModule
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.module import MegatronModule
+from lightning_megatron.registration import SIZES
 from lightning_megatron.strategy import MegatronStrategy, preflight
 
 DATA_MODULES = (IndexedDataModule, InstructionDataModule, DatasetDataModule, TextEvaluationDataModule)
@@ -85,7 +86,8 @@ class MegatronCLI(LightningCLI):
         except (ArgumentError, UnicodeDecodeError) as error:
             command = self._subcommand_parsers.get(args[0], parser)
             options = [name for action in command._actions for name in action.option_strings]
-            raise UsageError(explained(error, args, options)) from error
+            classes = [*(each.__name__ for each in SHORT_NAMES), *callbacks.__all__, *loggers.__all__]
+            raise UsageError(explained(error, args, options, classes)) from error
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -114,8 +116,8 @@ class MegatronCLI(LightningCLI):
             ConfigError: If it does not accept a value, or what the value names is not there.
         """
         given: Any = self._get(self.config_init, "trainer")
-        callbacks = given.callbacks if isinstance(given.callbacks, list) else [given.callbacks]
-        if given.enable_progress_bar is not False and not any(isinstance(each, ProgressBar) for each in callbacks):
+        own = given.callbacks if isinstance(given.callbacks, list) else [given.callbacks]
+        if given.enable_progress_bar is not False and not any(isinstance(each, ProgressBar) for each in own):
             self.trainer_defaults = {"callbacks": ProgressLine()}
         try:
             return super().instantiate_trainer(**kwargs)
@@ -124,6 +126,9 @@ class MegatronCLI(LightningCLI):
             if given.accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
                 message = f"accelerator={given.accelerator}: expected a GPU that torch can use, got none; give "
                 message += "accelerator=cpu, or see lightning-megatron doctor"
+            elif "invalid strategy name" in message:
+                message = f"strategy={given.strategy}: expected MegatronStrategy, megatron, megatron_tpN, megatron_ppN,"
+                message += f" megatron_tpN_ppN with N of {', '.join(map(str, SIZES))}, or a strategy of Lightning's"
             raise ConfigError(message) from error
 
     def _make(self, class_type: type, *args: Any, **kwargs: Any) -> Any:

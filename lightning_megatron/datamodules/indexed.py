@@ -23,7 +23,7 @@ from lightning_megatron.datamodules.base import (
     require_whole_step,
 )
 from lightning_megatron.datamodules.split_paths import paths_of_splits
-from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.errors import ConfigError, DataError, as_options
 from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.models.config import ModelConfig
 
@@ -101,7 +101,7 @@ class IndexedDataModule(MegatronDataModule):
         self.seq_length_decoder = seq_length_decoder
         self.objective_name = objective
         self.tokenizer = tokenizer
-        self.masking = masking
+        self.masking = as_options(MaskingOptions, masking, "masking")
         self.t5_format = t5_format
         self.sentence_order = sentence_order
         self.drop_last_partial_validation_sequence = drop_last_partial_validation_sequence

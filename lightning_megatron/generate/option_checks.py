@@ -74,9 +74,6 @@ def _check_numbers(options: GenerationOptions) -> None:
 
 
 def _check_drawing(options: GenerationOptions) -> None:
-    for name in ("do_sample", "static_cache"):
-        if getattr(options, name) not in (True, False, None):
-            raise ConfigError(f"{name}={getattr(options, name)!r} is none of True, False and None; use one")
     if options.top_k > 0 and 0.0 < options.top_p < 1.0:
         raise ConfigError(
             f"top_k={options.top_k} and top_p={options.top_p} both say what to draw from; give one of them"

@@ -38,6 +38,11 @@ _WORDS = ("", "CUDA_VISIBLE_DEVICES", "seed_everything")
         (MegatronStrategy, {"process_group_backend": "gloo"}, "leave it out: NCCL on GPUs, gloo on CPUs$"),
         (MegatronStrategy, {"on_save_failure": "raise"}, "leave it out: a save that fails is a warning"),
         (MegatronStrategy, {"tpp": 2}, r"did you mean tp\?$"),
+        (
+            MegatronStrategy,
+            {"sequence_parallel": "false"},
+            "sequence_parallel='false' must be True or False, and is a str",
+        ),
         (MegatronStrategy, {"x": 2}, "choose from tp, pp, vpp"),
         (IndexedDataModule, {"splits_string": "9,1,0"}, "here it is split$"),
         (MegatronModule, {"model": {"model_type": "gpt2"}, "min_lr": 0.1}, r"here it is LRSchedule\(min_lr=\.\.\.\)"),
