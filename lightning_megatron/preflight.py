@@ -91,10 +91,21 @@ def _check_data(strategy: MegatronStrategy, model: pl.LightningModule, datamodul
         limit = run.model.max_position_embeddings
     for name, length in datamodule.lengths(run.model).items():
         strategy.parallel.check_sequence(length, limit, name=name)
+        rows, microbatches = run.shape.micro_batch_size, max(run.shape.stages())
+        needed, there = rows * microbatches * length * 8, _host_memory()
+        if needed > there:
+            raise ConfigError(
+                f"micro_batch_size={rows} x num_microbatches={microbatches}: the tokens of one step take "
+                f"{needed / 2**30:,.0f} GiB, and this host has {there / 2**30:,.0f} GiB; correct them"
+            )
     environment = strategy.cluster_environment
     # Where all processes exist already, one looks at the files in setup() and tells the others what it found.
     if environment is None or not environment.creates_processes_externally:
         datamodule.check(run)
+
+
+def _host_memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _check_memory(strategy: MegatronStrategy, model: ModelConfig) -> None:
@@ -108,7 +119,7 @@ def _check_memory(strategy: MegatronStrategy, model: ModelConfig) -> None:
     count = t5_total_parameters(model) if model.architecture == "t5" else total_parameters(model)
     ranks = strategy.num_processes
     needed = count // strategy.parallel.model_parallel_size * ranks * strategy.settings.dtypes.params.itemsize
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    there = _host_memory()
     if needed > there:
         raise ConfigError(
             f"the weights of this model ({count:,} parameters) take {needed / 2**30:,.0f} GiB on the {ranks} ranks of "

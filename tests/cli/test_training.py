@@ -156,6 +156,7 @@ def test_any_lightning_module_and_data_module_are_accepted(tmp_path: Path) -> No
         (["--min_lr", "3"], "unrecognized arguments: --min_lr 3; here it is --model.lr_schedule.min_lr"),
         (["--trainer.strategy.tpp", "3"], "Option 'tpp' is not accepted; did you mean tp?"),
         (["--model.optimizer.beta9", "3"], "did you mean optimizer.beta2?"),
+        (["--trainer.strategy.num_microbatches", "100000000000"], "the tokens of one step take"),
         (["--model", "MegatronModul"], "did you mean MegatronModule?"),
         (["--trainer.precision", "fp16"], "expected one of 32-true, bf16-mixed, bf16-true, 16-mixed"),
         (["--trainer.accelerator", "tpu"], "torch_xla"),
