@@ -86,7 +86,7 @@ def test_weight_decay_ramps_between_its_ends_over_the_whole_run(schedule: LRSche
         ({"wsd_decay_style": "steps"}, r"wsd_decay_style='steps' is unknown; choose from 'linear'"),
         ({"weight_decay_incr_style": "WSD"}, r"weight_decay_incr_style='WSD' is unknown; choose from 'constant'"),
         ({"warmup_steps": -1}, r"warmup_steps=-1 must be at least 0; correct warmup_steps"),
-        ({"warmup_steps": "10"}, r"warmup_steps='10' must be a number, and is a str; correct warmup_steps"),
+        ({"warmup_steps": "10"}, r"warmup_steps='10' must be an integer, and is a str; correct warmup_steps"),
         ({"init_lr": -1e-3}, r"init_lr=-0.001 must be at least 0"),
         ({"min_lr": float("nan")}, r"min_lr=nan must be at least 0"),
         ({"decay_steps": 0}, r"decay_steps=0 must be at least 1"),
