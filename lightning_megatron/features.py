@@ -44,12 +44,6 @@ def has_liger() -> bool:
 
 
 @functools.cache
-def has_tensorboard() -> bool:
-    """TensorBoard's writer, for Lightning's TensorBoardLogger."""
-    return importlib.util.find_spec("tensorboard") is not None
-
-
-@functools.cache
 def has_matplotlib() -> bool:
     """matplotlib, for pictures of loss curves."""
     return importlib.util.find_spec("matplotlib") is not None

@@ -13,6 +13,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from tests.checkpoint.runs import read_tensors
 from tests.golden.runs import SAMPLES, plain_bytes, trained
 from tests.golden.sources import MODELS, set_times
 
@@ -134,7 +135,7 @@ def megatron_export(path: Path, work: Path) -> Tensors:
     target = work / f"{path.name}-core.ckpt"
     line = "convert --to megatron --make-vocab-size-divisible-by 8 --load-path {} --save-path {}"
     command(line, path, target)
-    weights = {name: each for name, each in _read(target).items() if not name.startswith("optimizer.")}
+    weights = {name: each for name, each in read_tensors(target).items() if not name.startswith("optimizer.")}
     return _described(weights)
 
 
@@ -191,21 +192,6 @@ def names(path: Path) -> set[str]:
     entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     tensors = {name: entry for name, entry in entries.items() if hasattr(entry, "size")}
     return {f"{name} {list(entry.size)} {entry.properties.dtype}" for name, entry in tensors.items()}
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """All tensors of a checkpoint, unsharded, by torch's own reader."""
-    import torch
-    import torch.distributed.checkpoint as dcp
-
-    reader = dcp.FileSystemReader(path)
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if hasattr(entry, "size")
-    }
-    dcp.load(tensors, storage_reader=reader, no_dist=True)
-    return tensors
 
 
 def _by_formula(shape: tuple[int, ...], name: str) -> Any:
