@@ -1,9 +1,10 @@
-"""Do the files keep to the layout: who may import whom, and how long files, functions and parameter lists may be?"""
+"""Layout of the package: who may import whom, and how long files, functions and parameter lists may be."""
 
 from __future__ import annotations
 
 import ast
 import functools
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,7 @@ LEVELS = {
     "engine": 2,
     "models": 3,
     "data": 3,
+    "checkpoint": 3,
     "steps": 4,
     "convert": 4,
     "generate": 4,
@@ -36,21 +38,10 @@ LEVELS = {
 }
 # models/config.py is what the pure formulas and the engine's checks are about; it imports nothing but errors.
 DESCRIPTIONS = {"lightning_megatron.models.config"}
-ROOT_FILES_OF_LEVEL_0 = (
-    "errors",
-    "features",
-    "foreign_names",
-    "hub",
-    "known_warnings",
-    "registration",
-    "__main__",
-    "__init__",
-)
-
 MAY_IMPORT_LIGHTNING = ("", "callbacks", "datamodules", "cli")
 MAY_IMPORT_TRANSFORMERS = ("convert", "data")
 
-MAX_FILE_LINES = 400
+MAX_CODE_LINES = 450  # of a file: neither blank, comment nor docstring
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 7
 MANY_PARAMETERS = {
@@ -74,7 +65,7 @@ def _place(path: Path) -> str:
     relative = path.relative_to(PACKAGE)
     if len(relative.parts) > 1:
         return relative.parts[0]
-    return relative.stem if relative.stem in ROOT_FILES_OF_LEVEL_0 else ""
+    return relative.stem if relative.stem in LEVELS else ""
 
 
 def _place_of_module(module: str) -> str:
@@ -83,7 +74,7 @@ def _place_of_module(module: str) -> str:
         return "__init__"
     if (PACKAGE / parts[0]).is_dir():
         return parts[0]
-    return parts[0] if parts[0] in ROOT_FILES_OF_LEVEL_0 else ""
+    return parts[0] if parts[0] in LEVELS else ""
 
 
 def _imports(tree: ast.AST) -> Iterator[tuple[str, bool]]:
@@ -119,6 +110,21 @@ def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef | ast.As
     yield from visit(tree, "")
 
 
+def _code_lines(path: Path) -> int:
+    """Lines with a token that is neither comment nor docstring."""
+    docstrings = {
+        line
+        for node in ast.walk(_tree(path))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    blank = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER}
+    with path.open("rb") as file:
+        tokens = [token for token in tokenize.tokenize(file.readline) if token.type not in {*blank, tokenize.COMMENT}]
+    lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
+    return len(lines - docstrings)
+
+
 def _name(path: Path) -> str:
     return str(path.relative_to(PACKAGE))
 
@@ -143,7 +149,7 @@ def test_lightning_and_transformers_are_imported_only_where_they_belong() -> Non
 
 
 def test_files_functions_and_parameter_lists_are_short() -> None:
-    wrong = [f"{_name(path)} is too long" for path in FILES if len(path.read_text().splitlines()) > MAX_FILE_LINES]
+    wrong = [f"{_name(path)} is too long" for path in FILES if _code_lines(path) > MAX_CODE_LINES]
     for name, function in (named for path in FILES for named in _functions(_tree(path))):
         assert function.end_lineno is not None
         if function.end_lineno - function.lineno + 1 > MAX_FUNCTION_LINES:
