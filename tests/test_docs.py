@@ -99,8 +99,3 @@ def test_the_yaml_is_what_the_strategy_takes() -> None:
 
     options = yaml.safe_load(_block(CHECKPOINTS, "yaml"))["trainer"]["strategy"]["init_args"]["load_from"]
     assert MegatronStrategy(load_from=LoadFrom(**options))
-
-
-def test_links_exist() -> None:
-    for target in re.findall(r"\]\((?!http)([^)#]+)\)", CHECKPOINTS):
-        assert (ROOT / "docs" / target).exists(), target
