@@ -23,14 +23,11 @@ import numpy as np
 import torch
 
 from benchmarks.corpus import save_tokenizer, write_corpus
-from lightning_megatron.data.samples.base import Objective, Part
-from lightning_megatron.data.samples.bert import BertObjective
-from lightning_megatron.data.samples.gpt import GPTObjective
-from lightning_megatron.data.samples.special_tokens import TokenizerFacts
-from lightning_megatron.data.samples.t5 import T5Objective
-from lightning_megatron.data.serving.batch_shape import BatchShape
-from lightning_megatron.data.serving.sampler import PassOrder, TrainSampler
-from lightning_megatron.data.serving.served_loader import TrainLoader
+from lightning_megatron.data.gpt import GPTObjective
+from lightning_megatron.data.loader import BatchShape, PassOrder, TrainLoader, TrainSampler
+from lightning_megatron.data.masked import BertObjective, T5Objective
+from lightning_megatron.data.samples import Objective, Part
+from lightning_megatron.data.special_tokens import TokenizerFacts
 
 VOCAB_SIZE = 32000
 

@@ -15,7 +15,7 @@ from lightning_megatron.registration import register_strategies
 
 if TYPE_CHECKING:
     from lightning_megatron.callbacks import LossCurve, PerplexityReport, ProgressLine, SampleText, ThroughputMonitor
-    from lightning_megatron.data.samples.masking import MaskingOptions
+    from lightning_megatron.data.masked import MaskingOptions
     from lightning_megatron.datamodules.base import MegatronDataModule
     from lightning_megatron.datamodules.datasets import DatasetDataModule
     from lightning_megatron.datamodules.indexed import IndexedDataModule
@@ -56,7 +56,7 @@ _HOMES = {
     "LastWordTrainStep": "lightning_megatron.steps.last_word",
     "LoadFrom": "lightning_megatron.load_from",
     "LossCurve": "lightning_megatron.callbacks",
-    "MaskingOptions": "lightning_megatron.data.samples.masking",
+    "MaskingOptions": "lightning_megatron.data.masked",
     "MegatronDataModule": "lightning_megatron.datamodules.base",
     "MegatronModule": "lightning_megatron.module",
     "MegatronPrecision": "lightning_megatron.precision",

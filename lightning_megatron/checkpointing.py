@@ -23,7 +23,7 @@ from lightning_megatron.checkpoint_io import (
     only_weights,
 )
 from lightning_megatron.ckpt_path import check_local, check_writable, find_checkpoint, is_of_requeue
-from lightning_megatron.data.serving.loaders import ResumableLoader
+from lightning_megatron.data.loader import ResumableLoader
 from lightning_megatron.engine import checkpoint
 from lightning_megatron.engine.agreement import all_ranks_come, on_all_ranks_alike
 from lightning_megatron.engine.checkpoint_partial import reload_masters

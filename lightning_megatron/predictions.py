@@ -11,10 +11,8 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 
-from lightning_megatron.data.serving.broadcast import describe, pack, unpack
-from lightning_megatron.data.serving.loaders import EvaluationLoader
-from lightning_megatron.data.serving.sampler import PADDING_ROW
-from lightning_megatron.data.serving.served_loader import PassLoader
+from lightning_megatron.data.broadcast import describe, pack, unpack
+from lightning_megatron.data.loader import PADDING_ROW, EvaluationLoader, PassLoader
 from lightning_megatron.engine.data_parallel import data_parallel_group, gather_across_data_parallel_groups
 from lightning_megatron.errors import ConfigError
 

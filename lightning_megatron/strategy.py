@@ -20,9 +20,8 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_megatron.checkpointing import Checkpointing
-from lightning_megatron.data.serving.broadcast import broadcast_batch
-from lightning_megatron.data.serving.loaders import EvaluationLoader, ResumableLoader, is_map_style
-from lightning_megatron.data.serving.served_loader import TrainLoader
+from lightning_megatron.data.broadcast import broadcast_batch
+from lightning_megatron.data.loader import EvaluationLoader, ResumableLoader, TrainLoader, is_map_style
 from lightning_megatron.engine import groups
 from lightning_megatron.engine.agreement import on_all_ranks_alike
 from lightning_megatron.engine.groups import Topology

@@ -12,12 +12,18 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from lightning_megatron.data.samples.base import Samples
-from lightning_megatron.data.samples.index_cache import SampleOrder
-from lightning_megatron.data.samples.split import SplitName
-from lightning_megatron.data.serving.batch_shape import BatchRampup, BatchShape
-from lightning_megatron.data.serving.sampler import PassOrder, Shuffling, TrainSampler, check_epoch
-from lightning_megatron.data.serving.served_loader import PassLoader, TrainLoader
+from lightning_megatron.data.blend import SampleOrder
+from lightning_megatron.data.loader import (
+    BatchRampup,
+    BatchShape,
+    PassLoader,
+    PassOrder,
+    Shuffling,
+    TrainLoader,
+    TrainSampler,
+    check_epoch,
+)
+from lightning_megatron.data.samples import Samples, SplitName
 from lightning_megatron.errors import ConfigError, DataError, require_divides
 from lightning_megatron.models.config import ModelConfig
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_megatron.data.samples.datasets import DatasetSamples
-from lightning_megatron.data.samples.split import SplitName
-from lightning_megatron.data.serving.sampler import Shuffling
+from lightning_megatron.data.datasets import DatasetSamples
+from lightning_megatron.data.loader import Shuffling
+from lightning_megatron.data.samples import SplitName
 from lightning_megatron.datamodules.base import MegatronDataModule, Run, require_whole_step
 from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.models.config import ModelConfig

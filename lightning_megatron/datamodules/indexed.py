@@ -6,16 +6,20 @@ from typing import Literal, TypeAlias
 
 from typing_extensions import override
 
+from lightning_megatron.data.blend import (
+    SampleOrder,
+    Source,
+    SplitRequest,
+    build,
+    check_request,
+    open_samples,
+    parse_blend,
+)
 from lightning_megatron.data.formats.mmap import largest_token_at_the_ends, read_header
-from lightning_megatron.data.samples.base import Objective, Samples
-from lightning_megatron.data.samples.bert import BertObjective
-from lightning_megatron.data.samples.blend import Source, SplitRequest, parse_blend
-from lightning_megatron.data.samples.gpt import GPTObjective
-from lightning_megatron.data.samples.index_cache import SampleOrder, build, check_request, open_samples
-from lightning_megatron.data.samples.masking import MaskingOptions
-from lightning_megatron.data.samples.special_tokens import TokenizerFacts
-from lightning_megatron.data.samples.split import SplitName, weighted_splits, whole_split
-from lightning_megatron.data.samples.t5 import T5Format, T5Objective
+from lightning_megatron.data.gpt import GPTObjective
+from lightning_megatron.data.masked import BertObjective, MaskingOptions, T5Format, T5Objective
+from lightning_megatron.data.samples import Objective, Samples, SplitName, weighted_splits, whole_split
+from lightning_megatron.data.special_tokens import TokenizerFacts
 from lightning_megatron.datamodules.base import (
     MegatronDataModule,
     Run,

@@ -5,17 +5,17 @@ from __future__ import annotations
 from lightning.fabric.utilities import rank_zero_info
 from typing_extensions import override
 
-from lightning_megatron.data.samples.conversations import Answers
-from lightning_megatron.data.samples.index_cache import SampleOrder
-from lightning_megatron.data.samples.instruction_cache import cached_instructions
-from lightning_megatron.data.samples.instructions import (
+from lightning_megatron.data.blend import SampleOrder
+from lightning_megatron.data.conversations import Answers
+from lightning_megatron.data.instructions import (
     InstructionOptions,
     Instructions,
     InstructionSamples,
     RowOptions,
+    cached_instructions,
     check_instructions,
 )
-from lightning_megatron.data.samples.split import SplitName, split_ranges, weighted_splits
+from lightning_megatron.data.samples import SplitName, split_ranges, weighted_splits
 from lightning_megatron.datamodules.base import (
     MegatronDataModule,
     Run,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
-from lightning_megatron.data.samples.split import SplitName
+from lightning_megatron.data.samples import SplitName
 from lightning_megatron.errors import ConfigError
 
 _T = TypeVar("_T")

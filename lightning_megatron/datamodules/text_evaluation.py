@@ -9,15 +9,15 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from lightning_megatron.data.samples.evaluation import (
+from lightning_megatron.data.blend import SampleOrder
+from lightning_megatron.data.evaluation import (
     EvaluationOptions,
     EvaluationRows,
     EvaluationTask,
     EvaluationTexts,
+    read_evaluation_texts,
 )
-from lightning_megatron.data.samples.evaluation_texts import read_evaluation_texts
-from lightning_megatron.data.samples.index_cache import SampleOrder
-from lightning_megatron.data.samples.split import SplitName
+from lightning_megatron.data.samples import SplitName
 from lightning_megatron.datamodules.base import MegatronDataModule, Run
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig

@@ -189,7 +189,7 @@ def test_a_legacy_dataset_is_refused_with_the_command_that_converts_it(
     from megatron.core.datasets.indexed_dataset import IndexedDataset  # the engine's own reader
 
     from lightning_megatron import IndexedDataModule
-    from lightning_megatron.data.serving.batch_shape import BatchShape
+    from lightning_megatron.data.loader import BatchShape
     from lightning_megatron.datamodules.base import Run
     from lightning_megatron.errors import DataError
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
-from lightning_megatron.data.samples.instructions import Instructions, InstructionSamples, RowOptions
+from lightning_megatron.data.instructions import Instructions, InstructionSamples, RowOptions
 from tests.parity.comparison import assert_same_gradients
 from tests.parity.hugging_face import hugging_face_model, outcome_in_hugging_face_names
 from tests.parity.sharding import Tensors

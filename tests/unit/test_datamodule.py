@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from numpy.typing import NDArray
 
-from lightning_megatron.data.samples.split import split_ranges
+from lightning_megatron.data.samples import split_ranges
 from lightning_megatron.errors import ConfigError
 from tests.unit.data.corpus import megatron_samples
 from tests.unit.data.one_of_many_ranks import (

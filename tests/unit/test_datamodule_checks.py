@@ -13,8 +13,8 @@ from lightning.pytorch import Trainer
 from numpy.typing import NDArray
 
 from lightning_megatron.convert.registry import model_config
-from lightning_megatron.data.samples.special_tokens import TokenizerFacts
-from lightning_megatron.data.serving.batch_shape import BatchShape
+from lightning_megatron.data.loader import BatchShape
+from lightning_megatron.data.special_tokens import TokenizerFacts
 from lightning_megatron.datamodules.base import Run
 from lightning_megatron.datamodules.datasets import DatasetDataModule
 from lightning_megatron.errors import ConfigError, DataError

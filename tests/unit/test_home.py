@@ -10,8 +10,8 @@ import pytest
 from lightning_megatron import CheckpointError, MegatronModule
 from lightning_megatron.ckpt_path import find_newest
 from lightning_megatron.cli.training import _check_checkpoint_exists
+from lightning_megatron.data.blend import parse_blend
 from lightning_megatron.data.corpus.tokenizer import load_tokenizer
-from lightning_megatron.data.samples.blend import parse_blend
 from tests.unit.data.chat_tokenizer import make_tokenizer
 
 

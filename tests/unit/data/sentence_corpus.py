@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from lightning_megatron.data.formats.mmap import IndexedDatasetWriter
-from lightning_megatron.data.samples.base import Part
-from lightning_megatron.data.samples.masking import MaskingOptions
-from lightning_megatron.data.samples.special_tokens import TokenizerFacts
-from lightning_megatron.data.samples.split import canonical_split, split_ranges
+from lightning_megatron.data.masked import MaskingOptions
+from lightning_megatron.data.samples import Part, canonical_split, split_ranges
+from lightning_megatron.data.special_tokens import TokenizerFacts
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[BOS]", "[EOS]")
 NUM_SENTINELS = 100

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_megatron.data.samples.base import Rows
-from lightning_megatron.data.samples.bert import BertObjective
-from lightning_megatron.data.samples.masking import MaskingOptions
-from lightning_megatron.data.samples.special_tokens import TokenizerFacts
+from lightning_megatron.data.masked import BertObjective, MaskingOptions
+from lightning_megatron.data.samples import Rows
+from lightning_megatron.data.special_tokens import TokenizerFacts
 from tests.unit.data.sentence_corpus import (
     NUM_PIECES,
     Documents,

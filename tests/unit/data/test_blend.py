@@ -13,14 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from lightning_megatron.data.blend import (
+    Source,
+    SplitRequest,
+    build,
+    check_request,
+    mix,
+    num_samples_of_one_pass,
+    open_samples,
+    parse_blend,
+)
 from lightning_megatron.data.formats.mmap import IndexedDatasetWriter
-from lightning_megatron.data.samples.base import Objective, Samples
-from lightning_megatron.data.samples.bert import BertObjective
-from lightning_megatron.data.samples.blend import Source, SplitRequest, mix, num_samples_of_one_pass, parse_blend
-from lightning_megatron.data.samples.gpt import GPTObjective
-from lightning_megatron.data.samples.index_cache import build, check_request, open_samples
-from lightning_megatron.data.samples.split import SplitName
-from lightning_megatron.data.samples.t5 import T5Objective
+from lightning_megatron.data.gpt import GPTObjective
+from lightning_megatron.data.masked import BertObjective, T5Objective
+from lightning_megatron.data.samples import Objective, Samples, SplitName
 from lightning_megatron.errors import ConfigError, DataError
 from tests.unit.data.corpus import write_corpus
 from tests.unit.data.engine_samples import engine_dataset, engine_rows

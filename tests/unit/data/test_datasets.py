@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
-from lightning_megatron.data.samples.datasets import DatasetSamples
+from lightning_megatron.data.datasets import DatasetSamples
 from lightning_megatron.errors import DataError
 
 datasets = pytest.importorskip("datasets")

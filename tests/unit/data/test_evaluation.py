@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_megatron.data.samples.evaluation import EvaluationOptions, EvaluationRows, EvaluationTexts
-from lightning_megatron.data.samples.evaluation_texts import read_evaluation_texts
+from lightning_megatron.data.evaluation import EvaluationOptions, EvaluationRows, EvaluationTexts, read_evaluation_texts
 from lightning_megatron.errors import ConfigError, DataError
 from tests.unit.data.chat_tokenizer import make_tokenizer
 

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_megatron.data.formats.mmap import IndexedDatasetWriter
-from lightning_megatron.data.samples.base import Part
-from lightning_megatron.data.samples.gpt import GPTObjective, GPTSamples, build_gpt_index
-from lightning_megatron.data.samples.split import SplitName, split_ranges
+from lightning_megatron.data.gpt import GPTObjective, GPTSamples, build_gpt_index
+from lightning_megatron.data.samples import Part, SplitName, split_ranges
 from lightning_megatron.errors import DataError
 from tests.unit.data.corpus import megatron_samples, write_corpus
 from tests.unit.data.engine_samples import engine_dataset, engine_rows

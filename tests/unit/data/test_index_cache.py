@@ -19,12 +19,10 @@ import pytest
 import torch
 from typing_extensions import override
 
-from lightning_megatron.data.samples import built_once
-from lightning_megatron.data.samples.base import Part, Samples
-from lightning_megatron.data.samples.blend import Source, SplitRequest
-from lightning_megatron.data.samples.built_once import SampleOrder, build_once
-from lightning_megatron.data.samples.gpt import GPTObjective
-from lightning_megatron.data.samples.index_cache import build, open_samples
+from lightning_megatron.data import samples as built_once
+from lightning_megatron.data.blend import Source, SplitRequest, build, open_samples
+from lightning_megatron.data.gpt import GPTObjective
+from lightning_megatron.data.samples import Part, SampleOrder, Samples, build_once
 from lightning_megatron.errors import DataError
 from tests.unit.data.corpus import megatron_samples, write_corpus
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from lightning_megatron.data.samples import instruction_cache
-from lightning_megatron.data.samples.instruction_cache import cached_instructions
-from lightning_megatron.data.samples.instructions import (
+from lightning_megatron.data import instructions as instruction_cache
+from lightning_megatron.data.instructions import (
     InstructionOptions,
     Instructions,
     InstructionSamples,
     RowOptions,
+    cached_instructions,
     read_instructions,
 )
 from lightning_megatron.errors import DataError

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_megatron.data import instructions as records
 from lightning_megatron.data.corpus.tokenizer import load_tokenizer
-from lightning_megatron.data.samples import records
-from lightning_megatron.data.samples.instructions import (
+from lightning_megatron.data.instructions import (
     InstructionOptions,
     Instructions,
     InstructionSamples,

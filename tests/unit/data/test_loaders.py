@@ -6,7 +6,7 @@ import math
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from lightning_megatron.data.serving.loaders import ResumableLoader
+from lightning_megatron.data.loader import ResumableLoader
 
 
 class _Batches(BatchSampler):

@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_megatron.data.samples.bert import BertObjective
-from lightning_megatron.data.samples.masking import GeometricSizes, MaskingOptions, masked_ngrams
-from lightning_megatron.data.samples.t5 import T5Objective
+from lightning_megatron.data.masked import BertObjective, GeometricSizes, MaskingOptions, T5Objective, masked_ngrams
 from lightning_megatron.errors import ConfigError, DataError
 from tests.unit.data.sentence_corpus import (
     SPLIT,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lightning_megatron.data.samples.packing import Packing, efficiency, pack
+from lightning_megatron.data.instructions import Packing, efficiency, pack
 
 CAPACITY = 20
 LENGTHS = st.lists(st.integers(1, CAPACITY), max_size=60).map(lambda lengths: np.array(lengths, dtype=np.int64))

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_megatron.data.serving.batch_shape import BatchRampup, BatchShape
-from lightning_megatron.data.serving.sampler import (
+from lightning_megatron.data.loader import (
+    BatchRampup,
+    BatchShape,
     PassOrder,
     Shuffling,
     TrainSampler,

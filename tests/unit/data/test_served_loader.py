@@ -7,10 +7,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from lightning_megatron.data.samples.base import Rows
-from lightning_megatron.data.serving.batch_shape import BatchShape
-from lightning_megatron.data.serving.sampler import PassOrder, TrainSampler
-from lightning_megatron.data.serving.served_loader import PassLoader, TrainLoader
+from lightning_megatron.data.loader import BatchShape, PassLoader, PassOrder, TrainLoader, TrainSampler
+from lightning_megatron.data.samples import Rows
 from lightning_megatron.errors import DataError
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_megatron.data.samples.bert import BertObjective
-from lightning_megatron.data.samples.special_tokens import TokenizerFacts
-from lightning_megatron.data.samples.t5 import T5Objective
+from lightning_megatron.data.masked import BertObjective, T5Objective
+from lightning_megatron.data.special_tokens import TokenizerFacts
 from lightning_megatron.errors import ConfigError
 from tests.unit.data.sentence_corpus import NUM_SENTINELS, SPECIAL, word_pieces
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_megatron.data.samples.split import (
+from lightning_megatron.data.samples import (
     SPLIT_NAMES,
     SplitName,
     canonical_split,

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_megatron.data.samples.base import Samples
-from lightning_megatron.data.samples.masking import MaskingOptions
-from lightning_megatron.data.samples.special_tokens import TokenizerFacts
-from lightning_megatron.data.samples.t5 import T5Objective
+from lightning_megatron.data.masked import MaskingOptions, T5Objective
+from lightning_megatron.data.samples import Samples
+from lightning_megatron.data.special_tokens import TokenizerFacts
 from tests.unit.data.sentence_corpus import (
     WordPieceTokenizer,
     engine_samples,
@@ -89,7 +88,7 @@ def test_rows_are_those_of_the_released_models(tmp_path: Path, monkeypatch: pyte
     """The example of Hugging Face's documentation: "The cute dog walks in the park"."""
     the, cute, dog, walks, in_, the_, park = text = list(range(first_text_id(), first_text_id() + 7))
     write_sentences(tmp_path / "corpus", [[text]] * 10)
-    monkeypatch.setattr("lightning_megatron.data.samples.t5.masked_ngrams", lambda *_: iter([(5, 6), (1, 3)]))
+    monkeypatch.setattr("lightning_megatron.data.masked.masked_ngrams", lambda *_: iter([(5, 6), (1, 3)]))
     first, second, third = word_pieces().sentinels[:3]
     samples = _opened(tmp_path / "corpus", seq_length=16, seq_length_decoder=16)
 

@@ -165,7 +165,7 @@ def test_a_missing_folder_is_named_before_transformers_is_loaded() -> None:
 
 @pytest.mark.parametrize("kind", ["bert", "t5"])
 def test_special_tokens_of_a_kind_come_first_and_are_what_its_samples_need(tmp_path: Path, kind: Any) -> None:
-    from lightning_megatron.data.samples.special_tokens import TokenizerFacts
+    from lightning_megatron.data.special_tokens import TokenizerFacts
 
     (tmp_path / "a.txt").write_text("all the words that there are, and the words again " * 20)
     options = TokenizerTrainingOptions(input=[tmp_path / "a.txt"], vocab_size=400, output=tmp_path / "tok", kind=kind)

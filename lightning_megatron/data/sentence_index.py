@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +18,7 @@ from numpy.typing import NDArray
 
 from lightning_megatron.data.formats.mapped import MappedDataset
 from lightning_megatron.data.formats.mmap import read_header
-from lightning_megatron.data.samples.base import Part
-from lightning_megatron.data.samples.built_once import open_array
-from lightning_megatron.data.samples.masking import MaskingOptions
-from lightning_megatron.data.samples.split import split_ranges
+from lightning_megatron.data.samples import Part, open_array, split_ranges
 from lightning_megatron.errors import ConfigError, DataError
 
 _log = logging.getLogger(__name__)
@@ -51,27 +47,6 @@ class SentenceCut:
     def max_tokens(self) -> int:
         """Tokens of text in a row."""
         return self.seq_length - self.special_tokens
-
-
-def cut_of(seq_length: int, special_tokens: int, min_sentences: int, masking: MaskingOptions) -> SentenceCut:
-    """The cut that goes with ``masking``.
-
-    Raises:
-        ConfigError: If rows are so short that not one token would be masked.
-    """
-    cut = SentenceCut(
-        seq_length=seq_length,
-        special_tokens=special_tokens,
-        min_sentences=min_sentences,
-        short_sequence_probability=masking.short_sequence_probability,
-    )
-    if cut.max_tokens < 2 or masking.probability * cut.max_tokens < 1:
-        needed = special_tokens + max(2, math.ceil(1 / masking.probability))
-        raise ConfigError(
-            f"seq_length={seq_length} is too small: a row has {special_tokens} special tokens, and"
-            f" probability={masking.probability:g} of the others must be a token; choose at least {needed}"
-        )
-    return cut
 
 
 def count_samples(part: Part, cut: SentenceCut) -> int:

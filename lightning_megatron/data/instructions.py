@@ -1,29 +1,205 @@
-"""What does a model learn from prompts and answers? Files of them, tokenized once, and which tokens are the answers.
-
-A sample longer than a row loses its end. Where nothing of its answers is left the sample is left out, and counted.
-"""
+"""Tokenized instructions: records of JSON lines, their cache, and rows of one or several (packed) samples."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
+import os
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from typing import get_args
+from pathlib import Path
+from typing import Any, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_megatron.data.conversations import Answers, RecordRenderer, TokenizedSample, tokenize
+from lightning_megatron.data.corpus.compressed import DamagedFileError, decompress
+from lightning_megatron.data.corpus.files import find_files, format_of
 from lightning_megatron.data.corpus.tokenizer import load_tokenizer
-from lightning_megatron.data.samples.answers import TokenizedSample, tokenize
-from lightning_megatron.data.samples.base import Rows
-from lightning_megatron.data.samples.conversations import Answers, RecordRenderer
-from lightning_megatron.data.samples.packing import efficiency, one_sample_a_row, pack
-from lightning_megatron.data.samples.records import Record, read_records, record_files
+from lightning_megatron.data.samples import Rows, SampleOrder, build_once, open_array
 from lightning_megatron.errors import ConfigError, DataError, require_divides
+
+Record: TypeAlias = dict[str, Any]
+
+_READ_BYTES = 1 << 20
+
+
+def record_files(path: str) -> list[Path]:
+    """The files of JSON lines that ``path`` stands for, in order; a file named by itself is one whatever its name.
+
+    Raises:
+        ConfigError: If one needs a library that is not installed.
+        DataError: If there is none.
+    """
+    files = find_files([path])
+    if Path(path).expanduser().is_file():
+        return files
+    files = [file for file in files if format_of(file).content == "json lines"]
+    if not files:
+        raise DataError(f"{path} holds no .jsonl file; give the file, or a folder or pattern with some")
+    return files
+
+
+_INSTRUCTION = '{"prompt": ..., "completion": ...} or {"messages": [...]}'
+
+
+def read_records(
+    files: Sequence[Path], on_bytes: Callable[[int], object] = lambda _: None, example: str = _INSTRUCTION
+) -> Iterator[tuple[str, Record]]:
+    """Each record with its place, ``FILE, line N``; blank lines are none.
+
+    Args:
+        files: JSON lines, also compressed.
+        on_bytes: Is told of progress, in bytes of the files on disk.
+        example: What a line should look like, for error messages.
+
+    Raises:
+        DataError: With the place, if a line is no JSON object; if a file cannot be read.
+    """
+    for file in files:
+        try:
+            told = 0
+            for number, (line, position) in enumerate(_lines(file), 1):
+                if line and not line.isspace():
+                    place = f"{file}, line {number}"
+                    yield place, _parse(line, place, example)
+                on_bytes(position - told)
+                told = position
+        except DamagedFileError as error:
+            raise DataError(f"{file} {error}; make or fetch it again") from error
+        except OSError as error:
+            raise DataError(f"{file} cannot be read ({error.strerror}); replace it or allow access") from error
+
+
+def _lines(file: Path) -> Iterator[tuple[bytes, int]]:
+    """Each line, and the bytes of the file read until then."""
+    compression = format_of(file).compression
+    parts = decompress(str(file), compression) if compression else _parts(file)
+    rest, position = b"", 0
+    for part, position in parts:
+        *lines, rest = (rest + part).split(b"\n")
+        yield from ((line, position) for line in lines)
+    yield rest, position
+
+
+def _parts(file: Path) -> Iterator[tuple[bytes, int]]:
+    with open(file, "rb") as stream:
+        while part := stream.read(_READ_BYTES):
+            yield part, stream.tell()
+
+
+def _parse(line: bytes, place: str, example: str) -> Record:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{place} is not JSON ({error}); correct or remove that line") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{place} holds a {type(record).__name__}, not a JSON object; write {example}")
+    return record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """Which samples are in which row."""
+
+    members: NDArray[np.int64]
+    """[samples]: numbers of samples, row by row."""
+    starts: NDArray[np.int64]
+    """[rows + 1]: row ``r`` has ``members[starts[r]:starts[r + 1]]``."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows."""
+        return len(self.starts) - 1
+
+    def row(self, index: int) -> NDArray[np.int64]:
+        """Numbers of the samples of one row."""
+        return self.members[self.starts[index] : self.starts[index + 1]]
+
+
+def one_sample_a_row(num_samples: int) -> Packing:
+    """Sample ``i`` alone in row ``i``."""
+    return Packing(members=np.arange(num_samples), starts=np.arange(num_samples + 1))
+
+
+def pack(lengths: NDArray[np.integer], capacity: int, seed: int) -> Packing:
+    """As few rows as best-fit-decreasing finds, in an order drawn from ``seed``.
+
+    The longest sample first, each into the fullest row that still has room for it: at most 11/9 of the fewest possible
+    rows and a constant (Johnson, Near-optimal bin packing algorithms, 1973). Samples of one length are placed together,
+    as many at a time as there are equally full rows, so the work grows with the number of different lengths.
+
+    Args:
+        lengths: [samples], each from 1 to ``capacity``.
+        capacity: Tokens of a row.
+        seed: Of the order of rows, and of which of several equally long samples share a row.
+
+    Raises:
+        ValueError: If a length is out of range.
+    """
+    if len(lengths) and not 1 <= int(lengths.min()) <= int(lengths.max()) <= capacity:
+        raise ValueError(f"lengths from {lengths.min()} to {lengths.max()} are not all in 1..{capacity}")
+    generator = np.random.default_rng(seed)
+    drawn = generator.permutation(len(lengths))
+    by_length = drawn[np.argsort(-lengths[drawn].astype(np.int64), kind="stable")]
+    row_of, num_rows = _rows_of(lengths[by_length], capacity)
+    row_of = generator.permutation(num_rows)[row_of]
+    return Packing(
+        members=by_length[np.argsort(row_of, kind="stable")],
+        starts=np.concatenate([[0], np.bincount(row_of, minlength=num_rows).cumsum()]).astype(np.int64),
+    )
+
+
+def efficiency(packing: Packing, lengths: NDArray[np.integer], capacity: int) -> float:
+    """Fraction of the rows' tokens that is no padding."""
+    return float(lengths[packing.members].sum(dtype=np.int64) / (packing.num_rows * capacity))
+
+
+def _rows_of(lengths: NDArray[np.integer], capacity: int) -> tuple[NDArray[np.int64], int]:
+    """The row of each sample, and the number of rows; ``lengths`` descend."""
+    row_of = np.empty(len(lengths), dtype=np.int64)
+    # Rows by the room that they have left; a row with less room than the shortest sample may stay anywhere.
+    with_room: list[list[NDArray[np.int64]]] = [[] for _ in range(capacity + 1)]
+    has_room = np.zeros(capacity + 1, dtype=np.bool_)
+    num_rows, placed = 0, 0
+    sizes, counts = np.unique(lengths, return_counts=True)
+    for size, count in zip(sizes[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        end = placed + count
+        while placed < end:
+            fits = np.flatnonzero(has_room[size:])
+            room = size + int(fits[0]) if len(fits) else capacity
+            # The row that takes one sample is then the fullest with room, so it takes as many as it can.
+            each = room // size
+            needed = -(-(end - placed) // each)
+            if len(fits):
+                rows = np.concatenate(with_room[room])
+                rows, left = rows[:needed], rows[needed:]
+                with_room[room] = [left] if len(left) else []
+                has_room[room] = len(left) > 0
+            else:
+                rows = np.arange(num_rows, num_rows + needed)
+                num_rows += needed
+            taken = min(end - placed, len(rows) * each)
+            row_of[placed : placed + taken] = np.repeat(rows, each)[:taken]
+            placed += taken
+            last = taken - (len(rows) - 1) * each
+            _put(with_room, has_room, room - each * size, rows[:-1])
+            _put(with_room, has_room, room - last * size, rows[-1:])
+    return row_of, num_rows
+
+
+def _put(
+    with_room: list[list[NDArray[np.int64]]], has_room: NDArray[np.bool_], room: int, rows: NDArray[np.int64]
+) -> None:
+    if len(rows):
+        with_room[room].append(rows)
+        has_room[room] = True
+
 
 _log = logging.getLogger(__name__)
 
@@ -325,3 +501,54 @@ class InstructionSamples:
     def _row_length(self, longest: int) -> int:
         multiple = self._options.pad_to_multiple_of
         return self._instructions.seq_length if multiple is None else -(-longest // multiple) * multiple
+
+
+_LAYOUT = 1
+"""Of the files in a folder, and of the rules by which they come about; a change makes the old folders unknown."""
+
+_ARRAYS = ("tokens", "is_answer", "starts")
+
+
+def cached_instructions(options: InstructionOptions, index_cache: str | None) -> Instructions:
+    """All samples in the order of the files; mapped into memory, so that the ranks of a machine share it.
+
+    Args:
+        options: Which samples.
+        index_cache: Folder for them; None to tokenize in memory.
+
+    Raises:
+        DataError: As ``read_instructions``; if the folder cannot be written.
+    """
+    if index_cache is None:
+        return read_instructions(options)
+    folder = os.path.join(os.path.abspath(index_cache), f"instructions-{_identity(options)}")
+
+    def write(staging: str) -> SampleOrder:
+        made = read_instructions(options)
+        for name in _ARRAYS:
+            np.save(os.path.join(staging, f"{name}.npy"), getattr(made, name))
+        np.save(os.path.join(staging, "padding_token.npy"), made.padding_token)
+        return SampleOrder(num_samples=len(made), fingerprint=made.fingerprint)
+
+    build_once(folder, write, options.path)
+    tokens, is_answer, starts = (open_array(folder, name) for name in _ARRAYS)
+    return Instructions(
+        tokens=tokens,
+        is_answer=is_answer,
+        starts=starts,
+        seq_length=options.seq_length,
+        padding_token=int(open_array(folder, "padding_token")),
+    )
+
+
+def _identity(options: InstructionOptions) -> str:
+    tokenizer = load_tokenizer(options.tokenizer)
+    files = [(os.path.realpath(file), os.stat(file)) for file in record_files(options.path)]
+    content = (
+        _LAYOUT,
+        [(path, stat.st_size, stat.st_mtime_ns) for path, stat in files],
+        (options.seq_length, options.answers, options.separator),
+        (tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else "", tokenizer.chat_template),
+        sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items()),
+    )
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:24]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from lightning_megatron.data.samples.base import Rows
+from lightning_megatron.data.samples import Rows
 from lightning_megatron.errors import DataError
 
 _PAD = (

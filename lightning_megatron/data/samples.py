@@ -1,10 +1,4 @@
-"""How is a folder built once, by one of many processes that want it at the same time, and never seen half-built?
-
-A folder appears by renaming one that is complete. Its ``index.json`` has the sizes of its files, so damage is noticed,
-as is what did not reach the disk before a power failure. Who builds holds a lock of the file system (``flock``), which
-ends with the process, however that dies; the others wait. Where the file system has no locks several may build the same
-folder, and the first that is done wins.
-"""
+"""Samples of one split in a fixed order: contract of objectives and loaders, splits, index folders built once."""
 
 from __future__ import annotations
 
@@ -14,18 +8,162 @@ import fcntl
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
-from lightning_megatron.errors import DataError
+from lightning_megatron.errors import ConfigError, DataError
+
+Rows: TypeAlias = dict[str, Tensor]
+"""Tensors of a batch on the host, each with one row per sample: [rows, ...]."""
+
+
+class Samples(Protocol):
+    """The samples of one split in a fixed order; sample ``i`` is the same on every rank, in every worker and run."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal samples in equal order; a resumed run finds out by it whether it goes on in its own."""
+
+    def __len__(self) -> int:
+        """Samples."""
+
+    def rows(self, indices: Sequence[int]) -> Rows:
+        """The samples at ``indices``, at least one, stacked.
+
+        Raises:
+            DataError: If what the samples are made of is damaged.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The documents of one dataset that belong to one split, and how many samples of them are asked for."""
+
+    prefix: str
+    """Dataset, without suffix."""
+    split: str
+    """Weights of train, valid and test, e.g. ``949,50,1``."""
+    name: SplitName
+    """The split."""
+    seed: int
+    """Of the order, and of what is drawn for each sample."""
+    num_samples: int | None
+    """Samples that are needed, over as many passes as it takes; None for one pass."""
+
+
+class Objective(ABC):
+    """How samples are cut out of documents for one kind of model. Implementations are frozen dataclasses."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """``gpt``, ``bert`` or ``t5``."""
+
+    @property
+    @abstractmethod
+    def index_key(self) -> str:
+        """What of this objective the index (which documents, in which order) depends on, as text for a cache's name."""
+
+    @property
+    @abstractmethod
+    def largest_token(self) -> int:
+        """The largest id that samples contain besides those of the documents; -1 if there are none."""
+
+    @abstractmethod
+    def count(self, part: Part) -> int:
+        """Samples in one pass over the documents of ``part``; reads ``.idx`` only, and ignores ``num_samples``.
+
+        Raises:
+            DataError: If there is not even one, with the rule and the fix: the engine would wait for ever.
+        """
+
+    @abstractmethod
+    def open(self, part: Part, folder: str) -> Samples:
+        """The samples of ``part``: at least ``num_samples`` of them.
+
+        Args:
+            part: Which.
+            folder: Where the index is, or is to be written if this is empty; ``""`` keeps it in memory.
+        """
+
+
+SplitName: TypeAlias = Literal["train", "valid", "test"]
+SPLIT_NAMES: tuple[SplitName, ...] = ("train", "valid", "test")
+
+_WEIGHT = re.compile(r"\d+(\.\d*)?|\.\d+")
+
+
+def parse_split(split: str) -> tuple[float, float, float]:
+    """Weights of training, validation and test; missing ones are 0.
+
+    Stricter than the engine, which picks whatever looks like a number: it reads ``-1,1`` as ``1,1`` and ``1e-3`` as
+    ``1`` and ``3`` (megatron-core 0.16.1, datasets/blended_megatron_dataset_config.py:parse_and_normalize_split).
+
+    Args:
+        split: Up to three numbers between commas or slashes, e.g. ``949,50,1``.
+
+    Raises:
+        ConfigError: If it is anything else, or all weights are 0.
+    """
+    parts = [part.strip() for part in re.split("[,/]", split)]
+    rule = "must be one to three weights like 949,50,1 (digits and points, no signs or exponents)"
+    for part in parts:
+        if not _WEIGHT.fullmatch(part):
+            raise ConfigError(f"split={split!r} {rule}; {part!r} is not one")
+    if len(parts) > len(SPLIT_NAMES):
+        raise ConfigError(f"split={split!r} has {len(parts)} weights and {rule}; give one for train, valid and test")
+    weights = [float(part) for part in parts] + [0.0] * (len(SPLIT_NAMES) - len(parts))
+    if sum(weights) == 0:
+        raise ConfigError(f"split={split!r} gives no documents to any split; make at least one weight positive")
+    return weights[0], weights[1], weights[2]
+
+
+def canonical_split(split: str) -> str:
+    """The same weights in the only spelling that the engine cannot misread."""
+    return ",".join(np.format_float_positional(weight, trim="-") for weight in parse_split(split))
+
+
+def split_ranges(split: str, num_sequences: int) -> dict[SplitName, range]:
+    """Sequences of each split; an empty range where the weight is 0 or too small for one sequence.
+
+    The same floating-point steps as the engine, so that the bounds agree to the last document (megatron-core 0.16.1,
+    convert_split_vector_to_split_matrix and blended_megatron_dataset_builder.py:_build_megatron_dataset_splits).
+    """
+    weights = np.array(parse_split(split), dtype=np.float64)
+    fractions = (weights / weights.sum()).tolist()
+    ranges: dict[SplitName, range] = {}
+    low = 0.0
+    for name, fraction in zip(SPLIT_NAMES, fractions, strict=True):
+        high = low + fraction
+        ranges[name] = range(int(round(low * num_sequences)), int(round(high * num_sequences)))
+        low = high
+    return ranges
+
+
+def weighted_splits(split: str) -> list[SplitName]:
+    """The splits that get documents.
+
+    Raises:
+        ConfigError: As ``parse_split``.
+    """
+    return [name for name, weight in zip(SPLIT_NAMES, parse_split(split), strict=True) if weight > 0]
+
+
+def whole_split(name: SplitName) -> str:
+    """The split that gives all documents to ``name``."""
+    return ",".join("1" if each == name else "0" for each in SPLIT_NAMES)
+
 
 _log = logging.getLogger(__name__)
 

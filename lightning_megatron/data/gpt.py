@@ -21,9 +21,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_megatron.data.formats.mapped import MappedDataset
-from lightning_megatron.data.samples.base import Objective, Part, Rows
-from lightning_megatron.data.samples.built_once import open_array
-from lightning_megatron.data.samples.split import split_ranges
+from lightning_megatron.data.samples import Objective, Part, Rows, open_array, split_ranges
 from lightning_megatron.errors import DataError
 
 PADDING = -1

@@ -1,0 +1,697 @@
+"""Samplers and loaders that resume exactly, of our data modules and of ordinary DataLoaders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Literal, Self, TypeAlias, TypeGuard
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from lightning_megatron.data.samples import Rows, Samples
+from lightning_megatron.errors import CheckpointError, ConfigError, DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchRampup:
+    """A global batch that grows from ``start`` in equal steps while the first ``samples`` samples are consumed.
+
+    Megatron's ``--rampup-batch-size START INCREMENT SAMPLES``.
+    """
+
+    start: int
+    """Rows of all ranks in the first step."""
+    increment: int
+    """Rows by which it grows each time."""
+    samples: int
+    """Samples after which it has its full size."""
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> Self:
+        """From what a user gives as ``rampup_batch_size``.
+
+        Raises:
+            ConfigError: If these are not three numbers.
+        """
+        if len(numbers) != 3:
+            raise ConfigError(
+                f"rampup_batch_size={list(numbers)} must be three numbers: the first global batch, the increment, and"
+                " the samples until the batch has its full size"
+            )
+        start, increment, samples = numbers
+        return cls(start=start, increment=increment, samples=samples)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchShape:
+    """How one optimizer step's samples are dealt to ranks."""
+
+    micro_batch_size: int
+    """Rows of one microbatch of one data-parallel rank."""
+    num_microbatches: int
+    """Microbatches of one step; with a ramp-up, of a step of full size."""
+    data_parallel_size: int
+    """Data-parallel ranks."""
+    data_parallel_rank: int
+    """This one."""
+    rampup: BatchRampup | None = None
+    """How training steps grow to this size."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of this rank's batch for one step."""
+        return self.micro_batch_size * self.num_microbatches
+
+    @property
+    def global_batch_size(self) -> int:
+        """Rows of all ranks in one step."""
+        return self.rows * self.data_parallel_size
+
+    def at(self, consumed_samples: int) -> Self:
+        """The shape of the training step that begins at this position."""
+        if self.rampup is None:
+            return self
+        num_microbatches = _num_microbatches(replace(self, data_parallel_rank=0), consumed_samples)
+        return replace(self, num_microbatches=num_microbatches, rampup=None)
+
+    def positions(self, first: int) -> list[int]:
+        """This rank's positions in the step that begins at position ``first``, in row order.
+
+        Megatron's order: a microbatch of all ranks is consecutive, and each rank has a consecutive part of it
+        (Megatron-LM core_r0.16, legacy/data/data_samplers.py:MegatronPretrainingSampler).
+        """
+        stride = self.micro_batch_size * self.data_parallel_size
+        begin = first + self.micro_batch_size * self.data_parallel_rank
+        return [
+            begin + microbatch * stride + row
+            for microbatch in range(self.num_microbatches)
+            for row in range(self.micro_batch_size)
+        ]
+
+    def steps_in(self, first: int, end: int) -> int:
+        """Whole training steps between the positions ``first`` and ``end``."""
+        steps = 0
+        while self.rampup is not None and first <= self.rampup.samples:
+            first += self.at(first).global_batch_size
+            if first > end:
+                return steps
+            steps += 1
+        return steps + max(0, end - first) // self.global_batch_size
+
+    def position_after(self, first: int, steps: int) -> int:
+        """The position that ``steps`` training steps reach from ``first``."""
+        while self.rampup is not None and steps > 0 and first <= self.rampup.samples:
+            first, steps = first + self.at(first).global_batch_size, steps - 1
+        return first + max(0, steps) * self.global_batch_size
+
+    def stages(self) -> list[int]:
+        """Microbatches of one data-parallel rank at each stage of the ramp-up, ascending.
+
+        Raises:
+            ConfigError: If a stage cannot be dealt to the ranks in equal microbatches.
+        """
+        if self.rampup is None:
+            return [self.num_microbatches]
+        ramp, full, unit = self.rampup, self.global_batch_size, self.micro_batch_size * self.data_parallel_size
+        given = f"rampup_batch_size=[{ramp.start}, {ramp.increment}, {ramp.samples}]"
+        if ramp.start < 1 or ramp.increment < 1 or ramp.samples < 1:
+            raise ConfigError(f"{given} needs three positive numbers: first global batch, increment, samples")
+        if ramp.start >= full or (full - ramp.start) % ramp.increment != 0:
+            raise ConfigError(
+                f"{given} must reach the global batch of {full} (micro_batch_size={self.micro_batch_size} x"
+                f" num_microbatches={self.num_microbatches} x data-parallel size {self.data_parallel_size}) from a"
+                f" smaller one in whole increments; choose a start and an increment that differ from {full} by that"
+            )
+        for rows in range(ramp.start, full + 1, ramp.increment):
+            if rows % unit != 0:
+                raise ConfigError(
+                    f"{given} comes to a global batch of {rows}, which is no multiple of {unit}"
+                    f" (micro_batch_size={self.micro_batch_size} x data-parallel size {self.data_parallel_size});"
+                    f" choose multiples of {unit} for start and increment"
+                )
+        return [rows // unit for rows in range(ramp.start, full + 1, ramp.increment)]
+
+
+@lru_cache(maxsize=16)
+def _num_microbatches(shape: BatchShape, consumed_samples: int) -> int:
+    """Megatron's own calculator, asked anew for each position: it then knows nothing of earlier ones."""
+    from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
+
+    assert shape.rampup is not None
+    calculator = RampupBatchsizeNumMicroBatchesCalculator(
+        global_batch_size=shape.global_batch_size,
+        micro_batch_size=shape.micro_batch_size,
+        data_parallel_size=shape.data_parallel_size,
+        decrease_batch_size_if_needed=False,
+        rank=1,  # silent
+        start_global_batch_size=shape.rampup.start,
+        batch_size_increment=shape.rampup.increment,
+        ramup_samples=shape.rampup.samples,
+    )
+    calculator.update(consumed_samples, consistency_check=False)
+    return int(calculator.get())
+
+
+PADDING_ROW = -1
+"""Stands for a row without a sample in the last batch of an evaluation."""
+
+Shuffling: TypeAlias = Literal["later passes", "every pass", "never"]
+"""When samples are put in another order: their own may be shuffled already, or be the one that the user wants."""
+
+
+class PassOrder:
+    """The order in which each pass over ``num_samples`` samples takes them; the same on every rank and in every run."""
+
+    def __init__(self, num_samples: int, seed: int, shuffling: Shuffling) -> None:
+        """Nothing is drawn before a pass needs it."""
+        self.num_samples = num_samples
+        self.seed = seed
+        self._shuffling = shuffling
+        self._drawn: dict[int, NDArray[np.int64]] = {}
+
+    def entry(self, number: int, place: int) -> int:
+        """The sample that stands at ``place`` of pass ``number``, both from 0."""
+        if self._shuffling == "never" or (self._shuffling == "later passes" and number == 0):
+            return place
+        if number not in self._drawn:
+            # A batch may lie across two passes.
+            self._drawn = {kept: order for kept, order in self._drawn.items() if kept == number - 1}
+            self._drawn[number] = np.random.default_rng((self.seed, number)).permutation(self.num_samples)
+        return int(self._drawn[number][place])
+
+
+class TrainSampler:
+    """Deals the samples of a training run, and remembers how far it came.
+
+    Two ways, by ``max_steps``:
+
+    * a number: the run is one long epoch of that many steps. Where the samples end, the next pass over them begins
+      within the same batch. Lightning epochs do not matter;
+    * None: each Lightning epoch is one pass; an incomplete global batch at its end is dropped.
+
+    The position counts batches that were handed out (``advance``), not those that workers fetched ahead.
+    """
+
+    def __init__(self, *, order: PassOrder, shape: BatchShape, max_steps: int | None) -> None:
+        """Begin at the first sample.
+
+        Args:
+            order: Of the samples.
+            shape: How a step is dealt.
+            max_steps: Steps of the run, or None for whole epochs.
+
+        Raises:
+            DataError: If whole epochs are asked for and one has not enough samples for a step.
+        """
+        self.order = order
+        """May be replaced between two batches by another one in which the position means the same samples."""
+        self._shape = shape
+        self._max_steps = max_steps
+        self.epoch = 0
+        """Current epoch; stays 0 with ``max_steps``."""
+        self.consumed_samples = 0
+        """Samples handed out since the epoch began, over all data-parallel ranks."""
+        self.steps = 0
+        """Steps handed out since the epoch began, over all runs that led here."""
+        self._earlier_samples = 0
+        """Samples handed out in the epochs before; a ramp-up counts those of the whole run."""
+        if max_steps is None:
+            check_epoch(order.num_samples, shape)
+
+    def __len__(self) -> int:
+        """Steps of the whole epoch, those already taken included: Lightning counts them as done when it resumes."""
+        return self.steps + self._remaining_steps()
+
+    def batches(self) -> Iterator[list[int]]:
+        """Samples of this rank for each step from the position on; does not move it."""
+        first = self.consumed_samples
+        for _ in range(self._remaining_steps()):
+            shape = self._shape.at(self._earlier_samples + first)
+            yield [self._entry(position) for position in shape.positions(first)]
+            first += shape.global_batch_size
+
+    def advance(self) -> None:
+        """Count one step as handed out."""
+        self.steps += 1
+        self.consumed_samples += self._shape.at(self._earlier_samples + self.consumed_samples).global_batch_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin ``epoch``, unless it is the current one; Lightning calls this before each epoch."""
+        if self._max_steps is None and epoch != self.epoch:
+            self._earlier_samples += self.consumed_samples
+            self.epoch, self.consumed_samples, self.steps = epoch, 0, 0
+
+    def next_epoch_is_as_long(self) -> bool:
+        """Whether it has as many steps; not behind a resume with another batch size, nor while the batch grows."""
+        if self._max_steps is not None:
+            return True
+        begin = self._shape.position_after(self._earlier_samples + self.consumed_samples, self._remaining_steps())
+        return self._shape.steps_in(begin, begin + self.order.num_samples) == len(self)
+
+    def state_dict(self) -> dict[str, int]:
+        """The position; the same on every rank."""
+        position = {"epoch": self.epoch, "consumed_samples": self.consumed_samples, "steps": self.steps}
+        return {**position, "earlier_samples": self._earlier_samples}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved position, of a run with any layout.
+
+        Raises:
+            CheckpointError: If ``state`` is not one of ``state_dict``.
+        """
+        names = ("epoch", "consumed_samples", "steps", "earlier_samples")
+        state = {"earlier_samples": 0, **state}  # older checkpoints do not say
+        values = [state.get(name) for name in names]
+        if not all(isinstance(value, int) and value >= 0 for value in values):
+            raise CheckpointError(
+                f"position of the training data {state} needs whole numbers {', '.join(names)}: the checkpoint was"
+                " written with another data module; resume with that one"
+            )
+        self.epoch, self.consumed_samples, self.steps, self._earlier_samples = (int(state[name]) for name in names)
+        if self._max_steps is not None and self.epoch > 0:
+            # The run counted epochs: each was a pass, of which this one goes on.
+            self.consumed_samples += self.epoch * self.order.num_samples
+            self.epoch = self._earlier_samples = 0
+
+    def _entry(self, position: int) -> int:
+        if self._max_steps is None:
+            return self.order.entry(self.epoch, position)
+        return self.order.entry(*divmod(position, self.order.num_samples))
+
+    def _remaining_steps(self) -> int:
+        if self._max_steps is not None:
+            return max(0, self._max_steps - self.steps)
+        first, end = self.consumed_samples, self.order.num_samples
+        return self._shape.steps_in(self._earlier_samples + first, self._earlier_samples + end)
+
+
+def check_epoch(num_samples: int, shape: BatchShape) -> None:
+    """See to it that one pass over ``num_samples`` training samples is at least one step.
+
+    Raises:
+        DataError: If it is not.
+    """
+    step = shape.at(0)
+    if num_samples < step.global_batch_size:
+        raise DataError(
+            f"one epoch of the training split has {num_samples} samples, one step takes {step.global_batch_size}"
+            f" (micro_batch_size={step.micro_batch_size} x num_microbatches={step.num_microbatches} x data-parallel"
+            f" size {step.data_parallel_size}); lower one of them, add documents, or set trainer.max_steps without"
+            " max_epochs to repeat the corpus"
+        )
+
+
+def evaluation_batches(num_samples: int, shape: BatchShape) -> Iterator[list[int]]:
+    """This rank's samples for each step of one pass over a split; ``PADDING_ROW`` where it has no more samples.
+
+    Every rank gets as many steps of the same shape, whatever the remainder.
+    """
+    for first in range(0, num_samples, shape.global_batch_size):
+        yield [p if p < num_samples else PADDING_ROW for p in shape.positions(first)]
+
+
+def num_evaluation_steps(num_samples: int, shape: BatchShape) -> int:
+    """Steps that ``evaluation_batches`` gives."""
+    return -(-num_samples // shape.global_batch_size)
+
+
+class TrainLoader:
+    """Batches of training samples from the sampler's position on; resumes at the exact step."""
+
+    def __init__(self, samples: Samples | None, sampler: TrainSampler, shape: BatchShape, num_workers: int) -> None:
+        """Bind the parts.
+
+        Args:
+            samples: Open samples; None on a rank that gets its batches from another one.
+            sampler: Place in the run; Lightning calls its ``set_epoch``.
+            shape: How a step is dealt.
+            num_workers: Processes that read ahead.
+        """
+        self.sampler = sampler
+        self.samples = samples
+        """May be replaced before the next iteration."""
+        self._shape = shape
+        self._num_workers = num_workers
+        self.before_batch: Callable[[], None] = lambda: None
+        """Called when a batch is asked for: what was handed out before has been trained on."""
+
+    def __len__(self) -> int:
+        """Steps of the whole epoch, those before a resume included."""
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Rows]:
+        """Go on from the position that the sampler has when the first batch is asked for.
+
+        Lightning may make the iterator before it restores the position.
+        """
+        sampler = self.sampler
+        # Samples that are drawn at random differ from epoch to epoch, copy to copy, and behind a resume.
+        seed = (sampler.order.seed, sampler.epoch, sampler.consumed_samples, self._shape.data_parallel_rank)
+        self.before_batch()
+        for batch in _read(self.samples, sampler.batches(), self._num_workers, seed):
+            # Counted before it is handed out, so that a checkpoint written during the step has it.
+            self.sampler.advance()
+            yield batch
+            self.before_batch()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, for Lightning's fit loop."""
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go to a saved position."""
+        self.sampler.load_state_dict(state_dict)
+
+
+class PassLoader:
+    """One pass over a split, each time, for validation, test and prediction.
+
+    Batches have a ``sample_mask`` [rows] float32 too: 0 for the rows that fill the last one up.
+    """
+
+    def __init__(self, samples: Samples | None, num_samples: int, shape: BatchShape, num_workers: int) -> None:
+        """Bind the parts.
+
+        Args:
+            samples: Open samples; None on a rank that gets its batches from another one.
+            num_samples: Samples of the split, known on every rank.
+            shape: How a step is dealt.
+            num_workers: Processes that read ahead.
+        """
+        self._samples = samples
+        self._num_samples = num_samples
+        self._shape = shape
+        self._num_workers = num_workers
+
+    def __len__(self) -> int:
+        return num_evaluation_steps(self._num_samples, self._shape)
+
+    def samples_of_batches(self) -> Iterator[list[int]]:
+        """Which samples each batch of this rank's copy of the model is of; ``PADDING_ROW`` fills the last one up."""
+        return evaluation_batches(self._num_samples, self._shape)
+
+    def __iter__(self) -> Iterator[Rows]:
+        batches = evaluation_batches(self._num_samples, self._shape)
+        seed = (self._shape.data_parallel_rank,)
+        return _read(self._samples, batches, self._num_workers, seed, with_sample_mask=True)
+
+
+class Batches(Dataset[Rows]):
+    """Samples by the batch: an item is a batch of rows, and its key the list of their indices."""
+
+    def __init__(self, samples: Samples, with_sample_mask: bool) -> None:
+        self._samples = samples
+        self._with_sample_mask = with_sample_mask
+
+    def __len__(self) -> int:
+        """Samples, not batches."""
+        return len(self._samples)
+
+    def __getitem__(self, indices: list[int]) -> dict[str, Tensor]:
+        """The rows at ``indices``; where there is none stands the first sample, with the weight 0."""
+        rows = self._samples.rows([0 if index == PADDING_ROW else index for index in indices])
+        if self._with_sample_mask:
+            given = torch.tensor([float(index != PADDING_ROW) for index in indices])
+            rows = {**rows, "sample_mask": rows["sample_mask"] * given if "sample_mask" in rows else given}
+        return rows
+
+
+class _InWorker(Dataset[Rows | DataError]):
+    """The same batches, and an error as an item: the loader would hide its message behind a worker's traceback."""
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+
+    def __getitem__(self, indices: list[int]) -> Rows | DataError:
+        try:
+            return self._batches[indices]
+        except DataError as error:
+            return error
+
+
+def _raised(items: Iterable[Rows | DataError]) -> Iterator[Rows]:
+    for item in items:
+        if isinstance(item, DataError):
+            raise item
+        yield item
+
+
+def _read(
+    samples: Samples | None,
+    batches: Iterator[list[int]],
+    num_workers: int,
+    seed: tuple[int, ...],
+    with_sample_mask: bool = False,
+) -> Iterator[Rows]:
+    if samples is None:
+        # Its content is replaced by the source rank's batch; the rows tell Lightning the batch size.
+        return ({"rows": torch.empty((len(indices), 0), dtype=torch.int64)} for indices in batches)
+    dataset = Batches(samples, with_sample_mask)
+    if num_workers == 0:
+        return (dataset[indices] for indices in batches)
+    # A generator of its own: the loader draws a seed for its workers, which must not advance the state that dropout
+    # uses, on this rank alone and at another step after a resume.
+    private = torch.Generator()
+    private.manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
+    loader = DataLoader(
+        _InWorker(dataset),
+        batch_size=None,
+        sampler=batches,
+        num_workers=num_workers,
+        generator=private,
+        # A thread takes what workers hand over into pinned memory, from which a GPU copies without waiting.
+        pin_memory=torch.cuda.is_available(),
+    )
+    return _raised(iter(loader))
+
+
+class _SkipFirst:
+    """A batch sampler (or a sampler of whole batches) without its first ones, never read from the dataset."""
+
+    def __init__(self, sampler: Any, skipped: int, after_skipping: Callable[[], None]) -> None:
+        self._sampler = sampler
+        self._skipped = skipped
+        self._after_skipping = after_skipping
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self._sampler)
+        for _ in range(self._skipped):
+            next(batches, None)
+        self._after_skipping()
+        yield from batches
+
+    def __len__(self) -> int:
+        return len(self._sampler) - self._skipped
+
+
+def _without_first(loader: DataLoader[Any], skipped: int, after_skipping: Callable[[], None]) -> DataLoader[Any]:
+    rest = _SkipFirst(loader.batch_sampler or loader.sampler, skipped, after_skipping)
+    order: dict[str, Any] = {"batch_sampler": rest}
+    if loader.batch_sampler is None:
+        order = {"batch_size": None, "sampler": rest}
+    return DataLoader(
+        loader.dataset,
+        **order,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+    )
+
+
+class ResumableLoader:
+    """A training DataLoader that continues where a checkpoint was taken, at any dp, in mid-epoch too.
+
+    It counts its own epochs, because Lightning counts an epoch as finished when ``max_steps`` ends it, although samples
+    of it are left. Its length is that of the whole epoch, as Lightning expects, also after a resume. Samplers that draw
+    their order from random numbers draw it again from the state that those had when the epoch began.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], data_parallel_size: int, limit: Callable[[], float], first_epoch: int = 0
+    ) -> None:
+        """Wrap ``loader``, whose sampler already gives this rank its share.
+
+        Args:
+            loader: The user's loader.
+            data_parallel_size: Ranks that share the samples of an epoch.
+            limit: Tells after how many batches the Trainer ends an epoch; asked when one begins.
+            first_epoch: The epoch to begin with, on which the order of samples depends.
+        """
+        self.loader = loader
+        self.dataset = loader.dataset
+        self.batch_size = loader.batch_size
+        self._dp = data_parallel_size
+        self._limit = limit
+        self._epoch = first_epoch
+        self._handed_out = 0
+        self.before_batch: Callable[[], None] = lambda: None
+        """Called when a batch is asked for: what was handed out before has been trained on."""
+        self._is_resuming = False
+        self._generator = loader.generator or getattr(_sampler_of(loader), "generator", None)
+        self._random_state: torch.Tensor | None = None
+        self._generator_state: torch.Tensor | None = None
+        """Both as they were when the epoch began."""
+
+    @property
+    def _global_batch(self) -> int:
+        return (self.batch_size or 1) * self._dp
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        is_resuming_in_mid_epoch = self._is_resuming and self._handed_out < min(len(self), self._limit())
+        if self._handed_out > 0 and not is_resuming_in_mid_epoch:
+            self._epoch, self._handed_out = self._epoch + 1, 0
+        self._is_resuming = False
+        if isinstance(sampler := _sampler_of(self.loader), DistributedSampler):
+            sampler.set_epoch(self._epoch)
+        self.before_batch()
+        for batch in self._rest() if self._handed_out else self._whole():
+            self._handed_out += 1
+            yield batch
+            self.before_batch()
+
+    def _whole(self) -> DataLoader[Any]:
+        self._random_state, self._generator_state = torch.get_rng_state(), _state_of(self._generator)
+        return self.loader
+
+    def _rest(self) -> DataLoader[Any]:
+        """What follows the batches that were handed out, without moving the user's random numbers once more."""
+        outside = torch.get_rng_state()
+        if self._random_state is not None:
+            torch.set_rng_state(self._random_state)
+        _set_state(self._generator, self._generator_state)
+        return _without_first(self.loader, self._handed_out, lambda: torch.set_rng_state(outside))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The epoch, the samples of it that all ranks together have consumed, and where its order comes from."""
+        return {
+            "epoch": self._epoch,
+            "consumed_samples": self._handed_out * self._global_batch,
+            "random_state": self._random_state,
+            "generator_state": self._generator_state,
+            "generator_state_now": _state_of(self._generator),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Start the next iteration behind the consumed samples.
+
+        A global batch size that does not divide them starts at the last whole batch before, so that nothing is skipped.
+        """
+        self._epoch = state["epoch"]
+        self._handed_out = state["consumed_samples"] // self._global_batch
+        self._random_state, self._generator_state = state["random_state"], state["generator_state"]
+        _set_state(self._generator, state["generator_state_now"])
+        self._is_resuming = True
+
+
+def _state_of(generator: torch.Generator | None) -> torch.Tensor | None:
+    return None if generator is None else generator.get_state()
+
+
+def _set_state(generator: torch.Generator | None, state: torch.Tensor | None) -> None:
+    if generator is not None and state is not None:
+        generator.set_state(state)
+
+
+class EvaluationLoader:
+    """A validation or test DataLoader in which every sample counts once.
+
+    ``DistributedSampler`` repeats samples so that all ranks have as many; the repeated rows get the loss weight 0.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        """Wrap ``loader``, whose sampler may be a ``DistributedSampler``."""
+        self.loader = loader
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        taken = 0
+        # A resumed run may skip a validation that was due (Lightning does), and must still draw the same numbers.
+        with torch.random.fork_rng(devices=[]):
+            batches = iter(self.loader)
+        for batch in batches:
+            rows = _num_rows(batch)
+            # A dataset of whole batches has one sample for all of their rows.
+            samples = 1 if self.loader.batch_sampler is None else rows
+            mask = self._counts(taken, samples)
+            taken += samples
+            if mask is not None and not bool(mask.all()):
+                batch = {**batch, "sample_mask": batch.get("sample_mask", torch.ones(rows)) * mask}
+            yield batch
+
+    def _counts(self, taken: int, samples: int) -> torch.Tensor | None:
+        """1 for each sample whose place in the epoch's order is a first visit, else 0: [samples], fp32."""
+        sampler = self.loader.sampler
+        if not isinstance(sampler, DistributedSampler) or samples == 0:
+            return None
+        places = (taken + torch.arange(samples)) * sampler.num_replicas + sampler.rank
+        num_samples: int = len(sampler.dataset)  # type: ignore[arg-type]
+        return (places < num_samples).float()
+
+    def samples_of_batches(self) -> Iterator[list[int]]:
+        """Which samples each batch of the last pass was of, ``PADDING_ROW`` for repeated ones.
+
+        Of a dataset of whole batches, which of these. In prediction Lightning has the batch sampler remember them.
+        """
+        batch_sampler, taken = self.loader.batch_sampler, 0
+        seen = getattr(batch_sampler, "seen_batch_indices", None)
+        if seen is None:
+            seen = ([index] for index in self.loader.sampler) if batch_sampler is None else batch_sampler
+        for samples in seen:
+            mask = self._counts(taken, len(samples))
+            taken += len(samples)
+            is_first = [True] * len(samples) if mask is None else mask.bool().tolist()
+            yield [sample if first else PADDING_ROW for sample, first in zip(samples, is_first, strict=True)]
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset, where Lightning and callbacks look for it."""
+        return self.loader.dataset
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler, where Lightning sets the epoch."""
+        return self.loader.sampler
+
+    @property
+    def batch_sampler(self) -> Any:
+        """The batch sampler, where Lightning looks for inner samplers."""
+        return self.loader.batch_sampler
+
+    @property
+    def batch_size(self) -> int | None:
+        """Rows per batch of one data-parallel rank."""
+        return self.loader.batch_size
+
+
+def _sampler_of(loader: DataLoader[Any]) -> Any:
+    """What deals samples to the ranks; a batch sampler of the user's has it, and then the loader has another one."""
+    return getattr(loader.batch_sampler, "sampler", loader.sampler)
+
+
+def _num_rows(batch: Any) -> int:
+    tensors = [v for v in batch.values() if isinstance(v, torch.Tensor)] if isinstance(batch, dict) else []
+    return tensors[0].shape[0] if tensors else 0
+
+
+def is_map_style(loader: object) -> TypeGuard[DataLoader[Any]]:
+    """Whether ``loader`` is a DataLoader with an order of samples or of whole batches, to be skipped and counted."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    # In prediction Lightning wraps it into one that remembers what it gave (overrides/distributed.py).
+    batch_sampler = getattr(loader.batch_sampler, "_batch_sampler", loader.batch_sampler)
+    return batch_sampler is None or isinstance(batch_sampler, BatchSampler)

@@ -1,1 +1,0 @@
-"""How do samples reach the ranks: place in the run, loaders, broadcast?"""
