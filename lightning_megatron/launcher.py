@@ -23,7 +23,7 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.rows_for_copies import rows_for_copies
 
 if TYPE_CHECKING:
-    from lightning_megatron.checkpointing import Checkpointing
+    from lightning_megatron.strategy import MegatronStrategy
 
 
 def check_world_size(environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> None:
@@ -120,7 +120,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         call = inspect.signature(function).bind(*args, **kwargs)
         if trainer is not None and "ckpt_path" in call.signature.parameters:
             call.apply_defaults()
-            strategy: Checkpointing = trainer.strategy
+            strategy: MegatronStrategy = trainer.strategy
             call.arguments["ckpt_path"] = strategy.begin_with(trainer, call.arguments["ckpt_path"])
         ScriptLauncher._has_failed = True  # until it returns
         with rows_for_copies():

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_megatron.ckpt_path import LAST, Found, find_last
@@ -25,6 +27,13 @@ TERMINATED = 128 + signal.SIGTERM
 
 _PREEMPTED = "preempted.ckpt"
 """Beside ``last.ckpt`` where that is a link."""
+
+
+def deferred_signums(environment: ClusterEnvironment) -> list[int]:
+    """Signals for which Lightning registers handlers that communicate, and which therefore wait for a step's end."""
+    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and environment.requeue_signal:
+        return [signal.SIGTERM, environment.requeue_signal]
+    return [signal.SIGTERM]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,20 +1,28 @@
-"""How does Lightning's Trainer drive Megatron-Core? ``MegatronStrategy``: Lightning's hooks in calling order."""
+"""``MegatronStrategy``: Lightning's hooks, in calling order, on Megatron-Core."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device, _init_dist_connection
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -22,7 +30,7 @@ from typing_extensions import override
 from lightning_megatron.checkpointing import Checkpointing
 from lightning_megatron.data.broadcast import broadcast_batch
 from lightning_megatron.data.loader import EvaluationLoader, ResumableLoader, TrainLoader, is_map_style
-from lightning_megatron.engine import groups
+from lightning_megatron.engine import checkpoint, groups
 from lightning_megatron.engine.agreement import on_all_ranks_alike
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.launch import allow_overlap, die_with_launcher, seed_of_run
@@ -30,6 +38,7 @@ from lightning_megatron.engine.optimizer import (
     MegatronOptimizer,
     OptimizerContext,
     OptimizerOptions,
+    OptimizerReport,
     build_optimizer,
 )
 from lightning_megatron.engine.parallel import ParallelConfig
@@ -37,18 +46,17 @@ from lightning_megatron.engine.relayout import read_weights, write_weights
 from lightning_megatron.engine.replicas import freeze_alike
 from lightning_megatron.engine.runtime import Runtime
 from lightning_megatron.engine.schedule import StepOutput, StepShape, culprit
-from lightning_megatron.engine.signals import DeferredSignals
 from lightning_megatron.engine.stepper import Stepper
-from lightning_megatron.engine.wrap import to_16bit, to_ddp
-from lightning_megatron.errors import ConfigError, NonFiniteError
+from lightning_megatron.engine.wrap import GradientReduction, to_16bit, to_ddp
+from lightning_megatron.errors import ConfigError, NonFiniteError, ready
 from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.launcher import ScriptLauncher, check_world_size, meeting
-from lightning_megatron.load_from import LoadFrom, as_load_from
-from lightning_megatron.models.transformer_config import Recompute
+from lightning_megatron.load_from import LoadFrom
+from lightning_megatron.models.transformer_config import EngineSettings, Recompute
+from lightning_megatron.precision import MegatronPrecision
+from lightning_megatron.preemption import deferred_signums
 from lightning_megatron.preflight import check_trainer, preflight
 from lightning_megatron.rows_for_copies import check_rows_for_copies
-from lightning_megatron.saves import Saves
-from lightning_megatron.strategy_state import ready
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -62,7 +70,7 @@ _EVALUATING = (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING, RunningSta
 
 
 @explains_options
-class MegatronStrategy(Checkpointing):
+class MegatronStrategy(ParallelStrategy):
     """Trains one model with Megatron-Core's tensor, pipeline, sequence and data parallelism.
 
     One batch of the DataLoader is one optimizer step of one data-parallel rank: ``micro_batch_size x num_microbatches``
@@ -122,7 +130,6 @@ class MegatronStrategy(Checkpointing):
         )
         self._recompute = Recompute(granularity=recompute, method=recompute_method, num_layers=recompute_num_layers)
         self.distributed_optimizer = distributed_optimizer
-        self.load_weights_only = load_weights_only
         self._overlap_communication = overlap_communication
         self._overrides = dict(transformer_config_overrides or {})
         self._timeout = timeout
@@ -132,19 +139,169 @@ class MegatronStrategy(Checkpointing):
         self._step_shape: StepShape | None = None
         self._microbatch_losses = torch.zeros(0)
         self._weights_of_other_layout: Path | None = None
-        self._loader_state: dict[str, Any] | None = None
-        self._signals: DeferredSignals | None = None
-        self._load_from, self._beginning = as_load_from(load_from), None
-        self._is_delivering_signals = False
-        self._is_trained = self._is_preempted = False
-        self._first_step: int | None = None
         self._loader_tells_steps = False
         self._shared_batches: float = math.inf
-        self._saves = Saves(asynchronous=async_save)
+        self.load_weights_only = load_weights_only
+        self._checkpointing = Checkpointing(self, load_from=load_from, async_save=async_save)
         if on_nan not in ("raise", "skip"):
             raise ConfigError(f"on_nan={on_nan!r} is unknown; choose 'raise' or 'skip'")
         self.on_nan = on_nan
         self.num_nodes = 1
+
+    # ---- sizes, settings and this rank's place -----------------------------------------------------------------------
+
+    @property
+    def tp(self) -> int:
+        """Tensor parallel size."""
+        return self.parallel.tp
+
+    @property
+    def pp(self) -> int:
+        """Pipeline parallel size."""
+        return self.parallel.pp
+
+    @property
+    def vpp(self) -> int | None:
+        """Model chunks per stage, None for one."""
+        return self.parallel.vpp
+
+    @property
+    def cp(self) -> int:
+        """Context parallel size."""
+        return self.parallel.cp
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether activations are split along the sequence."""
+        return self.parallel.sequence_parallel
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches per optimizer step of one data-parallel rank."""
+        return self.parallel.num_microbatches
+
+    @property
+    def topology(self) -> Topology:
+        """This rank's place on every axis.
+
+        Raises:
+            RuntimeError: Before ``setup_environment``.
+        """
+        return ready(self._topology, "setup_environment")
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Copies of the model."""
+        return self.parallel.data_parallel_size(self.num_nodes * self.num_processes)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which copy this rank is part of."""
+        return self.topology.dp_rank
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup:
+        """The ranks that hold this rank's shard, one per copy; metrics of batches are synced over them."""
+        return self.topology.dp_group
+
+    @property
+    def is_data_source(self) -> bool:
+        """Whether this rank reads data: tp_rank 0 of the first stage, whose batch goes to its copy's ranks."""
+        return self.topology.is_data_source
+
+    @property
+    def _ramped_micro_batch_size(self) -> int | None:
+        """Rows of a microbatch if a data module changes their number from step to step, else None."""
+        datamodule: Any = getattr(ready(self.lightning_module, "connect").trainer, "datamodule", None)
+        return None if getattr(datamodule, "rampup", None) is None else datamodule.micro_batch_size
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank is on the last pipeline stage, which computes the loss."""
+        return self.topology.is_last_stage
+
+    @property
+    def step_shape(self) -> StepShape | None:
+        """Rows and tokens of the last step; None before the first."""
+        return self._step_shape
+
+    @property
+    def global_batch_size(self) -> int:
+        """Rows per optimizer step over all ranks.
+
+        Raises:
+            RuntimeError: Before the first batch, which tells the micro batch size.
+        """
+        return ready(self._step_shape, "the first batch").global_batch_size
+
+    @property
+    def optimizer_report(self) -> OptimizerReport | None:
+        """Gradient norm, overflow and loss scale of the last optimizer step; None before the first."""
+        optimizer = self._megatron_optimizer
+        return optimizer.report if optimizer else None
+
+    @property
+    def _megatron_optimizer(self) -> MegatronOptimizer | None:
+        return next((o for o in self.optimizers if isinstance(o, MegatronOptimizer)), None)
+
+    @property
+    def _chunks(self) -> list[Any]:
+        return list(ready(self.lightning_module, "connect").model_chunks)  # type: ignore[arg-type]
+
+    @property
+    def settings(self) -> EngineSettings:
+        """Everything but the model itself that Megatron's config depends on."""
+        return EngineSettings(
+            parallel=self.parallel,
+            dtypes=self._megatron_precision.dtypes,
+            device=self.root_device,
+            reduction=self.reduction,
+            recompute=self._recompute,
+            overrides=self._overrides,
+        )
+
+    @property
+    def reduction(self) -> GradientReduction:
+        """How gradients travel between the copies of the model."""
+        overlap = self._overlap_communication
+        if overlap is None:
+            overlap = self.root_device.type == "cuda" and self.data_parallel_size > 1
+        return GradientReduction(distributed_optimizer=self.distributed_optimizer, overlap=overlap)
+
+    def engine(self) -> AbstractContextManager[None]:
+        """Where Megatron's modules may be called: slot fillers, random streams and CPU emulation are active."""
+        return ready(self._runtime, "setup_environment").active()
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return self._megatron_precision
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = MegatronPrecision.adopt(plugin)
+
+    @property
+    def _megatron_precision(self) -> MegatronPrecision:
+        plugin = self._precision_plugin
+        return plugin if isinstance(plugin, MegatronPrecision) else MegatronPrecision()
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        return ready(self.parallel_devices, "the Trainer")[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this node."""
+        return len(self.parallel_devices or [])
+
+    def set_world_ranks(self) -> None:
+        """Tell the environment, and Lightning's rank-zero functions, which rank this is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     # ---- Lightning: construction and launch -----------------------------------------------------------------------
 
@@ -184,10 +341,8 @@ class MegatronStrategy(Checkpointing):
         self._weights_of_other_layout = self._keep_weights()
         self._topology = groups.initialize(self.parallel, self._timeout)
         self._runtime.seed(seed_of_run(), self._topology.pp_rank)
-        self._signals = DeferredSignals(self._signums, groups.host_group(self._timeout))
-        self._is_trained, self._first_step = False, None
         self._shared_batches = math.inf
-        self._saves.begin()
+        self._checkpointing.begin(deferred_signums(environment), groups.host_group(self._timeout))
 
     def _keep_weights(self) -> Path | None:
         """Weights of a module that another Trainer has built for another layout, before its groups are gone."""
@@ -236,7 +391,7 @@ class MegatronStrategy(Checkpointing):
             if fitting:
                 self._reset_optimizers_and_schedulers()
                 self.setup_optimizers(trainer)
-            self._load_new_runs_weights(fitting=fitting)
+            self._checkpointing.load_initial_weights(fitting=fitting)
         self.setup_precision_plugin()
         self.barrier()
 
@@ -263,10 +418,6 @@ class MegatronStrategy(Checkpointing):
         with self.engine():
             return build_optimizer(self._chunks, options, lr, context)
 
-    @property
-    def _steps(self) -> Stepper:
-        return ready(self._stepper, "setup")
-
     @override
     def process_dataloader(self, dataloader: object) -> object:
         trainer = ready(self.lightning_module, "connect").trainer
@@ -276,16 +427,15 @@ class MegatronStrategy(Checkpointing):
         loader = self._resumable(dataloader) if is_map_style(dataloader) else dataloader
         self._loader_tells_steps = isinstance(loader, (ResumableLoader, TrainLoader))
         if isinstance(loader, (ResumableLoader, TrainLoader)):
-            loader.before_batch = self._at_step_boundary
+            loader.before_batch = self._checkpointing.at_step_boundary
         return loader
 
     def _resumable(self, dataloader: DataLoader[Any]) -> ResumableLoader:
         trainer = ready(self.lightning_module, "connect").trainer
         limit = lambda: trainer.num_training_batches  # noqa: E731
         loader = ResumableLoader(dataloader, self.topology.dp, limit, first_epoch=trainer.current_epoch)
-        if self._loader_state is not None:
-            loader.load_state_dict(self._loader_state)
-            self._loader_state = None
+        if (state := self._checkpointing.take_loader_state()) is not None:
+            loader.load_state_dict(state)
         return loader
 
     @override
@@ -294,7 +444,7 @@ class MegatronStrategy(Checkpointing):
         if stage == RunningStage.PREDICTING:
             self._shared_batches -= 1
         if (stage in _EVALUATING or not self._loader_tells_steps) and self._shared_batches >= 0:
-            self._at_step_boundary()
+            self._checkpointing.at_step_boundary()
         check = getattr(self.lightning_module, "check_batch", None)
         with torch.inference_mode(False):
             return broadcast_batch(batch, self.topology, device or self.root_device, check)
@@ -309,8 +459,8 @@ class MegatronStrategy(Checkpointing):
 
     @override
     def on_train_start(self) -> None:
-        super().on_train_start()
-        on_all_ranks_alike(self._steps.check_frozen)
+        self._checkpointing.on_train_start()
+        on_all_ranks_alike(ready(self._stepper, "setup").check_frozen)
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
@@ -329,7 +479,7 @@ class MegatronStrategy(Checkpointing):
                 "configure_optimizers returned no Megatron optimizer; make one with strategy.build_optimizer(...)"
             )
         with self.engine():
-            output = self._steps.train(batch, train_step, optimizer, self._ramped_micro_batch_size)
+            output = ready(self._stepper, "setup").train(batch, train_step, optimizer, self._ramped_micro_batch_size)
         optimizer.loss, self._microbatch_losses = output.loss, output.microbatch_losses
         self._step_shape = output.shape
         return output
@@ -360,7 +510,7 @@ class MegatronStrategy(Checkpointing):
         """
         # Megatron caches tensors (rotary angles) for later training steps: they must not be inference tensors.
         with self.engine(), torch.inference_mode(False), torch.no_grad():
-            output = self._steps.evaluate(batch, train_step, observe)
+            output = ready(self._stepper, "setup").evaluate(batch, train_step, observe)
         self._step_shape = self._step_shape or output.shape
         return output
 
@@ -371,14 +521,116 @@ class MegatronStrategy(Checkpointing):
         """Nothing: Megatron's schedule has run the backward pass of every microbatch."""
         return closure_loss
 
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return False
+
+    def begin_with(self, trainer: pl.Trainer, ckpt_path: str | Path | None) -> str | Path | None:
+        """The checkpoint that a run begins with; called by the launcher before there are other processes.
+
+        Args:
+            trainer: About to run.
+            ckpt_path: As the user gave it.
+
+        Raises:
+            CheckpointError: If a checkpoint is missing or not complete, or would be saved where there are no folders.
+        """
+        return self._checkpointing.begin_with(trainer, ckpt_path)
+
+    def _run_state(self, *, with_optimizer: bool) -> checkpoint.RunState:
+        module = ready(self.lightning_module, "connect")
+        return checkpoint.RunState(
+            chunks=self._chunks,
+            optimizer=self._megatron_optimizer if with_optimizer else None,
+            rng=ready(ready(self._runtime, "setup_environment").rng, "setup_environment"),
+            topology=self.topology,
+            model_description=getattr(module, "model_description", {}),
+            hugging_face_config=getattr(module, "hugging_face_config", None),
+        )
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Whatever the module holds besides Megatron's chunks (metrics, extra heads): equal on all ranks."""
+        state = ready(self.lightning_module, "connect").state_dict()
+        return {name: value for name, value in state.items() if not name.startswith("model_chunks.")}
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        ready(self.lightning_module, "connect").load_state_dict(checkpoint["state_dict"], strict=False)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """What is not sharded; its presence in Lightning's dict says that the rest belongs into the checkpoint too."""
+        return optimizer.state_dict()
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing: ``load_checkpoint`` has done it."""
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        self._checkpointing.save(checkpoint, filepath)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        return self._checkpointing.load(checkpoint_path)
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        self._checkpointing.remove(Path(filepath))
+
+    # ---- collectives over all ranks -------------------------------------------------------------------------------
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if not _distributed_is_initialized():
+            return
+        if dist.get_backend() == "nccl":
+            dist.barrier(device_ids=[self.root_device.index])
+        else:
+            dist.barrier()
+
+    @override
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        if not _distributed_is_initialized():
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src, group=dist.group.WORLD)
+        return objects[0]
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        # Losses and metrics of steps are equal on all ranks already, and their mean over the world is the same again.
+        return (
+            _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, torch.Tensor) else tensor
+        )
+
     # ---- end ------------------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_end(self) -> None:
+        self._checkpointing.on_train_end()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._checkpointing.on_exception(exception)
 
     @override
     def teardown(self) -> None:
         # Not super().teardown(): it would move the module and the optimizer to the CPU, out of Megatron's buffers.
         # The process groups stay for the next fit or validate.
-        self._saves.end()
-        if self._is_preempted:
+        self._checkpointing.end()
+        if self._checkpointing.is_preempted:
             self.barrier()  # a rank that ends earlier would have Lightning's launcher kill the others (code 137)
         ready(self.cluster_environment, "the Trainer").teardown()
         self.precision_plugin.teardown()

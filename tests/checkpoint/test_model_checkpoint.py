@@ -150,7 +150,7 @@ def _steps_during_which_a_save_was_under_way(run: Run, folder: Path) -> tuple[li
 
     class Watch(pl.Callback):
         def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-            if trainer.strategy._saves.is_saving:
+            if trainer.strategy._checkpointing.saves.is_saving:
                 seen.append(trainer.global_step)
                 names.extend(path.name for path in folder.iterdir() if path.suffix == ".ckpt")
 

@@ -30,7 +30,8 @@ def _full_disk(victim: int, first: int, last: int, seen: dict[int, list[str]], f
 
         def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
             with trainer.strategy.engine():
-                trainer.strategy._saves.finish()  # else it would depend on the clock which save meets the limit
+                # Else it would depend on the clock which save meets the limit.
+                trainer.strategy._checkpointing.saves.finish()
             trainer.strategy.barrier()
             seen[trainer.global_step] = _names(folder)
             trainer.strategy.barrier()
