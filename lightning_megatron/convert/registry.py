@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lightning_megatron.convert import families
 from lightning_megatron.convert.family import Family
-from lightning_megatron.convert.refused import REFUSED
 from lightning_megatron.convert.rules import POSITIONS, Rule
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig
@@ -22,16 +21,32 @@ if TYPE_CHECKING:
 
 HFConfigLike: TypeAlias = "PretrainedConfig | Mapping[str, Any] | str | Path"
 
-
 _KEYS_OF_ANY_MODEL = {
     "num_labels",  # kept as the length of id2label
     *("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "tie_word_embeddings"),
     *("is_encoder_decoder", "decoder_start_token_id", "bos_token_id", "eos_token_id", "pad_token_id"),
 }
 """Keys that a ``config.json`` may have though the class does not list them (transformers moved some to generation)."""
-
-
 _MOST_LAYERS = 100_000
+
+_POST_NORM = (
+    "it normalizes after each block (post-LN) and its embeddings, and the engine's layers normalize before; "
+    "use model_type='megatron-bert', the pre-LN BERT"
+)
+
+_REFUSED: dict[str, str] = {
+    "bert": _POST_NORM,
+    "roberta": _POST_NORM,
+    "xlm-roberta": _POST_NORM,
+    "camembert": _POST_NORM,
+    "electra": _POST_NORM,
+    "distilbert": _POST_NORM,
+    "albert": f"all its layers share one set of weights, and {_POST_NORM}",
+    "deberta": f"its attention mixes contents and relative positions, and {_POST_NORM}",
+    "deberta-v2": f"its attention mixes contents and relative positions, and {_POST_NORM}",
+    "bart": "it normalizes after each block (post-LN), and the engine's layers normalize before; use model_type='t5'",
+}
+"""``model_type`` -> why not, and what to use instead."""
 
 
 @functools.cache
@@ -49,9 +64,9 @@ def family_of(model_type: str) -> Family:
     Raises:
         ConfigError: If it is not known, or its mathematics cannot be computed; the message lists the known ones.
     """
-    if model_type in REFUSED:
+    if model_type in _REFUSED:
         raise ConfigError(
-            f"model_type={model_type!r} cannot be computed: {REFUSED[model_type]} (known families: "
+            f"model_type={model_type!r} cannot be computed: {_REFUSED[model_type]} (known families: "
             f"{', '.join(sorted(known_families()))})"
         )
     if model_type not in known_families():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_megatron.convert.family import Family
-from lightning_megatron.convert.gpt_rules import FusedNames, fused_rules, norm
+from lightning_megatron.convert.gpt_tables import FusedNames, fused_rules, norm
 from lightning_megatron.convert.rules import Rule
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig

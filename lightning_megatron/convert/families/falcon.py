@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_megatron.convert.family import Family, activation
-from lightning_megatron.convert.gpt_configs import rope_fields
-from lightning_megatron.convert.gpt_rules import FusedNames, fused_rules
+from lightning_megatron.convert.gpt_tables import FusedNames, fused_rules, rope_fields
 from lightning_megatron.convert.rules import Rule
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig

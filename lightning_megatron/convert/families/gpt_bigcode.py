@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_megatron.convert.family import Family
-from lightning_megatron.convert.gpt_configs import gpt2_config
-from lightning_megatron.convert.gpt_rules import GPT2_NAMES, absolute_positions, fused_rules
+from lightning_megatron.convert.gpt_tables import GPT2_NAMES, absolute_positions, fused_rules, gpt2_config
 from lightning_megatron.convert.rules import Rule
 from lightning_megatron.models.config import ModelConfig
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_megatron.convert.family import Family
-from lightning_megatron.convert.gpt_configs import llama_config, window_fields
-from lightning_megatron.convert.gpt_rules import llama_rules
+from lightning_megatron.convert.gpt_tables import llama_config, llama_rules, window_fields
 from lightning_megatron.models.config import ModelConfig
 
 
