@@ -21,8 +21,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_megatron.engine.checkpoint import recover
 from lightning_megatron.engine.checkpoint_safety import META, check_complete, is_distributed, load_plain
-from lightning_megatron.engine.checkpoint_swap import PARTIAL
 from lightning_megatron.errors import CheckpointError
+from lightning_megatron.files import PARTIAL
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -2,7 +2,7 @@
 
 A checkpoint is a directory in Megatron's distributed format, which any tp, pp, vpp and dp can load, plus one file per
 rank with its random states, ``checksums.json``, and ``meta.pt`` with everything that is not sharded. How it is written
-is in checkpoint_save.py, how it gets its name in checkpoint_swap.py.
+is in checkpoint_save.py, how it gets its name in files.py.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from lightning_megatron.engine.checkpoint_state import (
     rng_file,
     sharded_state,
 )
-from lightning_megatron.engine.checkpoint_swap import is_own_within, recover, remove, wait_for_deletions
+from lightning_megatron.engine.checkpoint_swap import is_own_within
 from lightning_megatron.engine.optimizer_state import restore_optimizer_state
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.errors import CheckpointError
+from lightning_megatron.files import recover, remove, wait_for_deletions
 
 __all__ = [
     "PendingSave",

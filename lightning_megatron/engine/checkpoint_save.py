@@ -2,13 +2,14 @@
 
 Threads write the copy (checkpoint_files.py). Everything that ranks must do together happens in ``begin_save`` and
 ``PendingSave.finish``, both called where every rank has come to the same step: no collective runs in a thread. Nothing
-has the final name before every rank's files, their checksums and ``meta.pt`` are on the disk (checkpoint_swap.py).
+has the final name before every rank's files, their checksums and ``meta.pt`` are on the disk (files.py).
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,9 +35,10 @@ from lightning_megatron.engine.checkpoint_files import FileWriter, Shards, torch
 from lightning_megatron.engine.checkpoint_safety import COMMON, META, check_complete, more_than_data
 from lightning_megatron.engine.checkpoint_staging import HostMemory
 from lightning_megatron.engine.checkpoint_state import SHARDING, RunState, own_meta, rng_file, sharded_state
-from lightning_megatron.engine.checkpoint_swap import PARTIAL, FolderLock, discard, start_partial, swap_in, sync
+from lightning_megatron.engine.checkpoint_swap import start_partial
 from lightning_megatron.engine.wrap import finish_parameter_gathers
 from lightning_megatron.errors import CheckpointError
+from lightning_megatron.files import PARTIAL, FolderLock, publish, sync
 
 _UNFINISHED_META = "meta.tmp"
 
@@ -134,7 +136,7 @@ class PendingSave:
         if not self._is_over:
             self._writer.abandon()
             if dist.get_rank() == 0:
-                discard(self._partial)
+                shutil.rmtree(self._partial, ignore_errors=True)
             self._end()
 
     def _complete(self, gathered: list[tuple[list[Any], dict[str, FileChecksums]]]) -> None:
@@ -161,7 +163,7 @@ class PendingSave:
         sync(unfinished)
         unfinished.rename(partial / META)
         check_complete(partial)
-        swap_in(partial, self.path, in_background=self._is_beside_training)
+        publish(partial, self.path, in_background=self._is_beside_training)
 
     def _end(self) -> None:
         global _pending
@@ -225,7 +227,7 @@ def _begin(run: RunState, meta: dict[str, Any], path: Path, *, keep_copy: bool) 
         pending = PendingSave(path, partial, FileWriter(partial, shards, random_states))
     except BaseException:
         if dist.get_rank() == 0:
-            discard(partial)
+            shutil.rmtree(partial, ignore_errors=True)
             started[1].release()
         raise
     pending._plan, pending._meta, pending._is_beside_training = plan, meta_bytes, keep_copy

@@ -54,9 +54,9 @@ def _before_the_last_name() -> None:
 
 def _around_the_exchange(*, before: bool) -> Callable[[], None]:
     def install() -> None:
-        from lightning_megatron.engine import checkpoint_swap
+        from lightning_megatron import files
 
-        original = checkpoint_swap._exchange
+        original = files._exchange
 
         def exchange(a: Path, b: Path) -> bool:
             if not before:
@@ -64,16 +64,16 @@ def _around_the_exchange(*, before: bool) -> Callable[[], None]:
             _die()
             return True
 
-        checkpoint_swap._exchange = exchange
+        files._exchange = exchange
 
     return install
 
 
 def _without_exchange(moment: Callable[[], None]) -> Callable[[], None]:
     def install() -> None:
-        from lightning_megatron.engine import checkpoint_swap
+        from lightning_megatron import files
 
-        checkpoint_swap._exchange = lambda a, b: False
+        files._exchange = lambda a, b: False
         moment()
 
     return install

@@ -45,14 +45,14 @@ class _Calls:
     """Counts the calls of this process that change files, and dies before the one that it is told."""
 
     def __init__(self, folder: Path) -> None:
-        from lightning_megatron.engine import checkpoint_swap
+        from lightning_megatron import files
 
         self._folder = str(folder)
         self._counter = itertools.count(1)
         self.count = 0
         self.last: int | None = None
         sys.addaudithook(self._hook)
-        for owner, name in ((os, "write"), (os, "fsync"), (checkpoint_swap, "_exchange")):
+        for owner, name in ((os, "write"), (os, "fsync"), (files, "_exchange")):
             setattr(owner, name, self._counted(getattr(owner, name)))
 
     def begin(self, last: int | None = None) -> None:
@@ -81,7 +81,8 @@ def _changes(flags: int) -> bool:
 
 
 def _act(kind: str, state: Any, path: Path, name: str) -> None:
-    from lightning_megatron.engine import checkpoint, checkpoint_swap
+    from lightning_megatron import files
+    from lightning_megatron.engine import checkpoint
 
     if kind == "remove":
         if int(os.environ["RANK"]) == 0:  # as in a run
@@ -91,7 +92,7 @@ def _act(kind: str, state: Any, path: Path, name: str) -> None:
         pending.finish()
     else:
         if kind == "save without exchange":
-            checkpoint_swap._exchange = lambda a, b: False
+            files._exchange = lambda a, b: False
         checkpoint.save(state, {"name": name}, path)
 
 
@@ -153,7 +154,8 @@ def test_there_is_always_a_whole_checkpoint(
     tmp_path: Path, known: dict[str, dict[str, Any]], kind: str, victim: int, share: float
 ) -> None:
     from lightning_megatron.engine.checkpoint import recover, remove
-    from lightning_megatron.engine.checkpoint_swap import start_partial, swap_in
+    from lightning_megatron.engine.checkpoint_swap import start_partial
+    from lightning_megatron.files import publish
 
     path = tmp_path / "last.ckpt"
     with pytest.raises(RankError, match=rf"rank {victim} \(pid \d+\) died without a result"):
@@ -168,7 +170,7 @@ def test_there_is_always_a_whole_checkpoint(
     # The next save of that name leaves nothing else behind.
     partial, lock = start_partial(path)
     (partial / "meta.pt").touch()
-    swap_in(partial, path)
+    publish(partial, path)
     lock.release()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["kept.ckpt", "last.ckpt"]
     remove(path)

@@ -17,6 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = {
     "errors": 0,
     "features": 0,
+    "files": 0,
     "foreign_names": 0,
     "hub": 0,
     "known_warnings": 0,

@@ -30,8 +30,8 @@ from lightning_megatron.convert.stored.base import Key, StoredModel
 from lightning_megatron.convert.targets.casting import cast, dtype_of
 from lightning_megatron.convert.targets.layout import TargetLayout
 from lightning_megatron.engine.checkpoint_failures import failures_as_errors
-from lightning_megatron.engine.checkpoint_swap import sync
 from lightning_megatron.errors import CheckpointError
+from lightning_megatron.files import sync
 
 CHECKPOINT_VERSION = 3.0
 """Says that the rows of queries, keys and values stand as in Megatron-Core."""

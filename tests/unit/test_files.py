@@ -1,7 +1,8 @@
-"""Does a folder take its name so that a complete one always has it, and is what others write left alone?"""
+"""Publishing of files and folders: a complete one always has the name, and what others write is left alone."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import threading
@@ -10,17 +11,10 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.engine import checkpoint_swap
-from lightning_megatron.engine.checkpoint_swap import (
-    FolderLock,
-    is_own_within,
-    recover,
-    remove,
-    start_partial,
-    swap_in,
-    wait_for_deletions,
-)
-from lightning_megatron.errors import CheckpointError
+from lightning_megatron import files
+from lightning_megatron.engine.checkpoint_swap import is_own_within, start_partial
+from lightning_megatron.errors import CheckpointError, DataError
+from lightning_megatron.files import FolderLock, publish, recover, remove, staged, wait_for_deletions
 
 
 def _folder(path: Path, content: str) -> Path:
@@ -36,7 +30,7 @@ def _names(folder: Path) -> list[str]:
 @pytest.fixture(params=["exchange", "two renames"])
 def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "two renames":
-        monkeypatch.setattr(checkpoint_swap, "_exchange", lambda a, b: False)
+        monkeypatch.setattr(files, "_exchange", lambda a, b: False)
 
 
 @pytest.mark.usefixtures("_way")
@@ -51,7 +45,7 @@ def test_the_new_folder_replaces_whatever_has_the_name(tmp_path: Path, old: str)
     elif old == "link":
         path.symlink_to("b.ckpt")
 
-    swap_in(_folder(tmp_path / "a.ckpt.partial", "new"), path)
+    publish(_folder(tmp_path / "a.ckpt.partial", "new"), path)
 
     assert _names(tmp_path) == ["a.ckpt", "b.ckpt"]
     assert not path.is_symlink()
@@ -61,10 +55,10 @@ def test_the_new_folder_replaces_whatever_has_the_name(tmp_path: Path, old: str)
 
 def test_this_kernel_and_file_system_exchange_names_in_one_step(tmp_path: Path) -> None:
     a, b = _folder(tmp_path / "a", "a"), _folder(tmp_path / "b", "b")
-    assert checkpoint_swap._exchange(a, b)
+    assert files._exchange(a, b)
     assert ((a / "meta.pt").read_text(), (b / "meta.pt").read_text()) == ("b", "a")
     with pytest.raises(FileNotFoundError):
-        checkpoint_swap._exchange(a, tmp_path / "c")
+        files._exchange(a, tmp_path / "c")
 
 
 def test_at_no_file_system_call_of_an_exchange_is_the_name_without_a_whole_folder(
@@ -82,7 +76,7 @@ def test_at_no_file_system_call_of_an_exchange_is_the_name_without_a_whole_folde
 
         monkeypatch.setattr(os, name, watched)
 
-    swap_in(partial, path)
+    publish(partial, path)
 
     assert seen == sorted(seen, reverse=True)
     assert set(seen) == {"old", "new"}
@@ -92,7 +86,7 @@ def test_what_an_interrupted_swap_left_is_found_and_stays_until_there_is_another
     path = tmp_path / "a.ckpt"
     replaced = _folder(tmp_path / "a.ckpt.replaced", "old")
     assert recover(path) == replaced
-    swap_in(_folder(tmp_path / "a.ckpt.partial", "new"), path)
+    publish(_folder(tmp_path / "a.ckpt.partial", "new"), path)
     assert recover(path) == path
     assert _names(tmp_path) == ["a.ckpt"]
 
@@ -142,7 +136,7 @@ def test_a_thread_deletes_the_files_of_what_was_replaced_or_removed(
     monkeypatch.setattr(shutil, "rmtree", slow)
     a, b = _folder(tmp_path / "a.ckpt", "old"), tmp_path / "b.ckpt"
 
-    swap_in(_folder(tmp_path / "a.ckpt.partial", "new"), a, in_background=True)
+    publish(_folder(tmp_path / "a.ckpt.partial", "new"), a, in_background=True)
 
     assert (a / "meta.pt").read_text() == "new"
     assert _names(tmp_path) == ["a.ckpt", "a.ckpt.removed"]
@@ -212,3 +206,56 @@ def test_what_is_a_checkpoint_of_a_folder_and_what_only_says_so(tmp_path: Path, 
     for link, target in links.items():
         (folder / link).symlink_to(target)
     assert is_own_within(folder / name, [tmp_path / "another", folder]) == is_own
+
+
+# ---- staged ---------------------------------------------------------------------------------------------------------
+
+
+def test_staged_files_appear_together_and_the_last_one_vouches_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a.bin", "a.idx", "b.idx"):
+        (tmp_path / name).write_text("old")
+    seen: list[tuple[str, str]] = []
+    replace = os.replace
+
+    def watched(source: Path, target: Path) -> None:
+        seen.append((target.name, "".join(sorted(each.name for each in tmp_path.glob("a.*")))))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", watched)
+    with staged(tmp_path, "a", last=["a.idx"], error=DataError) as partial:
+        (partial / "a.idx").write_text("new")
+        (partial / "a.bin").write_text("new")
+        assert (tmp_path / "a.idx").read_text() == "old"
+
+    assert seen == [("a.bin", "a.bin"), ("a.idx", "a.bin")]
+    assert [(tmp_path / name).read_text() for name in _names(tmp_path)] == ["new", "new", "old"]
+    assert _names(tmp_path) == ["a.bin", "a.idx", "b.idx"]
+
+
+def test_a_staged_folder_replaces_the_old_one_or_leaves_it(tmp_path: Path) -> None:
+    _folder(tmp_path / "model", "old")
+    _folder(tmp_path / ".model.partial", "of a killed run")
+    with contextlib.suppress(KeyError), staged(tmp_path, "model") as partial:
+        assert _names(partial) == []
+        _folder(partial / "model", "half")
+        raise KeyError
+    assert (_names(tmp_path), (tmp_path / "model/meta.pt").read_text()) == (["model"], "old")
+    with staged(tmp_path, "model") as partial:
+        _folder(partial / "model", "new")
+        with pytest.raises(DataError, match="another program is writing"), staged(tmp_path, "model", error=DataError):
+            pass
+    assert (_names(tmp_path), (tmp_path / "model/meta.pt").read_text()) == (["model"], "new")
+
+
+def test_a_staged_folder_that_cannot_be_written_is_the_error_that_was_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(DataError, match=r"file/a cannot be written \(.*choose a folder"),
+        staged(tmp_path / "file", "a", error=DataError),
+    ):
+        pass
+    with pytest.raises(CheckpointError, match="No space"), staged(tmp_path, "a", error=CheckpointError):
+        raise OSError(28, "No space left on device")
+    assert _names(tmp_path) == ["file"]

@@ -1,0 +1,252 @@
+"""Atomically publish files and folders, and lock them while they are written.
+
+What takes long to write is written beside its final name and published when it is complete, so that whoever reads the
+final name finds the old content or the new one, whole::
+
+    with staged(folder, "model", error=CheckpointError) as partial:
+        (partial / "model").mkdir()  # or any number of files and folders, under their final names
+        ...
+    # here folder/model is the new one; after an exception it is what it was, and nothing is left behind
+
+``publish`` is the last step alone, for writers that outlive a ``with`` block. Where the kernel and the file system can,
+two folders exchange their names in one step (``renameat2``). Elsewhere (e.g. NFS) the old one is renamed first, and
+``recover`` finds it should the program end before the second rename. Names and contents reach the disk before anything
+older is deleted, and what is deleted loses its name first, so that no half of it is ever taken for a whole.
+
+A folder that is being written is locked with ``flock`` on the folder itself: the kernel releases the lock when the
+process ends, however it ends, and no lock file stays behind. To wait for another process instead (a cache that one of
+several jobs builds), use ``filelock.FileLock`` around ``staged``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+import threading
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from lightning_megatron.errors import ConfigError
+
+PARTIAL = ".partial"
+"""Ends the name of a folder that is being written; after an exchange, of the one that was replaced."""
+
+_REPLACED = ".replaced"
+_REMOVED = ".removed"
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+class FolderLock:
+    """Tells other programs that a folder is being written; ends with the process."""
+
+    def __init__(self, folder: Path, error: type[ConfigError] = ConfigError) -> None:
+        """Lock ``folder``; on a file system without locks nothing happens.
+
+        Raises:
+            ConfigError: ``error``, if another program has it.
+        """
+        self._descriptor: int | None = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._descriptor)
+            raise error(
+                f"another program is writing {folder} at this moment; give every run a folder of its own"
+            ) from None
+        except OSError:  # no locks here, e.g. on some network file systems
+            self.release()
+
+    @property
+    def is_held(self) -> bool:
+        """False after ``release``, and where the file system has no locks."""
+        return self._descriptor is not None
+
+    def release(self) -> None:
+        """Let others have it."""
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a forked worker may hold the descriptor as well
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+@contextlib.contextmanager
+def staged(
+    folder: Path, name: str, *, last: Collection[str] = (), error: type[ConfigError] = ConfigError
+) -> Iterator[Path]:
+    """A locked, empty, hidden folder in ``folder``, whose content moves into ``folder`` when the block ends.
+
+    Files of the same names are replaced, folders as a whole. What a killed run has left there is removed first, and
+    after an exception nothing is left.
+
+    Args:
+        folder: Where the content shall be in the end; made if need be.
+        name: What is written, for the name of the hidden folder: two programs cannot write the same at once.
+        last: Names that vouch for the others, as an index does: old ones leave first, new ones arrive last.
+        error: What to raise if another program is writing the same, or a disk refuses.
+
+    Raises:
+        ConfigError: ``error``.
+    """
+    partial = folder / f".{name}{PARTIAL}"
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        lock = FolderLock(partial, error)
+        try:
+            for left in partial.iterdir():
+                _delete_at_once(left)
+            yield partial
+            for file in partial.rglob("*"):
+                sync(file)
+            for each in last:
+                (folder / each).unlink(missing_ok=True)
+            for written in sorted(partial.iterdir(), key=lambda file: file.name in last):
+                publish(written, folder / written.name)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+            lock.release()
+    except OSError as failure:
+        raise error(
+            f"{folder / name} cannot be written ({failure}); choose a folder that can be written, with enough space"
+        ) from failure
+
+
+def publish(partial: Path, path: Path, *, in_background: bool = False) -> None:
+    """Rename ``partial`` to ``path``; at every moment the old or the new one exists whole.
+
+    If ``path`` does not exist, what an interrupted ``publish`` left beside it may be the only one, and stays until the
+    end.
+
+    Args:
+        partial: A complete folder or file on the same file system; its files have been synced.
+        path: The final name.
+        in_background: Whether a thread deletes an old folder, which may take a second for every few gigabytes.
+    """
+    replaced = path.with_name(path.name + _REPLACED)
+    sync(partial)
+    if partial.is_file() and not path.is_dir():
+        os.replace(partial, path)
+    elif not os.path.lexists(path):
+        partial.rename(path)
+    elif _exchange(partial, path):
+        sync(path.parent)
+        _delete(partial, in_background=in_background)
+    else:
+        if path.is_symlink() or path.is_file():
+            path.unlink()
+        else:
+            _delete_at_once(replaced)
+            path.rename(replaced)
+        partial.rename(path)
+    sync(path.parent)
+    if replaced.exists():
+        _delete(replaced, in_background=in_background)
+
+
+def recover(path: Path) -> Path:
+    """``path``, or what it replaced if a crash fell between the two renames of a file system without exchange."""
+    replaced = path.with_name(path.name + _REPLACED)
+    return replaced if not path.exists() and replaced.is_dir() else path
+
+
+def remove(path: Path, *, in_background: bool = False) -> None:
+    """Delete a folder, a link or a file, whichever ``path`` is, and what a crash left beside it.
+
+    Args:
+        path: What to delete; it has lost its name when this returns.
+        in_background: Whether a thread deletes the files, which may take a second for every few gigabytes.
+    """
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+        return
+    for folder in (path, path.with_name(path.name + _REPLACED), path.with_name(path.name + PARTIAL)):
+        if folder.is_dir() and not _is_being_written(folder):
+            _delete(folder, in_background=in_background)
+
+
+def remove_leftovers(folder: Path, pattern: str, keep: Path) -> None:
+    """Delete what killed programs left of names like ``pattern`` in ``folder``.
+
+    What somebody writes stays, as does everything where the file system has no locks, and ``keep``.
+    """
+    for left in folder.glob(f"{pattern}{_REMOVED}"):
+        shutil.rmtree(left, ignore_errors=True)
+    for left in folder.glob(f"{pattern}{PARTIAL}"):
+        # An empty folder may be one that has just been made, and is about to be locked.
+        if left != keep and any(left.iterdir()):
+            with contextlib.suppress(ConfigError):
+                lock = FolderLock(left)
+                if lock.is_held:
+                    shutil.rmtree(left, ignore_errors=True)
+                lock.release()
+
+
+def wait_for_deletions() -> None:
+    """Wait until the files of what was deleted in the background are gone."""
+    while _deletions:
+        _deletions.pop().join()
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, have reached the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+_deletions: list[threading.Thread] = []
+
+
+def _delete(path: Path, *, in_background: bool = False) -> None:
+    """Delete a folder, which first takes a name that nobody reads, or a file."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+        return
+    wait_for_deletions()
+    removed = path.with_name(path.name.removesuffix(PARTIAL).removesuffix(_REPLACED) + _REMOVED)
+    _delete_at_once(removed)
+    path.rename(removed)
+    sync(path.parent)
+    if in_background:
+        # Not a daemon: the end of the program waits for it.
+        thread = threading.Thread(target=shutil.rmtree, args=(removed,), kwargs={"ignore_errors": True})
+        thread.start()
+        _deletions.append(thread)
+    else:
+        shutil.rmtree(removed)
+
+
+def _delete_at_once(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swap the names of two things in one step; False where kernel, C library or file system cannot."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
+        return True
+    error = ctypes.get_errno()
+    if error in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
+        return False
+    raise OSError(error, os.strerror(error), str(a), None, str(b))
+
+
+def _is_being_written(folder: Path) -> bool:
+    """Whether surely somebody is writing ``folder``."""
+    try:
+        FolderLock(folder).release()
+    except ConfigError:
+        return True
+    return False
