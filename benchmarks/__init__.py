@@ -1,1 +1,1 @@
-"""How fast is it? Training speed of whole runs: ``python -m benchmarks --list``."""
+"""Benchmarks: training, checkpoints, generation and data. ``python -m benchmarks --list``."""

@@ -1,4 +1,4 @@
-"""How is a benchmark started? ``python -m benchmarks``, the same as ``python -m benchmarks.train_step``."""
+"""``python -m benchmarks``: the same as ``python -m benchmarks.train_step``."""
 
 import sys
 

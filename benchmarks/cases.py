@@ -1,4 +1,4 @@
-"""What is measured? Models, layouts and batch sizes as data; importing this loads no torch."""
+"""Cases of the training benchmark: models, layouts and batch sizes as data; importing this loads no torch."""
 
 from __future__ import annotations
 
@@ -154,6 +154,14 @@ _GPT2_TINY: Mapping[str, Any] = {
     "n_head": 2,
 }
 
+_SMOKE: Mapping[str, Any] = {
+    "seq_length": 32,
+    "micro_batch_size": 2,
+    "num_microbatches": 2,
+    "precision": "32-true",
+    "accelerator": "cpu",
+}
+
 CASES: tuple[Case, ...] = (
     Case(
         name="llama-1b",
@@ -273,43 +281,17 @@ CASES: tuple[Case, ...] = (
         name="smoke-bert",
         model={**BERT_LARGE, **dict.fromkeys(("hidden_size", "intermediate_size"), 32), "vocab_size": 300}
         | {"num_hidden_layers": 2, "num_attention_heads": 2},
-        seq_length=32,
-        micro_batch_size=2,
-        num_microbatches=2,
-        precision="32-true",
-        accelerator="cpu",
+        **_SMOKE,
     ),
     Case(
         name="smoke-t5",
         model={**T5_LARGE, **dict.fromkeys(("d_model", "d_ff"), 32), "vocab_size": 300, "d_kv": 16}
         | {"num_layers": 2, "num_heads": 2},
-        seq_length=32,
         decoder_seq_length=16,
-        micro_batch_size=2,
-        num_microbatches=2,
-        precision="32-true",
-        accelerator="cpu",
+        **_SMOKE,
     ),
-    Case(
-        name="smoke",
-        model=_GPT2_TINY,
-        seq_length=32,
-        micro_batch_size=2,
-        num_microbatches=2,
-        precision="32-true",
-        accelerator="cpu",
-    ),
-    Case(
-        name="smoke-tp2",
-        model=_GPT2_TINY,
-        seq_length=32,
-        micro_batch_size=2,
-        num_microbatches=2,
-        num_devices=2,
-        layout={"tp": 2, "sequence_parallel": True},
-        precision="32-true",
-        accelerator="cpu",
-    ),
+    Case(name="smoke", model=_GPT2_TINY, **_SMOKE),
+    Case(name="smoke-tp2", model=_GPT2_TINY, num_devices=2, layout={"tp": 2, "sequence_parallel": True}, **_SMOKE),
 )
 """Every case; those called ``smoke`` only prove that the programs run."""
 

@@ -1,4 +1,4 @@
-"""How long does training stand still while a checkpoint is written, and how fast is it read? See README.md.
+"""Benchmark of checkpoints: how long a save stalls training, and how fast it is written and read. See README.md.
 
 Each part runs in a process of its own, and its checkpoints replace each other: the folder never holds two.
 """
@@ -6,9 +6,7 @@ Each part runs in a process of its own, and its checkpoints replace each other: 
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -18,6 +16,7 @@ from typing import Any
 
 from benchmarks.cases import CASES, Case, case_named
 from benchmarks.checkpoint_measurement import CheckpointMeasurement, markdown_table
+from benchmarks.measurement import append_line, is_first_rank, run_each
 
 PARTS = ("sync", "async", "resume", "peer")
 _FOLDER = "lightning_megatron_checkpoint_benchmark"
@@ -31,41 +30,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if len(parts) > 1:
         return _one_process_each(parts, given, options)
     measurement = _run(parts[0], options)
-    if int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) == 0:
+    if is_first_rank():
         line = measurement.to_json()
         print(line)
         print(markdown_table([measurement]), flush=True)
-        if options.output is not None:
-            options.output.parent.mkdir(parents=True, exist_ok=True)
-            with options.output.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+        append_line(options.output, line)
     return 0
 
 
 def _one_process_each(parts: Sequence[str], given: Sequence[str], options: argparse.Namespace) -> int:
-    others = _without_parts(given)
-    failed = []
+    keep = [["--keep"] if following == "resume" else [] for following in [*parts[1:], ""]]
     try:
-        for index, part in enumerate(parts):
-            print(f"== {part}", flush=True)
-            keep = ["--keep"] if parts[index + 1 : index + 2] == ["resume"] else []
-            command = [sys.executable, "-m", "benchmarks.checkpoint", "--part", part, *keep, *others]
-            if subprocess.run(command, check=False).returncode != 0:
-                failed.append(part)
+        return run_each("benchmarks.checkpoint", "--part", parts, given, *keep)
     finally:
         shutil.rmtree(_folder(options), ignore_errors=True)
-    if failed:
-        print(f"failed: {', '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
-
-
-def _without_parts(given: Sequence[str]) -> list[str]:
-    kept, skip = [], False
-    for argument in given:
-        if not skip and argument != "--part" and not argument.startswith("--part="):
-            kept.append(argument)
-        skip = argument == "--part"
-    return kept
 
 
 def _folder(options: argparse.Namespace) -> Path:

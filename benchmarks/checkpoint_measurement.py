@@ -1,4 +1,4 @@
-"""What is known about the checkpoints of a run? One record, as a JSON line and as a row of a table. Loads no torch."""
+"""Record of one run of the checkpoint benchmark: a JSON line and a row of a table. Loads no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,14 +69,6 @@ class CheckpointMeasurement:
         """One line, with the figures that follow from the others."""
         derived = {"lost_per_save": self.lost_per_save, "step_during": self.step_during}
         return json.dumps({**asdict(self), **derived})
-
-    @classmethod
-    def from_json(cls, line: str) -> CheckpointMeasurement:
-        """The opposite of ``to_json``."""
-        fields: dict[str, Any] = json.loads(line)
-        known = {name: fields[name] for name in cls.__dataclass_fields__}
-        known["saves"] = tuple(Save(**{**s, "steps_during": tuple(s["steps_during"])}) for s in known["saves"])
-        return cls(**known)
 
 
 _COLUMNS = (

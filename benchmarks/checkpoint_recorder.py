@@ -1,4 +1,4 @@
-"""When does a run save, and what does each save cost? Steps alone, saves with the steps beside them, one load.
+"""Callback that times steps alone, saves with the steps beside them, and one load.
 
 The device is waited for after each step: against steps of seconds that is nothing, and a save is then not charged with
 the work of the step before it.

@@ -1,4 +1,4 @@
-"""How is one part of the checkpoint benchmark run? Saves by this package or by Lightning's FSDP, or a resume."""
+"""Parts of the checkpoint benchmark: saves by this package or by Lightning's FSDP, and a resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which indexed dataset does a benchmark read? Random tokens in documents, and a tokenizer that may have made them."""
+"""Indexed dataset of random tokens for benchmarks, and a tokenizer that may have made it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.cases import Case
+from benchmarks.measurement import is_first_rank
 from lightning_megatron import IndexedDataModule
 from lightning_megatron.data.formats.mmap import IndexedDatasetWriter, token_dtype
 from lightning_megatron.models.config import ModelConfig
@@ -53,8 +54,7 @@ def indexed_data(case: Case, model: ModelConfig, num_workers: int) -> IndexedDat
         TimeoutError: If they do not appear.
     """
     folder = Path(tempfile.gettempdir(), f"lightning-megatron-{case.name}-{os.getuid()}")
-    is_first = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) == 0
-    if is_first and not (folder / "corpus.idx").exists():
+    if is_first_rank() and not (folder / "corpus.idx").exists():
         save_tokenizer(str(folder / "tokenizer"), model.vocab_size)
         write_corpus(str(folder / "corpus"), model.vocab_size, 20_000_000, 1000, model.architecture != "gpt")
     deadline = time.monotonic() + 120

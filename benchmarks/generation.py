@@ -1,4 +1,4 @@
-"""How many tokens a second does ``MegatronModule.generate`` write, and how many transformers' own? See README.md.
+"""Benchmark of generation: tokens per second of ``MegatronModule.generate`` beside transformers' own. See README.md.
 
 Cases of one model and layout share a process, which builds the model once; this package and transformers have one each.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from benchmarks.generation_cases import GENERATION_CASES, VARIANTS, GenerationCase, Variant
 from benchmarks.generation_measurement import GenerationMeasurement, markdown_table, read_measurements
+from benchmarks.measurement import append_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,7 @@ def _variants(options: argparse.Namespace) -> list[Variant]:
 
 def _one_after_the_other(processes: Sequence[_Process], options: argparse.Namespace, output: Path) -> int:
     known = len(read_measurements(output)) if output.exists() else 0
-    common = ["--calls", str(options.calls), "--output", str(output), *(["--profile"] if options.profile else [])]
+    common = ["--calls", str(options.calls), "--output", str(output)]
     codes = []
     for process in processes:
         print(f"== {' '.join(process.arguments)}", flush=True)
@@ -97,10 +98,7 @@ def _measure(process: _Process, options: argparse.Namespace) -> int:
     def report(measurement: GenerationMeasurement) -> None:
         found.append(measurement)
         print(measurement.to_json(), flush=True)
-        if options.output is not None:
-            options.output.parent.mkdir(parents=True, exist_ok=True)
-            with options.output.open("a", encoding="utf-8") as file:
-                file.write(measurement.to_json() + "\n")
+        append_line(options.output, measurement.to_json())
 
     run = run_peer if process.variants[0].is_peer else run_megatron
     failures = run(
@@ -108,7 +106,6 @@ def _measure(process: _Process, options: argparse.Namespace) -> int:
             cases=process.cases,
             variants=process.variants,
             calls=options.calls,
-            profile=options.profile,
             report=report,
         )
     )
@@ -128,9 +125,6 @@ def _parser() -> argparse.ArgumentParser:
         "--variant", action="append", choices=variants, help="by what; may be repeated (default: all that there are)"
     )
     parser.add_argument("--calls", type=int, default=3, metavar="N", help="timed calls after one of warm-up")
-    parser.add_argument(
-        "--profile", action="store_true", help="one more call: the top host and GPU operations of 20 decoding steps"
-    )
     parser.add_argument("--output", type=Path, help="append the measurements to this file, as lines of JSON")
     return parser
 

@@ -1,4 +1,4 @@
-"""Which texts are generated, and by what? Models, prompts and implementations as data; this loads no torch."""
+"""Cases of the generation benchmark: models, prompts and implementations as data; loads no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known about generation that was timed? One record, as a JSON line and as a row of a table. Loads no torch."""
+"""Record of one run of the generation benchmark: a JSON line and a row of a table. Loads no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is text generated for the benchmark? By this package under the Trainer, or by transformers alone; timed alike.
+"""Timed generation, by this package under the Trainer or by transformers alone.
 
 The model is built once, at random, where it computes; each case and variant is reported as soon as it is known, and one
 that fails does not keep the others from running.
@@ -18,12 +18,10 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LogitsProcessorList
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from benchmarks.generation_cases import GenerationCase, Variant
 from benchmarks.generation_measurement import GenerationMeasurement
-from benchmarks.generation_profile import StepWindow, new_profiler, profile_text, waits_text
-from benchmarks.host_waits import HostWaitCounter
 from benchmarks.recorder import most_gib
 from benchmarks.runs import installed_versions
 from lightning_megatron import MegatronModule, MegatronStrategy
@@ -31,8 +29,6 @@ from lightning_megatron import MegatronModule, MegatronStrategy
 _TIMEOUT = timedelta(minutes=3)
 """A rank that fails alone leaves the others waiting; no step takes longer."""
 _DTYPES = {"bf16-true": torch.bfloat16, "32-true": torch.float32}
-
-OnToken = Callable[[Tensor], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +41,6 @@ class Job:
     """All of one implementation."""
     calls: int
     """Timed calls of each case and variant."""
-    profile: bool
-    """Whether some steps of one more call are shown in detail."""
     report: Callable[[GenerationMeasurement], None]
     """Gets each result, on rank 0."""
 
@@ -58,8 +52,8 @@ class _Engine:
     device: torch.device
     is_first: bool
     """Whether this is rank 0."""
-    continued: Callable[[bool, Tensor, int, OnToken | None], Tensor]
-    """Whether the cache is static, the prompts, how many tokens they get, who hears of each: the rows, [b, s + n]."""
+    continued: Callable[[bool, Tensor, int], Tensor]
+    """Whether the cache is static, the prompts, how many tokens they get: the rows, [b, s + n]."""
     wait: Callable[[], None]
     """Until every rank and device has done what it was told."""
 
@@ -101,10 +95,9 @@ class _Asked(MegatronModule):
         self.failures = _measure_all(self._job, engine)
         return batch["input_ids"]
 
-    def _continued(self, static: bool, prompts: Tensor, new_tokens: int, on_token: OnToken | None) -> Tensor:
+    def _continued(self, static: bool, prompts: Tensor, new_tokens: int) -> Tensor:
         return self.generate(
             prompts,
-            on_tokens=on_token,
             max_new_tokens=new_tokens,
             min_new_tokens=new_tokens,
             eos_token_id=(),
@@ -128,10 +121,8 @@ def run_peer(job: Job) -> int:
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=_DTYPES[case.precision]).eval()
 
-    def continued(static: bool, prompts: Tensor, new_tokens: int, on_token: OnToken | None) -> Tensor:
+    def continued(static: bool, prompts: Tensor, new_tokens: int) -> Tensor:
         options: dict[str, Any] = {"cache_implementation": "static"} if static else {}
-        if on_token is not None:
-            options["logits_processor"] = LogitsProcessorList([_watching(on_token)])
         rows: Tensor = model.generate(
             prompts,
             attention_mask=torch.ones_like(prompts),
@@ -146,14 +137,6 @@ def run_peer(job: Job) -> int:
     return _measure_all(job, engine)
 
 
-def _watching(on_token: OnToken) -> Any:
-    def watch(tokens: Tensor, scores: Tensor) -> Tensor:
-        on_token(scores)
-        return scores
-
-    return watch
-
-
 def _measure_all(job: Job, engine: _Engine) -> int:
     failures = 0
     # The plain variant of every case first: what breaks the device while steps are recorded comes after it.
@@ -163,8 +146,6 @@ def _measure_all(job: Job, engine: _Engine) -> int:
                 measurement = _measured(job, engine, case, variant)
                 if engine.is_first:
                     job.report(measurement)
-                if job.profile:
-                    _show_steps(engine, case, variant)
             except Exception:
                 failures += 1
                 print(f"FAILED: {case.name}, {variant.label}\n{traceback.format_exc()}", flush=True)
@@ -181,7 +162,7 @@ def _measured(job: Job, engine: _Engine, case: GenerationCase, variant: Variant)
     def seconds(new_tokens: int) -> float:
         engine.wait()
         began = time.perf_counter()
-        rows = engine.continued(variant.has_static_cache, prompts, new_tokens, None)
+        rows = engine.continued(variant.has_static_cache, prompts, new_tokens)
         engine.wait()
         taken = time.perf_counter() - began
         if rows.shape != (case.batch_size, case.prompt_length + new_tokens):
@@ -214,27 +195,6 @@ def _measured(job: Job, engine: _Engine, case: GenerationCase, variant: Variant)
         warnings=tuple(sorted(ours)),
         versions=installed_versions(),
     )
-
-
-def _show_steps(engine: _Engine, case: GenerationCase, variant: Variant) -> None:
-    """Print what some steps consist of, and where the host waits; every rank must call."""
-    prompts = random_prompts(case, engine.device)
-
-    def watched(watcher: Any) -> StepWindow:
-        window = StepWindow(watcher, engine.device, case.new_tokens)
-        on_token = window if engine.is_first else None
-        engine.continued(variant.has_static_cache, prompts, case.new_tokens, on_token)
-        return window
-
-    profiler = new_profiler(engine.device)
-    window = watched(profiler)
-    if engine.is_first:
-        print(f"== steps of {case.name}, {variant.label}\n{profile_text(profiler, window, engine.device)}", flush=True)
-    if engine.device.type == "cuda":
-        counter = HostWaitCounter()
-        window = watched(counter)
-        if engine.is_first:
-            print(waits_text(counter, window), flush=True)
 
 
 def random_prompts(case: GenerationCase, device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""Where does the host wait for the GPU? Every waiting call of PyTorch in a few steps, with the code that made it.
+"""Counter of host waits: calls of PyTorch in which the host waits for the GPU, with the code that made them.
 
 PyTorch's sync debug mode sees what goes through its own operators: reading a tensor, blocking copies, data-dependent
 shapes. It does not see an explicit ``torch.cuda.synchronize()`` or a wait for a communication on the host.

@@ -1,4 +1,4 @@
-"""How many tokens a second does a data-parallel rank get from its loader? The Trainer's own loaders, without a model.
+"""Benchmark of data loading: tokens per second of a data-parallel rank's own loader, without a model.
 
     python -m benchmarks.loader                     # GPT s4096, BERT s512, T5 512 + 114
     python -m benchmarks.loader --objective gpt --num-workers 0 2 --document-tokens 50 5000

@@ -1,9 +1,12 @@
-"""What is known about a run that was timed? One record, as a JSON line and as a row of a table. Loads no torch."""
+"""Record of one run of the training benchmark: a JSON line and a row of a table. Loads no torch."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import statistics
+import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -162,6 +165,40 @@ def _verdict(m: Measurement) -> str:
         return "-"
     met = case.target.is_met(getattr(m, case.target.metric))
     return f"{case.target} {'met' if met else 'MISSED'}"
+
+
+def is_first_rank() -> bool:
+    """Whether this process reports, whoever launched it."""
+    return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) == 0
+
+
+def append_line(file: Path | None, line: str) -> None:
+    """Add ``line`` to ``file``, with its folder; nothing without a file."""
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a", encoding="utf-8") as opened:
+            opened.write(line + "\n")
+
+
+def run_each(module: str, option: str, values: Sequence[str], given: Sequence[str], *more: Sequence[str]) -> int:
+    """Run ``module`` in a process for each of ``values`` of ``option``, with otherwise the same arguments.
+
+    Goes on after one that fails; returns 1 then. ``more`` are further arguments, those of each value.
+    """
+    others = [
+        argument
+        for before, argument in zip(["", *given], given, strict=False)
+        if option not in (before, argument) and not argument.startswith(f"{option}=")
+    ]
+    failed = []
+    for value, further in itertools.zip_longest(values, more, fillvalue=()):
+        print(f"== {value}", flush=True)
+        command = [sys.executable, "-m", module, option, str(value), *further, *others]
+        if subprocess.run(command, check=False).returncode != 0:
+            failed.append(str(value))
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 def main(files: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""What would the same people use without this package? Lightning's FSDP or DDP on the Hugging Face model, compiled."""
+"""Peer of the training benchmark: Lightning's FSDP or DDP on the compiled Hugging Face model."""
 
 from __future__ import annotations
 

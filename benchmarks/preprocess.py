@@ -1,4 +1,4 @@
-"""How much of the tokenizer library's own speed does ``preprocess`` keep, on one process and on several?
+"""Benchmark of ``preprocess``: its share of the tokenizer library's own speed, in one process and in several.
 
     python -m benchmarks.preprocess [--megabytes 20] [--workers 1 2] [--rounds 5] [--input PATH ...]
 

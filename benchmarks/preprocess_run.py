@@ -1,4 +1,4 @@
-"""How long does one measurement of ``benchmarks.preprocess`` take, in a process of its own? Started by it."""
+"""One measurement of ``benchmarks.preprocess``, in a process of its own."""
 
 from __future__ import annotations
 

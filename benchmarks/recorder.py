@@ -1,4 +1,4 @@
-"""What happens in which step of a timed run? Warm-up, counting of waits, timed steps, the bare engine, a profile.
+"""Callback of a timed run: warm-up, host waits, timed steps, the bare engine, a profile.
 
 The Trainer's steps and the engine's alone take turns in blocks, so that a GPU that grows warm slows both. Nothing here
 waits for the GPU between two timed steps: CUDA events are recorded and read at the end of a block.

@@ -1,4 +1,4 @@
-"""How is one case run? By this package, or by a peer: Lightning's own FSDP or DDP on the Hugging Face model."""
+"""Run one training case, by this package or by the peer."""
 
 from __future__ import annotations
 

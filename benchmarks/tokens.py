@@ -1,4 +1,4 @@
-"""Which data does a benchmark train on? Random tokens from memory, so that reading them costs nothing."""
+"""Random tokens from memory as training data, so that reading them costs nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long does one training step take? Runs cases of ``cases.py`` and writes JSON lines and a table.
+"""Benchmark of training: times the steps of cases of ``cases.py``, writes JSON lines and a table.
 
 Started as it is (Lightning launches the other ranks), or by torchrun. Several cases run in a process each, one after
 the other: nothing that one compiled, cached or left in memory helps or hinders the next.
@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.cases import CASES, Case, case_named, with_batch
-from benchmarks.measurement import Measurement, markdown_table
+from benchmarks.measurement import Measurement, append_line, is_first_rank, markdown_table, run_each
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     case = with_batch(case_named(options.case[0]), options.micro_batch_size, options.num_microbatches)
     measurement, profile = _run(case, options)
-    if _is_first_rank():
+    if is_first_rank():
         _report(measurement, profile, options.output)
     return 0
 
@@ -63,14 +62,7 @@ def _report(measurement: Measurement, profile: str, output: Path | None) -> None
     line = measurement.to_json()
     print(line)
     print(markdown_table([measurement]), flush=True)
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with output.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-
-
-def _is_first_rank() -> bool:
-    return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) == 0
+    append_line(output, line)
 
 
 def _one_process_each(names: Sequence[str], given: Sequence[str]) -> int:
@@ -78,25 +70,7 @@ def _one_process_each(names: Sequence[str], given: Sequence[str]) -> int:
     if "LOCAL_RANK" in os.environ:
         print("error: several --case under torchrun; start torchrun once for each", file=sys.stderr)
         return 2
-    others = _without_cases(given)
-    failed = []
-    for name in names:
-        print(f"== {name}", flush=True)
-        command = [sys.executable, "-m", "benchmarks.train_step", "--case", name, *others]
-        if subprocess.run(command, check=False).returncode != 0:
-            failed.append(name)
-    if failed:
-        print(f"failed: {', '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
-
-
-def _without_cases(given: Sequence[str]) -> list[str]:
-    kept, skip = [], False
-    for argument in given:
-        if not skip and argument != "--case" and not argument.startswith("--case="):
-            kept.append(argument)
-        skip = argument == "--case"
-    return kept
+    return run_each("benchmarks.train_step", "--case", names, given)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,7 +1,8 @@
-"""Do the benchmarks run, and do their figures follow from what was measured?"""
+"""The benchmarks run, and their figures follow from what was measured."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import warnings
@@ -12,7 +13,6 @@ import pytest
 
 from benchmarks import checkpoint, generation, loader
 from benchmarks.cases import CASES, case_named
-from benchmarks.checkpoint_measurement import CheckpointMeasurement
 from benchmarks.generation_measurement import GenerationMeasurement, read_measurements
 from benchmarks.generation_measurement import markdown_table as generation_table
 from benchmarks.measurement import HostWaits, Measurement, StepTimes, markdown_table
@@ -70,21 +70,19 @@ def _measure_checkpoints(folder: str, output: str) -> int:
 def test_saves_and_a_resume_are_measured(tmp_path: Path) -> None:
     assert run_ranks(_measure_checkpoints, 2, str(tmp_path), str(tmp_path / "out.jsonl")) == [0, 0]
 
-    saved, beside, resumed = map(CheckpointMeasurement.from_json, (tmp_path / "out.jsonl").read_text().splitlines())
-    assert len(saved.saves) == 2
-    assert all(0 < save.stall <= save.complete and save.steps_during == () for save in saved.saves)
+    saved, beside, resumed = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert len(saved["saves"]) == 2
+    assert all(0 < save["stall"] <= save["complete"] and save["steps_during"] == [] for save in saved["saves"])
     # Weights, their fp32 copies and two moments of 37,120 parameters, and what the format adds.
-    assert saved.gigabytes is not None
-    assert 1 < saved.gigabytes * 1e9 / (37_120 * 4 * 4) < 2
-    assert saved.load_layout == "tp=2 dp=1"
-    assert (saved.load_seconds or 0) > 0
-    assert len(beside.saves) == 2
-    assert all(save.stall <= save.complete for save in beside.saves)
-    assert beside.gigabytes == pytest.approx(saved.gigabytes, rel=0.01)
-    assert beside.load_seconds is None
-    assert resumed.load_layout == "pp=2 dp=1"
-    assert (resumed.load_seconds or 0) > 0
-    assert CheckpointMeasurement.from_json(saved.to_json()) == saved
+    assert 1 < saved["gigabytes"] * 1e9 / (37_120 * 4 * 4) < 2
+    assert saved["load_layout"] == "tp=2 dp=1"
+    assert saved["load_seconds"] > 0
+    assert len(beside["saves"]) == 2
+    assert all(save["stall"] <= save["complete"] for save in beside["saves"])
+    assert beside["gigabytes"] == pytest.approx(saved["gigabytes"], rel=0.01)
+    assert beside["load_seconds"] is None
+    assert resumed["load_layout"] == "pp=2 dp=1"
+    assert resumed["load_seconds"] > 0
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
@@ -100,10 +98,9 @@ def _measure_generation(arguments: list[str], output: str) -> tuple[int, str]:
 
 def test_generation_is_measured_beside_its_peer(tmp_path: Path) -> None:
     output = str(tmp_path / "out.jsonl")
-    ours = ["--case", "smoke", "--variant", "eager", "--variant", "static", "--profile"]
+    ours = ["--case", "smoke", "--variant", "eager", "--variant", "static"]
     ((code, printed),) = run_ranks(_measure_generation, 1, ours, output)
     assert code == 0, printed
-    assert "ms a step under the profiler, 6 steps" in printed
     peers = ["--case", "smoke", "--variant", "peer", "--variant", "peer-static"]
     assert run_ranks(_measure_generation, 1, peers, output)[0][0] == 0
     (first, _), (second, nothing) = run_ranks(
