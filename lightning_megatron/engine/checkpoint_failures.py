@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from lightning_megatron.engine.checkpoint_safety import more_than_data
+from lightning_megatron.engine.pickles import more_than_data
 from lightning_megatron.errors import CheckpointError
 
 _CAUSED_BY_FILES = (

@@ -10,14 +10,13 @@ import io
 import json
 import pickle
 import re
-import zipfile
 from collections import defaultdict
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lightning_megatron.engine.pickles import read_pickle, stand_in
 from lightning_megatron.errors import CheckpointError
 
 META = "meta.pt"
@@ -36,35 +35,6 @@ _TABLE_NAMES = re.compile(
 )
 """Everything that a table of contents consists of, besides dtypes (torch 2.10 to 2.13)."""
 
-_BYTEARRAY = (b"cbuiltins\nbytearray\n", b"c__builtin__\nbytearray\n")
-"""How a pickle names it."""
-_DEEPEST = 100
-"""Containers in each other."""
-_MOST_ITEMS = 1_000_000
-_MOST_ITEMS_OF_A_BYTE = 10
-"""What a file may hold in its containers, items that stand in several of them counted as often: each takes a byte."""
-
-
-class _StandIn:
-    """Takes the place of a class or function that a pickle names: it keeps what it is called with, and does nothing.
-
-    No instruction of a pickle can change it: Python's unpickler leaves attributes to ``__setstate__``, which it looks
-    up on classes (here without ``self``) as on objects.
-    """
-
-    arguments: tuple[Any, ...]
-    state: Any = None
-
-    def __new__(cls, *arguments: Any) -> _StandIn:
-        made = super().__new__(cls)
-        made.arguments = arguments
-        return made
-
-    def __setstate__(self, *state: Any) -> None:
-        if not state:
-            raise CheckpointError("it would change a class when loaded")
-        (self.state,) = state
-
 
 class _TableUnpickler(pickle.Unpickler):
     """Finds stand-ins for what the table of contents of a distributed checkpoint is made of, and nothing else."""
@@ -73,7 +43,7 @@ class _TableUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
         if _TABLE_NAMES.fullmatch(f"{module}.{name}"):
-            return type(name, (_StandIn,), {})
+            return stand_in(f"{module}.{name}")
         raise CheckpointError(f"it would run {module}.{name} when loaded")
 
 
@@ -233,58 +203,6 @@ def load_plain(file: Path) -> Any:
     Raises:
         CheckpointError: If the file holds anything else, or is damaged.
     """
-    try:
-        stream = io.BytesIO(file.read_bytes())
-        check_not_packed(stream)
-        value = torch.load(stream, map_location="cpu", weights_only=True)
-        _check_not_folded(value, _MOST_ITEMS + _MOST_ITEMS_OF_A_BYTE * len(stream.getbuffer()))
-        return value
-    except CheckpointError as error:
-        raise CheckpointError(f"{file} is not loaded: {error}; do not trust its source") from None
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{file} is not loaded: {more_than_data(error)}") from None
-    except FileNotFoundError:
-        raise CheckpointError(f"{file} is missing: the checkpoint is damaged; use an earlier one") from None
-    except Exception as error:  # torch raises RuntimeError, EOFError, KeyError ... on damaged archives
-        raise CheckpointError(f"{file} is damaged ({type(error).__name__}); use an earlier checkpoint") from None
-
-
-def check_not_packed(file: io.BytesIO) -> None:
-    """Raise if a file of ``torch.save`` would take much more memory than it has bytes.
-
-    Args:
-        file: With its content in memory; left at its beginning.
-
-    Raises:
-        CheckpointError: If members of a zip file are compressed, or lie in each other, which torch never writes; or if
-            it makes an array of bytes, of whatever length it says, which our own files do not.
-    """
-    content = file.getvalue()
-    if any(name in content for name in _BYTEARRAY):
-        raise CheckpointError("it would reserve memory for a bytearray")
-    if zipfile.is_zipfile(file):  # else of torch before 1.6, which compresses nothing
-        with zipfile.ZipFile(file) as archive:
-            members = archive.infolist()
-        total = sum(member.file_size for member in members)
-        if total > len(content) or any(member.compress_type != zipfile.ZIP_STORED for member in members):
-            raise CheckpointError(f"its {len(content):,} bytes would become {total:,} in memory")
-    file.seek(0)
-
-
-def _check_not_folded(value: Any, limit: int) -> None:
-    """Raise if containers hold each other so that whoever goes through them, or prints them, comes to no end."""
-    left: list[tuple[Any, int]] = [([value], 0)]
-    count = 0
-    while left:
-        container, depth = left.pop()
-        items: Collection[Any] = container.values() if isinstance(container, dict) else container
-        count += len(items)
-        if depth > _DEEPEST or count > limit:
-            raise CheckpointError("its containers hold each other without end")
-        left += [(item, depth + 1) for item in items if isinstance(item, (dict, list, tuple, set))]
-
-
-def more_than_data(error: pickle.UnpicklingError) -> str:
-    """What a file holds that torch refused; torch's own text advises to load it nevertheless."""
-    found = re.search(r"GLOBAL ([\w.]+)", str(error))
-    return f"it holds more than data ({found.group(1)})" if found else "it holds more than data, or is damaged"
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing: the checkpoint is damaged; use an earlier one")
+    return read_pickle(file, foreign=False)

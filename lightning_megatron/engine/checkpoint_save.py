@@ -32,10 +32,11 @@ from lightning_megatron.engine.checkpoint_checksums import (
 )
 from lightning_megatron.engine.checkpoint_failures import failures_as_errors
 from lightning_megatron.engine.checkpoint_files import FileWriter, Shards, torch_bytes
-from lightning_megatron.engine.checkpoint_safety import COMMON, META, check_complete, more_than_data
+from lightning_megatron.engine.checkpoint_safety import COMMON, META, check_complete
 from lightning_megatron.engine.checkpoint_staging import HostMemory
 from lightning_megatron.engine.checkpoint_state import SHARDING, RunState, own_meta, rng_file, sharded_state
 from lightning_megatron.engine.checkpoint_swap import start_partial
+from lightning_megatron.engine.pickles import more_than_data
 from lightning_megatron.engine.wrap import finish_parameter_gathers
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.files import PARTIAL, FolderLock, publish, sync

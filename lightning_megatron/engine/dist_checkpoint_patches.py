@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import math
-import pickle
 import queue
 from collections import Counter
 from collections.abc import Callable
@@ -17,13 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from lightning_megatron.engine.agreement import on_all_ranks_alike
 from lightning_megatron.engine.checkpoint_files import torch_bytes
-from lightning_megatron.engine.checkpoint_safety import COMMON, check_not_packed, load_plain, more_than_data, read_table
+from lightning_megatron.engine.checkpoint_safety import COMMON, load_plain, read_table
 from lightning_megatron.engine.patching import Patch
+from lightning_megatron.engine.pickles import read_pickle
 from lightning_megatron.errors import CheckpointError
 
 _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
@@ -38,15 +37,7 @@ def _load_only_data(original: Any) -> Any:
     def load_bytes(self: Any, read_item: Any, value: io.BytesIO) -> None:
         """As torch's, of the data that is in the bytes, written anew: two readers may differ in what bytes mean."""
         name = read_item.dest_index.fqn
-        try:
-            check_not_packed(value)
-            data = torch.load(value, weights_only=True)
-        except CheckpointError as error:
-            raise CheckpointError(f"its entry {name}: {error}; do not trust its source") from None
-        except pickle.UnpicklingError as error:
-            raise CheckpointError(f"its entry {name}: {more_than_data(error)}; do not trust its source") from None
-        except Exception as error:  # torch raises RuntimeError, EOFError, KeyError ... on damaged archives
-            raise CheckpointError(f"its entry {name} is damaged ({type(error).__name__})") from None
+        data = read_pickle(value, foreign=False, name=f"its entry {name}")
         original(self, read_item, io.BytesIO(torch_bytes(data)))
 
     return load_bytes

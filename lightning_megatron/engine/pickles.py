@@ -42,7 +42,7 @@ _PLAIN = re.compile(
     r"|(b?float|u?int|complex)\d\w*|bool)"
     r"|collections\.OrderedDict|_codecs\.encode|builtins\.(set|complex)"
 )
-"""Names that torch itself takes for data; without ``bytearray``, which reserves whatever length it is told."""
+"""Names that torch itself takes for data."""
 _SCALAR = re.compile(r"[fiubcSU]\d+|\?")
 """NumPy's names of the types that its scalars have."""
 _ZIP = b"PK\x03\x04"
@@ -91,7 +91,7 @@ def stand_in(name: str) -> type[StandIn]:
     return type(last, (StandIn,), {"__module__": module})
 
 
-def read_pickle(file: Path | io.BytesIO, *, foreign: bool = True) -> Any:
+def read_pickle(file: Path | io.BytesIO, *, foreign: bool = True, name: str = "") -> Any:
     """The object in a file of ``torch.save`` (pickle protocol 2, its default), tensors on the CPU.
 
     Args:
@@ -99,10 +99,12 @@ def read_pickle(file: Path | io.BytesIO, *, foreign: bool = True) -> Any:
         foreign: Whether another program may have written it: objects of Megatron-LM and the like come as ``StandIn``,
             NumPy's scalars as Python's, and the tensors of a zip archive are mapped from the file. Else only what
             torch and ``torch.serialization.add_safe_globals`` take for data is accepted.
+        name: What errors call it; "" for its path.
 
     Raises:
         CheckpointError: If it holds more than data, is damaged or truncated, or says that it is larger than it is.
     """
+    name = name or str(file)
     try:
         with file.open("rb") if isinstance(file, Path) else io.BytesIO(file.getvalue()) as opened:
             size, is_zip = opened.seek(0, io.SEEK_END), _is_zip(opened)
@@ -118,15 +120,15 @@ def read_pickle(file: Path | io.BytesIO, *, foreign: bool = True) -> Any:
         _check_containers(value, _MOST_ITEMS + _MOST_ITEMS_OF_A_BYTE * num_bytes, size if foreign else None)
         return value
     except CheckpointError as error:
-        raise CheckpointError(f"{_name(file)} is not loaded: {error}; do not trust its source") from None
+        raise CheckpointError(f"{name} is not loaded: {error}; do not trust its source") from None
     except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{_name(file)} is not loaded: {more_than_data(error)}") from None
+        raise CheckpointError(f"{name} is not loaded: {more_than_data(error)}") from None
     except OSError as error:
-        raise CheckpointError(f"{_name(file)} cannot be read ({error.strerror or error}); check the path") from None
+        raise CheckpointError(f"{name} cannot be read ({error.strerror or error}); check the path") from None
     except Exception as error:  # whatever nonsense the bytes are
         reason = " ".join(str(error).split())[:100]
         raise CheckpointError(
-            f"{_name(file)} is damaged, or no file of torch.save ({type(error).__name__}: {reason}); use another copy"
+            f"{name} is damaged, or no file of torch.save ({type(error).__name__}: {reason}); use another copy"
         ) from None
 
 
@@ -134,10 +136,6 @@ def more_than_data(error: pickle.UnpicklingError) -> str:
     """What a file holds that torch refused; torch's own text advises to load it nevertheless."""
     found = re.search(r"GLOBAL ([\w.]+)", str(error))
     return f"it holds more than data ({found.group(1)})" if found else "it holds more than data, or is damaged"
-
-
-def _name(file: Path | io.BytesIO) -> str:
-    return str(file) if isinstance(file, Path) else "an entry of the checkpoint"
 
 
 def _is_zip(opened: BinaryIO) -> bool:
@@ -176,7 +174,9 @@ def _meanings_of_names(pickled: BinaryIO, num_pickles: int, foreign: bool) -> li
             name = str(argument).replace(" ", ".", 1).replace("__builtin__.", "builtins.")
             if foreign and (name in _MEANINGS or _FOREIGN.fullmatch(name)):
                 meanings.setdefault(name, _MEANINGS.get(name) or stand_in(name))
-            elif name == "builtins.bytearray" or (foreign and not _PLAIN.fullmatch(name)):
+            elif name == "builtins.bytearray":
+                raise CheckpointError("it would reserve memory for a bytearray, of whatever length it says")
+            elif foreign and not _PLAIN.fullmatch(name):
                 raise CheckpointError(f"it would run {name} when loaded")
     return [(meaning, name) for name, meaning in meanings.items()]
 
