@@ -1,4 +1,4 @@
-"""Where do ranks come from? A warm process that has imported everything and forks on request.
+"""Source of ranks for tests: a warm process that has imported everything and forks on request.
 
 Started by ranks.py. Reads lines "world_size folder" on stdin, forks that many ranks and answers with their process ids.
 Each rank reads ``request.pickle``, writes ``result_<rank>.pickle`` and waits to be killed: were it to end by itself,

@@ -1,4 +1,4 @@
-"""How does a test run a function on several ranks without paying eight seconds of imports for each?
+"""Pool of ranks for tests: run a function on several ranks without eight seconds of imports for each.
 
 ``run_ranks(fn, world_size, *args)`` runs ``fn(*args)`` on every rank and returns the results in rank order. The ranks
 are forked from one warm process per session (rank_zygote.py) that has imported torch, Lightning, Megatron and this

@@ -1,4 +1,4 @@
-"""Is every file in configs/ complete and consistent? Each is read and instantiated as the command line would."""
+"""Every file in configs/ is read and instantiated as the command line would."""
 
 from __future__ import annotations
 

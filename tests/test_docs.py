@@ -1,4 +1,4 @@
-"""Is what docs/ shows true? Every block of code is run, as a reader would run it, on a small model."""
+"""docs/checkpoints.md: every block of code is run, as a reader would run it, on a small model."""
 
 from __future__ import annotations
 

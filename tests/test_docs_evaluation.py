@@ -1,4 +1,4 @@
-"""Is what docs/evaluation.md shows true? Every block of code is run, as a reader would run it, on a small model."""
+"""docs/evaluation.md: every block of code is run, as a reader would run it, on a small model."""
 
 from __future__ import annotations
 

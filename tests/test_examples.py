@@ -1,4 +1,4 @@
-"""Does each program in examples/ run as a user would run it?"""
+"""Each program in examples/ is run as a user would run it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the rank pool return results, notice every kind of failure, and start ranks cheaply?"""
+"""The rank pool returns results, notices every kind of failure, and starts ranks cheaply."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do the files of commit 25d5a27 still mean what they meant, and is what it wrote still written so?
+"""Files of commit 25d5a27 are read, resumed and written as that commit did.
 
 ``make.py`` made the files and records. A record that an intended change breaks is taken out of the comparison by name,
 with its reason, in ``INTENDED``; it is not made anew.

@@ -1,4 +1,4 @@
-"""Do transformers' own scripts read what we write, and do we read what they write? Bit by bit; exits with 1 if not.
+"""Compare legacy checkpoints with transformers' own scripts, bit by bit, in both directions; 1 if they differ.
 
 python -m tests.peers --work FOLDER 4.30.2=PYTHON 4.47.1=PYTHON    # nox -s convert_peers makes the environments
 

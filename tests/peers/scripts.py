@@ -1,4 +1,4 @@
-"""How are the scripts with which old releases of transformers converted Megatron-LM's checkpoints run, unchanged?
+"""Run, unchanged, the scripts with which old releases of transformers converted Megatron-LM's checkpoints.
 
 They are run as modules of their release, with what they take from their surroundings: a torch that unpickles anything
 (they load ``argparse.Namespace``), a tokenizer in a folder of the name that they would fetch, and the one function that
