@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from lightning_megatron.callbacks import LossCurve, PerplexityReport, ProgressLine, SampleText, ThroughputMonitor
     from lightning_megatron.data.masked import MaskingOptions
     from lightning_megatron.datamodules.base import MegatronDataModule
-    from lightning_megatron.datamodules.datasets import DatasetDataModule
-    from lightning_megatron.datamodules.indexed import IndexedDataModule
-    from lightning_megatron.datamodules.instructions import InstructionDataModule
-    from lightning_megatron.datamodules.text_evaluation import TextEvaluationDataModule
+    from lightning_megatron.datamodules.sources import (
+        DatasetDataModule,
+        IndexedDataModule,
+        InstructionDataModule,
+        TextEvaluationDataModule,
+    )
     from lightning_megatron.engine.data_parallel import (
         avg_losses_across_data_parallel_group,
         gather_across_data_parallel_groups,
@@ -47,11 +49,11 @@ _HOMES = {
     "CheckpointError": "lightning_megatron.errors",
     "ConfigError": "lightning_megatron.errors",
     "DataError": "lightning_megatron.errors",
-    "DatasetDataModule": "lightning_megatron.datamodules.datasets",
+    "DatasetDataModule": "lightning_megatron.datamodules.sources",
     "GPTTrainStep": "lightning_megatron.steps.gpt",
     "GenerationOptions": "lightning_megatron.generate.options",
-    "IndexedDataModule": "lightning_megatron.datamodules.indexed",
-    "InstructionDataModule": "lightning_megatron.datamodules.instructions",
+    "IndexedDataModule": "lightning_megatron.datamodules.sources",
+    "InstructionDataModule": "lightning_megatron.datamodules.sources",
     "LRSchedule": "lightning_megatron.engine.lr_schedule",
     "LastWordTrainStep": "lightning_megatron.steps.last_word",
     "LoadFrom": "lightning_megatron.load_from",
@@ -66,7 +68,7 @@ _HOMES = {
     "ProgressLine": "lightning_megatron.callbacks",
     "SampleText": "lightning_megatron.callbacks",
     "T5TrainStep": "lightning_megatron.steps.t5",
-    "TextEvaluationDataModule": "lightning_megatron.datamodules.text_evaluation",
+    "TextEvaluationDataModule": "lightning_megatron.datamodules.sources",
     "ThroughputMonitor": "lightning_megatron.callbacks",
     "TrainStep": "lightning_megatron.steps.base",
     "avg_losses_across_data_parallel_group": "lightning_megatron.engine.data_parallel",

@@ -83,7 +83,7 @@ def _check_data(strategy: MegatronStrategy, model: pl.LightningModule, datamodul
         ConfigError: If settings do not fit together, or the data is missing, damaged or too small.
     """
     run = datamodule.run(model)
-    for num_microbatches in run.shape.stages():
+    for num_microbatches in run.shape.stages:
         replace(strategy.parallel, num_microbatches=num_microbatches)  # checks itself
     limit = None
     # Rotary positions and ALiBi go on where the table of learned ones ends.
@@ -91,7 +91,7 @@ def _check_data(strategy: MegatronStrategy, model: pl.LightningModule, datamodul
         limit = run.model.max_position_embeddings
     for name, length in datamodule.lengths(run.model).items():
         strategy.parallel.check_sequence(length, limit, name=name)
-        rows, microbatches = run.shape.micro_batch_size, max(run.shape.stages())
+        rows, microbatches = run.shape.micro_batch_size, max(run.shape.stages)
         needed, there = rows * microbatches * length * 8, _host_memory()
         if needed > there:
             raise ConfigError(

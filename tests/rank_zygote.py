@@ -50,7 +50,7 @@ _PRELOADED = (
     "lightning_megatron.convert.load",
     "lightning_megatron.convert.registry",
     "lightning_megatron.convert.save",
-    "lightning_megatron.datamodules.indexed",
+    "lightning_megatron.datamodules.sources",
     "lightning_megatron.models.bert",
     "lightning_megatron.models.build",
     "lightning_megatron.models.gpt",

@@ -21,10 +21,12 @@ from lightning_megatron.ckpt_path import check_writable
 from lightning_megatron.cli.config_files import explained, refuse_yaml_without_end
 from lightning_megatron.cli.failure import UsageError
 from lightning_megatron.cli.messages import HeldMessages
-from lightning_megatron.datamodules.datasets import DatasetDataModule
-from lightning_megatron.datamodules.indexed import IndexedDataModule
-from lightning_megatron.datamodules.instructions import InstructionDataModule
-from lightning_megatron.datamodules.text_evaluation import TextEvaluationDataModule
+from lightning_megatron.datamodules.sources import (
+    DatasetDataModule,
+    IndexedDataModule,
+    InstructionDataModule,
+    TextEvaluationDataModule,
+)
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.module import MegatronModule
 from lightning_megatron.registration import SIZES

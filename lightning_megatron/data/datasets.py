@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from lightning_megatron.data.samples import Rows
-from lightning_megatron.errors import DataError
+from lightning_megatron.errors import ConfigError, DataError
 
 _PAD = (
     "pad them to one length, or give a collate function that does, such as transformers'"
@@ -86,6 +86,29 @@ class DatasetSamples:
                     f" {_listed(item)}; give all items the same keys, or a collate function that does"
                 )
         return {key: _stacked(key, [item[key] for item in items], indices) for key in items[0]}
+
+
+def load_dataset(folder: str) -> Any:
+    """What ``datasets.Dataset.save_to_disk`` wrote.
+
+    Raises:
+        ConfigError: If the library is not installed.
+        DataError: If there is no dataset.
+    """
+    try:
+        from datasets import load_from_disk
+    except ImportError as error:
+        raise ConfigError(
+            f"{folder} is read with the library datasets, which is not installed; run: pip install datasets"
+        ) from error
+    try:
+        return load_from_disk(folder)
+    except IndexError as error:  # the library's own, where there is not one row
+        raise DataError(f"{folder} holds a dataset without items; save one with at least one item") from error
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{folder} holds no dataset that save_to_disk wrote ({str(error).splitlines()[0]}); give its folder"
+        ) from error
 
 
 def _check_map_style(dataset: Any) -> None:

@@ -1,20 +1,37 @@
-"""Samplers and loaders that resume exactly, of our data modules and of ordinary DataLoaders."""
+"""Loaders that hold their place in the samples, so that a run resumes at the exact sample, at any layout.
+
+``TrainLoader`` and ``PassLoader`` serve the samples of our data modules. A position is a count of samples over all
+ranks, so it means the same at any tp, pp, dp or batch size. They are no ``torch.utils.data.DataLoader``, so Lightning
+leaves their sampling alone.
+
+``ResumableLoader`` and ``EvaluationLoader`` wrap an ordinary DataLoader. Lightning gives each data-parallel rank every
+dp-th sample (``DistributedSampler``): between two optimizer steps the ranks together have consumed a prefix of the
+epoch's order, whatever dp is, and its length is the state.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property
 from typing import Any, Literal, Self, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from lightning_megatron.data.samples import Rows, Samples
 from lightning_megatron.errors import CheckpointError, ConfigError, DataError
+
+PADDING_ROW = -1
+"""Stands for a row without a sample in the last batch of an evaluation."""
+
+Shuffling: TypeAlias = Literal["later passes", "every pass", "never"]
+"""When samples are put in another order: their own may be shuffled already, or be the one that the user wants."""
+
+
+# ---- how a step is dealt to ranks -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,21 +47,6 @@ class BatchRampup:
     """Rows by which it grows each time."""
     samples: int
     """Samples after which it has its full size."""
-
-    @classmethod
-    def of(cls, numbers: Sequence[int]) -> Self:
-        """From what a user gives as ``rampup_batch_size``.
-
-        Raises:
-            ConfigError: If these are not three numbers.
-        """
-        if len(numbers) != 3:
-            raise ConfigError(
-                f"rampup_batch_size={list(numbers)} must be three numbers: the first global batch, the increment, and"
-                " the samples until the batch has its full size"
-            )
-        start, increment, samples = numbers
-        return cls(start=start, increment=increment, samples=samples)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +74,41 @@ class BatchShape:
         """Rows of all ranks in one step."""
         return self.rows * self.data_parallel_size
 
-    def at(self, consumed_samples: int) -> Self:
-        """The shape of the training step that begins at this position."""
+    @cached_property
+    def stages(self) -> list[int]:
+        """Microbatches of one data-parallel rank at each stage of the ramp-up, ascending.
+
+        Raises:
+            ConfigError: If a stage cannot be dealt to the ranks in equal microbatches.
+        """
         if self.rampup is None:
+            return [self.num_microbatches]
+        ramp, full, unit = self.rampup, self.global_batch_size, self.micro_batch_size * self.data_parallel_size
+        given = f"rampup_batch_size=[{ramp.start}, {ramp.increment}, {ramp.samples}]"
+        if ramp.start < 1 or ramp.increment < 1 or ramp.samples < 1:
+            raise ConfigError(f"{given} needs three positive numbers: first global batch, increment, samples")
+        if ramp.start >= full or (full - ramp.start) % ramp.increment != 0:
+            raise ConfigError(
+                f"{given} must reach the global batch of {full} (micro_batch_size={self.micro_batch_size} x"
+                f" num_microbatches={self.num_microbatches} x data-parallel size {self.data_parallel_size}) from a"
+                f" smaller one in whole increments; choose a start and an increment that differ from {full} by that"
+            )
+        if ramp.start % unit or ramp.increment % unit:
+            raise ConfigError(
+                f"{given} comes to a global batch of {ramp.start if ramp.start % unit else ramp.start + ramp.increment}"
+                f", which is no multiple of {unit} (micro_batch_size={self.micro_batch_size} x data-parallel size"
+                f" {self.data_parallel_size}); choose multiples of {unit} for start and increment"
+            )
+        return [rows // unit for rows in range(ramp.start, full + 1, ramp.increment)]
+
+    def at(self, consumed_samples: int) -> Self:
+        """The shape of the training step that begins at this position, as by Megatron's ramp-up calculator."""
+        ramp, stages = self.rampup, self.stages
+        if ramp is None:
             return self
-        num_microbatches = _num_microbatches(replace(self, data_parallel_rank=0), consumed_samples)
-        return replace(self, num_microbatches=num_microbatches, rampup=None)
+        is_full = consumed_samples > ramp.samples
+        stage = -1 if is_full else int(consumed_samples / (ramp.samples / (len(stages) - 1)))
+        return replace(self, num_microbatches=stages[stage], rampup=None)
 
     def positions(self, first: int) -> list[int]:
         """This rank's positions in the step that begins at position ``first``, in row order.
@@ -109,59 +140,19 @@ class BatchShape:
             first, steps = first + self.at(first).global_batch_size, steps - 1
         return first + max(0, steps) * self.global_batch_size
 
-    def stages(self) -> list[int]:
-        """Microbatches of one data-parallel rank at each stage of the ramp-up, ascending.
-
-        Raises:
-            ConfigError: If a stage cannot be dealt to the ranks in equal microbatches.
-        """
-        if self.rampup is None:
-            return [self.num_microbatches]
-        ramp, full, unit = self.rampup, self.global_batch_size, self.micro_batch_size * self.data_parallel_size
-        given = f"rampup_batch_size=[{ramp.start}, {ramp.increment}, {ramp.samples}]"
-        if ramp.start < 1 or ramp.increment < 1 or ramp.samples < 1:
-            raise ConfigError(f"{given} needs three positive numbers: first global batch, increment, samples")
-        if ramp.start >= full or (full - ramp.start) % ramp.increment != 0:
-            raise ConfigError(
-                f"{given} must reach the global batch of {full} (micro_batch_size={self.micro_batch_size} x"
-                f" num_microbatches={self.num_microbatches} x data-parallel size {self.data_parallel_size}) from a"
-                f" smaller one in whole increments; choose a start and an increment that differ from {full} by that"
+    def check_epoch(self, num_samples: int) -> None:
+        """Raise DataError unless one pass over ``num_samples`` training samples is at least one step."""
+        step = self.at(0)
+        if num_samples < step.global_batch_size:
+            raise DataError(
+                f"one epoch of the training split has {num_samples} samples, one step takes {step.global_batch_size}"
+                f" (micro_batch_size={step.micro_batch_size} x num_microbatches={step.num_microbatches} x data-parallel"
+                f" size {step.data_parallel_size}); lower one of them, add documents, or set trainer.max_steps without"
+                " max_epochs to repeat the corpus"
             )
-        for rows in range(ramp.start, full + 1, ramp.increment):
-            if rows % unit != 0:
-                raise ConfigError(
-                    f"{given} comes to a global batch of {rows}, which is no multiple of {unit}"
-                    f" (micro_batch_size={self.micro_batch_size} x data-parallel size {self.data_parallel_size});"
-                    f" choose multiples of {unit} for start and increment"
-                )
-        return [rows // unit for rows in range(ramp.start, full + 1, ramp.increment)]
 
 
-@lru_cache(maxsize=16)
-def _num_microbatches(shape: BatchShape, consumed_samples: int) -> int:
-    """Megatron's own calculator, asked anew for each position: it then knows nothing of earlier ones."""
-    from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
-
-    assert shape.rampup is not None
-    calculator = RampupBatchsizeNumMicroBatchesCalculator(
-        global_batch_size=shape.global_batch_size,
-        micro_batch_size=shape.micro_batch_size,
-        data_parallel_size=shape.data_parallel_size,
-        decrease_batch_size_if_needed=False,
-        rank=1,  # silent
-        start_global_batch_size=shape.rampup.start,
-        batch_size_increment=shape.rampup.increment,
-        ramup_samples=shape.rampup.samples,
-    )
-    calculator.update(consumed_samples, consistency_check=False)
-    return int(calculator.get())
-
-
-PADDING_ROW = -1
-"""Stands for a row without a sample in the last batch of an evaluation."""
-
-Shuffling: TypeAlias = Literal["later passes", "every pass", "never"]
-"""When samples are put in another order: their own may be shuffled already, or be the one that the user wants."""
+# ---- samples of our data modules ------------------------------------------------------------------------------------
 
 
 class PassOrder:
@@ -185,33 +176,43 @@ class PassOrder:
         return int(self._drawn[number][place])
 
 
-class TrainSampler:
-    """Deals the samples of a training run, and remembers how far it came.
+class TrainLoader:
+    """Batches of training samples from a position on, which counts what was handed out, not what workers read ahead.
 
     Two ways, by ``max_steps``:
 
     * a number: the run is one long epoch of that many steps. Where the samples end, the next pass over them begins
       within the same batch. Lightning epochs do not matter;
     * None: each Lightning epoch is one pass; an incomplete global batch at its end is dropped.
-
-    The position counts batches that were handed out (``advance``), not those that workers fetched ahead.
     """
 
-    def __init__(self, *, order: PassOrder, shape: BatchShape, max_steps: int | None) -> None:
+    def __init__(
+        self,
+        samples: Samples | None,
+        order: PassOrder,
+        shape: BatchShape,
+        *,
+        max_steps: int | None = None,
+        num_workers: int = 0,
+    ) -> None:
         """Begin at the first sample.
 
         Args:
+            samples: Open samples; None on a rank that gets its batches from another one.
             order: Of the samples.
             shape: How a step is dealt.
             max_steps: Steps of the run, or None for whole epochs.
+            num_workers: Processes that read ahead.
 
         Raises:
             DataError: If whole epochs are asked for and one has not enough samples for a step.
         """
-        self.order = order
-        """May be replaced between two batches by another one in which the position means the same samples."""
-        self._shape = shape
-        self._max_steps = max_steps
+        self.samples, self.order = samples, order
+        """May be replaced before the first batch, by others in which the position means the same samples."""
+        self.sampler = self
+        """Lightning calls ``sampler.set_epoch`` of every loader."""
+        self.before_batch: Callable[[], None] = lambda: None
+        """Called when a batch is asked for: what was handed out before has been trained on."""
         self.epoch = 0
         """Current epoch; stays 0 with ``max_steps``."""
         self.consumed_samples = 0
@@ -220,12 +221,24 @@ class TrainSampler:
         """Steps handed out since the epoch began, over all runs that led here."""
         self._earlier_samples = 0
         """Samples handed out in the epochs before; a ramp-up counts those of the whole run."""
+        self._shape, self._max_steps, self._num_workers = shape, max_steps, num_workers
         if max_steps is None:
-            check_epoch(order.num_samples, shape)
+            shape.check_epoch(order.num_samples)
 
     def __len__(self) -> int:
         """Steps of the whole epoch, those already taken included: Lightning counts them as done when it resumes."""
         return self.steps + self._remaining_steps()
+
+    def __iter__(self) -> Iterator[Rows]:
+        """Go on from the position at the first batch: Lightning may make the iterator before it restores it."""
+        # Samples that are drawn at random differ from epoch to epoch, copy to copy, and behind a resume.
+        seed = (self.order.seed, self.epoch, self.consumed_samples, self._shape.data_parallel_rank)
+        self.before_batch()
+        for batch in _read(self.samples, self.batches(), self._num_workers, seed):
+            # Counted before it is handed out, so that a checkpoint written during the step has it.
+            self.advance()
+            yield batch
+            self.before_batch()
 
     def batches(self) -> Iterator[list[int]]:
         """Samples of this rank for each step from the position on; does not move it."""
@@ -290,88 +303,11 @@ class TrainSampler:
         return self._shape.steps_in(self._earlier_samples + first, self._earlier_samples + end)
 
 
-def check_epoch(num_samples: int, shape: BatchShape) -> None:
-    """See to it that one pass over ``num_samples`` training samples is at least one step.
-
-    Raises:
-        DataError: If it is not.
-    """
-    step = shape.at(0)
-    if num_samples < step.global_batch_size:
-        raise DataError(
-            f"one epoch of the training split has {num_samples} samples, one step takes {step.global_batch_size}"
-            f" (micro_batch_size={step.micro_batch_size} x num_microbatches={step.num_microbatches} x data-parallel"
-            f" size {step.data_parallel_size}); lower one of them, add documents, or set trainer.max_steps without"
-            " max_epochs to repeat the corpus"
-        )
-
-
-def evaluation_batches(num_samples: int, shape: BatchShape) -> Iterator[list[int]]:
-    """This rank's samples for each step of one pass over a split; ``PADDING_ROW`` where it has no more samples.
-
-    Every rank gets as many steps of the same shape, whatever the remainder.
-    """
-    for first in range(0, num_samples, shape.global_batch_size):
-        yield [p if p < num_samples else PADDING_ROW for p in shape.positions(first)]
-
-
-def num_evaluation_steps(num_samples: int, shape: BatchShape) -> int:
-    """Steps that ``evaluation_batches`` gives."""
-    return -(-num_samples // shape.global_batch_size)
-
-
-class TrainLoader:
-    """Batches of training samples from the sampler's position on; resumes at the exact step."""
-
-    def __init__(self, samples: Samples | None, sampler: TrainSampler, shape: BatchShape, num_workers: int) -> None:
-        """Bind the parts.
-
-        Args:
-            samples: Open samples; None on a rank that gets its batches from another one.
-            sampler: Place in the run; Lightning calls its ``set_epoch``.
-            shape: How a step is dealt.
-            num_workers: Processes that read ahead.
-        """
-        self.sampler = sampler
-        self.samples = samples
-        """May be replaced before the next iteration."""
-        self._shape = shape
-        self._num_workers = num_workers
-        self.before_batch: Callable[[], None] = lambda: None
-        """Called when a batch is asked for: what was handed out before has been trained on."""
-
-    def __len__(self) -> int:
-        """Steps of the whole epoch, those before a resume included."""
-        return len(self.sampler)
-
-    def __iter__(self) -> Iterator[Rows]:
-        """Go on from the position that the sampler has when the first batch is asked for.
-
-        Lightning may make the iterator before it restores the position.
-        """
-        sampler = self.sampler
-        # Samples that are drawn at random differ from epoch to epoch, copy to copy, and behind a resume.
-        seed = (sampler.order.seed, sampler.epoch, sampler.consumed_samples, self._shape.data_parallel_rank)
-        self.before_batch()
-        for batch in _read(self.samples, sampler.batches(), self._num_workers, seed):
-            # Counted before it is handed out, so that a checkpoint written during the step has it.
-            self.sampler.advance()
-            yield batch
-            self.before_batch()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position, for Lightning's fit loop."""
-        return self.sampler.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to a saved position."""
-        self.sampler.load_state_dict(state_dict)
-
-
 class PassLoader:
     """One pass over a split, each time, for validation, test and prediction.
 
-    Batches have a ``sample_mask`` [rows] float32 too: 0 for the rows that fill the last one up.
+    Every rank gets as many batches of the same shape, whatever the remainder. They have a ``sample_mask`` [rows]
+    float32 too: 0 for the rows that fill the last one up.
     """
 
     def __init__(self, samples: Samples | None, num_samples: int, shape: BatchShape, num_workers: int) -> None:
@@ -383,62 +319,40 @@ class PassLoader:
             shape: How a step is dealt.
             num_workers: Processes that read ahead.
         """
-        self._samples = samples
-        self._num_samples = num_samples
-        self._shape = shape
-        self._num_workers = num_workers
+        self._samples, self._num_samples, self._shape, self._num_workers = samples, num_samples, shape, num_workers
 
     def __len__(self) -> int:
-        return num_evaluation_steps(self._num_samples, self._shape)
+        return -(-self._num_samples // self._shape.global_batch_size)
 
     def samples_of_batches(self) -> Iterator[list[int]]:
         """Which samples each batch of this rank's copy of the model is of; ``PADDING_ROW`` fills the last one up."""
-        return evaluation_batches(self._num_samples, self._shape)
+        for first in range(0, self._num_samples, self._shape.global_batch_size):
+            yield [p if p < self._num_samples else PADDING_ROW for p in self._shape.positions(first)]
 
     def __iter__(self) -> Iterator[Rows]:
-        batches = evaluation_batches(self._num_samples, self._shape)
         seed = (self._shape.data_parallel_rank,)
-        return _read(self._samples, batches, self._num_workers, seed, with_sample_mask=True)
+        return _read(self._samples, self.samples_of_batches(), self._num_workers, seed, with_sample_mask=True)
 
 
-class Batches(Dataset[Rows]):
-    """Samples by the batch: an item is a batch of rows, and its key the list of their indices."""
+class _Batches(Dataset[Rows | DataError]):
+    """Samples by the batch: an item is a batch of rows, and its key the list of their indices.
+
+    An error is an item, too: a DataLoader would hide its message behind a worker's traceback.
+    """
 
     def __init__(self, samples: Samples, with_sample_mask: bool) -> None:
-        self._samples = samples
-        self._with_sample_mask = with_sample_mask
+        self._samples, self._with_sample_mask = samples, with_sample_mask
 
-    def __len__(self) -> int:
-        """Samples, not batches."""
-        return len(self._samples)
-
-    def __getitem__(self, indices: list[int]) -> dict[str, Tensor]:
+    def __getitem__(self, indices: list[int]) -> Rows | DataError:
         """The rows at ``indices``; where there is none stands the first sample, with the weight 0."""
-        rows = self._samples.rows([0 if index == PADDING_ROW else index for index in indices])
+        try:
+            rows = self._samples.rows([0 if index == PADDING_ROW else index for index in indices])
+        except DataError as error:
+            return error
         if self._with_sample_mask:
             given = torch.tensor([float(index != PADDING_ROW) for index in indices])
             rows = {**rows, "sample_mask": rows["sample_mask"] * given if "sample_mask" in rows else given}
         return rows
-
-
-class _InWorker(Dataset[Rows | DataError]):
-    """The same batches, and an error as an item: the loader would hide its message behind a worker's traceback."""
-
-    def __init__(self, batches: Batches) -> None:
-        self._batches = batches
-
-    def __getitem__(self, indices: list[int]) -> Rows | DataError:
-        try:
-            return self._batches[indices]
-        except DataError as error:
-            return error
-
-
-def _raised(items: Iterable[Rows | DataError]) -> Iterator[Rows]:
-    for item in items:
-        if isinstance(item, DataError):
-            raise item
-        yield item
 
 
 def _read(
@@ -450,24 +364,32 @@ def _read(
 ) -> Iterator[Rows]:
     if samples is None:
         # Its content is replaced by the source rank's batch; the rows tell Lightning the batch size.
-        return ({"rows": torch.empty((len(indices), 0), dtype=torch.int64)} for indices in batches)
-    dataset = Batches(samples, with_sample_mask)
-    if num_workers == 0:
-        return (dataset[indices] for indices in batches)
-    # A generator of its own: the loader draws a seed for its workers, which must not advance the state that dropout
-    # uses, on this rank alone and at another step after a resume.
-    private = torch.Generator()
-    private.manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
-    loader = DataLoader(
-        _InWorker(dataset),
-        batch_size=None,
-        sampler=batches,
-        num_workers=num_workers,
-        generator=private,
-        # A thread takes what workers hand over into pinned memory, from which a GPU copies without waiting.
-        pin_memory=torch.cuda.is_available(),
-    )
-    return _raised(iter(loader))
+        yield from ({"rows": torch.empty((len(indices), 0), dtype=torch.int64)} for indices in batches)
+        return
+    dataset = _Batches(samples, with_sample_mask)
+    items: Iterator[Rows | DataError] = map(dataset.__getitem__, batches)
+    if num_workers > 0:
+        # A generator of its own: the loader draws a seed for its workers, which must not advance the state that dropout
+        # uses, on this rank alone and at another step after a resume.
+        private = torch.Generator()
+        private.manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
+        loader = DataLoader(
+            dataset,
+            batch_size=None,
+            sampler=batches,
+            num_workers=num_workers,
+            generator=private,
+            # A thread takes what workers hand over into pinned memory, from which a GPU copies without waiting.
+            pin_memory=torch.cuda.is_available(),
+        )
+        items = iter(loader)
+    for item in items:
+        if isinstance(item, DataError):
+            raise item
+        yield item
+
+
+# ---- ordinary DataLoaders -------------------------------------------------------------------------------------------
 
 
 class _SkipFirst:
@@ -614,6 +536,9 @@ class EvaluationLoader:
     def __init__(self, loader: DataLoader[Any]) -> None:
         """Wrap ``loader``, whose sampler may be a ``DistributedSampler``."""
         self.loader = loader
+        # Where Lightning and callbacks look for them.
+        self.dataset, self.batch_size = loader.dataset, loader.batch_size
+        self.sampler, self.batch_sampler = loader.sampler, loader.batch_sampler
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -656,26 +581,6 @@ class EvaluationLoader:
             taken += len(samples)
             is_first = [True] * len(samples) if mask is None else mask.bool().tolist()
             yield [sample if first else PADDING_ROW for sample, first in zip(samples, is_first, strict=True)]
-
-    @property
-    def dataset(self) -> Any:
-        """The dataset, where Lightning and callbacks look for it."""
-        return self.loader.dataset
-
-    @property
-    def sampler(self) -> Any:
-        """The sampler, where Lightning sets the epoch."""
-        return self.loader.sampler
-
-    @property
-    def batch_sampler(self) -> Any:
-        """The batch sampler, where Lightning looks for inner samplers."""
-        return self.loader.batch_sampler
-
-    @property
-    def batch_size(self) -> int | None:
-        """Rows per batch of one data-parallel rank."""
-        return self.loader.batch_size
 
 
 def _sampler_of(loader: DataLoader[Any]) -> Any:

@@ -1,1 +1,1 @@
-"""How does the Trainer get samples? One LightningDataModule for each kind of source, on a common base."""
+"""Data modules of ``Trainer``: samples of each kind of source, served alike at any layout."""

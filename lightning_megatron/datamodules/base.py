@@ -13,18 +13,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_megatron.data.blend import SampleOrder
-from lightning_megatron.data.loader import (
-    BatchRampup,
-    BatchShape,
-    PassLoader,
-    PassOrder,
-    Shuffling,
-    TrainLoader,
-    TrainSampler,
-    check_epoch,
-)
+from lightning_megatron.data.loader import BatchRampup, BatchShape, PassLoader, PassOrder, Shuffling, TrainLoader
 from lightning_megatron.data.samples import Samples, SplitName
-from lightning_megatron.errors import ConfigError, DataError, require_divides
+from lightning_megatron.errors import ConfigError, DataError, require_divides, require_number
 from lightning_megatron.models.config import ModelConfig
 
 _T = TypeVar("_T")
@@ -43,6 +34,19 @@ class Run:
     """Whether a Lightning epoch is a pass over the training samples, which must then hold at least one step."""
     model: ModelConfig | None = None
     """The model, if it is one that tells."""
+    train_step: object = None
+    """Its objective, likewise."""
+
+    def check_steps(self, num_samples: int) -> None:
+        """See to it that an epoch is at least one step, and that every step can be dealt to the ranks.
+
+        Raises:
+            ConfigError: If the ramp-up does not fit the batch.
+            DataError: If one pass over the training samples is less than a step and an epoch is one pass.
+        """
+        _ = self.shape.stages
+        if self.whole_epochs:
+            self.shape.check_epoch(num_samples)
 
 
 class MegatronDataModule(LightningDataModule, ABC):
@@ -79,13 +83,13 @@ class MegatronDataModule(LightningDataModule, ABC):
             ConfigError: If a value is out of range.
         """
         super().__init__()
-        require_at_least("micro_batch_size", micro_batch_size, 1)
-        require_at_least("num_workers", num_workers, 0)
-        require_at_least("seed", seed, 0)
+        require_number("micro_batch_size", micro_batch_size, at_least=1)
+        require_number("num_workers", num_workers)
+        require_number("seed", seed)
         self.micro_batch_size = micro_batch_size
         self.num_workers = num_workers
         self.seed = seed
-        self.rampup = None if rampup_batch_size is None else BatchRampup.of(rampup_batch_size)
+        self.rampup = None if rampup_batch_size is None else _rampup_of(rampup_batch_size)
         self._train_loader: TrainLoader | None = None
         self._train_request: int | None = None
         self._train_fingerprint = ""
@@ -156,16 +160,16 @@ class MegatronDataModule(LightningDataModule, ABC):
             # Another number of samples may be another order: the run goes on in the one that it began with.
             num_samples = restored.get("num_samples", num_samples)
         order, samples = self._open_train(num_samples)
-        sampler = TrainSampler(order=order, shape=shape, max_steps=max_steps)
+        loader = TrainLoader(samples, order, shape, max_steps=max_steps, num_workers=self.num_workers)
         if self._train_loader is not None:  # reload_dataloaders_every_n_epochs
-            sampler.load_state_dict(self._train_loader.sampler.state_dict())
-            sampler.set_epoch(self._trainer().current_epoch)
-        self._train_loader = TrainLoader(samples, sampler, shape, self.num_workers)
+            loader.load_state_dict(self._train_loader.state_dict())
+            loader.set_epoch(self._trainer().current_epoch)
+        self._train_loader = loader
         if restored is not None:
-            self._go_to(self._train_loader, restored)
-        self._check_lengths_of_epochs(sampler)
-        self._check_validation_interval(len(self._train_loader))
-        return self._train_loader
+            self._go_to(loader, restored)
+        self._check_lengths_of_epochs(loader)
+        self._check_validation_interval(len(loader))
+        return loader
 
     @override
     def val_dataloader(self) -> PassLoader | list[PassLoader]:
@@ -191,7 +195,7 @@ class MegatronDataModule(LightningDataModule, ABC):
         """
         if self._train_loader is None:
             return {}
-        position = self._train_loader.sampler.state_dict()
+        position = self._train_loader.state_dict()
         return {"train": position, "train_order": self._train_fingerprint, "num_samples": self._train_request}
 
     @override
@@ -204,7 +208,7 @@ class MegatronDataModule(LightningDataModule, ABC):
             return
         num_samples = state_dict.get("num_samples", self._train_request)
         if num_samples != self._train_request:
-            self._train_loader.sampler.order, self._train_loader.samples = self._open_train(num_samples)
+            self._train_loader.order, self._train_loader.samples = self._open_train(num_samples)
         self._go_to(self._train_loader, state_dict)
 
     # ---- for the Trainer's side -------------------------------------------------------------------------------------
@@ -218,6 +222,7 @@ class MegatronDataModule(LightningDataModule, ABC):
             length_multiple=multiple,
             whole_epochs=whole_epochs,
             model=_config_of(module),
+            train_step=getattr(module, "train_step", None),
         )
 
     def model(self) -> ModelConfig | None:
@@ -246,23 +251,23 @@ class MegatronDataModule(LightningDataModule, ABC):
         return PassLoader(samples, order.num_samples, self._shape_of_rank(), self.num_workers)
 
     def _go_to(self, loader: TrainLoader, restored: dict[str, Any]) -> None:
-        loader.sampler.load_state_dict(restored["train"])
-        self._check_lengths_of_epochs(loader.sampler)
+        loader.load_state_dict(restored["train"])
+        self._check_lengths_of_epochs(loader)
         if restored.get("train_order") != self._train_fingerprint:
             rank_zero_warn(
-                f"The run goes on at sample {loader.sampler.consumed_samples} of another order than the checkpoint's,"
+                f"The run goes on at sample {loader.consumed_samples} of another order than the checkpoint's,"
                 " so samples may come again: data, split, lengths or seed differ. Resume with the same settings to take"
                 " each sample once."
             )
 
-    def _check_lengths_of_epochs(self, sampler: TrainSampler) -> None:
+    def _check_lengths_of_epochs(self, loader: TrainLoader) -> None:
         """Lightning asks for the length of an epoch once, and would cut longer ones, unless it renews the loader."""
         trainer = self._trainer()
-        is_last = 0 <= (trainer.max_epochs or -1) <= sampler.epoch + 1
-        if is_last or trainer.reload_dataloaders_every_n_epochs == 1 or sampler.next_epoch_is_as_long():
+        is_last = 0 <= (trainer.max_epochs or -1) <= loader.epoch + 1
+        if is_last or trainer.reload_dataloaders_every_n_epochs == 1 or loader.next_epoch_is_as_long():
             return
         raise ConfigError(
-            f"epoch {sampler.epoch} has {len(sampler)} steps and later ones have others (the global batch grows, or was"
+            f"epoch {loader.epoch} has {len(loader)} steps and later ones have others (the global batch grows, or was"
             " another one before the checkpoint), and Lightning takes the first length for all; set"
             " Trainer(reload_dataloaders_every_n_epochs=1), or go on with the global batch size of the checkpoint"
         )
@@ -364,23 +369,11 @@ def _config_of(module: LightningModule) -> ModelConfig | None:
     return getattr(module, "model_config", None)
 
 
-def require_at_least(name: str, value: int, least: int) -> None:
-    """Refuse a number that is too small.
-
-    Raises:
-        ConfigError: With the option's name.
-    """
-    if value < least:
-        raise ConfigError(f"{name}={value} must be at least {least}; correct it")
-
-
-def require_whole_step(run: Run, num_samples: int) -> None:
-    """See to it that an epoch is at least one step, and that every step can be dealt to the ranks.
-
-    Raises:
-        ConfigError: If the ramp-up does not fit the batch.
-        DataError: If one pass over the training samples is less than a step and an epoch is one pass.
-    """
-    run.shape.stages()
-    if run.whole_epochs:
-        check_epoch(num_samples, run.shape)
+def _rampup_of(numbers: Sequence[int]) -> BatchRampup:
+    if len(numbers) != 3:
+        raise ConfigError(
+            f"rampup_batch_size={list(numbers)} must be three numbers: the first global batch, the increment, and the"
+            " samples until the batch has its full size"
+        )
+    start, increment, samples = numbers
+    return BatchRampup(start=start, increment=increment, samples=samples)

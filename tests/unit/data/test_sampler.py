@@ -13,7 +13,7 @@ from lightning_megatron.data.loader import (
     BatchShape,
     PassOrder,
     Shuffling,
-    TrainSampler,
+    TrainLoader,
 )
 from lightning_megatron.errors import CheckpointError, ConfigError, DataError
 
@@ -26,8 +26,8 @@ def _shape(mbs: int = 2, num: int = 3, dp: int = 1, rank: int = 0, rampup: Batch
 
 def _sampler(
     shape: BatchShape, num_samples: int = 100, max_steps: int | None = None, shuffling: Shuffling = "later passes"
-) -> TrainSampler:
-    return TrainSampler(order=PassOrder(num_samples, 5, shuffling), shape=shape, max_steps=max_steps)
+) -> TrainLoader:
+    return TrainLoader(None, PassOrder(num_samples, 5, shuffling), shape, max_steps=max_steps)
 
 
 @settings(deadline=None)
@@ -59,7 +59,7 @@ def test_any_layout_goes_on_with_the_next_sample_of_the_epoch(
     assert 200 - first.consumed_samples - len(whole) < global_batch
 
 
-def _sampler_of_one_row(epoch: int) -> TrainSampler:
+def _sampler_of_one_row(epoch: int) -> TrainLoader:
     sampler = _sampler(_shape(1, 1), num_samples=200)
     sampler.set_epoch(epoch)
     return sampler
@@ -89,7 +89,7 @@ def test_the_batch_grows_as_megatrons_calculator_says() -> None:
         consumed += sizes[-1]
 
     assert sizes == [4, 4, 4, 4, 4, 8, 8, 8, 12, 12, 16, 16]
-    assert shape.stages() == [1, 2, 3, 4]
+    assert shape.stages == [1, 2, 3, 4]
     assert [shape.position_after(0, steps) for steps in (0, 5, 9, 12)] == [0, 20, 56, 100]
     assert [shape.steps_in(0, end) for end in (3, 4, 20, 27, 28, 67, 68, 100)] == [0, 1, 5, 5, 6, 9, 10, 12]
 
@@ -126,4 +126,4 @@ def test_an_impossible_ramp_up_is_refused(rampup: tuple[int, int, int], message:
     shape = _shape(mbs=2, num=4, dp=2, rampup=BatchRampup(start=start, increment=increment, samples=samples))
 
     with pytest.raises(ConfigError, match=message):
-        shape.stages()
+        _ = shape.stages

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from lightning_megatron.data.loader import BatchShape, PassLoader, PassOrder, TrainLoader, TrainSampler
+from lightning_megatron.data.loader import BatchShape, PassLoader, PassOrder, TrainLoader
 from lightning_megatron.data.samples import Rows
 from lightning_megatron.errors import DataError
 
@@ -26,11 +26,11 @@ class RandomSamples:
 
 def _loader(rank: int, epoch: int, steps: int = 0, num_workers: int = 1) -> TrainLoader:
     shape = BatchShape(micro_batch_size=1, num_microbatches=1, data_parallel_size=2, data_parallel_rank=rank)
-    sampler = TrainSampler(order=PassOrder(10, 1, "every pass"), shape=shape, max_steps=None)
-    sampler.set_epoch(epoch)
+    loader = TrainLoader(RandomSamples(), PassOrder(10, 1, "every pass"), shape, num_workers=num_workers)
+    loader.set_epoch(epoch)
     for _ in range(steps):
-        sampler.advance()
-    return TrainLoader(RandomSamples(), sampler, shape, num_workers)
+        loader.advance()
+    return loader
 
 
 def test_what_workers_draw_differs_between_epochs_copies_and_resumes_and_is_the_same_again() -> None:
