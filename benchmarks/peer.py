@@ -19,8 +19,7 @@ from transformers.models.megatron_bert.modeling_megatron_bert import MegatronBer
 from transformers.models.t5.modeling_t5 import T5Block
 
 from benchmarks.cases import Case
-from lightning_megatron.accounting.parameters import total_parameters
-from lightning_megatron.accounting.t5 import t5_total_parameters
+from lightning_megatron.accounting import total_parameters
 from lightning_megatron.convert.registry import model_config
 
 _LARGEST_REPLICA_PARAMETERS = 2e9
@@ -83,7 +82,7 @@ class PeerModule(pl.LightningModule):
 def peer_strategy(case: Case) -> tuple[Any, str]:
     """DDP (or a single device) where every GPU can hold all of it, else FSDP that shards everything."""
     model = model_config(case.model)
-    count = t5_total_parameters(model) if model.architecture == "t5" else total_parameters(model)
+    count = total_parameters(model)
     if count > _LARGEST_REPLICA_PARAMETERS:
         layers = {LAYERS[case.model["model_type"]]}
         return FSDPStrategy(auto_wrap_policy=layers, sharding_strategy="FULL_SHARD", use_orig_params=True), "FSDP"

@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from benchmarks.host_waits import HostWaitCounter
 from benchmarks.measurement import HostWaits
-from lightning_megatron.callbacks.throughput import StepClock
+from lightning_megatron.callbacks import StepClock
 from lightning_megatron.module import MegatronModule
 from lightning_megatron.steps.base import Batch
 

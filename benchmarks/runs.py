@@ -15,9 +15,7 @@ from benchmarks.measurement import Measurement, StepTimes
 from benchmarks.recorder import Plan, StepRecorder, engine_step
 from benchmarks.tokens import loader
 from lightning_megatron import MegatronModule, MegatronStrategy
-from lightning_megatron.accounting.devices import peak_flops_per_s
-from lightning_megatron.accounting.flops import AttentionCount, model_flops_per_token
-from lightning_megatron.accounting.t5 import t5_model_flops_per_row
+from lightning_megatron.accounting import AttentionCount, model_flops, peak_flops_per_s
 from lightning_megatron.convert.registry import model_config
 
 CLIP = 1.0
@@ -111,10 +109,8 @@ def _flops_per_s(case: Case, step_seconds: float, attention: AttentionCount) -> 
     """Model FLOP/s of one device."""
     model = model_config(case.model)
     padded = model.padded_vocab_size(case.layout.get("tp", 1))
-    if case.decoder_seq_length:
-        per_row = t5_model_flops_per_row(model, case.seq_length, case.decoder_seq_length, padded, attention)
-    else:
-        per_row = case.seq_length * model_flops_per_token(model, case.seq_length, padded, attention)
+    lengths = (case.seq_length, case.decoder_seq_length) if case.decoder_seq_length else (case.seq_length,)
+    per_row = model_flops(model, lengths, padded, attention)
     return case.rows * case.data_parallel_size * per_row / step_seconds / case.num_devices
 
 

@@ -198,14 +198,14 @@ class MegatronModule(Inference):
 
     def configure_callbacks(self) -> list[Callback]:
         """Let the Trainer's summary show the whole model; it would take this rank's share for all."""
-        from lightning_megatron.callbacks.model_summary import whole_summaries
+        from lightning_megatron.model_summary import whole_summaries
 
         return whole_summaries(self.trainer.callbacks)  # type: ignore[attr-defined]
 
     def configure_model(self) -> None:
         """Build this rank's chunks; again if the layout or the precision is another than last time."""
+        from lightning_megatron.accounting import start_lines
         from lightning_megatron.models.build import build_chunks
-        from lightning_megatron.models.start_report import start_lines
 
         settings = self.megatron.settings
         if self.model_chunks is not None and self.built_for == settings:

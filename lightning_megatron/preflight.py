@@ -14,8 +14,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 
-from lightning_megatron.accounting.parameters import total_parameters
-from lightning_megatron.accounting.t5 import t5_total_parameters
+from lightning_megatron.accounting import total_parameters
 from lightning_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -116,7 +115,7 @@ def _check_memory(strategy: MegatronStrategy, model: ModelConfig) -> None:
     """
     if strategy.root_device.type != "cpu":
         return
-    count = t5_total_parameters(model) if model.architecture == "t5" else total_parameters(model)
+    count = total_parameters(model)
     ranks = strategy.num_processes
     needed = count // strategy.parallel.model_parallel_size * ranks * strategy.settings.dtypes.params.itemsize
     there = _host_memory()

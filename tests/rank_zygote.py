@@ -45,6 +45,7 @@ _PRELOADED = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.megatron_bert.modeling_megatron_bert",
     "transformers.models.t5.modeling_t5",
+    "lightning_megatron.callbacks",
     "lightning_megatron.module",
     "lightning_megatron.strategy",
     "lightning_megatron.convert.load",
@@ -55,7 +56,6 @@ _PRELOADED = (
     "lightning_megatron.models.build",
     "lightning_megatron.models.gpt",
     "lightning_megatron.models.initialization",
-    "lightning_megatron.models.start_report",
     "lightning_megatron.models.t5",
 )
 _PR_SET_PDEATHSIG = 1

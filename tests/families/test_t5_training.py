@@ -117,7 +117,7 @@ def test_sequences_of_other_lengths_in_each_step_train_as_on_one_process() -> No
 
 
 def _num_parameters(case: Case) -> tuple[int, int]:
-    from lightning_megatron.accounting.t5 import t5_rank_parameters
+    from lightning_megatron.accounting import rank_parameters
     from lightning_megatron.models.t5_layout import t5_layout
     from tests.parity.training import loader_of
 
@@ -127,7 +127,7 @@ def _num_parameters(case: Case) -> tuple[int, int]:
     by_hand = dict(case.layout.transformer_config_overrides).get("pipeline_model_parallel_layout")
     layout = t5_layout(model, strategy.parallel, by_hand)
     pp_rank = strategy.topology.pp_rank
-    expected = t5_rank_parameters(model, layout, tp=case.layout.tp, pp=case.layout.pp, pp_rank=pp_rank)
+    expected = rank_parameters(model, layout, tp=case.layout.tp, pp=case.layout.pp, pp_rank=pp_rank)
     return sum(parameter.numel() for parameter in module.model_chunks.parameters()), expected
 
 

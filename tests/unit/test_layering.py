@@ -22,24 +22,23 @@ LEVELS = {
     "hub": 0,
     "known_warnings": 0,
     "registration": 0,
-    "accounting": 1,
     "engine": 2,
     "models": 3,
     "data": 3,
+    "accounting": 3,
     "checkpoint": 3,
     "steps": 4,
     "convert": 4,
     "generate": 4,
-    "": 5,  # strategy.py, module.py and the other files of the root, with callbacks/
+    "": 5,  # strategy.py, module.py and the other files of the root
     "datamodules": 5,
-    "callbacks": 5,
     "cli": 6,
     "__main__": 7,
     "__init__": 7,
 }
 # models/config.py is what the pure formulas and the engine's checks are about; it imports nothing but errors.
 DESCRIPTIONS = {"lightning_megatron.models.config"}
-MAY_IMPORT_LIGHTNING = ("", "callbacks", "datamodules", "cli")
+MAY_IMPORT_LIGHTNING = ("", "datamodules", "cli")
 MAY_IMPORT_TRANSFORMERS = ("convert", "data")
 
 MAX_CODE_LINES = 450  # of a file: neither blank, comment nor docstring

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.accounting.parameters import total_parameters
+from lightning_megatron.accounting import total_parameters
 from lightning_megatron.convert.registry import config_object, family_of, known_families, model_config
 from lightning_megatron.convert.rules import LAYER
 from lightning_megatron.errors import ConfigError

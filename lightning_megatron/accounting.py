@@ -1,0 +1,260 @@
+"""Parameters, FLOPs and peak speeds of a run: pure arithmetic on the model's shape and layout.
+
+Model FLOPs are what the mathematics needs, one multiply-add being two operations, the backward pass twice the forward
+pass. Recomputed activations do not count, nor do embedding lookups, norms, softmax and the optimizer.
+
+Sources: Megatron-LM core_v0.16.1, training.py, ``num_floating_point_operations`` (causal attention counted half, padded
+vocabulary); Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, equation 3, which counts full attention and a
+second forward pass: without the latter it is ``72 B s L h^2 (1 + s / (6 h) + V / (12 L h))``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from lightning_megatron.engine.slots.report import slot_report
+from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.models.t5_layout import OVERRIDE, t5_layout
+
+if TYPE_CHECKING:
+    from lightning_megatron.models.transformer_config import EngineSettings
+
+AttentionCount = Literal["causal", "full"]
+"""Whether the half of the attention matrix that a causal mask removes counts. Published figures use either."""
+Precision = Literal["bf16", "fp16", "tf32", "fp32"]
+"""Type of the matrix products. ``fp32`` is without tensor cores; ``tf32`` is fp32 storage with tensor cores."""
+
+# ---- parameters -----------------------------------------------------------------------------------------------------
+
+
+def total_parameters(model: ModelConfig) -> int:
+    """Parameters of the whole model, each counted once: no padding of the vocabulary, no copy of a tied embedding."""
+    return _chunk(model, (model.num_layers + model.num_decoder_layers,), 0, tp=1, vocab_size=model.vocab_size)
+
+
+def even_layout(model: ModelConfig, num_chunks: int) -> tuple[int, ...]:
+    """Layers of each chunk of a GPT or BERT; ``ParallelConfig.check_model`` refuses numbers that do not divide."""
+    return (model.num_layers // num_chunks,) * num_chunks
+
+
+def rank_parameters(model: ModelConfig, layout: Sequence[int], *, tp: int, pp: int, pp_rank: int) -> int:
+    """Parameters of all model chunks on one (tensor, pipeline) rank, copies and padding of the vocabulary included.
+
+    It is the same for every tensor-parallel rank.
+
+    Args:
+        model: Its shape.
+        layout: Layers of each chunk in the order of the pipeline, those of a T5's encoder before its decoder's. Virtual
+            stage v of pipeline rank p is chunk v * pp + p.
+        tp: Tensor parallel size.
+        pp: Pipeline parallel size.
+        pp_rank: Which pipeline stage.
+    """
+    padded = model.padded_vocab_size(tp)
+    return sum(_chunk(model, layout, chunk, tp=tp, vocab_size=padded) for chunk in range(pp_rank, len(layout), pp))
+
+
+def start_lines(model: ModelConfig, settings: EngineSettings) -> list[str]:
+    """What rank 0 logs when a run starts: padded vocabulary, parameters of each rank, what fills the engine's slots."""
+    tp, pp = settings.parallel.tp, settings.parallel.pp
+    padded = model.padded_vocab_size(tp)
+    lines = [
+        f"Padded vocabulary: {model.vocab_size} tokens + {padded - model.vocab_size} dummy tokens = {padded} "
+        f"(a multiple of make_vocab_size_divisible_by={model.make_vocab_size_divisible_by} x tp={tp})",
+        f"Number of parameters of the model: {total_parameters(model)}",
+    ]
+    layout = even_layout(model, pp * settings.parallel.num_model_chunks)
+    if model.architecture == "t5":
+        layout = t5_layout(model, settings.parallel, settings.overrides.get(OVERRIDE))
+        if len(layout) > 1:
+            lines.append(
+                f"Layers of each chunk, in the order of the pipeline: {', '.join(map(str, layout))} "
+                f"(the first {model.num_layers} are the encoder's)"
+            )
+    for pp_rank in range(pp):
+        count = rank_parameters(model, layout, tp=tp, pp=pp, pp_rank=pp_rank)
+        lines += [f"Number of parameters on (tensor, pipeline) rank ({t}, {pp_rank}): {count}" for t in range(tp)]
+    slots = slot_report("cuda" if settings.device.type == "cuda" else "cpu")
+    return [*lines, f"Engine slots: {'; '.join(f'{line.slot}: {line.filler}' for line in slots)}"]
+
+
+def _chunk(model: ModelConfig, layout: Sequence[int], chunk: int, *, tp: int, vocab_size: int) -> int:
+    start, end = sum(layout[:chunk]), sum(layout[: chunk + 1])
+    encoder = min(end, model.num_layers) - min(start, model.num_layers)
+    decoder = end - start - encoder
+    is_first, is_last = chunk == 0, chunk == len(layout) - 1
+    embedding = vocab_size // tp * model.hidden_size
+    count = encoder * _layer(model, tp) + decoder * _layer(model, tp, has_cross_attention=True)
+    if model.position_embedding_type == "relative":  # a table for each stack of which there are layers here
+        buckets = model.relative_attention_num_buckets * model.num_attention_heads // tp
+        count += ((encoder > 0) + (decoder > 0)) * buckets
+    if model.architecture == "t5" and start < model.num_layers <= end:
+        count += _norm(model)
+    if is_first:
+        count += embedding + model.num_tokentypes * model.hidden_size + model.embedding_layernorm * _norm(model)
+        if model.position_embedding_type == "learned_absolute":
+            count += model.max_position_embeddings * model.hidden_size
+    if is_last:
+        count += _norm(model) + (_bert_head(model, vocab_size // tp) if model.architecture == "bert" else 0)
+        # A tied output layer on another stage than the embedding is a copy, kept equal by an all-reduce of gradients.
+        if model.has_output_layer and not (model.share_embeddings_and_output_weights and is_first):
+            count += embedding
+    return count
+
+
+def _layer(model: ModelConfig, tp: int, *, has_cross_attention: bool = False) -> int:
+    """One layer on one of ``tp`` ranks: the linears are split, norms and biases of row-parallel linears are not."""
+    h, ffn = model.hidden_size, model.ffn_hidden_size
+    q = model.num_attention_heads * model.kv_channels
+    # Fewer key/value heads than ranks are split, too: each rank keeps a part of their rows.
+    qkv = q + 2 * model.num_query_groups * model.kv_channels
+    up = ffn * (2 if model.gated_linear_unit else 1)
+    num_attentions = 2 if has_cross_attention else 1
+    split = num_attentions * (qkv + q) * h + (up + ffn) * h
+    whole = (model.parallel_attention_norms if model.parallel_attention else num_attentions + 1) * _norm(model)
+    if model.qk_layernorm:
+        whole += 2 * _norm(model, model.kv_channels)
+    if model.add_qkv_bias:
+        split += qkv
+    if model.has_attention_output_bias:
+        whole += h
+    if model.add_bias_linear:
+        split += up
+        whole += h
+    return split // tp + whole
+
+
+def _norm(model: ModelConfig, width: int | None = None) -> int:
+    return (width or model.hidden_size) * (2 if model.normalization == "LayerNorm" else 1)
+
+
+def _bert_head(model: ModelConfig, vocab_rows: int) -> int:
+    """Parameters after the final norm, but for the weight of the output layer."""
+    h, dense = model.hidden_size, model.hidden_size * (model.hidden_size + 1)
+    count = model.has_pooler * dense
+    if model.has_output_layer:
+        count += dense + 2 * h + vocab_rows
+    labels = 2 if model.task == "pretraining" else 0 if model.has_output_layer else model.num_labels
+    return count + labels * (h + 1)
+
+
+# ---- floating-point operations --------------------------------------------------------------------------------------
+
+
+def forward_flops(
+    model: ModelConfig, lengths: Sequence[int], padded_vocab_size: int, attention: AttentionCount = "causal"
+) -> float:
+    """Operations of the forward pass on one row, over all ranks.
+
+    With q = heads x head width and k = v = key/value groups x head width, the multiply-adds of a row of s tokens are
+    ``s * (L * (h * (q + k + v) + q * h + h * ffn * (3 if gated else 2) + q * s * (1 if causal else 2)) + h * V)``; a
+    layer with a sliding window of w < s tokens has ``w * (1 - w / (2 s))`` (or w) keys in the place of s / 2 (or s).
+    A T5's, for s_e and s_d tokens, are ``L_e * s_e * (4 h q + mlp + 2 q s_e)
+    + L_d * (s_d * (6 h q + mlp + q s_d + 2 q s_e) + 2 s_e h q) + s_d * h * V``.
+
+    Args:
+        model: Its shape.
+        lengths: Tokens of the row; of a T5 those of the encoder and of the decoder.
+        padded_vocab_size: Rows V of the output layer that is really computed, see ``ModelConfig.padded_vocab_size``.
+        attention: ``causal`` counts the keys that a query sees, on average s / 2, ``full`` all s, or its whole window.
+            The queries of a BERT and of a T5's encoder see all keys, and count so either way.
+    """
+    h, q = model.hidden_size, model.num_attention_heads * model.kv_channels
+    projections = 2 * h * (q + model.num_query_groups * model.kv_channels)
+    mlp = h * model.ffn_hidden_size * (3 if model.gated_linear_unit else 2)
+    if model.architecture == "t5":
+        s_e, s_d = lengths
+        own_keys = s_d / 2 if attention == "causal" else s_d
+        encoder = s_e * (projections + mlp + 2 * q * s_e)
+        decoder = s_d * (projections + 2 * h * q + mlp + 2 * q * own_keys + 2 * q * s_e) + 2 * s_e * h * q
+        multiply_adds = model.num_layers * encoder + model.num_decoder_layers * decoder + s_d * h * padded_vocab_size
+        return 2.0 * multiply_adds
+    (s,) = lengths
+    keys = sum(_keys_per_query(model, layer, s, attention) for layer in range(model.num_layers))
+    head = s * h * padded_vocab_size
+    if model.architecture == "bert":
+        head = _bert_head_multiply_adds(model, s, padded_vocab_size)
+    return 2.0 * (s * (model.num_layers * (projections + mlp) + 2 * q * keys) + head)
+
+
+def model_flops(
+    model: ModelConfig, lengths: Sequence[int], padded_vocab_size: int, attention: AttentionCount = "causal"
+) -> float:
+    """Operations of training (forward and backward pass) on one row, over all ranks; arguments as ``forward_flops``.
+
+    For each product of the forward pass the backward pass has two: the gradients of the input and of the weight.
+    """
+    return 3 * forward_flops(model, lengths, padded_vocab_size, attention)
+
+
+def _keys_per_query(model: ModelConfig, layer: int, seq_length: int, attention: AttentionCount) -> float:
+    """How many keys a query of one layer sees, on average over the sequence."""
+    is_windowed = model.sliding_window_layers is None or layer in model.sliding_window_layers
+    window = min(seq_length, model.sliding_window or seq_length) if is_windowed else seq_length
+    if attention == "full" or model.architecture == "bert":
+        return window
+    # A triangle of the first ``window`` queries, then rows of ``window`` keys.
+    return window * (1 - window / (2 * seq_length))
+
+
+def _bert_head_multiply_adds(model: ModelConfig, seq_length: int, padded_vocab_size: int) -> int:
+    h = model.hidden_size
+    count = model.has_pooler * h * h
+    if model.has_output_layer:
+        count += seq_length * h * (h + padded_vocab_size)
+    if model.task == "pretraining":
+        return count + 2 * h
+    if model.has_output_layer:
+        return count
+    return count + h * model.num_labels * (1 if model.has_pooler else seq_length)
+
+
+# ---- devices --------------------------------------------------------------------------------------------------------
+
+_HOPPER_SXM, _HOPPER_NVL = (989.0, 989.0, 494.0, 67.0), (835.0, 835.0, 417.0, 60.0)
+_AMPERE = (312.0, 312.0, 156.0, 19.5)
+DEVICE_PEAKS: dict[str, tuple[float | None, float | None, float | None, float | None]] = {
+    # Blackwell architecture technical brief, HGX B200; its tf32 and fp32 figures vary by edition.
+    "NVIDIA B200": (2250.0, 2250.0, None, None),
+    # Datasheets of H200 and H100, sparse figures halved.
+    "NVIDIA H200": _HOPPER_SXM,
+    "NVIDIA H200 NVL": _HOPPER_NVL,
+    "NVIDIA H100 80GB HBM3": _HOPPER_SXM,
+    "NVIDIA H800": _HOPPER_SXM,
+    "NVIDIA H100 NVL": _HOPPER_NVL,
+    "NVIDIA H100 PCIe": (756.0, 756.0, 378.0, 51.0),
+    # Datasheet of the A100.
+    "NVIDIA A100-SXM4-40GB": _AMPERE,
+    "NVIDIA A100-SXM4-80GB": _AMPERE,
+    "NVIDIA A100-PCIE-40GB": _AMPERE,
+    "NVIDIA A100 80GB PCIe": _AMPERE,
+    "NVIDIA A800-SXM4-80GB": _AMPERE,
+    # Each its own datasheet; the L4's sparse figures are halved.
+    "NVIDIA L40S": (362.0, 362.0, 183.0, 91.6),
+    "NVIDIA L40": (181.0, 181.0, 90.5, 90.5),
+    "NVIDIA L4": (121.0, 121.0, 60.0, 30.3),
+    "NVIDIA A40": (149.7, 149.7, 74.8, 37.4),
+    "NVIDIA A30": (165.0, 165.0, 82.0, 10.3),
+    "NVIDIA A10": (125.0, 125.0, 62.5, 31.2),
+    "Tesla V100-SXM2-16GB": (None, 125.0, None, 15.7),
+    "Tesla V100-SXM2-32GB": (None, 125.0, None, 15.7),
+    "Tesla T4": (None, 65.0, None, 8.1),
+}
+"""Peak dense TFLOP/s (1e12) by ``torch.cuda.get_device_name``: of bf16, fp16 and tf32 on tensor cores, and of fp32.
+
+Only exact names are known: a slice of a GPU (MIG), a variant with another power limit or a new GPU has no peak here,
+and then no utilisation is reported rather than a wrong one.
+"""
+
+
+def peak_flops_per_s(device_name: str, precision: Precision) -> float | None:
+    """Peak dense FLOP/s of one device; None if the device, or that precision on it, is not known.
+
+    Args:
+        device_name: As ``torch.cuda.get_device_name`` says it.
+        precision: Type of the matrix products.
+    """
+    peaks = DEVICE_PEAKS.get(device_name, (None,) * 4)
+    teraflops = dict(zip(("bf16", "fp16", "tf32", "fp32"), peaks, strict=True))[precision]
+    return None if teraflops is None else teraflops * 1e12

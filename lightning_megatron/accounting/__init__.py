@@ -1,1 +1,0 @@
-"""What does a run cost? FLOPs, parameters and the peaks of devices, as pure arithmetic."""

@@ -1,0 +1,690 @@
+"""Lightning callbacks: throughput, loss curve, perplexity, sample texts and a line of progress."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.loggers import Logger
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_megatron.accounting import Precision, model_flops, peak_flops_per_s
+from lightning_megatron.data.corpus.tokenizer import check_vocabulary, load_tokenizer
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.generate.options import GenerationOptions
+from lightning_megatron.generate.prompt_checks import check_prompts
+from lightning_megatron.generate.prompts import with_first_token
+from lightning_megatron.generate.texts import decoder_texts, encoded, new_texts
+from lightning_megatron.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from lightning_megatron.engine.schedule import StepShape
+
+__all__ = ["LossCurve", "PerplexityReport", "ProgressLine", "SampleText", "ThroughputMonitor"]
+
+
+def _check_interval(every_n_steps: int | None) -> None:
+    if every_n_steps is not None and every_n_steps < 1:
+        raise ConfigError(f"every_n_steps={every_n_steps} must be at least 1; correct it or leave it out")
+
+
+def _is_due(trainer: Trainer, every_n_steps: int | None) -> bool:
+    """Whether the step that just ended is the last of an interval; looking at numbers waits for the device.
+
+    Args:
+        trainer: Counts the steps.
+        every_n_steps: The interval; None takes the Trainer's ``log_every_n_steps``, of which 0 means never.
+    """
+    every: int = every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]  # set in Trainer.__init__
+    return every > 0 and trainer.global_step % every == 0
+
+
+# ---- speed ----------------------------------------------------------------------------------------------------------
+
+
+class ThroughputMonitor(Callback):
+    """Logs speed, model FLOP/s, their share of the device's peak, and peak memory.
+
+    A step is timed from the end of one training batch to the end of the next, so waiting for data counts; steps with a
+    validation, a checkpoint or a ``SampleText`` in between do not. Each figure is of the steps since the last report.
+    The device is waited for only when a report is due.
+
+    Logged: ``tokens_per_s`` over all ranks, padding included (also in the progress bar); ``tokens_per_s_per_device``;
+    ``step_seconds``, the median, and ``step_seconds_mean``, from which the speeds follow; on models whose FLOPs are
+    known ``model_tflops_per_s_per_device`` (forward and backward pass, causal attention counted half, see
+    ``accounting.py``); on devices whose peak is known ``mfu``, its fraction of the dense peak; on GPUs
+    ``peak_memory_gib``, the most that PyTorch had allocated since the process started. Each rank measures for itself;
+    loggers and progress bar show rank 0.
+    """
+
+    def __init__(self, every_n_steps: int | None = None, warmup_steps: int = 3) -> None:
+        """Set how often to report.
+
+        Args:
+            every_n_steps: Optimizer steps between reports; None takes the Trainer's ``log_every_n_steps``.
+            warmup_steps: Steps at the start of each ``fit`` that are not measured (compilation, caches).
+
+        Raises:
+            ConfigError: If a number is out of range.
+        """
+        _check_interval(every_n_steps)
+        if warmup_steps < 1:
+            raise ConfigError(f"warmup_steps={warmup_steps} must be at least 1, the first step; correct warmup_steps")
+        self.every_n_steps = every_n_steps
+        self.warmup_steps = warmup_steps
+        self._clock = StepClock(torch.device("cpu"))
+        self._steps_seen = 0
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse strategies that do not tell how many tokens a step has.
+
+        Raises:
+            ConfigError: If the Trainer's strategy is not Megatron's.
+        """
+        if stage == "fit" and not hasattr(trainer.strategy, "step_shape"):
+            raise ConfigError(
+                f"strategy {type(trainer.strategy).__name__} does not tell the tokens of a step, and ThroughputMonitor "
+                "needs them; use MegatronStrategy or remove the callback"
+            )
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start afresh."""
+        self._clock, self._steps_seen = StepClock(trainer.strategy.root_device), 0
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Note the end of a step, and report if it is time."""
+        self._steps_seen += 1
+        shape = getattr(trainer.strategy, "step_shape", None)
+        if self._steps_seen < self.warmup_steps or shape is None:  # None: no step has run, there is nothing to count
+            return
+        self._clock.mark(tokens=shape.tokens, flops=_step_flops(trainer, pl_module, shape))
+        if _is_due(trainer, self.every_n_steps):
+            self._report(trainer, pl_module)
+
+    def interrupt(self) -> None:
+        """Do not count the step under way: it does more than train."""
+        self._clock.interrupt()
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Do not count the time of a validation."""
+        self.interrupt()
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Do not count the time of a checkpoint."""
+        self.interrupt()
+
+    def _report(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        window = self._clock.take()
+        if window is None:
+            return
+        seconds, device = sum(window.seconds), trainer.strategy.root_device
+        metrics = {
+            "tokens_per_s": window.tokens / seconds,
+            "tokens_per_s_per_device": window.tokens / seconds / trainer.world_size,
+            "step_seconds": statistics.median(window.seconds),
+            "step_seconds_mean": seconds / len(window.seconds),
+        }
+        if window.flops > 0:
+            flops_per_s_per_device = window.flops / seconds / trainer.world_size
+            metrics["model_tflops_per_s_per_device"] = flops_per_s_per_device / 1e12
+            if (peak := _device_peak(device, str(trainer.precision))) is not None:
+                metrics["mfu"] = flops_per_s_per_device / peak
+        if device.type == "cuda":
+            # Not reset: other code of the user's may read the same counter.
+            metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+        for name, value in metrics.items():
+            pl_module.log(name, value, prog_bar=name == "tokens_per_s", on_step=True, on_epoch=False)
+
+
+class Window(NamedTuple):
+    """What was measured since the last report."""
+
+    seconds: list[float]
+    """Of each step."""
+    tokens: int
+    """Of those steps, over all ranks."""
+    flops: float
+    """Model FLOPs of those steps over all ranks; 0 if unknown."""
+
+
+class StepClock:
+    """Times steps without waiting for the device before ``take``: by events on its stream, or the host's clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Start with no step begun.
+
+        Args:
+            device: Where the steps run.
+        """
+        self._device = device
+        self._last: Any = None
+        self._steps: list[tuple[Any, Any, int, float]] = []
+
+    def mark(self, tokens: int, flops: float) -> None:
+        """The end of a step of so many tokens and FLOPs; it counts if the end of the step before it is known."""
+        now: Any = time.perf_counter()
+        if self._device.type == "cuda":
+            now = torch.cuda.Event(enable_timing=True)
+            now.record(torch.cuda.current_stream(self._device))
+        if self._last is not None:
+            self._steps.append((self._last, now, tokens, flops))
+        self._last = now
+
+    def interrupt(self) -> None:
+        """Something else than training happens now: the step under way does not count."""
+        self._last = None
+
+    def take(self) -> Window | None:
+        """Everything measured since the last call, or None if that is nothing. Waits for the device."""
+        if not self._steps:
+            return None
+        starts, ends, tokens, flops = zip(*self._steps, strict=True)
+        self._steps = []
+        if self._device.type == "cuda":
+            ends[-1].synchronize()
+            seconds = [start.elapsed_time(end) / 1e3 for start, end in zip(starts, ends, strict=True)]
+        else:
+            seconds = [end - start for start, end in zip(starts, ends, strict=True)]
+        return Window(seconds, sum(tokens), sum(flops))
+
+
+def _step_flops(trainer: Trainer, pl_module: LightningModule, shape: StepShape) -> float:
+    """Model FLOPs of a step over all ranks; 0 if the module does not tell its shape."""
+    model = getattr(pl_module, "model_config", None)
+    if not isinstance(model, ModelConfig):
+        return 0.0
+    lengths = shape.lengths if model.architecture == "t5" else (shape.seq_length,)
+    if not lengths:  # an objective of the user's, which tells only the sum of both sequences
+        return 0.0
+    padded = model.padded_vocab_size(int(getattr(trainer.strategy, "tp", 1)))
+    return model_flops(model, lengths, padded) * shape.tokens / shape.seq_length
+
+
+def _device_peak(device: torch.device, precision: str) -> float | None:
+    """Peak FLOP/s of a device for the matrix products under one of the Trainer's ``precision`` strings."""
+    if device.type != "cuda":
+        return None
+    tf32: Precision = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "fp32"
+    kinds: dict[str, Precision] = {"bf16": "bf16", "16": "fp16", "32": tf32}
+    kind = kinds.get(precision.partition("-")[0])
+    return None if kind is None else peak_flops_per_s(torch.cuda.get_device_name(device), kind)
+
+
+# ---- losses ---------------------------------------------------------------------------------------------------------
+
+
+class LossCurve(Callback):
+    """Keeps the curves of training and validation loss and writes them as a picture when training ends.
+
+    The curves travel in checkpoints, so a resumed run, in whatever layout, continues them; a vertical line marks where.
+    The picture goes into the log folder of the Trainer's first logger, or its ``default_root_dir`` without loggers.
+    """
+
+    def __init__(
+        self,
+        filename: str = "loss_curve.png",
+        every_n_steps: int | None = None,
+        max_points: int = 5000,
+        log_scale: bool = False,
+        monitor: tuple[str, str] = ("train_loss", "val_loss"),
+    ) -> None:
+        """Set what to draw.
+
+        Args:
+            filename: Name of the picture; its suffix is the format.
+            every_n_steps: Optimizer steps between points of the training loss; None takes the Trainer's
+                ``log_every_n_steps``. Reading a loss waits for the device.
+            max_points: Each curve is thinned out evenly when it has more points.
+            log_scale: Whether the loss axis is logarithmic.
+            monitor: Names of the logged training and validation loss.
+
+        Raises:
+            ConfigError: If a number is out of range.
+        """
+        _check_interval(every_n_steps)
+        if max_points < 2:
+            raise ConfigError(f"max_points={max_points} must be at least 2; correct max_points")
+        self.filename = filename
+        self.every_n_steps = every_n_steps
+        self.log_scale = log_scale
+        self.train_name, self.val_name = monitor
+        self.train, self.validation = Curve(max_points), Curve(max_points)
+        self.resumed_at: list[int] = []
+        self._was_loaded = False
+        self._folder: Path | None = None
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget another run's curves; those of a resumed run are loaded later."""
+        if stage == "fit" and trainer.global_step == 0:
+            self.train, self.validation = Curve(self.train.max_points), Curve(self.train.max_points)
+            self.resumed_at = []
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Settle on the folder: asking the Trainer is a broadcast, which every rank must join."""
+        self._folder = Path(trainer.log_dir or trainer.default_root_dir)
+        if self._was_loaded and trainer.global_step not in self.resumed_at:
+            self.resumed_at.append(trainer.global_step)
+        self._was_loaded = False
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Add a point to the training curve if it is time."""
+        # The first step too: the height at which a run begins is what one looks for.
+        if trainer.global_step == 1 or _is_due(trainer, self.every_n_steps):
+            self.train.add(trainer.global_step, trainer.callback_metrics.get(self.train_name))
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Add a point to the validation curve, unless only a part of the validation ran."""
+        if not _is_partial_validation(trainer):
+            self.validation.add(trainer.global_step, trainer.callback_metrics.get(self.val_name))
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the picture on rank 0."""
+        self._write(trainer)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Write what there is on rank 0."""
+        self._write(trainer)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Both curves and the points where the run was resumed, as plain numbers."""
+        curves = {"train": self.train.state_dict(), "validation": self.validation.state_dict()}
+        return {**curves, "resumed_at": list(self.resumed_at)}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue another run's curves."""
+        self.train.load_state_dict(state_dict["train"])
+        self.validation.load_state_dict(state_dict["validation"])
+        self.resumed_at = list(state_dict["resumed_at"])
+        self._was_loaded = True
+
+    def _write(self, trainer: Trainer) -> None:
+        if self._folder is not None and trainer.is_global_zero and self.train.points:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._draw().savefig(self._folder / self.filename)
+
+    def _draw(self) -> Any:
+        """A figure of the losses over the steps, with the perplexity on the right-hand axis."""
+        # The figure class draws without pyplot, which would choose a backend for the whole process.
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import LogLocator
+
+        figure = Figure(figsize=(9.0, 5.2), dpi=150, layout="constrained")
+        axes = figure.add_subplot(xlabel="optimizer step", ylabel="loss (nats per token)", title="Loss")
+        steps, losses = zip(*self.train.points, strict=True)
+        is_long = len(losses) >= 40
+        axes.plot(steps, losses, "C0", alpha=0.3 if is_long else 1.0, label=None if is_long else "training")
+        if is_long:
+            axes.plot(steps, _smoothed(losses), "C0", label="training (smoothed)")
+        if self.validation.points:
+            steps, losses = zip(*self.validation.points, strict=True)
+            axes.plot(steps, losses, "C1", marker="o", markersize=4, label=f"validation (last {losses[-1]:.3f})")
+        for index, step in enumerate(self.resumed_at):
+            # One entry in the legend for all of them: matplotlib leaves out labels that begin with an underscore.
+            label = "_resumed" if index else "resumed from a checkpoint"
+            axes.axvline(step, color="grey", linestyle="--", label=label)
+        if self.log_scale:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")  # a loss of 4 * 10^0 is nobody's notation
+            axes.yaxis.set_minor_formatter("{x:g}")
+        axes.grid(which="both", color="#dddddd", linewidth=0.7)
+        axes.legend()
+        low, high = axes.get_ylim()
+        if high < 30.0:  # past that a perplexity says nothing
+            right = axes.twinx()
+            ticks = [tick for tick in LogLocator(subs=(1, 2, 5)).tick_values(math.exp(low), math.exp(high)) if tick > 1]
+            right.set(yscale=axes.get_yscale(), ylabel="perplexity")
+            right.set_yticks([math.log(tick) for tick in ticks], [f"{tick:,g}" for tick in ticks])
+            right.set_yticks([], minor=True)
+            right.set_ylim(low, high)
+        return figure
+
+
+class Curve:
+    """Points (step, value) in bounded memory: when full, every second one goes, and only every second new one comes."""
+
+    def __init__(self, max_points: int) -> None:
+        """Start empty.
+
+        Args:
+            max_points: Most points to keep.
+        """
+        self.max_points = max_points
+        self.points: list[tuple[int, float]] = []
+        self._stride = 1
+        self._seen = 0
+
+    def add(self, step: int, value: Any) -> None:
+        """Add a point, if there is a value and it falls on the spacing that the curve has by now."""
+        if value is None:
+            return
+        if self._seen % self._stride == 0:
+            self.points.append((step, float(value)))
+        self._seen += 1
+        while len(self.points) > self.max_points:
+            self.points = self.points[::2]
+            self._stride *= 2
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers."""
+        steps, values = [step for step, _ in self.points], [value for _, value in self.points]
+        return {"steps": steps, "values": values, "stride": self._stride, "seen": self._seen}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue with the saved points."""
+        self.points = list(zip(state_dict["steps"], state_dict["values"], strict=True))
+        self._stride, self._seen = state_dict["stride"], state_dict["seen"]
+
+
+def _smoothed(values: Sequence[float], share: float = 0.04) -> list[float]:
+    """Mean of each value's neighbourhood of about ``share`` of the curve; values that are not finite are left out.
+
+    A window that looks back only would lag behind a falling loss. At the steep beginning it shrinks on both sides, so
+    that the first value stays; at the flat end only on one, so that the last is no noise.
+    """
+    means = []
+    for index in range(len(values)):
+        reach = min(max(1, round(share * len(values) / 2)), index)
+        near = [value for value in values[index - reach : index + reach + 1] if math.isfinite(value)]
+        means.append(statistics.fmean(near) if near else math.nan)
+    return means
+
+
+def _is_partial_validation(trainer: Trainer) -> bool:
+    """Whether the validation that just ended was the check before training, on a few batches only."""
+    return trainer.sanity_checking and trainer.num_sanity_val_batches != trainer.num_val_batches
+
+
+class PerplexityReport(Callback):
+    """Says at the end of ``fit`` what the validation perplexity was before and after; ``val_perplexity`` is in the log.
+
+    "Before" is the validation that the Trainer runs before the first step; ``Trainer(num_sanity_val_steps=-1)`` makes
+    it the whole validation set. A resumed run still knows it. The loss must be logged by ``validation_step``.
+    """
+
+    def __init__(self, monitor: str = "val_loss") -> None:
+        """Set what to read.
+
+        Args:
+            monitor: Name of the logged validation loss, in nats per token.
+        """
+        self.monitor = monitor
+        self._clear()
+
+    def _clear(self) -> None:
+        self._state: dict[str, Any] = {"before": None, "before_is_partial": False, "after": None, "after_step": 0}
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget another run's figures; those of a resumed run are loaded later."""
+        if stage == "fit" and trainer.global_step == 0:
+            self._clear()
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep the loss for the report."""
+        loss = trainer.callback_metrics.get(self.monitor)
+        if loss is None:
+            return
+        if trainer.sanity_checking or trainer.global_step == 0:
+            self._state |= {"before": float(loss), "before_is_partial": _is_partial_validation(trainer)}
+        else:
+            self._state |= {"after": float(loss), "after_step": trainer.global_step}
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print the report on rank 0."""
+        if trainer.is_global_zero:
+            print(self.report(), flush=True)
+
+    def report(self) -> str:
+        """One line, e.g. "validation perplexity: 4187.2 before, 61.3 after 300 steps"."""
+        before, after = self._state["before"], self._state["after"]
+        if before is None and after is None:
+            return f"validation perplexity: unknown, because no validation logged {self.monitor}"
+        told = "unknown before (num_sanity_val_steps=-1 measures it)"
+        if before is not None:
+            part = " (on the first batches only)" if self._state["before_is_partial"] else ""
+            told = f"{_perplexity(before)} before{part}"
+        if after is None:
+            return f"validation perplexity: {told}, unknown after, because no validation ran since"
+        return f"validation perplexity: {told}, {_perplexity(after)} after {self._state['after_step']} steps"
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """The losses behind the report."""
+        return dict(self._state)
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue another run's report."""
+        self._state = dict(state_dict)
+
+
+def _perplexity(loss: float) -> str:
+    value = math.inf if loss > 700 else math.exp(loss)
+    return f"{value:.1f}" if value < 1e7 else f"{value:.2e}"
+
+
+# ---- texts ----------------------------------------------------------------------------------------------------------
+
+
+class SampleText(Callback):
+    """Continues prompts every few steps, on all ranks together; training goes on as if nothing had happened.
+
+    A T5's encoder reads the prompts, and the text is its decoder's.
+
+    Loggers that show texts (TensorBoard) get one under ``samples/0``, ``samples/1``, ... for each prompt. For others
+    the texts are lines of JSON in the file ``samples.jsonl`` of their folder; without a logger they are printed. With a
+    fixed ``seed`` differences between steps are the model's, not chance.
+    """
+
+    def __init__(
+        self,
+        tokenizer: str | Path | Any,
+        prompts: Sequence[str],
+        every_n_steps: int | None = None,
+        generation: GenerationOptions | None = None,
+    ) -> None:
+        """Set what to continue and how.
+
+        Args:
+            tokenizer: Folder of a transformers tokenizer, its name on the Hugging Face hub, or the tokenizer itself.
+            prompts: Texts to continue, as one batch.
+            every_n_steps: Optimizer steps between samples; None takes the Trainer's ``log_every_n_steps``.
+            generation: How tokens are chosen; None takes the module's ``generation``.
+
+        Raises:
+            ConfigError: If there is no prompt, the tokenizer is none, or the interval is below 1.
+        """
+        _check_interval(every_n_steps)
+        if not isinstance(tokenizer, (str, Path)) and not hasattr(tokenizer, "get_vocab"):
+            raise ConfigError(f"tokenizer={tokenizer!r}: expected a folder, a name or a tokenizer of transformers")
+        if not prompts or isinstance(prompts, str):
+            raise ConfigError(f"prompts={prompts!r}: expected a list of texts to continue; give at least one")
+        self.tokenizer = tokenizer
+        self.prompts = list(prompts)
+        self.every_n_steps = every_n_steps
+        self.generation = generation
+        self._last_step = 0
+        self._folder: Path | None = None
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Turn the prompts into tokens.
+
+        Raises:
+            ConfigError: If the module cannot continue them.
+            DataError: If there is no tokenizer.
+        """
+        if stage != "fit":
+            return
+        model = getattr(pl_module, "model_config", None)
+        if model is None or model.architecture not in ("gpt", "t5"):
+            raise ConfigError(
+                f"SampleText shows texts of GPTs and T5s, and {type(pl_module).__name__} has none; remove it"
+            )
+        is_folder = isinstance(self.tokenizer, (str, Path))
+        self._tokenizer = load_tokenizer(self.tokenizer) if is_folder else self.tokenizer
+        check_vocabulary(self._tokenizer, getattr(self.tokenizer, "name_or_path", self.tokenizer), model.vocab_size)
+        self._is_answer = model.architecture == "t5"
+        own: Any = pl_module.generation
+        self._options: GenerationOptions = self.generation or own
+        rows: tuple[Tensor, Tensor | None] = encoded(self.prompts, self._tokenizer)
+        if self._options.bos_token_id is not None:  # here, so that the columns are those of what generate returns
+            rows = with_first_token(*rows, self._options.bos_token_id)
+        check_prompts(*rows, model, self._options)
+        self._rows = rows
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Settle on the folder: asking the Trainer is a broadcast, which every rank must join."""
+        self._folder = Path(trainer.log_dir or trainer.default_root_dir)
+        self._last_step = trainer.global_step
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Continue the prompts if it is time."""
+        if trainer.global_step == self._last_step or not _is_due(trainer, self.every_n_steps):
+            return
+        self._last_step = trainer.global_step
+        generate: Any = pl_module.generate
+        written = generate(*self._rows, **vars(self._options))
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set in Trainer.__init__
+            if isinstance(callback, ThroughputMonitor):
+                callback.interrupt()
+        if trainer.is_global_zero:
+            if self._is_answer:
+                texts = decoder_texts(self._tokenizer, written)
+            else:
+                texts = new_texts(self._tokenizer, written, *self._rows)
+            copies = self._options.num_return_sequences
+            self._keep(trainer, [(self.prompts[index // copies], text) for index, text in enumerate(texts)])
+
+    def _keep(self, trainer: Trainer, texts: list[tuple[str, str]]) -> None:
+        without_texts: list[Logger] = []
+        for logger in trainer.loggers:
+            add_text = getattr(getattr(logger, "experiment", None), "add_text", None)
+            if add_text is None:
+                without_texts.append(logger)
+                continue
+            for index, (prompt, new) in enumerate(texts):
+                # Markdown that shows the texts letter by letter, whatever is in them: indented, so that it is code.
+                prompt, new = ("    " + each.replace("\n", "\n    ") for each in (prompt, new))
+                add_text(f"samples/{index}", f"prompt\n\n{prompt}\n\ncontinued\n\n{new}\n", trainer.global_step)
+        assert self._folder is not None
+        for folder in {Path(logger.log_dir or self._folder) for logger in without_texts}:
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / "samples.jsonl").open("a", encoding="utf-8") as file:
+                for prompt, new in texts:
+                    row = {"step": trainer.global_step, "prompt": prompt, "text": new}
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        if not trainer.loggers:
+            for prompt, new in texts:
+                print(f"step {trainer.global_step}: {prompt!r} -> {new!r}", flush=True)
+
+
+# ---- progress -------------------------------------------------------------------------------------------------------
+
+
+class ProgressLine(ProgressBar):
+    """Step, time, time left, and what is logged with ``prog_bar=True``.
+
+    Lightning's bars take several rows of a narrow terminal, and show nothing, or one endless line, in a file. On a
+    terminal this is one row, cut off where the terminal ends; in a file it is a line every ``every_seconds``.
+    """
+
+    def __init__(self, every_seconds: float = 10.0) -> None:
+        """Set how often a file gets a line.
+
+        Args:
+            every_seconds: Time between two lines, if the output is no terminal.
+        """
+        super().__init__()
+        self.every_seconds = every_seconds
+        self._is_enabled = True
+        self._first_step, self._began, self._next = 0, 0.0, 0.0
+
+    @override
+    def disable(self) -> None:
+        """Show nothing; ranks other than 0 do so."""
+        self._is_enabled = False
+
+    @override
+    def enable(self) -> None:
+        """Show lines again."""
+        self._is_enabled = True
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count from here."""
+        self._first_step, self._began = trainer.global_step, time.monotonic()
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Show the step, the first one at once: one sees that training has begun."""
+        if trainer.global_step < trainer.estimated_stepping_batches:  # the last step waits for its validation
+            self._show(lambda: self._step(trainer), now=trainer.global_step == self._first_step + 1)
+
+    @override
+    def on_train_end(self, trainer: Trainer, *_: Any) -> None:
+        """Show the last step with the validation after it."""
+        self._show(lambda: self._step(trainer), now=True, end="\n")
+
+    @override
+    def on_validation_batch_end(self, trainer: Trainer, *arguments: Any) -> None:
+        """Show how many batches have been read."""
+        stage: Any = trainer.state.stage
+        self._show(lambda: f"{stage.value.replace('_', ' ')}: batch {arguments[3] + 1}")
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end  # type: ignore[assignment]
+
+    def _step(self, trainer: Trainer) -> str:
+        step, seconds = trainer.global_step, time.monotonic() - self._began
+        total: float = trainer.estimated_stepping_batches
+        parts = [f"step {step}", _clock(seconds)]
+        if 0 < total < math.inf:
+            left = seconds / max(step - self._first_step, 1) * (total - step)
+            parts = [f"step {step}/{total:.0f}", parts[1], f"{_clock(left)} left"]
+        for name, value in trainer.progress_bar_metrics.items():
+            parts.append(f"{name} {value:,.0f}" if abs(value) >= 1000 else f"{name} {value:.4g}")
+        return ", ".join(parts)
+
+    def _show(self, line: Callable[[], str], *, now: bool = False, end: str = "\r") -> None:
+        seconds = time.monotonic()
+        if not self._is_enabled or not (now or seconds >= self._next):
+            return
+        if sys.stdout.isatty():
+            self._next = seconds + 0.1
+            print(f"\x1b[K{line()[: shutil.get_terminal_size().columns - 1]}", end=end, flush=True)
+        else:
+            self._next = seconds + self.every_seconds
+            print(line(), flush=True)
+
+
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds))).removeprefix("0:")

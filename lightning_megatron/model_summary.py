@@ -1,0 +1,127 @@
+"""Lightning's model summary for a model that is split over ranks: the whole model's layers, and this rank's share."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelSummary, RichModelSummary
+from lightning.pytorch.utilities.model_summary.model_summary import get_human_readable_count
+from typing_extensions import override
+
+from lightning_megatron.accounting import forward_flops
+from lightning_megatron.engine.wrap import unwrap
+from lightning_megatron.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from lightning_megatron.module import MegatronModule
+
+
+def whole_summaries(callbacks: Sequence[Callback]) -> list[Callback]:
+    """For each of Lightning's two summaries among ``callbacks`` its like that shows the whole model.
+
+    Lightning's own sums up what this rank holds: a share of one stage.
+    """
+    kinds: dict[type[Callback], Any] = {ModelSummary: WholeModelSummary, RichModelSummary: WholeRichModelSummary}
+    return [
+        kinds[type(each)](each._max_depth, **each._summarize_kwargs)
+        for each in callbacks
+        if isinstance(each, ModelSummary) and type(each) in kinds
+    ]
+
+
+class WholeModelSummary(ModelSummary):
+    """Sums up the stages of a pipeline, whose ranks all join, as text."""
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Gather the stages over the pipeline group, and show them on rank 0."""
+        if not self._max_depth:
+            return
+        module: MegatronModule = pl_module  # type: ignore[assignment]
+        topology, model = module.megatron.topology, module.model_config
+        padded = model.padded_vocab_size(topology.parallel.tp)
+        own = _stage(module.megatron._chunks, model, topology.parallel.tp, padded)
+        stages: list[Any] = [None] * topology.parallel.pp
+        dist.all_gather_object(stages, own, group=topology.pp_group)
+        if not trainer.is_global_zero:
+            return
+        kinds: dict[str, tuple[str, bool]] = {}
+        sums: Counter[tuple[str, str]] = Counter()
+        for stage_kinds, stage_sums in reversed(stages):
+            kinds |= stage_kinds
+            sums.update(stage_sums)
+        modes = [is_training for _, is_training in kinds.values()]
+        names = sorted((n for n in kinds if self._max_depth < 0 or n.count(".") < self._max_depth), key=_order)
+        # Of a row as long as the model reads (512 tokens for a T5), attention included.
+        lengths = (512, 512) if model.architecture == "t5" else (model.max_position_embeddings,)
+        count = get_human_readable_count
+        self.summarize(
+            [
+                (" ", [str(index) for index in range(len(names))]),
+                ("Name", names),
+                ("Type", [kinds[name][0] for name in names]),
+                ("Params", [count(sums[name, "params"]) for name in names]),
+                ("Params per Device", [count(own[1][name, "here"]) for name in names]),
+                ("Mode", ["train" if kinds[name][1] else "eval" for name in names]),
+            ],
+            total_parameters=sums["", "params"],
+            trainable_parameters=sums["", "trainable"],
+            model_size=sums["", "params"] * module.megatron.settings.dtypes.params.itemsize * 1e-6,
+            total_training_modes={"train": modes.count(True), "eval": modes.count(False)},
+            total_flops=int(forward_flops(model, lengths, padded) / sum(lengths)),
+            **self._summarize_kwargs,
+        )
+
+
+class WholeRichModelSummary(WholeModelSummary, RichModelSummary):
+    """As a table of rich."""
+
+
+def _stage(
+    chunks: Sequence[Any], model: ModelConfig, tp: int, padded: int
+) -> tuple[dict[str, tuple[str, bool]], Counter[tuple[str, str]]]:
+    """By the names of the whole model: each module's class and whether it trains, and sums over what is within it.
+
+    Summed are ``params``, over tp and without rows that pad the vocabulary and copies of a tied embedding, how many of
+    them are ``trainable``, and those ``here`` on this rank.
+    """
+    kinds: dict[str, tuple[str, bool]] = {}
+    sums: Counter[tuple[str, str]] = Counter()
+
+    for chunk in map(unwrap, chunks):
+        numbers = {
+            name: re.sub(r"\d+$", str(layer.layer_number - 1), name)
+            for name, layer in chunk.named_modules()
+            if hasattr(layer, "layer_number") and name.rpartition(".")[2].isdecimal()
+        }
+
+        def named(name: str, numbers: dict[str, str] = numbers) -> str:
+            layer = next((each for each in numbers if f"{name}.".startswith(f"{each}.")), None)
+            return name if layer is None else numbers[layer] + name[len(layer) :]
+
+        kinds |= {named(name): (type(each).__name__, each.training) for name, each in chunk.named_modules() if name}
+        for name, weight in chunk.named_parameters():
+            is_copy = name == "output_layer.weight" and model.share_embeddings_and_output_weights
+            whole = weight.numel()
+            if getattr(weight, "tensor_model_parallel", False):
+                whole *= tp
+                if weight.shape[0] * tp == padded:
+                    whole = whole // padded * model.vocab_size
+            parts, counted = named(name).split("."), 0 if is_copy else whole
+            for depth in range(len(parts)):
+                module = ".".join(parts[:depth])
+                sums[module, "params"] += counted
+                sums[module, "trainable"] += counted * weight.requires_grad
+                sums[module, "here"] += weight.numel()
+    return kinds, sums
+
+
+def _order(name: str) -> list[tuple[str, int]]:
+    first = {"embedding": " 0", "encoder": " 1", "decoder": " 2"}
+    parts = name.split(".")
+    return [(first.get(parts[0], parts[0]), 0), *(("", int(p)) if p.isdecimal() else (p, 0) for p in parts[1:])]

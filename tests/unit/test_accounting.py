@@ -1,0 +1,230 @@
+"""Parameters and FLOPs beside published counts, transformers' models and arithmetic by hand; peaks of devices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from lightning_megatron.accounting import (
+    AttentionCount,
+    even_layout,
+    forward_flops,
+    model_flops,
+    peak_flops_per_s,
+    rank_parameters,
+    total_parameters,
+)
+from lightning_megatron.models.config import ModelConfig
+
+
+def gpt2(num_layers: int, hidden_size: int, num_attention_heads: int, **changes: Any) -> ModelConfig:
+    shape: dict[str, Any] = {
+        "family": "gpt2",
+        "num_layers": num_layers,
+        "hidden_size": hidden_size,
+        "ffn_hidden_size": 4 * hidden_size,
+        "num_attention_heads": num_attention_heads,
+        "num_query_groups": num_attention_heads,
+        "kv_channels": hidden_size // num_attention_heads,
+        "vocab_size": 50257,
+        "max_position_embeddings": 1024,
+    }
+    return ModelConfig(**shape | changes)
+
+
+def llama(layers: int, hidden: int, ffn: int, heads: tuple[int, int], **changes: Any) -> ModelConfig:
+    shape: dict[str, Any] = {
+        "family": "llama",
+        "ffn_hidden_size": ffn,
+        "num_query_groups": heads[1],
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "position_embedding_type": "rope",
+        "share_embeddings_and_output_weights": False,
+    }
+    return gpt2(layers, hidden, heads[0], **shape | changes)
+
+
+def bert(num_layers: int, hidden_size: int, num_attention_heads: int, task: str, num_labels: int = 2) -> ModelConfig:
+    shape = {"vocab_size": 29056, "max_position_embeddings": 512, "num_tokentypes": 2, "num_labels": num_labels}
+    return gpt2(num_layers, hidden_size, num_attention_heads, architecture="bert", task=task, **shape)
+
+
+GPT2_LARGE = gpt2(36, 1280, 20)
+LLAMA_3_2_1B = llama(16, 2048, 8192, (32, 8), share_embeddings_and_output_weights=True)
+LLAMA_3_8B = llama(32, 4096, 14336, (32, 8))
+LLAMA_2_7B = llama(32, 4096, 11008, (32, 32), vocab_size=32000)
+T5_LARGE = gpt2(
+    24,
+    1024,
+    16,
+    architecture="t5",
+    num_decoder_layers=24,
+    vocab_size=32128,
+    normalization="RMSNorm",
+    add_bias_linear=False,
+    add_qkv_bias=False,
+    position_embedding_type="relative",
+)
+FLAN_T5_LARGE = replace(
+    T5_LARGE, ffn_hidden_size=2816, gated_linear_unit=True, share_embeddings_and_output_weights=False
+)
+ODD_T5 = replace(FLAN_T5_LARGE, num_layers=3, num_decoder_layers=4, relative_attention_num_buckets=8, vocab_size=101)
+
+
+@pytest.mark.parametrize(
+    ("model", "published"),
+    [
+        (GPT2_LARGE, 774_030_080),
+        (gpt2(12, 768, 12), 124_439_808),
+        (LLAMA_3_2_1B, 1_235_814_400),
+        (LLAMA_3_8B, 8_030_261_248),
+        (LLAMA_2_7B, 6_738_415_616),
+        (T5_LARGE, 737_668_096),
+        (FLAN_T5_LARGE, 783_150_080),
+    ],
+)
+def test_total_is_the_published_count(model: ModelConfig, published: int) -> None:
+    assert total_parameters(model) == published
+
+
+BERT_HEADS = {
+    "pretraining": "PreTraining",
+    "masked_lm": "MaskedLM",
+    "sequence_classification": "SequenceClassification",
+    "token_classification": "TokenClassification",
+    "question_answering": "QuestionAnswering",
+}
+
+
+def test_total_equals_that_of_transformers_models() -> None:
+    shape = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4}
+    berts = transformers.MegatronBertConfig(**shape, intermediate_size=96, num_labels=5)
+    t5 = transformers.T5Config(
+        d_model=1024, d_kv=64, d_ff=2816, num_heads=16, num_layers=3, num_decoder_layers=4, vocab_size=101,
+        relative_attention_num_buckets=8, feed_forward_proj="gated-gelu",
+    )  # fmt: skip
+    tied_t5 = replace(ODD_T5, share_embeddings_and_output_weights=True)
+    with torch.device("meta"):
+        pairs = [
+            (bert(3, 24, 4, task, num_labels=5), getattr(transformers, f"MegatronBertFor{head}")(berts))
+            for task, head in BERT_HEADS.items()
+        ]
+        pairs.append((tied_t5, transformers.T5ForConditionalGeneration(t5)))
+    for model, theirs in pairs:
+        assert total_parameters(model) == sum(parameter.numel() for parameter in theirs.parameters()), model.task
+
+
+def _ranks(model: ModelConfig, layout: tuple[int, ...], pp: int) -> int:
+    return sum(rank_parameters(model, layout, tp=1, pp=pp, pp_rank=rank) for rank in range(pp))
+
+
+def test_ranks_of_gpt2_large_hold_what_accelerates_guide_prints_for_megatron_lm() -> None:
+    # Hugging Face Accelerate, docs/source/usage_guides/megatron_lm.md: tp=2, pp=2, vocabulary padded to 50432.
+    layout = even_layout(GPT2_LARGE, 2)
+    assert GPT2_LARGE.padded_vocab_size(2) == 50432
+    assert rank_parameters(GPT2_LARGE, layout, tp=2, pp=2, pp_rank=0) == 210_753_280
+    assert rank_parameters(GPT2_LARGE, layout, tp=2, pp=2, pp_rank=1) == 209_445_120
+
+
+def test_stages_sum_to_the_whole_plus_copies_of_a_tied_embedding_and_padding() -> None:
+    for model, copies in ((LLAMA_3_8B, 0), (LLAMA_3_2_1B, 1)):
+        held = _ranks(model, even_layout(model, 4), 4)
+        assert held == total_parameters(model) + copies * model.vocab_size * model.hidden_size
+    model = replace(bert(4, 32, 4, "pretraining"), vocab_size=29056 - 100)
+    padding = 100 * (32 + 1)  # a row in the embedding and in the output layer's bias
+    assert _ranks(model, (2, 2), 2) == total_parameters(model) + padding + model.padded_vocab_size(1) * 32
+    classifier = replace(model, task="sequence_classification")
+    assert _ranks(classifier, (2, 2), 2) == total_parameters(classifier) + 100 * 32
+
+
+@pytest.mark.parametrize(
+    ("layout", "tables", "pp"),
+    [((7,), 2, 1), ((2, 5), 3, 2), ((0, 7), 2, 2), ((1, 3, 2, 1), 5, 2), ((1, 1, 1, 4), 4, 4)],
+)
+def test_stages_of_a_t5_sum_to_the_whole_plus_copies_of_tables(layout: tuple[int, ...], tables: int, pp: int) -> None:
+    padding = (ODD_T5.padded_vocab_size(1) - ODD_T5.vocab_size) * ODD_T5.hidden_size
+    assert _ranks(ODD_T5, layout, pp) == total_parameters(ODD_T5) + 2 * padding + (tables - 2) * 8 * 16
+
+
+@pytest.mark.parametrize(
+    ("model", "seq_length", "gigaflops", "attention"),
+    [
+        (GPT2_LARGE, 1024, 4.92, "causal"),
+        (gpt2(48, 1600, 25), 1024, 9.80, "causal"),
+        (LLAMA_3_2_1B, 4096, 8.22, "causal"),
+        (LLAMA_2_7B, 4096, 42.86, "causal"),
+        (LLAMA_3_8B, 8192, 51.47, "causal"),
+        (LLAMA_3_8B, 8192, 57.91, "full"),
+        (llama(40, 5120, 13824, (40, 40), vocab_size=32000), 4096, 82.14, "causal"),
+    ],
+)
+def test_flops_per_token_match_published_figures(
+    model: ModelConfig, seq_length: int, gigaflops: float, attention: AttentionCount
+) -> None:
+    got = model_flops(model, (seq_length,), model.padded_vocab_size(1), attention) / seq_length / 1e9
+    assert got == pytest.approx(gigaflops, abs=0.006)  # the figures have two decimals
+
+
+def test_full_attention_equals_equation_3_of_the_megatron_paper_without_recomputation() -> None:
+    layers, hidden, seq, vocab, batch = 24, 2304, 2048, 51200, 7
+    paper = 72 * batch * seq * layers * hidden**2 * (1 + seq / (6 * hidden) + vocab / (12 * layers * hidden))
+    assert batch * model_flops(gpt2(layers, hidden, 24), (seq,), vocab, "full") == pytest.approx(paper, rel=1e-12)
+
+
+def test_small_models_to_the_last_operation() -> None:
+    # q, k, v: 4*4 + 2*(4*2); output projection 4*4; gated MLP 3*4*6; scores and values 2*4*(8/2); head 4*10.
+    model = llama(2, 4, 6, (2, 1))
+    layer = (16 + 16) + 16 + 72
+    assert forward_flops(model, (8,), 10) == 8 * 2 * (2 * (layer + 32) + 40)
+    assert forward_flops(model, (8,), 10, "full") == 8 * 2 * (2 * (layer + 64) + 40)
+    assert model_flops(model, (8,), 10) == 3 * forward_flops(model, (8,), 10)
+    small = replace(
+        T5_LARGE, num_layers=1, num_decoder_layers=1, hidden_size=4, ffn_hidden_size=5, num_attention_heads=1,
+        num_query_groups=1, kv_channels=3, vocab_size=7,
+    )  # fmt: skip
+    encoder = 6 * (4 * 4 * 3 + 2 * 4 * 5) + 2 * 3 * 6 * 6
+    decoder = 2 * (4 * 4 * 3 + 2 * 4 * 5) + 2 * 3 * 2 * 2 / 2 + 2 * (2 * 4 * 3) + 6 * (2 * 4 * 3) + 2 * 3 * 2 * 6
+    assert model_flops(small, (6, 2), 7) == 6 * (encoder + decoder + 2 * 4 * 7)
+    assert model_flops(small, (6, 2), 7, "full") - model_flops(small, (6, 2), 7) == 6 * 12
+
+
+def test_a_bert_counts_all_keys_and_its_head() -> None:
+    h, layers, s, v = 1024, 24, 512, 29056
+    stack, lm, row = layers * (12 * h * h + 2 * s * h), h * h + h * v, (h * h + 2 * h) / s
+    heads = {"pretraining": lm + row, "sequence_classification": row, "token_classification": 9 * h}
+    for task, head in heads.items():
+        model = bert(layers, h, 16, task, num_labels=9 if task == "token_classification" else 2)
+        assert model_flops(model, (s,), v) == pytest.approx(6 * s * (stack + head))
+        assert model_flops(model, (s,), v, "full") == model_flops(model, (s,), v)
+
+
+def test_a_window_leaves_out_the_keys_before_it() -> None:
+    whole = gpt2(3, 24, 4)
+    # Of 8 queries the first four see 1, 2, 3, 4 keys and the others 4 each; as elsewhere half of the diagonal counts:
+    # 8 * 4 - 4 * 4 / 2 = 24 pairs instead of 8 * 8 / 2 = 32.
+    pairs: dict[AttentionCount, tuple[int, int]] = {"causal": (24, 32), "full": (4 * 8, 8 * 8)}
+    for attention, (seen, all_keys) in pairs.items():
+        difference = 2 * 2 * 24 * (all_keys - seen)
+        flops = forward_flops(whole, (8,), 128, attention)
+        assert flops - forward_flops(replace(whole, sliding_window=4), (8,), 128, attention) == 3 * difference
+        in_one_layer = replace(whole, sliding_window=4, sliding_window_layers=(1,))
+        assert flops - forward_flops(in_one_layer, (8,), 128, attention) == difference
+        assert forward_flops(replace(whole, sliding_window=99), (8,), 128, attention) == flops
+
+
+def test_peaks_are_those_of_datasheets_for_exactly_the_devices_that_are_known() -> None:
+    assert peak_flops_per_s("NVIDIA H200", "bf16") == 989e12
+    assert peak_flops_per_s("NVIDIA A100-SXM4-80GB", "fp32") == 19.5e12
+    assert peak_flops_per_s("Tesla T4", "fp16") == 65e12
+    assert peak_flops_per_s("Tesla T4", "bf16") is None
+    for name in ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H300", "cpu", "", "nvidia h200"):
+        assert peak_flops_per_s(name, "bf16") is None

@@ -1,0 +1,304 @@
+"""Callbacks in an ordinary Lightning run whose losses and times are known beforehand."""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
+
+from lightning_megatron.accounting import model_flops
+from lightning_megatron.callbacks import (
+    Curve,
+    LossCurve,
+    PerplexityReport,
+    ProgressLine,
+    StepClock,
+    ThroughputMonitor,
+)
+from lightning_megatron.errors import ConfigError
+from tests.unit.test_accounting import gpt2
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning")
+
+LOSSES = [8.0, 7.0, 6.5, 6.25, 6.0, 5.75, 5.5, 5.25, 5.0, 4.75]
+EVERY_SECOND_STEP = {"val_check_interval": 2, "check_val_every_n_epoch": None}
+EVERY_THIRD_STEP = {"val_check_interval": 3, "check_val_every_n_epoch": None}
+PNG = b"\x89PNG\r\n"
+
+
+class ToyModule(LightningModule):
+    """Logs ``losses[step]`` while training and ``val_losses`` in turn while validating."""
+
+    def __init__(self, losses: list[float], val_losses: list[float] | None = None) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.losses = losses
+        self.val_losses = list(val_losses or [])
+        self.on_progress_bar: dict[str, float] = {}
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.log("train_loss", self.losses[self.trainer.global_step])
+        self.log_dict(self.on_progress_bar, prog_bar=True)
+        return self.layer(batch).sum()
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        if self.val_losses:
+            self.log("val_loss", self.val_losses[0])
+
+    def on_validation_end(self) -> None:
+        del self.val_losses[:1]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def loader(rows: int = 4) -> DataLoader[Any]:
+    return DataLoader(torch.ones(rows, 1))  # type: ignore[arg-type]
+
+
+def toy_trainer(folder: Path, callbacks: list[Any], **options: Any) -> Trainer:
+    settings = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_steps": 6,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "num_sanity_val_steps": 0,
+        "log_every_n_steps": 1,
+    }
+    return Trainer(default_root_dir=folder, callbacks=callbacks, **{**settings, **options})
+
+
+def test_impossible_numbers_are_refused() -> None:
+    for kind in (LossCurve, ThroughputMonitor):
+        with pytest.raises(ConfigError, match="every_n_steps=0 must be at least 1"):
+            kind(every_n_steps=0)
+    with pytest.raises(ConfigError, match="max_points=1 must be at least 2"):
+        LossCurve(max_points=1)
+    with pytest.raises(ConfigError, match="warmup_steps=0 must be at least 1"):
+        ThroughputMonitor(warmup_steps=0)
+
+
+# ---- LossCurve ------------------------------------------------------------------------------------------------------
+
+
+def test_points_are_the_logged_losses_at_their_steps(tmp_path: Path) -> None:
+    curve, partial = LossCurve(every_n_steps=2), LossCurve(filename="partial.png")
+    trainer = toy_trainer(tmp_path, [curve], **EVERY_THIRD_STEP, num_sanity_val_steps=-1)
+    trainer.fit(ToyModule(LOSSES, [9.0, 6.0, 5.0]), loader(3), loader(2))
+    assert curve.train.points == [(1, 8.0), (2, 7.0), (4, 6.25), (6, 5.75)]
+    assert curve.validation.points == [(0, 9.0), (3, 6.0), (6, 5.0)]
+    assert (tmp_path / "loss_curve.png").read_bytes().startswith(PNG)
+    logger = CSVLogger(tmp_path, name="run")
+    trainer = toy_trainer(tmp_path, [partial], **EVERY_THIRD_STEP, num_sanity_val_steps=1, logger=logger)
+    trainer.fit(ToyModule(LOSSES, [9.0, 6.0, 5.0]), loader(3), loader(2))
+    assert [step for step, _ in partial.validation.points] == [3, 6]  # a few batches only are no point
+    assert (tmp_path / "run/version_0/partial.png").read_bytes().startswith(PNG)
+
+
+def test_a_run_that_fails_leaves_a_picture_and_an_instance_that_starts_anew(tmp_path: Path) -> None:
+    curve = LossCurve(log_scale=True)
+    with pytest.raises(IndexError):  # the toy has no loss for the third step
+        toy_trainer(tmp_path, [curve]).fit(ToyModule([3.0, 2.0]), loader(6))
+    assert (tmp_path / "loss_curve.png").read_bytes().startswith(PNG)
+    toy_trainer(tmp_path, [curve], max_steps=3).fit(ToyModule(LOSSES), loader(6))
+    assert curve.train.points == [(1, 8.0), (2, 7.0), (3, 6.5)]
+    assert curve.resumed_at == []
+
+
+def test_a_resumed_run_continues_curve_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options: dict[str, Any] = {**EVERY_SECOND_STEP, "num_sanity_val_steps": -1}
+    first = toy_trainer(tmp_path, [LossCurve(), PerplexityReport()], max_steps=4, **options)
+    first.fit(ToyModule(LOSSES, [math.log(900.0), 4.0, 4.0]), loader(10), loader(3))
+    checkpoint = tmp_path / "last.ckpt"
+    first.save_checkpoint(checkpoint)
+    assert torch.load(checkpoint, weights_only=True)["callbacks"]
+    curve = LossCurve()
+    second = toy_trainer(tmp_path, [curve, PerplexityReport()], max_steps=8, **options)
+    second.fit(ToyModule(LOSSES, [3.0, math.log(7.0)]), loader(10), loader(3), ckpt_path=checkpoint)
+    assert curve.train.points == list(enumerate(LOSSES[:8], start=1))
+    assert curve.resumed_at == [4]
+    assert "validation perplexity: 900.0 before, 7.0 after 8 steps" in capsys.readouterr().out
+
+
+def test_a_long_curve_stays_bounded_and_evenly_spaced(tmp_path: Path) -> None:
+    curve = Curve(max_points=10)
+    for step in range(1000):
+        curve.add(step, float(step))
+    steps = [step for step, _ in curve.points]
+    assert steps == list(range(0, 1000, 128))
+    whole = LossCurve()
+    whole.train.load_state_dict(
+        {
+            "steps": [*range(60)],
+            "values": [*(2 + 8 * math.exp(-n / 10) + n % 3 / 10 for n in range(59)), math.nan],
+            "stride": 1,
+            "seen": 60,
+        }
+    )
+    whole.validation.load_state_dict({"steps": [20, 40, 59], "values": [7.0, 4.0, 2.5], "stride": 1, "seen": 3})
+    whole.resumed_at = [10, 30]
+    whole._draw().savefig(tmp_path / "smoothed.png")
+
+
+# ---- PerplexityReport -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sanity_steps", "val_losses", "line"),
+    [
+        (-1, [math.log(4187.2), 6.0, 5.0, math.log(61.3)], "perplexity: 4187.2 before, 61.3 after 6 steps"),
+        (
+            2,
+            [math.log(50.0), 3.0, 3.0, 800.0],
+            "perplexity: 50.0 before (on the first batches only), inf after 6 steps",
+        ),
+        (0, [3.0, 3.0, math.log(8.0)], "unknown before (num_sanity_val_steps=-1 measures it), 8.0 after 6 steps"),
+        (0, [], "perplexity: unknown, because no validation logged val_loss"),
+    ],
+)
+def test_the_report_says_what_validations_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sanity_steps: int, val_losses: list[float], line: str
+) -> None:
+    trainer = toy_trainer(tmp_path, [PerplexityReport()], **EVERY_SECOND_STEP, num_sanity_val_steps=sanity_steps)
+    trainer.fit(ToyModule([1.0] * 20, val_losses), loader(4), loader(3))
+    assert line in capsys.readouterr().out.splitlines()[-1]
+
+
+# ---- ProgressLine ---------------------------------------------------------------------------------------------------
+
+
+def _rows(capsys: pytest.CaptureFixture[str], folder: Path, line: ProgressLine) -> list[str]:
+    trainer = toy_trainer(folder, [line], enable_progress_bar=True, **EVERY_SECOND_STEP)
+    module = ToyModule([1.0] * 20, [1.0] * 9)
+    module.on_progress_bar = {f"quantity_{number}": 12345.678 if number else 0.5 for number in range(9)}
+    trainer.fit(module, loader(4), loader(3))
+    return re.split(r"[\r\n]", capsys.readouterr().out.replace("\x1b[K", ""))
+
+
+def test_on_a_terminal_it_is_one_row_that_does_not_wrap(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    rows = _rows(capsys, tmp_path, ProgressLine())
+    assert max(map(len, rows)) == 59
+    assert rows[-2].startswith("step 6/6, 00:00, 00:00 left, quantity_0 0.5, quantity_1")
+
+
+def test_a_file_gets_the_first_and_the_last_step_and_some_between(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for line, numbers in ((ProgressLine(), (1, 6)), (ProgressLine(every_seconds=0), range(1, 7))):
+        rows = _rows(capsys, tmp_path, line)
+        assert [row.split(",")[0] for row in rows if row.startswith("step")] == [f"step {n}/6" for n in numbers]
+    assert "validate: batch 3" in rows
+
+
+# ---- ThroughputMonitor ----------------------------------------------------------------------------------------------
+
+MODEL = gpt2(2, 32, 4, vocab_size=300)
+
+
+class _Slow(Callback):
+    """Moves the clock: so much in each training step, validation and checkpoint."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, step_seconds: list[float], checkpoint_after: int | None = None):
+        self.now = 100.0
+        self.step_seconds = step_seconds
+        self.checkpoint_after = checkpoint_after
+        patch.setattr("lightning_megatron.callbacks.time", SimpleNamespace(perf_counter=lambda: self.now))
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        self.now += self.step_seconds[trainer.global_step]
+
+    def on_validation_batch_start(self, *args: Any) -> None:
+        self.now += 1000.0
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == self.checkpoint_after:
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "a.ckpt")
+            self.now += 5000.0
+
+
+def _measured(
+    folder: Path, monitor: ThroughputMonitor, slow: _Slow, *, model: Any = MODEL, **options: Any
+) -> tuple[list[dict[str, float]], Trainer]:
+    """The rows that a logger wrote of a toy under a strategy that claims to run 64 tokens a step."""
+    # The monitor comes before the callback that saves, as Lightning orders its own ModelCheckpoint.
+    trainer = toy_trainer(folder, [monitor, slow], logger=CSVLogger(folder, name=None, version="log"), **options)
+    trainer.strategy.step_shape = SimpleNamespace(tokens=64, seq_length=16, lengths=(12, 4))
+    trainer.strategy.tp = 2
+    module = ToyModule([1.0] * 20, [1.0] * 20)
+    module.model_config = model
+    trainer.fit(module, loader(20), loader(2))
+    with (folder / "log" / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row.get("tokens_per_s")]
+    return [{name: float(value) for name, value in row.items() if value} for row in rows], trainer
+
+
+def test_figures_are_of_the_steps_since_the_last_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = _Slow(monkeypatch, [50.0, 50.0, 1.0, 2.0, 6.0, 4.0, 4.0, 4.0])
+    (row,), trainer = _measured(tmp_path, ThroughputMonitor(warmup_steps=2), slow, max_steps=8, log_every_n_steps=5)
+    assert row.pop("step") == 4  # Lightning numbers the fifth step 4
+    flops = model_flops(MODEL, (16,), 512) / 16  # 300 tokens, padded to a multiple of 128 x tp=2
+    assert {name: row[name] for name in row if name not in ("epoch", "train_loss")} == {
+        "tokens_per_s": pytest.approx(3 * 64 / 9.0),
+        "tokens_per_s_per_device": row["tokens_per_s"],
+        "step_seconds": 2.0,
+        "step_seconds_mean": 3.0,
+        "model_tflops_per_s_per_device": pytest.approx(flops * 64 / 3.0 / 1e12, rel=1e-6),
+    }  # no mfu and no memory: a CPU's peak is not known
+    assert trainer.progress_bar_metrics.keys() == {"tokens_per_s"}
+
+
+def test_validation_and_checkpoints_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, monitor = _Slow(monkeypatch, [1.0] * 10, checkpoint_after=7), ThroughputMonitor(warmup_steps=1)
+    (row,), _ = _measured(tmp_path, monitor, slow, **EVERY_THIRD_STEP, max_steps=10, log_every_n_steps=10)
+    assert row["step_seconds_mean"] == 1.0
+    assert row["tokens_per_s"] == pytest.approx(64.0)
+
+
+def test_a_t5_counts_both_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    t5 = replace(MODEL, architecture="t5", num_decoder_layers=3)
+    rows, _ = _measured(tmp_path, ThroughputMonitor(), _Slow(monkeypatch, [1.0] * 6), model=t5)
+    flops = model_flops(t5, (12, 4), 512) * 4  # four rows of 16 tokens
+    assert rows[-1]["model_tflops_per_s_per_device"] == pytest.approx(flops / 1e12, rel=1e-6)
+
+
+def test_another_strategy_is_refused_before_training(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="strategy SingleDeviceStrategy does not tell the tokens of a step"):
+        toy_trainer(tmp_path, [ThroughputMonitor()]).fit(ToyModule([1.0] * 6), loader(6))
+
+
+@pytest.mark.gpu
+def test_a_gpus_clock_times_what_the_gpu_does_and_not_what_the_host_waits() -> None:
+    device = torch.device("cuda")
+    clock = StepClock(device)
+    matrix = torch.randn(4096, 4096, device=device)
+    matrix @ matrix
+    torch.cuda.synchronize()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    clock.mark(tokens=0, flops=0.0)
+    start.record()
+    for _ in range(50):
+        matrix @ matrix
+    end.record()
+    clock.mark(tokens=7, flops=1.0)
+    window = clock.take()
+    assert window is not None
+    assert window.tokens == 7
+    assert window.seconds == pytest.approx([start.elapsed_time(end) / 1e3], rel=0.2)
