@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.cases import Case
 from benchmarks.measurement import is_first_rank
 from lightning_megatron import IndexedDataModule
-from lightning_megatron.data.formats.mmap import IndexedDatasetWriter, token_dtype
+from lightning_megatron.data.indexed import IndexedDatasetWriter, token_dtype
 from lightning_megatron.models.config import ModelConfig
 
 SENTENCE_TOKENS = 25
@@ -29,7 +29,8 @@ def write_corpus(prefix: str, vocab_size: int, num_tokens: int, document_tokens:
             length = int(random.integers(document_tokens // 2, 3 * document_tokens // 2)) + 1
             tokens = random.integers(LEAST_TOKEN, vocab_size, size=length).astype(token_dtype(vocab_size))
             sentences = -(-length // SENTENCE_TOKENS) if in_sentences else 1
-            writer.add_document(tokens.tobytes(), [len(part) for part in np.array_split(tokens, sentences)])
+            lengths = [len(part) for part in np.array_split(tokens, sentences)]
+            writer.add_documents(tokens.tobytes(), lengths, [sentences])
 
 
 def save_tokenizer(folder: str, vocab_size: int) -> None:

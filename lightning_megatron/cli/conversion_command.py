@@ -90,7 +90,7 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
 def _convert(parsed: argparse.Namespace) -> int:
     from lightning_megatron.convert.conversion import convert
     from lightning_megatron.convert.options import ConvertOptions
-    from lightning_megatron.data.formats.staged import exit_on_sigterm
+    from lightning_megatron.data.indexed import exit_on_sigterm
 
     options = {name: value for name, value in vars(parsed).items() if name != "run"}
     with exit_on_sigterm():

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_megatron.cli.failure import DONE
 
 if TYPE_CHECKING:
-    from lightning_megatron.data.formats.rewrite import RewrittenDataset
+    from lightning_megatron.data.merge import MergedDataset
 
 
 def add_dataset_commands(commands: argparse._SubParsersAction[Any]) -> None:
@@ -85,20 +85,20 @@ def _add_inspect(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def _convert_dataset(parsed: argparse.Namespace) -> int:
-    from lightning_megatron.data.formats.convert import convert_dataset
+    from lightning_megatron.data.merge import convert_dataset
 
     _print_rewritten(convert_dataset(parsed.input, parsed.output_prefix), parsed.input)
     return DONE
 
 
 def _merge(parsed: argparse.Namespace) -> int:
-    from lightning_megatron.data.formats.merge import merge_datasets
+    from lightning_megatron.data.merge import merge_datasets
 
     _print_rewritten(merge_datasets(parsed.input, parsed.output_prefix), ", ".join(parsed.input))
     return DONE
 
 
-def _print_rewritten(result: RewrittenDataset, source: str) -> None:
+def _print_rewritten(result: MergedDataset, source: str) -> None:
     print(
         f"{result.prefix}: {result.documents:,} documents, {result.sequences:,} sequences, {result.tokens:,} tokens"
         f" from {source}"

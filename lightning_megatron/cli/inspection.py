@@ -13,13 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_megatron.cli.failure import printable
-from lightning_megatron.data.formats.description import (
-    as_json,
-    as_text,
-    dataset_prefix,
-    describe_dataset,
-    first_documents,
-)
+from lightning_megatron.data.describe import as_text, dataset_prefix, describe_dataset
 from lightning_megatron.errors import ConfigError, DataError
 
 _DOCUMENTS_WITH_A_TOKENIZER = 3
@@ -89,13 +83,9 @@ def _describe_dataset(options: InspectOptions) -> str | None:
         from lightning_megatron.data.corpus.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(options.tokenizer)
-    description = describe_dataset(prefix)
     default = 0 if tokenizer is None else _DOCUMENTS_WITH_A_TOKENIZER
-    count = default if options.documents is None else options.documents
-    previews = first_documents(description.header, count, tokenizer)
-    if options.json:
-        return json.dumps(as_json(description, previews), indent=2)
-    return as_text(description, previews)
+    report = describe_dataset(prefix, default if options.documents is None else options.documents, tokenizer)
+    return json.dumps(report, indent=2) if options.json else as_text(report)
 
 
 def _is_of_a_model(path: Path) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lightning_megatron.data.formats.mmap import check_dataset, read_header
+from lightning_megatron.data.indexed import check_dataset, open_dataset
 from lightning_megatron.data.samples import (
     Objective,
     Part,
@@ -309,7 +309,7 @@ def check_request(request: SplitRequest) -> int:
         DataError: If a dataset is missing or damaged, or has not one sample for this split; the message names it.
     """
     for source in request.sources:
-        read_header(source.prefix)
+        open_dataset(source.prefix)
         _check_once(source.prefix, _identity(source.prefix))
     return num_samples_of_one_pass(request.sources, _counts(request))
 
@@ -338,7 +338,7 @@ def open_samples(request: SplitRequest, index_cache: str | None) -> Samples:
         DataError: If a dataset is missing on this machine, or a folder cannot be written.
     """
     for source in request.sources:
-        read_header(source.prefix)
+        open_dataset(source.prefix)
     order = _built(request, index_cache, elsewhere=True)
     folder = _folder_of(request, index_cache)
     if len(request.sources) == 1:

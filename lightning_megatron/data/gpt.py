@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from lightning_megatron.data.formats.mapped import MappedDataset
+from lightning_megatron.data.indexed import open_dataset
 from lightning_megatron.data.samples import Objective, Part, Rows, open_array, split_ranges
 from lightning_megatron.errors import DataError
 
@@ -74,7 +74,7 @@ class GPTObjective(Objective):
 
     def _measured(self, part: Part) -> tuple[int, NDArray[np.int32], NDArray[np.int32]]:
         """Samples in one pass, at least one; tokens of each document of the dataset; and the documents of ``part``."""
-        lengths = MappedDataset(part.prefix).lengths
+        lengths = open_dataset(part.prefix).lengths
         bounds = split_ranges(part.split, len(lengths))[part.name]
         documents = np.arange(bounds.start, bounds.stop, dtype=np.int32)
         tokens = int(lengths[bounds.start : bounds.stop].sum(dtype=np.int64))
@@ -176,7 +176,7 @@ class GPTSamples:
             seq_length: Predictions of a sample.
             index: The index, or the folder where it is.
         """
-        self._dataset = MappedDataset(prefix)
+        self._dataset = open_dataset(prefix)
         self._row_length = seq_length + 1
         self._given_index = index
 

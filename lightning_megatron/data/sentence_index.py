@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_megatron.data.formats.mapped import MappedDataset
-from lightning_megatron.data.formats.mmap import read_header
+from lightning_megatron.data.indexed import open_dataset
 from lightning_megatron.data.samples import Part, open_array, split_ranges
 from lightning_megatron.errors import ConfigError, DataError
 
@@ -88,7 +87,7 @@ class SentenceIndex:
             self._mapping = _mapping(documents, cut, part.num_samples)
             if folder:
                 np.save(path, self._mapping)
-        self._dataset = MappedDataset(part.prefix)
+        self._dataset = open_dataset(part.prefix)
 
     def __len__(self) -> int:
         """Samples."""
@@ -130,16 +129,15 @@ class _Documents:
                 f"seed={part.seed} must be from 1 to {_MAX_INT32 - 1} for BERT and T5 (the engine's index of sentences"
                 " takes no other); choose such a seed"
             )
-        header = read_header(part.prefix)
-        documents = split_ranges(part.split, header.num_documents)[part.name]
+        dataset = open_dataset(part.prefix)
+        documents = split_ranges(part.split, dataset.num_documents)[part.name]
         if len(documents) >= _MAX_INT32:
             raise DataError(
                 f"{part.prefix} has {len(documents)} documents for {part.name}, the engine's index of sentences takes"
                 f" {_MAX_INT32 - 1}; split the dataset into several and blend them"
             )
-        dataset = MappedDataset(part.prefix)
         self.part = part
-        self.total = header.num_documents
+        self.total = dataset.num_documents
         self.lengths: NDArray[np.int32] = dataset.lengths
         self.bounds: NDArray[np.int64] = dataset.document_bounds[documents.start : documents.stop + 1]
 

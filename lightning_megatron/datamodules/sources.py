@@ -20,8 +20,8 @@ from lightning_megatron.data.evaluation import (
     EvaluationTexts,
     read_evaluation_texts,
 )
-from lightning_megatron.data.formats.mmap import largest_token_at_the_ends, read_header
 from lightning_megatron.data.gpt import GPTObjective
+from lightning_megatron.data.indexed import largest_token_at_the_ends, open_dataset
 from lightning_megatron.data.instructions import (
     InstructionOptions,
     Instructions,
@@ -162,7 +162,7 @@ class IndexedDataModule(MegatronDataModule):
         _check_token(objective.largest_token, run.model, self.tokenizer)
         for prefix in dict.fromkeys(source.prefix for sources, _ in self._sources.values() for source in sources):
             vocab_size = run.model.vocab_size
-            if (largest := largest_token_at_the_ends(read_header(prefix))) >= vocab_size:
+            if (largest := largest_token_at_the_ends(open_dataset(prefix))) >= vocab_size:
                 raise DataError(
                     f"{prefix}.bin holds token {largest}, the model's vocab_size={vocab_size} ends at"
                     f" {vocab_size - 1}: it was tokenized for another model; preprocess with the model's tokenizer"

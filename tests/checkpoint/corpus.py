@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_megatron.data.formats.mmap import IndexedDatasetWriter
+from lightning_megatron.data.indexed import IndexedDatasetWriter
 from tests.checkpoint.runs import VOCAB_SIZE
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from lightning_megatron.cli import main, program
 from tests.ranks import ROOT
-from tests.unit.data.legacy_dataset import write_legacy
+from tests.unit.data.indexed_files import write_legacy
 
 COMMANDS = (
     *("fit", "validate", "test", "predict"),

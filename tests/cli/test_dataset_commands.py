@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from lightning_megatron.cli import main
-from lightning_megatron.data.formats.mmap import IndexedDatasetWriter
+from lightning_megatron.data.indexed import IndexedDatasetWriter
 from tests.ranks import ROOT
-from tests.unit.data.legacy_dataset import write_legacy
+from tests.unit.data.indexed_files import write_legacy
 
 
 @pytest.fixture

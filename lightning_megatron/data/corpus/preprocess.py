@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_megatron.data.corpus.bad_documents import BadDocuments
-from lightning_megatron.data.corpus.encoder import DocumentEncoder, EncodedKey
+from lightning_megatron.data.corpus.encoder import DocumentEncoder
 from lightning_megatron.data.corpus.files import PLAIN_TEXT_KEY, check_keys, find_files
 from lightning_megatron.data.corpus.pieces import cut_into_pieces
 from lightning_megatron.data.corpus.sentences import SentenceSplitter
 from lightning_megatron.data.corpus.tokenizer import largest_id, load_tokenizer
 from lightning_megatron.data.corpus.worker_pool import encode_all
-from lightning_megatron.data.formats.mmap import IndexedDatasetWriter, token_dtype
-from lightning_megatron.data.formats.staged import exit_on_sigterm
+from lightning_megatron.data.indexed import IndexedDatasetWriter, exit_on_sigterm, token_dtype
 from lightning_megatron.errors import ConfigError, DataError
 
 _LARGEST_STORED_ID = 2**31 - 1
@@ -117,7 +116,7 @@ def preprocess(options: PreprocessOptions) -> PreprocessResult:
         for piece in encoded:
             bad.add(piece.path, piece.bad, piece.num_bad, piece.num_units)
             for number, (writer, part) in enumerate(zip(writers, piece.keys, strict=True)):
-                _write(writer, part)
+                writer.add_documents(part.tokens, part.lengths, part.sequences)
                 num_tokens[number] += len(part.tokens) // encoder.dtype.itemsize
                 num_empty += part.num_empty
             num_documents += piece.num_documents
@@ -159,19 +158,6 @@ def _encoder(options: PreprocessOptions) -> DocumentEncoder:
         split=splitter,
         stop_at_bad=options.on_error == "fail",
     )
-
-
-def _write(writer: IndexedDatasetWriter, part: EncodedKey) -> None:
-    if part.sequences is None:
-        writer.add_documents(part.tokens, part.lengths)
-        return
-    itemsize = len(part.tokens) // max(sum(part.lengths), 1)
-    first = begin = 0
-    for count in part.sequences:
-        lengths = part.lengths[first : first + count]
-        stop = begin + sum(lengths) * itemsize
-        writer.add_document(part.tokens[begin:stop], lengths)
-        first, begin = first + count, stop
 
 
 def _require_tokens(options: PreprocessOptions, num_tokens: list[int], num_files: int, num_skipped: int) -> None:

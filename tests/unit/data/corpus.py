@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_megatron.data.formats.mmap import IndexedDatasetWriter
+from lightning_megatron.data.indexed import IndexedDatasetWriter
 
 
 def write_corpus(prefix: Path, num_documents: int, seed: int = 0, longest: int = 60) -> list[NDArray[np.uint16]]:

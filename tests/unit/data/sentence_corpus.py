@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from lightning_megatron.data.formats.mmap import IndexedDatasetWriter
+from lightning_megatron.data.indexed import IndexedDatasetWriter
 from lightning_megatron.data.masked import MaskingOptions
 from lightning_megatron.data.samples import Part, canonical_split, split_ranges
 from lightning_megatron.data.special_tokens import TokenizerFacts
@@ -72,7 +72,7 @@ def write_sentences(prefix: Path, documents: Documents, dtype: str = "<u2") -> N
     with IndexedDatasetWriter(str(prefix), np.dtype(dtype)) as writer:
         for document in documents:
             tokens = np.array([token for sentence in document for token in sentence], dtype=dtype)
-            writer.add_document(tokens.tobytes(), [len(sentence) for sentence in document])
+            writer.add_documents(tokens.tobytes(), [len(sentence) for sentence in document], [len(document)])
 
 
 def part_of(prefix: Path, num_samples: int | None = None, seed: int = 1234, name: Any = "train") -> Part:

@@ -23,8 +23,8 @@ from lightning_megatron.data.blend import (
     open_samples,
     parse_blend,
 )
-from lightning_megatron.data.formats.mmap import IndexedDatasetWriter
 from lightning_megatron.data.gpt import GPTObjective
+from lightning_megatron.data.indexed import IndexedDatasetWriter
 from lightning_megatron.data.masked import BertObjective, T5Objective
 from lightning_megatron.data.samples import Objective, Samples, SplitName
 from lightning_megatron.errors import ConfigError, DataError
@@ -226,7 +226,7 @@ def test_every_dataset_of_a_blend_is_checked(tmp_path: Path) -> None:
     data = (tmp_path / "b.bin").read_bytes()
     (tmp_path / "b.bin").write_bytes(data[:-2])
 
-    with pytest.raises(DataError, match=r"b.bin has .* bytes, b.idx points outside it"):
+    with pytest.raises(DataError, match=r"b.bin has .* bytes, b.idx accounts for"):
         check_request(_request(paths, None))
     (tmp_path / "b.bin").unlink()
     with pytest.raises(DataError, match=r"data_path=.*/b needs two files, missing: .*b.bin"):

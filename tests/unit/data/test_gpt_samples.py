@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_megatron.data.formats.mmap import IndexedDatasetWriter
 from lightning_megatron.data.gpt import GPTObjective, GPTSamples, build_gpt_index
+from lightning_megatron.data.indexed import IndexedDatasetWriter
 from lightning_megatron.data.samples import Part, SplitName, split_ranges
 from lightning_megatron.errors import DataError
 from tests.unit.data.corpus import megatron_samples, write_corpus

@@ -1,49 +1,36 @@
-"""Is a merged dataset what Megatron's own builder makes of the same inputs, and is nothing else ever written?"""
+"""Merged and converted datasets are what Megatron's own builder makes of them, and nothing else is ever written."""
 
 from __future__ import annotations
 
-import struct
 from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 
-from lightning_megatron.data.formats.merge import merge_datasets
+from lightning_megatron.data import merge
+from lightning_megatron.data.merge import convert_dataset, merge_datasets
 from lightning_megatron.errors import DataError
-from tests.unit.data.legacy_dataset import write_legacy
+from tests.unit.data.indexed_files import INT32, Documents, build, read_by_the_engine, without_documents, write_legacy
 
-Documents = list[list[list[int]]]
-
-# Documents of sequences; empty documents and empty sequences are among them.
+# Empty documents and empty sequences are among them.
 FIRST: Documents = [[[5], [1, 2]], [], [[3]]]
 SECOND: Documents = [[], [[], [4, 5, 6]], [[7], []]]
 THIRD: Documents = [[[8, 9, 10, 11]]]
 
-
-def _build(prefix: Path, documents: Documents, dtype: str = "uint16", modes: bool = False) -> str:
-    """A dataset by the engine's builder; the mode of a sequence is its length modulo 3."""
-    import torch
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.dtype(dtype).type, multimodal=modes)
-    for document in documents:
-        lengths = [len(tokens) for tokens in document]
-        flat = torch.tensor([token for tokens in document for token in tokens])
-        builder.add_document(flat, lengths, [length % 3 for length in lengths] if modes else None)
-    builder.finalize(f"{prefix}.idx")
-    return str(prefix)
-
-
-def _merge_by_the_engine(prefix: Path, inputs: list[str], dtype: str, modes: bool = False) -> None:
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.dtype(dtype).type, multimodal=modes)
-    # It collects garbage after each input, which takes half a second where torch is loaded.
-    with patch("gc.collect"):
-        for each in inputs:
-            builder.add_index(each)
-    builder.finalize(f"{prefix}.idx")
+# (code, element size, struct's letter of a token, elements of a token, the engine's name of the type)
+KINDS = [
+    (1, 1, "B", 1, "uint8"),
+    (2, 1, "b", 1, "int8"),
+    (3, 2, "h", 1, "int16"),
+    INT32,
+    (5, 8, "q", 1, "int64"),
+    (6, 4, "d", 2, "float64"),  # np.float until 2022: 8 bytes, counted in fours
+    (6, 8, "d", 1, "float64"),
+    (7, 8, "d", 1, "float64"),  # np.double until 2022
+    (7, 4, "f", 1, "float32"),  # since 2023
+    (8, 2, "H", 1, "uint16"),
+]
 
 
 def _assert_same_files(ours: Path, theirs: Path) -> None:
@@ -51,24 +38,26 @@ def _assert_same_files(ours: Path, theirs: Path) -> None:
         assert Path(f"{ours}{suffix}").read_bytes() == Path(f"{theirs}{suffix}").read_bytes()
 
 
-def _names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16"])
 @pytest.mark.parametrize("modes", [False, True])
-@pytest.mark.parametrize("chunk", [1, 3, 1 << 18])
 def test_merged_files_equal_those_of_the_engines_builder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, modes: bool, chunk: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, modes: bool
 ) -> None:
-    monkeypatch.setattr("lightning_megatron.data.formats.index_files.CHUNK", chunk)
-    monkeypatch.setattr("lightning_megatron.data.formats.rewrite._PIECE_BYTES", 8 * chunk)
-    inputs = [
-        _build(tmp_path / name, documents, dtype, modes)
-        for name, documents in (("a", FIRST), ("b", SECOND), ("c", THIRD))
-    ]
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    monkeypatch.setattr(merge, "PIECE_TOKENS", 2)
+    inputs = [build(tmp_path / str(n), each, dtype, modes) for n, each in enumerate((FIRST, SECOND, THIRD))]
     inputs.append(inputs[0])  # once more
-    _merge_by_the_engine(tmp_path / "theirs", inputs, dtype, modes)
+    builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.dtype(dtype).type, multimodal=modes)
+    # It collects garbage after each input, which takes half a second where torch is loaded.
+    with patch("gc.collect"):
+        for each in inputs:
+            builder.add_index(each)
+    builder.finalize(str(tmp_path / "theirs.idx"))
 
     result = merge_datasets(inputs, str(tmp_path / "ours"))
 
@@ -80,7 +69,6 @@ def test_merged_files_equal_those_of_the_engines_builder(
     ("types", "merged"),
     [
         (("uint16", "int32"), "int32"),
-        (("int32", "uint16"), "int32"),
         (("int64", "uint16"), "int64"),
         (("uint8", "uint16"), "uint16"),
         (("uint8", "int8"), "int16"),
@@ -88,86 +76,115 @@ def test_merged_files_equal_those_of_the_engines_builder(
     ],
 )
 def test_tokens_are_widened_to_the_smallest_type_that_holds_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, types: tuple[str, str], merged: str
+    tmp_path: Path, types: tuple[str, str], merged: str
 ) -> None:
-    monkeypatch.setattr("lightning_megatron.data.formats.rewrite._PIECE_BYTES", 8)
     largest: Documents = [[[np.iinfo(types[0]).max, 1]]]
-    inputs = [_build(tmp_path / "a", FIRST + largest, types[0]), _build(tmp_path / "b", SECOND, types[1])]
-    _build(tmp_path / "theirs", FIRST + largest + SECOND, merged)
+    inputs = [build(tmp_path / "a", FIRST + largest, types[0]), build(tmp_path / "b", SECOND, types[1])]
+    build(tmp_path / "theirs", FIRST + largest + SECOND, merged)
 
     result = merge_datasets(inputs, str(tmp_path / "ours"))
 
     _assert_same_files(tmp_path / "ours", tmp_path / "theirs")
-    expected = [
-        f"{prefix} was widened from {each} to {merged}"
-        for prefix, each in zip(inputs, types, strict=True)
-        if each != merged
+    pairs = zip(inputs, types, strict=True)
+    assert list(result.notes) == [
+        f"{prefix} was widened from {each} to {merged}" for prefix, each in pairs if each != merged
     ]
-    assert list(result.notes) == expected
 
 
 def test_older_formats_are_converted_on_the_way(tmp_path: Path) -> None:
     write_legacy(tmp_path / "b", SECOND)
-    longs = struct.pack("<11q", *(0, 1, 2, 3), *(0, 1, 1, 2), *(1, 0, 1))
-    oldest = b"TNTIDX\0\0" + struct.pack("<QQQQQ", 1, 4, 4, 3, 3) + longs
-    (tmp_path / "c.idx").write_bytes(oldest)
-    (tmp_path / "c.bin").write_bytes(struct.pack("<2i", 77, 78))
-    inputs = [_build(tmp_path / "a", FIRST, "int32"), str(tmp_path / "b"), str(tmp_path / "c")]
-    _build(tmp_path / "theirs", [*FIRST, *SECOND, [[77], []], [[78]]], "int32")
+    without_documents(write_legacy(tmp_path / "c", [[[77], [], [78]]]))
+    inputs = [build(tmp_path / "a", FIRST, "int32"), str(tmp_path / "b"), str(tmp_path / "c")]
+    build(tmp_path / "theirs", [*FIRST, *SECOND, [[77], []], [[78]]], "int32")
 
-    result = merge_datasets(inputs, str(tmp_path / "ours"))
+    (note,) = merge_datasets(inputs, str(tmp_path / "ours")).notes
 
     _assert_same_files(tmp_path / "ours", tmp_path / "theirs")
-    (note,) = result.notes
     assert "c.idx names no documents (fairseq, or Megatron before November 2019)" in note
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0]}-of-{kind[1]}")
+def test_every_type_of_token_of_older_formats_is_converted_to_what_it_holds(
+    tmp_path: Path, kind: tuple[int, int, str, int, str]
+) -> None:
+    prefix = write_legacy(tmp_path / "old", FIRST + SECOND, kind)
+    before = _contents(tmp_path)
+
+    result = convert_dataset(prefix, str(tmp_path / "new"))
+
+    assert read_by_the_engine(result.prefix) == (FIRST + SECOND, kind[4])
+    assert (result.documents, result.sequences, result.tokens) == (6, 7, 8)
+    assert {**_contents(tmp_path), **before} == _contents(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "documents"),
+    [
+        ([[5, 6], [7], [], [8], []], [[[5, 6], [7], []], [[8], []]]),
+        ([[5, 6], [], [7], [8]], [[[5, 6], []], [[7], [8]]]),  # the last document is not ended
+        ([[], [], [9]], [[[]], [[]], [[9]]]),
+        ([[5, 6], [7]], [[[5, 6]], [[7]]]),  # nothing says where documents end
+    ],
+)
+def test_documents_of_the_oldest_files_end_with_empty_sequences(
+    tmp_path: Path, sequences: list[list[int]], documents: Documents
+) -> None:
+    result = convert_dataset(without_documents(write_legacy(tmp_path / "old", [sequences])), str(tmp_path / "new"))
+
+    assert read_by_the_engine(result.prefix) == (documents, "int32")
+    assert (result.documents, result.sequences) == (len(documents), len(sequences))
+    found = "an empty sequence ends a document" if [] in sequences else "each sequence is taken for a document"
+    assert found in result.notes[0]
+
+
 def test_inputs_that_do_not_go_together_are_refused_before_anything_is_written(tmp_path: Path) -> None:
-    integers, floats = _build(tmp_path / "a", FIRST), _build(tmp_path / "f", FIRST, "float32")
-    doubles, with_modes = _build(tmp_path / "d", FIRST, "float64"), _build(tmp_path / "m", FIRST, modes=True)
-    before = _names(tmp_path)
+    integers, floats = build(tmp_path / "a", FIRST), build(tmp_path / "f", FIRST, "float32")
+    doubles, with_modes = build(tmp_path / "d", FIRST, "float64"), build(tmp_path / "m", FIRST, modes=True)
+    (tmp_path / "e.idx").write_bytes((tmp_path / "a.idx").read_bytes())
+    (tmp_path / "e.bin").write_bytes(b"")
+    before = _contents(tmp_path)
 
     for inputs, message in (
         ([integers, floats], r"\S+/f holds float32 and \S+/a uint16; only integers can be merged"),
         ([floats, doubles], r"\S+/d holds float64 and \S+/f float32; only integers"),
         ([integers, with_modes], r"\S+/m has modes \(multimodal\), \S+/a has none; merge datasets that all have them"),
+        ([with_modes, integers], r"\S+/m has modes \(multimodal\), \S+/a has none"),
         ([integers, str(tmp_path / "x")], r"input=\S+/x needs two files, missing"),
         ([integers, f"{integers}.bin"], r"input=\S+/a\.bin is a file, it must be the prefix; write \S+/a$"),
+        ([integers, str(tmp_path / "e")], r"e\.idx has a sequence of 1 tokens, \.bin has 0 bytes: damaged, or"),
         ([], r"input=\[\] names no dataset"),
     ):
         with pytest.raises(DataError, match=message):
             merge_datasets(inputs, str(tmp_path / "out"))
-    Path(f"{doubles}.bin").write_bytes(b"")
-    with pytest.raises(DataError, match=r"d\.bin has 0 bytes, d\.idx points outside it"):
-        merge_datasets([integers, doubles], str(tmp_path / "out"))
-    assert _names(tmp_path) == before
+    assert _contents(tmp_path) == before
 
 
 def test_inputs_and_what_exists_are_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = _build(tmp_path / "a", FIRST), _build(tmp_path / "b", SECOND)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    first, second = build(tmp_path / "a", FIRST), build(tmp_path / "b", SECOND)
+    before = _contents(tmp_path)
     monkeypatch.chdir(tmp_path)
 
-    for output in (second, "b", "../" + tmp_path.name + "/b"):
-        with pytest.raises(DataError, match=r"output_prefix=\S*b is the input \S+/b itself; choose another"):
-            merge_datasets([first, second], output)
-    with pytest.raises(
-        DataError, match=r"output_prefix=b would overwrite b\.idx, b\.bin; choose another or remove them"
+    for output, message in (
+        (second, r"output_prefix=\S*b is the input \S+/b itself; choose another"),
+        ("../" + tmp_path.name + "/b", r"output_prefix=\S*b is the input \S+/b itself"),
+        ("c.bin", r"output_prefix=c\.bin ends like a file"),
+        ("c/", r"output_prefix=c/ names no file; add one"),
     ):
+        with pytest.raises(DataError, match=message):
+            merge_datasets([first, second], output)
+    with pytest.raises(DataError, match=r"output_prefix=b would overwrite b\.idx, b\.bin; choose another or remove"):
         merge_datasets([first], "b")
-    with pytest.raises(DataError, match=r"output_prefix=c\.bin ends like a file"):
-        merge_datasets([first], "c.bin")
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert _contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("moment", ["index_parts", "_pieces"])
-def test_an_interrupted_merge_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+def test_an_interrupted_merge_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    prefix = _build(tmp_path / "a", FIRST)
-    monkeypatch.setattr(f"lightning_megatron.data.formats.rewrite.{moment}", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        merge_datasets([prefix], str(tmp_path / "out"))
-
-    assert _names(tmp_path) == ["a.bin", "a.idx"]
+    prefix = build(tmp_path / "a", FIRST)
+    for place in ("add_documents", "complete", "_publish"):
+        with monkeypatch.context() as patched:
+            patched.setattr(merge.IndexedDatasetWriter, place, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                merge_datasets([prefix], str(tmp_path / "out"))
+        assert sorted(_contents(tmp_path)) == ["a.bin", "a.idx"]

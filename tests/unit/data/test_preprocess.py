@@ -23,7 +23,7 @@ from lightning_megatron.data.corpus.encoder import DocumentEncoder, EncodedPiece
 from lightning_megatron.data.corpus.pieces import Piece, TextFiles
 from lightning_megatron.data.corpus.preprocess import PreprocessOptions, PreprocessResult, preprocess
 from lightning_megatron.data.corpus.tokenizer import TokenizerTrainingOptions, load_tokenizer, train_tokenizer
-from lightning_megatron.data.formats.mmap import IndexedDatasetWriter, check_dataset
+from lightning_megatron.data.indexed import IndexedDatasetWriter, check_dataset
 from lightning_megatron.errors import ConfigError, DataError
 
 

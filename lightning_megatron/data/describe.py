@@ -1,0 +1,152 @@
+"""Describe an indexed dataset as text or JSON: documents, sequences, tokens, lengths, and how documents begin."""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_megatron.data.indexed import CHUNK, IndexedDataset
+from lightning_megatron.data.merge import check_any_dataset
+from lightning_megatron.errors import DataError
+
+MOST_TOKENS_SHOWN = 256
+"""Tokens of a document that a preview decodes; a document may be a book."""
+_MOST_CHARACTERS = 400
+"""Characters of a document that are shown."""
+_MOST_NUMBERS = 64
+"""Tokens of a document that are shown as numbers."""
+
+
+def dataset_prefix(path: str) -> str | None:
+    """The prefix of the dataset that ``path`` is, be it the prefix or one of the files; None if it is none."""
+    if path.endswith((".bin", ".idx")) and os.path.isfile(path):
+        return path[: -len(".bin")]
+    return path if any(os.path.isfile(path + suffix) for suffix in (".bin", ".idx")) else None
+
+
+def describe_dataset(prefix: str, num_documents: int = 0, tokenizer: Any = None) -> dict[str, Any]:
+    """What is known of a dataset whose index has been read and checked as a whole, in JSON's types.
+
+    Args:
+        prefix: Path of both files without suffix.
+        num_documents: Of how many documents the beginning is shown; of fewer if there are fewer.
+        tokenizer: A transformers tokenizer that turns these tokens into text.
+
+    Raises:
+        DataError: If the dataset is missing, damaged or foreign, or the tokenizer does not know a token.
+    """
+    dataset = check_any_dataset(prefix, "path")
+    modes, counts = np.unique(dataset.modes, return_counts=True)
+    report: dict[str, Any] = {
+        "kind": "dataset",
+        "prefix": prefix,
+        "format": dataset.format,
+        "documents": dataset.num_documents,
+        "sequences": len(dataset.lengths),
+        "tokens": len(dataset.tokens),
+        "dtype": str(dataset.dtype),
+        "bin_bytes": dataset.bin_bytes,
+        "idx_bytes": os.path.getsize(prefix + ".idx"),
+        "lengths": _summary(dataset.lengths),
+        "histogram": _histogram(dataset.lengths),
+        "sequences_per_document": _summary(np.diff(dataset.document_bounds)) if dataset.num_documents else None,
+        "modes": dict(zip(map(str, modes), counts.tolist(), strict=True)) or None,
+        "note": dataset.note,
+    }
+    if num_documents and dataset.num_documents:
+        report["first_documents"] = _first_documents(dataset, num_documents, tokenizer)
+    return report
+
+
+def as_text(report: dict[str, Any]) -> str:
+    """What ``describe_dataset`` found, on a screen or so of a terminal."""
+    modes = report["modes"] or {}
+    rows = {
+        "format": report["format"],
+        "documents": f"{report['documents']:,}",
+        "sequences": f"{report['sequences']:,}" + _a_document(report["sequences_per_document"]),
+        "tokens": f"{report['tokens']:,}",
+        "dtype": f"{report['dtype']}, {np.dtype(report['dtype']).itemsize} bytes a token",
+        "size": f".bin {_size(report['bin_bytes'])}, .idx {_size(report['idx_bytes'])}",
+        "lengths": ", ".join(f"{name} {number:,}" for name, number in report["lengths"].items()),
+        "modes": ", ".join(f"{count:,} of mode {mode}" for mode, count in modes.items()),
+        "note": report["note"],
+    }
+    lines = [report["prefix"], *(f"  {name:9}  {value}" for name, value in rows.items() if value)]
+    lines += ["", "Sequences by length in tokens"]
+    for each in report["histogram"]:
+        span = f"{each['first']:,}" + (f" - {each['last']:,}" if each["last"] > each["first"] else "")
+        lines.append(f"  {span:>21}  {each['count']:>13,}  {each['count'] / report['sequences']:6.1%}")
+    for document in report.get("first_documents", ()):
+        unit = "token" if document["num_tokens"] == 1 else "tokens"
+        lines += ["", f"Document {document['number']}, {document['num_tokens']:,} {unit}", *_beginning(document)]
+    return "\n".join(lines)
+
+
+def _summary(numbers: NDArray[Any]) -> dict[str, int | float]:
+    mean = int(numbers.sum(dtype=np.int64)) / len(numbers)
+    return {"min": int(numbers.min()), "mean": round(mean, 2), "max": int(numbers.max())}
+
+
+def _histogram(numbers: NDArray[Any]) -> list[dict[str, int]]:
+    """How many lie between powers of two, from the smallest to the largest."""
+    by_bits: NDArray[np.int64] = np.zeros(65, dtype=np.int64)
+    for begin in range(0, len(numbers), CHUNK):
+        by_bits += np.bincount(np.frexp(numbers[begin : begin + CHUNK].astype(np.float64))[1], minlength=65)
+    found = np.flatnonzero(by_bits)
+    return [
+        {"first": 2**bits // 2, "last": 2**bits - 1, "count": int(by_bits[bits])}
+        for bits in range(int(found[0]), int(found[-1]) + 1)
+    ]
+
+
+def _first_documents(dataset: IndexedDataset, count: int, tokenizer: Any) -> list[dict[str, Any]]:
+    bounds = dataset.document_bounds[: min(count, dataset.num_documents) + 1]
+    ends = np.cumsum([0, *dataset.lengths[: bounds[-1]]])[bounds].tolist()
+    documents = []
+    for number, (begin, end) in enumerate(pairwise(ends)):
+        tokens = dataset.tokens[begin : min(end, begin + MOST_TOKENS_SHOWN)]
+        text = None if tokenizer is None else _decoded(tokens, tokenizer, dataset.prefix)
+        documents.append({"number": number, "num_tokens": end - begin, "tokens": tokens.tolist(), "text": text})
+    return documents
+
+
+def _decoded(tokens: NDArray[Any], tokenizer: Any, prefix: str) -> str:
+    foreign = tokens[(tokens < 0) | (tokens >= len(tokenizer)) | (tokens != np.floor(tokens))]
+    if foreign.size:
+        raise DataError(
+            f"{prefix} holds token {foreign[0]}, the tokenizer has 0 to {len(tokenizer) - 1}: it was made with"
+            " another; give that one, or leave --tokenizer out"
+        )
+    return str(tokenizer.decode(tokens.tolist()))
+
+
+def _a_document(sequences: dict[str, Any] | None) -> str:
+    if sequences is None:
+        return ""
+    if sequences["min"] == sequences["max"]:
+        return f", {sequences['min']} a document"
+    return f", {sequences['mean']:,.1f} a document ({sequences['min']:,} to {sequences['max']:,})"
+
+
+def _size(num_bytes: int) -> str:
+    power = min((len(str(num_bytes)) - 1) // 3, 5)
+    rounded = f" ({num_bytes / 1000**power:.3g} {('', 'kB', 'MB', 'GB', 'TB', 'PB')[power]})" if power else ""
+    return f"{num_bytes:,} bytes{rounded}"
+
+
+def _beginning(document: dict[str, Any]) -> list[str]:
+    tokens, text = document["tokens"], document["text"]
+    if text is None:
+        shown = tokens[:_MOST_NUMBERS]
+        return [f"  {' '.join(map(str, shown))}{' …' if len(shown) < document['num_tokens'] else ''}"]
+    is_cut = len(text) > _MOST_CHARACTERS or len(tokens) < document["num_tokens"]
+    # What a terminal would obey is shown as Python writes it.
+    lines = [
+        "".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in text[:_MOST_CHARACTERS].split("\n")
+    ]
+    return [f"  {line}" for line in lines[:-1]] + [f"  {lines[-1]}{' …' if is_cut else ''}"]

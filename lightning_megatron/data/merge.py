@@ -1,0 +1,151 @@
+"""Merge indexed datasets of any format into one, and convert old formats (``merge``, ``convert-dataset``).
+
+Tokens are copied, or widened, piece by piece; the new index is built in memory, which takes 16 bytes a sequence.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_megatron.data.indexed import (
+    OLD_MAGIC,
+    IndexedDataset,
+    IndexedDatasetWriter,
+    check_dataset,
+    exit_on_sigterm,
+    map_index,
+)
+from lightning_megatron.data.old_formats import check_old_dataset
+from lightning_megatron.errors import DataError
+
+PIECE_TOKENS = 1 << 22
+"""Tokens that are copied at a time."""
+
+_LONGEST_SEQUENCE = np.iinfo(np.int32).max
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergedDataset:
+    """What ``merge_datasets`` or ``convert_dataset`` wrote."""
+
+    prefix: str
+    """The written dataset: a value for ``IndexedDataModule(data_path=...)``."""
+    documents: int
+    """Documents in it."""
+    sequences: int
+    """Sequences in it: as many as documents, unless these are cut into sentences."""
+    tokens: int
+    """Tokens in it."""
+    notes: tuple[str, ...] = ()
+    """What whoever uses the dataset should know."""
+
+
+def check_any_dataset(prefix: str, option: str) -> IndexedDataset:
+    """The dataset at ``prefix``, in whichever format, all of whose index has been checked; tokens may be floats.
+
+    Args:
+        prefix: Path of both files without suffix.
+        option: The setting that ``prefix`` was given for.
+
+    Raises:
+        DataError: If the dataset is missing, damaged or foreign.
+    """
+    if map_index(prefix, option)[: len(OLD_MAGIC)].tobytes() == OLD_MAGIC:
+        return check_old_dataset(prefix, option=option)
+    return check_dataset(prefix, option=option, integers_only=False)
+
+
+def merge_datasets(inputs: Sequence[str], output_prefix: str) -> MergedDataset:
+    """Write the datasets at ``inputs`` one after the other, in the mmap format, as one dataset.
+
+    Documents and sequences stay as they are; the type of tokens is the smallest that holds those of all inputs.
+
+    Raises:
+        DataError: If an input is missing, damaged, foreign or does not go with the others, or ``output_prefix`` exists,
+            is an input or cannot be written.
+    """
+    if not inputs:
+        raise DataError("input=[] names no dataset; give at least one")
+    for prefix in inputs:
+        if os.path.realpath(prefix) == os.path.realpath(output_prefix):
+            raise DataError(f"output_prefix={output_prefix} is the input {prefix} itself; choose another")
+    _require_new(output_prefix)
+    sources = [check_any_dataset(prefix, "input") for prefix in inputs]
+    for source in sources:
+        _require_alike(sources[0], source)
+    return _write(sources, output_prefix, "Merging")
+
+
+def convert_dataset(source: str, output_prefix: str) -> MergedDataset:
+    """Write the dataset of an old format (cached, lazy) at ``source`` in the mmap format.
+
+    Documents, sequences and the type of tokens stay as they are.
+
+    Raises:
+        DataError: If ``source`` is missing, damaged, foreign or has a sequence too long for the mmap format, or
+            ``output_prefix`` exists or cannot be written.
+    """
+    _require_new(output_prefix)
+    return _write([check_old_dataset(source)], output_prefix, "Converting")
+
+
+def _write(sources: Sequence[IndexedDataset], output_prefix: str, activity: str) -> MergedDataset:
+    from tqdm import tqdm
+
+    for source in sources:
+        if (longest := int(source.lengths.max())) > _LONGEST_SEQUENCE:
+            raise DataError(
+                f"{source.prefix} has a sequence of {longest} tokens, the mmap format holds at most {_LONGEST_SEQUENCE}"
+                " in one; preprocess the text again, in shorter documents"
+            )
+    dtype = np.result_type(*(source.dtype for source in sources))
+    num_tokens = sum(len(source.tokens) for source in sources)
+    # A corpus that is done within a second needs no bar.
+    bar = tqdm(total=num_tokens, unit=" tokens", unit_scale=True, desc=activity, mininterval=0.5, delay=1.0)
+    with exit_on_sigterm(), IndexedDatasetWriter(output_prefix, dtype) as writer, bar:
+        for source in sources:
+            for begin in range(0, len(source.tokens), PIECE_TOKENS):
+                piece = source.tokens[begin : begin + PIECE_TOKENS]
+                writer.add_documents(piece.astype(dtype, copy=False).data, ())
+                bar.update(len(piece))
+            writer.add_documents(b"", source.lengths, np.diff(source.document_bounds), source.modes.tobytes())
+    widened = [source for source in sources if source.dtype != dtype]
+    return MergedDataset(
+        prefix=output_prefix,
+        documents=sum(source.num_documents for source in sources),
+        sequences=sum(len(source.lengths) for source in sources),
+        tokens=num_tokens,
+        notes=(
+            *(source.note for source in sources if source.note is not None),
+            *(f"{source.prefix} was widened from {source.dtype} to {dtype}" for source in widened),
+        ),
+    )
+
+
+def _require_new(prefix: str) -> None:
+    """Nothing is overwritten: the only copy of a corpus may be what stands there, an input included."""
+    existing = [prefix + suffix for suffix in (".idx", ".bin") if os.path.lexists(prefix + suffix)]
+    if existing:
+        raise DataError(f"output_prefix={prefix} would overwrite {', '.join(existing)}; choose another or remove them")
+    if prefix.endswith((".bin", ".idx")):
+        raise DataError(f"output_prefix={prefix} ends like a file, it must be the prefix of two; write {prefix[:-4]}")
+    if not os.path.basename(prefix):
+        raise DataError(f"output_prefix={prefix} names no file; add one, e.g. {os.path.join(prefix, 'corpus')}")
+
+
+def _require_alike(first: IndexedDataset, source: IndexedDataset) -> None:
+    if bool(len(first.modes)) != bool(len(source.modes)):
+        without, with_modes = sorted((first, source), key=lambda dataset: len(dataset.modes))
+        raise DataError(
+            f"{with_modes.prefix} has modes (multimodal), {without.prefix} has none; merge datasets that all have them,"
+            " or none"
+        )
+    if source.dtype != first.dtype and "f" in (source.dtype.kind, first.dtype.kind):
+        raise DataError(
+            f"{source.prefix} holds {source.dtype} and {first.prefix} {first.dtype}; only integers can be merged"
+            " with those of another type"
+        )

@@ -1,0 +1,130 @@
+"""A description of a dataset says what plain counting says, as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lightning_megatron.data import describe
+from lightning_megatron.data.describe import MOST_TOKENS_SHOWN, as_text, dataset_prefix, describe_dataset
+from lightning_megatron.errors import DataError
+from tests.unit.data.indexed_files import Documents, build, write_legacy
+
+DOCUMENTS: Documents = [[[5, 6, 7], [1]], [], [[], [2, 3]], [list(range(300))]]
+
+
+class _Letters:
+    """A tokenizer of which token n is the n-th letter."""
+
+    def __init__(self, letters: str) -> None:
+        self._letters = letters
+
+    def __len__(self) -> int:
+        return len(self._letters)
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(self._letters[token] for token in tokens)
+
+
+def _build(prefix: Path, documents: Documents) -> str:
+    return build(prefix, documents, "int32")
+
+
+@pytest.mark.parametrize("chunk", [1, 1 << 18])
+@pytest.mark.parametrize(("write", "name"), [(_build, "mmap"), (write_legacy, "cached/lazy")], ids=["mmap", "legacy"])
+def test_a_description_says_what_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[..., str], name: str, chunk: int
+) -> None:
+    monkeypatch.setattr(describe, "CHUNK", chunk)
+    prefix = write(tmp_path / "x", DOCUMENTS)
+    described = describe_dataset(prefix)
+
+    bounds = [(0, 0), (1, 1), (2, 3), (4, 7), (8, 15), (16, 31), (32, 63), (64, 127), (128, 255), (256, 511)]
+    counts = [1, 1, 2, 0, 0, 0, 0, 0, 0, 1]
+    assert (
+        json.loads(json.dumps(described))
+        == described
+        == {
+            "kind": "dataset",
+            "prefix": prefix,
+            "format": name,
+            "documents": 4,
+            "sequences": 5,
+            "tokens": 306,
+            "dtype": "int32",
+            "bin_bytes": 4 * 306,
+            "idx_bytes": (tmp_path / "x.idx").stat().st_size,
+            "lengths": {"min": 0, "mean": 61.2, "max": 300},
+            "histogram": [{"first": a, "last": b, "count": n} for (a, b), n in zip(bounds, counts, strict=True)],
+            "sequences_per_document": {"min": 0, "mean": 1.25, "max": 2},
+            "modes": None,
+            "note": None,
+        }
+    )
+    shown = describe_dataset(prefix, 9)["first_documents"]
+    assert [each["tokens"] for each in shown] == [[5, 6, 7, 1], [], [2, 3], list(range(MOST_TOKENS_SHOWN))]
+    assert [(each["number"], each["num_tokens"]) for each in shown] == [(0, 4), (1, 0), (2, 2), (3, 300)]
+    shown = describe_dataset(prefix, 3, _Letters("abcdefgh"))["first_documents"]
+    assert [each["text"] for each in shown] == ["fghb", "", "cd"]
+
+
+def test_the_text_can_be_read(tmp_path: Path) -> None:
+    prefix = _build(tmp_path / "x", [[[1] * 20]] * 4 + [[[1] * 31]] * 8 + [[[1] * 32]])
+
+    assert as_text(describe_dataset(prefix, 1)).splitlines() == [
+        prefix,
+        "  format     mmap",
+        "  documents  13",
+        "  sequences  13, 1 a document",
+        "  tokens     360",
+        "  dtype      int32, 4 bytes a token",
+        "  size       .bin 1,440 bytes (1.44 kB), .idx 302 bytes",
+        "  lengths    min 20, mean 27.69, max 32",
+        "",
+        "Sequences by length in tokens",
+        f"  {'16 - 31':>21}  {12:>13}   92.3%",
+        f"  {'32 - 63':>21}  {1:>13}    7.7%",
+        "",
+        "Document 0, 20 tokens",
+        f"  {' '.join('1' * 20)}",
+    ]
+
+
+def test_modes_and_documents_of_several_sequences_are_told(tmp_path: Path) -> None:
+    described = describe_dataset(build(tmp_path / "x", DOCUMENTS, modes=True))
+
+    assert described["modes"] == {"0": 3, "1": 1, "2": 1}
+    text = as_text(described)
+    assert "\n  modes      3 of mode 0, 1 of mode 1, 1 of mode 2\n" in text
+    assert "\n  sequences  5, 1.2 a document (0 to 2)\n" in text
+
+
+def test_a_tokenizer_of_another_dataset_is_refused(tmp_path: Path) -> None:
+    prefix = _build(tmp_path / "x", DOCUMENTS)
+    with pytest.raises(DataError, match=r"x holds token 8, the tokenizer has 0 to 7: it was made with another; give"):
+        describe_dataset(prefix, 4, _Letters("abcdefgh"))
+    floats = build(tmp_path / "f", [[[2]]], "float32")
+    (tmp_path / "f.bin").write_bytes(b"\0\0\xc0?")  # 1.5
+    assert describe_dataset(floats, 1)["first_documents"][0]["tokens"] == [1.5]
+    with pytest.raises(DataError, match=r"holds token 1\.5, the tokenizer has 0 to 7"):
+        describe_dataset(floats, 1, _Letters("abcdefgh"))
+
+
+def test_text_is_cut_and_cannot_command_the_terminal(tmp_path: Path) -> None:
+    prefix = _build(tmp_path / "x", [[[0, 1, 2, 0]], [[0] * 500]])
+
+    text = as_text(describe_dataset(prefix, 2, _Letters("é\n\x1b" + "x" * 100)))
+    assert text.endswith(f"Document 0, 4 tokens\n  é\n  \\x1bé\n\nDocument 1, 500 tokens\n  {'é' * 256} …")
+    without = as_text(describe_dataset(prefix, 2))
+    assert without.endswith(f"Document 1, 500 tokens\n  {' '.join('0' * 64)} …")
+    assert as_text(describe_dataset(_build(tmp_path / "one", [[[7]]]), 1)).endswith("Document 0, 1 token\n  7")
+
+
+def test_a_dataset_is_recognised_by_prefix_and_files(tmp_path: Path) -> None:
+    prefix = _build(tmp_path / "x", DOCUMENTS)
+    assert [dataset_prefix(prefix + suffix) for suffix in ("", ".bin", ".idx")] == [prefix] * 3
+    assert dataset_prefix(str(tmp_path)) is None
+    assert dataset_prefix(str(tmp_path / "y.bin")) is None

@@ -1,0 +1,411 @@
+"""The files are Megatron's byte for byte, appear whole or not at all, and no damage gets past the checks."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import pickle
+import signal
+import struct
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_megatron.data import indexed
+from lightning_megatron.data.describe import describe_dataset
+from lightning_megatron.data.indexed import (
+    MAGIC,
+    OLD_MAGIC,
+    IndexedDataset,
+    IndexedDatasetWriter,
+    check_dataset,
+    open_dataset,
+)
+from lightning_megatron.data.merge import check_any_dataset, merge_datasets
+from lightning_megatron.data.old_formats import check_old_dataset
+from lightning_megatron.errors import DataError
+from tests.ranks import ROOT
+from tests.unit.data.indexed_files import build, longs
+
+# Documents of sequences; an empty document and empty sequences are among them.
+DOCUMENTS = [[[5], [1, 2]], [], [[3]], [[], [4, 5, 6]], [[7], []], [[8, 9]]]
+
+# Three sequences in three documents, assembled by hand from the descriptions of the formats.
+NEW_IDX = MAGIC + struct.pack("<QBQQ3i", 1, 8, 3, 4, 3, 1, 2) + longs(0, 6, 8) + longs(0, 1, 2, 3)
+NEW_BIN = struct.pack("<6H", 5, 6, 7, 65535, 1, 2)
+OLD_IDX = OLD_MAGIC + longs(1, 4, 4, 3, 3, 4) + longs(0, 1, 2, 3) + longs(0, 3, 4, 6) + longs(3, 1, 2, 0, 1, 2, 3)
+OLD_BIN = struct.pack("<6i", 5, 6, 7, 65535, 1, 2)
+OLDEST_IDX = OLD_IDX[:48] + longs(0, 1, 2, 3) + longs(0, 3, 3, 6) + longs(3, 0, 3)
+# Index, tokens, check; offset and struct's letter of each field of the header, and of one element of each array.
+SOUND: dict[str, tuple[bytes, bytes, Callable[[str], IndexedDataset], list[tuple[int, str]]]] = {
+    "mmap": (
+        *(NEW_IDX, NEW_BIN, check_dataset),
+        [(9, "Q"), (17, "B"), (18, "Q"), (26, "Q"), (38, "I"), (54, "Q"), (78, "Q"), (94, "Q")],
+    ),
+    "old": (*(OLD_IDX, OLD_BIN, check_old_dataset), [(8 * i, "Q") for i in (1, 2, 3, 4, 5, 6, 8, 12, 15, 19, 21)]),
+    "oldest": (*(OLDEST_IDX, OLD_BIN, check_old_dataset), [(8 * i, "Q") for i in (1, 2, 3, 4, 5, 6, 7, 11, 15)]),
+}
+SPECIAL = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**61, 2**62, 2**63 - 1, 2**63, 2**64 - 1]
+
+
+def _write(prefix: Path, sizes: list[int], times: int = 1) -> None:
+    """Documents of one sequence of zeros each."""
+    with IndexedDatasetWriter(str(prefix), np.dtype("<u2")) as writer:
+        for _ in range(times):
+            writer.add_documents(bytes(2 * sum(sizes)), sizes)
+
+
+def _files(folder: Path, idx: bytes = NEW_IDX, data: bytes = NEW_BIN) -> str:
+    (folder / "x.idx").write_bytes(idx)
+    (folder / "x.bin").write_bytes(data)
+    return str(folder / "x")
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"])
+def test_written_files_equal_those_of_the_engines_builder(tmp_path: Path, dtype: str) -> None:
+    one_each = [[[number, 1, 2][: 1 + number % 3]] for number in range(20)]
+    build(tmp_path / "theirs", one_each + DOCUMENTS, dtype)
+    with IndexedDatasetWriter(str(tmp_path / "ours"), np.dtype(dtype)) as writer:
+        flat = [token for (tokens,) in one_each for token in tokens]
+        writer.add_documents(np.array(flat, dtype).tobytes(), [len(tokens) for (tokens,) in one_each])
+        for document in DOCUMENTS:
+            flat, lengths = [token for each in document for token in each], [len(each) for each in document]
+            writer.add_documents(np.array(flat, dtype).tobytes(), lengths, [len(lengths)])
+
+    for suffix in (".idx", ".bin"):
+        assert (tmp_path / f"ours{suffix}").read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
+    assert check_dataset(str(tmp_path / "ours"), integers_only=False).num_documents == 26
+
+
+def test_a_dataset_gives_runs_of_sequences_and_travels_by_its_name(tmp_path: Path) -> None:
+    dataset = open_dataset(build(tmp_path / "x", DOCUMENTS))
+    sent = pickle.dumps(dataset)
+
+    assert len(sent) < 200
+    tokens, lengths = pickle.loads(sent).sequences(1, 6)
+    assert (tokens.tolist(), lengths.tolist()) == ([1, 2, 3, 4, 5, 6, 7], [2, 1, 0, 3, 1])
+    (tmp_path / "x.bin").write_bytes(bytes(4))
+    with pytest.raises(DataError, match=r"x\.idx points outside of \.bin or between tokens; run preprocess again"):
+        open_dataset(dataset.prefix).sequences(1, 6)
+
+
+def test_an_interrupted_writer_keeps_the_dataset_that_was_there(tmp_path: Path) -> None:
+    _write(tmp_path / "x", [1, 2, 3])
+
+    def write_and_interrupt() -> None:
+        with IndexedDatasetWriter(str(tmp_path / "x"), np.dtype("<u2")) as writer:
+            writer.add_documents(NEW_BIN, [6])
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_and_interrupt()
+    assert _names(tmp_path) == ["x.bin", "x.idx"]
+    assert len(check_dataset(str(tmp_path / "x")).lengths) == 3
+
+
+def test_a_writer_killed_between_its_two_files_leaves_no_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _write(tmp_path / "x", [3])
+
+    def replace_tokens_only(source: Path, target: str) -> None:
+        if target.endswith(".idx"):
+            raise KeyboardInterrupt
+        os.rename(source, target)
+
+    monkeypatch.setattr("os.replace", replace_tokens_only)
+    with pytest.raises(KeyboardInterrupt):
+        _write(tmp_path / "x", [1])
+
+    with pytest.raises(DataError, match=r"missing: .*x\.idx"):
+        check_dataset(str(tmp_path / "x"))
+
+
+_WRITE_FOR_EVER = """
+import sys, time
+import numpy as np
+from lightning_megatron.data.indexed import IndexedDatasetWriter
+with IndexedDatasetWriter(sys.argv[1], np.dtype("<u2")) as writer:
+    writer.add_documents(bytes(200_000), [100_000])
+    print("writing", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_what_a_living_writer_has_begun_is_left_alone_and_what_a_killed_one_left_is_taken_over(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _WRITE_FOR_EVER, str(tmp_path / "x")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "writing\n"
+        try:
+            with pytest.raises(DataError, match=r"x\.bin is being written by another process; give another output"):
+                _write(tmp_path / "x", [3])
+            assert _names(tmp_path) == [".x.bin.partial"]
+        finally:
+            process.send_signal(signal.SIGKILL)
+    assert _names(tmp_path) == [".x.bin.partial"]
+
+    _write(tmp_path / "x", [3])
+
+    assert _names(tmp_path) == ["x.bin", "x.idx"]
+    assert check_dataset(str(tmp_path / "x")).lengths.tolist() == [3]
+
+
+def test_without_locks_a_file_that_is_there_is_not_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    _write(tmp_path / "x", [3])
+    (tmp_path / ".x.bin.partial").write_bytes(b"some")
+    with pytest.raises(
+        DataError, match=r"written by another process; .* if none writes it, remove \S+\.x\.bin\.partia"
+    ):
+        _write(tmp_path / "x", [4])
+    assert (tmp_path / ".x.bin.partial").read_bytes() == b"some"
+
+
+class _FullDisk(io.FileIO):
+    """Takes a number of bytes, and then none."""
+
+    room = 0
+
+    def write(self, data: object) -> int:
+        size = memoryview(data).nbytes  # type: ignore[arg-type]
+        if size > _FullDisk.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        _FullDisk.room -= size
+        return super().write(data)  # type: ignore[arg-type]
+
+
+# In the midst of .bin, at its end, in .idx.
+@pytest.mark.parametrize("room", [0, 150_000, 250_000, 200_010])
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    _write(tmp_path / "x", [3])
+    monkeypatch.setattr(indexed, "open", lambda path, mode: io.BufferedWriter(_FullDisk(path, mode)), raising=False)
+    monkeypatch.setattr(_FullDisk, "room", room)
+    for name in ("x", "new"):
+        with pytest.raises(DataError, match=r"\.idx cannot be written \(No space left on device\); give an output pr"):
+            _write(tmp_path / name, [10], times=10_000)  # 200,000 bytes of .bin, 20 bytes a sequence in .idx
+
+    assert _names(tmp_path) == ["x.bin", "x.idx"]
+    assert check_dataset(str(tmp_path / "x")).lengths.tolist() == [3]
+
+
+def test_what_cannot_be_written_or_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(DataError, match=r"file/x\.bin and \.idx cannot be written \(File exists\)"):
+        _write(tmp_path / "file" / "x", [3])
+    prefix = _files(tmp_path)
+    monkeypatch.setattr(indexed, "open", refuse, raising=False)
+    with pytest.raises(DataError, match=r"y\.bin and \.idx cannot be written \(Permission denied\); give an output"):
+        _write(tmp_path / "y", [3])
+    monkeypatch.setattr("numpy.memmap", refuse)
+    with pytest.raises(DataError, match=r"x\.idx cannot be read \(Permission denied\); make it readable"):
+        check_dataset(prefix)
+
+
+def test_missing_files_and_suffixes_are_named(tmp_path: Path) -> None:
+    for check in (check_dataset, check_old_dataset):
+        with pytest.raises(DataError, match=r"needs two files, missing: \S+x\.idx, \S+x\.bin; give the prefix"):
+            check(str(tmp_path / "x"))
+        (tmp_path / "y.idx").write_bytes(NEW_IDX)
+        with pytest.raises(DataError, match=r"needs two files, missing: \S+y\.bin"):
+            check(str(tmp_path / "y"))
+        with pytest.raises(DataError, match=r"it must be the prefix; write \S+/x$"):
+            check(str(tmp_path / "x.bin"))
+
+
+def _new(offset: int, letters: str, *values: int) -> bytes:
+    data = struct.pack(f"<{letters}", *values)
+    return NEW_IDX[:offset] + data + NEW_IDX[offset + len(data) :]
+
+
+def _old(offset: int, *values: int) -> bytes:
+    data = longs(*values)
+    return OLD_IDX[:offset] + data + OLD_IDX[offset + len(data) :]
+
+
+@pytest.mark.parametrize(
+    ("idx", "message"),
+    [
+        (b"", "ends within its first 9 bytes: truncated"),
+        (NEW_IDX[:20], "has 20 bytes, its header alone needs 34"),
+        (OLD_MAGIC + NEW_IDX[8:], r"old cached/lazy format \(TNTIDX\).*run: lightning-megatron convert-dataset"),
+        (b"PK\x03\x04" * 30, "foreign file"),
+        (_new(9, "Q", 2), "says version 2"),
+        (_new(17, "B", 7), r"token type 7 \(floating-point tokens\)"),
+        (_new(17, "B", 99), r"token type 99 \(an unknown token type\)"),
+        (NEW_IDX[:-1], "has 101 bytes, 3 sequences and 4 document bounds need 102"),
+        (_new(18, "Q", 2**63), "truncated or damaged"),
+        (_new(34, "i", -3), r"a sequence of -3 tokens, \.bin has 12 bytes"),
+        (_new(34, "i", 8), r"a sequence of 8 tokens, \.bin has 12 bytes: damaged, or \.bin is truncated"),
+        (_new(46, "q", -2), "a sequence at position -2"),
+        (_new(46, "q", 2**63 - 1), "a sequence at position 9223372036854775807"),
+        (_new(54, "q", 4), "at position 4, the lengths before it add up to 6"),
+        (_new(42, "i", 1), r"x\.bin has 12 bytes, x\.idx accounts for 10: \.bin is truncated or belongs"),
+        (_new(70, "q", 1), "do not ascend from 0"),
+        (_new(78, "qq", 2, 1), "do not ascend from 0"),
+        (_new(94, "q", 2), "ends its last document at sequence 2 of 3"),
+        (NEW_IDX[:18] + longs(0, 1, 0), "holds no sequence"),
+    ],
+)
+def test_damage_is_named(tmp_path: Path, idx: bytes, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        check_dataset(_files(tmp_path, idx))
+
+
+def test_a_dataset_without_a_token_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="x holds no token; preprocess inputs that contain text"):
+        check_dataset(_files(tmp_path, NEW_IDX[:18] + struct.pack("<QQiqqq", 1, 2, 0, 0, 0, 1), b""))
+
+
+@pytest.mark.parametrize(
+    ("idx", "message"),
+    [
+        (b"", "ends within its first 8 bytes: truncated"),
+        (OLD_IDX[:50], "has 50 bytes, its header alone needs 56"),
+        (MAGIC + OLD_IDX[9:], r"is in the mmap format \(MMIDIDX\) already; use"),
+        (b"PK\x03\x04" * 30, "foreign file; give the prefix"),
+        (_old(8, 2), "says version 2, the only version is 1"),
+        (_old(16, 99), r"token type 99 of 4 bytes, there are 1 of 1, .*6 of 4, 6 of 8"),
+        (_old(24, 8), "token type 4 of 8 bytes"),
+        (OLD_IDX[:-1], "has 175 bytes, 3 sequences, 3 axes and 4 document bounds need 176"),
+        (_old(32, 2**62), "truncated or damaged"),
+        (_old(40, 4, 3), "has 4 axes for 3 sequences"),
+        (OLD_IDX[:32] + longs(0, 0, 1, 0, 0, 0), "holds no sequence"),
+        (_old(64, 2), "sequences of other than one axis"),
+        (_old(88, 1), "a sequence at position 1, the lengths before it add up to 0"),
+        (_old(96, 2**63 - 1), r"a sequence at position 9223372036854775807, \.bin has 24 bytes"),
+        (_old(112, 5), "ends at element 5, and .bin elsewhere"),
+        (_old(120, -3), "a sequence of -3 tokens"),
+        (_old(120, 2**62), "a sequence of 4611686018427387904 tokens"),
+        (_old(144, 1), "document bounds that do not ascend from 0"),
+        (_old(168, 2), "ends its last document at sequence 2 of 3: .*copy both files again .*damaged merges"),
+    ],
+)
+def test_damage_of_old_files_is_named(tmp_path: Path, idx: bytes, message: str) -> None:
+    with pytest.raises(DataError, match=message) as refused:
+        check_old_dataset(_files(tmp_path, idx, OLD_BIN))
+    assert str(tmp_path / "x") in str(refused.value)
+
+
+def _refusal(read: Callable[[str], object], prefix: str) -> str | None:
+    """What the error says, which names the dataset; None if there is none."""
+    try:
+        read(prefix)
+    except DataError as error:
+        message = str(error)
+    else:
+        return None
+    assert prefix in message
+    return message
+
+
+def _read_all(prefix: str) -> None:
+    """Whatever is accepted can be read in full, each byte of .bin once; all else is a DataError."""
+    data = Path(prefix + ".bin").read_bytes()
+    if _refusal(lambda path: check_any_dataset(path, "input"), prefix) is not None:
+        for read in (describe_dataset, lambda path: merge_datasets([path], path + "_new")):
+            assert _refusal(read, prefix) is not None
+        assert _names(Path(prefix).parent) == ["x.bin", "x.idx"]
+        return
+    dataset = check_any_dataset(prefix, "input")
+    report = describe_dataset(prefix, num_documents=10**20)
+    assert report["tokens"] == dataset.lengths.sum() == len(data) // dataset.dtype.itemsize
+    tokens = [token for each in report.get("first_documents", ()) for token in each["tokens"]]
+    assert np.array(tokens, dtype=dataset.dtype).tobytes() == data
+    merged = merge_datasets([prefix], prefix + "_new")
+    assert Path(merged.prefix + ".bin").read_bytes() == data
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_every_truncation_and_every_flipped_bit_is_refused_or_harmless(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexed, "CHUNK", 2)  # so that what is damaged may be at the edge of a chunk
+    idx, data, check, _ = SOUND[name]
+    prefix = _files(tmp_path, idx, data)
+    assert len(check(prefix).lengths) == 3
+    for size in range(len(idx)):
+        assert _refusal(check, _files(tmp_path, idx[:size], data)) is not None
+    for size in range(len(data)):
+        assert _refusal(check, _files(tmp_path, idx, data[:size])) is not None
+    (tmp_path / "x.bin").write_bytes(data)
+    accepted = 0
+    for bit in range(8 * len(idx)):
+        damaged = bytearray(idx)
+        damaged[bit // 8] ^= 1 << bit % 8
+        (tmp_path / "x.idx").write_bytes(damaged)
+        accepted += _refusal(check, prefix) is None
+    # Another type of as many bytes, other bounds in order: nothing in the files contradicts them.
+    assert accepted <= 2
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_special_numbers_in_any_field_cost_nothing(tmp_path: Path, name: str) -> None:
+    idx, data, check, fields = SOUND[name]
+    for number, (offset, letter) in enumerate(fields):
+        for value in SPECIAL:
+            field = struct.pack("<Q", value)[: struct.calcsize(letter)]
+            folder = tmp_path / f"{number}-{value}"
+            folder.mkdir()
+            prefix = _files(folder, idx[:offset] + field + idx[offset + len(field) :], data)
+            tracemalloc.start()
+            try:
+                _refusal(check, prefix)
+                _, peak = tracemalloc.get_traced_memory()
+            finally:
+                tracemalloc.stop()
+            assert peak < 300_000  # most of it are the messages' and numpy's own
+            _read_all(prefix)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    name=st.sampled_from(list(SOUND)),
+    cut=st.integers(len(MAGIC), len(OLD_IDX)) | st.none(),
+    changes=st.dictionaries(st.integers(0, len(OLD_IDX) - 1), st.integers(0, 255), max_size=6),
+    words=st.dictionaries(
+        st.integers(0, 10), st.integers(0, 2**64 - 1) | st.integers(0, 8) | st.sampled_from(SPECIAL), max_size=3
+    ),
+    tail=st.binary(max_size=40),
+)
+def test_any_damage_is_either_refused_or_harmless(
+    tmp_path_factory: pytest.TempPathFactory,
+    name: str,
+    cut: int | None,
+    changes: dict[int, int],
+    words: dict[int, int],
+    tail: bytes,
+) -> None:
+    idx, data, _, fields = SOUND[name]
+    damaged = bytearray(idx)
+    for place, word in words.items():
+        offset, letter = fields[place % len(fields)]
+        field = struct.pack("<Q", word)[: struct.calcsize(letter)]
+        damaged[offset : offset + len(field)] = field
+    for offset, value in changes.items():
+        damaged[offset % len(damaged)] = value
+    # Whole files more often than not: one of another length is refused before anything else is looked at.
+    _read_all(_files(tmp_path_factory.mktemp("fuzz"), bytes(damaged if cut is None else damaged[:cut] + tail), data))
+
+
+@settings(max_examples=60, deadline=None)
+@given(idx=st.binary(max_size=200), magic=st.sampled_from([MAGIC, OLD_MAGIC, b""]), data=st.binary(max_size=40))
+def test_noise_is_refused(tmp_path_factory: pytest.TempPathFactory, idx: bytes, magic: bytes, data: bytes) -> None:
+    _read_all(_files(tmp_path_factory.mktemp("noise"), magic + idx, data))
