@@ -59,9 +59,40 @@ def check_old_dataset(prefix: str, *, option: str = "input") -> IndexedDataset:
     Raises:
         DataError: If a file is missing, is not of this format, or is damaged.
     """
-    index = map_index(prefix, option)
-    path, size = f"{prefix}.idx", len(index)
-    head = index[:_HEADER_BYTES].tobytes()
+    index, path = map_index(prefix, option), f"{prefix}.idx"
+    code, element_size, num_sequences, num_bounds = _read_header(path, index)
+    sizes = (num_sequences + 1, num_sequences + 1, num_sequences, num_bounds or 0)
+    begin = _HEADER_BYTES_WITHOUT_DOCUMENTS if num_bounds is None else _HEADER_BYTES
+    axes, positions, lengths, bounds = cut_index(index, begin, [("<i8", count) for count in sizes])
+    if (np.diff(axes) != 1).any() or axes[0] != 0:
+        raise DataError(f"{path} has sequences of other than one axis: damaged, or not of text; {_FIX}")
+    note = None
+    if num_bounds is None:
+        bounds, found = _bounds_by_empty_sequences(lengths)
+        note = (
+            f"{path} names no documents (fairseq, or Megatron before November 2019): {found};"
+            " fairseq itself stored every token one too high"
+        )
+    dataset = IndexedDataset(
+        prefix=prefix,
+        format="cached/lazy",
+        dtype=_TYPES[code, element_size],
+        lengths=lengths,
+        positions=positions[:-1],
+        document_bounds=bounds,
+        modes=np.empty(0, np.int8),
+        position_bytes=element_size,
+        note=note,
+    )
+    check_index(dataset, _FIX)
+    if int(positions[-1]) * element_size != dataset.bin_bytes:
+        raise DataError(f"{path} ends at element {positions[-1]}, and .bin elsewhere: damaged; {_FIX}")
+    return dataset
+
+
+def _read_header(path: str, index: NDArray[np.uint8]) -> tuple[int, int, int, int | None]:
+    """Type and element size of a token, N, and D; None for D if the index names no documents."""
+    size, head = len(index), index[:_HEADER_BYTES].tobytes()
     _require_magic(path, head)
     if len(head) < _HEADER_BYTES:
         raise DataError(f"{path} has {size} bytes, its header alone needs {_HEADER_BYTES}: truncated; {_FIX}")
@@ -87,34 +118,7 @@ def check_old_dataset(prefix: str, *, option: str = "input") -> IndexedDataset:
             f"{path} has {num_axes} axes for {num_sequences} sequences, sequences of tokens have one each: it holds"
             " something other than text; give a dataset of text"
         )
-    names_documents = size == expected
-    sizes = (num_sequences + 1, num_sequences + 1, num_sequences, num_bounds if names_documents else 0)
-    begin = _HEADER_BYTES if names_documents else _HEADER_BYTES_WITHOUT_DOCUMENTS
-    axes, positions, lengths, bounds = cut_index(index, begin, [("<i8", count) for count in sizes])
-    if (np.diff(axes) != 1).any() or axes[0] != 0:
-        raise DataError(f"{path} has sequences of other than one axis: damaged, or not of text; {_FIX}")
-    note = None
-    if not names_documents:
-        bounds, found = _bounds_by_empty_sequences(lengths)
-        note = (
-            f"{path} names no documents (fairseq, or Megatron before November 2019): {found};"
-            " fairseq itself stored every token one too high"
-        )
-    dataset = IndexedDataset(
-        prefix=prefix,
-        format="cached/lazy",
-        dtype=_TYPES[code, element_size],
-        lengths=lengths,
-        positions=positions[:-1],
-        document_bounds=bounds,
-        modes=np.empty(0, np.int8),
-        position_bytes=element_size,
-        note=note,
-    )
-    check_index(dataset, _FIX)
-    if int(positions[-1]) * element_size != dataset.bin_bytes:
-        raise DataError(f"{path} ends at element {positions[-1]}, and .bin elsewhere: damaged; {_FIX}")
-    return dataset
+    return code, element_size, num_sequences, num_bounds if size == expected else None
 
 
 def _bounds_by_empty_sequences(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], str]:
