@@ -71,16 +71,16 @@ class BareLoop(Protocol):
 
 def engine_step(trainer: Trainer, module: LightningModule, batch: Batch) -> Callable[[], None]:
     """One step of the engine: gradients of ``batch``, then the optimizer, on the same chunks as the Trainer's."""
-    from lightning_megatron.engine.stepper import Stepper
+    from lightning_megatron.engine.schedule import Schedule
     from lightning_megatron.strategy import MegatronStrategy
 
     strategy, optimizer = trainer.strategy, trainer.optimizers[0]
     assert isinstance(strategy, MegatronStrategy), "only our engine can run without the Trainer"
     assert isinstance(module, MegatronModule), "only our engine can run without the Trainer"
-    stepper = Stepper(list(module.model_chunks or []), strategy.topology)
+    schedule = Schedule(list(module.model_chunks or []), strategy.topology)
 
     def step() -> None:
-        stepper.train(batch, module.train_step, optimizer)  # type: ignore[arg-type]
+        schedule.train(batch, module.train_step, optimizer)  # type: ignore[arg-type]
         optimizer.inner.step()  # type: ignore[attr-defined]
 
     return step

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         InstructionDataModule,
         TextEvaluationDataModule,
     )
-    from lightning_megatron.engine.data_parallel import (
+    from lightning_megatron.engine.collectives import (
         avg_losses_across_data_parallel_group,
         gather_across_data_parallel_groups,
     )
@@ -71,8 +71,8 @@ _HOMES = {
     "TextEvaluationDataModule": "lightning_megatron.datamodules.sources",
     "ThroughputMonitor": "lightning_megatron.callbacks",
     "TrainStep": "lightning_megatron.steps.base",
-    "avg_losses_across_data_parallel_group": "lightning_megatron.engine.data_parallel",
-    "gather_across_data_parallel_groups": "lightning_megatron.engine.data_parallel",
+    "avg_losses_across_data_parallel_group": "lightning_megatron.engine.collectives",
+    "gather_across_data_parallel_groups": "lightning_megatron.engine.collectives",
     "gather_predictions": "lightning_megatron.predictions",
 }
 """Public name -> the module that defines it."""

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_megatron.engine import checkpoint as engine_checkpoint
-from lightning_megatron.engine.agreement import on_all_ranks_alike
 from lightning_megatron.engine.checkpoint import RunState
 from lightning_megatron.engine.checkpoint_save import plain_bytes
+from lightning_megatron.engine.collectives import on_all_ranks_alike
 from lightning_megatron.errors import CheckpointError
 
 _TRAINING_STATE = ("loops", "callbacks", "lr_schedulers", "optimizer_states")

@@ -21,8 +21,8 @@ from lightning_megatron.checkpoint_io import (
 )
 from lightning_megatron.ckpt_path import check_local, check_writable, find_checkpoint, is_of_requeue
 from lightning_megatron.data.loader import ResumableLoader
-from lightning_megatron.engine.agreement import all_ranks_come, on_all_ranks_alike
 from lightning_megatron.engine.checkpoint_partial import reload_masters
+from lightning_megatron.engine.collectives import on_all_ranks_alike, wait_for_all_ranks
 from lightning_megatron.engine.signals import DeferredSignals
 from lightning_megatron.errors import CheckpointError, NonFiniteError, ready
 from lightning_megatron.load_from import LoadFrom, as_load_from, load_weights, modules_with_weights
@@ -115,7 +115,7 @@ class Checkpointing:
         is_after_failure = self._module.trainer.state.status == TrainerStatus.INTERRUPTED
         if failure is None or not is_after_failure or isinstance(failure, SIGTERMException):
             return
-        if not all_ranks_come(_PATIENCE):
+        if not wait_for_all_ranks(_PATIENCE):
             self.saves.abandon()
             reason = f"not all ranks have failed within {_PATIENCE.seconds} s, and one alone cannot save"
             warnings.warn(f"checkpoint {path} is not written: {reason}", stacklevel=2)

@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_megatron.convert.registry import config_object
-from lightning_megatron.engine.agreement import on_all_ranks_alike
+from lightning_megatron.engine.collectives import on_all_ranks_alike
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.generate.options import GenerationOptions, options_from
 from lightning_megatron.hub import upload

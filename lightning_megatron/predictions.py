@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_megatron.data.broadcast import describe, pack, unpack
 from lightning_megatron.data.loader import PADDING_ROW, EvaluationLoader, PassLoader
-from lightning_megatron.engine.data_parallel import data_parallel_group, gather_across_data_parallel_groups
+from lightning_megatron.engine.collectives import data_parallel_group, gather_across_data_parallel_groups
 from lightning_megatron.errors import ConfigError
 
 if TYPE_CHECKING:

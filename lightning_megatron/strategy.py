@@ -31,7 +31,7 @@ from lightning_megatron.checkpointing import Checkpointing
 from lightning_megatron.data.broadcast import broadcast_batch
 from lightning_megatron.data.loader import EvaluationLoader, ResumableLoader, TrainLoader, is_map_style
 from lightning_megatron.engine import checkpoint, groups
-from lightning_megatron.engine.agreement import on_all_ranks_alike
+from lightning_megatron.engine.collectives import on_all_ranks_alike
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.launch import allow_overlap, die_with_launcher, seed_of_run
 from lightning_megatron.engine.optimizer import (
@@ -43,11 +43,9 @@ from lightning_megatron.engine.optimizer import (
 )
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.engine.relayout import read_weights, write_weights
-from lightning_megatron.engine.replicas import freeze_alike
 from lightning_megatron.engine.runtime import Runtime
-from lightning_megatron.engine.schedule import StepOutput, StepShape, culprit
-from lightning_megatron.engine.stepper import Stepper
-from lightning_megatron.engine.wrap import GradientReduction, to_16bit, to_ddp
+from lightning_megatron.engine.schedule import Schedule, StepOutput, StepShape, culprit
+from lightning_megatron.engine.wrap import GradientReduction, freeze_alike, to_16bit, to_ddp
 from lightning_megatron.errors import ConfigError, NonFiniteError, ready
 from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.launcher import ScriptLauncher, check_world_size, meeting
@@ -135,7 +133,7 @@ class MegatronStrategy(ParallelStrategy):
         self._timeout = timeout
         self._topology: Topology | None = None
         self._runtime: Runtime | None = None
-        self._stepper: Stepper | None = None
+        self._schedule: Schedule | None = None
         self._step_shape: StepShape | None = None
         self._microbatch_losses = torch.zeros(0)
         self._weights_of_other_layout: Path | None = None
@@ -337,9 +335,12 @@ class MegatronStrategy(ParallelStrategy):
             _init_dist_connection(
                 environment, backend, timeout=self._timeout, device_id=device if device.type == "cuda" else None
             )
+        if self._runtime is not None:
+            self._runtime.release()  # of a run that has ended without teardown
         self._runtime = Runtime(device)
         self._weights_of_other_layout = self._keep_weights()
         self._topology = groups.initialize(self.parallel, self._timeout)
+        self._runtime.hold()
         self._runtime.seed(seed_of_run(), self._topology.pp_rank)
         self._shared_batches = math.inf
         self._checkpointing.begin(deferred_signums(environment), groups.host_group(self._timeout))
@@ -387,7 +388,7 @@ class MegatronStrategy(ParallelStrategy):
             if fitting:
                 freeze_alike(self._chunks, groups.host_group(self._timeout))
                 module.model_chunks = to_ddp(module.model_chunks, self.reduction)
-            self._stepper = Stepper(self._chunks, self.topology)
+            self._schedule = Schedule(self._chunks, self.topology)
             if fitting:
                 self._reset_optimizers_and_schedulers()
                 self.setup_optimizers(trainer)
@@ -460,7 +461,7 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def on_train_start(self) -> None:
         self._checkpointing.on_train_start()
-        on_all_ranks_alike(ready(self._stepper, "setup").check_frozen)
+        on_all_ranks_alike(ready(self._schedule, "setup").check_frozen)
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
@@ -479,7 +480,7 @@ class MegatronStrategy(ParallelStrategy):
                 "configure_optimizers returned no Megatron optimizer; make one with strategy.build_optimizer(...)"
             )
         with self.engine():
-            output = ready(self._stepper, "setup").train(batch, train_step, optimizer, self._ramped_micro_batch_size)
+            output = ready(self._schedule, "setup").train(batch, train_step, optimizer, self._ramped_micro_batch_size)
         optimizer.loss, self._microbatch_losses = output.loss, output.microbatch_losses
         self._step_shape = output.shape
         return output
@@ -510,7 +511,7 @@ class MegatronStrategy(ParallelStrategy):
         """
         # Megatron caches tensors (rotary angles) for later training steps: they must not be inference tensors.
         with self.engine(), torch.inference_mode(False), torch.no_grad():
-            output = ready(self._stepper, "setup").evaluate(batch, train_step, observe)
+            output = ready(self._schedule, "setup").evaluate(batch, train_step, observe)
         self._step_shape = self._step_shape or output.shape
         return output
 
@@ -632,6 +633,8 @@ class MegatronStrategy(ParallelStrategy):
         self._checkpointing.end()
         if self._checkpointing.is_preempted:
             self.barrier()  # a rank that ends earlier would have Lightning's launcher kill the others (code 137)
+        if self._runtime is not None:
+            self._runtime.release()
         ready(self.cluster_environment, "the Trainer").teardown()
         self.precision_plugin.teardown()
         ready(self.accelerator, "the Trainer").teardown()

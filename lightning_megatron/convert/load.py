@@ -22,7 +22,7 @@ from lightning_megatron.convert.pieces import Shard, names_of, shapes_of, shards
 from lightning_megatron.convert.reading import raise_problems, read_rows, unequal_copies
 from lightning_megatron.convert.registry import family_of, rules_of
 from lightning_megatron.convert.rules import Rule
-from lightning_megatron.engine.agreement import on_all_ranks_alike
+from lightning_megatron.engine.collectives import on_all_ranks_alike
 from lightning_megatron.engine.groups import host_group
 from lightning_megatron.models.config import ModelConfig
 

@@ -12,7 +12,7 @@ from lightning_megatron.convert.pieces import Shard, shards_of
 from lightning_megatron.convert.reading import read_box
 from lightning_megatron.convert.registry import rules_of
 from lightning_megatron.convert.stored.base import Key, StoredModel
-from lightning_megatron.engine.agreement import on_all_ranks_alike
+from lightning_megatron.engine.collectives import on_all_ranks_alike
 from lightning_megatron.errors import CheckpointError
 
 

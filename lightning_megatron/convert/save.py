@@ -25,7 +25,7 @@ from lightning_megatron.convert.registry import rules_of
 from lightning_megatron.convert.rules import Rule
 from lightning_megatron.convert.shapes import tensor_shapes
 from lightning_megatron.convert.stored.base import Key
-from lightning_megatron.engine.agreement import on_all_ranks_alike
+from lightning_megatron.engine.collectives import on_all_ranks_alike
 from lightning_megatron.engine.groups import host_group
 from lightning_megatron.models.config import ModelConfig
 

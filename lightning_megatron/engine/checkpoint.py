@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
-from lightning_megatron.engine.agreement import on_all_ranks_alike
 from lightning_megatron.engine.checkpoint_checksums import CHECKSUMS, verify_checksums
 from lightning_megatron.engine.checkpoint_failures import failures_as_errors
 from lightning_megatron.engine.checkpoint_safety import META, check_complete, check_only_data, load_plain
@@ -30,6 +29,7 @@ from lightning_megatron.engine.checkpoint_state import (
     sharded_state,
 )
 from lightning_megatron.engine.checkpoint_swap import is_own_within
+from lightning_megatron.engine.collectives import on_all_ranks_alike
 from lightning_megatron.engine.optimizer_state import restore_optimizer_state
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.errors import CheckpointError

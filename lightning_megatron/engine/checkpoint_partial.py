@@ -17,10 +17,10 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
-from lightning_megatron.engine.agreement import on_all_ranks_alike
 from lightning_megatron.engine.checkpoint import load
 from lightning_megatron.engine.checkpoint_failures import failures_as_errors
 from lightning_megatron.engine.checkpoint_state import RunState, check_means_the_same, sharded_state
+from lightning_megatron.engine.collectives import on_all_ranks_alike
 from lightning_megatron.engine.optimizer import MegatronOptimizer
 from lightning_megatron.engine.wrap import unwrap
 

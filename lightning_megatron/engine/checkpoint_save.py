@@ -23,7 +23,6 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-from lightning_megatron.engine.agreement import on_all_ranks_alike
 from lightning_megatron.engine.checkpoint_checksums import (
     FileChecksums,
     checksums_of,
@@ -36,6 +35,7 @@ from lightning_megatron.engine.checkpoint_safety import COMMON, META, check_comp
 from lightning_megatron.engine.checkpoint_staging import HostMemory
 from lightning_megatron.engine.checkpoint_state import SHARDING, RunState, own_meta, rng_file, sharded_state
 from lightning_megatron.engine.checkpoint_swap import start_partial
+from lightning_megatron.engine.collectives import on_all_ranks_alike
 from lightning_megatron.engine.pickles import more_than_data
 from lightning_megatron.engine.wrap import finish_parameter_gathers
 from lightning_megatron.errors import CheckpointError

@@ -18,10 +18,10 @@ from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from lightning_megatron.engine.agreement import on_all_ranks_alike
 from lightning_megatron.engine.checkpoint_files import torch_bytes
 from lightning_megatron.engine.checkpoint_safety import COMMON, load_plain, read_table
-from lightning_megatron.engine.patching import Patch
+from lightning_megatron.engine.collectives import on_all_ranks_alike
+from lightning_megatron.engine.patches import Patch
 from lightning_megatron.engine.pickles import read_pickle
 from lightning_megatron.errors import CheckpointError
 

@@ -232,15 +232,6 @@ class MegatronOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing: see the class."""
 
-    def clear_gradients(self) -> None:
-        """Really forget the gradients, before the next schedule fills them."""
-        self.inner.zero_grad()
-
-    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times the current loss scale."""
-        scaled: torch.Tensor = self.inner.scale_loss(loss)
-        return scaled
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run ``closure`` (forward and backward), then clip, update and gather. Every rank must call.

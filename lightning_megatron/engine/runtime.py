@@ -1,29 +1,33 @@
-"""When is the engine switched on? Emulation, slot fillers and random streams, active only while Megatron works.
+"""The engine's surroundings on one device: patches of Megatron, random streams and, without a GPU, CUDA emulation.
 
-User code between two engine calls (callbacks, DataLoaders, other models) sees torch and its random numbers as they are.
+Megatron's patches last from ``hold`` to ``release``, a whole run of a Trainer, so that a step does not pay for them.
+Random streams and what stands in for CUDA last for one call of the engine: user code between two calls (callbacks,
+DataLoaders, other models) sees torch and its random numbers as they are.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 
 import torch
 
-from lightning_megatron.engine.cpu import emulated_cuda
+from lightning_megatron.engine import cpu
 from lightning_megatron.engine.dist_checkpoint_patches import DIST_CHECKPOINT_PATCHES
-from lightning_megatron.engine.patching import active
+from lightning_megatron.engine.patches import CPU, active, patches
 from lightning_megatron.engine.rng import EngineRng
-from lightning_megatron.engine.slots.table import patches
 
 
 class Runtime:
-    """The engine's surroundings on one device; may be entered again while it is active."""
+    """The surroundings of one strategy; may be entered again while they are active."""
 
     def __init__(self, device: torch.device) -> None:
-        """Prepare for ``device``; nothing changes before ``active`` is entered."""
+        """Prepare for ``device``; nothing changes before ``hold`` or ``active``."""
+        self._on_cpu = device.type == "cpu"
         self._device = device
-        self._depth = 0
+        self._patched = contextlib.ExitStack()
+        self._is_held = self._is_active = False
         self.rng: EngineRng | None = None
 
     def seed(self, seed: int, pp_rank: int) -> None:
@@ -31,21 +35,45 @@ class Runtime:
         with self.active():
             self.rng = EngineRng(seed, pp_rank, self._device)
 
+    def hold(self) -> None:
+        """Patch Megatron until ``release``."""
+        if not self._is_held:
+            self._patched.enter_context(active(patches("cpu" if self._on_cpu else "cuda")))
+            self._is_held = True
+
+    def release(self) -> None:
+        """Put Megatron's own functions back."""
+        self._patched.close()
+        self._is_held = False
+
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Megatron may be called inside."""
-        if self._depth > 0:
+        if self._is_active:
             yield
             return
-        on_cpu = self._device.type == "cpu"
-        self._depth += 1
+        was_held, self._is_active = self._is_held, True
         try:
+            self.hold()
             with (
-                active(patches("cpu" if on_cpu else "cuda")),
                 active(DIST_CHECKPOINT_PATCHES),
-                emulated_cuda() if on_cpu else contextlib.nullcontext(),
+                emulated_cuda() if self._on_cpu else contextlib.nullcontext(),
                 self.rng.active() if self.rng is not None else contextlib.nullcontext(),
             ):
                 yield
         finally:
-            self._depth -= 1
+            self._is_active = False
+            if not was_held:
+                self.release()
+
+
+@contextlib.contextmanager
+def emulated_cuda() -> Iterator[None]:
+    """While active, the engine's CUDA calls mean the CPU; afterwards torch is as it was."""
+    log = logging.getLogger("megatron.core.tensor_parallel.random")
+    log.addFilter(cpu.is_not_about_one_generator)
+    try:
+        with active(CPU), cpu.CudaMeansCpu():
+            yield
+    finally:
+        log.removeFilter(cpu.is_not_about_one_generator)

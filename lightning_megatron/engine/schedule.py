@@ -1,4 +1,4 @@
-"""How does one batch become one optimizer step's gradients? Microbatches, Megatron's schedule, and one exact loss.
+"""Run a batch through the pipeline as microbatches, with one exact loss over the global batch.
 
 The loss of a step is a sum over targets divided by their number in the *global* batch. The number is known before the
 forward pass where the train step can tell it (one small all-reduce over dp), so each microbatch's gradient comes out
@@ -19,10 +19,11 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from lightning_megatron.engine.groups import Topology
-from lightning_megatron.engine.replicas import add_replicas
+from lightning_megatron.engine.wrap import add_replicas, unwrap
 from lightning_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
+    from lightning_megatron.engine.optimizer import MegatronOptimizer
     from lightning_megatron.steps.base import Batch, LossFunc, Output, TrainStep
 
     Observer = Callable[[Batch, Output], None]
@@ -71,8 +72,7 @@ class StepOutput:
 
 def split_rows(batch: Batch, num_microbatches: int) -> list[Batch]:
     """The batch in ``num_microbatches`` equal parts along the first axis, without copies."""
-    rows = next(iter(batch.values())).shape[0]
-    size = rows // num_microbatches
+    size = _num_rows(batch) // num_microbatches
     return [{k: v[i * size : (i + 1) * size] for k, v in batch.items()} for i in range(num_microbatches)]
 
 
@@ -91,42 +91,108 @@ def culprit(microbatch_losses: torch.Tensor, topology: Topology, group: dist.Pro
 class Schedule:
     """Runs batches through this rank's model chunks; every rank must call with its part of the same batch."""
 
-    def __init__(self, chunks: list[Any], train_step: TrainStep, topology: Topology) -> None:
-        """Connect the parts.
+    _step: TrainStep
 
-        Args:
-            chunks: This rank's (wrapped) model chunks.
-            train_step: The objective.
-            topology: This rank's place.
-
-        Raises:
-            ConfigError: If the objective has several terms but cannot count their targets in advance.
-        """
+    def __init__(self, chunks: list[Any], topology: Topology) -> None:
+        """Take the (wrapped) chunks and this rank's place; to train, before the optimizer is made."""
         self._chunks = chunks
-        self._step = train_step
         self._topology = topology
+        self._num_microbatches = topology.parallel.num_microbatches
+        # Each chunk has its own reference to the config, and Megatron's schedule reads the first one's.
+        self._configs = [unwrap(chunk).config for chunk in chunks]
+        self._train_rows: int | None = None
+        self._weights = [(n, p, p.requires_grad) for chunk in chunks for n, p in chunk.named_parameters()]
         self._denominators: dict[str, torch.Tensor] | None = None
         self._targets_seen: list[torch.Tensor] = []
         self._observe: Observer | None = None
 
-    def run(
-        self, batch: Batch, num_microbatches: int, *, forward_only: bool, observe: Observer | None = None
+    def train(
+        self, batch: Batch, train_step: TrainStep, optimizer: MegatronOptimizer, micro_batch_size: int | None = None
     ) -> StepOutput:
-        """Forward (and backward) over the whole local batch.
+        """Replace the gradients by those of ``batch``.
 
         Args:
-            batch: A prepared batch whose rows are a multiple of ``num_microbatches``.
-            num_microbatches: Into how many parts it is cut; the same on every rank.
-            forward_only: Whether to leave the gradients alone.
+            batch: As the DataLoader yields it.
+            train_step: The objective.
+            optimizer: What the gradients are for.
+            micro_batch_size: Rows of a microbatch where their number changes from step to step (batch-size ramp-up);
+                None for the layout's number of microbatches.
+
+        Raises:
+            ConfigError: If the rows of a full batch cannot be cut into equal microbatches, or the objective has several
+                terms but cannot count their targets in advance.
+        """
+        self.check_frozen()
+        self._connect(optimizer)
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        optimizer.inner.zero_grad()
+        self._step = train_step
+        prepared = train_step.prepare_batch(batch)
+        rows = _num_rows(prepared)
+        if micro_batch_size is not None:
+            return self._run(prepared, rows // micro_batch_size, forward_only=False)
+        self._train_rows = self._train_rows or rows
+        # The last batch of an epoch may be smaller.
+        if rows == self._train_rows and rows % self._num_microbatches != 0:
+            raise ConfigError(
+                f"a batch of {rows} rows cannot be cut into num_microbatches={self._num_microbatches} equal parts; use "
+                f"a batch_size that is a multiple of {self._num_microbatches} (micro_batch_size x num_microbatches)"
+            )
+        return self._run(self._filled_up(prepared), self._num_microbatches, forward_only=False)
+
+    def evaluate(self, batch: Batch, train_step: TrainStep, observe: Observer | None = None) -> StepOutput:
+        """The losses of ``batch``, whatever its number of rows.
+
+        Args:
+            batch: As the DataLoader yields it.
+            train_step: The objective.
             observe: Called on the last stage with each microbatch and what the model returned for it.
         """
-        self._observe = observe
+        self._step, self._observe = train_step, observe
+        try:
+            prepared = self._filled_up(train_step.prepare_batch(batch))
+            return self._run(prepared, self._num_microbatches, forward_only=True)
+        finally:
+            self._observe = None
+
+    def check_frozen(self) -> None:
+        """Raise if weights of this rank were frozen or unfrozen after their optimizer was made.
+
+        Raises:
+            ConfigError: Because of the first of them.
+        """
+        for name, weight, is_trained in self._weights:
+            if weight.requires_grad != is_trained:
+                raise ConfigError(
+                    f"{name}: expected requires_grad={is_trained} as when the optimizer was made, got "
+                    f"{weight.requires_grad}; freeze and unfreeze before fit, in setup or in configure_model"
+                )
+
+    def _connect(self, optimizer: MegatronOptimizer) -> None:
+        """Give every chunk's config the functions that Megatron's schedule calls around a step."""
+        no_sync = [chunk.no_sync for chunk in self._chunks]
+        for chunk, config in zip(self._chunks, self._configs, strict=True):
+            config.finalize_model_grads_func = self._finalize_gradients
+            config.grad_scale_func = optimizer.inner.scale_loss
+            if chunk.ddp_config.overlap_grad_reduce:
+                config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+
+    def _filled_up(self, batch: Batch) -> Batch:
+        """The batch with rows that carry no loss added until ``num_microbatches`` divides them."""
+        rows = _num_rows(batch)
+        whole = -(-rows // self._num_microbatches) * self._num_microbatches
+        return batch if rows == whole else self._step.pad_rows(batch, whole)
+
+    def _run(self, batch: Batch, num_microbatches: int, *, forward_only: bool) -> StepOutput:
+        """Forward (and backward) over the whole local batch, whose rows are a multiple of ``num_microbatches``."""
         parallel = self._topology.parallel
         lengths = self._step.split_lengths(batch)
-        for name, length in lengths.items():
-            parallel.check_sequence(length, name=name)
+        if parallel.sequence_parallel:
+            for name, length in lengths.items():
+                parallel.check_sequence(length, name=name)
         shape = StepShape(
-            micro_batch_size=next(iter(batch.values())).shape[0] // num_microbatches,
+            micro_batch_size=_num_rows(batch) // num_microbatches,
             num_microbatches=num_microbatches,
             seq_length=self._step.seq_length(batch),
             data_parallel_size=self._topology.dp,
@@ -204,7 +270,7 @@ class Schedule:
             microbatch_losses=of_microbatches[..., 0].sum(1),
         )
 
-    def finalize_gradients(
+    def _finalize_gradients(
         self,
         chunks: list[Any],
         num_tokens: torch.Tensor | None = None,
@@ -228,3 +294,7 @@ class Schedule:
         dist.all_reduce(count, group=topology.dp_group)
         for chunk in chunks:
             chunk.scale_gradients(1.0 / count.clamp(min=1.0))
+
+
+def _num_rows(batch: Batch) -> int:
+    return next(iter(batch.values())).shape[0]

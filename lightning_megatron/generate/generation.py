@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.data.corpus.stop_strings import stop_strings
-from lightning_megatron.engine.agreement import on_all_ranks_alike
+from lightning_megatron.engine.collectives import on_all_ranks_alike
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.generate.beams import search

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_megatron.engine.slots.attention import SDPAttention
+from lightning_megatron.engine.fillers.attention import SDPAttention
 from lightning_megatron.engine.slots.kv_cache import KeyValueCache
 from lightning_megatron.generate.encoders import output_of_bert
 from lightning_megatron.models.bert import BertChunk

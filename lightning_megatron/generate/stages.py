@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron.engine.fillers.attention import SDPAttention
 from lightning_megatron.engine.groups import Topology
-from lightning_megatron.engine.slots.attention import SDPAttention
 from lightning_megatron.engine.slots.kv_cache import KeyValueCache
 from lightning_megatron.engine.slots.static_cache import StaticCache, slots_for
 from lightning_megatron.generate.encoder_decoder import SourceCache

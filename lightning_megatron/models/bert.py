@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
-from lightning_megatron.engine.slots.norm import Norm
+from lightning_megatron.engine.fillers.norm import Norm
 from lightning_megatron.models.bert_heads import MaskedLMHead, Pooler, RowClassifier, TokenClassifier
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.layer_specs import CHECKPOINT_NAMES, self_attention_spec

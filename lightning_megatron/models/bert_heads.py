@@ -15,7 +15,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from lightning_megatron.engine.slots.norm import Norm
+from lightning_megatron.engine.fillers.norm import Norm
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.transformer_config import activation_function
 

@@ -10,7 +10,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from typing_extensions import override
 
-from lightning_megatron.engine.slots.norm import Norm
+from lightning_megatron.engine.fillers.norm import Norm
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.layer_specs import gpt_block_spec
 from lightning_megatron.models.rotary import angles_at, inverse_frequencies

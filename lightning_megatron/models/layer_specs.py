@@ -20,8 +20,8 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from lightning_megatron.engine.slots.attention import SDPAttention
-from lightning_megatron.engine.slots.norm import Norm
+from lightning_megatron.engine.fillers.attention import SDPAttention
+from lightning_megatron.engine.fillers.norm import Norm
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.parallel_layer import ParallelTransformerLayer
 

@@ -14,7 +14,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from lightning_megatron.engine.slots.attention_masks import MASKED_SCORE
+from lightning_megatron.engine.fillers.masks import MASKED_SCORE
 
 _LENGTHS_AT_ONCE = 256
 """While text grows the rows of so many lengths are computed at once."""

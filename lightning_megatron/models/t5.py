@@ -17,7 +17,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import ModelType
 from torch import Tensor
 
-from lightning_megatron.engine.replicas import Replicated, mark_replica
+from lightning_megatron.engine.wrap import Replicated, mark_replica
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.t5_layout import OVERRIDE, Share, shares, t5_layout

@@ -37,8 +37,8 @@ from megatron.core.transformer.transformer_layer import (
 from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor
 
-from lightning_megatron.engine.slots.attention import SDPAttention
-from lightning_megatron.engine.slots.norm import Norm
+from lightning_megatron.engine.fillers.attention import SDPAttention
+from lightning_megatron.engine.fillers.norm import Norm
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.layer_specs import CHECKPOINT_NAMES, self_attention_spec
 from lightning_megatron.models.relative_bias import RelativeBias

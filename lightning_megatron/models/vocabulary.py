@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from lightning_megatron.engine.slots.cross_entropy import hide_padded_vocab_
+from lightning_megatron.engine.fillers.loss import hide_padded_vocab_
 from lightning_megatron.models.config import ModelConfig
 
 

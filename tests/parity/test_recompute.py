@@ -16,7 +16,7 @@ def _count_calls(layout: Layout) -> tuple[int, int]:
     """How often a step calls layers, and core attentions."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from lightning_megatron.engine.slots.attention import SDPAttention
+    from lightning_megatron.engine.fillers.attention import SDPAttention
 
     case, calls = Case(layout=layout, steps=1), {TransformerLayer: 0, SDPAttention: 0}
     module = module_of(case)

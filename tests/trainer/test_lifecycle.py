@@ -111,16 +111,15 @@ def test_trainers_of_other_layouts_follow_each_other_in_one_process() -> None:
 # ---- what is left behind --------------------------------------------------------------------------------------------
 
 
-def _patched_attributes() -> dict[str, Any]:
-    """Everything that the strategy changes while the engine works."""
+def _patched_attributes(with_megatron: bool = True) -> dict[str, Any]:
+    """Everything that the strategy changes while it runs, or only what it changes while the engine works."""
     import importlib
 
-    from lightning_megatron.engine.cpu import CPU_PATCHES
     from lightning_megatron.engine.dist_checkpoint_patches import DIST_CHECKPOINT_PATCHES
-    from lightning_megatron.engine.slots.table import patches
+    from lightning_megatron.engine.patches import CPU, patches
 
     found = {}
-    for patch in (*patches("cpu"), *CPU_PATCHES, *DIST_CHECKPOINT_PATCHES):
+    for patch in (*(patches("cpu") if with_megatron else ()), *CPU, *DIST_CHECKPOINT_PATCHES):
         place: Any = importlib.import_module(patch.module)
         *path, name = patch.attribute.split(".")
         for part in path:
@@ -172,11 +171,11 @@ def _between_engine_calls(case: Case) -> list[str]:
     """What a callback sees of the engine's changes while training goes on."""
     from lightning.pytorch import Callback
 
-    patched, state, changed = _patched_attributes(), _torch_state(), set()
+    patched, state, changed = _patched_attributes(False), _torch_state(), set()
 
     class Watch(Callback):
         def on_train_batch_end(self, *args: Any) -> None:
-            changed.update(name for name, value in _patched_attributes().items() if value is not patched[name])
+            changed.update(name for name, value in _patched_attributes(False).items() if value is not patched[name])
             changed.update(name for name in ("cuda", "modes") if _torch_state()[name] != state[name])
 
     trainer_of(case, callbacks=[Watch()]).fit(module_of(case), loader_of(case))

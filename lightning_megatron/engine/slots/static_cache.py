@@ -11,10 +11,9 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from lightning_megatron.engine.slots.alibi import Alibi, key_biases
-from lightning_megatron.engine.slots.attention_masks import added_scores
+from lightning_megatron.engine.fillers.attention import SMALLEST_PART
+from lightning_megatron.engine.fillers.masks import Alibi, added_scores, key_biases
 from lightning_megatron.engine.slots.kv_cache import KeyValueCache
-from lightning_megatron.engine.slots.split_keys import SMALLEST_PART
 
 ALIGNMENT = 8
 """Slots come in multiples of it: the memory-efficient kernel copies masks whose rows do not."""

@@ -11,10 +11,20 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from torch.nn.attention.flex_attention import BlockMask
 
-from lightning_megatron.engine.slots import flex
-from lightning_megatron.engine.slots.alibi import Alibi, AlibiKind, key_biases, relative
-from lightning_megatron.engine.slots.attention import SDPAttention
-from lightning_megatron.engine.slots.attention_masks import Pattern, added_scores, hidden_keys, pattern_of
+from lightning_megatron.engine.fillers import attention
+from lightning_megatron.engine.fillers.attention import SDPAttention
+from lightning_megatron.engine.fillers.masks import (
+    BLOCK,
+    Alibi,
+    AlibiKind,
+    Pattern,
+    added_scores,
+    block_mask,
+    hidden_keys,
+    key_biases,
+    pattern_of,
+    relative,
+)
 
 HEADS, WIDTH = 4, 16
 
@@ -55,13 +65,13 @@ def _blocks(counts: torch.Tensor | None, indices: torch.Tensor | None) -> torch.
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_blocks_are_listed_whole_or_in_part_as_the_dense_mask_says(pattern: Pattern, has_segments: bool) -> None:
     segments = _segments(pattern.num_keys) if has_segments else None
-    mask: BlockMask = flex.block_mask(segments, pattern, torch.device("cpu"))
+    mask: BlockMask = block_mask(segments, pattern, torch.device("cpu"))
     hidden = hidden_keys(segments, pattern, torch.device("cpu"))
     dense = torch.ones(1, 1, pattern.num_queries, pattern.num_keys, dtype=torch.bool) if hidden is None else ~hidden
     dense = dense.expand(mask.kv_num_blocks.shape[0], 1, pattern.num_queries, pattern.num_keys)[:, 0]
-    missing = [-n % flex.BLOCK for n in (pattern.num_keys, pattern.num_queries)]
+    missing = [-n % BLOCK for n in (pattern.num_keys, pattern.num_queries)]
     padded = F.pad(dense, (0, missing[0], 0, missing[1]))
-    tiles = padded.unflatten(2, (-1, flex.BLOCK)).unflatten(1, (-1, flex.BLOCK))
+    tiles = padded.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK))
     whole = _blocks(mask.full_kv_num_blocks, mask.full_kv_indices)
     part = _blocks(mask.kv_num_blocks, mask.kv_indices)
     assert torch.equal(whole, tiles.all(4).all(2))
@@ -77,10 +87,10 @@ def test_blocks_of_other_documents_and_of_padding_are_not_computed(length: int) 
     segments = torch.ones(1, 4 * length, dtype=torch.int64)
     segments[0, length : 2 * length], segments[0, 2 * length :] = 2, 0
     pattern = pattern_of(4 * length, 4 * length, causal=True, window=None, cross=False)
-    mask = flex.block_mask(segments, pattern, torch.device("cpu"))
+    mask = block_mask(segments, pattern, torch.device("cpu"))
     seen = _blocks(mask.full_kv_num_blocks, mask.full_kv_indices) | _blocks(mask.kv_num_blocks, mask.kv_indices)
     computed = seen[0].sum().item()
-    document = -(-length // flex.BLOCK)
+    document = -(-length // BLOCK)
     # Two triangles and a diagonal, and what straddles two documents, of a triangle over the whole row.
     assert computed <= 2 * document * (document + 1) + 3 * (4 * document)
     assert not seen[0, -1, :-1].any()
@@ -111,9 +121,9 @@ def test_single_pairs_are_scored_as_the_dense_mask_says(
     if kind is not None:
         alibi = Alibi(kind=kind, num_heads=8, first_head=4, num_local_heads=HEADS, scale=0.25)
         biases = key_biases(alibi, segments, pattern.num_keys, cpu)
-    mask = flex.block_mask(segments, pattern, cpu)
+    mask = block_mask(segments, pattern, cpu)
     with torch.no_grad():
-        got = flex.attend(q, k, v, mask, pattern, biases, 0.3)
+        got = attention.attend_by_blocks(q, k, v, mask, pattern, biases, 0.3)
     bias = None if biases is None else relative(biases, pattern.num_queries)
     hidden = hidden_keys(segments, pattern, cpu)
     scores = None if hidden is None and bias is None else added_scores(hidden, bias, q.dtype)
@@ -130,14 +140,14 @@ def test_a_layer_answers_the_same_by_blocks(options: dict[str, Any], monkeypatch
     masks = [_segments(length)] if not options else [None, _segments(length)]
     with torch.inference_mode():
         dense = [layer(*qkv, mask) for mask in masks]
-        monkeypatch.setattr(flex, "can_attend", lambda q, k: True)
+        monkeypatch.setattr(attention, "can_use_flex", lambda q, k: True)
         for mask, expected in zip(masks, dense, strict=True):
             torch.testing.assert_close(layer(*qkv, mask), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_the_cpu_and_short_rows_are_not_attended_to_by_blocks() -> None:
-    q = torch.zeros(1, HEADS, 2 * flex.SHORTEST, WIDTH, dtype=torch.bfloat16)
-    assert not flex.can_attend(q, q)
+    q = torch.zeros(1, HEADS, 2 * attention.SHORTEST_FLEX, WIDTH, dtype=torch.bfloat16)
+    assert not attention.can_use_flex(q, q)
 
 
 # ---- compiled, on a GPU ---------------------------------------------------------------------------------------------
@@ -151,7 +161,7 @@ class _Calls:
 
 @pytest.fixture
 def by_blocks(monkeypatch: pytest.MonkeyPatch) -> _Calls:
-    calls, original = _Calls(), flex.attend
+    calls, original = _Calls(), attention.attend_by_blocks
     # torch falls back to scores of s x s without a word if a function needs too many graphs.
     monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
 
@@ -159,7 +169,7 @@ def by_blocks(monkeypatch: pytest.MonkeyPatch) -> _Calls:
         calls.count += 1
         return original(*args)
 
-    monkeypatch.setattr(flex, "attend", counted)
+    monkeypatch.setattr(attention, "attend_by_blocks", counted)
     return calls
 
 

@@ -8,8 +8,8 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import TransformerConfig
 
-from lightning_megatron.engine.patching import active
-from lightning_megatron.engine.slots.wgrad import WGRAD_PATCHES, accumulate_weight_gradient
+from lightning_megatron.engine.fillers.kernels import accumulate_weight_gradient
+from lightning_megatron.engine.patches import WEIGHT_GRADIENTS, active
 
 FLOAT, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -50,7 +50,7 @@ def _config(fusion: bool) -> TransformerConfig:
 @pytest.mark.usefixtures("one_rank")
 def test_a_linear_of_the_engine_accumulates_two_backwards_of_which_autograd_sees_none() -> None:
     torch.manual_seed(0)
-    with active(WGRAD_PATCHES):
+    with active(WEIGHT_GRADIENTS):
         linear = ColumnParallelLinear(8, 12, config=_config(True), init_method=torch.nn.init.normal_, bias=False)
         linear.weight.main_grad = torch.zeros(12, 8)
         x, weight = torch.randn(5, 2, 8), torch.randn(5, 2, 12)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings import rope_utils
 
-from lightning_megatron.engine.patching import active
-from lightning_megatron.engine.slots.rope import MAX_SHAPES, MAX_STEP_SHAPES, ROPE_PATCHES, CompiledRope, _with_own_code
+from lightning_megatron.engine.fillers.kernels import MAX_SHAPES, MAX_STEP_SHAPES, CompiledRope, _with_own_code
+from lightning_megatron.engine.patches import ROPE, active
 
 
 def _case(device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,7 +29,7 @@ def _formula(t: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
 
 def _check(device: str) -> None:
     t, freqs = _case(device)
-    with active(ROPE_PATCHES):
+    with active(ROPE):
         got = rope_utils._apply_rotary_pos_emb_bshd(t, freqs, rotary_interleaved=False)
     expected = _formula(t, freqs)
     weight = torch.randn_like(expected)
@@ -103,7 +103,7 @@ def test_the_function_of_steps_is_the_same_with_code_of_its_own() -> None:
 @pytest.mark.gpu
 def test_the_compiled_rotation_of_one_token_is_that_of_complex_numbers() -> None:
     t, freqs = _case("cuda")
-    with active(ROPE_PATCHES), torch.no_grad():
+    with active(ROPE), torch.no_grad():
         for rows in range(1, MAX_STEP_SHAPES + 3):
             token, angles = t[3:4, :1].expand(1, rows, 3, 8).contiguous(), freqs[3:4]
             got = rope_utils._apply_rotary_pos_emb_bshd(token, angles, rotary_interleaved=False)
@@ -113,7 +113,7 @@ def test_the_compiled_rotation_of_one_token_is_that_of_complex_numbers() -> None
 def test_a_second_strategy_reuses_what_the_first_compiled() -> None:
     wrappers = []
     for _ in range(2):
-        with active(ROPE_PATCHES):
+        with active(ROPE):
             wrappers.append(rope_utils._apply_rotary_pos_emb_bshd)
     assert wrappers[0] is wrappers[1]
 

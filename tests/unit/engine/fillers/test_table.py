@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from lightning_megatron import features
-from lightning_megatron.engine.patching import Patch, active
+from lightning_megatron.engine.patches import Patch, active, patches
 from lightning_megatron.engine.slots.report import DeviceType, SlotLine, one_line, slot_report
-from lightning_megatron.engine.slots.table import patches
 
 
 def _value(patch: Patch) -> Any:

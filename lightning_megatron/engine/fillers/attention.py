@@ -1,14 +1,27 @@
-"""How does a layer attend? Core attention on torch's scaled_dot_product_attention, for the ``core_attention`` slot.
+"""Core attention on torch's scaled_dot_product_attention, FlexAttention and FlashAttention.
 
 Megatron-Core's own ``DotProductAttention`` (megatron-core 0.16.1, transformer/dot_product_attention.py) writes the
-[b, np, s, s] scores to memory several times, repeats the key/value heads and refuses an attention bias.
+[b, np, s, s] scores to memory several times, repeats the key/value heads and refuses an attention bias. Here, on CUDA:
+
+- no mask, or causal alone: torch's scaled_dot_product_attention without a mask;
+- segments, windows and ALiBi without dropout, from 512 tokens on: FlexAttention, compiled, without an s x s tensor;
+- segments with dropout, or in short rows: variable-length FlashAttention, each run of a segment a sequence of its own
+  (Dao 2023, https://arxiv.org/abs/2307.08691); a dense mask takes twice as long;
+- one query per row, while text is generated: split-K (Flash-Decoding: Dao, Haziza, Massa, Sizov 2023);
+- anything else, and everything on the CPU: a dense mask that all layers share.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
+import itertools
+import types
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -20,14 +33,27 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from lightning_megatron.engine.slots import flex, runs, split_keys
-from lightning_megatron.engine.slots.alibi import Alibi, AlibiKind, key_biases, key_biases_without_mask, relative
-from lightning_megatron.engine.slots.attention_masks import MASKED_SCORE as MASKED_SCORE
-from lightning_megatron.engine.slots.attention_masks import Pattern, PerMask, added_scores, hidden_keys, pattern_of
-from lightning_megatron.engine.slots.kv_cache import KeyValueCache
-from lightning_megatron.engine.slots.static_cache import TokenStep
+from lightning_megatron.engine.fillers.masks import (
+    Alibi,
+    AlibiKind,
+    Pattern,
+    PerMask,
+    added_scores,
+    block_mask,
+    block_mask_without_segments,
+    hidden_keys,
+    key_biases,
+    key_biases_without_mask,
+    pattern_of,
+    relative,
+)
 from lightning_megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lightning_megatron.engine.slots.kv_cache import KeyValueCache
+    from lightning_megatron.engine.slots.static_cache import TokenStep
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -107,7 +133,7 @@ class SDPAttention(MegatronModule):
             query: [sq, b, np, hn].
             key: [sk, b, ng, hn]; ng divides np.
             value: [sk, b, ng, hn].
-            attention_mask: Integers [b, sk], the segment of each key (``attention_masks.py``), cached ones included; or
+            attention_mask: Integers [b, sk], the segment of each key (``masks.py``), cached ones included; or
                 bool [b or 1, 1, sq or 1, sk], True where a key must not be seen; None for no mask.
             attn_mask_type: Replaces the layer's mask type for this call.
             attention_bias: Added to the scores, [b or 1, np or 1, sq or 1, sk].
@@ -143,10 +169,10 @@ class SDPAttention(MegatronModule):
                 out = F.scaled_dot_product_attention(
                     q, k, v, None, dropout, pattern.causal, scale=self.softmax_scale, enable_gqa=np != k.shape[1]
                 )
-            elif dropout == 0.0 and attention_bias is None and _is_flat(mask) and flex.can_attend(q, k):
+            elif dropout == 0.0 and attention_bias is None and _is_flat(mask) and can_use_flex(q, k):
                 out = self._attend_by_blocks(q, k, v, mask, pattern)
             elif (found := self._runs(q, k, mask, pattern, attention_bias)) is not None:
-                out = runs.attend(q, k, v, found, causal=pattern.causal, dropout=dropout, scale=self.softmax_scale)
+                out = attend_to_runs(q, k, v, found, causal=pattern.causal, dropout=dropout, scale=self.softmax_scale)
             else:
                 scores = self._scores(q, mask, pattern, attention_bias)
                 out = _attend_with_mask(q, k, v, scores, dropout, self.softmax_scale)
@@ -158,23 +184,21 @@ class SDPAttention(MegatronModule):
         out = _attend_from_one_token(q, k, v, scores, 0.0, self.softmax_scale)
         return out.permute(2, 0, 1, 3).flatten(2)
 
-    def _runs(
-        self, q: Tensor, k: Tensor, mask: Tensor | None, pattern: Pattern, bias: Tensor | None
-    ) -> runs.Runs | None:
+    def _runs(self, q: Tensor, k: Tensor, mask: Tensor | None, pattern: Pattern, bias: Tensor | None) -> Runs | None:
         """The runs of a mask of segments, if they are all that has to be said."""
         if mask is None or not _is_flat(mask) or bias is not None or self.alibi is not None:
             return None
-        if not runs.can_attend(q, k, pattern):
+        if not can_use_varlen(q, k, pattern):
             return None
-        return _PER_MASK.get(mask, "runs", runs.runs_of)
+        return _PER_MASK.get(mask, "runs", runs_of)
 
     def _attend_by_blocks(self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, pattern: Pattern) -> Tensor:
         if segments is None:
-            blocks = flex.block_mask_without_segments(pattern, q.device)
+            blocks = block_mask_without_segments(pattern, q.device)
         else:
-            blocks = _PER_MASK.get(segments, pattern, lambda own: flex.block_mask(own, pattern, own.device))
+            blocks = _PER_MASK.get(segments, pattern, lambda own: block_mask(own, pattern, own.device))
         biases = _key_biases(self._alibi_of(q), segments, pattern, q.device)
-        return flex.attend(q, k, v, blocks, pattern, biases, self.softmax_scale)
+        return attend_by_blocks(q, k, v, blocks, pattern, biases, self.softmax_scale)
 
     def _scores(self, q: Tensor, mask: Tensor | None, pattern: Pattern, bias: Tensor | None) -> Tensor:
         """What is added to the scores where a dense tensor must say it, [b or 1, np or 1, sq or 1, sk] in q's dtype."""
@@ -290,9 +314,243 @@ def _attend_from_one_token(
     if scores.shape[1] > 1:
         scores = scores.reshape(scores.shape[0], groups, -1, scores.shape[3])
     queries = q.reshape(len(q), groups, -1, q.shape[3])
-    parts = 1 if dropout > 0.0 else split_keys.num_parts(queries, k)
+    parts = 1 if dropout > 0.0 else num_key_parts(queries, k)
     if parts > 1:
-        out = split_keys.attend(queries, k, v, scores, parts, scale)
+        out = attend_in_parts(queries, k, v, scores, parts, scale)
     else:
         out = _attend_with_mask(queries, k, v, scores, dropout, scale)
     return out.reshape(q.shape)
+
+
+# ---- FlexAttention ---------------------------------------------------------------------------------------------------
+
+SHORTEST_FLEX = 512
+"""Below this many queries or keys a dense mask is small, and compiling takes longer than it saves."""
+
+
+_NUMBERS = itertools.count()
+
+
+def can_use_flex(q: Tensor, k: Tensor) -> bool:
+    """Whether the compiled kernels take these queries and keys ([b, np, s, hn])."""
+    return (
+        q.is_cuda
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and min(q.shape[2], k.shape[2]) >= SHORTEST_FLEX
+        and 16 <= q.shape[3] <= 256
+        and _has_flex_kernels(q.device)
+    )
+
+
+@functools.cache
+def _has_flex_kernels(device: torch.device) -> bool:
+    return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def attend_by_blocks(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, pattern: Pattern, biases: Tensor | None, scale: float | None
+) -> Tensor:
+    """Weighted sums of the values: [b, np, sq, hn].
+
+    Args:
+        q: [b, np, sq, hn].
+        k: [b, ng, sk, hn].
+        v: [b, ng, sk, hn].
+        mask: Of ``masks.block_mask``.
+        pattern: What ``mask`` was made from.
+        biases: ALiBi: what each key's position adds, [b, np, sk] or [np, sk] fp32.
+        scale: What the scores are multiplied by; None for 1 / sqrt(hn).
+    """
+    of_queries = None if biases is None else biases[..., pattern.first_query :]
+    function = _compiled_flex(_kind(q, k, pattern, biases, scale)) if q.is_cuda else _flex
+    out: Tensor = function(q, k, v, mask, biases, of_queries, scale)
+    return out
+
+
+def _flex(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask,
+    of_keys: Tensor | None,
+    of_queries: Tensor | None,
+    scale: float | None,
+) -> Tensor:
+    grouped = q.shape[1] != k.shape[1]
+    if of_keys is None or of_queries is None:
+        plain: Tensor = flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped)
+        return plain
+    per_row = of_keys.dim() == 3
+
+    def add_bias(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        if per_row:
+            return score + (of_keys[row, head, key] - of_queries[row, head, query])
+        return score + (of_keys[head, key] - of_queries[head, query])
+
+    out: Tensor = flex_attention(q, k, v, score_mod=add_bias, block_mask=mask, scale=scale, enable_gqa=grouped)
+    return out
+
+
+def _kind(q: Tensor, k: Tensor, pattern: Pattern, biases: Tensor | None, scale: float | None) -> Hashable:
+    """What a graph is compiled for, except lengths: two layers of a kind share one."""
+    heads = (q.shape[0], q.shape[1], k.shape[1], q.shape[3], q.dtype, scale)
+    seen = (pattern.causal, pattern.window, pattern.cross, None if biases is None else biases.dim())
+    return (*heads, *seen, torch.is_grad_enabled())
+
+
+@functools.cache
+def _compiled_flex(kind: Hashable) -> Callable[..., Tensor]:
+    """Compiled once per kind of attention, for all lengths: the second length makes the graph dynamic.
+
+    Each kind has a code object of its own, because torch counts graphs by it and gives up, uncompiled, after eight.
+    """
+    name = f"_flex_{next(_NUMBERS)}"
+    function = types.FunctionType(_flex.__code__.replace(co_name=name), globals(), name)
+    compiled: Callable[..., Tensor] = torch.compile(function)
+    return compiled
+
+
+# ---- variable-length FlashAttention ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runs:
+    """Where the runs of equal segment numbers are in a batch of rows that lie one after the other."""
+
+    bounds: Tensor
+    """Their beginnings and the end of the last: [runs + 1], int32."""
+    longest: int
+    """Tokens of the longest."""
+
+
+def runs_of(segments: Tensor) -> Runs | None:
+    """The runs of [b, s] segment numbers; None if a segment is in several pieces, which would have to see each other.
+
+    Padding (0) may be in pieces: what it sees does not matter. The host waits for the numbers, once for each mask.
+    """
+    rows, length = segments.shape
+    numbers = segments.cpu()
+    begins = torch.ones_like(numbers, dtype=torch.bool)
+    begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+    row, column = begins.nonzero(as_tuple=True)
+    of_tokens = numbers[row, column] != 0
+    pairs = torch.stack((row, numbers[row, column]), dim=1)[of_tokens]
+    if len(torch.unique(pairs, dim=0)) < len(pairs):
+        return None
+    bounds = torch.cat((row * length + column, torch.tensor([rows * length]))).int()
+    return Runs(bounds=bounds.to(segments.device, non_blocking=True), longest=int(bounds.diff().max()))
+
+
+def can_use_varlen(q: Tensor, k: Tensor, pattern: Pattern) -> bool:
+    """Whether the kernel takes these queries and keys ([b, np, s, hn]) and hides what ``pattern`` says."""
+    return (
+        q.is_cuda
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and q.shape[2] == k.shape[2]
+        and not pattern.cross
+        and pattern.window is None
+        and q.shape[3] % 8 == 0
+        and q.shape[3] <= 256
+        and _has_flash_kernels(q.device)
+    )
+
+
+@functools.cache
+def _has_flash_kernels(device: torch.device) -> bool:
+    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def attend_to_runs(
+    q: Tensor, k: Tensor, v: Tensor, runs: Runs, *, causal: bool, dropout: float, scale: float | None
+) -> Tensor:
+    """Weighted sums of the values: [b, np, s, hn].
+
+    Args:
+        q: [b, np, s, hn].
+        k: [b, ng, s, hn].
+        v: [b, ng, s, hn].
+        runs: What sees each other.
+        causal: Whether a query sees no later key.
+        dropout: Probability with which a weight is dropped.
+        scale: What the scores are multiplied by; None for 1 / sqrt(hn).
+    """
+    b, np, s, hn = q.shape
+    if (repeats := np // k.shape[1]) > 1:
+        k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+    packed = [x.transpose(1, 2).reshape(b * s, np, hn) for x in (q, k, v)]
+    # torch's own operator below scaled_dot_product_attention, which has no argument for sequences in one batch.
+    out: Tensor = torch.ops.aten._flash_attention_forward(
+        *packed, runs.bounds, runs.bounds, runs.longest, runs.longest, dropout, causal, False, scale=scale
+    )[0]
+    return out.view(b, s, np, hn).transpose(1, 2)
+
+
+# ---- split-K, for one query per row ----------------------------------------------------------------------------------
+
+SMALLEST_PART = 128
+"""Keys: the memory-efficient kernel reads so many at once."""
+
+
+def num_key_parts(q: Tensor, k: Tensor) -> int:
+    """Into how many equal parts the keys are to be cut; 1 where that gains nothing, or they cannot be.
+
+    Args:
+        q: [b, ng, repeats, hn], of CUDA in a dtype and width that torch's memory-efficient kernel takes, or 1 is
+            returned.
+        k: [b, ng, sk, hn].
+    """
+    if not q.is_cuda or q.shape[3] % 8 != 0 or k.shape[2] % SMALLEST_PART != 0:
+        return 1
+    most = _num_multiprocessors(q.device) // (k.shape[0] * k.shape[1])
+    blocks = k.shape[2] // SMALLEST_PART
+    return max(parts for parts in range(1, max(most, 1) + 1) if blocks % parts == 0)
+
+
+def attend_in_parts(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, parts: int, scale: float | None) -> Tensor:
+    """Weighted sums of the values: [b, ng, repeats, hn].
+
+    Args:
+        q: [b, ng, repeats, hn], the queries that share keys.
+        k: [b, ng, sk, hn]; ``parts`` divides sk.
+        v: [b, ng, sk, hn].
+        scores: Added, [b or 1, ng or 1, repeats or 1, sk]; each part has finite ones.
+        parts: How many.
+        scale: What the scores are multiplied by; None for 1 / sqrt(hn).
+    """
+    rows, groups, repeats, width = q.shape
+    keys, values = (x.unflatten(2, (parts, -1)).flatten(0, 1) for x in (k, v))
+    queries = q.flatten(0, 1)[:, None].expand(-1, parts, -1, -1)
+    added = scores.unflatten(3, (parts, -1)).transpose(2, 3)
+    added = added.expand(rows, groups, parts, repeats, -1).flatten(0, 1)
+    outputs, log_sums = _with_log_sums(queries, keys, values, added, scale)
+    joined: Tensor = (_compiled_joining(_joined) if q.is_cuda else _joined)(outputs, log_sums)
+    return joined.view(rows, groups, repeats, width)
+
+
+def _joined(outputs: Tensor, log_sums: Tensor) -> Tensor:
+    """[n, repeats, hn], of the parts' outputs, [n, parts, repeats, hn], and log_sums, [n, parts, >= repeats] fp32."""
+    weights = log_sums[:, :, : outputs.shape[2]].softmax(dim=1)
+    return (outputs.float() * weights[..., None]).sum(dim=1).to(outputs.dtype)
+
+
+def _with_log_sums(q: Tensor, k: Tensor, v: Tensor, added: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Outputs, and the logarithms of the softmaxes' denominators.
+
+    By torch's own operators below scaled_dot_product_attention, which keeps the latter to itself.
+    """
+    if q.is_cuda:
+        found = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, added, True, scale=scale)
+    else:
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=added, scale=scale)
+    return found[0], found[1]
+
+
+@functools.cache
+def _compiled_joining(function: Any) -> Any:
+    """Compiled once per process for all sizes: eagerly it is five kernels in each layer."""
+    return torch.compile(function, dynamic=True)
+
+
+@functools.cache
+def _num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -17,9 +17,8 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule
 
-from lightning_megatron.engine.patching import active
-from lightning_megatron.engine.slots.optimizers import ADAM_PATCHES, SGD_PATCHES, FusedAdam, FusedSGD
-from lightning_megatron.engine.slots.shards import SHARD_PATCHES
+from lightning_megatron.engine.fillers.adam import FusedAdam, FusedSGD
+from lightning_megatron.engine.patches import ADAM, MEGATRON, active
 
 Parameters = list[torch.Tensor]
 
@@ -172,7 +171,7 @@ def _restore(model: Any, optimizer: Any, checkpoint: dict[str, Any]) -> None:
 
 @pytest.fixture
 def slots(one_rank: None) -> Iterator[None]:
-    with active(SGD_PATCHES + ADAM_PATCHES + SHARD_PATCHES):
+    with active(MEGATRON + ADAM):
         yield
 
 
@@ -223,7 +222,7 @@ def test_upstream_still_builds_an_unfused_adam() -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_upstream_still_shards_float32_weights_into_graph_nodes() -> None:
     _, upstream = _megatron("adamw", False, True)
-    with active(SGD_PATCHES + ADAM_PATCHES + SHARD_PATCHES):
+    with active(MEGATRON + ADAM):
         _, ours = _megatron("adamw", False, True)
     assert [p.is_leaf for g in upstream.param_groups for p in g["params"]] == [False] * 3
     assert [p.is_leaf for g in ours.param_groups for p in g["params"]] == [True] * 3

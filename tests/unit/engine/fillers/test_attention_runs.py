@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 
-from lightning_megatron.engine.slots import attention, flex, runs
-from lightning_megatron.engine.slots.attention import SDPAttention
-from lightning_megatron.engine.slots.attention_masks import added_scores, hidden_keys, pattern_of
+from lightning_megatron.engine.fillers import attention
+from lightning_megatron.engine.fillers.attention import SDPAttention
+from lightning_megatron.engine.fillers.masks import added_scores, hidden_keys, pattern_of
 
 
 def test_runs_are_where_numbers_change_and_never_cross_a_row() -> None:
-    found = runs.runs_of(torch.tensor([[1, 1, 2, 0], [0, 3, 3, 3], [3, 3, 3, 3]]))
+    found = attention.runs_of(torch.tensor([[1, 1, 2, 0], [0, 3, 3, 3], [3, 3, 3, 3]]))
 
     assert found is not None
     assert found.bounds.tolist() == [0, 2, 3, 4, 5, 8, 12]
@@ -25,8 +25,8 @@ def test_runs_are_where_numbers_change_and_never_cross_a_row() -> None:
 
 
 def test_a_segment_in_pieces_is_left_to_dense_masks_and_padding_may_be_in_pieces() -> None:
-    assert runs.runs_of(torch.tensor([[1, 2, 1, 0]])) is None
-    found = runs.runs_of(torch.tensor([[0, 1, 0, 2]]))
+    assert attention.runs_of(torch.tensor([[1, 2, 1, 0]])) is None
+    found = attention.runs_of(torch.tensor([[0, 1, 0, 2]]))
     assert found is not None
     assert found.bounds.tolist() == [0, 1, 2, 3, 4]
 
@@ -57,11 +57,11 @@ def test_values_and_gradients_equal_those_of_a_dense_mask_in_float32(length: int
     repeated = [precise[0], *(tensor.repeat_interleave(4 // groups, dim=1) for tensor in precise[1:])]
     scores = added_scores(hidden_keys(segments, pattern, segments.device), None, torch.float32)
     expected = F.scaled_dot_product_attention(*repeated, scores)
-    found = runs.runs_of(segments)
+    found = attention.runs_of(segments)
     assert found is not None
-    assert runs.can_attend(tensors[0], tensors[1], pattern)
+    assert attention.can_use_varlen(tensors[0], tensors[1], pattern)
 
-    got = runs.attend(*tensors, found, causal=causal, dropout=0.0, scale=None)
+    got = attention.attend_to_runs(*tensors, found, causal=causal, dropout=0.0, scale=None)
 
     upstream = torch.randn_like(expected) * tokens
     expected_gradients = torch.autograd.grad(expected, precise, upstream)
@@ -80,12 +80,12 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
 def test_dropout_drops_as_often_as_asked_and_as_the_generator_says() -> None:
     q, k, _ = _tensors(128, 4)
     v = torch.ones_like(k)  # each output is then the sum of the weights that are left
-    found = runs.runs_of(_segments(128).cuda())
+    found = attention.runs_of(_segments(128).cuda())
     assert found is not None
 
     def attend(seed: int) -> torch.Tensor:
         torch.cuda.manual_seed(seed)
-        return runs.attend(q, k, v, found, causal=False, dropout=0.25, scale=None)
+        return attention.attend_to_runs(q, k, v, found, causal=False, dropout=0.25, scale=None)
 
     assert torch.equal(attend(1), attend(1))
     assert not torch.equal(attend(1), attend(2))
@@ -107,9 +107,9 @@ def test_a_layer_with_dropout_goes_by_runs_unless_a_segment_is_in_pieces(
 
         return called
 
-    monkeypatch.setattr(runs, "attend", note("runs", runs.attend))
+    monkeypatch.setattr(attention, "attend_to_runs", note("runs", attention.attend_to_runs))
     monkeypatch.setattr(attention, "_attend_with_mask", note("dense", attention._attend_with_mask))
-    monkeypatch.setattr(flex, "attend", note("flex", flex.attend))
+    monkeypatch.setattr(attention, "attend_by_blocks", note("flex", attention.attend_by_blocks))
     config = TransformerConfig(num_layers=1, hidden_size=128, num_attention_heads=4, attention_dropout=0.1)
     layer = SDPAttention(config, 1, AttnMaskType.padding, "self").train()
     mask = _segments(640).cuda()
@@ -126,4 +126,4 @@ def test_a_layer_with_dropout_goes_by_runs_unless_a_segment_is_in_pieces(
 
 def test_other_attention_is_left_to_other_kernels() -> None:
     q = torch.zeros(1, 2, 16, 32, dtype=torch.bfloat16)
-    assert not runs.can_attend(q, q, pattern_of(16, 16, causal=False, window=None, cross=False))  # no GPU
+    assert not attention.can_use_varlen(q, q, pattern_of(16, 16, causal=False, window=None, cross=False))  # no GPU

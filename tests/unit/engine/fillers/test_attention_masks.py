@@ -14,7 +14,7 @@ from transformers.masking_utils import sliding_window_causal_mask_function
 from transformers.models.bloom import modeling_bloom
 from transformers.models.falcon import modeling_falcon
 
-from lightning_megatron.engine.slots.attention import SDPAttention
+from lightning_megatron.engine.fillers.attention import SDPAttention
 from lightning_megatron.errors import ConfigError
 
 HEADS, WIDTH, LENGTH = 6, 8, 12
@@ -164,7 +164,7 @@ def test_alibi_is_that_of_hugging_face(kind: str, mask: torch.Tensor | None) -> 
 
 @pytest.mark.parametrize("num_heads", [1, 2, 3, 12, 16, 20, 71])
 def test_slopes_are_those_of_hugging_face_for_any_number_of_heads(num_heads: int) -> None:
-    from lightning_megatron.engine.slots.alibi import slopes
+    from lightning_megatron.engine.fillers.masks import slopes
 
     theirs = modeling_bloom._get_alibi_slopes(num_heads, torch.device("cpu"))
     torch.testing.assert_close(slopes(num_heads), theirs, rtol=3e-7, atol=0)

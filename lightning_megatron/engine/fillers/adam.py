@@ -1,4 +1,4 @@
-"""Which optimizer updates the fp32 master weights? AdamW, Adam and SGD on torch's fused kernels, savable at any step.
+"""AdamW, Adam and SGD on torch's fused kernels, savable at any step.
 
 Without Transformer Engine and Apex, megatron-core 0.16.1 falls back to ``torch.optim.AdamW``, unfused and with a
 ``step`` tensor per parameter that its checkpoint code (optimizer/distrib_optimizer.py) loses, shares between parameters
@@ -12,25 +12,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.layers import copy_tensor_model_parallel_attributes
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
-
-from lightning_megatron.engine.patching import Patch
-
-_ENGINE = "megatron-core 0.16.1"
-_FACTORY = "megatron.core.optimizer"
-_DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer"
-_OPTIMIZER = "megatron.core.optimizer.optimizer"
-
-_Closure = Callable[[], float]
 
 
 class MasterOptimizer(torch.optim.Optimizer):
     """Common part: the state's names, and its creation before it is saved or loaded."""
 
-    def state_names(self) -> tuple[str, ...]:
-        """Names of the per-parameter tensors, each in the parameter's shape and dtype."""
-        raise NotImplementedError
+    state_names: tuple[str, ...]
+    """Of the per-parameter tensors, each in the parameter's shape and dtype."""
 
     def materialize_state(self) -> None:
         """Create the state of every parameter that has none, as zeros."""
@@ -40,14 +31,14 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]
-        for name in self.state_names():
+        for name in self.state_names:
             if name not in state:
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
 
     def state_dict(self) -> dict[str, Any]:
         """State and groups; complete also before the first step."""
-        if self.state_names():
+        if self.state_names:
             self.materialize_state()
         return super().state_dict()
 
@@ -57,7 +48,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         optimizer/distrib_optimizer.py passes uninitialised Adam moments for an optimizer that has no state yet.
         """
         kept = {
-            index: {name: value for name, value in state.items() if name in self.state_names()}
+            index: {name: value for name, value in state.items() if name in self.state_names}
             for index, state in state_dict["state"].items()
         }
         super().load_state_dict({**state_dict, "state": {i: s for i, s in kept.items() if s}})
@@ -93,16 +84,12 @@ class FusedAdam(MasterOptimizer):
             adam_w_mode: Whether the decay acts on the weight (AdamW) instead of on the gradient.
         """
         self.adam_w_mode = adam_w_mode
+        self.state_names = ("exp_avg", "exp_avg_sq")
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps, "step": 0})
 
-    def state_names(self) -> tuple[str, ...]:
-        """Both moments."""
-        return ("exp_avg", "exp_avg_sq")
-
     @torch.no_grad()
-    def step(self, closure: _Closure | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient; ``step`` counts in all groups, also empty ones."""
-        loss = _loss_of(closure)
         kernel = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
         for group in self.param_groups:
             group["step"] += 1
@@ -126,7 +113,6 @@ class FusedAdam(MasterOptimizer):
                 amsgrad=False,
                 maximize=False,
             )
-        return loss
 
 
 class FusedSGD(MasterOptimizer):
@@ -141,16 +127,12 @@ class FusedSGD(MasterOptimizer):
             weight_decay: Times the weight, added to the gradient.
             momentum: Decay of the accumulated gradient; 0 keeps no state.
         """
+        self.state_names = ("exp_avg",) if momentum != 0.0 else ()
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
-    def state_names(self) -> tuple[str, ...]:
-        """The momentum, if there is one."""
-        return ("exp_avg",) if self.defaults["momentum"] != 0.0 else ()
-
     @torch.no_grad()
-    def step(self, closure: _Closure | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
-        loss = _loss_of(closure)
         for group in self.param_groups:
             parameters, gradients, states = self._with_gradients(group)
             if not parameters:
@@ -168,30 +150,16 @@ class FusedSGD(MasterOptimizer):
                 # A momentum of zeros makes the first step what torch's SGD makes of it.
                 is_first_step=False,
             )
-        return loss
 
 
-def _loss_of(closure: _Closure | None) -> float | None:
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
+# ---- what Megatron does around its optimizers, changed ---------------------------------------------------------------
+
+_Groups = tuple[list[list[Tensor]], ...]
 
 
-def _fused_adam(original: Any) -> type[FusedAdam]:
-    return FusedAdam
+def with_init_state(original: Callable[..., None]) -> Callable[..., None]:
+    """``MegatronOptimizer.__init__`` that can always make a state."""
 
-
-def _fused_sgd(original: Any) -> type[FusedSGD]:
-    return FusedSGD
-
-
-def _accepted_optimizers(original: Any) -> tuple[Any, type[MasterOptimizer]]:
-    # The engine uses this name for nothing but an isinstance() check, which takes a tuple as well.
-    return (original, MasterOptimizer)
-
-
-def _with_init_state(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, optimizer: Any, config: Any, init_state_fn: Any = None) -> None:
         original(self, optimizer, config, init_state_fn if init_state_fn is not None else _materialize)
 
@@ -203,7 +171,9 @@ def _materialize(optimizer: Any, config: Any = None) -> None:
         optimizer.materialize_state()
 
 
-def _with_adam_moments(original: Callable[[Any, Any], dict[str, Tensor]]) -> Callable[[Any, Any], dict[str, Tensor]]:
+def with_adam_moments(original: Callable[[Any, Any], dict[str, Tensor]]) -> Callable[[Any, Any], dict[str, Tensor]]:
+    """``_get_main_param_and_optimizer_states`` that finds two moments in SGD, too."""
+
     def _get_main_param_and_optimizer_states(self: Any, model_param: Tensor) -> dict[str, Tensor]:
         tensors = original(self, model_param)
         if isinstance(self.optimizer, FusedSGD):
@@ -214,42 +184,26 @@ def _with_adam_moments(original: Callable[[Any, Any], dict[str, Tensor]]) -> Cal
     return _get_main_param_and_optimizer_states
 
 
-def _row(module: str, attribute: str, replacement: Callable[[Any], Any], reason: str) -> Patch:
-    return Patch(module=module, attribute=attribute, replacement=replacement, engine=_ENGINE, reason=reason)
+def with_leaf_shards(original: Callable[..., _Groups]) -> Any:
+    """``_build_model_and_main_param_groups`` whose float32 shards are leaf tensors, not nodes of an autograd graph."""
+
+    def _build_model_and_main_param_groups(
+        gbuf_ranges: Any, param_gbuf_map: Any, opt_group_ranges: list[dict[str, Any]], config: Any
+    ) -> _Groups:
+        groups = original(gbuf_ranges, param_gbuf_map, opt_group_ranges, config)
+        float32_shards = groups[3]
+        for shards, group_range in zip(float32_shards, opt_group_ranges, strict=True):
+            for index, shard in enumerate(shards):
+                # The float32 shards come first among the optimizer's parameters of a group.
+                shards[index] = group_range["orig_group"]["params"][index] = _leaf(shard)
+        return groups
+
+    return staticmethod(_build_model_and_main_param_groups)
 
 
-ADAM_PATCHES: tuple[Patch, ...] = (
-    _row(_FACTORY, "Adam", _fused_adam, "without TE and Apex, Adam is torch's, unfused"),
-    _row(
-        _FACTORY,
-        "USING_PYTORCH_OPTIMIZER",
-        lambda original: False,
-        "if set, the factory takes torch.optim.AdamW whatever Adam is",
-    ),
-    _row(
-        _DISTRIBUTED,
-        "HAVE_APEX_OR_TE",
-        lambda original: True,
-        "if not set, state_dict() asserts on a fresh optimizer, raises KeyError('step') on load and gives all "
-        "parameters one shared step tensor, which then counts once per parameter",
-    ),
-)
-"""Adam with Apex's contract where neither TE nor Apex can be used."""
-
-SGD_PATCHES: tuple[Patch, ...] = (
-    _row(_FACTORY, "SGD", _fused_sgd, "no SGD that the engine can choose has a state that its checkpoints can hold"),
-    _row(_DISTRIBUTED, "Adam", _accepted_optimizers, "the distributed optimizer asserts that it shards an Adam"),
-    _row(
-        _DISTRIBUTED,
-        "DistributedOptimizer._get_main_param_and_optimizer_states",
-        _with_adam_moments,
-        "its checkpoints hold exactly two moments per parameter; SGD has one or none",
-    ),
-    _row(
-        _OPTIMIZER,
-        "MegatronOptimizer.__init__",
-        _with_init_state,
-        "the factory passes init_state_fn=None for SGD, and loading calls it",
-    ),
-)
-"""SGD with and without the distributed optimizer, savable and loadable."""
+def _leaf(shard: Tensor) -> Tensor:
+    leaf = shard.detach()
+    copy_tensor_model_parallel_attributes(leaf, shard)
+    if hasattr(shard, "shared"):
+        leaf.shared = shard.shared  # type: ignore[attr-defined]
+    return leaf

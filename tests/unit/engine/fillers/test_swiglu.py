@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.fusions import fused_bias_swiglu
 
-from lightning_megatron.engine.patching import active
-from lightning_megatron.engine.slots.swiglu import SWIGLU_PATCHES
+from lightning_megatron.engine.patches import SWIGLU, active
 
 
 @pytest.mark.gpu
@@ -16,7 +15,7 @@ from lightning_megatron.engine.slots.swiglu import SWIGLU_PATCHES
 def test_outputs_and_gradients_are_those_of_the_formula(dtype: torch.dtype) -> None:
     pytest.importorskip("liger_kernel.megatron")
     x = torch.randn(5, 2, 32, device="cuda").to(dtype).requires_grad_()
-    with active(SWIGLU_PATCHES):
+    with active(SWIGLU):
         got = fused_bias_swiglu.bias_swiglu_impl(x, None)
     gate, up = x.float().chunk(2, -1)
     expected = F.silu(gate) * up

@@ -9,13 +9,11 @@ from megatron.core.fusions import fused_cross_entropy
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
-from lightning_megatron.engine.patching import active
-from lightning_megatron.engine.slots.compiled_loss import compiled_loss
-from lightning_megatron.engine.slots.cross_entropy import (
-    CROSS_ENTROPY_PATCHES,
+from lightning_megatron.engine.fillers.loss import (
     hide_padded_vocab_,
     token_losses,
 )
+from lightning_megatron.engine.patches import MEGATRON, active
 from tests.ranks import run_ranks
 
 VOCAB, S, B = 11, 6, 3
@@ -76,7 +74,7 @@ def _split(padded: int) -> tuple[torch.Tensor, torch.Tensor]:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from lightning_megatron.engine.cpu import emulated_cuda
+    from lightning_megatron.engine.runtime import emulated_cuda
 
     dist.init_process_group("gloo")
     with emulated_cuda():
@@ -113,7 +111,7 @@ def test_a_language_model_of_the_engine_computes_this_loss(monkeypatch: pytest.M
     config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1)
     model = LanguageModule(config, ProcessGroupCollection.use_mpu_process_groups())
     logits, labels, weights = _case(VOCAB)
-    with active(CROSS_ENTROPY_PATCHES):
+    with active(MEGATRON):
         losses = model.compute_language_model_loss(labels.T.contiguous(), logits.clone())
     torch.testing.assert_close(losses.T.double(), _dense(logits, labels, weights)[0], rtol=1e-5, atol=1e-5)
 
@@ -170,7 +168,7 @@ def test_the_compiled_loss_keeps_no_float32_copy_of_the_logits() -> None:
         logits, labels, _ = _case(VOCAB, torch.bfloat16)
         kept: list[torch.Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-            compiled_loss(logits.requires_grad_(), labels, dist.group.WORLD)
+            token_losses(logits.requires_grad_(), labels, dist.group.WORLD)
     finally:
         dist.destroy_process_group()
     assert [x.dtype for x in kept if x.shape == logits.shape] == [torch.bfloat16]

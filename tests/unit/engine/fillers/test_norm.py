@@ -9,7 +9,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-from lightning_megatron.engine.slots.norm import Norm
+from lightning_megatron.engine.fillers.norm import Norm
 from lightning_megatron.errors import ConfigError
 
 HIDDEN = 16

@@ -1,20 +1,79 @@
-"""How do values travel between the copies of the model? Averages and gathers over the data-parallel group.
+"""Collectives on values of user code and of checks: failures, averages, gathered rows and metrics.
 
-For code of one's own in ``validation_step`` and callbacks: losses and logged metrics need neither, they agree already.
+``on_all_ranks_alike`` raises on every rank what one rank's check has found, so that none is left waiting. Averages and
+gathers over the data-parallel group are for code of one's own in ``validation_step`` and callbacks: losses and logged
+metrics need neither, they agree already.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.errors import ConfigError
+
+T = TypeVar("T")
+
+_GLANCE = 0.05
+"""Seconds between two looks at who has come."""
+
+
+def on_all_ranks_alike(check: Callable[[], T]) -> T:
+    """Run ``check`` on every rank and raise the first rank's error on all. Every rank of the world must call.
+
+    Args:
+        check: Something that may raise; it must not communicate itself, since another rank may already have raised.
+
+    Raises:
+        ConfigError: What any rank raised: as it was on the rank itself, and with that rank's number on the others.
+    """
+    error: ConfigError | None = None
+    try:
+        result = check()
+    except ConfigError as caught:
+        error = caught
+    except OSError as caught:
+        error = ConfigError(str(caught))
+        error.__cause__ = caught
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        found: list[tuple[type[ConfigError], str] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, None if error is None else (type(error), str(error)))
+        first = next(((rank, *each) for rank, each in enumerate(found) if each is not None), None)
+        if error is None and first is not None:
+            rank, kind, text = first
+            raise kind(f"{text} (on rank {rank})")
+    if error is not None:
+        raise error
+    return result
+
+
+_meetings = itertools.count()
+
+
+def wait_for_all_ranks(patience: timedelta) -> bool:
+    """Whether every rank calls this within ``patience`` of the others; False if some are elsewhere.
+
+    Unlike a collective, it leaves ranks that are in the middle of one alone.
+    """
+    place = f"lightning_megatron/wait_for_all_ranks/{next(_meetings)}"
+    store = dist.distributed_c10d._get_default_store()
+    deadline = time.monotonic() + patience.total_seconds()
+    store.add(place, 1)
+    while store.add(place, 0) < dist.get_world_size():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_GLANCE)
+    return True
 
 
 def avg_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -55,45 +114,32 @@ def gather_across_data_parallel_groups(tensor: Any) -> Any:
             different structures, dtypes or lengths of rows.
     """
     group = data_parallel_group()
-    tensors: list[torch.Tensor] = []
-    structure = _described(tensor, tensors)
-    answers: list[tuple[Any, list[int]]] = [(None, [])] * dist.get_world_size(group)
-    dist.all_gather_object(answers, (structure, [len(rows) for rows in tensors]), group=group)
+    leaves, structure = pytree.tree_flatten(tensor)
+    rows = [None if leaf is None else _as_rows(leaf) for leaf in leaves]
+    kinds = [None if each is None else f"{each.dtype} of the shape [rows{_lengths(each)}]" for each in rows]
+    described = str(pytree.tree_unflatten(kinds, structure))
+    counts = [0 if each is None else len(each) for each in rows]
+    answers: list[tuple[str, list[int]]] = [("", [])] * dist.get_world_size(group)
+    dist.all_gather_object(answers, (described, counts), group=group)
     for rank, (other, _) in enumerate(answers):
         if other != answers[0][0]:
             raise ConfigError(
                 f"data-parallel rank {rank} gathers {other} and rank 0 gathers {answers[0][0]}; give all the same, "
                 "each tensor with any number of rows (pad rows to one length, or join a list of batches first)"
             )
-    counts = zip(*(counts for _, counts in answers), strict=True)
-    gathered = [_gathered_rows(rows, of_ranks, group) for rows, of_ranks in zip(tensors, counts, strict=True)]
-    return _filled(tensor, iter(gathered))
+    of_ranks = zip(*(counts for _, counts in answers), strict=True)
+    gathered = [r if r is None else _gathered_rows(r, n, group) for r, n in zip(rows, of_ranks, strict=True)]
+    return pytree.tree_unflatten(gathered, structure)
 
 
-def _described(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """What all ranks must have alike, as plain data; appends the tensors that are met."""
-    if value is None:
-        return None
-    if isinstance(value, Mapping):
-        return {key: _described(part, tensors) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_described(part, tensors) for part in value]
-    if not isinstance(value, torch.Tensor):
-        raise ConfigError(f"a {type(value).__name__} cannot be gathered; give tensors, or lists and dicts of tensors")
-    rows = value.detach()[None] if value.dim() == 0 else value.detach()
-    tensors.append(rows)
-    return f"{value.dtype} of the shape [rows{''.join(f', {length}' for length in rows.shape[1:])}]"
+def _as_rows(leaf: Any) -> torch.Tensor:
+    if not isinstance(leaf, torch.Tensor):
+        raise ConfigError(f"a {type(leaf).__name__} cannot be gathered; give tensors, or lists and dicts of tensors")
+    return leaf.detach()[None] if leaf.dim() == 0 else leaf.detach()
 
 
-def _filled(value: Any, gathered: Iterator[torch.Tensor]) -> Any:
-    """``value`` with other tensors, in the order in which ``_described`` meets its own."""
-    if isinstance(value, torch.Tensor):
-        return next(gathered)
-    if isinstance(value, Mapping):
-        return type(value)({key: _filled(part, gathered) for key, part in value.items()})  # type: ignore[call-arg]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_filled(part, gathered) for part in value))
-    return None if value is None else type(value)(_filled(part, gathered) for part in value)
+def _lengths(rows: torch.Tensor) -> str:
+    return "".join(f", {length}" for length in rows.shape[1:])
 
 
 def _gathered_rows(rows: torch.Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:

@@ -1,13 +1,19 @@
-"""What does a token cost, with the logits read as seldom as possible? Vocab-parallel cross-entropy by torch.compile.
+"""Vocab-parallel cross-entropy by torch.compile, over a vocabulary that is padded to a multiple of tp.
 
 It keeps the logits themselves for the backward pass instead of a float32 softmax: per logit 4 bytes are read going
 forward (the second time mostly from the cache), 2 read and 2 written going back. liger-kernel 0.8 and megatron-core
 0.16.1 move 22 and more, and keep 4 bytes per logit.
+
+Three more things are wrong with megatron-core 0.16.1 here. The rows that pad the vocabulary take part in the softmax,
+so the loss is not that of the Hugging Face model: ``hide_padded_vocab_`` is for a model to call on its logits. The
+fused variant casts its gradient to bfloat16 whatever the logits are (fusions/fused_cross_entropy.py). And a label that
+is not to be counted has a gradient unless the caller masks its loss.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -89,7 +95,45 @@ class VocabParallelLoss(torch.autograd.Function):
         return gradient, None, None
 
 
-def compiled_loss(logits: Tensor, labels: Tensor, tp_group: Any) -> Tensor:
-    """Cross-entropy of each token: [s, b], float32, of logits [s, b, v/tp] and labels [s, b]."""
-    loss: Tensor = VocabParallelLoss.apply(logits, labels, tp_group)  # type: ignore[no-untyped-call]
-    return loss
+def hide_padded_vocab_(logits: Tensor, vocab_size: int, tp_rank: int) -> Tensor:
+    """Set the logits of padding rows to -inf in place: they never win and their gradient is exactly 0.
+
+    Only the padded columns are touched, and autograd does not see it: nothing saves the logits, and the gradient of a
+    softmax is 0 where the logit is -inf. With much padding a whole shard can be hidden; another rank has the maximum.
+
+    Args:
+        logits: [..., v/tp], the shard of rank ``tp_rank``; gathered logits are the shard of rank 0.
+        vocab_size: Vocabulary without padding.
+        tp_rank: Which shard this is.
+
+    Returns:
+        ``logits``.
+    """
+    width = logits.shape[-1]
+    first_padding = max(0, vocab_size - tp_rank * width)
+    if first_padding < width:
+        logits.detach()[..., first_padding:].fill_(float("-inf"))
+    return logits
+
+
+def token_losses(logits: Tensor, labels: Tensor, tp_group: Any) -> Tensor:
+    """Cross-entropy of each token: [s, b], float32, the same on every TP rank.
+
+    Args:
+        logits: [s, b, v/tp]; may be overwritten.
+        labels: [s, b], token numbers; a negative label costs 0 and has no gradient.
+        tp_group: The TP group.
+    """
+    losses: Tensor = VocabParallelLoss.apply(logits, labels, tp_group)  # type: ignore[no-untyped-call]
+    return losses.masked_fill(labels < 0, 0.0)
+
+
+def loss_method(original: Any) -> Callable[[Any, Tensor, Tensor], Tensor]:
+    """``LanguageModule.compute_language_model_loss`` by ``token_losses``."""
+
+    def compute_language_model_loss(self: Any, labels: Tensor, logits: Tensor) -> Tensor:
+        """Losses [b, s] of labels [b, s] and logits [s, b, v/tp]."""
+        loss = token_losses(logits, labels.transpose(0, 1).contiguous(), self.pg_collection.tp)
+        return loss.transpose(0, 1).contiguous()
+
+    return compute_language_model_loss

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_megatron.engine.slots import split_keys
-from lightning_megatron.engine.slots.attention_masks import MASKED_SCORE
+from lightning_megatron.engine.fillers import attention
+from lightning_megatron.engine.fillers.masks import MASKED_SCORE
 
 ROWS, GROUPS, REPEATS, WIDTH, LENGTH = 2, 3, 4, 16, 512
 
@@ -37,10 +37,12 @@ def test_parts_give_what_all_keys_give_at_once(parts: int, biases: bool) -> None
     q, k, v, scores = _case("cpu", torch.float32)
     if biases:  # of each head, as ALiBi's
         scores = scores + torch.linspace(-3, 0, LENGTH) * torch.rand(1, GROUPS, REPEATS, 1)
-    actual = split_keys.attend(q, k, v, scores, parts, scale=0.3)
+    actual = attention.attend_in_parts(q, k, v, scores, parts, scale=0.3)
     torch.testing.assert_close(actual.double(), _expected(q, k, v, scores, 0.3), rtol=0.0, atol=1e-6)
     whole = F.scaled_dot_product_attention(q, k, v, scores)
-    torch.testing.assert_close(split_keys.attend(q, k, v, scores, parts, scale=None), whole, rtol=0.0, atol=1e-6)
+    torch.testing.assert_close(
+        attention.attend_in_parts(q, k, v, scores, parts, scale=None), whole, rtol=0.0, atol=1e-6
+    )
 
 
 @pytest.mark.gpu
@@ -49,12 +51,12 @@ def test_parts_give_what_all_keys_give_at_once(parts: int, biases: bool) -> None
 def test_they_do_on_a_gpu_where_none_waits(dtype: torch.dtype, atol: float, rows: int) -> None:
     """In 16 bits the result of size 1 is rounded to 8 digits, twice."""
     q, k, v, scores = (x[:rows] for x in _case("cuda", dtype))
-    parts = split_keys.num_parts(q, k)
-    assert parts == LENGTH // split_keys.SMALLEST_PART
-    split_keys.attend(q, k, v, scores, parts, scale=0.3)  # compiles
+    parts = attention.num_key_parts(q, k)
+    assert parts == LENGTH // attention.SMALLEST_PART
+    attention.attend_in_parts(q, k, v, scores, parts, scale=0.3)  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
-        actual = split_keys.attend(q, k, v, scores, parts, scale=0.3)
+        actual = attention.attend_in_parts(q, k, v, scores, parts, scale=0.3)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.testing.assert_close(actual.double().cpu(), _expected(q, k, v, scores, 0.3), rtol=0.0, atol=atol)
@@ -75,8 +77,8 @@ def test_they_do_on_a_gpu_where_none_waits(dtype: torch.dtype, atol: float, rows
 def test_keys_are_cut_where_rows_leave_a_device_idle(
     rows: int, groups: int, keys: int, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(split_keys, "_num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(attention, "_num_multiprocessors", lambda device: 132)
     q: Any = SimpleNamespace(is_cuda=True, device="cuda", shape=(rows, groups, 4, 128))
     k: Any = SimpleNamespace(shape=(rows, groups, keys, 128))
-    assert split_keys.num_parts(q, k) == parts
-    assert split_keys.num_parts(torch.empty(rows, groups, 4, 128), torch.empty(rows, groups, keys, 128)) == 1
+    assert attention.num_key_parts(q, k) == parts
+    assert attention.num_key_parts(torch.empty(rows, groups, 4, 128), torch.empty(rows, groups, keys, 128)) == 1

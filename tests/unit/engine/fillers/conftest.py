@@ -13,7 +13,7 @@ def one_rank() -> Iterator[None]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from lightning_megatron.engine.cpu import emulated_cuda
+    from lightning_megatron.engine.runtime import emulated_cuda
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -16,9 +16,9 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_megatron.engine.cpu import emulated_cuda
-from lightning_megatron.engine.patching import active
-from lightning_megatron.engine.slots.multi_tensor import COPY_PATCHES, MULTI_TENSOR_PATCHES, copy, l2_norm, scale
+from lightning_megatron.engine.fillers.kernels import copy, l2_norm, scale
+from lightning_megatron.engine.patches import MEGATRON, MULTI_TENSOR, active
+from lightning_megatron.engine.runtime import emulated_cuda
 
 FLAG = torch.zeros(1, dtype=torch.int)
 
@@ -114,7 +114,7 @@ def _train(bf16: bool, distributed: bool) -> tuple[list[torch.Tensor], list[floa
 @pytest.mark.parametrize("bf16", [False, True])
 def test_steps_of_the_engine_are_the_same_with_and_without(bf16: bool, distributed: bool) -> None:
     expected, expected_norms, _ = _train(bf16, distributed)
-    with active(MULTI_TENSOR_PATCHES + COPY_PATCHES):
+    with active(MULTI_TENSOR + MEGATRON):
         got, norms, _ = _train(bf16, distributed)
     assert norms == pytest.approx(expected_norms, rel=1e-6)
     for a, b in zip(got, expected, strict=True):

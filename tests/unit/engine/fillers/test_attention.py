@@ -11,8 +11,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
-from lightning_megatron.engine.cpu import emulated_cuda
-from lightning_megatron.engine.slots.attention import SDPAttention
+from lightning_megatron.engine.fillers.attention import SDPAttention
+from lightning_megatron.engine.runtime import emulated_cuda
 from lightning_megatron.errors import ConfigError
 
 HEADS, WIDTH = 4, 8

@@ -1,0 +1,233 @@
+"""The one table of functions of Megatron-Core and torch that are replaced while the engine runs, and how it is applied.
+
+Each row names the upstream version, file and function and the reason, so that the list of all patches can be read and
+tested: a test of the stand-in fails when upstream no longer needs it. Classes that a layer's spec plugs in
+(``SDPAttention``, ``Norm``) need no row. What changes around saves and loads is a table of its own, beside them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_megatron.engine import cpu
+from lightning_megatron.engine.fillers import adam, kernels, loss
+from lightning_megatron.engine.slots.report import DeviceType, fillers
+
+_MISSING = object()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """One attribute of one upstream object that is replaced while the patch is active."""
+
+    module: str
+    """Importable module, e.g. ``megatron.core.optimizer``."""
+    attribute: str
+    """Dotted path below the module, e.g. ``Adam`` or ``DistributedOptimizer._set_main_param_and_optimizer_states``."""
+    replacement: Callable[[Any], Any]
+    """Gets the original (None if absent) and returns what stands in for it."""
+    reason: str
+    """Why the engine needs it, in a sentence."""
+    engine: str = "megatron-core 0.16.1"
+    """Version that was read."""
+
+
+@contextlib.contextmanager
+def active(patches: Iterable[Patch]) -> Iterator[None]:
+    """Apply ``patches`` in order and restore every original, in reverse, however the block ends."""
+    with contextlib.ExitStack() as undo:
+        for patch in patches:
+            owner: Any = importlib.import_module(patch.module)
+            *path, name = patch.attribute.split(".")
+            owner = functools.reduce(getattr, path, owner)
+            # vars() instead of getattr(): a staticmethod or an inherited attribute must come back as it was.
+            original = vars(owner).get(name, _MISSING)
+            setattr(owner, name, patch.replacement(getattr(owner, name, None)))
+            undo.callback(_restore, owner, name, original)
+        yield
+
+
+def _restore(owner: Any, name: str, original: Any) -> None:
+    if original is _MISSING:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, original)
+
+
+def patches(device_type: DeviceType) -> tuple[Patch, ...]:
+    """Every change to Megatron on ``device_type``, from the construction of the model to the last optimizer step."""
+    choice = fillers(device_type)
+    return (
+        *MEGATRON,
+        *(ADAM if choice.native_adam else ()),
+        *(MULTI_TENSOR if choice.native_multi_tensor else ()),
+        *(WEIGHT_GRADIENTS if choice.native_wgrad else ()),
+        *(ROPE if choice.compiled_rope else ()),
+        *(SWIGLU if choice.liger else ()),
+    )
+
+
+def _being(stand_in: Any) -> Callable[[Any], Any]:
+    """A replacement that is ``stand_in`` itself."""
+    return lambda original: stand_in
+
+
+def _returning(value: Callable[[], Any]) -> Callable[[Any], Any]:
+    """A replacement that ignores its arguments and returns ``value()``."""
+    return lambda original: lambda *args, **kwargs: value()
+
+
+def _row(module: str, attribute: str, replacement: Callable[[Any], Any], reason: str) -> Patch:
+    return Patch(module=module, attribute=attribute, replacement=replacement, reason=reason)
+
+
+_FACTORY = "megatron.core.optimizer"
+_CLIP = "megatron.core.optimizer.clip_grads"
+_OPTIMIZER = "megatron.core.optimizer.optimizer"
+_DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer"
+_LAYERS = "megatron.core.tensor_parallel.layers"
+_RANDOM = "megatron.core.tensor_parallel.random"
+
+MEGATRON: tuple[Patch, ...] = (
+    _row(
+        "megatron.core.models.common.language_module.language_module",
+        "LanguageModule.compute_language_model_loss",
+        loss.loss_method,
+        "it reads the logits often, its fused gradient is always bfloat16, ignored labels have a gradient",
+    ),
+    _row(
+        _FACTORY,
+        "SGD",
+        _being(adam.FusedSGD),
+        "no SGD that the engine can choose has a state that its checkpoints can hold",
+    ),
+    _row(
+        _DISTRIBUTED,
+        "Adam",
+        # The engine uses this name for nothing but an isinstance() check, which takes a tuple as well.
+        lambda original: (original, adam.MasterOptimizer),
+        "the distributed optimizer asserts that it shards an Adam",
+    ),
+    _row(
+        _DISTRIBUTED,
+        "DistributedOptimizer._get_main_param_and_optimizer_states",
+        adam.with_adam_moments,
+        "its checkpoints hold exactly two moments per parameter; SGD has one or none",
+    ),
+    _row(
+        _OPTIMIZER,
+        "MegatronOptimizer.__init__",
+        adam.with_init_state,
+        "the factory passes init_state_fn=None for SGD, and loading calls it",
+    ),
+    _row(
+        _DISTRIBUTED,
+        "DistributedOptimizer._build_model_and_main_param_groups",
+        adam.with_leaf_shards,
+        "float32 shards are views with a grad_fn: torch warns whenever the optimizer reads their .grad",
+    ),
+    _row(
+        _OPTIMIZER,
+        "_multi_tensor_copy_this_to_that",
+        _being(kernels.copy),
+        "a loop with one kernel per bf16 parameter, with TE and Apex too",
+    ),
+    _row(
+        _DISTRIBUTED,
+        "DistributedOptimizer._copy_main_params_to_model_params",
+        kernels.copies_shards,
+        "a loop with one kernel per parameter, for fp32 parameters onto themselves",
+    ),
+)
+"""Whatever is installed."""
+
+ADAM: tuple[Patch, ...] = (
+    _row(_FACTORY, "Adam", _being(adam.FusedAdam), "without TE and Apex, Adam is torch's, unfused"),
+    _row(
+        _FACTORY,
+        "USING_PYTORCH_OPTIMIZER",
+        _being(False),
+        "if set, the factory takes torch.optim.AdamW whatever Adam is",
+    ),
+    _row(
+        _DISTRIBUTED,
+        "HAVE_APEX_OR_TE",
+        _being(True),
+        "if not set, state_dict() asserts on a fresh optimizer, raises KeyError('step') on load and gives all "
+        "parameters one shared step tensor, which then counts once per parameter",
+    ),
+)
+"""Where neither TE nor Apex can be used."""
+
+MULTI_TENSOR: tuple[Patch, ...] = (
+    _row(_CLIP, "l2_norm_impl", _being(kernels.l2_norm), "one device-to-host copy per parameter and step"),
+    _row(
+        _CLIP, "multi_tensor_scale_impl", _being(kernels.scale), "a loop with a temporary and two kernels per parameter"
+    ),
+    _row(_OPTIMIZER, "multi_tensor_scale_impl", _being(kernels.scale), "the same loop, used for fp16 weights"),
+)
+"""Where neither TE nor Apex can be used."""
+
+WEIGHT_GRADIENTS: tuple[Patch, ...] = (
+    _row(
+        _LAYERS,
+        "fused_weight_gradient_mlp_cuda",
+        _being(kernels.WeightGradient),
+        "the backward of parallel linears calls Apex's extension by this name",
+    ),
+    _row(
+        _LAYERS,
+        "_grad_accum_fusion_available",
+        _being(True),
+        "ColumnParallelLinear refuses gradient_accumulation_fusion without Apex's extension",
+    ),
+)
+"""Let ``gradient_accumulation_fusion=True`` work without Apex."""
+
+ROPE: tuple[Patch, ...] = (
+    _row(
+        "megatron.core.models.common.embeddings.rope_utils",
+        "_apply_rotary_pos_emb_bshd",
+        kernels.compiled_rope,
+        "eight kernels per call; its fused variant (apply_rope_fusion) needs Transformer Engine",
+    ),
+)
+"""On CUDA."""
+
+SWIGLU: tuple[Patch, ...] = (
+    _row(
+        "megatron.core.fusions.fused_bias_swiglu",
+        "SwiGLUFunction",
+        kernels.liger_swiglu,
+        "one Triton kernel that recomputes silu in the backward is faster and keeps less than torch.compile's",
+    ),
+)
+"""Where liger-kernel is installed; needs ``bias_activation_fusion=True`` and a MLP without biases."""
+
+_CUDA: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
+    ("current_device", _returning(lambda: cpu.DEVICE), "every buffer is created on torch.cuda.current_device()"),
+    ("current_stream", _returning(cpu.Stream), "distributed/param_and_grad_buffer.py orders its communication"),
+    ("default_stream", _returning(cpu.Stream), "pipeline_parallel/schedules.py returns to the default stream"),
+    ("stream", _returning(contextlib.nullcontext), "overlapped communication runs on a side stream"),
+    ("Stream", _being(cpu.Stream), "side streams are created in constructors"),
+    ("synchronize", _returning(lambda: None), "a CPU operation is finished when it returns"),
+    ("empty_cache", _returning(lambda: None), "dist_checkpointing frees the GPU cache around saves"),
+    ("manual_seed", _being(torch.manual_seed), "tensor_parallel/random.py seeds the device generator"),
+    ("get_rng_state", _being(cpu.get_rng_state), "tensor_parallel/random.py reads the device generator"),
+    ("set_rng_state", _being(cpu.set_rng_state), "tensor_parallel/random.py sets the device generator"),
+    ("FloatTensor", _being(torch.FloatTensor), "optimizer/optimizer.py builds loss scales with it"),
+)
+
+CPU: tuple[Patch, ...] = (
+    *(_row("torch.cuda", attribute, replacement, reason) for attribute, replacement, reason in _CUDA),
+    _row(_RANDOM, "_get_cuda_rng_state", _being(cpu.get_rng_state), "reads torch.cuda.random directly"),
+    _row(_RANDOM, "_set_cuda_rng_state", _being(cpu.set_rng_state), "sets torch.cuda.default_generators"),
+)
+"""Every CUDA call on the trained path of the engine, and what stands in for it where there is no GPU."""
