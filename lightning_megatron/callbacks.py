@@ -23,9 +23,8 @@ from typing_extensions import override
 from lightning_megatron.accounting import Precision, model_flops, peak_flops_per_s
 from lightning_megatron.data.corpus.tokenizer import check_vocabulary, load_tokenizer
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.generate.inputs import Inputs, check_prompts, with_first_token
 from lightning_megatron.generate.options import GenerationOptions
-from lightning_megatron.generate.prompt_checks import check_prompts
-from lightning_megatron.generate.prompts import with_first_token
 from lightning_megatron.generate.texts import decoder_texts, encoded, new_texts
 from lightning_megatron.models.config import ModelConfig
 
@@ -557,7 +556,7 @@ class SampleText(Callback):
         rows: tuple[Tensor, Tensor | None] = encoded(self.prompts, self._tokenizer)
         if self._options.bos_token_id is not None:  # here, so that the columns are those of what generate returns
             rows = with_first_token(*rows, self._options.bos_token_id)
-        check_prompts(*rows, model, self._options)
+        check_prompts(Inputs(input_ids=rows[0], attention_mask=rows[1]), model, self._options)
         self._rows = rows
 
     @override

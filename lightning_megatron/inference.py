@@ -20,8 +20,7 @@ from lightning_megatron.generate.options import GenerationOptions, options_from
 from lightning_megatron.hub import upload
 
 if TYPE_CHECKING:
-    from lightning_megatron.generate.generation import Generated, Generator
-    from lightning_megatron.generate.logits import Logits
+    from lightning_megatron.generate.generator import Generated, LiveModel
     from lightning_megatron.load_from import LoadFrom
     from lightning_megatron.models.config import ModelConfig
     from lightning_megatron.strategy import MegatronStrategy
@@ -118,18 +117,19 @@ class Inference(pl.LightningModule):
         **options: Any,
     ) -> Generated:
         """As ``generate``, with the log-probability of each new token and the score of each text."""
-        self._built_chunks()  # before a Trainer is asked for
-        from lightning_megatron.generate.prompts import Given
+        from lightning_megatron.generate.inputs import Inputs
+        from lightning_megatron.generate.texts import end_tokens
 
+        model = self._writing_model()
         chosen = on_all_ranks_alike(partial(_watchable, options, on_tokens))
-        given = Given(
+        given = Inputs(
             input_ids=input_ids,
             attention_mask=attention_mask,
             decoder_input_ids=decoder_input_ids,
             decoder_attention_mask=decoder_attention_mask,
         )
         with self.megatron.engine():
-            return self._generator(on_tokens).generate(given, chosen)
+            return model.generate(given, chosen, end_tokens(self._model), on_tokens)
 
     def predict_step(
         self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0
@@ -158,42 +158,30 @@ class Inference(pl.LightningModule):
         Raises:
             ConfigError: If the batch has no prompts, or one that cannot be continued (or read).
         """
-        if self.return_logits:
-            return self._predicted_logits(batch)
-        from lightning_megatron.generate.batches import given_in
+        from lightning_megatron.generate.inputs import inputs_of_batch
+        from lightning_megatron.generate.texts import end_tokens
 
-        given = given_in(batch, self.model_config)
-        if len(given.input_ids) == 0:
-            return given.input_ids.long()
-        # What torch makes of a negative seed, too.
-        options = replace(self.generation, seed=(self.generation.seed + batch_idx) % 2**64)
+        rows = inputs_of_batch(batch, self.model_config, to_continue=not self.return_logits)
         with self.megatron.engine():
-            return self._generator().generate(given, options, is_shared=False).sequences
-
-    def _generator(self, on_tokens: Callable[[torch.Tensor], None] | None = None) -> Generator:
-        from lightning_megatron.generate.end_tokens import end_tokens
-        from lightning_megatron.generate.generation import Generator
-
-        strategy = self.megatron
-        return Generator(
-            self._built_chunks(),
-            self.model_config,
-            strategy.topology,
-            strategy.root_device,
-            end_tokens(self._model),
-            on_tokens,
-            is_own_model=self.model_provider is None,
-        )
+            if self.return_logits:
+                last_stage_only = self.return_logits == "last_stage"
+                return self._live_model().logits_of_own_rows(rows, last_stage_only=last_stage_only)
+            if len(rows) == 0:
+                return rows.input_ids.long()
+            # What torch makes of a negative seed, too.
+            options = replace(self.generation, seed=(self.generation.seed + batch_idx) % 2**64)
+            ends = end_tokens(self._model)
+            return self._writing_model().generate(rows, options, ends, is_shared=False).sequences
 
     def forward(self, batch: dict[str, torch.Tensor] | torch.Tensor) -> torch.Tensor | None:
         """What ``logits`` gives, of a batch (but for its targets) or of ``input_ids``; every rank must call alike."""
-        from lightning_megatron.generate.model_rows import rows_of_batch
+        from lightning_megatron.generate.inputs import inputs_of_batch
 
         if isinstance(batch, torch.Tensor):
             return self.logits(batch)
-        logits = self._logits(last_stage_only=False)
+        model = self._live_model()
         with self.megatron.engine():
-            return logits.of_shared_rows(rows_of_batch(batch, self.model_config))
+            return model.logits_of_shared_rows(inputs_of_batch(batch, self.model_config, to_continue=False))
 
     def logits(
         self,
@@ -226,44 +214,39 @@ class Inference(pl.LightningModule):
         Raises:
             ConfigError: On all ranks alike, before anything runs: if there is no model yet, or it cannot read a row.
         """
-        from lightning_megatron.generate.model_rows import ModelRows
+        from lightning_megatron.generate.inputs import Inputs
 
-        rows = ModelRows(
+        rows = Inputs(
             input_ids=input_ids,
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
             decoder_input_ids=decoder_input_ids,
         )
-        logits = self._logits(last_stage_only=last_stage_only)
+        model = self._live_model()
         with self.megatron.engine():
-            return logits.of_shared_rows(rows)
+            return model.logits_of_shared_rows(rows, last_stage_only=last_stage_only)
 
-    def _predicted_logits(self, batch: dict[str, torch.Tensor]) -> torch.Tensor | None:
-        """Logits of this copy's batch, for ``predict_step``."""
-        from lightning_megatron.generate.model_rows import rows_of_batch
-
-        logits = self._logits(last_stage_only=self.return_logits == "last_stage")
-        with self.megatron.engine():
-            return logits.of_own_rows(rows_of_batch(batch, self.model_config))
-
-    def _logits(self, *, last_stage_only: bool) -> Logits:
-        from lightning_megatron.generate.logits import Logits
-
-        chunks = self._chunks_to_ask()
-        return Logits(chunks, self.model_config, self.megatron.topology, last_stage_only=last_stage_only)
-
-    def _built_chunks(self) -> list[torch.nn.Module]:
-        """This rank's chunks of a GPT or T5.
+    def _writing_model(self) -> LiveModel:
+        """The model, which must be a GPT or T5.
 
         Raises:
-            ConfigError: If there are none yet, or the model is neither.
+            ConfigError: If there is none yet, or it is neither.
         """
-        if self.model_config.architecture not in ("gpt", "t5"):
-            raise ConfigError(
-                f"generate is for GPTs and T5s, and {self.model_config.family} is a "
-                f"{self.model_config.architecture.upper()}"
-            )
-        return self._chunks_to_ask()
+        model = self.model_config
+        if model.architecture not in ("gpt", "t5"):
+            raise ConfigError(f"generate is for GPTs and T5s, and {model.family} is a {model.architecture.upper()}")
+        return self._live_model()
+
+    def _live_model(self) -> LiveModel:
+        from lightning_megatron.generate.generator import LiveModel
+
+        return LiveModel(
+            chunks=self._chunks_to_ask(),
+            config=self.model_config,
+            topology=self.megatron.topology,
+            device=self.megatron.root_device,
+            is_own=self.model_provider is None,
+        )
 
     def _chunks_to_ask(self) -> list[torch.nn.Module]:
         """This rank's chunks, built first on one process if there are weights for them and no Trainer yet.

@@ -140,7 +140,7 @@ def _measure_with_a_failure(arguments: list[str], output: str) -> tuple[int, str
     def only_static(self: Any, *args: Any, **options: Any) -> Any:
         if not options.get("static_cache"):
             raise RuntimeError("out of memory")
-        warnings.warn_explicit("no graphs", UserWarning, "/src/lightning_megatron/generate/static_steps.py", 1)
+        warnings.warn_explicit("no graphs", UserWarning, "/src/lightning_megatron/generate/pipeline.py", 1)
         return generate(self, *args, **options)
 
     MegatronModule.generate = only_static  # type: ignore[method-assign]

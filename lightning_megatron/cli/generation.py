@@ -20,10 +20,9 @@ from lightning_megatron.convert.options import ConvertOptions
 from lightning_megatron.convert.stored.base import StoredModel
 from lightning_megatron.data.corpus.tokenizer import check_vocabulary, load_tokenizer
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.generate.end_tokens import end_tokens
+from lightning_megatron.generate.inputs import Inputs, check_prompts
 from lightning_megatron.generate.options import GenerationOptions
-from lightning_megatron.generate.prompt_checks import check_prompts
-from lightning_megatron.generate.texts import encoded
+from lightning_megatron.generate.texts import encoded, end_tokens
 from lightning_megatron.hub import local_folder
 from lightning_megatron.strategy import MegatronStrategy
 
@@ -87,7 +86,7 @@ def generate(arguments: GenerateArguments) -> None:
     tokenizer = _tokenizer(arguments.tokenizer, stored)
     options = _with_ends(options, arguments.stop_strings, stored, tokenizer)
     input_ids, mask = encoded(prompts, tokenizer, add_bos=arguments.add_bos)
-    check_prompts(input_ids, mask, stored.model, options)
+    check_prompts(Inputs(input_ids=input_ids, attention_mask=mask), stored.model, options)
     is_answer = stored.model.architecture == "t5"
     job = Job(prompts=prompts, is_answer=is_answer, tokenizer=tokenizer, input_ids=input_ids, attention_mask=mask)
     for name in ("lightning.pytorch", "lightning.fabric"):

@@ -1,4 +1,4 @@
-"""How does a GPU repeat work without its host? Functions of tensors that stay in place, recorded as CUDA graphs."""
+"""CUDA graphs: functions of tensors that stay in place are recorded once, and replayed without the host."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import functools
 import gc
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,31 +15,18 @@ Work = Callable[[], Tensor]
 """Reads and writes tensors that stay in place, and returns one; the host decides nothing in it by their numbers."""
 
 
-class Recorder(Protocol):
-    """What turns work into something that is repeated."""
-
-    def prepared(self, work: Work) -> Tensor:
-        """Do the work once in the surroundings in which it will be recorded, so that all is compiled and allocated."""
-        ...
-
-    def recorded(self, works: Sequence[Work]) -> list[Work]:
-        """Each work as a function that repeats it and returns the same tensor, written anew.
-
-        Raises:
-            RuntimeError: If one cannot be recorded; nothing has been computed then.
-        """
-        ...
-
-
 class CudaGraphs:
-    """The recorder of a GPU. Nothing of it stays behind when what it has returned is dropped."""
+    """Records on a GPU. Nothing of it stays behind when what it has returned is dropped."""
 
     def __init__(self, device: torch.device) -> None:
         """Record on ``device``."""
         self._stream = _side_stream(device)
 
     def prepared(self, work: Work) -> Tensor:
-        """As ``Recorder.prepared``: on the stream of the recording, which has libraries' workspaces of its own."""
+        """Do the work once as it will be recorded, so that all is compiled and allocated.
+
+        On the stream of the recording, which has libraries' workspaces of its own.
+        """
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -49,7 +36,13 @@ class CudaGraphs:
         return output
 
     def recorded(self, works: Sequence[Work]) -> list[Work]:
-        """As ``Recorder.recorded``; the graphs share one pool of memory, so they must not run at the same time."""
+        """Each work as a function that repeats it and returns the same tensor, written anew.
+
+        The graphs share one pool of memory, so they must not run at the same time.
+
+        Raises:
+            RuntimeError: If one cannot be recorded; nothing has been computed then.
+        """
         pool = torch.cuda.graph_pool_handle()
         current = torch.cuda.current_stream(self._stream.device)
         collects = gc.isenabled()
@@ -96,6 +89,6 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def recorder_of(device: torch.device) -> Recorder | None:
+def recorder_of(device: torch.device) -> CudaGraphs | None:
     """What records on ``device``; None where work is simply done again."""
     return CudaGraphs(device) if device.type == "cuda" else None

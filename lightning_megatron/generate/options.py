@@ -1,20 +1,35 @@
-"""How shall tokens be chosen, and when is a text finished? ``GenerationOptions``, checked before anything runs."""
+"""Options of generation, by Hugging Face's names: ``GenerationOptions``, checked before anything runs."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.foreign_names import advice, explains_options
-from lightning_megatron.generate.option_checks import check_options
 
 DEFAULT_NEW_TOKENS = 20
 """Tokens that a row gets at most if nobody says how many."""
 
 _LARGEST_POWER_OF_TEN = 37
 """Numbers up to its power of ten, and their reciprocals, are float32 of full precision, in which texts are scored."""
+
+_LEAST = {
+    **{"max_new_tokens": 1, "max_length": 2, "min_new_tokens": 0, "min_length": 0, "top_k": 0},
+    **{"no_repeat_ngram_size": 0, "num_beams": 1, "num_return_sequences": 1},
+}
+"""Integers, and what they are at least."""
+
+_RANGES = {
+    **dict.fromkeys(("top_p", "top_p_decay", "top_p_bound", "min_p"), (0.0, 1.0)),
+    # Logits that are divided by less may leave float32, and what is drawn from no numbers would be the last token.
+    "temperature": (1e-30, 100.0),
+    "repetition_penalty": (1e-30, 1e30),
+    "length_penalty": (-1e3, 1e3),
+}
+"""Numbers, and from what to what they may be."""
 
 
 @explains_options
@@ -88,7 +103,114 @@ class GenerationOptions:
         Raises:
             ConfigError: If a number is out of range, or two options contradict each other.
         """
-        check_options(self)
+        self._check_numbers()
+        self._check_ends()
+        for is_wrong, what in self._contradictions():
+            if is_wrong:
+                raise ConfigError(what)
+
+    def _check_numbers(self) -> None:
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is None and name in ("max_new_tokens", "max_length"):
+                continue
+            if not _is_integer(value) or value < least:
+                raise ConfigError(f"{name}={value!r} must be an integer of at least {least}")
+        if not _is_integer(self.seed) or not -(2**63) <= self.seed < 2**64:
+            raise ConfigError(f"seed={self.seed!r} must be an integer of at most 64 bits")
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
+                raise ConfigError(f"{name}={value!r} must be a number from {low:g} to {high:g}")
+        if self.early_stopping not in (True, False, "never"):
+            raise ConfigError(f"early_stopping={self.early_stopping!r} must be True, False or 'never'")
+
+    def _check_ends(self) -> None:
+        for name in ("eos_token_id", "pad_token_id", "bos_token_id"):
+            value = getattr(self, name)
+            several = name == "eos_token_id" and isinstance(value, Sequence) and not isinstance(value, str)
+            if value is not None and not all(map(_is_integer, value if several else (value,))):
+                kind = "an integer, or a tuple of them" if name == "eos_token_id" else "an integer"
+                raise ConfigError(f"{name}={value!r} must be {kind}")
+        sequences = self.stop_sequences
+        are_sequences = isinstance(sequences, Sequence) and all(
+            isinstance(x, Sequence) and not isinstance(x, str) and len(x) > 0 and all(map(_is_integer, x))
+            for x in sequences
+        )
+        if not are_sequences:
+            raise ConfigError(
+                f"stop_sequences={sequences!r} must be tuples of integers in a tuple, none of them empty (texts are "
+                "stop_strings)"
+            )
+        if not isinstance(self.stop_strings, (str, Sequence)) or not all(isinstance(x, str) for x in self.stop_texts):
+            raise ConfigError(f"stop_strings={self.stop_strings!r} are no texts; give one, or a tuple of them")
+        if "" in self.stop_texts and self.stop_strings != ():
+            raise ConfigError("stop_strings has an empty text, which every text ends with; remove it")
+        if self.stop_texts and self.tokenizer is None:
+            raise ConfigError(
+                f"stop_strings={self.stop_strings!r} cannot be found without a tokenizer, which knows how tokens read; "
+                "give tokenizer, too"
+            )
+
+    def _contradictions(self) -> list[tuple[bool, str]]:
+        """What no two options may say together: whether they do, and what to tell."""
+        o, drawing, is_search = self, self._how_to_draw(), self.num_beams > 1
+        most, whole, least, least_whole = o.max_new_tokens, o.max_length, o.min_new_tokens, o.min_length
+        twice = "both say how long a text is, without and with its prompt; give one of them"
+        return [
+            (most is not None and whole is not None, f"max_new_tokens={most} and max_length={whole} {twice}"),
+            (least > 0 and least_whole > 0, f"min_new_tokens={least} and min_length={least_whole} {twice}"),
+            (
+                most is not None and least > most,
+                f"min_new_tokens={least} is more than max_new_tokens={most}; raise the latter",
+            ),
+            (
+                whole is not None and least_whole > whole,
+                f"min_length={least_whole} is more than max_length={whole}; raise the latter",
+            ),
+            (
+                o.top_k > 0 and 0.0 < o.top_p < 1.0,
+                f"top_k={o.top_k} and top_p={o.top_p} both say what to draw from; give one of them",
+            ),
+            (o.top_p_decay > 0 and o.top_p == 0, f"top_p_decay={o.top_p_decay} has no top_p to shrink; give top_p"),
+            (
+                o.top_p_bound > 0 and o.top_p_decay == 0,
+                f"top_p_bound={o.top_p_bound} bounds no decay; give top_p_decay",
+            ),
+            (o.top_p_bound > o.top_p, f"top_p_bound={o.top_p_bound} is above top_p={o.top_p}; lower it"),
+            (
+                o.do_sample is False and drawing != "",
+                f"do_sample=False takes the likeliest token, and {drawing} says how to draw; leave it out, or set "
+                "do_sample=True",
+            ),
+            (
+                is_search and o.samples,
+                f"num_beams={o.num_beams} searches for the likeliest text, and {drawing} draws one; use one of the two",
+            ),
+            (
+                is_search and o.num_return_sequences > o.num_beams,
+                f"num_return_sequences={o.num_return_sequences} is more than num_beams={o.num_beams} find; raise "
+                "num_beams",
+            ),
+            (not is_search and o.length_penalty != 1, f"length_penalty={o.length_penalty} is for beams; set num_beams"),
+            (
+                not is_search and bool(o.early_stopping),
+                f"early_stopping={o.early_stopping} is for beams; set num_beams",
+            ),
+            (
+                not is_search and o.num_return_sequences > 1 and not o.samples,
+                f"num_return_sequences={o.num_return_sequences} would all be the same text; set do_sample=True, or "
+                "num_beams",
+            ),
+        ]
+
+    def _how_to_draw(self) -> str:
+        """What the user wrote to have tokens drawn; not what changes nothing if they are not."""
+        harmless = {"do_sample": (None, False), "temperature": (1.0,), "top_k": (0,), "top_p": (0.0,), "min_p": (0.0,)}
+        if self.do_sample is False:
+            harmless["top_p"] = (0.0, 1.0)
+        given = [name for name, values in harmless.items() if getattr(self, name) not in values]
+        return " and ".join(f"{name}={getattr(self, name)}" for name in given)
 
     @property
     def shapes_distribution(self) -> bool:
@@ -99,15 +221,6 @@ class GenerationOptions:
     def samples(self) -> bool:
         """Whether tokens are drawn at random."""
         return self.shapes_distribution if self.do_sample is None else self.do_sample
-
-    def top_p_at(self, step: int) -> float:
-        """``top_p`` for the new token number ``step``, from 0.
-
-        Megatron-LM, text generation: the first token is drawn with the whole ``top_p``, which then decays.
-        """
-        if self.top_p_decay == 0.0:
-            return self.top_p
-        return max(self.top_p * self.top_p_decay**step, self.top_p_bound)
 
     def settled(self, width: int, room: int | None = None) -> GenerationOptions:
         """The same with every length counted in new tokens.
@@ -186,3 +299,7 @@ def options_from(arguments: dict[str, Any]) -> GenerationOptions:
         return GenerationOptions(**{k: defaults[k] if v is None else v for k, v in arguments.items()})
     except TypeError as error:
         raise ConfigError(f"an option of generate has the wrong type: {error}") from error
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

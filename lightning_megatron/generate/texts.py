@@ -1,14 +1,21 @@
-"""How do texts become rows of tokens, and how does what a model wrote become text again?"""
+"""Text on both sides of generation: prompts to tokens, tokens to text, special tokens of a model, stop strings."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.convert.companions import GENERATION_CONFIG_FILE
+from lightning_megatron.convert.registry import HFConfigLike, config_object
+from lightning_megatron.data.corpus.tokenizer import load_tokenizer
+from lightning_megatron.errors import ConfigError, DataError
 
 
 def encoded(texts: Sequence[str], tokenizer: Any, *, add_bos: bool = False) -> tuple[Tensor, Tensor]:
@@ -73,3 +80,125 @@ def decoder_texts(tokenizer: Any, written: Tensor) -> list[str]:
     """
     texts: list[str] = tokenizer.batch_decode(written[:, 1:], skip_special_tokens=True)
     return texts
+
+
+# ---- special tokens --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndTokens:
+    """What a model's own files say about the ends of a text."""
+
+    eos: tuple[int, ...] = ()
+    """Tokens that end it."""
+    pad: int | None = None
+    """What fills rows that ended before others."""
+    start: int | None = None
+    """What a decoder apart from an encoder reads first; None if only the model's config says so."""
+
+
+def end_tokens(model: HFConfigLike) -> EndTokens:
+    """Those that Hugging Face's ``generate`` takes where a call names none.
+
+    They are those of ``generation_config.json``, or without that file those of the config.
+
+    Args:
+        model: As for ``MegatronModule``.
+
+    Raises:
+        ConfigError: If a ``generation_config.json`` is no JSON object.
+    """
+    file = Path(model) / GENERATION_CONFIG_FILE if isinstance(model, (str, Path)) else None
+    start: int | None = None
+    if file is not None and file.is_file():
+        fields = _read(file)
+        # In Hugging Face's order of precedence (transformers 5.23, generation/utils.py, _prepare_special_tokens).
+        start = fields.get("decoder_start_token_id")
+        start = fields.get("bos_token_id") if start is None else start
+    else:
+        fields = {name: getattr(config_object(model), name, None) for name in ("eos_token_id", "pad_token_id")}
+    eos = fields.get("eos_token_id")
+    several = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+    return EndTokens(eos=several, pad=fields.get("pad_token_id"), start=start)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{file} is not JSON ({error}); correct the file") from None
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{file} holds a {type(fields).__name__}, not an object; correct the file")
+    return fields
+
+
+# ---- stop strings ----------------------------------------------------------------------------------------------------
+
+
+class StopStrings:
+    """Says of rows of tokens whether their last token completes one of some texts, however they are spelled.
+
+    The rules are those of transformers' ``StopStringCriteria``, which does the work, with tensors alone: the device
+    never waits for the host.
+    """
+
+    def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:
+        """Lay out what each token of the vocabulary has in common with the texts.
+
+        Args:
+            strings: The texts.
+            tokenizer: Of transformers.
+
+        Raises:
+            ConfigError: If the tokenizer knows no token that could end one of the texts.
+        """
+        from transformers import StopStringCriteria
+
+        try:
+            criteria = StopStringCriteria(tokenizer, list(strings))
+        except ValueError as error:
+            raise ConfigError(
+                f"stop_strings={list(strings)!r} can be written with no token of the tokenizer; correct them"
+            ) from error
+        self.at: Callable[[Tensor, None], Tensor] = criteria
+        """Of [b, s] int64 tokens (and None): whether the last one of each row completes a text, [b] bool."""
+        self.table: Tensor = criteria.embedding_vec
+        """[vocabulary, n], int32: what each token has in common with the texts; equal for equal tokenizers."""
+        self.num_tokens: int = criteria.maximum_token_len
+        """Of how many of its last tokens a row consists that is asked about: one for each letter of the longest."""
+        self.no_token = len(self.table) - 1
+        """A number that stands for no text at all: one more than the tokenizer's last token."""
+
+
+def stop_strings(strings: Sequence[str], tokenizer: Any) -> StopStrings:
+    """What finds these texts; found out once for each tokenizer, or its folder.
+
+    Args:
+        strings: The texts.
+        tokenizer: Of transformers, or the folder of one.
+
+    Raises:
+        ConfigError: If the tokenizer is none, or knows no token that could end one of the texts.
+    """
+    from transformers import PreTrainedTokenizerBase
+
+    if isinstance(tokenizer, (str, Path)):
+        try:
+            tokenizer = _loaded(tokenizer)
+        except DataError as error:
+            raise ConfigError(str(error)) from error
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise ConfigError(
+            f"tokenizer={tokenizer!r} is a {type(tokenizer).__name__}, and stop_strings need a tokenizer of "
+            "transformers, or the folder of one; give that"
+        )
+    return _laid_out(tuple(strings), tokenizer, len(tokenizer))
+
+
+_loaded = functools.lru_cache(maxsize=4)(load_tokenizer)
+
+
+@functools.lru_cache(maxsize=8)
+def _laid_out(strings: tuple[str, ...], tokenizer: Any, size: int) -> StopStrings:
+    """Takes a second or two for 128,000 tokens; ``size`` changes when tokens are added."""
+    return StopStrings(strings, tokenizer)

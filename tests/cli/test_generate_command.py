@@ -211,7 +211,7 @@ def test_beams_may_stop_early_and_tokens_be_drawn_from_the_whole_distribution(ch
         ("--checkpoint {folder}/bert --prompt x", "bert is a megatron-bert, and generate needs a GPT or T5"),
         ("--checkpoint {folder}/t5 --tokenizer {folder}/hf --prompt x --add-bos", "--add-bos is for texts that are"),
         ("--checkpoint {folder}/hf --prompt x --top-k 3 --top-p 0.5", "--top-k 3 and --top-p 0.5 both say"),
-        ("--checkpoint {folder}/hf --prompt x --top-p 1.5", "--top-p 1.5 is no number from 0 to 1"),
+        ("--checkpoint {folder}/hf --prompt x --top-p 1.5", "--top-p 1.5 must be a number from 0 to 1"),
         ("--checkpoint {folder}/hf --prompt x --num-beams 2 --top-k 3", "--num-beams 2 searches for the likeliest"),
         ("--checkpoint {folder}/hf --prompt x --max-new-tokens 99", "need more positions than the model's"),
         (

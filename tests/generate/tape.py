@@ -1,4 +1,4 @@
-"""Would a CUDA graph do the same? A recorder for the CPU notes kernels and starts them again on the same memory.
+"""Recorder for the CPU in place of CUDA graphs: it notes kernels and starts them again on the same memory.
 
 As in a graph, nothing but the numbers in tensors that stay in place can change from one replay to the next: what the
 host decided while recording is frozen. A step that asks the device for a number fails here as it would there.

@@ -108,17 +108,17 @@ def _counted() -> list[int]:
 
 def _three_ways(directory: str, case: Case, calls: list[Call]) -> list[Any]:
     """Growing caches, static ones kernel by kernel, static ones by graphs; how many graphs, and what was warned of."""
-    from lightning_megatron.generate import static_steps
+    from lightning_megatron.generate import pipeline
 
-    recorder_of, counts = static_steps.recorder_of, _counted()
+    recorder_of, counts = pipeline.recorder_of, _counted()
     modules = {name: set_up(directory, case, name) for name in dict.fromkeys(call.model for call in calls)}
     found = []
     for call in calls:
         write = _writer(modules[call.model], call)
         growing = write(False)
-        static_steps.recorder_of = lambda device: None
+        pipeline.recorder_of = lambda device: None
         kernels = write(True)
-        static_steps.recorder_of = recorder_of
+        pipeline.recorder_of = recorder_of
         counts.clear()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -128,9 +128,9 @@ def _three_ways(directory: str, case: Case, calls: list[Call]) -> list[Any]:
 
 
 def _memory_of_calls(directory: str, case: Case, calls: list[Call]) -> list[Any]:
-    from lightning_megatron.generate import static_steps
+    from lightning_megatron.generate import pipeline
 
-    static_steps.SMALLEST_WINDOW = 8
+    pipeline.SMALLEST_WINDOW = 8
     counts = _counted()
     found = []
     for call in calls:
@@ -150,7 +150,7 @@ def _memory_of_calls(directory: str, case: Case, calls: list[Call]) -> list[Any]
 
 def _steps_that_ask(directory: str, case: Case, calls: list[Call]) -> Any:
     """What is written where a step asks the device for a number while it is recorded, and afterwards."""
-    from lightning_megatron.engine.slots.static_cache import TokenStep
+    from lightning_megatron.engine.fillers.kv_cache import TokenStep
 
     write = _writer(set_up(directory, case, calls[0].model), calls[0])
     expected = write(False)

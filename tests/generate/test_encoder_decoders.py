@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.generate.options import GenerationOptions
-from lightning_megatron.generate.sampling import drawn, shaped, uniform_numbers
+from lightning_megatron.generate.processors import distribution_processors, drawn, uniform_numbers
 from tests.families.parity import pretrained_module
 from tests.generate.models import ENCODER_DECODERS, Call, continued, hugging_face, prompts, run_with_models, set_up
 from tests.parity.training import Case, Layout, trainer_of
@@ -111,7 +111,9 @@ def _drawn_by_hand(call: Call, options: GenerationOptions) -> torch.Tensor:
     text = torch.full((len(call.input_ids), 1), START)
     for step in range(options.max_new_tokens):
         logits = _logits_by_hand(call, text)[:, -1]
-        text = torch.cat((text, drawn(shaped(logits, options, step), uniform[step])[:, None]), dim=-1)
+        for processor in distribution_processors(options, 1):
+            logits = processor(text, logits)
+        text = torch.cat((text, drawn(logits, uniform[step])[:, None]), dim=-1)
     return text
 
 

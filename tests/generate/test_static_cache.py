@@ -146,7 +146,7 @@ def test_steps_of_others_models_are_recorded_on_request_alone() -> None:
 
 def _asked_of_providers(case: Case) -> dict[Any, bool | None]:
     """What a call that asks for nothing is taken to ask, of our own model and of a ``model_provider``'s."""
-    from lightning_megatron.generate import generation
+    from lightning_megatron.generate import generator
     from lightning_megatron.models.build import build_chunks
 
     asked: list[bool | None] = []
@@ -155,7 +155,7 @@ def _asked_of_providers(case: Case) -> dict[Any, bool | None]:
         asked.append(options.static_cache)
         return False
 
-    generation.uses_static_cache = uses_static_cache
+    generator.uses_static_cache = uses_static_cache
     for provider in (None, build_chunks):
         module = module_of(case, model_provider=provider)
         trainer_of(case).validate(module, loader_of(case), verbose=False)
@@ -166,7 +166,7 @@ def _asked_of_providers(case: Case) -> dict[Any, bool | None]:
 
 def _recording() -> list[TapeRecorder]:
     """The recorders of the calls from now on."""
-    from lightning_megatron.generate import static_steps
+    from lightning_megatron.generate import pipeline
 
     recorders: list[TapeRecorder] = []
 
@@ -174,7 +174,7 @@ def _recording() -> list[TapeRecorder]:
         recorders.append(TapeRecorder())
         return recorders[-1]
 
-    static_steps.recorder_of = recorder_of  # type: ignore[assignment]
+    pipeline.recorder_of = recorder_of  # type: ignore[assignment]
     return recorders
 
 
@@ -201,10 +201,10 @@ def _predicted(directory: str, case: Case, calls: list[Call]) -> Any:
 
 def _kernels_of_steps(directory: str, case: Case, calls: list[Call]) -> list[list[list[list[str]]]]:
     """Of each call, of each piece of work on this rank, of each step: its kernels."""
-    from lightning_megatron.generate import static_steps
+    from lightning_megatron.generate import pipeline
 
     seen: dict[int, list[list[str]]] = {}
-    original = static_steps._Step.__call__
+    original = pipeline.Step.__call__
 
     def watched(step: Any) -> torch.Tensor:
         with Tape() as tape:
@@ -212,7 +212,7 @@ def _kernels_of_steps(directory: str, case: Case, calls: list[Call]) -> list[lis
         seen.setdefault(step.group, []).append(tape.description())
         return output
 
-    static_steps._Step.__call__ = watched  # type: ignore[method-assign]
+    pipeline.Step.__call__ = watched  # type: ignore[method-assign]
     found = []
     for call in calls:
         seen.clear()
@@ -243,10 +243,10 @@ def _times_of_waiting(directory: str, case: Case, calls: list[Call]) -> list[int
 
 def _answers_with_small_windows(directory: str, case: Case, calls: list[Call]) -> Any:
     """Answers, what was recorded, and how many caches and steps outlived their call without help from the collector."""
-    from lightning_megatron.engine.slots.static_cache import StaticCache, TokenStep
-    from lightning_megatron.generate import static_steps
+    from lightning_megatron.engine.fillers.kv_cache import StaticCache, TokenStep
+    from lightning_megatron.generate import pipeline
 
-    static_steps.SMALLEST_WINDOW = 8
+    pipeline.SMALLEST_WINDOW = 8
     made: list[weakref.ref[Any]] = []
 
     def remembering(owner: type) -> None:
@@ -258,7 +258,7 @@ def _answers_with_small_windows(directory: str, case: Case, calls: list[Call]) -
 
         owner.__init__ = remembered  # type: ignore[misc]
 
-    for owner in (StaticCache, TokenStep, static_steps.StaticSteps, Tape):
+    for owner in (StaticCache, TokenStep, pipeline.StaticSteps, Tape):
         remembering(owner)
     recorders = _recording()
     gc.disable()

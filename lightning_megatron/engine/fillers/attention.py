@@ -52,8 +52,7 @@ from lightning_megatron.engine.fillers.masks import (
 from lightning_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lightning_megatron.engine.slots.kv_cache import KeyValueCache
-    from lightning_megatron.engine.slots.static_cache import TokenStep
+    from lightning_megatron.engine.fillers.kv_cache import KeyValueCache, TokenStep
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 

@@ -10,7 +10,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 
 from lightning_megatron.engine.fillers.attention import SDPAttention
-from lightning_megatron.engine.slots.kv_cache import KeyValueCache
+from lightning_megatron.engine.fillers.kv_cache import KeyValueCache
 
 LENGTH, ROWS, HEADS, WIDTH = 9, 3, 4, 8
 

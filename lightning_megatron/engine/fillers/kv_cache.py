@@ -1,7 +1,11 @@
-"""What does a token see when only the device knows its place? Keys and values in caches whose size never changes.
+"""Caches of keys and values in the core attention of each layer, while text is generated.
 
-Every pass that reads one token per row then has the same shapes, whatever the texts' length, and nothing of it depends
-on numbers of the host: a GPU can replay it as a CUDA graph.
+Megatron-Core's ``StaticInferenceContext`` (megatron-core 0.16.1, inference/contexts) keeps them one level higher, in
+``Attention``, where it knows one position for all rows of a batch, rotates queries and keys by it, and refuses virtual
+pipeline stages. Below the rotation nothing has to be known but the order in which tokens came.
+
+Static caches never change their size: every pass that reads one token per row then has the same shapes, whatever the
+texts' length, and nothing of it depends on numbers of the host, so that a GPU can replay it as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -13,19 +17,82 @@ from torch import Tensor
 
 from lightning_megatron.engine.fillers.attention import SMALLEST_PART
 from lightning_megatron.engine.fillers.masks import Alibi, added_scores, key_biases
-from lightning_megatron.engine.slots.kv_cache import KeyValueCache
 
 ALIGNMENT = 8
 """Slots come in multiples of it: the memory-efficient kernel copies masks whose rows do not."""
 
 MANY_SLOTS = 512
-"""Above it slots come in multiples of ``split_keys.SMALLEST_PART``, so that they can be cut into parts."""
+"""Above it slots come in multiples of ``attention.SMALLEST_PART``, so that they can be cut into parts."""
 
 
 def slots_for(tokens: int) -> int:
     """How many slots a cache for so many tokens has."""
     alignment = ALIGNMENT if tokens <= MANY_SLOTS else SMALLEST_PART
     return -(-tokens // alignment) * alignment
+
+
+class KeyValueCache:
+    """Keys and values of one layer on one rank, in the dtype in which they are computed."""
+
+    step: TokenStep | None = None
+    """Set while single tokens are read whose place only the device knows."""
+
+    def __init__(self, capacity: int) -> None:
+        """Memory is taken when the first keys come.
+
+        Args:
+            capacity: How many tokens a row may have.
+        """
+        self.capacity = capacity
+        self.length = 0
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep those of the next tokens and return all: [b, ng, length, hn] each, without copying them.
+
+        Args:
+            key: [b, ng, s, hn].
+            value: [b, ng, s, hn].
+        """
+        if self._keys is None or self._values is None:
+            rows, groups, _, width = key.shape
+            self._keys = key.new_empty(rows, groups, self.capacity, width)
+            self._values = value.new_empty(rows, groups, self.capacity, width)
+        first, self.length = self.length, self.length + key.shape[2]
+        assert self.length <= self.capacity, f"{self.length} tokens do not fit into {self.capacity}"
+        self._keys[:, :, first : self.length] = key
+        self._values[:, :, first : self.length] = value
+        return self._keys[:, :, : self.length], self._values[:, :, : self.length]
+
+    def select(self, rows: Tensor) -> None:
+        """Row i becomes what row ``rows[i]`` was; there may be more rows than before, or fewer.
+
+        Args:
+            rows: [b], int64.
+        """
+        if self._keys is not None and self._values is not None:
+            self._keys = self._keys.index_select(0, rows)
+            self._values = self._values.index_select(0, rows)
+
+
+class SourceCache(KeyValueCache):
+    """Keys and values of the encoder's output in one layer of a decoder; nothing comes to them later."""
+
+    def __init__(self) -> None:
+        """Memory is taken when the keys come."""
+        super().__init__(0)
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep those of the whole source, or return them if these are none; as ``KeyValueCache.append``."""
+        if self.length == 0:
+            self.capacity = key.shape[2]
+        return super().append(key, value)
+
+    def select(self, rows: Tensor) -> None:
+        """Copy rows if there are more or fewer of them now; else row i and row ``rows[i]`` have the same prompt."""
+        if self._keys is not None and len(rows) != len(self._keys):
+            super().select(rows)
 
 
 class TokenStep:

@@ -1,4 +1,4 @@
-"""Which text is likeliest as a whole? Beam search: the best beginnings of each text grow side by side.
+"""Beam search for the likeliest text as a whole: the best beginnings of each text grow side by side.
 
 The rules are those of Hugging Face's ``generate`` (transformers 5.23, generation/utils.py, ``_beam_search``), so that
 the same texts come out: of all continuations of a row's beams the best are candidates, more of them than there are
@@ -14,27 +14,24 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.engine.groups import Topology
-from lightning_megatron.generate.decoding import STEPS_BETWEEN_LOOKS, Continuations
-from lightning_megatron.generate.prompts import Prompts
-from lightning_megatron.generate.reading import Reading
-from lightning_megatron.generate.rules import Odds, Rules
-from lightning_megatron.generate.stages import Stages
+from lightning_megatron.generate.decode import STEPS_BETWEEN_LOOKS, Continuations, Rules
+from lightning_megatron.generate.inputs import NextTokens
+from lightning_megatron.generate.pipeline import Stages
+from lightning_megatron.generate.processors import Stops, readable, token_processors
 
 _HOPELESS = -1.0e9
 """Score of what must not be chosen; finite, so that sums of it stay comparable."""
 
 
-def search(models: Sequence[Any], topology: Topology, prompts: Prompts, rules: Rules) -> Continuations:
-    """The best continuations of each prompt, ``num_return_sequences`` of each, best first; as ``decoding.decode``."""
-    rows, width = prompts.tokens.shape
-    options, device = rules.options, prompts.tokens.device
+def search(models: Sequence[Any], topology: Topology, prompts: NextTokens, rules: Rules) -> Continuations:
+    """The best continuations of each prompt, ``num_return_sequences`` of each, best first; as ``decode.decode``."""
+    rows, options, device = len(prompts.tokens), rules.options, prompts.tokens.device
     most, count = options.num_new_tokens, options.num_beams
-    stages = Stages(models, topology, rows, width + most - 1, static=bool(options.static_cache))
-    reading = Reading(stages, prompts, most)
+    stages = Stages(models, topology, prompts, most, static=bool(options.static_cache))
     beams = Beams(prompts, rules) if stages.chooses else None
     parents = torch.arange(rows, device=device).repeat_interleave(count)
-    logits = reading.prompts()
-    reading.select(parents, count)
+    logits = stages.first()
+    stages.select(parents)
     for step in range(most):
         # The parents of the next beams, their last tokens, and whether nothing can change any more: one message.
         message = torch.empty(2 * rows * count + 1, dtype=torch.long, device=device)
@@ -44,8 +41,8 @@ def search(models: Sequence[Any], topology: Topology, prompts: Prompts, rules: R
         message = stages.told(message)
         if step + 1 == most or ((step + 1) % STEPS_BETWEEN_LOOKS == 0 and bool(message[-1])):
             break
-        reading.select(message[: rows * count], count)
-        logits = reading.token(message[rows * count : -1])
+        stages.select(message[: rows * count])
+        logits = stages.next(message[rows * count : -1])
     found = torch.empty(rows * options.num_return_sequences, most + 1, dtype=torch.long, device=device)
     found = stages.told(found if beams is None else beams.best())
     numbers = torch.zeros(len(found), most + 1, device=device) if beams is None else beams.best_numbers()
@@ -62,7 +59,7 @@ def search(models: Sequence[Any], topology: Topology, prompts: Prompts, rules: R
 class Beams:
     """The beams of all rows and the complete texts that they have found, on the one rank that chooses."""
 
-    def __init__(self, prompts: Prompts, rules: Rules) -> None:
+    def __init__(self, prompts: NextTokens, rules: Rules) -> None:
         """One beam per row, the prompt; the others are copies of it that must not be chosen.
 
         Args:
@@ -73,9 +70,10 @@ class Beams:
         self._vocab_size = rules.vocab_size
         rows, count, device = len(prompts.tokens), options.num_beams, prompts.tokens.device
         self._first_beams = torch.arange(rows, device=device)[:, None] * count
-        self._stops = rules.stops(prompts)
+        self._stops = Stops(options, prompts, rules.strings)
         self._num_candidates = max(2, 1 + len(options.eos_token_ids)) * count
-        self._odds = Odds(prompts, rules, copies=count)
+        self._processors = token_processors(options, prompts, copies=count)
+        self._prompts = readable(prompts).repeat_interleave(count, dim=0)
         shape = (rows, count, options.num_new_tokens)
         self._growing = torch.full(shape, options.filling, dtype=torch.long, device=device)
         self._growing_logs = torch.zeros(shape, device=device)
@@ -99,7 +97,11 @@ class Beams:
         """
         count = self._options.num_beams
         given = logits[:, : self._vocab_size].float().log_softmax(-1)
-        changed = self._odds.changed(given, self._growing[:, :, :step].flatten(0, 1))
+        changed = given
+        if self._processors:
+            so_far = torch.cat((self._prompts, self._growing[:, :, :step].flatten(0, 1)), dim=-1)
+            for processor in self._processors:
+                changed = processor(so_far, changed)
         scores, places = self._candidates(changed)
         beams, tokens = places // self._vocab_size, places % self._vocab_size
         texts = self._growing.take_along_dim(beams[..., None], dim=1)
@@ -115,7 +117,6 @@ class Beams:
         self._growing_logs = logs.take_along_dim(chosen[..., None], dim=1)
         parents = (self._first_beams + beams.take_along_dim(chosen, dim=1)).flatten()
         tokens = tokens.take_along_dim(chosen, dim=1).flatten()
-        self._odds.grow(tokens, parents)
         self._look_ahead(step + 1)
         # With every candidate at its end there is nothing left to grow.
         self._can_improve &= ~ends.all()

@@ -1,17 +1,16 @@
-"""Are prompts laid side by side as the model reads them, and those that it cannot continue refused?"""
+"""Rows of calls and batches: what is read of them, how they are laid out, and which are refused."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.generate.inputs import Inputs, aligned, check_prompts, inputs_of_batch, with_first_token
 from lightning_megatron.generate.options import GenerationOptions
-from lightning_megatron.generate.prompt_checks import check_prompts
-from lightning_megatron.generate.prompts import aligned, with_first_token
-from lightning_megatron.generate.stopping import Stops
 from lightning_megatron.models.config import ModelConfig
 
 MODEL = ModelConfig(
@@ -25,23 +24,59 @@ MODEL = ModelConfig(
     vocab_size=50,
     max_position_embeddings=16,
 )
+T5 = replace(MODEL, family="t5", architecture="t5", num_decoder_layers=1, position_embedding_type="relative")
+IDS, MASK, ANSWER = torch.tensor([[5, 6], [7, 2]]), torch.tensor([[1, 1], [1, 0]]), torch.tensor([[3], [4]])
+MEGATRONS = {"text_enc": IDS, "enc_mask": torch.stack((MASK, MASK), dim=1) > 0, "text_dec": ANSWER}
+ENCODER_DECODER = {"input_ids": IDS, "decoder_input_ids": ANSWER, "decoder_attention_mask": ANSWER > 3}
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "expected"),
+    [
+        (
+            MODEL,
+            {"input_ids": IDS, "attention_mask": MASK, "position_ids": IDS},
+            (IDS, MASK, None, None),
+        ),
+        (T5, MEGATRONS, (IDS, MASK, ANSWER, None)),
+        (T5, ENCODER_DECODER, (IDS, None, ANSWER, torch.tensor([[0], [1]]))),
+        # An answer is no part of the question.
+        (T5, {**ENCODER_DECODER, "labels": ANSWER}, (IDS, None, None, None)),
+        # Rows that fill a batch up are left out.
+        (MODEL, {"input_ids": IDS, "sample_mask": torch.tensor([0, 1])}, (IDS[1:], None, None, None)),
+    ],
+)
+def test_prompts_go_by_hugging_faces_names_and_a_t5s_by_megatrons_too(model: Any, batch: Any, expected: Any) -> None:
+    given = inputs_of_batch(batch, model, to_continue=True)
+    names = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
+    for name, tensor in zip(names, expected, strict=True):
+        actual = getattr(given, name)
+        assert actual is tensor is None or torch.equal(actual, tensor), name
+    assert given.position_ids is None
+
+
+def test_batches_without_prompts_are_refused() -> None:
+    with pytest.raises(ConfigError, match="batch keys labels, text have no 'input_ids', which predict continues"):
+        inputs_of_batch({"text": IDS, "labels": IDS}, MODEL, to_continue=True)
+    with pytest.raises(ConfigError, match=r"batch keys text have no 'input_ids' \(or 'text_enc'\), which"):
+        inputs_of_batch({"text": IDS}, T5, to_continue=True)
 
 
 def test_padding_on_any_side_and_in_between_goes_to_the_left() -> None:
     tokens = torch.tensor([[1, 2, 3, 99], [99, 99, 4, 5], [6, 99, 7, 99]])
     prompts = aligned(tokens, (tokens != 99).long())
     assert prompts.tokens.tolist() == [[1, 2, 3], [0, 4, 5], [0, 6, 7]]
-    assert prompts.is_token.tolist() == [[1, 1, 1], [0, 1, 1], [0, 1, 1]]
+    assert prompts.mask is not None
+    assert prompts.mask.tolist() == [[1, 1, 1], [0, 1, 1], [0, 1, 1]]
+    assert prompts.positions is not None
     assert prompts.positions.tolist() == [[0, 1, 2], [0, 0, 1], [0, 0, 1]]
-    assert prompts.lengths.tolist() == [3, 2, 2]
-    assert prompts.is_padded
 
 
 @pytest.mark.parametrize("mask", [None, torch.tensor([[1, 1, 0], [1, 1, 0]])])
 def test_rows_of_one_length_need_no_mask(mask: torch.Tensor | None) -> None:
     tokens = torch.tensor([[1, 2, 9], [3, 4, 9]])
     prompts = aligned(tokens, mask)
-    assert not prompts.is_padded
+    assert prompts.mask is None
     assert prompts.tokens.tolist() == tokens[:, : 3 if mask is None else 2].tolist()
 
 
@@ -57,9 +92,7 @@ def _ids(*rows: list[int]) -> torch.Tensor:
         (torch.ones(1, 2).bool(), None, {}, "torch.bool"),
         (_ids([1, 2]), [[1, 1]], {}, "attention_mask is no tensor but a list; give a tensor of 0 and 1"),
         (torch.tensor([1]), None, {}, r"input_ids are \[1\] torch.int64; give a tensor of integers"),
-        (torch.ones(1, 2), None, {}, "torch.float32"),
         (torch.ones(0, 2).long(), None, {}, r"shape \[0, 2\]; give at least one prompt"),
-        (torch.ones(2, 0).long(), None, {}, r"shape \[2, 0\]; give at least one prompt"),
         (_ids([1, 2]), _ids([1]), {}, r"attention_mask has the shape \[1, 1\] and input_ids \[1, 2\]"),
         (_ids([1, 2]), _ids([1, 2]), {}, "other numbers than 0 and 1"),
         (_ids([1], [2]), _ids([0], [1]), {}, r"prompts \[0\] are empty"),
@@ -72,7 +105,7 @@ def _ids(*rows: list[int]) -> torch.Tensor:
 )
 def test_prompts_that_cannot_be_continued_are_refused(input_ids: Any, mask: Any, options: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        check_prompts(input_ids, mask, MODEL, GenerationOptions(**options))
+        check_prompts(Inputs(input_ids=input_ids, attention_mask=mask), MODEL, GenerationOptions(**options))
 
 
 def test_a_first_token_is_put_before_the_rows_that_have_none() -> None:
@@ -88,15 +121,3 @@ def test_a_first_token_is_put_before_the_rows_that_have_none() -> None:
     assert mask_of_ones is not None
     assert mask_of_ones.tolist() == [[1, 1, 1, 1]]
     assert with_first_token(tokens[2:4], mask[2:4], 1)[0].tolist() == tokens[2:4].tolist()
-
-
-def test_rows_end_with_any_of_the_tokens_or_the_whole_of_a_sequence() -> None:
-    options = GenerationOptions(eos_token_id=(7, 8), stop_sequences=((1, 2, 3),))
-    new = _ids([5, 1, 2, 3], [5, 5, 2, 3], [1, 2, 3, 7], [1, 2, 3, 4], [0, 0, 7, 8])
-    prompts = aligned(new, None)
-    stops = Stops(options, prompts)
-    assert stops.at(new).tolist() == [True, False, True, False, True]
-    assert stops.at(new[:, 1:]).tolist() == [True, False, True, False, True]
-    assert stops.at(new[:, 2:]).tolist() == [False, False, True, False, True]
-    assert not Stops(GenerationOptions(min_new_tokens=5, eos_token_id=7), prompts).at(new).any()
-    assert not Stops(GenerationOptions(), prompts)

@@ -1,4 +1,4 @@
-"""How does a text grow? The prompts once, then token by token, until every row is finished."""
+"""Token-by-token decoding, greedy or sampling: the prompts once, then a token of each row until all are finished."""
 
 from __future__ import annotations
 
@@ -10,17 +10,29 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.engine.groups import Topology
-from lightning_megatron.generate import sampling
-from lightning_megatron.generate.prompts import Prompts
-from lightning_megatron.generate.reading import Reading
-from lightning_megatron.generate.rules import Odds, Rules
-from lightning_megatron.generate.stages import Stages
+from lightning_megatron.generate.inputs import NextTokens
+from lightning_megatron.generate.options import GenerationOptions
+from lightning_megatron.generate.pipeline import Stages
+from lightning_megatron.generate.processors import Stops, distribution_processors, drawn, readable, token_processors
+from lightning_megatron.generate.texts import StopStrings
 
 STEPS_BETWEEN_LOOKS = 8
 """After how many tokens the host asks the device whether all rows are finished; asking makes it wait."""
 
 ENDED = -1
 """What whoever watches the tokens gets for rows that are finished."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What decides about the tokens of one call, the same on all ranks."""
+
+    options: GenerationOptions
+    """Settled, and with the model's own tokens filled in."""
+    vocab_size: int
+    """Without padding."""
+    strings: StopStrings | None = None
+    """What finds the texts that end rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +53,7 @@ class Continuations:
 def decode(
     models: Sequence[Any],
     topology: Topology,
-    prompts: Prompts,
+    prompts: NextTokens,
     rules: Rules,
     uniform: Tensor,
     on_tokens: Callable[[Tensor], None] | None = None,
@@ -49,31 +61,29 @@ def decode(
     """Continue the rows of one copy of the model; all its ranks must call alike, and get the same.
 
     Args:
-        models: This rank's plain chunks, in ``quiet.generating``.
+        models: This rank's plain chunks, in ``pipeline.inference_mode``.
         topology: This rank's place.
         prompts: The rows, on the device.
         rules: What decides about the tokens.
         uniform: What decides about each token if rules sample: [max_new_tokens, b].
         on_tokens: Gets the new token of each row as soon as it is chosen, [b]; ``ENDED`` for finished rows.
     """
-    rows, width = prompts.tokens.shape
-    device = prompts.tokens.device
+    rows, device = len(prompts.tokens), prompts.tokens.device
     options, most = rules.options, rules.options.num_new_tokens
-    stages = Stages(models, topology, rows, width + most - 1, static=bool(options.static_cache))
-    reading = Reading(stages, prompts, most)
+    stages = Stages(models, topology, prompts, most, static=bool(options.static_cache))
     chooser = _Chooser(prompts, rules, uniform.to(device)) if stages.chooses else None
-    stops = rules.stops(prompts)
+    stops = Stops(options, prompts, rules.strings)
     written = torch.full((rows, most), options.filling, dtype=torch.long, device=device)
     lengths = torch.full((rows,), most, dtype=torch.long, device=device)
     finished = torch.zeros(rows, dtype=torch.bool, device=device)
-    logits = reading.prompts()
+    logits = stages.first()
     for step in range(most):
-        chosen = torch.empty_like(lengths) if chooser is None else chooser.choose(logits, written[:, :step])
+        chosen = torch.empty_like(lengths) if chooser is None else chooser.choose(logits, step)
         chosen = stages.told(chosen).masked_fill(finished, options.filling)
         written[:, step] = chosen
         if on_tokens is not None:
             on_tokens(chosen.masked_fill(finished, ENDED))
-        if stops:
+        if stops.can_end:
             ends = stops.at(written[:, : step + 1]) & ~finished
             lengths.masked_fill_(ends, step + 1)
             finished |= ends
@@ -81,7 +91,7 @@ def decode(
                 break
         if step + 1 < most:
             # What fills finished rows need not be a token of the vocabulary.
-            logits = reading.token(chosen.clamp(0, rules.vocab_size - 1))
+            logits = stages.next(chosen.clamp(0, rules.vocab_size - 1))
     found = stages.told(torch.zeros(rows, most, device=device) if chooser is None else chooser.log_probabilities)
     found = found.masked_fill(torch.arange(most, device=device) >= lengths[:, None], 0.0)
     return Continuations(tokens=written, lengths=lengths, log_probabilities=found, scores=found.sum(-1))
@@ -90,24 +100,28 @@ def decode(
 class _Chooser:
     """Chooses tokens, on the one rank that does."""
 
-    def __init__(self, prompts: Prompts, rules: Rules, uniform: Tensor) -> None:
-        self._options = rules.options
+    def __init__(self, prompts: NextTokens, rules: Rules, uniform: Tensor) -> None:
+        options = rules.options
+        rows, self._width = prompts.tokens.shape
         self._vocab_size = rules.vocab_size
-        self._uniform = uniform
-        self._odds = Odds(prompts, rules)
-        shape = (len(prompts.tokens), rules.options.num_new_tokens)
-        self.log_probabilities = torch.zeros(shape, device=prompts.tokens.device)
+        self._uniform = uniform if options.samples else None
+        self._processors = token_processors(options, prompts)
+        if options.samples:
+            self._processors += distribution_processors(options, self._width)
+        new = prompts.tokens.new_zeros(rows, options.num_new_tokens)
+        self._texts = torch.cat((readable(prompts), new), dim=-1)
+        """[b, s + max_new_tokens]: what was chosen behind the end of a row, too."""
+        self.log_probabilities = torch.zeros(new.shape, device=new.device)
         """[b, max_new_tokens], fp32: of the tokens chosen so far, before anything made them likelier or rarer."""
 
-    def choose(self, logits: Tensor | None, written: Tensor) -> Tensor:
-        """The next token of each row, [b], behind those ``written`` so far, [b, step]."""
+    def choose(self, logits: Tensor | None, step: int) -> Tensor:
+        """The new token number ``step`` of each row, [b]."""
         assert logits is not None
-        step, given = written.shape[1], logits[:, : self._vocab_size]
-        changed = self._odds.changed(given, written)
-        if self._options.samples:
-            chosen = sampling.drawn(sampling.shaped(changed, self._options, step), self._uniform[step])
-        else:
-            chosen = changed.argmax(-1)
-        self._odds.grow(chosen)
+        given = scores = logits[:, : self._vocab_size]
+        place = self._width + step
+        for processor in self._processors:
+            scores = processor(self._texts[:, :place], scores)
+        chosen = scores.argmax(-1) if self._uniform is None else drawn(scores, self._uniform[step])
+        self._texts[:, place] = chosen
         self.log_probabilities[:, step] = given.gather(-1, chosen[:, None])[:, 0] - given.logsumexp(-1)
         return chosen

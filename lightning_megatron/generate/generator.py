@@ -1,0 +1,290 @@
+"""Texts and logits of rows that the data-parallel copies of a model share, or that each copy has of its own.
+
+All ranks check alike what they were asked; shared rows are dealt to the copies and gathered in order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_megatron.engine.collectives import on_all_ranks_alike
+from lightning_megatron.engine.groups import Topology
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.generate.beam import search
+from lightning_megatron.generate.decode import Continuations, Rules, decode
+from lightning_megatron.generate.inputs import (
+    Inputs,
+    NextTokens,
+    aligned,
+    check_in_vocabulary,
+    check_length,
+    check_prompts,
+    check_rows,
+    decoder_start,
+    with_first_token,
+    with_source,
+)
+from lightning_megatron.generate.options import GenerationOptions
+from lightning_megatron.generate.pipeline import Stages, inference_mode, uses_static_cache
+from lightning_megatron.generate.processors import uniform_numbers
+from lightning_megatron.generate.texts import EndTokens, stop_strings
+from lightning_megatron.models.config import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generated:
+    """Texts, and how likely the model finds them; the same on every rank."""
+
+    sequences: Tensor
+    """[b, s + new], int64: the prompts and what follows; padding behind rows that ended before others. Of a T5 what its
+    decoder continues and writes, [b, s_dec + new]."""
+    scores: Tensor
+    """[b], fp32: by what a search with beams has ranked them; else the sums of the log-probabilities."""
+    log_probabilities: Tensor
+    """[b, new], fp32: what the model gives to each new token, before temperature and the like; 0 behind the end of a
+    row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveModel:
+    """A model on the ranks that compute it. Every rank of the world must ask alike, unless a method says otherwise."""
+
+    chunks: Sequence[torch.nn.Module]
+    """This rank's, wrapped or not."""
+    config: ModelConfig
+    """What they compute."""
+    topology: Topology
+    """This rank's place."""
+    device: torch.device
+    """Where they compute."""
+    is_own: bool = True
+    """Whether this package has built the chunks. What others' do at each step nobody knows: it is recorded as a CUDA
+    graph only on request."""
+
+    # ---- texts -------------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        given: Inputs,
+        options: GenerationOptions,
+        ends: EndTokens,
+        on_tokens: Callable[[Tensor], None] | None = None,
+        *,
+        is_shared: bool = True,
+    ) -> Generated:
+        """Prompts and what follows them, on the device of ``input_ids``.
+
+        Args:
+            given: The prompts, the same on every rank; rows are divided among the copies of the model. Without a mask
+                there is no padding, except that, as in Hugging Face, a padding token of the model that does not end
+                texts is padding (transformers 5.23 sees to that for GPTs only; a T5 shall not read padding either).
+            options: How tokens are chosen.
+            ends: The model's own.
+            on_tokens: As for ``decode.decode``.
+            is_shared: Whether all copies of the model have the same rows and share them; else each copy has rows of its
+                own, and only the ranks of one copy need call alike.
+
+        Raises:
+            ConfigError: On all these ranks alike, before anything runs, if a prompt cannot be continued.
+        """
+        eos = ends.eos if options.eos_token_id is None else options.eos_token_ids
+        pad = ends.pad if options.pad_token_id is None else options.pad_token_id
+        options = replace(options, eos_token_id=eos, pad_token_id=pad)
+        device = given.input_ids.device if isinstance(given.input_ids, Tensor) else self.device
+        on_host = given.each(Tensor.cpu)
+        if is_shared:
+            before, prompts, rules = on_all_ranks_alike(lambda: self._planned(on_host, options, ends))
+            _check_agreement(options, *vars(on_host).values(), None if rules.strings is None else rules.strings.table)
+        else:
+            before, prompts, rules = self._planned(on_host, options, ends)
+        repeats = options.num_return_sequences
+        before = before.repeat_interleave(repeats, dim=0).to(device)
+        if options.num_beams == 1:
+            prompts, repeats = prompts.each(lambda tensor: tensor.repeat_interleave(repeats, dim=0)), 1
+        counts = self._dealt(len(prompts.tokens))
+        rows = self._own(counts) if is_shared else slice(0, len(prompts.tokens))
+        with inference_mode(self.chunks) as models:
+            own = self._continued(models, prompts, rules, rows, on_tokens)
+            found = [own.tokens, own.lengths, own.scores, own.log_probabilities]
+            if is_shared:
+                found = [self._gathered(tensor, [count * repeats for count in counts]) for tensor in found]
+        written, lengths, scores, log_probabilities = (tensor.to(device) for tensor in found)
+        longest = int(lengths.max())
+        return Generated(
+            sequences=torch.cat((before, written[:, :longest]), dim=-1),
+            scores=scores,
+            log_probabilities=log_probabilities[:, :longest],
+        )
+
+    def _planned(self, given: Inputs, options: GenerationOptions, ends: EndTokens) -> tuple[Tensor, NextTokens, Rules]:
+        """What stands before the new tokens, [b, s] int64; the prompts as the model reads them; and what decides.
+
+        Raises:
+            ConfigError: If it cannot be done.
+        """
+        model, pad = self.config, options.pad_token_id
+        has_mask = given.attention_mask is not None or not isinstance(given.input_ids, Tensor)
+        if not has_mask and pad is not None and pad not in options.eos_token_ids:
+            given = replace(given, attention_mask=(given.input_ids != pad).long())
+        check_prompts(given, model, options)
+        if options.top_k > model.vocab_size:
+            raise ConfigError(
+                f"top_k={options.top_k} is more than the {model.vocab_size} tokens of the vocabulary; lower it"
+            )
+        for sequence in options.stop_sequences:
+            check_in_vocabulary("stop_sequences", sequence, model.vocab_size)
+        strings = stop_strings(options.stop_texts, options.tokenizer) if options.stop_texts else None
+        if strings is not None and strings.no_token > model.vocab_size:
+            raise ConfigError(
+                f"tokenizer has tokens up to {strings.no_token - 1}, and the model's vocabulary ends at "
+                f"{model.vocab_size - 1}; give the tokenizer of this model"
+            )
+        if model.architecture == "t5":
+            before, mask = decoder_start(given, model.decoder_start_token_id if ends.start is None else ends.start)
+            prompts = with_source(aligned(before, mask), given)
+        else:
+            before, mask = given.input_ids.long(), given.attention_mask
+            if options.bos_token_id is not None:
+                check_in_vocabulary("bos_token_id", (options.bos_token_id,), model.vocab_size)
+                before, mask = with_first_token(before, mask, options.bos_token_id)
+            prompts = aligned(before, mask)
+        options = check_length(before, mask, model, options)
+        if options.static_cache is None and not self.is_own:
+            options = replace(options, static_cache=False)
+        options = replace(options, static_cache=uses_static_cache(options, model, self.device))
+        return before, prompts, Rules(options=options, vocab_size=model.vocab_size, strings=strings)
+
+    def _continued(
+        self,
+        models: list[Any],
+        prompts: NextTokens,
+        rules: Rules,
+        rows: slice,
+        on_tokens: Callable[[Tensor], None] | None,
+    ) -> Continuations:
+        """What this copy of the model adds to its rows."""
+        options = rules.options
+        if rows.stop == rows.start:
+            none = torch.empty((0, options.num_new_tokens), device=self.device)
+            tokens = none.long()
+            return Continuations(tokens=tokens, lengths=tokens[:, 0], log_probabilities=none, scores=none[:, 0])
+        own = prompts.rows(rows.start, rows.stop).each(lambda tensor: tensor.to(self.device))
+        if options.num_beams > 1:
+            return search(models, self.topology, own, rules)
+        uniform = uniform_numbers(options.seed, options.num_new_tokens, len(prompts.tokens))[:, rows]
+        return decode(models, self.topology, own, rules, uniform, on_tokens)
+
+    # ---- logits ------------------------------------------------------------------------------------------------------
+
+    def logits_of_shared_rows(self, given: Inputs, *, last_stage_only: bool = False) -> Tensor | None:
+        """Logits of rows that all copies of the model have and share: fp32, on the device of the weights.
+
+        They are ``[b, s, vocab_size]``; s is the length of the decoder's rows if there is a decoder. Those of a BERT's
+        other heads are ``[b, num_labels]`` (``sequence_classification``) or ``[b, s, num_labels]``.
+
+        Args:
+            given: The same on every rank.
+            last_stage_only: Give them to the ranks of the last pipeline stage alone, which have them anyway, and None
+                to the others.
+
+        Raises:
+            ConfigError: On all ranks alike, before anything runs, if the model cannot read a row.
+        """
+        rows = given.each(Tensor.cpu)
+        on_all_ranks_alike(lambda: check_rows(rows, self.config))
+        _check_agreement("logits", *vars(rows).values())
+        counts = self._dealt(len(rows))
+        own = self._own(counts)
+        logits = self._logits(rows.each(lambda tensor: tensor[own]), last_stage_only=last_stage_only)
+        # A data-parallel group lies within one stage.
+        return None if logits is None else self._gathered(logits, counts)
+
+    def logits_of_own_rows(self, rows: Inputs, *, last_stage_only: bool = False) -> Tensor | None:
+        """Logits of rows that only this copy of the model has, perhaps none; all its ranks must call alike.
+
+        Raises:
+            ConfigError: On all these ranks, if the model cannot read a row.
+        """
+        if len(rows) > 0:
+            check_rows(rows.each(Tensor.cpu), self.config)
+        return self._logits(rows, last_stage_only=last_stage_only)
+
+    def _logits(self, rows: Inputs, *, last_stage_only: bool) -> Tensor | None:
+        is_kept = self.topology.is_last_stage or not last_stage_only
+        model, shape = self.config, [len(rows), rows.length]
+        predicts_tokens = model.architecture != "bert" or model.has_output_layer
+        if not predicts_tokens and model.task == "sequence_classification":
+            shape = [len(rows)]
+        shape.append(model.vocab_size if predicts_tokens else model.num_labels)
+        # Every rank must enter, also those of a copy without rows: weights may still be on their way to it.
+        with inference_mode(self.chunks) as models:
+            logits = torch.empty(shape if is_kept else 0, dtype=torch.float32, device=self.device)
+            if len(rows) > 0:
+                batch = rows.each(lambda tensor: tensor.long().to(self.device)).next_tokens()
+                computed = Stages(models, self.topology, batch).first(every_position=True)
+                if computed is not None:
+                    logits = (computed[..., : model.vocab_size] if predicts_tokens else computed).contiguous()
+                if self.topology.parallel.pp > 1 and not last_stage_only:
+                    dist.broadcast(logits, self.topology.last_stage, group=self.topology.pp_group)
+            return logits if is_kept else None
+
+    # ---- rows of the copies ------------------------------------------------------------------------------------------
+
+    def _dealt(self, rows: int) -> list[int]:
+        """How many rows each copy of the model takes."""
+        dp = self.topology.dp
+        return [rows * (rank + 1) // dp - rows * rank // dp for rank in range(dp)]
+
+    def _own(self, counts: list[int]) -> slice:
+        """Which rows are this copy's."""
+        first = sum(counts[: self.topology.dp_rank])
+        return slice(first, first + counts[self.topology.dp_rank])
+
+    def _gathered(self, own: Tensor, counts: list[int]) -> Tensor:
+        """The rows of all copies in order, on every rank; every rank must call.
+
+        Args:
+            own: [counts[dp_rank], ...]; all but the number of rows is the same everywhere.
+            counts: Rows of each copy.
+        """
+        if len(counts) == 1:
+            return own
+        # Collectives want equal shapes: short copies send rows that are cut off again.
+        mine = own.new_zeros(max(counts), *own.shape[1:])
+        mine[: len(own)] = own
+        parts = [torch.empty_like(mine) for _ in counts]
+        dist.all_gather(parts, mine, group=self.topology.dp_group)
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+
+def _check_agreement(settings: object, *tensors: Tensor | None) -> None:
+    """Every rank must have been asked for the same, or they would wait for each other forever; every rank must call.
+
+    Args:
+        settings: Compared by what it looks like as text.
+        tensors: On the host.
+
+    Raises:
+        ConfigError: On all ranks, if the prompts or the options differ.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    digest = hashlib.sha256(repr((settings, [None if t is None else t.shape for t in tensors])).encode())
+    for tensor in tensors:
+        if tensor is not None:
+            digest.update(tensor.long().contiguous().numpy().tobytes())
+    digests: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, digest.hexdigest())
+    different = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if different:
+        raise ConfigError(
+            f"rank {different[0]} asks with other prompts or options than rank 0; give every rank the same (they share "
+            "the rows)"
+        )

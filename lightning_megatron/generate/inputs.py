@@ -1,0 +1,414 @@
+"""Rows of tokens that a model continues or gives logits of: taken from calls and batches, checked, and laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.generate.options import GenerationOptions
+from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.steps.checks import check_integers, check_numbers, check_shape
+from lightning_megatron.steps.t5 import shifted_right, visible_keys
+
+_MEGATRON_NAMES = {
+    "bert": {"text": "input_ids", "padding_mask": "attention_mask", "types": "token_type_ids"},
+    "gpt": {"text": "input_ids"},
+    "t5": {
+        "text_enc": "input_ids",
+        "enc_mask": "attention_mask",
+        "text_dec": "decoder_input_ids",
+        "dec_mask": "decoder_attention_mask",
+    },
+}
+"""What Megatron's samples call what Hugging Face calls otherwise, by architecture."""
+
+_READ = {
+    "bert": ("input_ids", "attention_mask", "token_type_ids", "position_ids"),
+    "gpt": ("input_ids", "attention_mask", "position_ids"),
+    "t5": ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask"),
+}
+
+
+class _Rows:
+    """A dataclass some of whose fields are tensors with a row for each sample."""
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """The same with each tensor changed."""
+        tensors: dict[str, Any] = {name: change(x) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **tensors)  # type: ignore[type-var]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs(_Rows):
+    """What a caller or a batch gives, by Hugging Face's names."""
+
+    input_ids: Tensor
+    """[b, s]."""
+    attention_mask: Tensor | None = None
+    """[b, s], 1 for tokens and 0 for padding on any side (logits of a GPT: also numbers of segments); None for no
+    padding."""
+    decoder_input_ids: Tensor | None = None
+    """[b, s_dec], what the decoder of a T5 reads or continues; None for other models, or for its start token alone."""
+    decoder_attention_mask: Tensor | None = None
+    """[b, s_dec], 0 where the decoder shall not look; None for no padding."""
+    token_type_ids: Tensor | None = None
+    """[b, s], of a BERT; None for 0 everywhere."""
+    position_ids: Tensor | None = None
+    """[b, s]; None for 0, 1, 2, ..."""
+
+    def __len__(self) -> int:
+        """Rows."""
+        return len(self.input_ids)
+
+    @property
+    def length(self) -> int:
+        """Tokens per row of which there are logits."""
+        return (self.input_ids if self.decoder_input_ids is None else self.decoder_input_ids).shape[1]
+
+    def next_tokens(self) -> NextTokens:
+        """As a model without a cache reads them."""
+        if self.decoder_input_ids is not None:
+            return NextTokens(
+                tokens=self.decoder_input_ids,
+                positions=None,
+                mask=self.decoder_attention_mask,
+                longest=self.length,
+                source=self.input_ids,
+                source_mask=self.attention_mask,
+            )
+        positions = self.position_ids
+        return NextTokens(
+            tokens=self.input_ids,
+            positions=positions,
+            mask=self.attention_mask,
+            longest=self.length if positions is None else int(positions.max()) + 1,
+            token_types=self.token_type_ids,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextTokens(_Rows):
+    """What the model reads in one pass, behind what its caches hold."""
+
+    tokens: Tensor
+    """[b, s], int64."""
+    positions: Tensor | None
+    """[b, s], int64; None for 0, 1, 2, ..."""
+    mask: Tensor | None
+    """[b, cached + s], int64, 0 for padding; None for no padding."""
+    longest: int
+    """Tokens of the longest row of all copies, these included."""
+    source: Tensor | None = None
+    """What an encoder reads, [b, s_enc] int64; [b, 0] once the caches hold it. None for models without one."""
+    source_mask: Tensor | None = None
+    """[b, s_enc], int64, 0 for padding of the source, also when it is read already; None for no padding."""
+    token_types: Tensor | None = None
+    """[b, s], int64, of a BERT; None for 0 everywhere."""
+
+    def rows(self, first: int, stop: int) -> NextTokens:
+        """Some of the rows."""
+        return self.each(lambda tensor: tensor[first:stop])
+
+    @property
+    def width(self) -> int:
+        """Tokens per row, of the encoder, too."""
+        return self.tokens.shape[1] + (0 if self.source is None else self.source.shape[1])
+
+    @property
+    def is_token(self) -> Tensor:
+        """[b, s], int64, of prompts: 1 for tokens, 0 for padding."""
+        return torch.ones_like(self.tokens) if self.mask is None else self.mask
+
+
+def inputs_of_batch(batch: Mapping[str, Tensor], model: ModelConfig, *, to_continue: bool) -> Inputs:
+    """What ``model`` reads of a batch, without the rows that fill it up (``sample_mask`` is 0).
+
+    Megatron's samples (``text``, ``text_enc``, ...) are read as in training. Without ``decoder_input_ids`` a T5's
+    decoder reads the labels shifted to the right by one; where prompts are continued, what it is given to learn from
+    answers them: with ``labels`` in the batch its rows are left out.
+
+    Args:
+        batch: Of any key; those that say nothing about what is read are ignored.
+        model: What reads it.
+        to_continue: Whether these are prompts (a GPT's go by Hugging Face's names only) rather than whole rows.
+
+    Raises:
+        DataError: If there are no tokens.
+    """
+    names, read = _MEGATRON_NAMES[model.architecture], _READ[model.architecture]
+    if to_continue:
+        names = names if model.architecture == "t5" else {}
+        read = tuple(x for x in read if x != "position_ids" and ("labels" not in batch or not x.startswith("decoder")))
+    found = {ours: batch[theirs] for theirs, ours in names.items() if theirs in batch and ours in read}
+    found |= {name: batch[name] for name in read if name in batch}
+    if "input_ids" not in found:
+        what = "which predict continues" if to_continue else "which logits are of"
+        megatrons = " (or 'text_enc')" if model.architecture == "t5" else ""
+        raise DataError(f"batch keys {', '.join(sorted(batch))} have no 'input_ids'{megatrons}, {what}; add them")
+    if not to_continue and model.architecture == "gpt" and "text" in batch:
+        found["input_ids"] = batch["text"][:, :-1].clamp(min=0)
+    if model.architecture == "t5":
+        if not to_continue and "decoder_input_ids" not in found:
+            if "labels" not in batch:
+                raise DataError(
+                    f"batch keys {', '.join(sorted(batch))} have neither 'decoder_input_ids' nor 'labels', one of "
+                    f"which the decoder of {model.family} reads; add one"
+                )
+            found["decoder_input_ids"] = shifted_right(batch["labels"].long(), model)
+        found = {name: visible_keys(x) if name.endswith("mask") else x for name, x in found.items()}
+    rows = Inputs(**found)
+    return rows if "sample_mask" not in batch else rows.each(lambda tensor: tensor[batch["sample_mask"] != 0])
+
+
+# ---- checks, on the host ---------------------------------------------------------------------------------------------
+
+
+def check_prompts(inputs: Inputs, model: ModelConfig, options: GenerationOptions) -> None:
+    """Refuse what the model cannot continue. Reads the tensors, which should be on the host.
+
+    Raises:
+        ConfigError: If the tensors are no [b, s] of tokens and of 0 and 1, a prompt is empty, a token is not in the
+            vocabulary, the text would outgrow the table of positions or what the options allow, or a model is given
+            what its kind does not read.
+    """
+    _check_decoder(inputs, model)
+    _check_tokens("input_ids", inputs.input_ids, inputs.attention_mask, model, padding_counts=False)
+    if model.architecture != "t5":
+        check_length(inputs.input_ids, inputs.attention_mask, model, options)
+        return
+    if options.bos_token_id is not None:
+        raise ConfigError(
+            f"bos_token_id={options.bos_token_id} stands before texts that are continued, and a {model.family} starts "
+            "its own with decoder_start_token_id; leave it out, or give decoder_input_ids"
+        )
+    if inputs.decoder_input_ids is not None:
+        decoder = inputs.decoder_input_ids, inputs.decoder_attention_mask
+        _check_tokens("decoder_input_ids", *decoder, model, padding_counts=False)
+        _check_as_many(inputs)
+    elif inputs.decoder_attention_mask is not None:
+        raise ConfigError("decoder_attention_mask has no decoder_input_ids that it says something about; give them")
+
+
+def check_rows(inputs: Inputs, model: ModelConfig) -> None:
+    """Refuse rows that the model cannot read, padding included. Reads the tensors, which should be on the host.
+
+    Raises:
+        ConfigError: With the name, the value, the rule and the fix.
+    """
+    _check_decoder(inputs, model)
+    mask: Any = inputs.attention_mask
+    if model.architecture == "gpt" and isinstance(mask, Tensor):  # numbers of segments
+        mask = (mask != 0).long()
+    _check_tokens("input_ids", inputs.input_ids, mask, model, padding_counts=True)
+    if model.architecture == "t5":
+        if inputs.decoder_input_ids is None:
+            raise ConfigError(f"logits of {model.family} need decoder_input_ids, what its decoder reads; give them")
+        decoder = inputs.decoder_input_ids, inputs.decoder_attention_mask
+        _check_tokens("decoder_input_ids", *decoder, model, padding_counts=True)
+        _check_as_many(inputs)
+    limits = {
+        "token_type_ids": (max(model.num_tokentypes, 1), "type_vocab_size"),
+        "position_ids": (_positions(model), "max_position_embeddings"),
+    }
+    for name, (limit, rule) in limits.items():
+        tensor = getattr(inputs, name)
+        if tensor is None:
+            continue
+        if name not in _READ[model.architecture]:
+            raise DataError(f"{name} are nothing that {model.family} reads; leave them out")
+        check_shape(name, tensor, tuple(inputs.input_ids.shape), "as input_ids")
+        check_integers(name, tensor, "they number rows of a table")
+        check_numbers(name, tensor, limit, rule)
+
+
+def check_length(
+    input_ids: Tensor, attention_mask: Tensor | None, model: ModelConfig, options: GenerationOptions
+) -> GenerationOptions:
+    """The options with the lengths that these prompts leave; of a T5 what its decoder continues.
+
+    Raises:
+        ConfigError: If the text would outgrow the table of positions or what the options allow.
+    """
+    width, limit = input_ids.shape[1], _positions(model)
+    if limit is None:
+        return options.settled(width)
+    longest = width if attention_mask is None else int(attention_mask.sum(-1).max())
+    room = limit + 1 - longest  # the last new token is not read again
+    settled = options.settled(width, room)
+    if settled.num_new_tokens <= room:
+        return settled
+    if room < 1:
+        raise ConfigError(
+            f"a prompt of {longest} tokens needs more positions than the model's max_position_embeddings={limit}; cut "
+            f"the prompts to {limit} tokens"
+        )
+    name, most = ("max_new_tokens", room) if options.max_length is None else ("max_length", width + room)
+    raise ConfigError(
+        f"a prompt of {longest} tokens and {name}={getattr(options, name)} need more positions than the model's "
+        f"max_position_embeddings={limit}; use {name} of at most {most}"
+    )
+
+
+def check_in_vocabulary(name: str, tokens: tuple[int, ...], vocab_size: int) -> None:
+    """Refuse tokens outside the vocabulary.
+
+    Raises:
+        ConfigError: With the first one.
+    """
+    for token in tokens:
+        if not 0 <= token < vocab_size:
+            raise ConfigError(
+                f"{name} has the token {token}, and the model's vocabulary is 0..{vocab_size - 1}; does the tokenizer "
+                "belong to the model?"
+            )
+
+
+def _check_tokens(name: str, input_ids: Any, mask: Any, model: ModelConfig, *, padding_counts: bool) -> None:
+    """Rows of tokens and their mask.
+
+    Args:
+        name: What the caller calls the tokens.
+        input_ids: Should be [b, s], integers.
+        mask: Should be [b, s] of 0 and 1, or None for no padding.
+        model: What reads them.
+        padding_counts: Whether padding is read and looked up like a token; else each row must have a token beside it.
+    """
+    if not isinstance(input_ids, Tensor):
+        raise ConfigError(f"{name} are {_kind(input_ids)}; give a tensor of integers, [prompts, tokens]")
+    if input_ids.dim() != 2 or input_ids.dtype.is_floating_point or input_ids.dtype == torch.bool:
+        raise ConfigError(
+            f"{name} are {list(input_ids.shape)} {input_ids.dtype}; give a tensor of integers, [prompts, tokens]"
+        )
+    if input_ids.numel() == 0:
+        raise ConfigError(f"{name} have the shape {list(input_ids.shape)}; give at least one prompt of one token")
+    real = input_ids
+    if mask is not None:
+        mask_name = name.replace("input_ids", "attention_mask")
+        if not isinstance(mask, Tensor):
+            raise ConfigError(f"{mask_name} is {_kind(mask)}; give a tensor of 0 and 1, [prompts, tokens]")
+        if mask.shape != input_ids.shape:
+            raise ConfigError(
+                f"{mask_name} has the shape {list(mask.shape)} and {name} {list(input_ids.shape)}; give each token one "
+                "number"
+            )
+        if not bool(((mask == 0) | (mask == 1)).all()):
+            raise ConfigError(f"{mask_name} has other numbers than 0 and 1; give 1 for tokens and 0 for padding")
+        if not padding_counts:
+            empty = (mask.sum(-1) == 0).nonzero().flatten().tolist()
+            if empty:
+                raise ConfigError(f"the prompts {empty} are empty ({name} have padding only); give each a token")
+            real = input_ids[mask == 1]
+    check_in_vocabulary(name, (int(real.min()), int(real.max())), model.vocab_size)
+    limit, length = _positions(model), input_ids.shape[1]
+    if padding_counts and limit is not None and length > limit:
+        raise ConfigError(
+            f"{name} have {length} tokens per row, more than the model's max_position_embeddings={limit}; cut them"
+        )
+
+
+def _check_decoder(inputs: Inputs, model: ModelConfig) -> None:
+    for name in ("decoder_input_ids", "decoder_attention_mask"):
+        if model.architecture != "t5" and getattr(inputs, name) is not None:
+            raise ConfigError(f"{name} are for encoder-decoders, which {model.family} is not; leave them out")
+
+
+def _check_as_many(inputs: Inputs) -> None:
+    assert inputs.decoder_input_ids is not None
+    if len(inputs.decoder_input_ids) != len(inputs):
+        raise ConfigError(
+            f"decoder_input_ids have {len(inputs.decoder_input_ids)} rows and input_ids {len(inputs)}; give each row "
+            "of the encoder one of the decoder"
+        )
+
+
+def _positions(model: ModelConfig) -> int | None:
+    """Rows of the model's table of positions; None if it has none."""
+    return model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else None
+
+
+def _kind(thing: object) -> str:
+    return "None" if thing is None else f"no tensor but a {type(thing).__name__}"
+
+
+# ---- layout ----------------------------------------------------------------------------------------------------------
+
+
+def aligned(input_ids: Tensor, attention_mask: Tensor | None) -> NextTokens:
+    """Prompts as the model reads them, wherever their padding was: it goes to the left, and positions count from 0.
+
+    All rows then end at the same place, so that each new token of all rows has one place in the cache.
+
+    Args:
+        input_ids: [b, s].
+        attention_mask: [b, s], 1 for tokens and 0 for padding; None for no padding.
+    """
+    tokens = input_ids.long()
+    rows, width = tokens.shape
+    if attention_mask is None:
+        positions = torch.arange(width, device=tokens.device).expand(rows, width)
+        return NextTokens(tokens=tokens, positions=positions, mask=None, longest=width)
+    mask = attention_mask.long()
+    lengths = mask.sum(-1)
+    longest, shortest = int(lengths.max()), int(lengths.min())
+    tokens_last = mask.argsort(dim=-1, stable=True)[:, width - longest :]
+    # What stands for padding need not be a token of the vocabulary, and the embedding is asked for it.
+    tokens, mask = (tokens * mask).gather(-1, tokens_last), mask.gather(-1, tokens_last)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    return NextTokens(tokens=tokens, positions=positions, mask=mask if shortest < longest else None, longest=longest)
+
+
+def with_first_token(input_ids: Tensor, attention_mask: Tensor | None, token: int) -> tuple[Tensor, Tensor | None]:
+    """The rows with ``token`` before the first of their own, if not all of them begin with it already.
+
+    Args:
+        input_ids: [b, s].
+        attention_mask: [b, s], 1 for tokens and 0 for padding on any side; None for no padding.
+        token: What texts begin with.
+
+    Returns:
+        Tokens and mask, [b, s + 1]; of a row that begins with ``token`` the new column is padding. Or what was given.
+    """
+    rows, width = input_ids.shape
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    first = mask.argmax(dim=-1, keepdim=True)
+    begins = input_ids.gather(-1, first) == token
+    if bool(begins.all()):
+        return input_ids, attention_mask
+    places = torch.arange(width + 1, device=input_ids.device).expand(rows, -1)
+    sources = (places - (places > first).long()).clamp(max=width - 1)
+    tokens, mask = input_ids.gather(-1, sources), mask.gather(-1, sources)
+    tokens.scatter_(-1, first, token)
+    mask.scatter_(-1, first, (~begins).to(mask.dtype))
+    return tokens, mask
+
+
+def decoder_start(inputs: Inputs, token: int) -> tuple[Tensor, Tensor | None]:
+    """What the decoder of a T5 continues, and its mask, [b, s_dec].
+
+    As in Hugging Face's ``generate``, ``token`` is put before rows none of which begins with it.
+
+    Args:
+        inputs: On the host.
+        token: What the decoder reads first.
+    """
+    tokens, mask = inputs.decoder_input_ids, inputs.decoder_attention_mask
+    if tokens is None:
+        return torch.full((len(inputs), 1), token), None
+    tokens = tokens.long()
+    if bool((tokens[:, 0] != token).all()):
+        tokens = torch.cat((torch.full_like(tokens[:, :1], token), tokens), dim=-1)
+        mask = None if mask is None else torch.cat((torch.ones_like(mask[:, :1]), mask), dim=-1)
+    return tokens, mask
+
+
+def with_source(decoder: NextTokens, inputs: Inputs) -> NextTokens:
+    """The rows of a decoder with what its encoder reads, as it is; padding outside the vocabulary becomes token 0."""
+    mask, source = inputs.attention_mask, inputs.input_ids.long()
+    if mask is None or bool(mask.all()):
+        return replace(decoder, source=source)
+    return replace(decoder, source=source * mask.long(), source_mask=mask.long())

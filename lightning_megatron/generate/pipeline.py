@@ -1,0 +1,464 @@
+"""Passes of a model over its pipeline stages: tokens in, logits out, keys and values kept in between.
+
+Each stage runs its layers on what the stage before it has sent. Rows are cut into as many groups as there are stages,
+so that the stages work at the same time: while the second one has the first group, the first one has the second.
+
+Of an encoder-decoder the first pass sends what training sends, the states of both stacks; the cross-attention keeps its
+keys and values, and from then on stages send the decoder's newest token only.
+
+With static caches every pass of one token per row has the same shapes and addresses. The first one runs kernel by
+kernel, which compiles what has to be; before the second one each chunk's work on each group of rows is recorded as a
+CUDA graph. What goes between stages and the choice of tokens are no part of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from torch import Tensor
+
+from lightning_megatron.engine.fillers.attention import SDPAttention
+from lightning_megatron.engine.fillers.kv_cache import KeyValueCache, SourceCache, StaticCache, TokenStep, slots_for
+from lightning_megatron.engine.groups import Topology
+from lightning_megatron.engine.wrap import finish_parameter_gathers, unwrap
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.generate.graphs import Work, recorder_of
+from lightning_megatron.generate.inputs import NextTokens
+from lightning_megatron.generate.options import GenerationOptions
+from lightning_megatron.models.bert import BertChunk
+from lightning_megatron.models.config import ModelConfig
+
+SMALLEST_WINDOW = 1024
+"""Queries look at so many slots of static caches at least, or at all if there are fewer; when the texts outgrow them,
+at twice as many. Each time the steps are recorded anew."""
+
+FEWEST_NEW_TOKENS = 8
+"""Of which recording pays: it takes as long as a step or two kernel by kernel, and a replayed step a fifth of that."""
+
+_LENGTH_DEPENDENT = ("dynamic", "longrope")
+"""Rotary scalings whose frequencies the host computes from the texts' length."""
+
+_SEQUENCE_PARALLEL = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
+"""What layers and their config remember of sequence parallelism, which cannot split a single token."""
+
+
+@contextlib.contextmanager
+def inference_mode(chunks: Sequence[torch.nn.Module]) -> Iterator[list[Any]]:
+    """Context manager: inference mode for a model in training, restored on exit; every rank must enter.
+
+    Gives this rank's plain models with whole weights, without dropout, recomputation and sequence parallelism.
+    Wrappers, gradients, optimizer and random streams are left alone.
+
+    Args:
+        chunks: Wrapped or not.
+    """
+    finish_parameter_gathers(list(chunks))
+    models = [unwrap(chunk) for chunk in chunks]
+    modules = [module for model in models for module in model.modules()]
+    were_training = [module.training for module in modules]
+    # Some modules have a copy of the config (megatron-core 0.16.1, transformer/attention.py).
+    configs = {id(module.config): module.config for module in modules if hasattr(module, "config")}
+    holders: list[Any] = [*modules, *configs.values()]
+    switched = [(x, name) for x in holders for name in _SEQUENCE_PARALLEL if getattr(x, name, False) is True]
+    try:
+        for holder, name in switched:
+            setattr(holder, name, False)
+        for module in modules:
+            # The engine recomputes only what is in training.
+            module.training = False
+        # What the engine caches meanwhile (rotary angles) is for training, too: no tensors of torch's inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            yield models
+    finally:
+        for holder, name in switched:
+            setattr(holder, name, True)
+        for module, was_training in zip(modules, were_training, strict=True):
+            module.training = was_training
+
+
+def uses_static_cache(options: GenerationOptions, model: ModelConfig, device: torch.device) -> bool:
+    """Whether all steps of one call are alike: as ``static_cache`` says, else where a GPU gains by it.
+
+    Args:
+        options: Settled.
+        model: What they are for.
+        device: Where it computes.
+
+    Raises:
+        ConfigError: If they must be alike and cannot: with what is not.
+    """
+    reason = None
+    if model.architecture == "t5":
+        reason = "its decoder also attends to a source, with biases that the host counts from the texts' length"
+    elif model.rope_scaling is not None and (kind := model.rope_scaling.rope_type) in _LENGTH_DEPENDENT:
+        reason = f"the host computes its rotary frequencies ({kind}) from the texts' length at every token"
+    if options.static_cache is None:
+        return device.type == "cuda" and reason is None and options.num_new_tokens >= FEWEST_NEW_TOKENS
+    if options.static_cache and reason is not None:
+        raise ConfigError(
+            f"static_cache=True repeats one step that depends on no length, and a {model.family} cannot: {reason}; "
+            "leave it out"
+        )
+    return options.static_cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """A part of the model on this rank, and what its layers keep of each group of rows."""
+
+    model: Any
+    """Plain."""
+    is_first: bool
+    """Whether it reads tokens, not what another chunk sends."""
+    is_last: bool
+    """Whether it has the output layer."""
+    layers: list[SDPAttention]
+    """Those that keep keys and values."""
+    caches: list[list[KeyValueCache]]
+    """Of each group those of the layers."""
+
+    def hidden_like(self, rows: NextTokens) -> Tensor | None:
+        """Memory for what the chunk before sends of ``rows``, [s, b, h]; None for the first."""
+        if self.is_first:
+            return None
+        config = self.model.config
+        shape = (rows.width, len(rows.tokens), config.hidden_size)
+        return torch.empty(shape, dtype=config.pipeline_dtype, device=rows.tokens.device)
+
+    def run(self, hidden: Tensor | None, rows: NextTokens, group: int, *, every_position: bool = False) -> Tensor:
+        """Hidden states [s, b, h] to be sent or, of the last chunk, logits of the padded vocabulary in fp32.
+
+        Args:
+            hidden: What the chunk before has sent, [s, b, h]; None for the first.
+            rows: What is read, behind what the caches hold.
+            group: Whose caches.
+            every_position: Whether the logits are of every position, [b, s, v], instead of the last one, [b, v].
+        """
+        model, takes_all = self.model, every_position or rows.tokens.shape[1] == 1
+        for layer, cache in zip(self.layers, self.caches[group], strict=True):
+            layer.kv_cache = cache
+        model.set_input_tensor(hidden)
+        try:
+            with contextlib.nullcontext() if takes_all else _last_position_only(model):
+                output = self._forward(rows)
+        finally:
+            model.set_input_tensor(None)
+            for layer in self.layers:
+                layer.kv_cache = None
+        if not self.is_last:
+            return output.contiguous()
+        return output.float() if every_position else output[:, -1].float()
+
+    def _forward(self, rows: NextTokens) -> Tensor:
+        model = self.model
+        if rows.source is not None:
+            decoded: Tensor = model(rows.source, rows.tokens, rows.source_mask, rows.mask, runtime_gather_output=True)
+            return decoded
+        if isinstance(model, BertChunk):
+            # In training padding sees padding. Hugging Face lets it see the tokens, and its logits are asked for, too.
+            hidden_keys = None if rows.mask is None else (rows.mask == 0)[:, None, None, :]
+            found = model(rows.tokens, rows.positions, hidden_keys, rows.token_types)
+            # Of a model of pretraining without the logits of the order of sentences.
+            whole: Tensor = gather_from_tensor_model_parallel_region(found[0]) if isinstance(found, tuple) else found
+            return whole
+        model.rotary_length = rows.longest
+        try:
+            output: Tensor = model(rows.tokens, rows.positions, rows.mask, runtime_gather_output=True)
+        finally:
+            model.rotary_length = None
+        return output
+
+
+@contextlib.contextmanager
+def _last_position_only(model: Any) -> Iterator[None]:
+    """The output layer, if this chunk has it, computes the logits of the last position alone."""
+    if not model.post_process:
+        yield
+        return
+    hook = model.output_layer.register_forward_pre_hook(lambda layer, inputs: (inputs[0][-1:], *inputs[1:]))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+class Stages:
+    """This rank's part of the passes over one batch; all ranks of a copy must call alike."""
+
+    def __init__(
+        self,
+        models: Sequence[Any],
+        topology: Topology,
+        batch: NextTokens,
+        new_tokens: int | None = None,
+        *,
+        static: bool = False,
+    ) -> None:
+        """Prepare empty caches.
+
+        Args:
+            models: This rank's plain model chunks, in ``inference_mode``.
+            topology: This rank's place.
+            batch: What is read first.
+            new_tokens: By how many tokens each row may grow; None keeps nothing.
+            static: Whether passes of one token behind the first pass all have the same shapes.
+        """
+        self._topology = topology
+        ranks = sorted(dist.get_process_group_ranks(topology.mp_group))
+        self._num_ranks = len(ranks)
+        # Of the last stage the first: tp ranks could draw differently, as sums on a GPU are not exactly reproducible.
+        self._source = ranks[-topology.parallel.tp]
+        self.chooses = topology.is_last_stage and topology.tp_rank == 0
+        """Whether this rank chooses the tokens of this copy of the model."""
+        rows, width = batch.tokens.shape
+        # Two messages under way in both directions could wait for each other: with chunks the batch is one group.
+        count = 1 if topology.parallel.vpp else min(topology.parallel.pp, rows)
+        bounds = [rows * i // count for i in range(count + 1)]
+        self._groups = list(zip(bounds, bounds[1:], strict=False))
+        """First and last + 1 row of each group."""
+        self._capacity = None if new_tokens is None else width + new_tokens - 1
+        self._is_static = static
+        self._batch, self._mask = batch, batch.mask
+        if batch.mask is not None and new_tokens is not None:
+            self._mask = torch.cat((batch.mask, batch.mask.new_ones(rows, new_tokens)), dim=-1)
+        self._num_read = 0
+        self._steps: StaticSteps | None = None
+        self._chunks = [self._chunk(index, model, len(models)) for index, model in enumerate(models)]
+
+    def _chunk(self, index: int, model: Any, count: int) -> Chunk:
+        layers: list[SDPAttention] = []
+        if self._capacity is not None:
+            # Not those of an encoder, which reads once.
+            layers = [module for module in model.decoder.modules() if isinstance(module, SDPAttention)]
+        kind = StaticCache if self._is_static else KeyValueCache
+        return Chunk(
+            model=model,
+            is_first=self._topology.is_first_stage and index == 0,
+            is_last=self._topology.is_last_stage and index == count - 1,
+            layers=layers,
+            caches=[
+                [SourceCache() if layer.is_cross else kind(self._capacity or 0) for layer in layers]
+                for _ in self._groups
+            ],
+        )
+
+    def first(self, *, every_position: bool = False) -> Tensor | None:
+        """Read the batch; what follows each row: [b, padded vocabulary] fp32 on the last stage, None elsewhere.
+
+        Args:
+            every_position: Ask for what follows every token instead, [b, s, padded vocabulary].
+        """
+        self._num_read = self._batch.tokens.shape[1]
+        return self._eager_pass(every_position=every_position)
+
+    def next(self, tokens: Tensor) -> Tensor | None:
+        """Read one more token of each row, [b]; what follows it, as from ``first``."""
+        batch, place = self._batch, self._num_read
+        assert batch.positions is not None
+        self._num_read += 1
+        self._batch = batch = replace(
+            batch,
+            tokens=tokens[:, None],
+            positions=batch.positions[:, -1:] + 1,
+            mask=None if self._mask is None else self._mask[:, : self._num_read],
+            longest=batch.longest + 1,
+            source=None if batch.source is None else tokens.new_empty(len(tokens), 0),  # the encoder reads once
+        )
+        if not self._is_static:
+            return self._eager_pass()
+        if self._steps is None:
+            self._steps = StaticSteps(self._chunks, self._groups, batch, place, slots_for(self._capacity or 0))
+        self._steps.advance(batch, place, self._all_agree)
+        return self._pass(self._steps.hidden, self._steps.output)
+
+    def _eager_pass(self, *, every_position: bool = False) -> Tensor | None:
+        rows = [self._batch.rows(first, stop) for first, stop in self._groups]
+
+        def hidden_of(chunk: int, group: int) -> Tensor | None:
+            return self._chunks[chunk].hidden_like(rows[group])
+
+        def run(chunk: int, group: int, hidden: Tensor | None) -> Tensor:
+            return self._chunks[chunk].run(hidden, rows[group], group, every_position=every_position)
+
+        return self._pass(hidden_of, run)
+
+    def _pass(
+        self, hidden_of: Callable[[int, int], Tensor | None], run: Callable[[int, int, Tensor | None], Tensor]
+    ) -> Tensor | None:
+        found: list[Tensor] = []
+        under_way: list[tuple[Any, Tensor]] = []
+        for index, chunk in enumerate(self._chunks):
+            for group in range(len(self._groups)):
+                hidden = hidden_of(index, group)
+                if hidden is not None:
+                    dist.recv(hidden, self._neighbour(-1), group=self._topology.pp_group)
+                output = run(index, group, hidden)
+                if chunk.is_last:
+                    found.append(output)
+                else:
+                    sent = dist.isend(output, self._neighbour(1), group=self._topology.pp_group)
+                    under_way.append((sent, output))
+        for message, _ in under_way:
+            message.wait()
+        # A copy: what a static step returns is written anew by the next one.
+        return torch.cat(found) if found else None
+
+    def _all_agree(self, agrees: bool) -> bool:
+        """Whether all ranks of this copy say yes."""
+        if self._num_ranks == 1:
+            return agrees
+        vote = torch.tensor([int(agrees)], device=self._batch.tokens.device)
+        dist.all_reduce(vote, dist.ReduceOp.MIN, group=self._topology.mp_group)
+        return bool(vote)
+
+    def told(self, message: Tensor) -> Tensor:
+        """What the rank that chooses passes here, on all ranks of this copy; theirs must have the same shape."""
+        if self._num_ranks > 1:
+            message = message.contiguous()
+            dist.broadcast(message, self._source, group=self._topology.mp_group)
+        return message
+
+    def select(self, rows: Tensor) -> None:
+        """Row i becomes what row ``rows[i]`` was, in every cache, too; ``next`` gives them their tokens.
+
+        Args:
+            rows: [b], a multiple of the prompts; those of a prompt come from rows of the same prompt.
+        """
+        before, old, new = self._groups, self._groups[-1][1], len(rows)
+        assert self._steps is None or old == new, "steps have one number of rows"
+        self._groups = [(first * new // old, stop * new // old) for first, stop in before]
+        for chunk in self._chunks:
+            for (was_first, _), (first, stop), caches in zip(before, self._groups, chunk.caches, strict=True):
+                for cache in caches:
+                    cache.select(rows[first:stop] - was_first)
+        positions, source_mask = self._batch.positions, self._batch.source_mask
+        assert positions is not None
+        source_mask = None if source_mask is None else source_mask[rows]
+        self._batch = replace(self._batch, positions=positions[rows], source_mask=source_mask)
+        self._mask = None if self._mask is None else self._mask[rows]
+
+    def _neighbour(self, distance: int) -> int:
+        """Global rank of a stage behind (or before) this one; behind the last is the first, with its next chunk."""
+        ranks = dist.get_process_group_ranks(self._topology.pp_group)
+        return ranks[(self._topology.pp_rank + distance) % len(ranks)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What one chunk does with the newest token of each row of one group, on buffers that stay where they are."""
+
+    chunk: Chunk
+    group: int
+    rows: NextTokens
+    hidden: Tensor | None
+    token_step: TokenStep
+
+    def __call__(self) -> Tensor:
+        """As ``Chunk.run``."""
+        try:
+            return self.chunk.run(self.hidden, self.rows, self.group).detach()
+        finally:
+            self.token_step.forget()
+
+
+class StaticSteps:
+    """The passes of one token per row with static caches, recorded where the device has a recorder."""
+
+    def __init__(
+        self, chunks: Sequence[Chunk], groups: Sequence[tuple[int, int]], batch: NextTokens, place: int, slots: int
+    ) -> None:
+        """Allocate what the steps read besides caches and weights.
+
+        Args:
+            chunks: Of this rank, with static caches that hold the prompts.
+            groups: First and last + 1 row of each.
+            batch: The first token behind the prompts.
+            place: Where it stands.
+            slots: Of the caches.
+        """
+        self._chunks, self._groups, self._slots = chunks, groups, slots
+        device = batch.tokens.device
+        self._recorder = recorder_of(device)
+        self._place = torch.full((1,), place, dtype=torch.long, device=device)
+        self._is_token = torch.ones((len(batch.tokens), slots), dtype=torch.bool, device=device)
+        if batch.mask is not None:
+            self._is_token[:, : place + 1] = batch.mask != 0
+        self._batch = replace(batch, mask=None).each(Tensor.clone)
+        self._rows = [self._batch.rows(first, stop) for first, stop in groups]
+        self._hidden = [[chunk.hidden_like(rows) for rows in self._rows] for chunk in chunks]
+        self._works: dict[tuple[int, int], Work] = {}
+        self._is_recorded = False
+        self._num_keys = 0
+
+    def advance(self, batch: NextTokens, place: int, agree: Callable[[bool], bool]) -> None:
+        """Go on to the next token; all ranks of a copy must call alike.
+
+        Args:
+            batch: The token.
+            place: Where it stands.
+            agree: Tells whether all ranks of the copy pass True.
+        """
+        assert self._batch.positions is not None
+        assert batch.positions is not None
+        self._batch.tokens.copy_(batch.tokens)
+        self._batch.positions.copy_(batch.positions)
+        self._place.fill_(place)
+        if place >= self._num_keys:
+            self._look_at(_window(place, self._slots))
+        elif self._recorder is not None and not self._is_recorded:
+            self._record(agree)
+
+    def hidden(self, chunk: int, group: int) -> Tensor | None:
+        """Where what the chunk before sends shall be received."""
+        return self._hidden[chunk][group]
+
+    def output(self, chunk: int, group: int, hidden: Tensor | None) -> Tensor:
+        """As ``Chunk.run`` of ``hidden``; valid until the next pass."""
+        work = self._works[chunk, group]
+        return work() if self._recorder is None or self._is_recorded else self._recorder.prepared(work)
+
+    def _look_at(self, num_keys: int) -> None:
+        """Steps whose queries see so many slots; what was recorded for fewer is given back."""
+        self._works, self._is_recorded, self._num_keys = {}, False, num_keys
+        steps = [TokenStep(self._place, self._is_token[first:stop, :num_keys]) for first, stop in self._groups]
+        for index, chunk in enumerate(self._chunks):
+            for group, (rows, step) in enumerate(zip(self._rows, steps, strict=True)):
+                for cache in chunk.caches[group]:
+                    cache.step = step
+                hidden = self._hidden[index][group]
+                work = Step(chunk=chunk, group=group, rows=rows, hidden=hidden, token_step=step)
+                self._works[index, group] = work
+
+    def _record(self, agree: Callable[[bool], bool]) -> None:
+        """Record every work, or none if one rank cannot: all of a copy then go on alike."""
+        assert self._recorder is not None
+        recorded, failure = None, None
+        try:
+            recorded = self._recorder.recorded(list(self._works.values()))
+        except RuntimeError as error:
+            # What ended the recording, rather than that it could not be ended properly; CUDA adds lines of advice.
+            failure = str(error.__context__ or error).partition("\n")[0]
+        if agree(failure is None) and recorded is not None:
+            self._works, self._is_recorded = dict(zip(self._works, recorded, strict=True)), True
+            return
+        self._recorder = None
+        if failure is not None:
+            warnings.warn(
+                f"a step could not be recorded as a CUDA graph ({failure}); steps run kernel by kernel, more slowly",
+                stacklevel=2,
+            )
+
+
+def _window(place: int, slots: int) -> int:
+    """How many slots a query at ``place`` looks at."""
+    width = SMALLEST_WINDOW
+    while width <= place:
+        width *= 2
+    return min(width, slots)
