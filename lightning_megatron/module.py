@@ -31,7 +31,7 @@ from lightning_megatron.hyper_parameters import (
 )
 from lightning_megatron.inference import Inference
 from lightning_megatron.load_from import LoadFrom
-from lightning_megatron.models.variants import AttentionHeads, Positions, with_variant
+from lightning_megatron.models.config import AttentionHeads, Positions, with_variant
 from lightning_megatron.steps.base import TrainStep
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ class MegatronModule(Inference):
 
     def _fill_weights(self, chunks: torch.nn.ModuleList) -> None:
         """From the model directory, and what it does not have (a new head, or everything) at random."""
-        from lightning_megatron.models.initialization import initialize_weights
+        from lightning_megatron.models.build import initialize_weights
 
         without_file = None
         if self.pretrained_path is not None:

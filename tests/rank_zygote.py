@@ -52,11 +52,7 @@ _PRELOADED = (
     "lightning_megatron.convert.registry",
     "lightning_megatron.convert.save",
     "lightning_megatron.datamodules.sources",
-    "lightning_megatron.models.bert",
     "lightning_megatron.models.build",
-    "lightning_megatron.models.gpt",
-    "lightning_megatron.models.initialization",
-    "lightning_megatron.models.t5",
 )
 _PR_SET_PDEATHSIG = 1
 

@@ -18,7 +18,7 @@ from lightning_megatron.convert.stored.base import StoredModel
 from lightning_megatron.convert.targets.casting import dtype_of
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import CheckpointError, ConfigError
-from lightning_megatron.models.variants import variant_of
+from lightning_megatron.models.config import variant_of
 
 _OF_LAYOUTS = "a Hugging Face model directory is whole"
 _ONLY_FOR = {

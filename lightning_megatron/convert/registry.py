@@ -79,7 +79,7 @@ def family_of(model_type: str) -> Family:
 def rules_of(model: ModelConfig) -> list[Rule]:
     """How each weight of ``model`` is named here and by Hugging Face.
 
-    A variant (models/variants.py) may have learned positions where its family has none, or the other way round.
+    A variant (models/config.py) may have learned positions where its family has none, or the other way round.
     """
     rules = list(family_of(model.family).rules(model))
     if model.architecture == "gpt":

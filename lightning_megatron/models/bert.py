@@ -1,101 +1,42 @@
-"""What does one pipeline stage of a BERT hold? Embeddings with token types, pre-norm encoder layers, and a head.
+"""One pipeline chunk of a BERT: embeddings with token types, pre-norm encoder layers, and the head of a task.
 
 Megatron-Core's own ``BertModel`` (megatron-core 0.16.1, models/bert/bert_model.py) asks for the first stage without its
 virtual stage, gathers the whole sequence for one token, normalizes its head with a norm that refuses sequence
 parallelism, and knows no head but that of pretraining; so only its parts are used.
+
+With sequence parallelism a rank has a part of the sequence. A head that reads every token works on that part, so that
+the gradients of its weights are sums over the ranks (``sequence_parallel``); a head that reads the first token reads it
+on all ranks alike.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer import ModuleSpec, TransformerConfig
-from megatron.core.transformer.enums import AttnMaskType, ModelType
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, get_cuda_rng_tracker
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_block import (
-    TransformerBlock,
-    TransformerBlockSubmodules,
-    get_num_layers_to_build,
-)
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
 from lightning_megatron.engine.fillers.norm import Norm
-from lightning_megatron.models.bert_heads import MaskedLMHead, Pooler, RowClassifier, TokenClassifier
+from lightning_megatron.models.chunk import Chunk
 from lightning_megatron.models.config import ModelConfig
-from lightning_megatron.models.layer_specs import CHECKPOINT_NAMES, self_attention_spec
-from lightning_megatron.models.transformer_config import EngineSettings, transformer_config
-from lightning_megatron.models.vocabulary import silence_padding
+from lightning_megatron.models.transformer_config import activation_function
 
 
-def build_bert(model: ModelConfig, settings: EngineSettings) -> torch.nn.ModuleList:
-    """This rank's model chunks (one per virtual stage), on ``settings.device``, weights not yet filled.
-
-    Every rank must call, after the process groups exist.
-
-    Raises:
-        ConfigError: If the model cannot be split as ``settings.parallel`` says.
-    """
-    config = transformer_config(model, settings)
-    stages: list[int | None] = list(range(settings.parallel.vpp)) if settings.parallel.vpp else [None]
-    return torch.nn.ModuleList([BertChunk(model, config, stage).to(settings.device) for stage in stages])
-
-
-def bert_layer_spec() -> ModuleSpec:
-    """One pre-norm encoder layer: attention in both directions, then the MLP."""
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=Norm,
-            self_attention=self_attention_spec(AttnMaskType.padding),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=Norm,
-            mlp=ModuleSpec(
-                module=MLP,
-                submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
-            ),
-            mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=dict(CHECKPOINT_NAMES),
-        ),
-    )
-
-
-class BertChunk(LanguageModule):
+class BertChunk(Chunk):
     """A stage of a BERT for ``model.task``; weights have Megatron-Core's names where it has any."""
 
-    def __init__(self, model: ModelConfig, config: TransformerConfig, vp_stage: int | None) -> None:
-        """Create this rank's layers.
+    stack_name = "encoder"
 
-        Args:
-            model: The model and its task.
-            config: The same in the engine's words.
-            vp_stage: Which virtual stage; None if there is only one.
-        """
-        super().__init__(config=config)
-        self.model_type = ModelType.encoder_or_decoder
-        self.vp_stage = vp_stage
-        self.pre_process: bool = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
-        self.post_process: bool = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-        self.share_embeddings_and_output_weights = model.has_output_layer and model.share_embeddings_and_output_weights
-        if self.pre_process:
-            self.embedding = _embedding(model, config)
-        num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-        self.encoder = TransformerBlock(
-            config=config,
-            spec=TransformerBlockSubmodules(layer_specs=[bert_layer_spec()] * num_layers, layer_norm=Norm),
-            pre_process=self.pre_process,
-            post_process=self.post_process,
-            vp_stage=vp_stage,
-        )
-        self._task = model.task
-        self._predicts_tokens = model.has_output_layer
+    def __init__(self, model: ModelConfig, config: TransformerConfig, vp_stage: int | None) -> None:
+        """Create this rank's layers; arguments are those of ``Chunk``."""
+        super().__init__(model, config, vp_stage)
+        if self.pre_process and model.pad_token_id >= 0:
+            self.embedding.word_embeddings.register_forward_hook(_freeze_lookups_of(model.pad_token_id))
+        self.encoder = self.create_block()
         if self.post_process:
             self._create_head(model)
         if model.has_output_layer and (self.pre_process or self.post_process):
@@ -112,33 +53,8 @@ class BertChunk(LanguageModule):
         if model.task in ("token_classification", "question_answering"):
             self.token_head = TokenClassifier(model, config)
         if model.has_output_layer:
-            tp = config.tensor_model_parallel_size
             self.lm_head = MaskedLMHead(model, config)
-            self.output_layer = ColumnParallelLinear(
-                model.hidden_size,
-                model.padded_vocab_size(tp),
-                config=config,
-                init_method=config.init_method,
-                bias=True,
-                gather_output=False,
-                skip_weight_param_allocation=self.pre_process and self.share_embeddings_and_output_weights,
-            )
-            silence_padding(self.output_layer, model, tp)
-
-    def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
-        """Take what the stage before sent: [s or s/tp, b, h]."""
-        self.encoder.set_input_tensor(input_tensor[0] if isinstance(input_tensor, list) else input_tensor)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Where this rank's weights lie in the whole model, by Megatron's checkpoint names."""
-        state: dict[str, Any]
-        if self._predicts_tokens:
-            state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        else:  # megatron-core 0.16.1, language_module.py: a last stage without an output layer is a KeyError
-            state = MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
-        return state
+            self.output_layer = self.create_output_layer(bias=True)
 
     def forward(
         self,
@@ -175,30 +91,13 @@ class BertChunk(LanguageModule):
         return self._head(hidden, labels) if self.post_process else hidden
 
     def _head(self, hidden: Tensor, labels: Tensor | None) -> Any:
-        if self._task == "sequence_classification":
+        task = self.description.task
+        if task == "sequence_classification":
             return self.classification_head(self.pooler(hidden))
-        if self._task in ("token_classification", "question_answering"):
+        if task in ("token_classification", "question_answering"):
             return self.token_head(hidden)
-        order = self.binary_head(self.pooler(hidden)) if self._task == "pretraining" else None
-        tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits, _ = self.output_layer(self.lm_head(hidden), weight=tied)
-        if labels is None:
-            return logits.transpose(0, 1).contiguous(), order
-        return self.compute_language_model_loss(labels, logits), order
-
-
-def _embedding(model: ModelConfig, config: TransformerConfig) -> LanguageModelEmbedding:
-    embedding = LanguageModelEmbedding(
-        config=config,
-        vocab_size=model.padded_vocab_size(config.tensor_model_parallel_size),
-        max_sequence_length=model.max_position_embeddings,
-        position_embedding_type="learned_absolute",
-        num_tokentypes=model.num_tokentypes,
-    )
-    embedding.embedding_dropout.p = model.embedding_dropout
-    if model.pad_token_id >= 0:
-        embedding.word_embeddings.register_forward_hook(_freeze_lookups_of(model.pad_token_id))
-    return embedding
+        order = self.binary_head(self.pooler(hidden)) if task == "pretraining" else None
+        return self.predictions(self.lm_head(hidden), labels), order
 
 
 def _freeze_lookups_of(token: int) -> Any:
@@ -213,3 +112,96 @@ def _freeze_lookups_of(token: int) -> Any:
             output.register_hook(lambda gradient: gradient.masked_fill(frozen, 0.0))
 
     return hook
+
+
+# ---- heads -----------------------------------------------------------------------------------------------------------
+
+
+def _whole_sequence(part: Tensor) -> Tensor:
+    """[s/tp, ...] of every tensor-parallel rank -> [s, ...]; every rank of the tp group must call.
+
+    All ranks compute the same with it, so the gradient of a rank's part is in each of them: it is taken, not summed.
+    """
+    whole: Tensor = gather_from_sequence_parallel_region(part, tensor_parallel_output_grad=False)
+    return whole
+
+
+def _linear(rows: int, columns: int, config: TransformerConfig, *, sees_part_of_sequence: bool) -> torch.nn.Linear:
+    linear = torch.nn.Linear(rows, columns, dtype=config.params_dtype)
+    for parameter in linear.parameters():
+        # distributed/finalize_model_grads.py sums these gradients over TP: each rank saw a part of the sequence.
+        parameter.sequence_parallel = config.sequence_parallel and sees_part_of_sequence  # type: ignore[attr-defined]
+    return linear
+
+
+class MaskedLMHead(torch.nn.Module):
+    """What comes between the last layer and the logits of a masked language model: dense, activation, norm."""
+
+    def __init__(self, model: ModelConfig, config: TransformerConfig) -> None:
+        """Create the weights, not yet filled."""
+        super().__init__()
+        self.dense = _linear(model.hidden_size, model.hidden_size, config, sees_part_of_sequence=True)
+        self.layer_norm = Norm(config, model.hidden_size, model.layernorm_epsilon)
+        self.activation = activation_function(model.activation)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[s or s/tp, b, h] -> [s or s/tp, b, h]."""
+        normed: Tensor = self.layer_norm(self.activation(self.dense(hidden)))
+        return normed
+
+
+class Pooler(torch.nn.Module):
+    """A summary of each row: dense and tanh on its first token."""
+
+    def __init__(self, model: ModelConfig, config: TransformerConfig) -> None:
+        """Create the weights, not yet filled."""
+        super().__init__()
+        self.sequence_parallel: bool = config.sequence_parallel
+        self.dense = _linear(model.hidden_size, model.hidden_size, config, sees_part_of_sequence=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[s or s/tp, b, h] -> [b, h], the same on all tensor-parallel ranks, which must all call."""
+        first = hidden[:1]
+        if self.sequence_parallel:
+            # Only the first row of each rank travels; that of rank 0 is the first of the sequence.
+            first = _whole_sequence(first.contiguous())
+        return torch.tanh(self.dense(first[0]))
+
+
+class RowClassifier(MegatronModule):
+    """Logits of a row's classes (or values of a regression) from its summary."""
+
+    def __init__(self, model: ModelConfig, config: TransformerConfig) -> None:
+        """Create the weights, not yet filled."""
+        super().__init__(config=config)
+        self.dropout = torch.nn.Dropout(model.classifier_dropout)
+        self.dense = _linear(model.hidden_size, model.num_labels, config, sees_part_of_sequence=False)
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        """[b, h] -> [b, num_labels]."""
+        # Outside the tracker's fork: all tensor-parallel ranks have the same summary and must drop the same of it.
+        logits: Tensor = self.dense(self.dropout(pooled))
+        return logits
+
+
+class TokenClassifier(MegatronModule):
+    """Logits of each token's classes; for questions, how well an answer may start or end there."""
+
+    def __init__(self, model: ModelConfig, config: TransformerConfig) -> None:
+        """Create the weights, not yet filled."""
+        super().__init__(config=config)
+        # Hugging Face's head for questions has no dropout.
+        self.dropout = torch.nn.Dropout(0.0 if model.task == "question_answering" else model.classifier_dropout)
+        self.dense = _linear(model.hidden_size, model.num_labels, config, sees_part_of_sequence=True)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[s or s/tp, b, h] -> [b, s, num_labels], whole on all tensor-parallel ranks, which must all call."""
+        split = self.config.sequence_parallel
+        drops = self.training and self.dropout.p > 0.0
+        # Each rank has other tokens and must draw other masks.
+        with get_cuda_rng_tracker().fork() if split and drops else contextlib.nullcontext():
+            dropped = self.dropout(hidden)
+        logits: Tensor = self.dense(dropped)
+        if split:
+            logits = _whole_sequence(logits)
+        return logits.transpose(0, 1).contiguous()

@@ -1,11 +1,29 @@
-"""Which builder makes the chunks of a model?"""
+"""Build a model: this rank's chunks and their initial weights.
+
+Initial weights are the same on every layout, from one seed: each is drawn whole, from a generator seeded with the run's
+seed and the weight's global name, and every rank keeps its slice. So tp, pp, vpp and dp change nothing: a run can be
+compared with one rank from its first step.
+"""
 
 from __future__ import annotations
 
-import torch
+import hashlib
+import math
+from collections.abc import Collection, Iterable
+from functools import partial
 
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+from lightning_megatron.models.bert import BertChunk
 from lightning_megatron.models.config import ModelConfig
-from lightning_megatron.models.transformer_config import EngineSettings
+from lightning_megatron.models.gpt import GPTChunk
+from lightning_megatron.models.t5 import t5_chunks
+from lightning_megatron.models.transformer_config import EngineSettings, transformer_config
+
+_VOCAB_ROWS = ("word_embeddings.weight", "output_layer.weight")
+_RESIDUAL_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")
 
 
 def build_chunks(model: ModelConfig, settings: EngineSettings) -> torch.nn.ModuleList:
@@ -16,14 +34,101 @@ def build_chunks(model: ModelConfig, settings: EngineSettings) -> torch.nn.Modul
     Raises:
         ConfigError: If the model cannot be split as ``settings.parallel`` says.
     """
-    if model.architecture == "bert":
-        from lightning_megatron.models.bert import build_bert
-
-        return build_bert(model, settings)
     if model.architecture == "t5":
-        from lightning_megatron.models.t5 import build_t5
+        chunk_of = t5_chunks(model, settings)
+    else:
+        chunk_class = BertChunk if model.architecture == "bert" else GPTChunk
+        chunk_of = partial(chunk_class, model, transformer_config(model, settings))
+    stages: list[int | None] = list(range(settings.parallel.vpp)) if settings.parallel.vpp else [None]
+    return torch.nn.ModuleList([chunk_of(stage).to(settings.device) for stage in stages])
 
-        return build_t5(model, settings)
-    from lightning_megatron.models.gpt import build_gpt
 
-    return build_gpt(model, settings)
+@torch.no_grad()
+def initialize_weights(
+    chunks: Iterable[torch.nn.Module], model: ModelConfig, seed: int, only: Collection[str] | None = None
+) -> None:
+    """Fill the matrices with normal numbers and the biases with zeros; norms keep their ones.
+
+    Args:
+        chunks: This rank's unwrapped model chunks.
+        model: The description that they were built from.
+        seed: The run's seed.
+        only: Megatron's keys of the weights to fill, those that no file had; None for all.
+    """
+    for chunk in chunks:
+        state = chunk.sharded_state_dict()  # type: ignore[operator]
+        apply_factories(state)
+        for shard in nested_values(state):
+            if isinstance(shard, ShardedTensor) and (only is None or shard.key in only):
+                _fill(shard, model, seed)
+
+
+def _fill(shard: ShardedTensor, model: ModelConfig, seed: int) -> None:
+    layer_axes = shard.prepend_axis_num
+    global_shape = list(shard.global_shape)[layer_axes:]
+    if len(global_shape) < 2:
+        if shard.key.endswith("bias"):
+            shard.data.zero_()
+        elif model.architecture == "t5":
+            shard.data.fill_(model.init_method_std)  # initializer_factor scales norms, too
+        return
+    layer = tuple(shard.global_offset)[:layer_axes]
+    if shard.key.endswith(_VOCAB_ROWS):
+        # Drawn without its padding, which depends on tp.
+        global_shape[0] = model.vocab_size
+    std = model.init_method_std
+    if model.scaled_residual_init and shard.key.endswith(_RESIDUAL_OUTPUTS):
+        std /= math.sqrt(2 * model.num_layers)
+    generator = torch.Generator(device=shard.data.device).manual_seed(_seed_of(shard.key, layer, seed))
+    whole = torch.empty(global_shape, dtype=torch.float32, device=shard.data.device)
+    whole.normal_(0.0, std, generator=generator)
+    if model.architecture == "t5":
+        whole *= torch.as_tensor(_t5_scale(shard.key, model), device=whole.device)
+    _copy_slice(whole, shard, layer_axes)
+
+
+def _copy_slice(whole: torch.Tensor, shard: ShardedTensor, layer_axes: int) -> None:
+    """Copy this rank's part of ``whole``; rows past its end are vocabulary padding and become zero."""
+    shard.data.zero_()
+    offsets = tuple(shard.global_offset)[layer_axes:]
+    source, target = [], []
+    for offset, length, limit in zip(offsets, shard.local_shape, whole.shape, strict=True):
+        real = max(0, min(length, limit - offset))
+        source.append(slice(offset, offset + real))
+        target.append(slice(0, real))
+    shard.data[tuple(target)].copy_(whole[tuple(source)])
+
+
+def _seed_of(key: str, layer: tuple[int, ...], seed: int) -> int:
+    digest = hashlib.sha256(f"{seed}/{key}/{layer}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def _t5_scale(key: str, model: ModelConfig) -> float | torch.Tensor:
+    """Standard deviation of a matrix, in units of ``initializer_factor``: scores are not scaled.
+
+    Source: transformers 5.23, models/t5/modeling_t5.py, ``_init_weights`` (after mesh-tensorflow): everything is
+    multiplied by ``initializer_factor``, which is ``ModelConfig.init_method_std`` here.
+
+    Args:
+        key: Its name in Megatron's checkpoints.
+        model: The description.
+
+    Returns:
+        A number; for queries, keys and values in one matrix [rows, 1], fp32, on the CPU.
+    """
+    into_hidden: float = model.hidden_size**-0.5
+    # Scores are multiplied by 1, so queries start smaller instead.
+    of_queries: float = (model.hidden_size * model.kv_channels) ** -0.5
+    if key.endswith("linear_qkv.weight"):
+        of_head = torch.tensor([of_queries, into_hidden, into_hidden]).repeat_interleave(model.kv_channels)
+        return of_head.repeat(model.num_attention_heads)[:, None]
+    if key.endswith("linear_q.weight"):
+        return of_queries
+    if key.endswith("linear_proj.weight"):
+        return float((model.num_attention_heads * model.kv_channels) ** -0.5)
+    if key.endswith("linear_fc2.weight"):
+        return float(model.ffn_hidden_size**-0.5)
+    if key.endswith(("word_embeddings.weight", "output_layer.weight")):
+        return 1.0
+    return into_hidden

@@ -1,15 +1,18 @@
-"""What does one model look like, in Megatron's words and independent of any layout?"""
+"""Description of a model in Megatron's words, independent of any layout."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, TypeAlias
 
 from lightning_megatron.errors import ConfigError, require_divides
 
 Activation = Literal["gelu", "gelu_tanh", "relu", "silu"]
 Architecture = Literal["gpt", "bert", "t5"]
 PositionEmbedding = Literal["learned_absolute", "rope", "alibi", "relative"]
+Positions: TypeAlias = Literal["absolute", "rotary", "alibi"]
+AttentionHeads: TypeAlias = Literal["multihead", "multiquery"]
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 
 
@@ -168,6 +171,11 @@ class ModelConfig:
         return self.add_bias_linear if self.add_attention_output_bias is None else self.add_attention_output_bias
 
     @property
+    def has_position_table(self) -> bool:
+        """Whether positions are rows of an embedding, so that rows cannot be longer than it."""
+        return self.position_embedding_type == "learned_absolute"
+
+    @property
     def has_output_layer(self) -> bool:
         """Whether the model predicts tokens; a BERT may have another head instead."""
         return self.architecture != "bert" or self.task in ("pretraining", "masked_lm")
@@ -188,3 +196,60 @@ class ModelConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for checkpoints and error messages."""
         return asdict(self)
+
+
+_POSITIONS: dict[str, PositionEmbedding] = {"absolute": "learned_absolute", "rotary": "rope", "alibi": "alibi"}
+
+
+def with_variant(
+    model: ModelConfig, position_embedding_type: str | None, attention_head_type: str | None
+) -> ModelConfig:
+    """``model`` with other positions and heads, as no Hugging Face config describes them.
+
+    Args:
+        model: A GPT.
+        position_embedding_type: ``absolute`` (learned), ``rotary`` or ``alibi``; None keeps the model's.
+        attention_head_type: ``multihead`` (each query head has a key and value of its own) or ``multiquery`` (all share
+            one); None keeps the model's.
+
+    Raises:
+        ConfigError: If a name is unknown, the model is no GPT, or its heads cannot be rotated.
+    """
+    if position_embedding_type is None and attention_head_type is None:
+        return model
+    if model.architecture != "gpt":
+        raise ConfigError(
+            f"position_embedding_type and attention_head_type are for GPTs, and {model.family} is a "
+            f"{model.architecture.upper()}; leave them out"
+        )
+    if position_embedding_type is not None:
+        if position_embedding_type not in _POSITIONS:
+            raise ConfigError(
+                f"position_embedding_type={position_embedding_type!r} is unknown; choose from {', '.join(_POSITIONS)}"
+            )
+        positions = _POSITIONS[position_embedding_type]
+        # The scaling of rotary frequencies is nobody else's.
+        scaling = model.rope_scaling if positions == "rope" else None
+        model = replace(model, position_embedding_type=positions, rope_scaling=scaling)
+    if attention_head_type is not None:
+        groups = {"multihead": model.num_attention_heads, "multiquery": 1}
+        if attention_head_type not in groups:
+            raise ConfigError(
+                f"attention_head_type={attention_head_type!r} is unknown; choose from {', '.join(groups)}"
+            )
+        model = replace(model, num_query_groups=groups[attention_head_type])
+    return model
+
+
+def variant_of(model: ModelConfig, stored: Mapping[str, Any]) -> ModelConfig:
+    """``model`` as the variant that a checkpoint says it holds.
+
+    Args:
+        model: As its Hugging Face config describes it.
+        stored: A saved ``ModelConfig.to_dict()``, or Megatron-LM's arguments, which use the same names.
+    """
+    if model.architecture != "gpt":
+        return model
+    positions = next((ours for ours, name in _POSITIONS.items() if name == stored.get("position_embedding_type")), None)
+    heads = {1: "multiquery", model.num_attention_heads: "multihead"}.get(stored.get("num_query_groups", 0))
+    return with_variant(model, positions, heads)

@@ -1,132 +1,108 @@
-"""What does one pipeline stage of a GPT hold? Megatron's GPTModel with our slots in it, and positions that count."""
+"""One pipeline chunk of a GPT: decoder layers under learned, rotary or ALiBi positions, and the output layer."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
-from typing_extensions import override
+from torch import Tensor
 
 from lightning_megatron.engine.fillers.norm import Norm
+from lightning_megatron.models.chunk import Chunk
 from lightning_megatron.models.config import ModelConfig
-from lightning_megatron.models.layer_specs import gpt_block_spec
 from lightning_megatron.models.rotary import angles_at, inverse_frequencies
-from lightning_megatron.models.transformer_config import EngineSettings, transformer_config
-from lightning_megatron.models.vocabulary import silence_padding
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Rotary scalings whose frequencies are others in longer sequences."""
 
 
-class PositionedGPT(GPTModel):
-    """Megatron's GPTModel with what it lacks of a ``ModelConfig``.
+class GPTChunk(Chunk):
+    """A stage of a GPT; weights have the names of Megatron-Core's ``GPTModel``.
 
-    Positions may be left out (0, 1, 2, ...) and count in rotary models too (megatron-core 0.16.1,
-    models/gpt/gpt_model.py:_preprocess ignores ``position_ids`` there); rotary frequencies are scaled in every way that
-    Hugging Face knows; embeddings may be normalized.
+    Positions may be left out (0, 1, 2, ...) and count in rotary models too; rotary frequencies are scaled in every way
+    that Hugging Face knows; embeddings may be normalized.
     """
 
-    def __init__(self, model: ModelConfig, config: TransformerConfig, **arguments: Any) -> None:
-        """Build the chunk.
-
-        Args:
-            model: The description.
-            config: The engine's, made from it.
-            arguments: Of Megatron's GPTModel.
-        """
-        is_rotary = model.position_embedding_type == "rope"
-        is_absolute = model.position_embedding_type == "learned_absolute"
-        super().__init__(
-            config=config,
-            # Megatron knows no ALiBi; it is in the core attention.
-            position_embedding_type="learned_absolute" if is_absolute else "rope" if is_rotary else "none",
-            **arguments,
-        )
-        self.description = model
+    def __init__(self, model: ModelConfig, config: TransformerConfig, vp_stage: int | None) -> None:
+        """Create this rank's layers; arguments are those of ``Chunk``."""
+        super().__init__(model, config, vp_stage)
         self.rotary_length: int | None = None
         """Tokens of the longest row, where a call shows only some rows of a batch; None: as the positions say."""
-        if self.pre_process:
-            self.embedding.embedding_dropout.p = model.embedding_dropout
-            if model.embedding_layernorm:
-                self.embedding.norm = Norm(config, model.hidden_size, model.layernorm_epsilon)
-        if is_rotary:
-            # The engine knows only the constants of Llama 3.1; the config may say others.
-            self.rotary_pos_emb.inv_freq = self._frequencies().to(self.rotary_pos_emb.inv_freq.device)
+        if self.pre_process and model.embedding_layernorm:
+            self.embedding.norm = Norm(config, model.hidden_size, model.layernorm_epsilon)
+        if model.position_embedding_type == "rope":
+            self._rotary_frequencies = self._frequencies()
+            self._counted_angles: Tensor | None = None
+        self.decoder = self.create_block()
+        if self.post_process:
+            self.output_layer = self.create_output_layer()
+        if self.pre_process or self.post_process:
+            self.setup_embeddings_and_output_layer()
 
-    @override
-    def _preprocess(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor | None, *args: Any, **kwargs: Any
-    ) -> tuple[Any, ...]:
-        positions = position_ids
-        if positions is None:
-            positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        decoder_input, angles, *others = super()._preprocess(input_ids, positions, *args, **kwargs)
-        if self.pre_process and self.description.embedding_layernorm:
-            # Under sequence parallelism on this rank's part; the gradients of the norm are summed over TP like others.
-            decoder_input = self.embedding.norm(decoder_input).to(decoder_input.dtype)
-        if self.position_embedding_type == "rope":
-            angles = self._angles(angles, input_ids.shape[1], position_ids)
-        return (decoder_input, angles, *others)
-
-    def _angles(self, counted: torch.Tensor, seq_length: int, position_ids: torch.Tensor | None) -> torch.Tensor:
-        """How far each pair of a head turns: [s, 1 or b, 1, kv_channels].
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        *,
+        runtime_gather_output: bool | None = None,
+    ) -> Tensor:
+        """Run this stage; all tensor-parallel ranks must call.
 
         Args:
-            counted: The engine's angles for 0, 1, 2, ..., with frequencies that no length changes.
-            seq_length: Tokens of a row.
-            position_ids: [b, s], or None for 0, 1, 2, ...
+            input_ids: [b, s] int64.
+            position_ids: [b, s] int64; None counts 0, 1, 2, ...
+            attention_mask: [b, s], the number of the segment that a token belongs to, 0 for padding; None for one.
+            labels: [b, s] int64; None for logits.
+            runtime_gather_output: Whether logits are gathered over the tensor-parallel ranks.
+
+        Returns:
+            Before the last stage hidden states, [s or s/tp, b, h]; there the loss of each label, [b, s] fp32, or
+            logits, [b, s, v/tp or v].
         """
-        scaling = self.description.rope_scaling
-        if scaling is None or scaling.rope_type not in _LENGTH_DEPENDENT:
-            return counted if position_ids is None else angles_at(position_ids, self.rotary_pos_emb.inv_freq)
+        embedded = self._embedded(input_ids, position_ids) if self.pre_process else None
+        angles = None
+        if self.description.position_embedding_type == "rope":
+            angles = self._angles(input_ids, position_ids)
+        hidden: Tensor = self.decoder(hidden_states=embedded, attention_mask=attention_mask, rotary_pos_emb=angles)
+        return self.predictions(hidden, labels, runtime_gather_output) if self.post_process else hidden
+
+    def _embedded(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
         if position_ids is None:
-            position_ids = torch.arange(seq_length, device=counted.device)[None]
-            length = seq_length
-        elif self.rotary_length is not None:
-            length = self.rotary_length
-        else:
-            # Hugging Face's measure of a sequence's length; it makes the host wait, in these two scalings only.
-            length = int(position_ids.max()) + 1
-        return angles_at(position_ids, self._frequencies(length).to(counted.device))
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        embedded: Tensor = self.embedding(input_ids, position_ids)
+        if self.description.embedding_layernorm:
+            # Under sequence parallelism on this rank's part; the gradients of the norm are summed over TP like others.
+            embedded = self.embedding.norm(embedded).to(embedded.dtype)
+        return embedded
 
-    def _frequencies(self, *seq_length: int) -> torch.Tensor:
+    def _angles(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
+        """How far each pair of a head turns: [s, 1 or b, 1, kv_channels]."""
+        scaling, length = self.description.rope_scaling, input_ids.shape[1]
+        depends_on_length = scaling is not None and scaling.rope_type in _LENGTH_DEPENDENT
+        if position_ids is None:
+            if self._counted_angles is None or self._counted_angles.shape[0] != length:
+                frequencies = self._frequencies(length) if depends_on_length else self._rotary_frequencies
+                self._counted_angles = angles_at(torch.arange(length, device=input_ids.device)[None], frequencies)
+            return self._counted_angles
+        if not depends_on_length:
+            return angles_at(position_ids, self._rotary_frequencies)
+        # Hugging Face's measure of a sequence's length; it makes the host wait, in these two scalings only.
+        length = int(position_ids.max()) + 1 if self.rotary_length is None else self.rotary_length
+        return angles_at(position_ids, self._frequencies(length))
+
+    def _frequencies(self, *seq_length: int) -> Tensor:
         model = self.description
-        return inverse_frequencies(model.kv_channels, model.rotary_base, model.rope_scaling, *seq_length)
+        # The engine knows only the constants of Llama 3.1; the config may say others.
+        frequencies = inverse_frequencies(model.kv_channels, model.rotary_base, model.rope_scaling, *seq_length)
+        return frequencies.to(torch.cuda.current_device())
 
-
-def build_gpt(model: ModelConfig, settings: EngineSettings) -> torch.nn.ModuleList:
-    """This rank's model chunks (one per virtual stage), on ``settings.device``, weights not yet filled.
-
-    Every rank must call, after the process groups exist.
-
-    Raises:
-        ConfigError: If the model cannot be split as ``settings.parallel`` says.
-    """
-    config = transformer_config(model, settings)
-    stages: list[int | None] = list(range(settings.parallel.vpp)) if settings.parallel.vpp else [None]
-    return torch.nn.ModuleList([_chunk(model, config, settings, vp_stage) for vp_stage in stages])
-
-
-def _chunk(
-    model: ModelConfig, config: TransformerConfig, settings: EngineSettings, vp_stage: int | None
-) -> PositionedGPT:
-    parallel = settings.parallel
-    chunk = PositionedGPT(
-        model,
-        config,
-        transformer_layer_spec=gpt_block_spec(model, config, vp_stage),
-        vocab_size=model.padded_vocab_size(parallel.tp),
-        max_sequence_length=model.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-        share_embeddings_and_output_weights=model.share_embeddings_and_output_weights,
-        rotary_base=model.rotary_base,
-        vp_stage=vp_stage,
-    )
-    if chunk.post_process:
-        silence_padding(chunk.output_layer, model, parallel.tp)
-    chunk.to(settings.device)
-    return chunk
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """As ``Chunk``'s, without the output layer's (empty) extra state, which Megatron's GPTs do not have either."""
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        state.pop(f"{prefix}output_layer._extra_state", None)
+        return state

@@ -1,4 +1,4 @@
-"""At which frequencies do rotary position embeddings turn? Pure functions of the model description."""
+"""Frequencies and angles of rotary position embeddings, with every scaling of Hugging Face; pure functions."""
 
 from __future__ import annotations
 

@@ -1,37 +1,58 @@
-"""What does one pipeline chunk of a T5 hold? Parts of one joint stack: the encoder's layers, then the decoder's.
+"""One pipeline chunk of a T5: parts of one joint stack, the encoder's layers followed by the decoder's.
 
 Between chunks travels one tensor, the encoder's hidden states followed by the decoder's along the sequence, so that
 Megatron-Core's schedules run unchanged with a sequence of s_enc + s_dec; what a chunk does not work on passes through.
-megatron-core 0.16.1 has no pipeline for its own T5 (pretrain_t5.py refuses it).
+megatron-core 0.16.1 has no pipeline for its own T5 (pretrain_t5.py refuses it). Its ``TransformerBlock``
+(transformer/transformer_block.py) cuts layers evenly, and its recomputation walks through the graph of a trainable
+attention bias once per layer; hence ``T5Stack``.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
-from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.enums import ModelType
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import checkpoint
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor
 
+from lightning_megatron.engine.fillers.masks import MASKED_SCORE
+from lightning_megatron.engine.fillers.norm import Norm
 from lightning_megatron.engine.wrap import Replicated, mark_replica
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.models.chunk import Chunk
 from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.models.layers import layer_spec
 from lightning_megatron.models.t5_layout import OVERRIDE, Share, shares, t5_layout
-from lightning_megatron.models.t5_stack import T5Stack
 from lightning_megatron.models.transformer_config import EngineSettings, transformer_config
-from lightning_megatron.models.vocabulary import silence_padding
+
+_LENGTHS_AT_ONCE = 256
+"""While text grows the rows of so many lengths are computed at once."""
+_ALIGNMENT = 16
+"""Rows of scores start at multiples of this many numbers: the memory-efficient kernel would copy them otherwise."""
 
 
-def build_t5(model: ModelConfig, settings: EngineSettings) -> torch.nn.ModuleList:
-    """This rank's model chunks (one per virtual stage), on ``settings.device``, weights not yet filled.
+def t5_chunks(model: ModelConfig, settings: EngineSettings) -> Callable[[int | None], Chunk]:
+    """What makes a chunk of a T5 of its virtual stage.
 
     ``transformer_config_overrides={"pipeline_model_parallel_layout": [2, 5]}`` says by hand how many layers of the
-    joint stack each chunk holds; without it they are balanced by cost. Every rank must call, after the process groups
-    exist.
+    joint stack each chunk holds; without it they are balanced by cost.
 
     Raises:
         ConfigError: If the model cannot be split as ``settings.parallel`` says, or core attention should be recomputed.
@@ -49,12 +70,10 @@ def build_t5(model: ModelConfig, settings: EngineSettings) -> torch.nn.ModuleLis
             "transformer_config_overrides: distribute_saved_activations=True cannot be used with T5, whose encoder and "
             "decoder states arrive as views of one tensor; leave it out"
         )
-    stages: list[int | None] = list(range(settings.parallel.vpp)) if settings.parallel.vpp else [None]
-    held = shares(model.num_layers, layout)
-    return torch.nn.ModuleList([T5Chunk(model, config, held, stage).to(settings.device) for stage in stages])
+    return partial(T5Chunk, model, config, shares(model.num_layers, layout))
 
 
-class T5Chunk(LanguageModule):
+class T5Chunk(Chunk):
     """One chunk; ``encoder`` and ``decoder`` hold what this chunk has of either, perhaps nothing."""
 
     def __init__(self, model: ModelConfig, config: TransformerConfig, held: list[Share], vp_stage: int | None) -> None:
@@ -66,26 +85,20 @@ class T5Chunk(LanguageModule):
             held: What each chunk of the pipeline holds.
             vp_stage: Which virtual stage; None if there is only one.
         """
-        super().__init__(config=config)
-        self.model_type = ModelType.encoder_or_decoder
-        self.vp_stage = vp_stage
+        super().__init__(model, config, vp_stage)
         share = held[(vp_stage or 0) * self.pp_group.size() + self.pp_group.rank()]
-        self.pre_process, self.post_process = share.is_first, share.is_last
-        self.share_embeddings_and_output_weights = model.share_embeddings_and_output_weights
         self._output_scale = model.hidden_size**-0.5 if model.scale_decoder_outputs else None
         self._input_tensor: Tensor | None = None
         heads = model.num_attention_heads // config.tensor_model_parallel_size
         self._table_shape = (model.relative_attention_num_buckets, heads)
-        if self.pre_process:
-            self.embedding = _embedding(model, config)
         self.encoder = T5Stack(model, config, share.encoder, is_decoder=False, has_final_norm=share.ends_encoder)
-        self.decoder = T5Stack(model, config, share.decoder, is_decoder=True, has_final_norm=share.is_last)
+        self.decoder = T5Stack(model, config, share.decoder, is_decoder=True, has_final_norm=self.post_process)
         if len(held) > 1:
             for stack in (self.encoder, self.decoder):
                 if stack.relative_bias is not None:
                     mark_replica(stack.relative_bias.weight, is_owner=0 in stack.numbers)
         if self.post_process:
-            self.output_layer = _output_layer(model, config, is_tied_here=self.pre_process)
+            self.output_layer = self.create_output_layer()
         if self.pre_process or self.post_process:
             self.setup_embeddings_and_output_layer()
 
@@ -97,7 +110,7 @@ class T5Chunk(LanguageModule):
             tables.append(Replicated(name=name, shape=self._table_shape, parameter=weight))
         return tables
 
-    def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
         """Take what the chunk before sent: [(s_enc + s_dec) or its tp-th, b, h]."""
         self._input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
@@ -109,7 +122,7 @@ class T5Chunk(LanguageModule):
         decoder_mask: Tensor | None = None,
         labels: Tensor | None = None,
         *,
-        runtime_gather_output: bool = False,
+        runtime_gather_output: bool | None = None,
     ) -> Tensor:
         """Run this chunk; all tensor-parallel ranks must call, and every chunk needs the same arguments.
 
@@ -138,13 +151,7 @@ class T5Chunk(LanguageModule):
             return torch.cat([encoder, decoder])
         if self._output_scale is not None:
             decoder = decoder * self._output_scale
-        tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits, _ = self.output_layer(decoder, weight=tied, runtime_gather_output=runtime_gather_output)
-        if labels is None:
-            logits_of_rows: Tensor = logits.transpose(0, 1).contiguous()
-            return logits_of_rows
-        losses: Tensor = self.compute_language_model_loss(labels, logits)
-        return losses
+        return self.predictions(decoder, labels, runtime_gather_output)
 
     def _inputs(self, encoder_ids: Tensor, decoder_ids: Tensor) -> tuple[Tensor, Tensor]:
         if self.pre_process:
@@ -159,26 +166,245 @@ class T5Chunk(LanguageModule):
         return encoder, decoder
 
 
-def _embedding(model: ModelConfig, config: TransformerConfig) -> LanguageModelEmbedding:
-    embedding = LanguageModelEmbedding(
-        config=config,
-        vocab_size=model.padded_vocab_size(config.tensor_model_parallel_size),
-        max_sequence_length=0,
-        position_embedding_type="none",
-    )
-    embedding.embedding_dropout.p = model.embedding_dropout
-    return embedding
+class T5Stack(MegatronModule):
+    """Some neighbouring layers of the encoder or of the decoder, and what belongs to them."""
+
+    def __init__(
+        self, model: ModelConfig, config: TransformerConfig, numbers: range, *, is_decoder: bool, has_final_norm: bool
+    ) -> None:
+        """Create the layers.
+
+        Args:
+            model: The description.
+            config: The same in the engine's words.
+            numbers: Which layers of the whole stack, from 0; may be empty.
+            is_decoder: Which of the two stacks.
+            has_final_norm: Whether the stack's last norm stands here.
+        """
+        super().__init__(config=config)
+        self.numbers = numbers
+        self.num_layers_of_all_chunks = model.num_decoder_layers if is_decoder else model.num_layers
+        spec = layer_spec(model, is_decoder_of_two=is_decoder)
+        self.layers = torch.nn.ModuleList([_layer(spec, config, number) for number in numbers])
+        self.relative_bias: RelativeBias | None = None
+        if numbers:
+            self.relative_bias = RelativeBias(
+                config,
+                model.relative_attention_num_buckets,
+                model.relative_attention_max_distance,
+                bidirectional=not is_decoder,
+            )
+        self.final_layernorm: Norm | None = None
+        if has_final_norm:
+            self.final_layernorm = Norm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        attention_mask: Tensor | None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        *,
+        num_recomputed: int = 0,
+    ) -> Tensor:
+        """Run the layers, and the final norm with its dropout if it is here.
+
+        Args:
+            hidden: [s or s/tp, b, h].
+            attention_mask: [b, s], 0 where a token is padding; None if none is.
+            context: What the encoder returned, [s_enc or s_enc/tp, b, h]; for the decoder.
+            context_mask: [b, s_enc], as ``attention_mask``.
+            num_recomputed: For recomputation by ``block``: so many of the first layers.
+        """
+        # With sequence parallelism each rank drops numbers of its own, as in Megatron's TransformerBlock.
+        with get_cuda_rng_tracker().fork() if self.config.sequence_parallel else contextlib.nullcontext():
+            if self.relative_bias is not None:
+                shards = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+                length = hidden.shape[0] * shards
+                bias = self.relative_bias(self._num_cached() + length, attention_mask, length)
+                for first, last, recomputed in self._groups(num_recomputed):
+                    inputs = (hidden, bias, context, context_mask)
+                    run = self._runner(first, last)
+                    hidden = checkpoint(run, False, *inputs) if recomputed else run(*inputs)
+            if self.final_layernorm is not None:
+                hidden = F.dropout(self.final_layernorm(hidden), self.config.hidden_dropout, self.training)
+        return hidden
+
+    def _num_cached(self) -> int:
+        """How many tokens the layers have read before, whose keys and values they keep while text is generated."""
+        cache = self.layers[0].self_attention.core_attention.kv_cache  # type: ignore[union-attr]
+        return 0 if cache is None else cache.length  # type: ignore[return-value, union-attr]
+
+    def _groups(self, num_recomputed: int) -> list[tuple[int, int, bool]]:
+        """The layers in groups (first, one after the last), and whether a group is recomputed as a whole."""
+        config, count = self.config, len(self.layers)
+        if not self.training or config.recompute_granularity != "full":
+            return [(0, count, False)]
+        if config.recompute_method == "block":
+            return [(i, i + 1, i < num_recomputed) for i in range(count)]
+        size = config.recompute_num_layers
+        return [(i, min(i + size, count), True) for i in range(0, count, size)]
+
+    def _runner(self, first: int, last: int) -> Any:
+        def run(hidden: Tensor, bias: Tensor, context: Tensor | None, context_mask: Tensor | None) -> Tensor:
+            # The bias is an argument: the graph of one in a closure would be walked once per group, freed by the first.
+            for layer in self.layers[first:last]:
+                hidden, _ = layer(hidden, context=context, context_mask=context_mask, attention_bias=bias)
+            return hidden
+
+        return run
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """Layers stacked along a new first axis by their numbers, as Megatron-Core's, and one writer of the table."""
+        state: ShardedStateDict = {}
+        for local, (number, layer) in enumerate(zip(self.numbers, self.layers, strict=True)):
+            place = f"{prefix}layers.{local}."
+            offsets = [(0, number, self.num_layers_of_all_chunks)]
+            part = layer.sharded_state_dict(place, offsets, metadata)  # type: ignore[operator]
+            replace_prefix_for_sharding(part, place, f"{prefix}layers.")
+            state.update(part)
+        if self.relative_bias is not None:
+            table = self.relative_bias.sharded_state_dict(f"{prefix}relative_bias.", (), metadata)
+            for tensor in table.values():
+                tensor.replica_id = (0 if 0 in self.numbers else 1 + self.numbers[0], *tensor.replica_id[1:])
+            # Megatron-Core's own T5 has the table beside the stack.
+            stack = prefix.removesuffix(".")
+            replace_prefix_for_sharding(
+                table, f"{prefix}relative_bias.", f"{stack}_relative_pos_emb.relative_attention_bias."
+            )
+            state.update(table)
+        if self.final_layernorm is not None:
+            norm = f"{prefix}final_layernorm."
+            tp_group = parallel_state.get_tensor_model_parallel_group()
+            state.update(sharded_state_dict_default(self.final_layernorm, norm, (), metadata, tp_group))
+        return state
 
 
-def _output_layer(model: ModelConfig, config: TransformerConfig, *, is_tied_here: bool) -> ColumnParallelLinear:
-    layer = ColumnParallelLinear(
-        model.hidden_size,
-        model.padded_vocab_size(config.tensor_model_parallel_size),
-        config=config,
-        init_method=config.init_method,
-        bias=False,
-        gather_output=False,
-        skip_weight_param_allocation=is_tied_here and model.share_embeddings_and_output_weights,
-    )
-    silence_padding(layer, model, config.tensor_model_parallel_size)
-    return layer
+def _layer(spec: ModuleSpec, config: TransformerConfig, number: int) -> TransformerLayer:
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    # The layer adds where an even cut would put this stage; with an interleaved schedule it must be told which.
+    vp_stage = None if config.virtual_pipeline_model_parallel_size is None else 0
+    offset = get_transformer_layer_offset(config, vp_stage, groups.pp.rank())
+    return build_module(spec, config=config, layer_number=number + 1 - offset, pg_collection=groups, vp_stage=vp_stage)
+
+
+# ---- relative positions ----------------------------------------------------------------------------------------------
+
+
+def relative_buckets(
+    length: int, *, bidirectional: bool, num_buckets: int, max_distance: int, num_queries: int | None = None
+) -> Tensor:
+    """The row of the table for each pair of a query and a key: [num_queries, length], int64, on the CPU.
+
+    The queries are the last ones of the sequence; None for all.
+
+    Half of the rows stand for one distance each, the others for ranges that grow in geometric progression up to
+    ``max_distance``; in both directions each has half of all rows.
+
+    Source: Raffel et al. 2020, arXiv 1910.10683, section 2.1; the rounding is that of Hugging Face's T5.
+    """
+    position = torch.arange(length)
+    distance = position[None, :] - position[length - (length if num_queries is None else num_queries) :, None]
+    rows, first = num_buckets, torch.zeros_like(distance)
+    if bidirectional:
+        rows //= 2
+        first = (distance > 0) * rows
+        distance = distance.abs()
+    else:
+        distance = (-distance).clamp(min=0)
+    exact = rows // 2
+    # In float32, in this order of operations: another rounding would put some distances into the next row.
+    far = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact) * (rows - exact)
+    far = (exact + far.long()).clamp(max=rows - 1)
+    return first + torch.where(distance < exact, distance, far)
+
+
+class RelativeBias(MegatronModule):
+    """One stack's table, the columns of this rank's heads: weight [num_buckets, heads/tp].
+
+    Split, not copied: its gradient needs no sum over tp, and the gradient norm counts each number once.
+    """
+
+    def __init__(self, config: TransformerConfig, num_buckets: int, max_distance: int, *, bidirectional: bool) -> None:
+        """Create the table.
+
+        Args:
+            config: The engine's config.
+            num_buckets: Rows.
+            max_distance: Distances from here on share one row.
+            bidirectional: Whether keys to the right of the query have rows of their own (in encoders).
+        """
+        super().__init__(config=config)
+        self.num_buckets, self.max_distance, self.bidirectional = num_buckets, max_distance, bidirectional
+        heads = config.num_attention_heads // config.tensor_model_parallel_size
+        self.weight = torch.nn.Parameter(
+            torch.empty(num_buckets, heads, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
+        set_tensor_model_parallel_attributes(self.weight, True, 1, 1)
+        self._buckets: Tensor | None = None
+        self._last_buckets: Tensor | None = None
+
+    def forward(self, length: int, attention_mask: Tensor | None, num_queries: int | None = None) -> Tensor:
+        """What is added to the scores, hidden keys included; in one direction, keys to the right are hidden.
+
+        Args:
+            length: Tokens s of the sequence.
+            attention_mask: [b, s], 0 where a key is padding; None if none is.
+            num_queries: How many of the last tokens are queries (the keys before them are cached); None for all.
+
+        Returns:
+            [b or 1, heads/tp, queries, s] in the weight's dtype. It is made once for all layers of a chunk, which then
+            keep one and the same tensor for their backward passes.
+        """
+        queries = length if num_queries is None else num_queries
+        buckets = self._buckets_for(length) if queries == length else self._last_buckets_for(length, queries)
+        scores = F.embedding(buckets, self.weight).permute(2, 0, 1)[None].contiguous()
+        hidden = None
+        if not self.bidirectional and queries > 1:
+            hidden = torch.ones_like(buckets, dtype=torch.bool).triu(1 + length - queries)[None, None]
+        if attention_mask is not None:
+            padding = F.pad(attention_mask == 0, (0, buckets.shape[1] - length))[:, None, None, :]
+            hidden = padding if hidden is None else hidden | padding
+        if hidden is not None:
+            # Overwritten, not added: a large bias must not make a hidden key visible.
+            scores = scores.masked_fill(hidden, MASKED_SCORE)
+        return scores[..., :length]
+
+    def _buckets_for(self, length: int) -> Tensor:
+        """[s, s rounded up], so that what is cut to s columns in the end has aligned rows."""
+        if self._buckets is None or self._buckets.shape[0] != length:
+            rounded = -(-length // _ALIGNMENT) * _ALIGNMENT
+            self._buckets = self._computed_buckets(rounded, rounded)[:length].to(self.weight.device)
+        return self._buckets
+
+    def _last_buckets_for(self, length: int, num_queries: int) -> Tensor:
+        """[num_queries, s]: the end of a longer sequence, whose last queries see their last keys at the same distances.
+
+        So the next lengths need neither the host nor another copy to the device.
+        """
+        last = self._last_buckets
+        if last is None or last.shape[0] != num_queries or last.shape[1] < length:
+            rounded = -(-length // _LENGTHS_AT_ONCE) * _LENGTHS_AT_ONCE
+            last = self._computed_buckets(rounded, num_queries).to(self.weight.device)
+            self._last_buckets = last
+        return last[:, last.shape[1] - length :]
+
+    def _computed_buckets(self, length: int, num_queries: int) -> Tensor:
+        return relative_buckets(
+            length,
+            bidirectional=self.bidirectional,
+            num_buckets=self.num_buckets,
+            max_distance=self.max_distance,
+            num_queries=num_queries,
+        )
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """The table with its columns split over tp, under Megatron-Core's name for it."""
+        state: ShardedStateDict = make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True), prefix, {"weight": 1}, sharded_offsets
+        )
+        return state

@@ -1,4 +1,4 @@
-"""Which layers of an encoder-decoder does each pipeline chunk hold? Pure arithmetic on one joint stack.
+"""Layers of an encoder-decoder per pipeline chunk; pure arithmetic on one joint stack.
 
 The layers of the encoder and then those of the decoder are one sequence, which is cut anywhere: a chunk may hold layers
 of both, and the encoder need not end where a stage ends.
@@ -31,10 +31,6 @@ class Share:
     decoder: range
     ends_encoder: bool
     """Whether the encoder's final norm stands here: where its last layer is."""
-    is_first: bool
-    """Whether the embedding is here."""
-    is_last: bool
-    """Whether the output layer is here."""
 
 
 def shares(num_encoder_layers: int, layout: Sequence[int]) -> list[Share]:
@@ -42,15 +38,13 @@ def shares(num_encoder_layers: int, layout: Sequence[int]) -> list[Share]:
     borders = list(itertools.accumulate(layout, initial=0))
     split = num_encoder_layers
     found = []
-    for place, (start, end) in enumerate(itertools.pairwise(borders)):
+    for start, end in itertools.pairwise(borders):
         encoder = range(min(start, split), min(end, split))
         found.append(
             Share(
                 encoder=encoder,
                 decoder=range(max(start, split) - split, max(end, split) - split),
                 ends_encoder=split - 1 in encoder,
-                is_first=place == 0,
-                is_last=place == len(layout) - 1,
             )
         )
     return found

@@ -1,4 +1,4 @@
-"""How is a model description said to Megatron-Core? The only place that spells a ``TransformerConfig``."""
+"""Translate a model description into Megatron-Core's ``TransformerConfig``; the only place that spells one."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def _numerics(model: ModelConfig, settings: EngineSettings) -> dict[str, Any]:
 
 
 def _leave(weight: torch.Tensor) -> torch.Tensor:
-    """Leave a new weight as it is: models/initialization.py fills it, the same on every layout.
+    """Leave a new weight as it is: models/build.py fills it, the same on every layout.
 
     Not ``perform_initialization=False``: megatron-core 0.16.1, tensor_parallel/layers.py, would then not mark the
     weight as split either, and the gradient norm would miss every shard but the first.

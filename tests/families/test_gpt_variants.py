@@ -9,7 +9,7 @@ import pytest
 
 from lightning_megatron.convert.registry import model_config
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.models.variants import with_variant
+from lightning_megatron.models.config import with_variant
 from tests.families.gpt_rows import FOUR_RANKS
 from tests.parity.training import Case, Layout, loader_of, module_of, trainer_of
 from tests.ranks import run_ranks

@@ -30,8 +30,7 @@ from lightning_megatron.convert.registry import config_object, family_of
 from lightning_megatron.convert.shapes import tensor_shapes
 from lightning_megatron.convert.stored.base import Key, Spec
 from lightning_megatron.errors import CheckpointError
-from lightning_megatron.models.config import ModelConfig
-from lightning_megatron.models.variants import variant_of
+from lightning_megatron.models.config import ModelConfig, variant_of
 
 __all__ = ["LegacyModel", "is_legacy", "open_legacy"]
 

@@ -14,8 +14,7 @@ from lightning_megatron.convert.stored.base import Key
 from lightning_megatron.convert.stored.chunks import ChunkedFiles
 from lightning_megatron.convert.stored.distributed_names import entry_of, is_weightless
 from lightning_megatron.errors import CheckpointError
-from lightning_megatron.models.config import Architecture, ModelConfig
-from lightning_megatron.models.variants import variant_of
+from lightning_megatron.models.config import Architecture, ModelConfig, variant_of
 
 _SAID_BY_THE_RUN = ("make_vocab_size_divisible_by", "share_embeddings_and_output_weights")
 """What a run may have decided that its config does not say: T5's weight files tell whether its output layer is tied."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.models.relative_bias import relative_buckets
+from lightning_megatron.models.t5 import relative_buckets
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])

@@ -69,8 +69,6 @@ def test_every_layer_is_in_one_chunk_and_each_norm_where_its_stack_ends(layout: 
     assert [number for share in held for number in share.decoder] == [0, 1, 2, 3]
     assert [len(share.encoder) + len(share.decoder) for share in held] == list(layout)
     assert [share.ends_encoder for share in held] == [2 in share.encoder for share in held]
-    assert [share.is_first for share in held] == [True] + [False] * (len(layout) - 1)
-    assert [share.is_last for share in held] == [False] * (len(layout) - 1) + [True]
 
 
 @pytest.mark.parametrize("given", [[2, 5], (2, 5), "Et*2|t*5L", "Ett|tttttL"])

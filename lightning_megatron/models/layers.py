@@ -1,0 +1,224 @@
+"""The layers of GPT, BERT and T5: which module stands in which slot of a Megatron layer, and two layers of our own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer import ModuleSpec
+from megatron.core.transformer.attention import (
+    CrossAttention,
+    CrossAttentionSubmodules,
+    SelfAttention,
+    SelfAttentionSubmodules,
+)
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_megatron.engine.fillers.attention import SDPAttention
+from lightning_megatron.engine.fillers.norm import Norm
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.models.config import ModelConfig
+
+CHECKPOINT_NAMES = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+"""Transformer Engine fuses norms into the linear that follows; Megatron's checkpoints carry its names."""
+
+_MASK_TYPES = {
+    "gpt": AttnMaskType.causal,
+    "bert": AttnMaskType.padding,
+    "t5": AttnMaskType.no_mask,  # padding and causality are in the bias already
+}
+
+
+def layer_spec(model: ModelConfig, number: int = 0, *, is_decoder_of_two: bool = False) -> ModuleSpec:
+    """One pre-norm layer: self-attention, in T5's decoder cross-attention, then (or beside it) the MLP.
+
+    Args:
+        model: The description.
+        number: Which layer of the whole model, from 0; some families have layers of two kinds.
+        is_decoder_of_two: Whether the layer attends to an encoder, too.
+    """
+    shares_norm = model.parallel_attention and model.parallel_attention_norms == 1
+    cross = ModuleSpec(
+        module=CrossAttention,
+        params={"attn_mask_type": AttnMaskType.padding},
+        submodules=CrossAttentionSubmodules(
+            linear_q=ColumnParallelLinear,
+            linear_kv=ColumnParallelLinear,
+            core_attention=SDPAttention,
+            linear_proj=RowParallelLinear,
+        ),
+    )
+    drops_in_mlp = ModuleSpec(module=DroppedInputLinear, params={"input_dropout": model.activation_dropout})
+    fc2 = drops_in_mlp if model.activation_dropout > 0.0 else RowParallelLinear
+    return ModuleSpec(
+        module=ParallelTransformerLayer if model.parallel_attention else TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=Norm,
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                params={"attn_mask_type": _MASK_TYPES[model.architecture]},
+                submodules=_self_attention(model, number),
+            ),
+            self_attn_bda=_bias_dropout_add(model.attention_output_dropout),
+            pre_cross_attn_layernorm=Norm if is_decoder_of_two else IdentityOp,
+            cross_attention=cross if is_decoder_of_two else IdentityOp,
+            cross_attn_bda=get_bias_dropout_add if is_decoder_of_two else IdentityFuncOp,
+            pre_mlp_layernorm=IdentityOp if shares_norm else Norm,
+            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=fc2)),
+            mlp_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=dict(CHECKPOINT_NAMES),
+        ),
+    )
+
+
+def _self_attention(model: ModelConfig, layer: int) -> SelfAttentionSubmodules:
+    return SelfAttentionSubmodules(
+        linear_qkv=_qkv_with_bias if model.add_qkv_bias else _qkv_without_bias,
+        core_attention=_core_attention(model, layer),
+        linear_proj=_RowParallelLinearWithBias if model.has_attention_output_bias else _RowParallelLinearWithoutBias,
+        q_layernorm=Norm if model.qk_layernorm else None,
+        k_layernorm=Norm if model.qk_layernorm else None,
+    )
+
+
+def _qkv_with_bias(*args: Any, **kwargs: Any) -> ColumnParallelLinear:
+    return ColumnParallelLinear(*args, **{**kwargs, "bias": True})
+
+
+def _qkv_without_bias(*args: Any, **kwargs: Any) -> ColumnParallelLinear:
+    # megatron-core 0.16.1, transformer/attention.py: add_bias_linear also gives the projection of q, k, v a bias.
+    return ColumnParallelLinear(*args, **{**kwargs, "bias": False})
+
+
+def _core_attention(model: ModelConfig, layer: int) -> Callable[..., SDPAttention]:
+    options: dict[str, Any] = {}
+    if model.position_embedding_type == "alibi":
+        options["alibi"] = "falcon" if model.alibi_scaled else "bloom"
+    if model.sliding_window_layers is None or layer in model.sliding_window_layers:
+        options["sliding_window"] = model.sliding_window
+    return partial(SDPAttention, **{name: value for name, value in options.items() if value is not None})
+
+
+def _bias_dropout_add(probability: float | None) -> Callable[..., Any]:
+    """Megatron's bias, dropout and addition in one; ``probability`` replaces the layer's if it is given."""
+    if probability is None:
+        replaced: Callable[..., Any] = get_bias_dropout_add
+        return replaced
+
+    def get(training: bool, fused: bool) -> Callable[..., Any]:
+        add = get_bias_dropout_add(training, fused)
+        return lambda x_with_bias, residual, _: add(x_with_bias, residual, probability)
+
+    return get
+
+
+class _RowParallelLinearWithBias(RowParallelLinear):
+    """With a bias, whatever ``add_bias_linear`` says: the engine has one switch for attention and MLP."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "bias": True})
+
+
+class _RowParallelLinearWithoutBias(RowParallelLinear):
+    """Without a bias, whatever ``add_bias_linear`` says."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "bias": False})
+
+
+class DroppedInputLinear(RowParallelLinear):
+    """The MLP's second matrix, before which T5 drops activations."""
+
+    def __init__(self, *args: Any, input_dropout: float, **kwargs: Any) -> None:
+        """Take Megatron's arguments, and the probability for ``ModuleSpec.params``."""
+        super().__init__(*args, **kwargs)
+        self.input_dropout = input_dropout
+        # Each rank has other columns. With sequence parallelism the whole layer already runs in the fork.
+        self.forks_rng: bool = self.config.tensor_model_parallel_size > 1 and not self.config.sequence_parallel
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[s, b, ffn/tp] to [s or s/tp, b, h], and the bias, which is None."""
+        if self.training and self.input_dropout > 0.0:
+            with get_cuda_rng_tracker().fork() if self.forks_rng else contextlib.nullcontext():
+                input_ = F.dropout(input_, self.input_dropout)
+        output: tuple[Tensor, Tensor | None] = super().forward(input_)
+        return output
+
+
+class ParallelTransformerLayer(TransformerLayer):
+    """A decoder layer whose attention and MLP read the same input and are added to it together, with one dropout.
+
+    Wang and Komatsuzaki 2021, GPT-J; Almazrouei et al. 2023, Falcon (arXiv 2311.16867): ``x + attention(norm(x)) +
+    mlp(norm(x))``. megatron-core 0.16.1 knows only one after the other.
+
+    With ``pre_mlp_layernorm`` left out the MLP reads what ``input_layernorm`` gives to the attention (Falcon 7B); else
+    each block has a norm of its own (Falcon 40B).
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Take what Megatron-Core passes to its own layer.
+
+        Raises:
+            ConfigError: If parts of the layer are to be recomputed that this one does not recompute.
+        """
+        super().__init__(*args, **kwargs)
+        modules = set(self.config.recompute_modules or ()) - {"core_attn"}
+        if self.config.recompute_granularity == "selective" and modules:
+            raise ConfigError(
+                f"recompute_modules={sorted(self.config.recompute_modules)} is not supported by a layer with parallel "
+                "attention and MLP; use ['core_attn'], or recompute='full'"
+            )
+
+    @override
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        context: Tensor | None = None,
+        rotary_pos_emb: Tensor | None = None,
+        attention_bias: Tensor | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """One layer.
+
+        Args:
+            hidden_states: [s, b, h]; under sequence parallelism [s/tp, b, h].
+            attention_mask: As the core attention takes it.
+            context: Passed through.
+            rotary_pos_emb: Angles, [s, 1 or b, 1, kv_channels].
+            attention_bias: Added to the scores.
+            others: What Megatron-Core passes for inference and for layers of other kinds; None in training.
+
+        Returns:
+            Of ``hidden_states``' shape, and ``context``.
+        """
+        attention_input = self.input_layernorm(hidden_states)
+        attended, attention_output_bias = self.self_attention(
+            attention_input,
+            attention_mask=attention_mask,
+            rotary_pos_emb=rotary_pos_emb,
+            attention_bias=attention_bias,
+            inference_context=others.get("inference_context"),
+            packed_seq_params=others.get("packed_seq_params"),
+        )
+        shares_norm = isinstance(self.pre_mlp_layernorm, IdentityOp)
+        transformed, mlp_output_bias = self.mlp(
+            attention_input if shares_norm else self.pre_mlp_layernorm(hidden_states)
+        )
+        biases = [bias for bias in (attention_output_bias, mlp_output_bias) if bias is not None]
+        summed = (attended + transformed, sum(biases[1:], start=biases[0]) if biases else None)
+        return self._forward_post_mlp(summed, hidden_states), context
