@@ -1,4 +1,13 @@
-"""Blends of datasets, and the folders that keep the index of each dataset and of the blend."""
+"""Blends of datasets, and the folders that keep the index of each dataset and of the blend.
+
+Datasets are taken in turn such that after every sample each has come as close to its share as it can; the greedy rule
+is the engine's (megatron-core 0.16.1, datasets/helpers.cpp:build_blending_indices).
+
+Each dataset's index is in a folder of its own, and so is the order in which a blend takes datasets; each is built once
+for all jobs. A folder's name covers everything that determines its content, with sizes and times of the dataset's
+files: the engine's own key has only the path (datasets/megatron_dataset.py), so after preprocessing again under the
+same name it would use the index of the old file.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +18,7 @@ import os
 import reprlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
@@ -24,19 +33,20 @@ from lightning_megatron.data.samples import (
     Rows,
     SampleOrder,
     Samples,
+    SavedArrays,
     SplitName,
     build_once,
     canonical_split,
-    open_array,
 )
 from lightning_megatron.errors import ConfigError
+
+_log = logging.getLogger(__name__)
 
 MAX_DATASETS = 32766
 """The engine numbers datasets in 16 bits."""
 _SURPLUS = 0.005
 """Samples that Megatron lays out of each dataset beyond its share; they may cost a pass more, and so change the order
 (megatron-core 0.16.1, blended_megatron_dataset_config.py:mid_level_dataset_surplus)."""
-_SMALLEST_SHARE = 1e-12
 _MAX_OPEN = 64
 """Datasets of a blend that a process holds open: each takes about five file descriptors, of 1,024 in all."""
 
@@ -72,9 +82,18 @@ class SplitRequest:
         """One dataset's share."""
         return Part(prefix=source.prefix, split=self.split, name=self.name, seed=self.seed, num_samples=num_samples)
 
+    def counts(self) -> list[int]:
+        """Samples in one pass over each dataset."""
+        return [self.objective.count(self.part(source, None)) for source in self.sources]
+
+    def parts(self, mixture: Mixture) -> list[Part]:
+        """Each dataset's share of a blend."""
+        needed = mixture.part_samples.tolist()
+        return [self.part(source, samples or None) for source, samples in zip(self.sources, needed, strict=True)]
+
 
 @dataclass(frozen=True, kw_only=True)
-class Mixture:
+class Mixture(SavedArrays):
     """The order of datasets in a blend."""
 
     dataset_index: NDArray[np.int16]
@@ -83,16 +102,6 @@ class Mixture:
     """Its number in that dataset: [samples]."""
     part_samples: NDArray[np.int64]
     """Samples that have to be laid out of each dataset, 0 for one pass: [datasets]."""
-
-    def save(self, folder: str) -> None:
-        """Write to ``folder``."""
-        for field in fields(self):
-            np.save(os.path.join(folder, f"{field.name}.npy"), getattr(self, field.name))
-
-    @classmethod
-    def load(cls, folder: str) -> Mixture:
-        """Map the files of ``folder`` into memory."""
-        return cls(**{field.name: open_array(folder, field.name) for field in fields(cls)})
 
 
 def parse_blend(data_path: str | Sequence[str | float]) -> tuple[Source, ...]:
@@ -125,13 +134,6 @@ def parse_blend(data_path: str | Sequence[str | float]) -> tuple[Source, ...]:
     sources = tuple(source for source in sources if source.weight != 0)
     if not sources:
         raise ConfigError(f"data_path={shown} gives every dataset the weight 0; make at least one positive")
-    total = sum(source.weight or 0.0 for source in sources)
-    for source in sources:
-        if source.weight is not None and source.weight < _SMALLEST_SHARE * total:
-            raise ConfigError(
-                f"data_path gives {source.prefix} the weight {source.weight} of {total}, less than a sample in a"
-                " trillion; leave it out, or give it more"
-            )
     if len(sources) > MAX_DATASETS:
         raise ConfigError(f"data_path has {len(sources)} datasets, a blend has at most {MAX_DATASETS}; merge some")
     return sources
@@ -205,13 +207,8 @@ class BlendedSamples:
         self._folder = folder
         self._openers = openers
         self._num_samples = num_samples
-        self._fingerprint = fingerprint
+        self.fingerprint = fingerprint
         self._open: OrderedDict[int, Samples] = OrderedDict()
-
-    @property
-    def fingerprint(self) -> str:
-        """Of the order of datasets, and of the samples in each."""
-        return self._fingerprint
 
     def __len__(self) -> int:
         return self._num_samples
@@ -294,9 +291,7 @@ def _require_distinct(sources: tuple[Source, ...]) -> None:
         seen.add(path)
 
 
-__all__ = ["SampleOrder", "build", "check_request", "open_samples"]
-
-_log = logging.getLogger(__name__)
+# ---- folders of indices ---------------------------------------------------------------------------------------------
 
 _LAYOUT = 1
 """Of the files in a folder; a change makes the old folders unknown."""
@@ -311,7 +306,7 @@ def check_request(request: SplitRequest) -> int:
     for source in request.sources:
         open_dataset(source.prefix)
         _check_once(source.prefix, _identity(source.prefix))
-    return num_samples_of_one_pass(request.sources, _counts(request))
+    return num_samples_of_one_pass(request.sources, request.counts())
 
 
 def build(request: SplitRequest, index_cache: str | None) -> SampleOrder:
@@ -324,7 +319,7 @@ def build(request: SplitRequest, index_cache: str | None) -> SampleOrder:
     Raises:
         DataError: If a folder cannot be written.
     """
-    return _built(request, index_cache, elsewhere=False)
+    return _built(request, index_cache, elsewhere=False)[1]
 
 
 def open_samples(request: SplitRequest, index_cache: str | None) -> Samples:
@@ -339,14 +334,13 @@ def open_samples(request: SplitRequest, index_cache: str | None) -> Samples:
     """
     for source in request.sources:
         open_dataset(source.prefix)
-    order = _built(request, index_cache, elsewhere=True)
-    folder = _folder_of(request, index_cache)
+    folder, order = _built(request, index_cache, elsewhere=True)
     if len(request.sources) == 1:
         return request.objective.open(request.part(request.sources[0], request.num_samples), folder)
     openers: list[Callable[[], Samples]] = []
-    for part in _parts(request, Mixture.load(folder)):
-        _built_part(request.objective, part, index_cache)
-        openers.append(partial(request.objective.open, part, _folder_of_part(request.objective, part, index_cache)))
+    for part in request.parts(Mixture.load(folder)):
+        folder_of_part, _ = _built_part(request.objective, part, index_cache)
+        openers.append(partial(request.objective.open, part, folder_of_part))
     return BlendedSamples(folder, openers, order.num_samples, order.fingerprint)
 
 
@@ -356,49 +350,46 @@ def _check_once(prefix: str, identity: object) -> None:
     check_dataset(prefix)
 
 
-def _counts(request: SplitRequest) -> list[int]:
-    return [request.objective.count(request.part(source, None)) for source in request.sources]
-
-
-def _parts(request: SplitRequest, mixture: Mixture) -> list[Part]:
-    needed = mixture.part_samples.tolist()
-    return [request.part(source, samples or None) for source, samples in zip(request.sources, needed, strict=True)]
-
-
-def _built(request: SplitRequest, index_cache: str | None, elsewhere: bool) -> SampleOrder:
-    """The order of the samples, which are on disk then.
+def _built(request: SplitRequest, index_cache: str | None, elsewhere: bool) -> tuple[str, SampleOrder]:
+    """The folder of an index that is on disk now, and the order in it.
 
     Args:
         request: Which samples.
         index_cache: Folder for all indices.
         elsewhere: Whether another process has built all of it before.
     """
-    if len(request.sources) == 1:
-        part = request.part(request.sources[0], request.num_samples)
-        return _built_part(request.objective, part, index_cache, elsewhere)
+    sources, objective = request.sources, request.objective
+    if len(sources) == 1:
+        return _built_part(objective, request.part(sources[0], request.num_samples), index_cache, elsewhere)
 
     def write(staging: str) -> SampleOrder:
         if elsewhere:
             _warn_of_building_again(staging)
-        mixture = mix(request.sources, _counts(request), request.num_samples)
-        orders = [_built_part(request.objective, part, index_cache) for part in _parts(request, mixture)]
+        mixture = mix(sources, request.counts(), request.num_samples)
+        orders = [_built_part(objective, part, index_cache)[1] for part in request.parts(mixture)]
         mixture.save(staging)
         digest = hashlib.sha256(repr([order.fingerprint for order in orders]).encode())
         digest.update(mixture.dataset_index[:4096].tobytes())
         return SampleOrder(num_samples=len(mixture.dataset_index), fingerprint=digest.hexdigest()[:16])
 
-    subject = f"the blend of {', '.join(source.prefix for source in request.sources[:3])}"
-    return build_once(_folder_of(request, index_cache), write, subject)
+    key = (objective.index_key, canonical_split(request.split), request.name, request.seed, request.num_samples)
+    identity = (key, [(_identity(source.prefix), source.weight) for source in sources])
+    folder = _folder((objective.name, request.name, "blend"), identity, sources[0].prefix, index_cache)
+    return folder, build_once(folder, write, f"the blend of {', '.join(source.prefix for source in sources[:3])}")
 
 
-def _built_part(objective: Objective, part: Part, index_cache: str | None, elsewhere: bool = False) -> SampleOrder:
+def _built_part(
+    objective: Objective, part: Part, index_cache: str | None, elsewhere: bool = False
+) -> tuple[str, SampleOrder]:
     def write(staging: str) -> SampleOrder:
         if elsewhere:
             _warn_of_building_again(staging)
         samples = objective.open(part, staging)
         return SampleOrder(num_samples=len(samples), fingerprint=samples.fingerprint)
 
-    return build_once(_folder_of_part(objective, part, index_cache), write, part.prefix)
+    key = (objective.index_key, canonical_split(part.split), part.name, part.seed, part.num_samples)
+    folder = _folder((objective.name, part.name), (key, _identity(part.prefix)), part.prefix, index_cache)
+    return folder, build_once(folder, write, part.prefix)
 
 
 def _warn_of_building_again(staging: str) -> None:
@@ -407,21 +398,6 @@ def _warn_of_building_again(staging: str) -> None:
         " index_cache to a folder that all machines share to save the time.",
         os.path.dirname(staging),
     )
-
-
-def _folder_of(request: SplitRequest, index_cache: str | None) -> str:
-    if len(request.sources) == 1:
-        part = request.part(request.sources[0], request.num_samples)
-        return _folder_of_part(request.objective, part, index_cache)
-    key = (request.objective.index_key, canonical_split(request.split), request.name, request.seed, request.num_samples)
-    sources = [(_identity(source.prefix), source.weight) for source in request.sources]
-    names = (request.objective.name, request.name, "blend")
-    return _folder(names, (key, sources), request.sources[0].prefix, index_cache)
-
-
-def _folder_of_part(objective: Objective, part: Part, index_cache: str | None) -> str:
-    key = (objective.index_key, canonical_split(part.split), part.name, part.seed, part.num_samples)
-    return _folder((objective.name, part.name), (key, _identity(part.prefix)), part.prefix, index_cache)
 
 
 def _folder(names: tuple[str, ...], identity: object, prefix: str, index_cache: str | None) -> str:

@@ -1,28 +1,52 @@
-"""Samples of BERT and T5: masked words, n-grams and spans."""
+"""Samples of BERT and T5: whole sentences whose words, n-grams or spans are masked, in Megatron's order.
+
+Samples equal Megatron's for WordPiece, random number by random number (megatron-core 0.16.1, datasets/bert_dataset.py,
+t5_dataset.py, masked_dataset.py), but for padding: types, masks and labels behind the end do not depend on the
+padding's id. Where a run of the engine would end because sentinels or labels run out, the spans that are left stay
+unmasked. Words are also found by the marks of SentencePiece and byte-level BPE (``special_tokens``).
+
+The index of sentences is the engine's own (``build_mapping``). The classes around it are not used: they need
+collectives, trust whatever file has the right name, wait for ever on documents that give no sample, cannot make a
+single pass, and know no words but WordPiece's.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
+import os
+from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, get_args
+from functools import cached_property, lru_cache
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from lightning_megatron.data.samples import Objective, Part, Rows
-from lightning_megatron.data.sentence_index import SentenceCut, SentenceIndex, count_samples
+from lightning_megatron.data.indexed import open_dataset
+from lightning_megatron.data.samples import Objective, Part, Rows, open_array, split_ranges
 from lightning_megatron.data.special_tokens import TokenizerFacts
 from lightning_megatron.errors import ConfigError, DataError
 
+_log = logging.getLogger(__name__)
+
 IGNORED = -100
 """The label of a place where nothing is predicted."""
+LONG_SENTENCE = 512
+"""A document of several sentences is left out if one has more tokens (``LONG_SENTENCE_LEN`` in helpers.cpp)."""
 GEOMETRIC_PROBABILITY = 0.2
 """Of the end after each word of a T5's span. Source: SpanBERT, https://arxiv.org/abs/1907.10529, section 3.1."""
+_MAX_INT32 = 2**31 - 1
+
+T5Format: TypeAlias = Literal["hugging_face", "megatron"]
+
+
+# ---- what is masked -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,114 +94,18 @@ class MaskingOptions:
         return min(self.probability * target, max(1, int(round(num_tokens * self.probability))))
 
 
-class NgramSizes:
-    """Draws sizes that are the less probable the larger: 1/n, normalised."""
-
-    def __init__(self, max_ngram: int) -> None:
-        # Rounded as by the engine and numpy's choice, step by step: one bit decides about a whole sample.
-        probabilities = 1.0 / (np.arange(max_ngram, dtype=np.int64) + 1)
-        probabilities = probabilities / probabilities.sum(keepdims=True)
-        probabilities = probabilities / probabilities.sum(keepdims=True)
-        cumulative = probabilities.cumsum()
-        self._cumulative: list[float] = (cumulative / cumulative[-1]).tolist()
-
-    def drawn_by(self, state: np.random.RandomState) -> Callable[[], int]:
-        """Draws one size a call."""
-        cumulative, random = self._cumulative, state.random_sample
-        return lambda: bisect_right(cumulative, random()) + 1
-
-
-class GeometricSizes:
-    """Draws sizes of a geometric distribution, cut off."""
-
-    def __init__(self, max_ngram: int) -> None:
-        self._max_ngram = max_ngram
-
-    @property
-    def mean(self) -> float:
-        """Words of a span."""
-        return (1 - (1 - GEOMETRIC_PROBABILITY) ** self._max_ngram) / GEOMETRIC_PROBABILITY
-
-    def drawn_by(self, state: np.random.RandomState) -> Callable[[], int]:
-        """Draws one size a call."""
-        largest, geometric = self._max_ngram, state.geometric
-        return lambda: min(geometric(GEOMETRIC_PROBABILITY), largest)
-
-
-@dataclass(frozen=True)
-class Words:
-    """The words of a sample that may be masked."""
-
-    places: NDArray[np.int64]
-    """Places of their tokens in the sample, in ascending order."""
-    bounds: list[int]
-    """Where in ``places`` each word begins, and the number of places."""
-
-
-class WordFinder:
-    """Finds words by the pieces' marks."""
-
-    def __init__(self, tokenizer: TokenizerFacts, whole_words: bool, prefix: str) -> None:
-        """Read the facts.
-
-        Args:
-            tokenizer: Of the dataset.
-            whole_words: Whether all pieces of a word belong together.
-            prefix: The dataset, for messages.
-        """
-        self._begins_word = tokenizer.begins_word
-        self._maskable = tokenizer.maskable
-        self._source = tokenizer.source
-        self._whole_words = whole_words
-        self._prefix = prefix
-
-    def begins(self, tokens: NDArray[np.int64], lengths: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Whether each token begins a word: [n]; the first of a sentence does, with a mark or without.
-
-        Args:
-            tokens: Of some sentences: [n].
-            lengths: Of the sentences.
-
-        Raises:
-            DataError: If there are other ids than the tokenizer's.
-        """
-        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < len(self._begins_word):
-            token = tokens.min() if tokens.min() < 0 else tokens.max()
-            raise DataError(
-                f"{self._prefix} has the token {token}, ids of the tokenizer {self._source} are from 0 to"
-                f" {len(self._begins_word) - 1}; give the tokenizer that made the dataset"
-            )
-        begins = self._begins_word[tokens]
-        begins[(lengths.cumsum() - lengths)[lengths > 0]] = True
-        return begins
-
-    def words(self, tokens: NDArray[np.int64], begins: NDArray[np.bool_]) -> Words:
-        """The words of a sample.
-
-        A piece in the middle of a word belongs to the word before it even if a special token stands between them: that
-        is where the engine puts the rest of a word that was cut at the beginning of a segment.
-
-        Args:
-            tokens: [n].
-            begins: Whether each begins a word: [n].
-        """
-        places = np.flatnonzero(self._maskable[tokens])
-        if not self._whole_words:
-            return Words(places, list(range(len(places) + 1)))
-        first = begins[places]
-        first[:1] = True
-        return Words(places, [*np.flatnonzero(first).tolist(), len(places)])
-
-
 def masked_ngrams(
     bounds: list[int], budget: float, draw_size: Callable[[], int], state: np.random.RandomState
 ) -> Iterator[tuple[int, int]]:
     """Beginning and end of each n-gram to mask, counted in places, in the order in which they are drawn.
 
-    Whoever draws by ``state`` for an n-gram does so before asking for the next.
+    Words are taken in a random order; each begins an n-gram of random size that is masked if it still fits into the
+    share that is to be masked and touches no other. The random numbers are drawn in the engine's order (datasets/
+    masked_dataset.py:_create_masked_lm_predictions). Whoever draws by ``state`` for an n-gram does so before asking for
+    the next.
 
     Args:
-        bounds: As in ``Words``.
+        bounds: Where each word begins, and the number of places.
         budget: Tokens to mask, at most.
         draw_size: Draws the words of an n-gram by ``state``.
         state: Where all random numbers come from.
@@ -203,40 +131,269 @@ def masked_ngrams(
         yield begin, bounds[end]
 
 
-_BERT_MAX_NGRAM = 3
+@lru_cache(maxsize=16)
+def _cumulative_probabilities(max_ngram: int) -> list[float]:
+    """Of the sizes of n-grams, which are the less probable the larger: 1/n, normalised."""
+    # Rounded as by the engine and numpy's choice, step by step: one bit decides about a whole sample.
+    probabilities = 1.0 / (np.arange(max_ngram, dtype=np.int64) + 1)
+    probabilities = probabilities / probabilities.sum(keepdims=True)
+    probabilities = probabilities / probabilities.sum(keepdims=True)
+    cumulative = probabilities.cumsum()
+    return (cumulative / cumulative[-1]).tolist()  # type: ignore[no-any-return]
 
 
-def cut_of(seq_length: int, special_tokens: int, min_sentences: int, masking: MaskingOptions) -> SentenceCut:
-    """The cut that goes with ``masking``.
-
-    Raises:
-        ConfigError: If rows are so short that not one token would be masked.
-    """
-    cut = SentenceCut(
-        seq_length=seq_length,
-        special_tokens=special_tokens,
-        min_sentences=min_sentences,
-        short_sequence_probability=masking.short_sequence_probability,
-    )
-    if cut.max_tokens < 2 or masking.probability * cut.max_tokens < 1:
-        needed = special_tokens + max(2, math.ceil(1 / masking.probability))
-        raise ConfigError(
-            f"seq_length={seq_length} is too small: a row has {special_tokens} special tokens, and"
-            f" probability={masking.probability:g} of the others must be a token; choose at least {needed}"
-        )
-    return cut
+# ---- sentences ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class BertObjective(Objective):
-    """Masked tokens and, if wanted, the order of two segments, from datasets whose documents are several sentences."""
+class SentenceCut:
+    """How documents are cut into samples of whole sentences."""
 
     seq_length: int
     """Tokens of a row."""
+    special_tokens: int
+    """How many of them the text leaves to special tokens."""
+    min_sentences: int
+    """Sentences of a sample, at least: 2 if their order is to be learned."""
+    short_sequence_probability: float
+    """Share of the samples that are made shorter."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of text in a row."""
+        return self.seq_length - self.special_tokens
+
+
+class _Documents:
+    """The documents of one split, with the arrays of the whole dataset.
+
+    Raises:
+        ConfigError: If the seed is none that the engine's index takes.
+        DataError: If the engine would make no sample of the documents, for ever; with what is wrong with them.
+    """
+
+    def __init__(self, part: Part, cut: SentenceCut) -> None:
+        if not 0 < part.seed < _MAX_INT32:
+            raise ConfigError(
+                f"seed={part.seed} must be from 1 to {_MAX_INT32 - 1} for BERT and T5 (the engine's index of sentences"
+                " takes no other); choose such a seed"
+            )
+        dataset = open_dataset(part.prefix)
+        self.part, self.cut = part, cut
+        self.total = dataset.num_documents
+        documents = split_ranges(part.split, self.total)[part.name]
+        self.lengths: NDArray[np.int32] = dataset.lengths
+        self.bounds: NDArray[np.int64] = dataset.document_bounds[documents.start : documents.stop + 1]
+        self.num_sentences = np.diff(self.bounds)
+        self.count = len(self.num_sentences)
+        own = self.lengths[self.bounds[0] : self.bounds[-1]]
+        self.num_tokens = int(own.sum(dtype=np.int64))
+        with_long = np.searchsorted(self.bounds, np.flatnonzero(own > LONG_SENTENCE) + self.bounds[0], side="right") - 1
+        several = self.num_sentences[np.unique(with_long)] > 1
+        self.num_long = int(several.sum())
+        """Documents of several sentences that the engine leaves out because of one."""
+        self._check()
+
+    def _check(self) -> None:
+        part, least = self.part, self.cut.min_sentences
+        where = f"split={part.split!r} gives {part.name} {self.count} of {self.total} documents of {part.prefix}"
+        if self.count < 1:
+            raise DataError(f"{where}; give {part.name} a larger weight or weight 0, or add documents")
+        enough = int((self.num_sentences >= least).sum())
+        if enough == 0 and least > 1:
+            raise DataError(
+                f"{where}, none with two sentences, whose order is to be learned; preprocess with --split-sentences, or"
+                " set sentence_order=False"
+            )
+        if enough == self.num_long:
+            raise DataError(
+                f"{where}, {self.num_long} of them with a sentence of more than {LONG_SENTENCE} tokens, none that can"
+                " be used; preprocess with --split-sentences and shorter sentences, or give other documents"
+            )
+        if not self.num_tokens:
+            raise DataError(f"{where}, none with any token; preprocess inputs that contain text")
+
+    def warn(self) -> None:
+        """Say how much is left out."""
+        part, cut = self.part, self.cut
+        if self.num_long:
+            _log.warning(
+                "%d of %d documents of %s (%s) have a sentence of more than %d tokens and are left out, as by Megatron;"
+                " split them into shorter sentences to train on them.",
+                *(self.num_long, self.count, part.prefix, part.name, LONG_SENTENCE),
+            )
+        if cut.min_sentences > 1:
+            few = int((self.num_sentences < cut.min_sentences).sum())
+            if few > 0.01 * self.count:
+                _log.warning(
+                    "%d of %d documents of %s (%s) have less than two sentences and are left out, as there is no order"
+                    " to learn; preprocess with --split-sentences if they were not split.",
+                    *(few, self.count, part.prefix, part.name),
+                )
+            return
+        of_one = self.lengths[self.bounds[:-1][self.num_sentences == 1]].astype(np.int64)
+        behind = int(np.maximum(of_one - cut.max_tokens, 0).sum())
+        if behind > 0.01 * self.num_tokens:
+            _log.warning(
+                "%.0f %% of the tokens of %s (%s) are never trained on: documents of one sequence give one sample each,"
+                " cut at %d tokens, as by Megatron; preprocess with --split-sentences.",
+                *(100 * behind / self.num_tokens, part.prefix, part.name, cut.max_tokens),
+            )
+
+    def mapping(self, num_samples: int | None) -> NDArray[Any]:
+        """First sentence, end, and tokens to have of each sample: [samples, 3], uint32 or uint64."""
+        from megatron.core.datasets.helpers import build_mapping
+
+        return build_mapping(  # type: ignore[no-any-return]
+            self.bounds,
+            self.lengths,
+            _MAX_INT32 - 1,  # passes; whole ones are made until there are as many samples
+            max(1, num_samples or 1),
+            self.cut.max_tokens,
+            self.cut.short_sequence_probability,
+            self.part.seed,
+            False,
+            self.cut.min_sentences,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedObjective(Objective):
+    """What BERT and T5 have in common."""
+
+    seq_length: int
+    """Tokens of a row, of the encoder."""
     tokenizer: TokenizerFacts
     """Of the tokenizer that made the dataset."""
     masking: MaskingOptions = field(default_factory=MaskingOptions)
     """Which tokens are masked."""
+
+    @property
+    @abstractmethod
+    def cut(self) -> SentenceCut:
+        """How documents are cut."""
+
+    @property
+    @override
+    def index_key(self) -> str:
+        return f"{self.name} {self.cut}"
+
+    @override
+    def count(self, part: Part) -> int:
+        return len(_Documents(part, self.cut).mapping(None))
+
+    def _cut(self, special_tokens: int, min_sentences: int) -> SentenceCut:
+        return SentenceCut(
+            seq_length=self.seq_length,
+            special_tokens=special_tokens,
+            min_sentences=min_sentences,
+            short_sequence_probability=self.masking.short_sequence_probability,
+        )
+
+    def _check_length(self) -> None:
+        """Raise ConfigError if rows are so short that not one token would be masked."""
+        cut, probability = self.cut, self.masking.probability
+        if cut.max_tokens < 2 or probability * cut.max_tokens < 1:
+            needed = cut.special_tokens + max(2, math.ceil(1 / probability))
+            raise ConfigError(
+                f"seq_length={self.seq_length} is too small: a row has {cut.special_tokens} special tokens, and"
+                f" probability={probability:g} of the others must be a token; choose at least {needed}"
+            )
+
+
+class MaskedSamples:
+    """The samples of one split of one dataset: runs of sentences."""
+
+    def __init__(self, objective: MaskedObjective, part: Part, folder: str) -> None:
+        """Open the index, or build it.
+
+        Args:
+            objective: What is masked.
+            part: Which documents.
+            folder: Where the index is, or is to be written if this is empty.
+        """
+        self._cut, self._folder, self._seed = objective.cut, folder, part.seed
+        if not os.listdir(folder):
+            documents = _Documents(part, self._cut)
+            documents.warn()
+            np.save(os.path.join(folder, "sentences.npy"), documents.mapping(part.num_samples))
+        self._dataset = open_dataset(part.prefix)
+        self._tokenizer, self._whole_words = objective.tokenizer, objective.masking.whole_words
+        self._maskable = objective.tokenizer.maskable
+
+    def __len__(self) -> int:
+        """Samples."""
+        return len(self._mapping)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Maps of files do not travel to other processes."""
+        return {name: value for name, value in self.__dict__.items() if name != "_mapping"}
+
+    @cached_property
+    def _mapping(self) -> NDArray[Any]:
+        return open_array(self._folder, "sentences")
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal runs of sentences in equal order; masking may change when a run is resumed, the order not.
+
+        The beginning of an order tells it from others: any difference reshuffles all of it.
+        """
+        beginning = np.ascontiguousarray(self._mapping[:4096])
+        digest = hashlib.sha256(repr((len(self), self._seed, self._cut)).encode() + beginning.tobytes())
+        return digest.hexdigest()[:16]
+
+    def _states(self, indices: Sequence[int]) -> Iterator[tuple[int, int, np.random.RandomState]]:
+        """Row, sample, and where all its random numbers come from."""
+        state = np.random.RandomState(0)
+        for row, index in enumerate(indices):
+            state.seed((self._seed + int(index)) % 2**32)
+            yield row, int(index), state
+
+    def _sentences(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int32], int]:
+        """A sample's tokens, whether each begins a word, the lengths of its sentences, and how many tokens it wants.
+
+        The first token of a sentence begins a word, with a mark or without.
+
+        Raises:
+            DataError: If there are other ids than the tokenizer's.
+        """
+        first, end, target = self._mapping[index].tolist()
+        found, lengths = self._dataset.sequences(first, end)
+        tokens = found.astype(np.int64)
+        tokenizer = self._tokenizer
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < tokenizer.size:
+            token = tokens.min() if tokens.min() < 0 else tokens.max()
+            raise DataError(
+                f"{self._dataset.prefix} has the token {token}, ids of the tokenizer {tokenizer.source} are from 0 to"
+                f" {tokenizer.size - 1}; give the tokenizer that made the dataset"
+            )
+        begins = tokenizer.begins_word[tokens]
+        begins[(lengths.cumsum() - lengths)[lengths > 0]] = True
+        return tokens, begins, lengths, target
+
+    def _words(self, tokens: NDArray[np.int64], begins: NDArray[np.bool_]) -> tuple[NDArray[np.int64], list[int]]:
+        """Places of the tokens that may be masked, ascending; where in these each word begins, and their number.
+
+        A piece in the middle of a word belongs to the word before it even if a special token stands between them: that
+        is where the engine puts the rest of a word that was cut at the beginning of a segment.
+        """
+        places = np.flatnonzero(self._maskable[tokens])
+        if not self._whole_words:
+            return places, list(range(len(places) + 1))
+        first = begins[places]
+        first[:1] = True
+        return places, [*np.flatnonzero(first).tolist(), len(places)]
+
+
+# ---- BERT -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertObjective(MaskedObjective):
+    """Masked tokens and, if wanted, the order of two segments, from datasets whose documents are several sentences."""
+
+    name = "bert"
     sentence_order: bool = True
     """Whether rows are two segments, in order (``next_sentence_label`` 0) or swapped (1)."""
 
@@ -247,17 +404,7 @@ class BertObjective(Objective):
             ConfigError: If rows are too short, or the tokenizer lacks a special token.
         """
         self.tokenizer.require(("cls", "sep", "mask"), "BERT")
-        _ = self.cut
-
-    @property
-    @override
-    def name(self) -> str:
-        return "bert"
-
-    @property
-    @override
-    def index_key(self) -> str:
-        return f"bert {self.cut}"
+        self._check_length()
 
     @property
     @override
@@ -266,39 +413,24 @@ class BertObjective(Objective):
         return self.tokenizer.size - 1
 
     @property
+    @override
     def cut(self) -> SentenceCut:
         """How documents are cut: cls and two sep stand in each row."""
-        return cut_of(self.seq_length, 3, 2 if self.sentence_order else 1, self.masking)
-
-    @override
-    def count(self, part: Part) -> int:
-        return count_samples(part, self.cut)
+        return self._cut(3, 2 if self.sentence_order else 1)
 
     @override
     def open(self, part: Part, folder: str) -> BertSamples:
-        return BertSamples(self, SentenceIndex(part, self.cut, folder), part)
+        return BertSamples(self, part, folder)
 
 
-class BertSamples:
-    """The samples of one split of one dataset."""
+class BertSamples(MaskedSamples):
+    """One or two segments in a row."""
 
-    def __init__(self, objective: BertObjective, index: SentenceIndex, part: Part) -> None:
-        tokenizer, masking = objective.tokenizer, objective.masking
+    def __init__(self, objective: BertObjective, part: Part, folder: str) -> None:
+        super().__init__(objective, part, folder)
         self._objective = objective
-        self._index = index
-        self._seed = part.seed
-        self._cls, self._sep, self._mask = tokenizer.require(("cls", "sep", "mask"), "BERT")
-        self._finder = WordFinder(tokenizer, masking.whole_words, part.prefix)
-        self._sizes = NgramSizes(masking.max_ngram or _BERT_MAX_NGRAM)
-
-    @property
-    def fingerprint(self) -> str:
-        """Of the order of the samples."""
-        return self._index.fingerprint
-
-    def __len__(self) -> int:
-        """Samples."""
-        return len(self._index)
+        self._cls, self._sep, self._mask = objective.tokenizer.require(("cls", "sep", "mask"), "BERT")
+        self._cumulative = _cumulative_probabilities(objective.masking.max_ngram or 3)
 
     def rows(self, indices: Sequence[int]) -> Rows:
         """``input_ids``, ``token_type_ids``, ``attention_mask`` and ``labels`` (-100: none): [rows, s], int64.
@@ -316,18 +448,15 @@ class BertSamples:
             "labels": np.full(shape, IGNORED, dtype=np.int64),
         }
         order: NDArray[np.int64] = np.zeros(len(indices), dtype=np.int64)
-        state = np.random.RandomState(0)
-        for row, index in enumerate(indices):
-            state.seed((self._seed + int(index)) % 2**32)
-            order[row] = self._fill({name: array[row] for name, array in rows.items()}, int(index), state)
+        for row, index, state in self._states(indices):
+            order[row] = self._fill({name: array[row] for name, array in rows.items()}, index, state)
         if self._objective.sentence_order:
             rows["next_sentence_label"] = order
         return {name: torch.from_numpy(array) for name, array in rows.items()}
 
     def _fill(self, row: dict[str, NDArray[np.int64]], index: int, state: np.random.RandomState) -> bool:
         """Write one sample into its row, and say whether its segments are swapped."""
-        text, lengths, target = self._index.sentences(index)
-        begins = self._finder.begins(text, lengths)
+        text, begins, lengths, target = self._sentences(index)
         middle, swapped = len(text), False
         if self._objective.sentence_order:
             middle = int(lengths[: state.randint(1, len(lengths)) if len(lengths) > 2 else 1].sum())
@@ -362,22 +491,23 @@ class BertSamples:
 
         Source: BERT, https://arxiv.org/abs/1810.04805, section 3.1.
         """
-        words, ids, random = self._finder.words(tokens, begins), self._objective.tokenizer.ids, state.random_sample
+        places, bounds = self._words(tokens, begins)
+        ids, random, cumulative = self._objective.tokenizer.ids, state.random_sample, self._cumulative
         budget = self._objective.masking.masked(len(tokens), target)
         chosen: list[int] = []
         masked: list[int] = []
         replaced: dict[int, int] = {}
-        for begin, end in masked_ngrams(words.bounds, budget, self._sizes.drawn_by(state), state):
+        for begin, end in masked_ngrams(bounds, budget, lambda: bisect_right(cumulative, random()) + 1, state):
             for place in range(begin, end):
                 chosen.append(place)
                 if random() < 0.8:
                     masked.append(place)
                 elif random() >= 0.5:
                     replaced[place] = int(ids[state.randint(0, len(ids))])
-        where = words.places[chosen]
+        where = places[chosen]
         labels[where] = tokens[where]
-        tokens[words.places[masked]] = self._mask
-        tokens[words.places[list(replaced)]] = list(replaced.values())
+        tokens[places[masked]] = self._mask
+        tokens[places[list(replaced)]] = list(replaced.values())
 
 
 def _trimmed(segments: Sequence[slice], target: int, state: np.random.RandomState) -> tuple[slice, slice]:
@@ -401,25 +531,16 @@ def _trimmed(segments: Sequence[slice], target: int, state: np.random.RandomStat
     return trimmed[0], trimmed[1]
 
 
-_log = logging.getLogger(__name__)
-
-T5Format: TypeAlias = Literal["hugging_face", "megatron"]
-
-_T5_MAX_NGRAM = 10
+# ---- T5 -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class T5Objective(Objective):
+class T5Objective(MaskedObjective):
     """Masked spans, from datasets whose documents are one or several sequences."""
 
-    seq_length: int
-    """Tokens of a row of the encoder."""
+    name = "t5"
     seq_length_decoder: int
     """Labels of a row of the decoder."""
-    tokenizer: TokenizerFacts
-    """Of the tokenizer that made the dataset."""
-    masking: MaskingOptions = field(default_factory=MaskingOptions)
-    """Which tokens are masked."""
     format: T5Format = "hugging_face"
     """What ends a row.
 
@@ -442,7 +563,7 @@ class T5Objective(Objective):
                 " <extra_id_1>, ...), T5 needs one for each span; use the tokenizer of a T5 model, or give it 100 with"
                 " tokenizer.add_special_tokens and save it"
             )
-        _ = self.cut
+        self._check_length()
         tokens, spans = self._usual_spans
         needed = tokens + spans + self._ending
         if self.seq_length_decoder < needed:
@@ -454,33 +575,19 @@ class T5Objective(Objective):
 
     @property
     @override
-    def name(self) -> str:
-        return "t5"
-
-    @property
-    @override
-    def index_key(self) -> str:
-        return f"t5 {self.cut}"
-
-    @property
-    @override
     def largest_token(self) -> int:
-        return max(*self.tokenizer.sentinels, self.eos, self.tokenizer.fill)
+        return max(*self.tokenizer.sentinels, *self.tokenizer.require(("eos",), "T5"), self.tokenizer.fill)
 
     @property
+    @override
     def cut(self) -> SentenceCut:
         """How documents are cut: the engine leaves two tokens to bos and eos."""
-        return cut_of(self.seq_length, 2, 1, self.masking)
+        return self._cut(2, 1)
 
     @property
-    def eos(self) -> int:
-        """Ends text and labels."""
-        return self.tokenizer.require(("eos",), "T5")[0]
-
-    @property
-    def sizes(self) -> GeometricSizes:
-        """Of spans, in words."""
-        return GeometricSizes(self.masking.max_ngram or _T5_MAX_NGRAM)
+    def max_ngram(self) -> int:
+        """Words of a span, at most."""
+        return self.masking.max_ngram or 10
 
     @property
     def max_spans(self) -> int:
@@ -500,11 +607,8 @@ class T5Objective(Objective):
     def _usual_spans(self) -> tuple[int, int]:
         """Masked tokens and spans of a full row if each word is one token; with longer words there are fewer spans."""
         tokens = int(self.masking.masked(self.cut.max_tokens, self.cut.max_tokens))
-        return tokens, round(tokens / self.sizes.mean)
-
-    @override
-    def count(self, part: Part) -> int:
-        return count_samples(part, self.cut)
+        mean_words = (1 - (1 - GEOMETRIC_PROBABILITY) ** self.max_ngram) / GEOMETRIC_PROBABILITY
+        return tokens, round(tokens / mean_words)
 
     @override
     def open(self, part: Part, folder: str) -> T5Samples:
@@ -515,27 +619,16 @@ class T5Objective(Objective):
                 *(self.seq_length, self._usual_spans[1], self.tokenizer.source, self.max_spans),
                 self.masking.probability,
             )
-        return T5Samples(self, SentenceIndex(part, self.cut, folder), part)
+        return T5Samples(self, part, folder)
 
 
-class T5Samples:
-    """The samples of one split of one dataset."""
+class T5Samples(MaskedSamples):
+    """A text whose masked spans are sentinels, and the spans as the answer."""
 
-    def __init__(self, objective: T5Objective, index: SentenceIndex, part: Part) -> None:
+    def __init__(self, objective: T5Objective, part: Part, folder: str) -> None:
+        super().__init__(objective, part, folder)
         self._objective = objective
-        self._index = index
-        self._seed = part.seed
-        self._finder = WordFinder(objective.tokenizer, objective.masking.whole_words, part.prefix)
-        self._sizes = objective.sizes
-
-    @property
-    def fingerprint(self) -> str:
-        """Of the order of the samples."""
-        return self._index.fingerprint
-
-    def __len__(self) -> int:
-        """Samples."""
-        return len(self._index)
+        (self._eos,) = objective.tokenizer.require(("eos",), "T5")
 
     def rows(self, indices: Sequence[int]) -> Rows:
         """``input_ids`` and ``attention_mask`` [rows, s], ``labels`` (-100: none) [rows, s of the decoder], all int64.
@@ -548,27 +641,20 @@ class T5Samples:
         tokens = np.full(shape, objective.tokenizer.fill, dtype=np.int64)
         attention = np.zeros(shape, dtype=np.int64)
         labels = np.full((len(indices), objective.seq_length_decoder), IGNORED, dtype=np.int64)
-        state = np.random.RandomState(0)
-        for row, index in enumerate(indices):
-            state.seed((self._seed + int(index)) % 2**32)
-            text, answer = self._sample(int(index), state)
+        for row, index, state in self._states(indices):
+            text, answer = self._sample(index, state)
             tokens[row, : len(text)], attention[row, : len(text)] = text, 1
             labels[row, : len(answer)] = answer
-        return {
-            "input_ids": torch.from_numpy(tokens),
-            "attention_mask": torch.from_numpy(attention),
-            "labels": torch.from_numpy(labels),
-        }
+        rows = {"input_ids": tokens, "attention_mask": attention, "labels": labels}
+        return {name: torch.from_numpy(array) for name, array in rows.items()}
 
     def _sample(self, index: int, state: np.random.RandomState) -> tuple[list[int], list[int]]:
         """The text with sentinels in place of spans, and the labels."""
         objective = self._objective
-        text, lengths, target = self._index.sentences(index)
-        begins = self._finder.begins(text, lengths)
-        text = text[:target]
-        spans = self._spans(text, begins[:target], target, state)
+        text, begins, _, target = self._sentences(index)
+        spans = self._spans(text[:target], begins[:target], target, state)
 
-        tokens: list[int] = text.tolist()
+        tokens: list[int] = text[:target].tolist()
         inputs: list[int] = []
         labels: list[int] = []
         sentinels = objective.tokenizer.sentinels
@@ -582,22 +668,23 @@ class T5Samples:
         inputs += tokens[last:]
         if objective.format == "hugging_face":
             labels.append(sentinels[len(spans)])
-            if inputs[-1:] != [objective.eos]:  # which preprocess may have appended to the document
-                inputs.append(objective.eos)
-        labels.append(objective.eos)
+            if inputs[-1:] != [self._eos]:  # which preprocess may have appended to the document
+                inputs.append(self._eos)
+        labels.append(self._eos)
         return inputs, labels
 
     def _spans(
-        self, text: np.ndarray, begins: np.ndarray, target: int, state: np.random.RandomState
+        self, text: NDArray[np.int64], begins: NDArray[np.bool_], target: int, state: np.random.RandomState
     ) -> list[tuple[int, int]]:
         """Beginning and end of each masked span, in the order of the text."""
-        objective = self._objective
-        words = self._finder.words(text, begins)
+        objective, largest, geometric = self._objective, self._objective.max_ngram, state.geometric
+        places, bounds = self._words(text, begins)
         budget = objective.masking.masked(len(text), target)
         spans: list[tuple[int, int]] = []
         answer = 0
-        for first, stop in masked_ngrams(words.bounds, budget, self._sizes.drawn_by(state), state):
-            begin, end = int(words.places[first]), int(words.places[stop - 1]) + 1
+        draw_size = lambda: min(geometric(GEOMETRIC_PROBABILITY), largest)  # noqa: E731
+        for first, stop in masked_ngrams(bounds, budget, draw_size, state):
+            begin, end = int(places[first]), int(places[stop - 1]) + 1
             answer += 1 + end - begin
             if len(spans) == objective.max_spans or answer > objective.max_answer:
                 break

@@ -12,9 +12,8 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from lightning_megatron.data.blend import SampleOrder
 from lightning_megatron.data.loader import BatchRampup, BatchShape, PassLoader, PassOrder, Shuffling, TrainLoader
-from lightning_megatron.data.samples import Samples, SplitName
+from lightning_megatron.data.samples import SampleOrder, Samples, SplitName
 from lightning_megatron.errors import ConfigError, DataError, require_divides, require_number
 from lightning_megatron.models.config import ModelConfig
 

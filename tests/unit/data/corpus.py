@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_megatron.data.indexed import IndexedDatasetWriter
+from lightning_megatron.data.samples import Objective, Part
 
 
 def write_corpus(prefix: Path, num_documents: int, seed: int = 0, longest: int = 60) -> list[NDArray[np.uint16]]:
@@ -57,3 +61,8 @@ def megatron_samples(
     last = np.arange(in_first, count, dtype=np.uint32)
     state.shuffle(last)
     return samples[np.concatenate((first, last))]
+
+
+def opened(objective: Objective, part: Part) -> Any:
+    """The samples of a part, with their index in a new folder beside the dataset."""
+    return objective.open(part, tempfile.mkdtemp(prefix="index-", dir=os.path.dirname(part.prefix)))

@@ -28,7 +28,7 @@ from lightning_megatron.data.indexed import IndexedDatasetWriter
 from lightning_megatron.data.masked import BertObjective, T5Objective
 from lightning_megatron.data.samples import Objective, Samples, SplitName
 from lightning_megatron.errors import ConfigError, DataError
-from tests.unit.data.corpus import write_corpus
+from tests.unit.data.corpus import opened, write_corpus
 from tests.unit.data.engine_samples import engine_dataset, engine_rows
 from tests.unit.data.sentence_corpus import random_documents, word_pieces, write_sentences
 
@@ -78,8 +78,6 @@ def test_paths_and_weights_are_read(
         (["nan", "books", 2, "web"], r"data_path\[0\]=nan is no weight"),
         ([float("inf"), "books", 2, "web"], r"data_path\[0\]=inf is no weight"),
         ([True, "books", 2, "web"], r"data_path\[0\]=True is no weight"),
-        ([1, "books", 1e-13, "web"], "gives web the weight 1e-13 of .*, less than a sample in a trillion"),
-        ([1e308, "books", 1e308, "web"], "gives books the weight 1e.308 of inf"),
         ([0, "books", "0.0", "web"], "gives every dataset the weight 0"),
         (["books", "web", "./books"], r"has ./books twice; give it once"),
         ([1, "books", 0, "x/../books"], r"has x/../books twice"),
@@ -202,7 +200,7 @@ def test_samples_of_sentences_blend_as_well(tmp_path: Path, kind: str, num_sampl
     for number, source in enumerate(request.sources):
         part = request.part(source, int(mixture.part_samples[number]) or None)
         places = np.flatnonzero(mixture.dataset_index == number)
-        own = objective.open(part, "").rows(range(len(places)))
+        own = opened(objective, part).rows(range(len(places)))
         assert all(torch.equal(rows[key][places], own[key]) for key in own)
 
 

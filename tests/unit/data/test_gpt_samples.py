@@ -14,7 +14,7 @@ from lightning_megatron.data.gpt import GPTObjective, GPTSamples, build_gpt_inde
 from lightning_megatron.data.indexed import IndexedDatasetWriter
 from lightning_megatron.data.samples import Part, SplitName, split_ranges
 from lightning_megatron.errors import DataError
-from tests.unit.data.corpus import megatron_samples, write_corpus
+from tests.unit.data.corpus import megatron_samples, opened, write_corpus
 from tests.unit.data.engine_samples import engine_dataset, engine_rows
 
 SEQ_LENGTH = 16
@@ -41,7 +41,7 @@ def test_one_pass_takes_the_samples_that_the_algorithm_says(tmp_path: Path, name
     part = split_ranges("8,1,1", 50)[name]
     expected = megatron_samples(documents[part.start : part.stop], SEQ_LENGTH, 1234, None)
 
-    samples = OBJECTIVE.open(_part(tmp_path / "corpus", name=name), "")
+    samples = opened(OBJECTIVE, _part(tmp_path / "corpus", name=name))
 
     assert np.array_equal(_all_rows(samples), expected)
     assert OBJECTIVE.count(_part(tmp_path / "corpus", name=name)) == len(expected)
@@ -57,7 +57,7 @@ def test_many_passes_take_the_samples_that_the_algorithm_says(
     num_samples = int((full_epochs + share_of_last_epoch) * (sum(map(len, train)) // SEQ_LENGTH))
     expected = megatron_samples(train, SEQ_LENGTH, 1234, num_samples)
 
-    rows = _all_rows(OBJECTIVE.open(_part(tmp_path / "corpus", num_samples), ""))
+    rows = _all_rows(opened(OBJECTIVE, _part(tmp_path / "corpus", num_samples)))
 
     assert len(rows) >= num_samples
     assert np.array_equal(rows, expected)
@@ -85,7 +85,7 @@ def test_rows_equal_the_engines(
         blend, split="0,1,0", name="valid", num_samples=num_samples, seq_length=seq_length, **options
     )
 
-    samples = GPTObjective(seq_length=seq_length, **options).open(part, "")
+    samples = opened(GPTObjective(seq_length=seq_length, **options), part)
 
     assert np.array_equal(_all_rows(samples), engine_rows(theirs))
 
@@ -95,10 +95,10 @@ def test_a_kept_partial_sequence_is_the_rest_of_the_tokens_and_padding(tmp_path:
     _write(tmp_path / "corpus", [40])
     part = _part(tmp_path / "corpus", name="valid", split="0,1,0")
 
-    rows = _all_rows(KEEP.open(part, ""))
+    rows = _all_rows(opened(KEEP, part))
 
     assert KEEP.count(part) == len(rows) == 3
-    assert len(OBJECTIVE.open(part, "")) == 2
+    assert len(opened(OBJECTIVE, part)) == 2
     assert [32, *range(33, 40), *[-1] * 9] in rows.tolist()
 
 
@@ -124,20 +124,20 @@ def test_partial_sequences_are_counted_exactly_in_large_corpora(seq_length: int,
     assert places[-1] == tokens - 1
 
 
-def test_rows_come_in_the_order_asked_for_whether_the_index_is_in_memory_or_in_a_folder(tmp_path: Path) -> None:
+def test_rows_come_in_the_order_asked_for_whether_the_index_is_new_or_found(tmp_path: Path) -> None:
     write_corpus(tmp_path / "corpus", 50)
     (tmp_path / "index").mkdir()
-    in_memory = OBJECTIVE.open(_part(tmp_path / "corpus"), "")
+    alone = opened(OBJECTIVE, _part(tmp_path / "corpus"))
     written = OBJECTIVE.open(_part(tmp_path / "corpus"), str(tmp_path / "index"))
     read = OBJECTIVE.open(_part(tmp_path / "corpus"), str(tmp_path / "index"))
 
-    rows = in_memory.rows([5, 3, 5, 0])["text"]
+    rows = alone.rows([5, 3, 5, 0])["text"]
 
     assert rows.dtype == torch.int64
-    assert torch.equal(rows, in_memory.rows(range(6))["text"][[5, 3, 5, 0]])
+    assert torch.equal(rows, alone.rows(range(6))["text"][[5, 3, 5, 0]])
     for samples in (written, read):
         assert torch.equal(samples.rows([5, 3, 5, 0])["text"], rows)
-        assert samples.fingerprint == in_memory.fingerprint
+        assert samples.fingerprint == alone.fingerprint
 
 
 def test_one_token_too_few_for_a_sample_is_refused_with_counts(tmp_path: Path) -> None:
@@ -146,6 +146,6 @@ def test_one_token_too_few_for_a_sample_is_refused_with_counts(tmp_path: Path) -
 
     assert GPTObjective(seq_length=7).count(part) == 1
     message = r"gives valid 1 of 2 documents of .*corpus with 8 tokens, one sample of seq_length=8 needs 9;"
-    for work in (GPTObjective(seq_length=8).count, lambda part: GPTObjective(seq_length=8).open(part, "")):
+    for work in (GPTObjective(seq_length=8).count, lambda part: opened(GPTObjective(seq_length=8), part)):
         with pytest.raises(DataError, match=message):
             work(part)

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_megatron.data.masked import BertObjective, GeometricSizes, MaskingOptions, T5Objective, masked_ngrams
+from lightning_megatron.data.masked import BertObjective, MaskingOptions, T5Objective, masked_ngrams
 from lightning_megatron.errors import ConfigError, DataError
+from tests.unit.data.corpus import opened
 from tests.unit.data.sentence_corpus import (
     SPLIT,
     Documents,
@@ -39,7 +40,7 @@ def test_ngrams_keep_to_the_budget_and_to_words_and_never_overlap(budget: float)
         bounds = [0, *np.cumsum(random.integers(1, 5, size=60)).tolist()]
         state = np.random.RandomState(seed)
 
-        spans = list(masked_ngrams(bounds, budget, GeometricSizes(4).drawn_by(state), state))
+        spans = list(masked_ngrams(bounds, budget, lambda draw=state.randint: int(draw(1, 5)), state))
 
         covered = [place for begin, end in spans for place in range(begin, end)]
         assert len(covered) == len(set(covered)) <= budget
@@ -78,8 +79,8 @@ def test_the_shortest_rows_have_a_masked_token(tmp_path: Path, make: Any, least:
         make(seq_length=3, masking=MaskingOptions(probability=0.9))
 
     write_sentences(tmp_path / "corpus", [[[WORD] * 9, [WORD] * 9]] * 20)
-    samples = make(seq_length=least, masking=MaskingOptions(short_sequence_probability=0)).open(
-        part_of(tmp_path / "corpus"), ""
+    samples = opened(
+        make(seq_length=least, masking=MaskingOptions(short_sequence_probability=0)), part_of(tmp_path / "corpus")
     )
     rows = samples.rows(range(len(samples)))
     assert (rows["attention_mask"].sum(1) >= least - 1).all()
@@ -115,7 +116,7 @@ def test_documents_without_a_sample_end_in_an_error_not_in_waiting(
     if len(documents) == 1:
         part = replace(part, split="0,1")
 
-    for use in (objective.count, lambda part: objective.open(part, "")):
+    for use in (objective.count, lambda part: opened(objective, part)):
         with pytest.raises(DataError, match=message):
             use(part)
 
@@ -141,7 +142,7 @@ def _t5_rows(prefix: Path, documents: Documents, others: Documents, name: str) -
     write_sentences(prefix, [*documents, *others] if name == "train" else [*others, *documents])
     weights = {name: len(documents), "other": len(others)}
     split = f"{weights['train']},{weights['other']}" if name == "train" else f"{weights['other']},{weights['valid']}"
-    samples = _t5().open(replace(part_of(prefix, num_samples=30, name=name), split=split), "")
+    samples = opened(_t5(), replace(part_of(prefix, num_samples=30, name=name), split=split))
     return samples.rows(range(len(samples)))["input_ids"].numpy()
 
 
@@ -151,7 +152,7 @@ def test_ids_that_the_tokenizer_has_not_are_refused(
     tmp_path: Path, objective: BertObjective | T5Objective, token: int
 ) -> None:
     write_sentences(tmp_path / "corpus", [[[WORD, token], [WORD]]] * 20, dtype="<i4")
-    samples = objective.open(part_of(tmp_path / "corpus"), "")
+    samples = opened(objective, part_of(tmp_path / "corpus"))
 
     with pytest.raises(DataError, match=f"corpus has the token {token}, ids of the tokenizer word-pieces are from 0"):
         samples.rows([0])
@@ -164,8 +165,8 @@ def test_one_pass_has_as_many_samples_as_were_counted(tmp_path: Path, objective:
 
     count = objective.count(part)
 
-    assert count == len(objective.open(part, "")) > 50
-    assert len(objective.open(part_of(tmp_path / "corpus", num_samples=3 * count), "")) >= 3 * count
+    assert count == len(opened(objective, part)) > 50
+    assert len(opened(objective, part_of(tmp_path / "corpus", num_samples=3 * count))) >= 3 * count
 
 
 def test_the_split_is_over_documents(tmp_path: Path) -> None:
@@ -173,7 +174,7 @@ def test_the_split_is_over_documents(tmp_path: Path) -> None:
     write_sentences(tmp_path / "corpus", [[[WORD + 1 + 3 * (number // 8)] * 9] * 2 for number in range(10)])
     seen = {}
     for name in ("train", "valid", "test"):
-        samples = _t5().open(part_of(tmp_path / "corpus", name=name), "")
+        samples = opened(_t5(), part_of(tmp_path / "corpus", name=name))
         seen[name] = {token - WORD - 1 for token in samples.rows(range(len(samples)))["input_ids"][:, 0].tolist()}
 
     assert len(seen["train"]) >= 1

@@ -15,6 +15,7 @@ import torch
 from lightning_megatron.data.masked import MaskingOptions, T5Objective
 from lightning_megatron.data.samples import Samples
 from lightning_megatron.data.special_tokens import TokenizerFacts
+from tests.unit.data.corpus import opened
 from tests.unit.data.sentence_corpus import (
     WordPieceTokenizer,
     engine_samples,
@@ -63,7 +64,7 @@ def test_every_field_of_every_sample_is_megatrons(tmp_path: Path, monkeypatch: p
         sequence_length_decoder=seq_length_decoder,
     )
 
-    ours = objective.open(part, "")
+    ours = opened(objective, part)
 
     assert len(ours) == len(theirs) >= 150
     rows = {name: tensor.numpy() for name, tensor in ours.rows(range(len(ours))).items()}
@@ -81,7 +82,7 @@ def _objective(**options: Any) -> T5Objective:
 
 
 def _opened(prefix: Path, num_samples: int | None = None, **options: Any) -> Samples:
-    return _objective(**options).open(part_of(prefix, num_samples), "")
+    return opened(_objective(**options), part_of(prefix, num_samples))
 
 
 def test_rows_are_those_of_the_released_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +140,7 @@ def test_text_and_labels_give_back_the_documents(tmp_path: Path, options: dict[s
     documents = random_documents(80)
     write_sentences(tmp_path / "corpus", documents)
     objective = _objective(**options)
-    samples = objective.open(part_of(tmp_path / "corpus"), "")
+    samples = opened(objective, part_of(tmp_path / "corpus"))
     facts, hugging_face = objective.tokenizer, objective.format == "hugging_face"
     starts = {tuple(sum(document[first:], [])) for document in documents[:64] for first in range(len(document))}
 
@@ -196,7 +197,7 @@ def test_an_end_that_documents_have_already_is_not_doubled_or_masked(tmp_path: P
     documents = [[[*sum(document, [])[:100], EOS]] for document in random_documents(80)]
     write_sentences(tmp_path / "corpus", documents)
     objective = _objective(masking=MaskingOptions(short_sequence_probability=0))
-    samples = objective.open(part_of(tmp_path / "corpus"), "")
+    samples = opened(objective, part_of(tmp_path / "corpus"))
 
     for row in samples.rows(range(len(samples)))["input_ids"]:
         assert row.tolist().count(EOS) == 1
@@ -220,10 +221,10 @@ def test_a_sample_is_the_same_in_any_batch_process_and_run(tmp_path: Path) -> No
     built = _objective().open(part, str(tmp_path / "index"))
     expected = built.rows(range(100))
 
-    opened = _objective().open(part, str(tmp_path / "index"))
+    found = _objective().open(part, str(tmp_path / "index"))
 
-    for samples in (built, opened, pickle.loads(pickle.dumps(opened)), pickle.loads(pickle.dumps(_objective()))):
-        samples = samples.open(part, "") if isinstance(samples, T5Objective) else samples
+    for samples in (built, found, pickle.loads(pickle.dumps(found)), pickle.loads(pickle.dumps(_objective()))):
+        samples = opened(samples, part) if isinstance(samples, T5Objective) else samples
         order = [99, 7, 50, 7]
         assert samples.fingerprint == built.fingerprint
         for name, tensor in samples.rows(order).items():
