@@ -17,7 +17,7 @@ CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 def _instantiate(config: str, overrides: list[str]) -> dict[str, Any]:
     import os
 
-    from lightning_megatron.cli.training import MegatronCLI
+    from lightning_megatron.cli.train import MegatronCLI
 
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
         os.environ.pop(name, None)

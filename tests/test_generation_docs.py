@@ -148,7 +148,7 @@ def test_the_yaml_is_what_the_callback_takes(tmp_path: Path) -> None:
 
 def _callback_of_yaml(folder: str) -> tuple[Any, ...]:
     from lightning_megatron import SampleText
-    from lightning_megatron.cli.training import MegatronCLI
+    from lightning_megatron.cli.train import MegatronCLI
 
     os.chdir(folder)
     model = ["--model.model", '{"model_type": "gpt2"}', "--data", "IndexedDataModule", "--data.data_path", "x"]

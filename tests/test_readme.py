@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_megatron.cli.commands import _parser
-from lightning_megatron.cli.help_text import TRAINER_COMMANDS
+from lightning_megatron.cli.commands import TRAINER_COMMANDS, _parser
 from tests.cli.corpus import VOCAB_SIZE, make_corpus
 from tests.ranks import ROOT, run_ranks
 
@@ -104,7 +103,7 @@ def test_the_python_of_contributing_is_the_rank_pool_as_it_is() -> None:
 def _parse_configuration(text: str, folder: str) -> tuple[int, str]:
     from pathlib import Path
 
-    from lightning_megatron.cli.training import MegatronCLI
+    from lightning_megatron.cli.train import MegatronCLI
 
     path = Path(folder) / "model.json"
     path.write_text('{"model_type": "gpt2"}')

@@ -1,6 +1,5 @@
-"""What does the command ``lightning-megatron`` offer? ``main`` and, one file a topic, what its sub-commands need."""
+"""The command ``lightning-megatron``."""
 
-from lightning_megatron.cli.commands import main
-from lightning_megatron.cli.program import program
+from lightning_megatron.cli.commands import main, program
 
 __all__ = ["main", "program"]

@@ -1,37 +1,61 @@
-"""Which sub-commands are there, and what does each take?
+"""The command ``lightning-megatron``: sub-commands, their options by signature and docstring, and exit codes.
 
-Only the standard library is imported before a command runs, so that help and wrong arguments answer at once.
+Of heavy libraries only NumPy is imported before a command runs, so that help and wrong arguments answer at once.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import inspect
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
+from pathlib import Path
+from textwrap import dedent, indent
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+
+from docstring_parser import Docstring, DocstringStyle, parse, parse_from_object
 
 from lightning_megatron import __version__
-from lightning_megatron.cli.config_command import add_config_command, refuse_accelerates
-from lightning_megatron.cli.conversion_command import add_convert_command
-from lightning_megatron.cli.corpus_commands import add_corpus_commands
-from lightning_megatron.cli.dataset_commands import add_dataset_commands
-from lightning_megatron.cli.failure import (
+from lightning_megatron.cli import data_commands
+from lightning_megatron.cli.config import config
+from lightning_megatron.cli.errors import (
     DONE,
+    INTERRUPTED,
     TERMINATED,
     UNREAD,
     UsageError,
+    expand_home,
+    in_typed_words,
     is_unread,
     report,
     report_interrupt,
     users_mistake,
 )
 from lightning_megatron.cli.generate_command import add_generate_command
-from lightning_megatron.cli.help_text import TRAINER_COMMANDS, trainer_help
-from lightning_megatron.cli.typed import expand_home, in_typed_words
+from lightning_megatron.cli.inspect import inspect_path
 from lightning_megatron.foreign_names import advice
 
 PROG = "lightning-megatron"
+TRAINER_COMMANDS = {
+    "fit": "train, with validation, checkpoints and loggers",
+    "validate": "evaluate on the validation split",
+    "test": "evaluate on the test split",
+    "predict": "run the model over the prediction data",
+}
+"""Name of each command that LightningCLI runs, and what it does."""
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "train-tokenizer": data_commands.train_tokenizer,
+    "preprocess": data_commands.preprocess,
+    "convert-dataset": data_commands.convert_dataset,
+    "merge": data_commands.merge,
+    "inspect": inspect_path,
+    "convert": data_commands.convert,
+    "config": config,
+    "doctor": data_commands.doctor,
+}
 
 
 class _OneLineErrorParser(argparse.ArgumentParser):
@@ -46,6 +70,21 @@ class _OneLineErrorParser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see {self.prog} --help")
 
 
+def program() -> NoReturn:
+    """Run the command line of this process and end it."""
+    code = main()
+    if code == INTERRUPTED:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would only interrupt the end, with a traceback
+    # Looked up, not imported: torch takes seconds, and if Ctrl-C has ended its import, a second one fails.
+    is_initialized = getattr(sys.modules.get("torch.distributed"), "is_initialized", None)
+    if code != DONE and is_initialized is not None and is_initialized():
+        # gloo's threads wait for ranks that have ended too; destroying them with the interpreter can abort (code 134).
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
@@ -58,8 +97,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        is_trainers = bool(arguments) and arguments[0] in TRAINER_COMMANDS
-        code = _run_trainer_command(arguments) if is_trainers else _run_command(arguments)
+        if arguments and arguments[0] in TRAINER_COMMANDS:
+            code = _run_trainer_command(arguments[0], arguments[1:])
+        else:
+            code = _run_command(arguments)
         sys.stdout.flush()  # here, where it is known what to do if it fails
         return code
     except KeyboardInterrupt:
@@ -91,9 +132,9 @@ def _run_command(arguments: list[str]) -> int:
         hint = advice(unknown[0].partition("=")[0], flags).partition("choose from")[0]  # --help shows what there is
         command.error(f"unrecognized arguments: {' '.join(unknown)}{hint and f'; {hint}'}")
     expand_home(command, parsed)
-    run: Callable[[argparse.Namespace], int] = parsed.run
     try:
-        return run(parsed)
+        code: int | None = parsed.run(parsed)
+        return code or DONE
     except Exception as error:
         message = users_mistake(error)
         if message is None:
@@ -114,40 +155,96 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, summary in TRAINER_COMMANDS.items():
         commands.add_parser(name, help=summary)  # for the list in --help; main() runs them
-    add_corpus_commands(commands)
-    add_dataset_commands(commands)
-    add_convert_command(commands)
+    for name, function in _COMMANDS.items():
+        _add_command(commands, name, function)
     add_generate_command(commands)
-    add_config_command(commands)
-    _add_doctor(commands)
     return parser, commands.choices
 
 
-def _add_doctor(commands: argparse._SubParsersAction[_OneLineErrorParser]) -> None:
-    summary = "show versions, devices, and what fills each slot of the engine"
-    parser = commands.add_parser("doctor", help=summary, description=summary)
-    parser.set_defaults(run=_doctor)
+def _add_command(
+    commands: argparse._SubParsersAction[_OneLineErrorParser], name: str, function: Callable[..., None]
+) -> None:
+    """Add a command whose options are the parameters of ``function``, or the fields of the one that is a dataclass.
+
+    Help is their docstrings: summary, description and examples of the function, ``Args:`` of it or what stands under
+    each field. A parameter that can be given by position is no option, but an argument.
+    """
+    doc = parse(function.__doc__ or "", DocstringStyle.GOOGLE)
+    summary = (doc.short_description or "").rstrip(".")
+    description = "\n\n".join(filter(None, (doc.short_description, doc.long_description)))
+    examples = "\n".join(dedent(example.description or "") for example in doc.examples)
+    parser = commands.add_parser(
+        name,
+        help=summary[:1].lower() + summary[1:],
+        description=description,
+        epilog=f"examples:\n{indent(examples, '  ')}" if examples else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    hints = get_type_hints(function)
+    kind: Any = next((hint for hint in hints.values() if dataclasses.is_dataclass(hint)), None)
+    owner = kind or function
+    documented: Docstring = parse_from_object(owner) if kind else doc
+    texts = {each.arg_name: each.description or "" for each in documented.params}
+    parameters = inspect.signature(owner).parameters.values()
+    for parameter in parameters:
+        _add_argument(parser, parameter, get_type_hints(owner)[parameter.name], texts.get(parameter.name, ""))
+
+    def run(parsed: argparse.Namespace) -> None:
+        given = {parameter.name: getattr(parsed, parameter.name) for parameter in parameters}
+        return function(kind(**given)) if kind else function(**given)
+
+    parser.set_defaults(run=run)
 
 
-def _run_trainer_command(arguments: list[str]) -> int:
-    command, options = arguments[0], arguments[1:]
+def _add_argument(parser: argparse.ArgumentParser, parameter: inspect.Parameter, hint: Any, text: str) -> None:
+    kinds = _kinds(hint)
+    text = " ".join(text.split()).replace("``", "").replace("%", "%%").rstrip(".")
+    is_required, default = parameter.default is parameter.empty, parameter.default
+    details: dict[str, Any] = {"help": text[:1].lower() + text[1:] if text[1:2].islower() else text}
+    if hint is bool:
+        parser.add_argument(f"--{parameter.name.replace('_', '-')}", action="store_true", **details)
+        return
+    if choices := [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]:
+        details["choices"] = choices
+    else:
+        details["type"] = next((each for each in (int, float, Path) if kinds == {each}), str)
+        last_word = parameter.name.rpartition("_")[2].rstrip("s").upper()
+        details["metavar"] = "PATH" if Path in kinds else "N" if int in kinds and str not in kinds else last_word
+    if get_origin(hint) is Sequence:
+        details["nargs"] = "+"
+    if not is_required:
+        details["default"] = list(default) if isinstance(default, tuple) else default
+        if default is not None:
+            shown = " ".join(default) if isinstance(default, tuple) else default
+            details["help"] += f" (default: {shown})"
+    if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+        parser.add_argument(parameter.name, **details)
+    else:
+        parser.add_argument(f"--{parameter.name.replace('_', '-')}", required=is_required, **details)
+
+
+def _kinds(hint: Any) -> set[Any]:
+    """The types of which a value may be, or those of its items."""
+    arguments = () if get_origin(hint) is Literal else get_args(hint)
+    return {kind for each in arguments for kind in _kinds(each)} if arguments else {hint} - {type(None)}
+
+
+def _run_trainer_command(command: str, options: list[str]) -> int:
+    """Run a command of LightningCLI, or print its help.
+
+    Lightning's own help lists some hundred options and takes many seconds, because it loads every class that it
+    describes. ``trainer_help.txt`` is the part that people look for; it says which options show the rest.
+    """
     if any(option in ("-h", "--help") for option in options):
-        print(trainer_help(PROG, command))
+        text = Path(__file__).with_name("trainer_help.txt").read_text(encoding="utf-8")
+        print(text.format(prog=PROG, command=command, summary=TRAINER_COMMANDS[command].capitalize()))
         return DONE
-    refuse_accelerates(options)
     # As with `python -m`: a configuration may name classes in the user's own files.
     sys.path.insert(0, os.getcwd())
-    from lightning_megatron.cli.training import run, show_all_options
+    from lightning_megatron.cli.train import run, show_all_options
 
     if "--help-all" in options:
         show_all_options(command)
     else:
         run([command, *options])
-    return DONE
-
-
-def _doctor(parsed: argparse.Namespace) -> int:
-    from lightning_megatron.cli.doctor import report_installation
-
-    print(report_installation())
     return DONE

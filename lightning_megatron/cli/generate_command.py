@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.cli.failure import DONE
+from lightning_megatron.cli.errors import DONE
 
 _DESCRIPTION = """\
 Continue prompts with the model of a checkpoint, on one process or on tp x pp of them.

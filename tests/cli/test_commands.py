@@ -237,14 +237,11 @@ def test_doctor_shows_versions_devices_slots_and_what_is_optional(capsys: pytest
 def test_doctor_tells_what_is_not_installed_from_what_does_not_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lightning_megatron.cli.doctor import _Optional
+    from lightning_megatron.cli.doctor import _state
 
     (tmp_path / "half_installed.py").write_text("raise OSError('libcudart.so is missing')")
     monkeypatch.syspath_prepend(tmp_path)
-    states = {
-        name: _Optional(name=name, module=name, present=lambda: False, purpose="", install="").state()
-        for name in ("half_installed", "not_there")
-    }
+    states = {name: _state(name, lambda: False) for name in ("half_installed", "not_there")}
     assert states == {"half_installed": "installed, but not usable", "not_there": "not installed"}
 
 

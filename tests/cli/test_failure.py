@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 
 import pytest
 
-from lightning_megatron.cli import failure
+from lightning_megatron.cli import errors as failure
 from lightning_megatron.errors import ConfigError, DataError
 from tests.ranks import ROOT, RankError, run_ranks
 
@@ -58,18 +57,6 @@ def test_lightnings_misconfiguration_is_the_users() -> None:
     assert failure.users_mistake(MisconfigurationException("no\nGPU")) == "no GPU"
 
 
-def test_the_parsers_list_of_possible_types_is_left_out() -> None:
-    error = argparse.ArgumentError(
-        None,
-        'Parser key "trainer.strategy":\n  Does not validate against any of the Union subtypes\n'
-        "  Subtypes: [<class 'str'>, <class 'Strategy'>]\n  Errors:\n    - Expected a <class 'str'>\n"
-        "    - Problem with given class_path 'MegatronStrategy':\n        Option 'tpp' is not accepted\n"
-        "  Given value type: <class 'dict'>\n  Given value: {'tpp': 3}",
-    )
-    expected = "trainer.strategy: Problem with given class_path 'MegatronStrategy': Option 'tpp' is not accepted"
-    assert failure.users_mistake(error) == expected
-
-
 def test_local_rank_zero_speaks_for_all(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert failure.report("tp=3 is wrong") == 2
@@ -86,7 +73,7 @@ def test_another_rank_speaks_only_if_nobody_else_ends_the_job(
 
 
 def test_another_rank_is_silent_when_rank_zero_has_ended() -> None:
-    child = "import os; os.environ['LOCAL_RANK'] = '1'; from lightning_megatron.cli.failure import report; report('x')"
+    child = "import os; os.environ['LOCAL_RANK'] = '1'; from lightning_megatron.cli.errors import report; report('x')"
     parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]); import time; time.sleep(1)"
     # stderr is a pipe that both hold: run() returns when the child, too, has ended.
     done = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, timeout=30, cwd=ROOT)
@@ -99,11 +86,11 @@ def _fail_while_connected() -> None:
 
     import torch.distributed as dist
 
-    from lightning_megatron.cli.program import program
+    from lightning_megatron.cli.commands import program
 
     dist.init_process_group("gloo")
     atexit.register(print, "the interpreter took itself apart")
-    with patch("lightning_megatron.cli.program.main", lambda: 2):
+    with patch("lightning_megatron.cli.commands.main", lambda: 2):
         program()
 
 

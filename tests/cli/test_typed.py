@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_megatron.cli.typed import expand_home, in_typed_words
+from lightning_megatron.cli.errors import expand_home, in_typed_words
 
 
 @pytest.fixture

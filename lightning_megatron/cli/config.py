@@ -1,0 +1,366 @@
+"""The command ``config``: a YAML for ``fit`` from questions, from Accelerate's configuration, or from a template.
+
+The YAML is ``run_settings.yaml`` with other values; its comments are the questions, too.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from lightning_megatron.cli.errors import UsageError
+from lightning_megatron.engine.parallel import ParallelConfig
+from lightning_megatron.errors import ConfigError, require_divides
+from lightning_megatron.foreign_names import foreign_names
+
+if TYPE_CHECKING:
+    from lightning_megatron.models.config import ModelConfig
+
+_PACKAGE = Path(__file__).parents[1]
+_LINE = re.compile(r"(?P<indent> *)(?P<name>\w+):(?: (?P<default>.+?))?(?: #(?P<optional>\??) (?P<meaning>.*))?")
+_BOOLEANS = {"yes": True, "no": False, "true": True, "false": False, "y": True, "n": False, "1": True, "0": False}
+_RECOMPUTE = {"selective": "selective", "full": "full", "no": None, "yes": "selective", "true": "selective"}
+_PRECISIONS = {"bf16": "bf16-mixed", "fp16": "16-mixed", "no": "32-true", "true": "16-mixed", "false": "32-true"}
+_CHOICES: dict[str, dict[str, Any]] = {
+    "bool": _BOOLEANS,
+    "recompute": {**_RECOMPUTE, "false": None, "none": None},
+    "precision": {**_PRECISIONS, **{name: name for name in ("bf16-mixed", "16-mixed", "32-true")}},
+    "accelerator": {"gpu": "gpu", "cpu": "cpu", "true": "cpu", "false": "gpu"},
+    "positions": {"true": "rotary", "false": None},
+}
+"""What may be written for settings that are no numbers and no texts; the first name of each value is shown."""
+_UNSAID: dict[str, Any] = {
+    "trainer.devices": "auto",
+    "trainer.num_nodes": 1,
+    "trainer.precision": "32-true",
+    "trainer.strategy.sequence_parallel": False,
+    "trainer.strategy.distributed_optimizer": False,
+    "trainer.strategy.recompute": None,
+}
+"""What Accelerate does where its file says nothing, and we would do something else."""
+
+Settings = dict[str, Any]
+"""Values by their places, as options on the command line are named: ``trainer.strategy.tp``."""
+
+
+def config(
+    *,
+    from_accelerate: Path | None = None,
+    template: str | None = None,
+    output: Path = Path("config.yaml"),
+    overwrite: bool = False,
+) -> None:
+    """Write a configuration: from questions, Accelerate's, or a template.
+
+    It is a YAML for fit, every line with its meaning. Without an option it asks the questions of accelerate config for
+    Megatron-LM, and for model and data; each answer is checked at once, an empty one takes the default in brackets.
+    docs/from_accelerate.md shows what each key of Accelerate's is called here.
+
+    Args:
+        from_accelerate: YAML or JSON that accelerate config wrote.
+        template: One that comes with the package; another name lists them.
+        output: What to write.
+        overwrite: Replace the file if there is one.
+
+    Examples:
+        lightning-megatron config
+        lightning-megatron config --from-accelerate ~/.cache/huggingface/accelerate/default_config.yaml
+        lightning-megatron config --template gpt2_small --output gpt2.yaml
+        lightning-megatron config --output try.yaml < answers.txt
+
+    Raises:
+        ConfigError: If an option, a file or an answer is wrong.
+    """
+    if template is not None and from_accelerate is not None:
+        raise UsageError("--template and --from-accelerate are two sources; give one of them")
+    chosen = None if template is None else _template(template, output)
+    if output.exists() and not overwrite:
+        raise UsageError(f"--output {output} exists; give another name, or --overwrite")
+    if not output.absolute().parent.is_dir():  # before any question
+        raise UsageError(f"--output {output}: {output.parent} is no folder; make it, or give another name")
+    if chosen is not None:
+        _write(output, chosen)
+        print(f"{output} is written: {template}. Edit it, and run what its first lines say.")
+        return
+    launch: dict[str, str] = {}
+    if from_accelerate is None:
+        settings, origin = _Interview().run(), "made by lightning-megatron config"
+    else:
+        settings, launch = _imported(from_accelerate)
+        origin = f"made from {from_accelerate.name}, which says nothing of model and data: change those"
+    title = f"# {' '.join(origin.split())}.\n#\n#   lightning-megatron fit --config {shlex.quote(str(output))}\n"
+    _write(output, title + _as_yaml(settings))
+    edit = "Edit model and data in it, then run" if from_accelerate else "Run"
+    print(f"{output} is written. {edit}\n\n{_how_to_run(output, settings, launch)}")
+
+
+def _write(output: Path, text: str) -> None:
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {output} cannot be written: {error.strerror}; give another name") from None
+
+
+def _template(name: str, output: Path) -> str:
+    """One of configs/, which is beside the package in a checkout, and within it where it is installed."""
+    folder = next(each for each in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if each.is_dir())
+    files = {file.stem: file for file in sorted(folder.glob("*.yaml"))}
+    if name not in files:
+        raise UsageError(f"--template {name} is unknown; choose from {', '.join(files)}")
+    return files[name].read_text(encoding="utf-8").replace(f"configs/{name}.yaml", shlex.quote(str(output)))
+
+
+def _how_to_run(output: Path, settings: Mapping[str, Any], launch: Mapping[str, str]) -> str:
+    """Command lines, by Accelerate's words for how processes meet."""
+    fit = ["fit", "--config", str(output)]
+    nodes = settings["trainer.num_nodes"]
+    torchrun = ["torchrun", f"--nproc-per-node={settings['trainer.devices']}"]
+    if nodes > 1:
+        address = f"{launch.get('main_process_ip', 'FIRST_MACHINE')}:{launch.get('main_process_port', 29500)}"
+        torchrun += [f"--nnodes={nodes}", f"--node-rank={launch.get('machine_rank', 0)}"]
+        torchrun += [f"--rdzv-backend={launch.get('rdzv_backend', 'static')}", f"--rdzv-endpoint={address}"]
+    elif "main_process_port" in launch:
+        torchrun.append(f"--master-port={launch['main_process_port']}")
+    commands = [torchrun + ["-m", "lightning_megatron", *fit], *([["lightning-megatron", *fit]] * (nodes == 1))]
+    gpus = launch.get("gpu_ids", "all")
+    environment = "" if gpus == "all" else f"CUDA_VISIBLE_DEVICES={shlex.quote(gpus)} "
+    lines = "\n  or\n".join(f"  {environment}{shlex.join(command)}" for command in reversed(commands))
+    return lines if nodes == 1 else f"{lines}\n\non this machine, and on the others with their own --node-rank"
+
+
+# ---- settings -------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _lines() -> tuple[tuple[str, str, re.Match[str] | None], ...]:
+    """Each line of the file with its place and parts; empty and None where there is no setting."""
+    lines: list[tuple[str, str, re.Match[str] | None]] = []
+    above: list[tuple[int, str]] = []
+    text = Path(__file__).with_name("run_settings.yaml").read_text(encoding="utf-8")
+    for line in text.splitlines()[1:]:
+        match = _LINE.fullmatch(line)
+        if match is not None:
+            depth = len(match["indent"])
+            above = [*(each for each in above if each[0] < depth), (depth, match["name"])]
+        is_setting = match is not None and match["default"] is not None
+        place = ".".join(name for _, name in above if name != "init_args")
+        lines.append((place if is_setting else "", line, match if is_setting else None))
+    return tuple(lines)
+
+
+def _read(kind: str, value: Any) -> Any:
+    """A value as it is meant, whether it was typed or stands in a file as a number, a word or a string.
+
+    Raises:
+        ConfigError: If it is none of this kind: what was expected, and what was given.
+    """
+    text = str(value).strip()
+    if kind in _CHOICES:
+        choices = _CHOICES[kind]
+        if text.lower() in choices:
+            return choices[text.lower()]
+        shown = {meant: word for word, meant in reversed(choices.items())}
+        raise ConfigError(f"expected {' or '.join(reversed(shown.values()))}, got {text!r}")
+    if kind in ("text", "str", "dict"):
+        return text
+    least = 1 if kind == "int" else 0
+    try:
+        number = int(text) if kind == "int" else float(text)
+    except ValueError:
+        number = -1
+    if not number >= least:  # NaN is neither
+        raise ConfigError(f"expected {'an integer' if kind == 'int' else 'a number'} of at least {least}, got {text!r}")
+    return number
+
+
+def _layout(settings: Mapping[str, Any]) -> ParallelConfig:
+    """How the model is split, as far as ``settings`` say; checked against the number of processes.
+
+    Raises:
+        ConfigError: If the sizes do not fit together.
+    """
+    places = {field.name: f"trainer.strategy.{field.name}" for field in fields(ParallelConfig)}
+    parallel = ParallelConfig(**{name: settings[place] for name, place in places.items() if place in settings})
+    devices = settings.get("trainer.devices")
+    if isinstance(devices, int):
+        parallel.data_parallel_size(devices * settings["trainer.num_nodes"])
+    return parallel
+
+
+def _as_yaml(settings: Mapping[str, Any]) -> str:
+    """The YAML for ``fit``, each line with its meaning."""
+    lines = []
+    for place, text, match in _lines():
+        if match is None or (place not in settings and not match["optional"]):
+            lines.append(text)
+        elif place in settings:
+            shown = yaml.safe_dump([settings[place]], default_flow_style=True, width=10**6, allow_unicode=True)
+            comment = match["meaning"] and f" # {match['meaning']}"
+            lines.append(f"{match['indent']}{match['name']}: {shown.strip()[1:-1]}{comment or ''}")
+    return "\n".join(lines) + "\n"
+
+
+# ---- questions ------------------------------------------------------------------------------------------------------
+
+
+class _Interview:
+    """Asks the questions of ``accelerate config``, and checks each answer against those before it."""
+
+    def __init__(self) -> None:
+        self.settings: Settings = {}
+        self._model: ModelConfig | None = None
+        self._longest: int | None = None
+
+    def run(self) -> Settings:
+        """The answers.
+
+        Raises:
+            ConfigError: If an answer that comes from a pipe is wrong, or there are too few.
+        """
+        for place, default in self._questions():
+            while place not in self.settings:
+                try:
+                    self._ask(place, default)
+                except EOFError:
+                    raise UsageError(
+                        f"{place}: expected an answer, got the end of the input; an empty line is {default}"
+                    ) from None
+                except ConfigError as error:
+                    if not sys.stdin.isatty():
+                        raise
+                    self.settings.pop(place, None)
+                    print(f"  {error}")
+        return self.settings
+
+    def _questions(self) -> Iterator[tuple[str, Any]]:
+        """What to ask next, and what no answer means; in the order of ``accelerate config``."""
+        strategy, given = "trainer.strategy", self.settings
+        yield "model.model", "gpt2"
+        assert self._model is not None
+        is_gpt = self._model.architecture == "gpt"
+        named = given["model.model"] if isinstance(given["model.model"], str) else ""  # a folder, a file or a name
+        folder = Path(named)
+        if named and (not folder.exists() or any((*folder.glob("*.safetensors"), *folder.glob("*.bin")))):
+            yield "model.pretrained", "yes"
+        yield "trainer.accelerator", "gpu" if shutil.which("nvidia-smi") else "cpu"
+        yield "trainer.num_nodes", 1
+        yield f"{strategy}.tp", 1
+        if given[f"{strategy}.tp"] > 1:
+            yield f"{strategy}.sequence_parallel", "yes"
+        yield f"{strategy}.pp", 1
+        if given[f"{strategy}.pp"] > 1:
+            yield f"{strategy}.num_microbatches", given[f"{strategy}.pp"]
+        yield f"{strategy}.recompute", "selective"
+        yield f"{strategy}.distributed_optimizer", "yes"
+        yield "trainer.gradient_clip_val", 1.0
+        size = given[f"{strategy}.tp"] * given[f"{strategy}.pp"]
+        yield "trainer.devices", -(-size // given["trainer.num_nodes"])
+        yield "trainer.precision", "bf16-mixed" if given["trainer.accelerator"] == "gpu" else "32-true"
+        yield "data.data_path", f"data/corpus_text_{'document' if is_gpt else 'sentence'}"
+        if (is_text := given["data.data_path"].endswith(".jsonl")) or not is_gpt:
+            yield "data.tokenizer", "data/tokenizer" if folder.is_file() or not named else named
+        given["data.class_path"] = "InstructionDataModule" if is_text else "IndexedDataModule"
+        yield "data.seq_length", min(1024, self._longest or 1024)
+        yield "data.micro_batch_size", 4
+        yield "model.lr", 2e-5 if given.get("model.pretrained") else 3e-4
+        yield "trainer.max_steps", 10000
+
+    def _ask(self, place: str, default: Any) -> None:
+        match = next(match for each, _, match in _lines() if each == place)
+        assert match is not None
+        kind = match["name"] if match["name"] in _CHOICES else type(yaml.safe_load(match["default"])).__name__
+        text = input(f"{match['name']}: {match['meaning']} [{default}]: ")
+        if not sys.stdin.isatty():
+            print(text)  # as a terminal shows it
+        try:
+            answer = _read(kind, text.strip() or default)
+        except ConfigError as error:
+            raise UsageError(f"{place}: {error}") from None
+        self.settings[place] = self._read_model(answer) if place == "model.model" else answer
+        parallel = _layout(self.settings)
+        if self._model is not None:
+            parallel.check_model(self._model)
+        parallel.check_sequence(self.settings.get("data.seq_length", parallel.tp), self._longest)
+
+    def _read_model(self, answer: str) -> str | dict[str, str]:
+        """A path, or the type of a model from scratch, with transformers' default sizes."""
+        from lightning_megatron.convert.registry import known_families, model_config
+        from lightning_megatron.hub import local_folder
+
+        path = Path(answer).expanduser()
+        given = {"model_type": answer} if answer in known_families() and not path.exists() else str(path)
+        model = self._model = model_config(given if isinstance(given, dict) else str(local_folder(given, "config")))
+        self._longest = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else None
+        return given
+
+
+# ---- Accelerate's file ----------------------------------------------------------------------------------------------
+
+
+def _imported(path: Path) -> tuple[Settings, dict[str, str]]:
+    """What the YAML or JSON of ``accelerate config`` says, and for torchrun; prints what is not taken over, and why.
+
+    Raises:
+        ConfigError: If it cannot be read, a key is unknown or asks for what there is not, or values do not fit.
+    """
+    given = _fields(path)
+    rows = {f"{'megatron_lm_' * (row.used_by == 'plugin')}{row.theirs}": row
+            for row in foreign_names() if row.used_by in ("config", "plugin")}  # fmt: skip
+    for key in given:
+        if key not in rows:
+            close = difflib.get_close_matches(key, rows, 1)
+            fix = f"did you mean {close[0]}?" if close else "remove it"
+            raise ConfigError(f"{path}: {key} is not among the keys of accelerate config; {fix}")
+    settings, launch, left_out = dict(_UNSAID), dict[str, str](), dict[str, list[str]]()
+    for key, row in rows.items():
+        value = given.get(key)
+        if not row.value:
+            if key in given:
+                reason = "; ".join(filter(None, (row.ours and f"set {row.ours}", row.note)))
+                left_out.setdefault(reason, []).append(key)
+        elif isinstance(value, (dict, list)):
+            raise ConfigError(f"{path}: {key}: expected one value, got a {type(value).__name__}; correct it")
+        elif row.value.startswith("="):
+            if str(value).strip() != row.value[1:] and (value is not None or key == "distributed_type"):
+                raise ConfigError(f"{path}: {key}: expected {row.value[1:]}, got {value}; {row.note}")
+        elif value is not None and row.value == "launch":
+            launch[key] = str(value)
+        elif value is not None:
+            assert row.place is not None
+            try:
+                settings[row.place] = _read(row.value, value)
+            except ConfigError as error:
+                raise ConfigError(f"{path}: {key}: {error}; {row.note or 'correct it'}") from None
+    processes, nodes = settings["trainer.devices"], settings["trainer.num_nodes"]
+    if processes != "auto":  # those of each machine, from those of all
+        require_divides("num_machines", nodes, "num_processes", processes)
+        settings["trainer.devices"] = processes // nodes
+    _layout(settings)
+    print("\n".join(f"not taken over: {', '.join(keys)}: {why}" for why, keys in left_out.items()))
+    return settings, launch
+
+
+def _fields(path: Path) -> dict[str, Any]:
+    """All keys on one level: the section of Megatron-LM may have lost its indentation."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        found = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read as a configuration of accelerate's: {error}") from None
+    section = found.pop("megatron_lm_config", None) or {} if isinstance(found, dict) else {}
+    for name, part in ((path, found), (f"{path}: megatron_lm_config", section)):
+        if not isinstance(part, dict):
+            kind = type(part).__name__
+            raise ConfigError(f"{name}: expected keys and values, got a {kind}; run accelerate config again")
+    return {str(key): value for key, value in {**found, **section}.items()}

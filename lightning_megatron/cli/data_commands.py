@@ -1,0 +1,138 @@
+"""Commands on corpora, datasets and checkpoints: their signatures and docstrings are the options and help.
+
+Whatever takes long to import is imported when a command runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_megatron.convert.options import ConvertOptions
+from lightning_megatron.data.corpus.preprocess import PreprocessOptions
+from lightning_megatron.data.corpus.tokenizer import TokenizerTrainingOptions
+
+if TYPE_CHECKING:
+    from lightning_megatron.data.merge import MergedDataset
+
+
+def train_tokenizer(options: TokenizerTrainingOptions) -> None:
+    """Train a byte-level BPE tokenizer on text."""
+    from lightning_megatron.data.corpus import tokenizer
+
+    result = tokenizer.train_tokenizer(options)
+    print(
+        f"{options.output}: {result.vocab_size:,} entries from {result.documents:,} documents, {result.bytes:,} bytes"
+    )
+    _print_skipped(result.skipped)
+
+
+def preprocess(options: PreprocessOptions) -> None:
+    """Turn text into an indexed dataset (.bin/.idx).
+
+    Writes P_<key>_document.bin and .idx, or P_<key>_sentence with --split-sentences; nothing under these names before
+    all of it is complete, then it replaces what is there. The order of the inputs is kept.
+
+    Example:
+        lightning-megatron preprocess --input 'corpus/*.jsonl.gz' --output-prefix data/corpus
+          --tokenizer path/to/tokenizer --append-eod --workers 8
+    """
+    from lightning_megatron.data.corpus import preprocess
+
+    result = preprocess.preprocess(options)
+    print(
+        f"{', '.join(result.prefixes)}: {result.documents:,} documents, {result.tokens:,} tokens from"
+        f" {result.bytes:,} bytes at {result.bytes / 1e6 / result.seconds:.2f} MB/s"
+    )
+    if result.empty_documents:
+        print(f"{result.empty_documents:,} texts without a token, which are documents without a sequence")
+    _print_skipped(result.skipped)
+
+
+def _print_skipped(count: int) -> None:
+    if count:
+        print(f"{count:,} lines, rows or files were skipped, which are no documents")
+
+
+def convert_dataset(*, input: str | Path, output_prefix: str | Path) -> None:
+    """Turn an indexed dataset of Megatron 1.x or 2.x (cached, lazy) into mmap.
+
+    Checks all of the old index; documents and tokens stay as they are.
+
+    Args:
+        input: Dataset to read, without .bin.
+        output_prefix: Dataset to write, without .bin; must not exist.
+    """
+    from lightning_megatron.data.merge import convert_dataset
+
+    _print_merged(convert_dataset(str(input), str(output_prefix)), [input])
+
+
+def merge(*, input: Sequence[str | Path], output_prefix: str | Path) -> None:
+    """Write several indexed datasets as one.
+
+    In the order given, in the mmap format. Keeps documents and tokens; the type of tokens is the smallest that holds
+    those of all inputs. Checks all of each index first.
+
+    Args:
+        input: Datasets to read (mmap, cached, lazy), without .bin.
+        output_prefix: Dataset to write, without .bin; must not exist.
+    """
+    from lightning_megatron.data.merge import merge_datasets
+
+    _print_merged(merge_datasets([str(each) for each in input], str(output_prefix)), input)
+
+
+def _print_merged(result: MergedDataset, sources: Sequence[str | Path]) -> None:
+    print(
+        f"{result.prefix}: {result.documents:,} documents, {result.sequences:,} sequences, {result.tokens:,} tokens"
+        f" from {', '.join(map(str, sources))}"
+    )
+    for note in result.notes:
+        print(f"note: {note}")
+
+
+def convert(options: ConvertOptions) -> None:
+    """Turn a checkpoint into one of another format or layout.
+
+    Reads and writes weights in one process, without a GPU. The format of what is read is detected:
+
+      Hugging Face model directories    safetensors or .bin, in one file or several; or their names on the hub, org/name
+      *.ckpt                            of MegatronStrategy, at any layout
+      torch_dist                        Megatron-Core's distributed checkpoints
+      mp_rank_*/model_optim_rng.pt      Megatron-LM's of any version, and NVIDIA's .zip of one
+      folders of iterations             with latest_checkpointed_iteration.txt, or iter_* and release
+
+    Memory stays below twice the largest file of weights. Nothing stands under the name of --save-path before all of it
+    is written. Files are data: no code in a checkpoint is run.
+
+    Examples:
+        lightning-megatron convert --load-path gpt2 --save-path gpt2.ckpt --to megatron
+        lightning-megatron convert --load-path last.ckpt --save-path trained --to hf --dtype bf16 --max-shard-size 2GB
+        lightning-megatron convert --load-path llama --save-path legacy --to megatron-legacy --tp 4 --pp 2
+    """
+    from lightning_megatron.convert.conversion import convert
+    from lightning_megatron.data.indexed import exit_on_sigterm
+
+    with exit_on_sigterm():
+        done = convert(options)
+    print(
+        f"{done.path}: {done.target} ({done.num_files:,} files, {_size(done.num_bytes)}) from {done.source}"
+        f" {options.load_path}, in {done.seconds:.1f} s ({_size(done.num_bytes / max(done.seconds, 1e-9))}/s)"
+    )
+    if options.to == "megatron":
+        print(f"It holds weights only: begin a run with MegatronStrategy(load_from={str(done.path)!r})")
+    elif options.to == "megatron-legacy":
+        print("It holds weights only: Megatron-LM takes it as a release, and begins at iteration 0")
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 10**9 else f"{num_bytes / 1e6:.2f} MB"
+
+
+def doctor() -> None:
+    """Show versions, devices, and what fills each slot of the engine."""
+    from lightning_megatron.cli.doctor import report_installation
+
+    print(report_installation())

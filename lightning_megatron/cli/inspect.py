@@ -1,0 +1,195 @@
+"""The command ``inspect``: a dataset or checkpoint as text of a screen or two, or as JSON with everything."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_megatron.cli.errors import printable
+from lightning_megatron.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from lightning_megatron.convert.contents import CheckpointContents, TensorEntry
+
+_MOST_NAMED = 5
+_SHAPE_OF_A_MODEL = (
+    *("family", "model_type", "architecture", "architectures", "task"),
+    *("num_layers", "num_hidden_layers", "n_layer", "num_decoder_layers", "hidden_size", "n_embd", "d_model"),
+    *("ffn_hidden_size", "intermediate_size", "n_inner", "d_ff", "num_attention_heads", "n_head", "num_heads"),
+    *("num_query_groups", "num_key_value_heads", "vocab_size", "max_position_embeddings", "n_positions"),
+    *("padded_vocab_size", "position_embedding_type", "normalization"),
+)
+"""What a reader of text wants of the dozens of fields."""
+_NUMBER = re.compile(r"(?<=\.)(\d+)(?=\.)")
+
+
+def inspect_path(
+    path: str | Path, *, tokenizer: Path | None = None, documents: int | None = None, json: bool = False
+) -> None:
+    """Describe a dataset (documents, tokens, lengths) or a checkpoint (tensors, model, layout).
+
+    Reads and checks all of a dataset's index, not all of its tokens; reads no weight of a checkpoint, and runs no code
+    of it.
+
+    Args:
+        path: Prefix of a dataset, or its .bin or .idx; a *.ckpt, a checkpoint of Megatron-Core (torch_dist) or of
+            Megatron-LM, or a Hugging Face model directory.
+        tokenizer: Decode the first documents with this transformers tokenizer.
+        documents: Show the beginning of the first N documents (default: 3 with --tokenizer, else 0).
+        json: Print JSON instead of text.
+
+    Raises:
+        ConfigError: If ``documents`` is negative, or an option is for datasets and a checkpoint is there.
+        DataError: If nothing is there, or something that is neither or that is damaged.
+    """
+    if documents is not None and documents < 0:
+        raise ConfigError(f"documents={documents} must be at least 0; correct it")
+    report = _dataset(str(path), tokenizer, documents, json)
+    if report is None and os.path.exists(path):
+        report = _checkpoint(Path(path), json)
+        for name, value in (("tokenizer", tokenizer), ("documents", documents)):
+            if report is not None and value is not None:
+                raise ConfigError(f"{name}={value} is for datasets, and {path} is a checkpoint; leave it out")
+    if report is None:
+        raise DataError(_unknown(str(path)))
+    with contextlib.suppress(AttributeError):
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # not every terminal has all characters
+    print("\n".join(map(printable, report.split("\n"))), flush=True)
+
+
+def _dataset(path: str, tokenizer_folder: Path | None, documents: int | None, as_json: bool) -> str | None:
+    from lightning_megatron.data.describe import as_text, dataset_prefix, describe_dataset
+
+    prefix = dataset_prefix(path)
+    if prefix is None or (path.endswith(".bin") and not os.path.exists(f"{prefix}.idx") and _is_weights(Path(path))):
+        return None
+    tokenizer = None
+    if tokenizer_folder is not None:
+        from lightning_megatron.data.corpus.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(tokenizer_folder)
+    count = documents if documents is not None else 0 if tokenizer is None else 3
+    described = describe_dataset(prefix, count, tokenizer)
+    return json.dumps(described, indent=2) if as_json else as_text(described)
+
+
+def _is_weights(path: Path) -> bool:
+    """Whether a file that ends in .bin as a dataset's does is of a model directory."""
+    from lightning_megatron.convert.hugging_face_files import directory_of
+
+    return directory_of(path) is not None
+
+
+def _unknown(path: str) -> str:
+    if not os.path.exists(path):
+        return f"path={path} does not exist, nor do {path}.bin and .idx; give the prefix of a dataset, or a checkpoint"
+    if not os.path.isdir(path):
+        return (
+            f"path={path} is no indexed dataset (.bin and .idx) and no checkpoint; give the prefix of a dataset, one of"
+            " its files, a *.ckpt or a model directory"
+        )
+    found = sorted({str(each.with_suffix("")) for each in Path(path).glob("*.idx")})
+    found += sorted(map(str, Path(path).glob("*.ckpt")))
+    fix = "the prefix of a dataset, e.g. data/corpus_document, a *.ckpt or a model directory"
+    if found:
+        fix = f"one of these in it: {', '.join(found[:_MOST_NAMED])}{', …' if len(found) > _MOST_NAMED else ''}"
+    return f"path={path} is a folder, and neither a dataset nor a checkpoint that is read; give {fix}"
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def _checkpoint(path: Path, as_json: bool) -> str | None:
+    from lightning_megatron.convert.contents import checkpoint_contents
+
+    contents = checkpoint_contents(path)
+    if contents is None:
+        return None
+    if not as_json:
+        return _as_text(contents)
+    shown = {
+        "kind": contents.kind,
+        "path": str(contents.path),
+        **contents.facts,
+        "files": contents.num_files,
+        "stored_bytes": contents.stored_bytes,
+        "tensors": [{**asdict(each), "is_optimizer": each.is_optimizer} for each in contents.tensors],
+    }
+    return json.dumps(shown, indent=2, default=str)
+
+
+def _as_text(contents: CheckpointContents) -> str:
+    """Facts, totals, and weights; those that differ only in a number of their name share a line."""
+    rows = [("kind", contents.kind)]
+    rows += [(name.replace("_", " "), _fact(name, value)) for name, value in contents.facts.items()]
+    rows += [("files", f"{contents.num_files:,}, {_size(contents.stored_bytes)}")]
+    weights = [each for each in contents.tensors if not each.is_optimizer]
+    state = [each for each in contents.tensors if each.is_optimizer]
+    if weights:
+        rows.append(("weights", _total(weights)))
+    if state:  # exp_avg and others: what stands between "optimizer.state." and the weight's name
+        kinds = dict.fromkeys(each.name.removeprefix("optimizer.state.").split(".")[0] for each in state)
+        rows.append(("optimizer state", f"{_total(state)}: {', '.join(kinds)}"))
+    lines = [str(contents.path), *_columns(rows), "", "Weights", *_columns(list(_weights(weights)))]
+    return "\n".join(map(printable, lines))  # a name may hold a line break, too
+
+
+def _columns(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _weights(tensors: list[TensorEntry]) -> Iterator[tuple[str, str, str, str]]:
+    def pattern(each: TensorEntry) -> tuple[str, tuple[int, ...], str]:
+        return _NUMBER.sub("#", each.name), each.shape, each.dtype
+
+    ordered = sorted(tensors, key=lambda each: _NUMBER.sub("#", each.name))  # stable: numbers stay in order
+    for _, group in groupby(ordered, pattern):
+        alike = list(group)
+        size = _size(sum(each.num_bytes for each in alike))
+        yield _name([each.name for each in alike]), str(list(alike[0].shape)), alike[0].dtype, size
+
+
+def _name(names: list[str]) -> str:
+    """One name for all: ``layers.{0-31}.weight``, and how many if these are not all between."""
+    shown, between = "", 1
+    for column in zip(*map(_NUMBER.split, names), strict=True):
+        if len(set(column)) == 1:
+            shown += column[0]
+        else:
+            low, high = min(map(int, column)), max(map(int, column))
+            shown, between = f"{shown}{{{low}-{high}}}", between * (high - low + 1)
+    return shown if between == len(names) else f"{shown} ({len(names)} of them)"
+
+
+def _total(tensors: list[TensorEntry]) -> str:
+    numbers, num_bytes = sum(math.prod(each.shape) for each in tensors), sum(each.num_bytes for each in tensors)
+    dtypes = ", ".join(dict.fromkeys(each.dtype for each in tensors))
+    return f"{len(tensors):,} tensors, {numbers:,} numbers, {_size(num_bytes)} of {dtypes}"
+
+
+def _fact(name: str, value: Any) -> str:
+    if not isinstance(value, Mapping):
+        return str(value)
+    if name in ("model", "config", "args"):
+        value = {field: value[field] for field in _SHAPE_OF_A_MODEL if value.get(field) is not None}
+    shown = ((field, f"({_fact('', each)})" if isinstance(each, Mapping) else each) for field, each in value.items())
+    return ", ".join(f"{field} {each}" for field, each in shown)
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            break
+        num_bytes, unit = num_bytes / 1000, "TB"
+    return f"{num_bytes:,.0f} bytes" if unit == "bytes" else f"{num_bytes:,.3g} {unit}"

@@ -1,0 +1,383 @@
+"""The commands ``fit``, ``validate``, ``test`` and ``predict``: LightningCLI with errors that people can read."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import inspect
+import logging
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+from typing import Any, get_args, get_type_hints
+
+import torch
+import yaml
+from jsonargparse import ArgumentError, get_loader, set_loader, set_parsing_settings
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer, callbacks, loggers
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from typing_extensions import override
+
+from lightning_megatron import (
+    DatasetDataModule,
+    IndexedDataModule,
+    InstructionDataModule,
+    LossCurve,
+    PerplexityReport,
+    ProgressLine,
+    SampleText,
+    TextEvaluationDataModule,
+    ThroughputMonitor,
+)
+from lightning_megatron.ckpt_path import check_writable
+from lightning_megatron.cli.errors import UsageError, one_line, users_mistake
+from lightning_megatron.engine.dtypes import PrecisionName
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.foreign_names import advice
+from lightning_megatron.module import MegatronModule
+from lightning_megatron.registration import SIZES
+from lightning_megatron.strategy import MegatronStrategy, preflight
+
+DATA_MODULES = (IndexedDataModule, InstructionDataModule, DatasetDataModule, TextEvaluationDataModule)
+SHORT_NAMES = (
+    *(MegatronModule, MegatronStrategy, *DATA_MODULES),
+    *(ThroughputMonitor, LossCurve, PerplexityReport, ProgressLine, SampleText),
+)
+"""Classes that a configuration may name without their module, because they are imported here."""
+DEFAULT_SEED = 1234
+_CHECKPOINT_WORDS = ("last", "best", "hpc")
+_MOST_VALUES, _DEEPEST = 100_000, 100
+_OF_CLASS = re.compile(
+    r"class_path '([\w.]+)\.(\w+)': "
+    r"(?:Group '(\w+)' does not accept option '|Option '|unrecognized arguments: --)([\w.]+)"
+)
+"""How jsonargparse says that a class has no such option."""
+_load = get_loader("yaml")
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Parse the arguments of one command and run it.
+
+    Raises:
+        ConfigError: If an argument or a setting is wrong.
+    """
+    # Help of the fields of LRSchedule and others stands below them; reading it takes time, so it is for help alone.
+    set_parsing_settings(docstring_parse_attribute_docstrings=any(each.endswith("help") for each in arguments))
+    MegatronCLI(args=list(arguments))
+
+
+def show_all_options(command: str) -> None:
+    """Print every option of a command, and every argument of the classes that have short names.
+
+    Args:
+        command: ``fit`` or another one that LightningCLI runs.
+    """
+    classes = (("model", (MegatronModule,)), ("trainer.strategy", (MegatronStrategy,)), ("data", DATA_MODULES))
+    for arguments in (["--help"], *([f"--{key}.help", each.__name__] for key, found in classes for each in found)):
+        with contextlib.suppress(SystemExit):
+            run([command, *arguments])
+
+
+class MegatronCLI(LightningCLI):
+    """LightningCLI for any LightningModule and LightningDataModule; the model defaults to ``MegatronModule``.
+
+    Optimizers are not options of the command line: they are built over the shards by ``configure_optimizers``, and
+    LightningCLI would build one before any weight exists.
+
+    Args:
+        args: Arguments after the program's name, or a configuration; ``sys.argv[1:]`` if None.
+        run: Whether the first argument is a sub-command to run; otherwise the objects are only made.
+    """
+
+    def __init__(self, args: ArgsType = None, run: bool = True) -> None:
+        self._mistakes: list[Exception] = []
+        self._messages = HeldMessages()
+        with self._messages:
+            super().__init__(
+                args=args,
+                run=run,
+                auto_configure_optimizers=False,
+                save_config_kwargs={"overwrite": True},
+                seed_everything_default=DEFAULT_SEED,
+            )
+
+    @override
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """A parser that raises instead of printing its usage and exiting."""
+        kwargs["exit_on_error"] = False
+        return super().init_parser(**kwargs)
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Let ``model`` without a class be a ``MegatronModule``."""
+        parser.set_defaults({"model": {"class_path": f"{MegatronModule.__module__}.{MegatronModule.__qualname__}"}})
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse without the warning that both ``args`` and ``sys.argv`` are there: one is the other's tail."""
+        if not isinstance(args, list):
+            super().parse_arguments(parser, args)
+            return
+        set_loader("yaml", _load_checked, (yaml.YAMLError,))
+        try:
+            self.config = parser.parse_args(args)
+        except (ArgumentError, UnicodeDecodeError) as error:
+            command = self._subcommand_parsers.get(args[0], parser)
+            options = [name for action in command._actions for name in action.option_strings]
+            raise UsageError(_explained(error, args, options)) from error
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        """Have every class made through ``_make``."""
+        self.parser.add_instantiator(self._make, object)
+
+    @override
+    def instantiate_classes(self) -> None:
+        """Make model, data and Trainer.
+
+        Raises:
+            ConfigError: If a constructor found a mistake of the user's.
+        """
+        try:
+            super().instantiate_classes()
+        except Exception as error:
+            if self._mistakes:
+                raise ConfigError(str(self._mistakes[-1])) from error
+            raise
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Make the Trainer, with a line of progress in place of Lightning's bar, unless there is another one.
+
+        Raises:
+            ConfigError: If it does not accept a value, or what the value names is not there.
+        """
+        given: Any = self._get(self.config_init, "trainer")
+        own = given.callbacks if isinstance(given.callbacks, list) else [given.callbacks]
+        if given.enable_progress_bar is not False and not any(isinstance(each, ProgressBar) for each in own):
+            self.trainer_defaults = {"callbacks": ProgressLine()}
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except (ValueError, ModuleNotFoundError, MisconfigurationException) as error:
+            message = str(error)
+            if given.accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
+                message = f"accelerator={given.accelerator}: expected a GPU that torch can use, got none; give "
+                message += "accelerator=cpu, or see lightning-megatron doctor"
+            elif "invalid strategy name" in message:
+                message = f"strategy={given.strategy}: expected MegatronStrategy, megatron, megatron_tpN, megatron_ppN,"
+                message += f" megatron_tpN_ppN with N of {', '.join(map(str, SIZES))}, or a strategy of Lightning's"
+            raise ConfigError(message) from error
+
+    def _make(self, class_type: type, *args: Any, **kwargs: Any) -> Any:
+        """Call a constructor and remember what it says: jsonargparse buries it where an option has several types."""
+        try:
+            return class_type(*args, **kwargs)
+        except (ConfigError, MisconfigurationException) as error:
+            self._mistakes.append(error)
+            raise
+
+    def before_fit(self) -> None:
+        """Check everything that can be checked before processes are launched."""
+        _check_checkpoint_exists(self._get(self.config_init, "ckpt_path"))
+        model: LightningModule = self.model
+        datamodule: LightningDataModule | None = self.datamodule
+        if isinstance(self.trainer.strategy, MegatronStrategy):
+            model.trainer = self.trainer  # as Trainer.fit does next; a module checks itself against its Trainer
+            preflight(self.trainer, model, datamodule)
+        folders = [each.save_dir for each in self.trainer.loggers] or [self.trainer.default_root_dir]
+        check_writable(Path(each) for each in folders if each and "://" not in str(each))
+        self._messages.release()
+
+    before_validate = before_test = before_predict = before_fit
+
+
+def _check_checkpoint_exists(path: str | Path | None) -> None:
+    if path is None or str(path) in _CHECKPOINT_WORDS or "://" in str(path):
+        return
+    if not Path(os.path.expanduser(path)).exists():
+        words = ", ".join(_CHECKPOINT_WORDS)
+        raise UsageError(f"ckpt_path={path} does not exist; give the path of a *.ckpt, or one of {words}")
+
+
+class HeldMessages:
+    """A context in which log records and warnings wait for ``release()``; a user's mistake drops them.
+
+    So a wrong setting is one line, though Lightning has told of seeds and devices before it is found.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[Callable[[], object]] = []
+        self._undo = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        names = ("", "lightning", "lightning.fabric", "lightning.pytorch")
+        for handler in (each for name in names for each in logging.getLogger(name).handlers):
+            hold = partial(self._hold, handler.handle)
+            handler.addFilter(hold)
+            self._undo.callback(handler.removeFilter, hold)
+        show = warnings.showwarning
+        self._undo.callback(setattr, warnings, "showwarning", show)
+        # The signature of warnings.showwarning, which is called by position and by keyword.
+        warnings.showwarning = lambda *args, **keywords: self._waiting.append(lambda: show(*args, **keywords))
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if error is not None and users_mistake(error) is not None:
+            self._waiting.clear()
+        self.release()
+
+    def release(self) -> None:
+        """Show what has waited, in order, and hold back nothing more."""
+        self._undo.close()
+        for show in self._waiting:
+            show()
+        self._waiting.clear()
+
+    def _hold(self, handle: Callable[[logging.LogRecord], object], record: logging.LogRecord) -> bool:
+        self._waiting.append(lambda: handle(record))
+        return False
+
+
+# ---- mistakes in options and YAML -----------------------------------------------------------------------------------
+
+
+def _load_checked(text: str, path: str = "") -> Any:
+    """Load YAML unless it expands to more, or is deeper, than any configuration.
+
+    jsonargparse gives the path, if there is one, to a loader that has a parameter of this name.
+    """
+    sizes: dict[str | None, float] = {}
+    above: list[tuple[str | None, float]] = []
+    size = 0.0
+    for event in yaml.parse(text, Loader=yaml.CSafeLoader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            sizes[event.anchor] = _MOST_VALUES  # if it contains itself
+            above.append((event.anchor, size))
+            size = 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = above.pop()
+            sizes[anchor] = size
+            size += before
+        elif isinstance(event, yaml.NodeEvent):
+            size += sizes.get(event.anchor, 1) if isinstance(event, yaml.AliasEvent) else 1
+        if size > _MOST_VALUES or len(above) > _DEEPEST:
+            raise ConfigError(
+                f"{path or text[:40]}: expected at most {_MOST_VALUES:,} values, {_DEEPEST} in each other, got more "
+                "(aliases are counted as what they stand for); write out what is meant"
+            )
+    return _load(text)
+
+
+def _explained(error: Exception, arguments: Sequence[str], options: Iterable[str]) -> str:
+    """What jsonargparse says of a mistake, with the file and line of it, and what may have been meant.
+
+    Args:
+        error: That it raised.
+        arguments: What was typed.
+        options: All options of the command.
+    """
+    typed = [word for each in arguments for word in each.split("=", 1)]
+    files = [Path(value) for name, value in pairwise(typed) if name in ("-c", "--config") and Path(value).is_file()]
+    for file in files:
+        if re.search(r"""^\s*["']?distributed_type["']?\s*:""", file.read_text(errors="replace"), flags=re.MULTILINE):
+            make = f"make one of ours with lightning-megatron config --from-accelerate {file}"
+            return f"--config {file} is a configuration of accelerate's; {make}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"--config {', '.join(map(str, files))} is no text in UTF-8 ({error.reason}); give a YAML file"
+    message = users_mistake(error) or _without_parser_noise(str(error))
+    if not files and "arguments are required" in message:
+        return f"{message}; give --config FILE, or model and data as options: see --help"
+    path, hint = message.partition(":")[0], ""
+    if path == "trainer.precision":
+        message = f"{path}: expected one of {', '.join(get_args(PrecisionName))}"
+    elif match := re.match(r"unrecognized arguments: (\S+)", message):
+        if Path(match[1]).suffix in (".yaml", ".yml"):
+            return f"{match[1]} stands alone; did you mean --config {match[1]}?"
+        hint = _meant(match[1].partition("=")[0], options)
+    elif match := _OF_CLASS.search(message):
+        module, name, group, option = match.groups()
+        option = f"{group}.{option}" if group else option
+        path = f"{path}.{option}"
+        hint = _meant(option, _options_of(getattr(importlib.import_module(module), name)))
+    elif match := re.search(r"import path string: (\w+)$", message):
+        hint = _meant(match[1], [*(each.__name__ for each in SHORT_NAMES), *callbacks.__all__, *loggers.__all__])
+    elif match := re.search(r"does not accept option '([^']+)'", message):
+        path, hint = match[1], _meant(f"--{match[1]}", options)
+    is_told = "; here it is " in message or "; leave it out" in message  # the name is another tool's
+    is_typed = any(each.startswith(f"--{path}") for each in typed)
+    return ("" if is_typed else _where(path, files)) + message + ("" if is_told else hint)
+
+
+def _without_parser_noise(text: str) -> str:
+    """The message of jsonargparse without its list of everything that a value could have been.
+
+    An option of type A or B that fits neither is reported with the reason for each. What says only "Expected a <class
+    B>" is left out: the user meant the other.
+    """
+    head, separator, body = text.partition("Errors:\n")
+    if separator:
+        reasons = re.split(r"^\s*- ", body.split("Given value type:")[0], flags=re.MULTILINE)
+        found = [" ".join(reason.split()) for reason in reasons if reason.strip()]
+        telling = [reason for reason in found if not reason.startswith(("Expected a <", "Does not validate"))]
+        if telling:
+            option = head.split("\n")[0]
+            text = f"{option} {'; '.join(telling)}"
+    refused = re.search(r"(?:[Oo]ption '|arguments: --)([\w.-]+)", text)
+    hint = advice(refused[1].rpartition(".")[2], typed=True) if refused else ""
+    text = re.sub(r'^Parser key "(\S+)":', r"\1:", text.strip())
+    # The place within a string is that within the file, which is told, too.
+    text = re.sub(r'\s+in "<\w+ string>", line \d+, column \d+', "", text)
+    return one_line(f"{text}; {hint}" if hint else text)
+
+
+def _options_of(cls: type) -> Iterator[str]:
+    """What a constructor takes, and ``option.field`` for what is grouped."""
+    hints = get_type_hints(cls.__init__)  # type: ignore[misc]
+    for name in inspect.signature(cls).parameters:
+        yield name
+        for kind in (hints[name], *get_args(hints[name])):
+            if is_dataclass(kind):
+                yield from (f"{name}.{field.name}" for field in fields(kind))
+
+
+def _meant(wrong: str, known: Iterable[str]) -> str:
+    """The known name that is nearest; of names with dots the one of the same section, or else the section."""
+    known = list(known)
+    sections, section = {each.partition(".")[0] for each in known}, wrong.partition(".")[0]
+    names = known if section in sections else sections
+    close = difflib.get_close_matches(wrong if names is known else section, names, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _where(path: str, files: list[Path]) -> str:
+    """``FILE:LINE: `` of a key, or of what is no YAML, or not what a configuration is."""
+    for file in reversed(files):
+        try:
+            node = yaml.compose(file.read_text(), Loader=yaml.CSafeLoader)
+            line = _line(node, path.split(".")) if isinstance(node, yaml.MappingNode) else 1
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            line = mark.line + 1 if mark else 1
+        if line:
+            return f"{file}:{line}: "
+    return ""
+
+
+def _line(node: Any, names: list[str]) -> int | None:
+    """Line of the key that ``names`` lead to, through ``init_args`` and the items of lists."""
+    if isinstance(node, yaml.SequenceNode):
+        return next((line for each in node.value if (line := _line(each, names))), None)
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        if key.value == names[0]:
+            return (names[1:] and _line(value, names[1:])) or key.start_mark.line + 1
+        if key.value == "init_args" and (line := _line(value, names)):
+            return line
+    return None
