@@ -1,4 +1,4 @@
-"""How does text become token ids: train a byte-level BPE, load any transformers tokenizer, encode in batches?"""
+"""Train a byte-level BPE tokenizer, load any transformers tokenizer, and encode texts in batches."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import os
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from lightning_megatron.data.corpus.bad_documents import BadDocuments
-from lightning_megatron.data.corpus.documents import read_documents
-from lightning_megatron.data.corpus.files import PLAIN_TEXT_KEY, find_files
-from lightning_megatron.data.corpus.pieces import cut_into_pieces
+from lightning_megatron.data.documents import (
+    PLAIN_TEXT_KEY,
+    BadDocuments,
+    cut_into_pieces,
+    find_files,
+    read_documents,
+)
 from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.hub import local_folder
 
@@ -127,15 +131,15 @@ def train_tokenizer(options: TokenizerTrainingOptions) -> TokenizerTrainingResul
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=True,
     )
-    counter = _Counter()
-    tokenizer.train_from_iterator(_texts_with_progress(files, options, counter), trainer=trainer)
-    if counter.characters == 0:
+    counts = Counter[str]()
+    tokenizer.train_from_iterator(_texts_with_progress(files, options, counts), trainer=trainer)
+    if not counts["characters"]:
         raise DataError(f"the {len(files)} input files hold no text; give files with text to train the tokenizer on")
     _save(tokenizer, options.kind, Path(options.output))
     return TokenizerTrainingResult(
         vocab_size=tokenizer.get_vocab_size(),
-        documents=counter.documents,
-        skipped=counter.skipped,
+        documents=counts["documents"],
+        skipped=counts["skipped"],
         bytes=sum(path.stat().st_size for path in files),
         seconds=time.perf_counter() - began,
     )
@@ -194,14 +198,9 @@ def batch_encoder(tokenizer: Any) -> Callable[[list[str]], list[list[int]]]:
     return lambda texts: [item.ids for item in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
 
-@dataclass
-class _Counter:
-    documents: int = 0
-    characters: int = 0
-    skipped: int = 0
-
-
-def _texts_with_progress(files: Sequence[Path], options: TokenizerTrainingOptions, counter: _Counter) -> Iterator[str]:
+def _texts_with_progress(
+    files: Sequence[Path], options: TokenizerTrainingOptions, counts: Counter[str]
+) -> Iterator[str]:
     from tqdm import tqdm
 
     total = sum(path.stat().st_size for path in files)
@@ -209,13 +208,13 @@ def _texts_with_progress(files: Sequence[Path], options: TokenizerTrainingOption
         bad = BadDocuments(options.on_error, lambda line: bar.write(line, file=sys.stderr))
         for piece in cut_into_pieces(files, [options.json_key]):
             found = read_documents(piece, [options.json_key], options.on_error == "fail")
-            bad.add(piece.path, found.bad, found.num_bad, found.num_units)
+            bad.add(found)
             for (text,) in found.documents:
-                counter.documents += 1
-                counter.characters += len(text)
+                counts["documents"] += 1
+                counts["characters"] += len(text)
                 yield text
             bar.update(piece.num_bytes)
-        counter.skipped = bad.count
+        counts["skipped"] = bad.count
 
 
 def _save(tokenizer: Any, kind: ModelKind, output: Path) -> None:

@@ -1,0 +1,440 @@
+"""Tokenize a corpus into indexed datasets: documents in parallel, written in input order (``preprocess``).
+
+Threads of the standard library's executor each wait for a process that has a pipe of its own, which ends when the
+process does: one that is killed is noticed at once. Workers of ``concurrent.futures.ProcessPoolExecutor`` share their
+queues; one that is killed while it writes leaves half a message there, for the rest of which the executor waits for
+ever (24 of 120 such runs hung).
+
+Sentences are those of sentencex (MIT licence), which ships its rules and lists of abbreviations: nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import chain
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from lightning_megatron.data.documents import (
+    PLAIN_TEXT_KEY,
+    BadDocuments,
+    Piece,
+    PieceDocuments,
+    check_keys,
+    cut_into_pieces,
+    find_files,
+    read_documents,
+    require_library,
+)
+from lightning_megatron.data.indexed import IndexedDatasetWriter, exit_on_sigterm, token_dtype
+from lightning_megatron.data.tokenizer import batch_encoder, largest_id, load_tokenizer
+from lightning_megatron.errors import ConfigError, DataError
+
+PENDING_A_WORKER = 4
+"""Pieces begun at a time: so many that a slow one does not stop the others, so few that memory stays constant."""
+
+_LARGEST_STORED_ID = 2**31 - 1
+# sentencex 1.0.32 panics at white space of several bytes between an initial and a period; with spaces it never does.
+_WIDE_SPACE = re.compile("[\u0085\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreprocessOptions:
+    """What ``preprocess`` reads and writes."""
+
+    input: Sequence[str | Path]
+    """Files, folders and patterns: one JSON object a line, Parquet, or text files of one document each."""
+    output_prefix: str | Path
+    """P of the written files ``P_<key>_document.bin`` and ``.idx``; the key of text files is ``text``."""
+    tokenizer: str | Path
+    """Folder of a transformers tokenizer, or its name on the Hugging Face hub."""
+    json_keys: Sequence[str] = (PLAIN_TEXT_KEY,)
+    """Keys of the JSON objects, or columns, to tokenize; each becomes a dataset of its own.
+
+    Document i is the same in all of them. As in Megatron's datasets, a text without a token is a document without a
+    sequence; models are not trained on it.
+    """
+    append_eod: bool = False
+    """End every document that has a token with the tokenizer's end-of-sequence token."""
+    split_sentences: bool = False
+    """Make each sentence a sequence, as BERT's sentence order needs it, and name the dataset ``P_<key>_sentence``."""
+    language: str = "en"
+    """ISO 639 code of the language in which sentences are split."""
+    keep_newlines: bool = False
+    """Leave white space and newlines between sentences in the first of the two."""
+    workers: int = 1
+    """Processes that tokenize; the output does not depend on it."""
+    on_error: Literal["skip", "fail"] = "fail"
+    """Leave out lines, rows and files that are no documents, and count them; or end at the first one."""
+
+    def __post_init__(self) -> None:
+        """Check what can be known before anything is read.
+
+        Raises:
+            ConfigError: If a value cannot work.
+        """
+        if self.workers < 1:
+            raise ConfigError(f"workers={self.workers} must be at least 1; this machine has {os.cpu_count()} cores")
+        if not self.json_keys or len(set(self.json_keys)) != len(self.json_keys):
+            keys = " ".join(self.json_keys)
+            raise ConfigError(f"json_keys={keys!r} must name at least one key, each once; correct the list")
+        if self.on_error not in ("skip", "fail"):
+            raise ConfigError(f"on_error={self.on_error} is not known; choose skip or fail")
+        if self.keep_newlines and not self.split_sentences:
+            raise ConfigError("keep_newlines needs split_sentences: whole documents keep theirs; leave it out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreprocessResult:
+    """What ``preprocess`` did."""
+
+    prefixes: tuple[str, ...]
+    """Written datasets, one a key: values for ``IndexedDataModule(data_path=...)``."""
+    documents: int
+    """Documents in each dataset, empty ones included."""
+    empty_documents: int
+    """Texts of any key that gave no token."""
+    skipped: int
+    """Lines, rows and files that are no documents."""
+    tokens: int
+    """Tokens in all datasets."""
+    bytes: int
+    """Bytes of input, as stored."""
+    seconds: float
+    """Wall time from the first byte read to the last one written; loading the tokenizer is not in it."""
+
+
+def preprocess(options: PreprocessOptions) -> PreprocessResult:
+    """Tokenize the inputs into one indexed dataset per key; the files appear when all of them are complete.
+
+    Raises:
+        DataError: If an input or the tokenizer is missing, unreadable or malformed, or no document has a token.
+        ConfigError: If the tokenizer or the installation cannot do what is asked.
+    """
+    files = find_files(options.input)
+    check_keys(files, options.json_keys)
+    encoder = _encoder(options)
+    level = "sentence" if options.split_sentences else "document"
+    prefixes = tuple(f"{options.output_prefix}_{key}_{level}" for key in options.json_keys)
+    total_bytes = sum(path.stat().st_size for path in files)
+    began = time.perf_counter()
+    num_tokens = [0] * len(prefixes)
+    num_documents = num_empty = 0
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(exit_on_sigterm())
+        writers = [stack.enter_context(IndexedDatasetWriter(prefix, encoder.dtype)) for prefix in prefixes]
+        pieces = cut_into_pieces(files, options.json_keys)
+        encoded = stack.enter_context(_encode_all(pieces, encoder, options.workers))
+        bar = stack.enter_context(_progress_bar(total_bytes))
+        bad = BadDocuments(options.on_error, lambda line: bar.write(line, file=sys.stderr))
+        for piece in encoded:
+            bad.add(piece.found)
+            for number, (writer, part) in enumerate(zip(writers, piece.keys, strict=True)):
+                writer.add_documents(part.tokens, part.lengths, part.sequences)
+                num_tokens[number] += sum(part.lengths)
+                num_empty += part.num_empty
+            num_documents += piece.num_documents
+            bar.set_postfix(docs=f"{num_documents:,}", tokens=f"{sum(num_tokens):,}", refresh=False)
+            bar.update(piece.num_bytes)
+        for key, tokens in zip(options.json_keys, num_tokens, strict=True):
+            if not tokens:
+                skipped = f" ({bad.count} lines, rows or files were skipped)" if bad.count else ""
+                raise DataError(
+                    f"no document has a token under '{key}' in {len(files)} files{skipped}; give inputs with text"
+                )
+        for writer in writers:
+            writer.complete()
+    return PreprocessResult(
+        prefixes=prefixes,
+        documents=num_documents,
+        empty_documents=num_empty,
+        skipped=bad.count,
+        tokens=sum(num_tokens),
+        bytes=total_bytes,
+        seconds=time.perf_counter() - began,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedKey:
+    """One key's documents of one piece."""
+
+    tokens: bytes
+    """All ids one after the other, in the dataset's type."""
+    lengths: list[int]
+    """Tokens of each sequence: of a document, or of a sentence."""
+    sequences: list[int] | None
+    """Sequences of each document; None if every document is one."""
+    num_empty: int
+    """Documents without a token: they have no sequence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedPiece:
+    """What became of one piece."""
+
+    found: PieceDocuments
+    """Which of its documents are bad; the others are in ``keys``, and no longer here."""
+    num_bytes: int
+    """Input bytes that it stands for."""
+    num_documents: int
+    """In each key."""
+    keys: list[EncodedKey]
+    """Documents that are bad under one key are in none of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentEncoder:
+    """Turns pieces into tokens, as they are stored; processes that tokenize get a copy."""
+
+    tokenizer: Any
+    """A transformers tokenizer."""
+    keys: Sequence[str]
+    """What to encode of each document."""
+    dtype: np.dtype[Any]
+    """How an id is stored."""
+    end_of_document: int | None = None
+    """Id after the last token of each document that has one."""
+    split: Callable[[str], list[str]] | None = None
+    """Makes several sequences of a text; None leaves it whole."""
+    stop_at_bad: bool = True
+    """Read no further than to the first bad document."""
+
+    def __call__(self, piece: Piece) -> EncodedPiece:
+        """The tokens of ``piece``.
+
+        Raises:
+            DataError: If the tokenizer gives an id that ``dtype`` cannot hold.
+        """
+        found = read_documents(piece, self.keys, self.stop_at_bad)
+        columns = zip(*found.documents, strict=True) if found.documents else ((),) * len(self.keys)
+        return EncodedPiece(
+            found=replace(found, documents=[]),
+            num_bytes=piece.num_bytes,
+            num_documents=len(found.documents),
+            keys=[self._encode_key(texts) for texts in columns],
+        )
+
+    def _encode_key(self, texts: Sequence[str]) -> EncodedKey:
+        groups = [[text] if self.split is None else self.split(text) for text in texts]
+        encoded = iter(batch_encoder(self.tokenizer)(list(chain.from_iterable(groups))))
+        sequences: list[list[int]] = []
+        counts: list[int] = []
+        for group in groups:
+            kept = [ids for _, ids in zip(group, encoded, strict=False) if ids]
+            if kept and self.end_of_document is not None:
+                kept[-1].append(self.end_of_document)
+            sequences += kept
+            counts.append(len(kept))
+        lengths = [len(ids) for ids in sequences]
+        flat = np.fromiter(chain.from_iterable(sequences), dtype=np.int64, count=sum(lengths))
+        if len(flat) and flat.max() > np.iinfo(self.dtype).max:
+            raise DataError(
+                f"the tokenizer gave the id {flat.max()}, beyond its own vocabulary and the {self.dtype.name} that is"
+                " stored; its files do not belong together: save it again"
+            )
+        return EncodedKey(
+            tokens=flat.astype(self.dtype).tobytes(),
+            lengths=lengths,
+            sequences=None if counts.count(1) == len(counts) else counts,
+            num_empty=counts.count(0),
+        )
+
+
+class SentenceSplitter:
+    """Cuts texts into sentences.
+
+    Args:
+        language: ISO 639 code.
+        keep_newlines: Leave the white space between two sentences at the end of the first; else it is dropped.
+
+    Raises:
+        ConfigError: If ``language`` is no such code, or the library is not installed.
+    """
+
+    def __init__(self, language: str, keep_newlines: bool) -> None:
+        # The library takes anything it does not know for English-like.
+        if not re.fullmatch("[a-z]{2,3}", language):
+            raise ConfigError(f"language={language} is no ISO 639 code; write it like en, de or ja")
+        require_library("sentencex", "split_sentences")
+        self._language = language
+        self._keep_newlines = keep_newlines
+
+    def __call__(self, text: str) -> list[str]:
+        """The sentences of ``text``, none of them blank."""
+        from sentencex import segment
+
+        plain = text if text.isascii() else _WIDE_SPACE.sub(" ", text)
+        try:
+            sentences: list[str] = segment(self._language, plain)
+        except BaseException as error:
+            # A panic of the library has been printed by it; one text that stays whole is no reason to end the run.
+            if type(error).__name__ != "PanicException":
+                raise
+            sentences = [plain]
+        bounds: list[tuple[int, int]] = []
+        position = 0
+        for sentence in filter(None, map(str.strip, sentences)):
+            # Found again, not counted: of a long text's white space some is missing in what comes back.
+            start = plain.index(sentence, position)
+            position = start + len(sentence)
+            bounds.append((start, position))
+        if self._keep_newlines and bounds:
+            starts = [0, *(start for start, _ in bounds[1:]), len(text)]
+            bounds = list(zip(starts, starts[1:], strict=False))
+        return [text[start:stop] for start, stop in bounds]
+
+
+def _encoder(options: PreprocessOptions) -> DocumentEncoder:
+    splitter = SentenceSplitter(options.language, options.keep_newlines) if options.split_sentences else None
+    tokenizer = load_tokenizer(options.tokenizer)
+    if options.append_eod and tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"append_eod needs an end-of-sequence token, {options.tokenizer} has none; set eos_token in its"
+            " tokenizer_config.json or leave --append-eod out"
+        )
+    largest = largest_id(tokenizer)
+    if largest > _LARGEST_STORED_ID:
+        raise DataError(
+            f"{options.tokenizer} has the token id {largest}, the largest that a dataset can hold is"
+            f" {_LARGEST_STORED_ID}; number its tokens anew"
+        )
+    return DocumentEncoder(
+        tokenizer=tokenizer,
+        keys=tuple(options.json_keys),
+        dtype=token_dtype(largest + 1),
+        end_of_document=tokenizer.eos_token_id if options.append_eod else None,
+        split=splitter,
+        stop_at_bad=options.on_error == "fail",
+    )
+
+
+def _progress_bar(total_bytes: int) -> Any:
+    from tqdm import tqdm
+
+    # 1 MB/s here is 10**6 bytes of input a second. A log file gets a line every ten seconds, not two a second.
+    interval = 0.5 if sys.stderr.isatty() else 10
+    return tqdm(total=total_bytes, unit="B", unit_scale=True, desc="Tokenizing", mininterval=interval)
+
+
+_Encode: TypeAlias = Callable[[Piece], EncodedPiece]
+_Worker: TypeAlias = tuple[Any, Connection]
+"""A process that encodes one piece at a time, and our end of its pipe."""
+
+
+@contextlib.contextmanager
+def _encode_all(pieces: Iterator[Piece], encode: _Encode, workers: int) -> Iterator[Iterator[EncodedPiece]]:
+    """The tokens of each piece in input order, encoded here or by ``workers`` processes, which end with the context."""
+    if workers == 1:
+        with _one_thread():
+            yield map(encode, pieces)
+        return
+    started: list[_Worker] = []
+    threads = ThreadPoolExecutor(workers)
+    try:
+        try:
+            for _ in range(workers):
+                started.append(_start(encode))
+        except OSError as error:
+            raise ConfigError(
+                f"workers={workers} cannot all be started ({error.strerror}); choose fewer, e.g. this machine's"
+                f" {os.cpu_count()} cores"
+            ) from error
+        yield _in_order(pieces, started, threads)
+    finally:
+        for process, _ in started:  # at once: they have nothing to lose, and no thread waits for one any longer
+            process.kill()
+        for process, _ in started:
+            process.join()
+        threads.shutdown(cancel_futures=True)
+
+
+def _start(encode: _Encode) -> _Worker:
+    # Fork shares what is loaded, the tokenizer included; macOS libraries do not survive it.
+    context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_work, args=(encode, theirs), daemon=True)
+    process.start()
+    theirs.close()  # so that its end ends the pipe
+    return process, ours
+
+
+def _in_order(pieces: Iterator[Piece], workers: list[_Worker], threads: ThreadPoolExecutor) -> Iterator[EncodedPiece]:
+    idle = SimpleQueue[_Worker]()
+    for worker in workers:
+        idle.put(worker)
+
+    def encoded(piece: Piece) -> EncodedPiece:
+        process, connection = worker = idle.get()
+        try:
+            connection.send(piece)
+            result = connection.recv()
+        except (EOFError, OSError) as error:
+            process.join()
+            raise RuntimeError(
+                f"a tokenizing worker ended with exit code {process.exitcode}; -9 is often for its memory: use fewer"
+                " workers"
+            ) from error
+        finally:
+            idle.put(worker)
+        if isinstance(result, Exception):
+            raise result
+        assert isinstance(result, EncodedPiece)
+        return result
+
+    pending = deque[Future[EncodedPiece]]()
+    for piece in pieces:
+        pending.append(threads.submit(encoded, piece))
+        if len(pending) == PENDING_A_WORKER * len(workers):
+            yield pending.popleft().result()
+    while pending:
+        yield pending.popleft().result()
+
+
+def _work(encode: _Encode, connection: Connection) -> None:
+    # Ctrl-C reaches the whole process group; the parent ends the workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "runs only in workers"
+    # A killed parent cannot end its workers; its end of the pipe lives on in those that were started later.
+    with _one_thread(), contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while connection in wait([connection, parent.sentinel]):
+            piece = connection.recv()
+            try:
+                result: EncodedPiece | Exception = encode(piece)
+            except ConfigError as error:
+                result = error
+            except Exception:
+                result = RuntimeError(f"a tokenizing worker failed:\n{traceback.format_exc()}")
+            connection.send(result)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Processes are the parallelism; the tokenizers library would take all cores of the machine in each of them."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
