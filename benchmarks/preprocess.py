@@ -112,7 +112,7 @@ def _peers_at_once(folder: Path, number: int) -> dict[str, float]:
 
 def _texts(inputs: list[str], num_bytes: float) -> Iterator[str]:
     """Pieces of the inputs' files, over and over until there are enough."""
-    from lightning_megatron.data.corpus.files import find_files
+    from lightning_megatron.data.documents import find_files
 
     files = find_files(inputs)
     left = num_bytes
@@ -140,7 +140,7 @@ def _write_inputs(folder: Path, texts: list[str]) -> None:
 
 
 def _train(folder: Path) -> None:
-    from lightning_megatron.data.corpus.tokenizer import TokenizerTrainingOptions, train_tokenizer
+    from lightning_megatron.data.tokenizer import TokenizerTrainingOptions, train_tokenizer
 
     train_tokenizer(
         TokenizerTrainingOptions(input=[folder / "x.jsonl"], vocab_size=VOCAB_SIZE, output=folder / "tokenizer")

@@ -43,7 +43,7 @@ def _peer(folder: Path) -> tuple[float, float]:
 
 
 def _preprocess(folder: Path, suffix: str, workers: str, *arguments: str) -> tuple[float, float]:
-    from lightning_megatron.data.corpus.preprocess import PreprocessOptions, preprocess
+    from lightning_megatron.data.preprocess import PreprocessOptions, preprocess
 
     def run(name: str) -> tuple[float, float]:
         cpu = _cpu()

@@ -21,7 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_megatron.accounting import Precision, model_flops, peak_flops_per_s
-from lightning_megatron.data.corpus.tokenizer import check_vocabulary, load_tokenizer
+from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.generate.inputs import Inputs, check_prompts, with_first_token
 from lightning_megatron.generate.options import GenerationOptions

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_megatron.convert.options import ConvertOptions
-from lightning_megatron.data.corpus.preprocess import PreprocessOptions
-from lightning_megatron.data.corpus.tokenizer import TokenizerTrainingOptions
+from lightning_megatron.data.preprocess import PreprocessOptions
+from lightning_megatron.data.tokenizer import TokenizerTrainingOptions
 
 if TYPE_CHECKING:
     from lightning_megatron.data.merge import MergedDataset
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def train_tokenizer(options: TokenizerTrainingOptions) -> None:
     """Train a byte-level BPE tokenizer on text."""
-    from lightning_megatron.data.corpus import tokenizer
+    from lightning_megatron.data import tokenizer
 
     result = tokenizer.train_tokenizer(options)
     print(
@@ -38,7 +38,7 @@ def preprocess(options: PreprocessOptions) -> None:
         lightning-megatron preprocess --input 'corpus/*.jsonl.gz' --output-prefix data/corpus
           --tokenizer path/to/tokenizer --append-eod --workers 8
     """
-    from lightning_megatron.data.corpus import preprocess
+    from lightning_megatron.data import preprocess
 
     result = preprocess.preprocess(options)
     print(

@@ -18,7 +18,7 @@ from lightning_megatron.convert.companions import GENERATION_CONFIG_FILE, tokeni
 from lightning_megatron.convert.conversion import located, open_model
 from lightning_megatron.convert.options import ConvertOptions
 from lightning_megatron.convert.stored.base import StoredModel
-from lightning_megatron.data.corpus.tokenizer import check_vocabulary, load_tokenizer
+from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.generate.inputs import Inputs, check_prompts
 from lightning_megatron.generate.options import GenerationOptions

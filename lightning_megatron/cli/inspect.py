@@ -74,7 +74,7 @@ def _dataset(path: str, tokenizer_folder: Path | None, documents: int | None, as
         return None
     tokenizer = None
     if tokenizer_folder is not None:
-        from lightning_megatron.data.corpus.tokenizer import load_tokenizer
+        from lightning_megatron.data.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(tokenizer_folder)
     count = documents if documents is not None else 0 if tokenizer is None else 3

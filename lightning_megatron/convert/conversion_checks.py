@@ -119,7 +119,7 @@ def check_model(source: StoredModel, options: ConvertOptions) -> None:
             "whole; convert it to=hf, or train from it as it is (pretrained=True begins a new head)"
         )
     if options.tokenizer is not None:
-        from lightning_megatron.data.corpus.tokenizer import check_vocabulary, load_tokenizer
+        from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
 
         check_vocabulary(load_tokenizer(options.tokenizer), options.tokenizer, source.model.vocab_size)
     _check_space(source, options)

@@ -28,7 +28,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from lightning_megatron.errors import ConfigError, DataError
 
@@ -69,9 +69,6 @@ _JSON_TYPES: dict[type, str] = {
 }
 
 
-Unit: TypeAlias = Literal["line", "row", "file"]
-
-
 class FileFormat(NamedTuple):
     """How documents are stored in a file."""
 
@@ -99,41 +96,26 @@ class Piece:
     """Whole lines; only the last one of a file may lack its newline."""
     columns: tuple[list[str | None], ...] = ()
     """Some rows of a table: one list for each key, all of the same length; None where there is no text."""
+    first: int = 1
+    """Number of the first line or row in its file."""
     problem: str = ""
     """Why the rest of the file cannot be read; it fails where its documents would have come."""
-
-
-class BadDocument(NamedTuple):
-    """Something in the input that is no document."""
-
-    path: str
-    """The file."""
-    unit: Unit
-    """What of it is meant."""
-    number: int
-    """Of the line or row, counted from 1 in the piece."""
-    problem: str
-    """What is wrong, as the end of a sentence about the line, and what to do."""
 
 
 @dataclass(kw_only=True)
 class PieceDocuments:
     """What was found in a piece."""
 
-    path: str
-    """The file of the piece."""
-    num_units: int
-    """Lines or rows in the piece, blank and bad ones included; 0 for text files."""
     documents: list[tuple[str, ...]] = field(default_factory=list)
     """One text a key."""
-    bad: list[BadDocument] = field(default_factory=list)
-    """The first ones of those that are none."""
+    bad: list[str] = field(default_factory=list)
+    """Where in the input something is no document, why, and what to do: the first ones."""
     num_bad: int = 0
-    """How many are none."""
+    """How many there are."""
 
 
 class BadDocuments:
-    """Takes the bad documents of all pieces in input order, as only who sees all pieces knows the number of a line.
+    """Counts and reports what is no document, in input order.
 
     Args:
         on_error: "fail" ends the run at the first one, "skip" leaves it out.
@@ -145,9 +127,6 @@ class BadDocuments:
         """How many were left out."""
         self._on_error = on_error
         self._report = report
-        self._reported = 0
-        self._path = ""
-        self._units_before = 0
 
     def add(self, found: PieceDocuments) -> None:
         """Take those of the next piece.
@@ -155,19 +134,15 @@ class BadDocuments:
         Raises:
             DataError: For the first one, with its place, if ``on_error`` is "fail".
         """
-        if found.path != self._path:
-            self._path, self._units_before = found.path, 0
-        for bad in found.bad[: None if self._on_error == "fail" else MAX_REPORTED - self._reported]:
-            place = "" if bad.unit == "file" else f", {bad.unit} {self._units_before + bad.number}"
-            message = f"{bad.path}{place} {bad.problem}"
+        for message in found.bad:
             if self._on_error == "fail":
                 raise DataError(message)
-            self._report(f"skipped: {message}")
-            self._reported += 1
-            if self._reported == MAX_REPORTED:
+            self.count += 1
+            if self.count <= MAX_REPORTED:
+                self._report(f"skipped: {message}")
+            if self.count == MAX_REPORTED:
                 self._report("skipped: more of them are only counted")
-        self.count += found.num_bad
-        self._units_before += found.num_units
+        self.count += found.num_bad - len(found.bad)
 
 
 def format_of(path: str | Path) -> FileFormat:
@@ -313,32 +288,33 @@ def read_documents(piece: Piece, keys: Sequence[str], stop_at_bad: bool = True) 
         keys: Of the JSON objects; a table's batches have been cut for them already.
         stop_at_bad: Leave out everything after the first bad document, as it ends the run.
     """
-    num_units = len(piece.columns[0]) if piece.columns else piece.lines.count(b"\n")
-    found = PieceDocuments(path=piece.path, num_units=num_units)
-    for path, unit, number, document in _documents(piece, keys):
+    found = PieceDocuments()
+    for document in _documents(piece, keys):
         if isinstance(document, tuple):
             found.documents.append(document)
             continue
         found.num_bad += 1
         if len(found.bad) < MAX_REPORTED:
-            found.bad.append(BadDocument(path, unit, number, document))
+            found.bad.append(document)
         if stop_at_bad:
             break
     return found
 
 
-def _documents(piece: Piece, keys: Sequence[str]) -> Iterator[tuple[str, Unit, int, tuple[str, ...] | str]]:
-    """Each place with its texts, one a key, or with what is wrong there and what to do."""
+def _documents(piece: Piece, keys: Sequence[str]) -> Iterator[tuple[str, ...] | str]:
+    """The texts of each document, one a key; or the place of what is none, what is wrong there and what to do."""
     for path in piece.files:
-        yield path, "file", 0, _read_text(path)
-    for number, line in enumerate(piece.lines.split(b"\n"), 1):
+        text = _read_text(path)
+        yield text if isinstance(text, tuple) else f"{path} {text}"
+    for number, line in enumerate(piece.lines.split(b"\n"), piece.first):
         if line and not line.isspace():
-            yield piece.path, "line", number, _parse_line(line, keys)
-    for number, row in enumerate(zip(*piece.columns, strict=True), 1):
-        missing = f"has no text under '{keys[row.index(None)]}': null, or not UTF-8" if None in row else ""
-        yield piece.path, "row", number, f"{missing}; store text there or remove that row" if missing else row
+            texts = _parse_line(line, keys)
+            yield texts if isinstance(texts, tuple) else f"{piece.path}, line {number} {texts}"
+    for number, row in enumerate(zip(*piece.columns, strict=True), piece.first):
+        problem = f"has no text under '{keys[row.index(None)]}': null, or not UTF-8" if None in row else ""
+        yield f"{piece.path}, row {number} {problem}; store text there or remove that row" if problem else row
     if piece.problem:
-        yield piece.path, "file", 0, piece.problem
+        yield f"{piece.path} {piece.problem}"
 
 
 def _read_text(path: str) -> tuple[str] | str:
@@ -391,6 +367,7 @@ def _loads(line: bytes) -> Any:
 def _lines(path: str, piece_bytes: int) -> Iterator[Piece]:
     parts: list[bytes] = []
     held = accounted = position = 0
+    first = 1
     try:
         for part, position in read_parts(path, min(piece_bytes, PIECE_BYTES)):
             held += len(part)
@@ -398,16 +375,18 @@ def _lines(path: str, piece_bytes: int) -> Iterator[Piece]:
             if held < piece_bytes or cut == 0:
                 parts.append(part)
                 continue
-            yield Piece(path=path, lines=b"".join((*parts, part[:cut])), num_bytes=position - accounted)
+            lines = b"".join((*parts, part[:cut]))
+            yield Piece(path=path, lines=lines, first=first, num_bytes=position - accounted)
+            first += lines.count(b"\n")
             parts, accounted = [part[cut:]], position
             held = len(parts[0])
     except UnreadableFileError:
         # The lines that are whole come first.
         whole, newline, _ = b"".join(parts).rpartition(b"\n")
-        yield Piece(path=path, lines=whole + newline, num_bytes=position - accounted)
+        yield Piece(path=path, lines=whole + newline, first=first, num_bytes=position - accounted)
         raise
     if held or position > accounted:
-        yield Piece(path=path, lines=b"".join(parts), num_bytes=position - accounted)
+        yield Piece(path=path, lines=b"".join(parts), first=first, num_bytes=position - accounted)
 
 
 def _rows(path: str, size: int, keys: Sequence[str], piece_bytes: int) -> Iterator[Piece]:
@@ -430,6 +409,7 @@ def _rows(path: str, size: int, keys: Sequence[str], piece_bytes: int) -> Iterat
                 yield Piece(
                     path=path,
                     columns=tuple([_text(value) for value in batch.column(key)] for key in keys),
+                    first=before + 1,
                     num_bytes=size * done // num_rows - size * before // num_rows,
                 )
     # OSError is what damaged pages raise, as well as a disk that fails; one without a number is the former.
@@ -446,11 +426,9 @@ def _require_text_columns(schema: Any, keys: Sequence[str]) -> None:
     from pyarrow.types import is_dictionary
 
     for key in keys:
-        if key not in schema.names:
+        if (count := schema.names.count(key)) != 1:
             present = ", ".join(schema.names) or "none"
-            raise UnreadableFileError(f"has no column '{key}'; choose --json-keys from {present}")
-        if schema.names.count(key) > 1:
-            raise UnreadableFileError(f"has several columns '{key}'; rename all but one")
+            raise UnreadableFileError(f"has {count or 'no'} column '{key}'; choose --json-keys from {present}")
         kind = schema.field(key).type
         value = kind.value_type if is_dictionary(kind) else kind
         if str(value) not in ("string", "large_string", "string_view"):

@@ -15,13 +15,18 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_megatron.data.corpus.bad_documents import BadDocuments
-from lightning_megatron.data.corpus.documents import read_documents
-from lightning_megatron.data.corpus.files import PLAIN_TEXT_KEY, check_keys, find_files, format_of
-from lightning_megatron.data.corpus.pieces import cut_into_pieces
-from lightning_megatron.data.corpus.tokenizer import batch_encoder, load_tokenizer
+from lightning_megatron.data.documents import (
+    PLAIN_TEXT_KEY,
+    BadDocuments,
+    check_keys,
+    cut_into_pieces,
+    find_files,
+    format_of,
+    read_documents,
+)
 from lightning_megatron.data.instructions import read_records
 from lightning_megatron.data.samples import Rows
+from lightning_megatron.data.tokenizer import batch_encoder, load_tokenizer
 from lightning_megatron.errors import ConfigError, DataError
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -60,7 +65,7 @@ def _documents(file: Path, key: str) -> Iterator[tuple[str, str]]:
     bad, number = BadDocuments("fail", print), 0
     for piece in cut_into_pieces([file], [key]):
         found = read_documents(piece, [key])
-        bad.add(str(file), found.bad, found.num_bad, found.num_units)
+        bad.add(found)
         for (text,) in found.documents:
             number += 1
             yield (f"{file}, row {number}" if is_table else str(file)), text

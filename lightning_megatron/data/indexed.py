@@ -127,11 +127,14 @@ def open_dataset(prefix: str, *, option: str = "data_path", integers_only: bool 
         DataError: If a file is missing or is not of this format, or the ``.idx`` has not the size that it announces.
     """
     index = map_index(prefix, option)
-    head = index[:_HEADER_BYTES].tobytes()
-    _require_magic(prefix, head)
-    path = f"{prefix}.idx"
-    if len(head) < _HEADER_BYTES:
-        raise DataError(f"{path} has {len(index)} bytes, its header alone needs {_HEADER_BYTES}: truncated; {_AGAIN}")
+    head, path = index[:_HEADER_BYTES].tobytes(), f"{prefix}.idx"
+    if head.startswith(OLD_MAGIC):
+        command = shlex.join(["--input", prefix, "--output-prefix", f"{prefix}_mmap"])
+        raise DataError(
+            f"{path} is in Megatron's old cached/lazy format (TNTIDX), only mmap (MMIDIDX) is read; run:"
+            f" lightning-megatron convert-dataset {command}"
+        )
+    require_header(path, index, MAGIC, _HEADER_BYTES, _AGAIN)
     version, code, num_sequences, num_bounds = struct.unpack("<QBQQ", head[len(MAGIC) :])
     if version != 1:
         raise DataError(f"{path} says version {version}, the only version is 1: damaged or foreign; {_AGAIN}")
@@ -197,6 +200,15 @@ def map_index(prefix: str, option: str) -> NDArray[np.uint8]:
             " printed, e.g. data/corpus_text_document"
         )
     return _mapped(f"{prefix}.idx")
+
+
+def require_header(path: str, index: NDArray[np.uint8], magic: bytes, num_bytes: int, fix: str) -> None:
+    """Raise a DataError unless an index begins with ``magic`` and has a whole header of ``num_bytes``."""
+    head = index[: len(magic)].tobytes()
+    if not magic.startswith(head):
+        raise DataError(f"{path} begins with {head!r}, such an index begins with {magic!r}: foreign file; {fix}")
+    if len(index) < num_bytes:
+        raise DataError(f"{path} has {len(index)} bytes, its header alone needs {num_bytes}: truncated; {fix}")
 
 
 def cut_index(index: NDArray[np.uint8], begin: int, layout: Sequence[tuple[str, int]]) -> list[NDArray[Any]]:
@@ -385,21 +397,6 @@ def exit_on_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _require_magic(prefix: str, head: bytes) -> None:
-    if head.startswith(MAGIC):
-        return
-    if head.startswith(OLD_MAGIC):
-        command = shlex.join(["--input", prefix, "--output-prefix", f"{prefix}_mmap"])
-        raise DataError(
-            f"{prefix}.idx is in Megatron's old cached/lazy format (TNTIDX), only mmap (MMIDIDX) is read; run:"
-            f" lightning-megatron convert-dataset {command}"
-        )
-    if MAGIC.startswith(head):
-        raise DataError(f"{prefix}.idx ends within its first {len(MAGIC)} bytes: truncated; {_AGAIN}")
-    found = head[: len(MAGIC)]
-    raise DataError(f"{prefix}.idx begins with {found!r}, an index begins with {MAGIC!r}: foreign file; {_AGAIN}")
 
 
 def _mapped(path: str) -> NDArray[np.uint8]:

@@ -18,15 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_megatron.data.conversations import Answers, RecordRenderer, TokenizedSample, tokenize
-from lightning_megatron.data.corpus.compressed import DamagedFileError, decompress
-from lightning_megatron.data.corpus.files import find_files, format_of
-from lightning_megatron.data.corpus.tokenizer import load_tokenizer
+from lightning_megatron.data.documents import UnreadableFileError, find_files, format_of, read_parts
 from lightning_megatron.data.samples import Rows, SampleOrder, build_once, open_array
+from lightning_megatron.data.tokenizer import load_tokenizer
 from lightning_megatron.errors import ConfigError, DataError, require_divides
 
 Record: TypeAlias = dict[str, Any]
-
-_READ_BYTES = 1 << 20
 
 
 def record_files(path: str) -> list[Path]:
@@ -70,27 +67,17 @@ def read_records(
                     yield place, _parse(line, place, example)
                 on_bytes(position - told)
                 told = position
-        except DamagedFileError as error:
-            raise DataError(f"{file} {error}; make or fetch it again") from error
-        except OSError as error:
-            raise DataError(f"{file} cannot be read ({error.strerror}); replace it or allow access") from error
+        except UnreadableFileError as error:
+            raise DataError(f"{file} {error}") from error
 
 
 def _lines(file: Path) -> Iterator[tuple[bytes, int]]:
     """Each line, and the bytes of the file read until then."""
-    compression = format_of(file).compression
-    parts = decompress(str(file), compression) if compression else _parts(file)
     rest, position = b"", 0
-    for part, position in parts:
+    for part, position in read_parts(file):
         *lines, rest = (rest + part).split(b"\n")
         yield from ((line, position) for line in lines)
     yield rest, position
-
-
-def _parts(file: Path) -> Iterator[tuple[bytes, int]]:
-    with open(file, "rb") as stream:
-        while part := stream.read(_READ_BYTES):
-            yield part, stream.tell()
 
 
 def _parse(line: bytes, place: str, example: str) -> Record:

@@ -33,6 +33,7 @@ from lightning_megatron.data.indexed import (
     check_index,
     cut_index,
     map_index,
+    require_header,
 )
 from lightning_megatron.errors import DataError
 
@@ -93,9 +94,9 @@ def check_old_dataset(prefix: str, *, option: str = "input") -> IndexedDataset:
 def _read_header(path: str, index: NDArray[np.uint8]) -> tuple[int, int, int, int | None]:
     """Type and element size of a token, N, and D; None for D if the index names no documents."""
     size, head = len(index), index[:_HEADER_BYTES].tobytes()
-    _require_magic(path, head)
-    if len(head) < _HEADER_BYTES:
-        raise DataError(f"{path} has {size} bytes, its header alone needs {_HEADER_BYTES}: truncated; {_FIX}")
+    if head.startswith(MAGIC):
+        raise DataError(f"{path} is in the mmap format (MMIDIDX) already; use the dataset as it is")
+    require_header(path, index, OLD_MAGIC, _HEADER_BYTES, _FIX)
     version, code, element_size, num_sequences, num_axes, num_bounds = struct.unpack("<6Q", head[len(OLD_MAGIC) :])
     if version != 1:
         raise DataError(f"{path} says version {version}, the only version is 1: damaged or foreign; {_FIX}")
@@ -128,16 +129,3 @@ def _bounds_by_empty_sequences(lengths: NDArray[np.int64]) -> tuple[NDArray[np.i
         return np.arange(len(lengths) + 1), "each sequence is taken for a document"
     last = () if ends[-1] == len(lengths) else (len(lengths),)
     return np.array([0, *ends, *last]), "an empty sequence ends a document"
-
-
-def _require_magic(path: str, head: bytes) -> None:
-    if head.startswith(OLD_MAGIC):
-        return
-    if head.startswith(MAGIC):
-        raise DataError(f"{path} is in the mmap format (MMIDIDX) already; use the dataset as it is")
-    if OLD_MAGIC.startswith(head):
-        raise DataError(f"{path} ends within its first {len(OLD_MAGIC)} bytes: truncated; {_FIX}")
-    raise DataError(
-        f"{path} begins with {head[: len(OLD_MAGIC)]!r}, a cached/lazy index begins with {OLD_MAGIC!r}: foreign file;"
-        " give the prefix of a dataset of Megatron 1.x or 2.x"
-    )

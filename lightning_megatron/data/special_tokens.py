@@ -72,7 +72,7 @@ class TokenizerFacts:
         Raises:
             DataError: If there is no tokenizer in ``folder``.
         """
-        from lightning_megatron.data.corpus.tokenizer import load_tokenizer
+        from lightning_megatron.data.tokenizer import load_tokenizer
 
         return cls.of(load_tokenizer(folder), str(folder))
 

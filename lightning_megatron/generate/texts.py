@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_megatron.convert.companions import GENERATION_CONFIG_FILE
 from lightning_megatron.convert.registry import HFConfigLike, config_object
-from lightning_megatron.data.corpus.tokenizer import load_tokenizer
+from lightning_megatron.data.tokenizer import load_tokenizer
 from lightning_megatron.errors import ConfigError, DataError
 
 

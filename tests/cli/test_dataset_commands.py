@@ -87,7 +87,10 @@ def test_inspect_decodes_the_first_documents(corpus: Path, capsys: pytest.Captur
         (["inspect", "new", "--documents", "-1"], "--documents -1 must be at least 0; correct it"),
         (["inspect", "new", "--png", "a.png"], "unrecognized arguments: --png a.png; see lightning-megatron inspect"),
         (["inspect", "new", "--tokenizer", "t"], "tokenizer folder t does not exist; train one with train-tokenizer"),
-        (["inspect", "damaged.idx"], "damaged.idx ends within its first 9 bytes: truncated; run preprocess again"),
+        (
+            ["inspect", "damaged.idx"],
+            "damaged.idx has 0 bytes, its header alone needs 34: truncated; run pre",
+        ),
         (["merge", "--input", "new"], "the following arguments are required: --output-prefix; see lightning-megatron"),
         (
             ["merge", "--input", "new", "--output-prefix", "new"],
@@ -105,14 +108,14 @@ def test_inspect_decodes_the_first_documents(corpus: Path, capsys: pytest.Captur
             ["merge", "--input", "new", "nowhere", "--output-prefix", "x"],
             "--input nowhere needs two files, missing: now",
         ),
-        (["merge", "--input", "new", "damaged", "--output-prefix", "x"], "damaged.idx ends within its first 9 bytes"),
+        (["merge", "--input", "new", "damaged", "--output-prefix", "x"], "damaged.idx has 0 bytes, its header"),
         (
             ["merge", "--input", "new", "--output-prefix", "notes.txt/x"],
             "notes.txt/x.bin and .idx cannot be written (File exists); give an output prefix in a folder that can be",
         ),
         (["convert-dataset", "--input", "new", "--output-prefix", "x"], "new.idx is in the mmap format (MMIDIDX) alr"),
         (["convert-dataset", "--input", "old", "--output-prefix", "x.idx"], "--output-prefix x.idx ends like a file"),
-        (["convert-dataset", "--input", "damaged", "--output-prefix", "x"], "damaged.idx ends within its first 8 byt"),
+        (["convert-dataset", "--input", "damaged", "--output-prefix", "x"], "damaged.idx has 0 bytes, its header"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -69,7 +69,7 @@ def test_a_variant_is_generated_from_converted_and_inspected(
     name: str,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    from lightning_megatron.data.corpus.tokenizer import load_tokenizer
+    from lightning_megatron.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(corpus.parent / "tok")
     own = trained[0] / f"{name}.ckpt"

@@ -11,7 +11,7 @@ from lightning_megatron import CheckpointError, MegatronModule
 from lightning_megatron.ckpt_path import find_newest
 from lightning_megatron.cli.train import _check_checkpoint_exists
 from lightning_megatron.data.blend import parse_blend
-from lightning_megatron.data.corpus.tokenizer import load_tokenizer
+from lightning_megatron.data.tokenizer import load_tokenizer
 from tests.unit.data.chat_tokenizer import make_tokenizer
 
 

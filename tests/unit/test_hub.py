@@ -12,7 +12,7 @@ import torch
 
 from lightning_megatron import MegatronModule
 from lightning_megatron.cli import main
-from lightning_megatron.data.corpus.tokenizer import load_tokenizer
+from lightning_megatron.data.tokenizer import load_tokenizer
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.hub import local_folder
 from tests.convert.directories import save_as, tiny_gpt2

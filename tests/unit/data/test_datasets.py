@@ -82,7 +82,7 @@ def test_a_function_of_the_users_makes_the_batch() -> None:
 def test_transformers_collator_makes_the_batch(tmp_path: Path) -> None:
     from transformers import DataCollatorForLanguageModeling
 
-    from lightning_megatron.data.corpus.tokenizer import load_tokenizer
+    from lightning_megatron.data.tokenizer import load_tokenizer
     from tests.unit.data.chat_tokenizer import make_tokenizer
 
     tokenizer = load_tokenizer(make_tokenizer(tmp_path))

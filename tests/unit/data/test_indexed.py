@@ -243,7 +243,7 @@ def _old(offset: int, *values: int) -> bytes:
 @pytest.mark.parametrize(
     ("idx", "message"),
     [
-        (b"", "ends within its first 9 bytes: truncated"),
+        (b"", "has 0 bytes, its header alone needs 34: truncated; run preprocess again"),
         (NEW_IDX[:20], "has 20 bytes, its header alone needs 34"),
         (OLD_MAGIC + NEW_IDX[8:], r"old cached/lazy format \(TNTIDX\).*run: lightning-megatron convert-dataset"),
         (b"PK\x03\x04" * 30, "foreign file"),
@@ -277,10 +277,10 @@ def test_a_dataset_without_a_token_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("idx", "message"),
     [
-        (b"", "ends within its first 8 bytes: truncated"),
+        (b"", "has 0 bytes, its header alone needs 56: truncated"),
         (OLD_IDX[:50], "has 50 bytes, its header alone needs 56"),
         (MAGIC + OLD_IDX[9:], r"is in the mmap format \(MMIDIDX\) already; use"),
-        (b"PK\x03\x04" * 30, "foreign file; give the prefix"),
+        (b"PK\x03\x04" * 30, r"begins with .* such an index begins with b'TNTIDX.*: foreign file; copy"),
         (_old(8, 2), "says version 2, the only version is 1"),
         (_old(16, 99), r"token type 99 of 4 bytes, there are 1 of 1, .*6 of 4, 6 of 8"),
         (_old(24, 8), "token type 4 of 8 bytes"),

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_megatron.data import instructions as records
-from lightning_megatron.data.corpus.tokenizer import load_tokenizer
+from lightning_megatron.data.documents import read_parts
 from lightning_megatron.data.instructions import (
     InstructionOptions,
     Instructions,
@@ -22,6 +22,7 @@ from lightning_megatron.data.instructions import (
     check_instructions,
     read_instructions,
 )
+from lightning_megatron.data.tokenizer import load_tokenizer
 from lightning_megatron.errors import ConfigError, DataError
 from tests.ranks import ROOT
 from tests.unit.data.chat_tokenizer import (
@@ -156,7 +157,7 @@ def test_plain_and_compressed_files_and_blank_lines_give_the_same_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     zstandard = pytest.importorskip("zstandard")
-    monkeypatch.setattr(records, "_READ_BYTES", 7)  # so that lines lie across reads
+    monkeypatch.setattr(records, "read_parts", lambda file: read_parts(file, 7))  # so that lines lie across reads
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     content = "\n".join(json.dumps(record) for record in QUESTIONS).encode() + b"\n\n"
     for name, data in (

@@ -1,4 +1,4 @@
-"""Are the tokens on disk those of the tokenizer, in input order, for any number of workers?"""
+"""The tokens on disk are those of the tokenizer, in input order, for any number of workers, or nothing is there."""
 
 from __future__ import annotations
 
@@ -17,14 +17,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from lightning_megatron.data.corpus import preprocess as module
-from lightning_megatron.data.corpus.encoder import DocumentEncoder, EncodedPiece
-from lightning_megatron.data.corpus.pieces import Piece, TextFiles
-from lightning_megatron.data.corpus.preprocess import PreprocessOptions, PreprocessResult, preprocess
-from lightning_megatron.data.corpus.tokenizer import TokenizerTrainingOptions, load_tokenizer, train_tokenizer
+from lightning_megatron.data import documents, preprocess
+from lightning_megatron.data.documents import Piece
 from lightning_megatron.data.indexed import IndexedDatasetWriter, check_dataset
+from lightning_megatron.data.preprocess import (
+    DocumentEncoder,
+    EncodedPiece,
+    PreprocessOptions,
+    PreprocessResult,
+    SentenceSplitter,
+)
+from lightning_megatron.data.tokenizer import TokenizerTrainingOptions, load_tokenizer, train_tokenizer
 from lightning_megatron.errors import ConfigError, DataError
+from tests.unit.data.indexed_files import build, read_by_the_engine
 
 
 @pytest.fixture(scope="module")
@@ -39,18 +47,16 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _run(folder: Path, tokenizer: Path, **options: Any) -> PreprocessResult:
     defaults = {"input": [folder / "in"], "output_prefix": folder / "out" / "x", "tokenizer": tokenizer}
-    return preprocess(PreprocessOptions(**(defaults | options)))
+    return preprocess.preprocess(PreprocessOptions(**(defaults | options)))
 
 
 def _documents(prefix: str) -> list[list[int]]:
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    dataset = IndexedDataset(prefix)
-    return [dataset[index].tolist() for index in range(len(dataset))]
+    """Of one sequence each, as the engine reads them."""
+    return [[token for tokens in document for token in tokens] for document in read_by_the_engine(prefix)[0]]
 
 
 def _write_inputs(folder: Path) -> list[str]:
-    """Inputs of several pieces; the texts in document order."""
+    """The texts in document order."""
     (folder / "in").mkdir()
     texts = [f"one two {number} three" * (1 + number % 7) for number in range(200)]
     lines = [json.dumps({"text": text, "title": f"title {text[:9]}"}) for text in texts]
@@ -59,20 +65,77 @@ def _write_inputs(folder: Path) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("append_eod", [False, True])
-def test_documents_are_the_tokenizers_ids_in_input_order(tmp_path: Path, tokenizer: Path, append_eod: bool) -> None:
+def test_documents_are_the_tokenizers_ids_in_input_order(tmp_path: Path, tokenizer: Path) -> None:
     texts = _write_inputs(tmp_path)
     reference = load_tokenizer(tokenizer)
-    end = [reference.eos_token_id] if append_eod else []
+    # A saved tokenizer may carry the limits of its last use; no document is cut.
+    limited = load_tokenizer(tokenizer)
+    limited.backend_tokenizer.enable_truncation(max_length=3)
+    limited.backend_tokenizer.enable_padding(length=10)
+    limited.save_pretrained(tmp_path / "limited")
 
-    result = _run(tmp_path, tokenizer, append_eod=append_eod)
+    for end in ([], [reference.eos_token_id]):
+        result = _run(tmp_path, tmp_path / "limited", append_eod=bool(end))
 
-    assert result.prefixes == (str(tmp_path / "out" / "x_text_document"),)
-    expected = [reference.encode(text, add_special_tokens=False) + end for text in texts]
-    assert _documents(result.prefixes[0]) == expected
-    assert (result.documents, result.empty_documents) == (len(texts), 0)
-    assert result.tokens == sum(map(len, expected))
-    assert check_dataset(result.prefixes[0]).dtype == np.dtype("<u2")
+        assert result.prefixes == (str(tmp_path / "out" / "x_text_document"),)
+        expected = [reference.encode(text, add_special_tokens=False) + end for text in texts]
+        assert _documents(result.prefixes[0]) == expected
+        assert (result.documents, result.empty_documents) == (len(texts), 0)
+        assert result.tokens == sum(map(len, expected))
+        assert check_dataset(result.prefixes[0]).dtype == np.dtype("<u2")
+
+
+def _trained(kind: str) -> Any:
+    """A small tokenizer that adds special tokens where it is allowed to."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+
+    if kind == "Python":  # no Rust behind it
+        return ByT5Tokenizer()
+    corpus = ["the quick brown fox jumps over the lazy dogs " * 9]
+    special = ["[UNK]", "[CLS]", "[SEP]"]
+    if kind == "WordPiece":
+        tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        trainer: Any = trainers.WordPieceTrainer(vocab_size=90, special_tokens=special)
+    elif kind == "Unigram":
+        tokenizer = Tokenizer(models.Unigram())
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        tokenizer.decoder = decoders.Metaspace()
+        trainer = trainers.UnigramTrainer(vocab_size=60, unk_token="[UNK]", special_tokens=special)
+    else:
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(corpus, trainer)
+    ends = [("[CLS]", 1), ("[SEP]", 2)]
+    tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@pytest.mark.parametrize("kind", ["WordPiece", "Unigram", "BPE", "Python"])
+def test_ids_of_any_tokenizer_are_its_own_without_special_tokens(tmp_path: Path, kind: str) -> None:
+    texts = ["the quick brown fox", "Jumps over ünïcödé dogs.", "the the  fox\n", "[SEP] unknown 漢字"]
+    _trained(kind).save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    encoder = DocumentEncoder(tokenizer=tokenizer, keys=["text"], dtype=np.dtype("<u2"))
+
+    (found,) = encoder(Piece(path="x", lines=lines, num_bytes=0)).keys
+
+    expected = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    assert np.frombuffer(found.tokens, "<u2").tolist() == sum(expected, [])
+    assert found.lengths == [len(ids) for ids in expected]
+    assert tokenizer.encode(texts[0]) != expected[0]  # which does add some
+
+
+def test_a_tokenizer_that_gives_more_than_it_says_is_refused_and_nothing_wraps_around(tokenizer: Path) -> None:
+    encoder = DocumentEncoder(tokenizer=load_tokenizer(tokenizer), keys=["text"], dtype=np.dtype("i1"))
+
+    with pytest.raises(DataError, match=r"the tokenizer gave the id 2\d\d, .* the int8 that is stored"):
+        encoder(Piece(path="x", lines=b'{"text": "one two three"}', num_bytes=0))
 
 
 def test_the_output_does_not_depend_on_the_number_of_workers(
@@ -82,7 +145,8 @@ def test_the_output_does_not_depend_on_the_number_of_workers(
     (tmp_path / "in" / "c.py").write_text("print('one')\n")
     (tmp_path / "in" / "d.jsonl.gz").write_bytes(gzip.compress((tmp_path / "in" / "a.jsonl").read_bytes()))
     # Pieces so small that workers overtake each other.
-    monkeypatch.setattr(module, "cut_into_pieces", lambda files, keys: CUT(files, keys, 500))
+    cut = preprocess.cut_into_pieces
+    monkeypatch.setattr(preprocess, "cut_into_pieces", lambda files, keys: cut(files, keys, 500))
     written = []
     for workers in (1, 2, 3):
         prefix = _run(tmp_path, tokenizer, workers=workers, output_prefix=tmp_path / f"w{workers}").prefixes[0]
@@ -91,18 +155,20 @@ def test_the_output_does_not_depend_on_the_number_of_workers(
     assert written[0] == written[1] == written[2]
 
 
-CUT = module.cut_into_pieces
-
-
-def test_each_key_becomes_a_dataset_of_its_own(tmp_path: Path, tokenizer: Path) -> None:
-    texts = _write_inputs(tmp_path)
+def test_each_key_becomes_a_dataset_of_which_document_i_is_the_same(tmp_path: Path, tokenizer: Path) -> None:
+    (tmp_path / "in").mkdir()
+    rows = [("one", ""), ("", "two"), ("", ""), ("three four", "five")]
+    lines = [json.dumps({"text": text, "title": title}) for text, title in rows]
+    (tmp_path / "in" / "a.jsonl").write_text("\n".join(lines))
     reference = load_tokenizer(tokenizer)
 
     result = _run(tmp_path, tokenizer, json_keys=("title", "text"))
 
     assert [Path(prefix).name for prefix in result.prefixes] == ["x_title_document", "x_text_document"]
-    for prefix, expected in zip(result.prefixes, ([f"title {text[:9]}" for text in texts], texts), strict=True):
-        assert _documents(prefix) == [reference.encode(text, add_special_tokens=False) for text in expected]
+    for prefix, texts in zip(result.prefixes, (["", "two", "", "five"], ["one", "", "", "three four"]), strict=True):
+        assert _documents(prefix) == [reference.encode(text, add_special_tokens=False) for text in texts]
+        assert check_dataset(prefix).lengths.all()  # a document without tokens has no sequence
+    assert (result.documents, result.empty_documents) == (4, 4)
 
 
 def test_no_key_appears_if_another_cannot_be_completed(
@@ -123,48 +189,8 @@ def test_no_key_appears_if_another_cannot_be_completed(
         assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_an_empty_text_is_a_document_without_sequence_so_that_keys_stay_aligned(
-    tmp_path: Path, tokenizer: Path
-) -> None:
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    (tmp_path / "in").mkdir()
-    rows = [("one", ""), ("", "two"), ("", ""), ("three four", "five")]
-    lines = [json.dumps({"text": text, "title": title}) for text, title in rows]
-    (tmp_path / "in" / "a.jsonl").write_text("\n".join(lines))
-
-    result = _run(tmp_path, tokenizer, append_eod=True, json_keys=("text", "title"))
-
-    datasets = [IndexedDataset(prefix) for prefix in result.prefixes]  # alive, or their arrays point nowhere
-    # Document i is the same in both.
-    assert [dataset.document_indices.tolist() for dataset in datasets] == [[0, 1, 1, 1, 2], [0, 0, 1, 1, 2]]
-    assert (result.documents, result.empty_documents) == (4, 4)
-
-
-def test_inputs_without_any_token_are_refused(tmp_path: Path, tokenizer: Path) -> None:
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.txt").write_text("")
-
-    with pytest.raises(DataError, match="no document has a token under 'text' in 1 files"):
-        _run(tmp_path, tokenizer)
-    assert list((tmp_path / "out").iterdir()) == []
-
-
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_bad_line_ends_the_run_with_its_place_and_leaves_no_file(
-    tmp_path: Path, tokenizer: Path, workers: int
-) -> None:
-    _write_inputs(tmp_path)
-    with open(tmp_path / "in" / "a.jsonl", "a") as stream:
-        stream.write("{bad\n")
-
-    with pytest.raises(DataError, match=r"a\.jsonl, line 121 is not JSON"):
-        _run(tmp_path, tokenizer, workers=workers)
-    assert list((tmp_path / "out").iterdir()) == []
-
-
-@pytest.mark.parametrize("workers", [1, 3])
-def test_bad_lines_are_skipped_under_every_key_and_counted(
+def test_bad_lines_end_the_run_with_their_place_or_are_skipped_under_every_key(
     tmp_path: Path, tokenizer: Path, workers: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _write_inputs(tmp_path)
@@ -172,6 +198,9 @@ def test_bad_lines_are_skipped_under_every_key_and_counted(
         stream.write('{bad\n{"text": "one"}\n{"text": "last", "title": "t"}\n')
     (tmp_path / "in" / "c.jsonl.gz").write_bytes(b"no gzip")
 
+    with pytest.raises(DataError, match=r"a\.jsonl, line 121 is not JSON"):
+        _run(tmp_path, tokenizer, workers=workers)
+    assert list((tmp_path / "out").iterdir()) == []
     result = _run(tmp_path, tokenizer, workers=workers, on_error="skip", json_keys=("text", "title"))
 
     assert (result.documents, result.skipped) == (201, 3)
@@ -184,33 +213,54 @@ def test_bad_lines_are_skipped_under_every_key_and_counted(
 def test_sentences_are_sequences_and_the_files_are_those_of_the_engines_builder(
     tmp_path: Path, tokenizer: Path
 ) -> None:
-    import torch
-    from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
-
     (tmp_path / "in").mkdir()
-    documents = [["One two. ", "Three Mr. four?\n", "Five!"], [], ["Six seven."], ["One. ", "Two."]]
-    lines = [json.dumps({"text": "".join(sentences)}) for sentences in documents]
+    texts = [["One two. ", "Three Mr. four?\n", "Five!"], [], ["Six seven."], ["One. ", "Two."]]
+    lines = [json.dumps({"text": "".join(sentences)}) for sentences in texts]
     (tmp_path / "in" / "a.jsonl").write_text("\n".join(lines))
     reference = load_tokenizer(tokenizer)
 
     for keep_newlines in (False, True):
-        result = _run(
+        (prefix,) = _run(
             tmp_path, tokenizer, split_sentences=True, append_eod=True, keep_newlines=keep_newlines, workers=2
-        )
-        (prefix,) = result.prefixes
-        builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.uint16)
-        for sentences in documents:
-            texts = [text if keep_newlines else text.strip() for text in sentences]
-            ids = [reference.encode(text, add_special_tokens=False) for text in texts]
-            if ids:
-                ids[-1].append(reference.eos_token_id)
-            builder.add_document(torch.tensor(sum(ids, [])), list(map(len, ids)))
-        builder.finalize(str(tmp_path / "theirs.idx"))
+        ).prefixes
+        ids = [
+            [reference.encode(each if keep_newlines else each.strip(), add_special_tokens=False) for each in sentences]
+            for sentences in texts
+        ]
+        for document in filter(None, ids):
+            document[-1].append(reference.eos_token_id)
+        build(tmp_path / "theirs", ids)
 
         assert prefix.endswith("x_text_sentence")
         for suffix in (".bin", ".idx"):
             assert Path(prefix + suffix).read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
-        assert (len(IndexedDataset(prefix)), result.documents, result.empty_documents) == (6, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("language", "sentences"),
+    [
+        ("en", ["Dr. Smith went to Washington D.C. on Jan. 5th.", "He met Mr. Brown."]),
+        ("en", ['He said "Stop. Go away." and left.', "Then she cried.", "Version 2.0.1 is out."]),
+        ("en", ["What?!", "No...", "Really?", "At 5 p.m. he left.", "At 6 a.m. Mr. Lee came."]),
+        ("de", ["Das ist z.B. gut.", "Und das."]),
+        ("ja", ["吾輩は猫である。", "名前はまだ無い。"]),
+    ],
+)
+def test_sentences_end_where_a_reader_would_say(language: str, sentences: list[str]) -> None:
+    between = "" if language == "ja" else " "
+
+    assert SentenceSplitter(language, keep_newlines=False)(between.join(sentences)) == sentences
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(alphabet="aB.!? \n\r\t\"'()1é。\u2029\u00a0\u3000\u200b🙂-", max_size=40), st.integers(1, 2))
+def test_no_character_of_a_sentence_is_lost_and_white_space_does_no_harm(text: str, times: int) -> None:
+    long = text * (1 if times == 1 else 400)  # the library cuts long texts once more
+
+    assert "".join(SentenceSplitter("en", keep_newlines=True)(long)) == (long if long.strip() else "")
+    dropped = SentenceSplitter("en", keep_newlines=False)(long)
+    assert all(dropped)
+    assert "".join("".join(dropped).split()) == "".join(long.split())
 
 
 def _with_largest_id(tokenizer: Path, folder: Path, largest: int) -> Path:
@@ -224,22 +274,38 @@ def _with_largest_id(tokenizer: Path, folder: Path, largest: int) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("largest", "dtype"), [(65498, "<u2"), (65499, "<i4")])
-def test_ids_beyond_the_number_of_entries_choose_the_type(
-    tmp_path: Path, tokenizer: Path, largest: int, dtype: str
-) -> None:
+def test_ids_beyond_the_number_of_entries_choose_the_type(tmp_path: Path, tokenizer: Path) -> None:
     _write_inputs(tmp_path)
-
-    (prefix,) = _run(tmp_path, _with_largest_id(tokenizer, tmp_path / "gap", largest)).prefixes
-
-    assert check_dataset(prefix).dtype == np.dtype(dtype)
-
-
-def test_an_id_that_no_dataset_can_hold_is_refused(tmp_path: Path, tokenizer: Path) -> None:
-    _write_inputs(tmp_path)
-
+    for largest, dtype in ((65498, "<u2"), (65499, "<i4")):
+        (prefix,) = _run(tmp_path, _with_largest_id(tokenizer, tmp_path / "gap", largest)).prefixes
+        assert check_dataset(prefix).dtype == np.dtype(dtype)
     with pytest.raises(DataError, match="gap has the token id 2147483648, the largest .* is 2147483647"):
         _run(tmp_path, _with_largest_id(tokenizer, tmp_path / "gap", 2**31))
+
+
+def test_what_cannot_work_is_refused(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _write_inputs(tmp_path)
+    (tmp_path / "empty.txt").write_text("")
+    endless = load_tokenizer(tokenizer)
+    endless.eos_token = None
+    endless.save_pretrained(tmp_path / "endless")
+    for options, message in (
+        ({"workers": 0}, "workers=0 must be at least 1"),
+        ({"json_keys": ()}, "must name at least one key"),
+        ({"json_keys": ("a", "a")}, "json_keys='a a' must name at least one key, each once"),
+        ({"on_error": "ignore"}, "on_error=ignore is not known; choose skip or fail"),
+        ({"keep_newlines": True}, "keep_newlines needs split_sentences"),
+        ({"split_sentences": True, "language": "english"}, "language=english is no ISO 639 code"),
+        ({"input": [tmp_path / "empty.txt"], "json_keys": ["title"]}, r"title cannot be read from \S+empty\.txt: a te"),
+        ({"input": [tmp_path / "empty.txt"]}, "no document has a token under 'text' in 1 files"),
+        ({"tokenizer": tmp_path / "endless", "append_eod": True}, "needs an end-of-sequence token, .*endless has none"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            _run(tmp_path, **({"tokenizer": tokenizer} | options))
+    assert not any((tmp_path / "out").iterdir())
+    monkeypatch.setattr(documents.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"split_sentences needs the library sentencex, .*\[data\]"):
+        SentenceSplitter("en", keep_newlines=False)
 
 
 @pytest.mark.parametrize("when", ["before it answers", "while it writes"])
@@ -252,7 +318,7 @@ def test_a_worker_that_is_killed_ends_the_run(
     class Deadly(DocumentEncoder):
         def __call__(self, piece: Piece) -> EncodedPiece:
             encoded = super().__call__(piece)
-            if isinstance(piece, TextFiles):
+            if piece.files:
                 if when == "before it answers":
                     os.kill(os.getpid(), signal.SIGKILL)
                 # Half of it is a message that nobody will complete.
@@ -261,86 +327,52 @@ def test_a_worker_that_is_killed_ends_the_run(
                 return dataclasses.replace(encoded, keys=[large])
             return encoded
 
-    monkeypatch.setattr(module, "DocumentEncoder", Deadly)
+    monkeypatch.setattr(preprocess, "DocumentEncoder", Deadly)
     with pytest.raises(RuntimeError, match="a tokenizing worker ended with exit code -9; .* use fewer workers"):
         _run(tmp_path, tokenizer, workers=2)
     assert list((tmp_path / "out").iterdir()) == []
     assert multiprocessing.active_children() == []
 
 
-def test_an_end_token_that_does_not_exist_is_refused(tmp_path: Path, tokenizer: Path) -> None:
+def test_workers_that_cannot_be_started_are_a_mistake(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
     _write_inputs(tmp_path)
-    loaded = load_tokenizer(tokenizer)
-    loaded.eos_token = None
-    loaded.save_pretrained(tmp_path / "no_end")
-
-    assert _run(tmp_path, tmp_path / "no_end").documents == 200
-    with pytest.raises(ConfigError, match="append_eod needs an end-of-sequence token, .*no_end has none"):
-        _run(tmp_path, tmp_path / "no_end", append_eod=True)
-
-
-def test_limits_saved_in_a_tokenizer_do_not_cut_documents(tmp_path: Path, tokenizer: Path) -> None:
-    texts = _write_inputs(tmp_path)
-    loaded = load_tokenizer(tokenizer)
-    loaded.backend_tokenizer.enable_truncation(max_length=3)
-    loaded.backend_tokenizer.enable_padding(length=10)
-    loaded.save_pretrained(tmp_path / "limited")
-
-    result = _run(tmp_path, tmp_path / "limited")
-
-    reference = load_tokenizer(tokenizer)
-    assert result.tokens == sum(len(reference.encode(text, add_special_tokens=False)) for text in texts)
-
-
-def test_impossible_options_are_refused_at_once(tmp_path: Path, tokenizer: Path) -> None:
-    _write_inputs(tmp_path)
-    for options, message in (
-        ({"workers": 0}, "workers=0 must be at least 1"),
-        ({"json_keys": ()}, "must name at least one key"),
-        ({"json_keys": ("a", "a")}, "json_keys='a a' must name at least one key, each once"),
-        ({"on_error": "ignore"}, "on_error=ignore is not known; choose skip or fail"),
-        ({"keep_newlines": True}, "keep_newlines needs split_sentences"),
-        ({"split_sentences": True, "language": "english"}, "language=english is no ISO 639 code"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            _run(tmp_path, tokenizer, **options)
+    monkeypatch.setattr(preprocess, "_start", refuse)
+    with pytest.raises(ConfigError, match=r"workers=2 cannot all be started \(Resource .*\); choose fewer, e\.g\."):
+        _run(tmp_path, tokenizer, workers=2)
 
 
 RUN_FOREVER = """
 import sys
-from lightning_megatron.data.corpus import preprocess as module
-from lightning_megatron.data.corpus.pieces import TextFiles
+from lightning_megatron.data import preprocess as module
+from lightning_megatron.data.documents import Piece
 
 def endless(files, keys):
     print("started", flush=True)
     while True:
-        yield TextFiles(paths=(str(files[0]),), num_bytes=1)
+        yield Piece(path="", files=(str(files[0]),), num_bytes=1)
 
 module.cut_into_pieces = endless
 module.preprocess(module.PreprocessOptions(
-    input=[sys.argv[1]], output_prefix=sys.argv[2], tokenizer=sys.argv[3], workers=int(sys.argv[4])))
+    input=[sys.argv[1]], output_prefix=sys.argv[2], tokenizer=sys.argv[3], workers=2))
 """
 
 
-def _children(pid: int) -> list[int]:
-    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [int(child) for child in text.split()]
-
-
 @pytest.mark.parametrize(
-    ("sent", "workers"),
+    "sent",
     [
-        (signal.SIGINT, 2),
-        *(pytest.param(each, 2, marks=pytest.mark.exhaustive) for each in (signal.SIGKILL, signal.SIGTERM)),
+        signal.SIGINT,
+        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (signal.SIGKILL, signal.SIGTERM)),
     ],
 )
-def test_an_interrupt_leaves_no_dataset_and_no_process(
-    tmp_path: Path, tokenizer: Path, sent: signal.Signals, workers: int
-) -> None:
+def test_an_interrupt_leaves_no_dataset_and_no_process(tmp_path: Path, tokenizer: Path, sent: signal.Signals) -> None:
     (tmp_path / "a.txt").write_text("one two three\n" * 100)
-    arguments = [str(tmp_path / "a.txt"), str(tmp_path / "out" / "x"), str(tokenizer), str(workers)]
     process = subprocess.Popen(
-        [sys.executable, "-c", RUN_FOREVER, *arguments],
+        [sys.executable, "-c", RUN_FOREVER, *map(str, (tmp_path / "a.txt", tmp_path / "out" / "x", tokenizer))],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         # A shell has its background jobs ignore the interrupt, and so would what they start.
@@ -350,7 +382,7 @@ def test_an_interrupt_leaves_no_dataset_and_no_process(
         assert process.stdout is not None
         process.stdout.readline()
         time.sleep(0.5)
-        children = _children(process.pid)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         process.send_signal(sent)
         assert process.wait(timeout=30) != 0
     finally:
@@ -360,7 +392,7 @@ def test_an_interrupt_leaves_no_dataset_and_no_process(
     while any(os.path.exists(f"/proc/{child}") for child in children) and time.monotonic() < deadline:
         time.sleep(0.05)
 
-    assert len(children) == workers
+    assert len(children) == 2
     assert not [child for child in children if os.path.exists(f"/proc/{child}")]
     names = [path.name for path in (tmp_path / "out").iterdir()]
     assert not [name for name in names if not name.startswith(".")]

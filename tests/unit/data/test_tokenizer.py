@@ -1,4 +1,4 @@
-"""Is the trained tokenizer lossless, loadable by transformers, and refused when it cannot be made?"""
+"""The trained tokenizer is lossless and loads in transformers; what is wrong with one is told."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from lightning_megatron.data.corpus.tokenizer import (
+from lightning_megatron.data.tokenizer import (
     END_OF_TEXT,
     TokenizerTrainingOptions,
     load_tokenizer,
@@ -156,7 +156,7 @@ def test_whatever_is_wrong_with_a_tokenizer_is_told_and_nothing_asked(
 
 def test_a_missing_folder_is_named_before_transformers_is_loaded() -> None:
     code = (
-        "import sys; from lightning_megatron.data.corpus.tokenizer import load_tokenizer\n"
+        "import sys; from lightning_megatron.data.tokenizer import load_tokenizer\n"
         "try: load_tokenizer('absent')\n"
         "except ValueError: sys.exit('transformers' in sys.modules)"
     )

@@ -1,1 +1,0 @@
-"""How does text become an indexed dataset: inputs, tokenizer, preprocessing?"""
