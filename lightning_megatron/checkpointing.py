@@ -23,10 +23,9 @@ from lightning_megatron.ckpt_path import check_local, check_writable, find_check
 from lightning_megatron.data.loader import ResumableLoader
 from lightning_megatron.engine.checkpoint_partial import reload_masters
 from lightning_megatron.engine.collectives import on_all_ranks_alike, wait_for_all_ranks
-from lightning_megatron.engine.signals import DeferredSignals
 from lightning_megatron.errors import CheckpointError, NonFiniteError, ready
 from lightning_megatron.load_from import LoadFrom, as_load_from, load_weights, modules_with_weights
-from lightning_megatron.preemption import TERMINATED, last_of, refuge_of
+from lightning_megatron.preemption import TERMINATED, DeferredSignals, last_of, preemption_checkpoint
 from lightning_megatron.saves import Saves
 
 if TYPE_CHECKING:
@@ -178,7 +177,7 @@ class Checkpointing:
         """Save what was trained, unless the last checkpoint is of this very step; every rank must call."""
         trainer = self._module.trainer
         news = f"SIGTERM at step {trainer.global_step}: the run ends with code {TERMINATED}"
-        refuge = refuge_of(trainer) if self._first_step is not None else None
+        refuge = preemption_checkpoint(trainer) if self._first_step is not None else None
         if refuge is None or trainer.global_step == self._first_step:
             rank_zero_info(f"{news}, with nothing to save")
             return

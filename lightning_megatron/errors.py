@@ -7,6 +7,7 @@ error as one line and exits with code 2; everything else is a defect of ours and
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -96,3 +97,8 @@ def ready(value: T | None, hook: str) -> T:
     if value is None:
         raise RuntimeError(f"this is only known after {hook}; use it from within Trainer.fit, validate or test")
     return value
+
+
+def host_memory() -> int:
+    """Bytes of memory that this machine has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

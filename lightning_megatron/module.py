@@ -1,9 +1,11 @@
-"""What does a user train? ``MegatronModule``: a Hugging Face model, an objective and an optimizer, without code."""
+"""``MegatronModule``: a Hugging Face model, an objective and an optimizer as a LightningModule, without code."""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -12,27 +14,23 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_megatron.convert.registry import config_fields, with_weights
+from lightning_megatron.accounting import total_parameters
+from lightning_megatron.convert.registry import config_fields, model_config, with_weights
+from lightning_megatron.engine.checkpoint_safety import META, load_plain
 from lightning_megatron.engine.collectives import computed_metrics
-from lightning_megatron.engine.launch import seed_of_run, unchanged_environment
 from lightning_megatron.engine.lr_schedule import LRSchedule, MegatronLRScheduler, scheduler_settings
 from lightning_megatron.engine.optimizer import OptimizerOptions
-from lightning_megatron.engine.parallel import ParallelConfig
-from lightning_megatron.errors import ConfigError, DataError, as_options, require_number
+from lightning_megatron.engine.rng import seed_of_run
+from lightning_megatron.engine.runtime import unchanged_environment
+from lightning_megatron.errors import CheckpointError, ConfigError, DataError, as_options, host_memory, require_number
 from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.hub import local_folder
-from lightning_megatron.hyper_parameters import (
-    bound_step,
-    checked_return_logits,
-    describe_model,
-    hyper_parameters_of,
-    saved_module,
-)
 from lightning_megatron.inference import Inference
 from lightning_megatron.load_from import LoadFrom
 from lightning_megatron.models.config import AttentionHeads, Positions, with_variant
 from lightning_megatron.steps.base import TrainStep
+from lightning_megatron.steps.registry import train_step_named
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
@@ -41,6 +39,7 @@ if TYPE_CHECKING:
     from lightning_megatron.engine.schedule import StepOutput
     from lightning_megatron.models.config import ModelConfig
     from lightning_megatron.models.transformer_config import EngineSettings
+    from lightning_megatron.strategy import MegatronStrategy
 
 
 @explains_options
@@ -94,7 +93,12 @@ class MegatronModule(Inference):
         super().__init__()
         if isinstance(model, str):
             model = str(local_folder(model, "model" if pretrained else "config"))
-        described = describe_model(model, task, make_vocab_size_divisible_by)
+        if make_vocab_size_divisible_by < 1:
+            raise ConfigError(
+                f"make_vocab_size_divisible_by={make_vocab_size_divisible_by} must be at least 1; Megatron's default "
+                "is 128"
+            )
+        described = replace(model_config(model, task), make_vocab_size_divisible_by=make_vocab_size_divisible_by)
         self.pretrained_path: Path | None = _weights_directory(model) if pretrained else None
         if self.pretrained_path is not None:
             described = with_weights(described, self.pretrained_path)
@@ -106,13 +110,15 @@ class MegatronModule(Inference):
                 "attention_head_type, or train from scratch with pretrained=False"
             )
         self.model_provider = model_provider
-        self.train_step = bound_step(train_step, self.model_config)
+        self.train_step = _bound_step(train_step, self.model_config)
         require_number("lr", lr)
         self.lr = lr
         self.optimizer_options = as_options(OptimizerOptions, optimizer, "optimizer")
         self.lr_schedule = as_options(LRSchedule, lr_schedule, "lr_schedule")
         self.generation = as_options(GenerationOptions, generation, "generation")
-        self.return_logits = checked_return_logits(return_logits)
+        if return_logits not in (True, False, "last_stage"):
+            raise ConfigError(f"return_logits={return_logits!r} is unknown; choose from True, False and 'last_stage'")
+        self.return_logits = return_logits
         self.model_chunks: torch.nn.ModuleList | None = None
         self.built_for: EngineSettings | None = None
         self._begins_frozen = False
@@ -126,7 +132,7 @@ class MegatronModule(Inference):
         self.load_from: LoadFrom | None = None
         """The checkpoint of ``load_from_checkpoint``, whose weights a run begins with."""
         variant = {"position_embedding_type": position_embedding_type, "attention_head_type": attention_head_type}
-        self.save_hyperparameters(hyper_parameters_of(self, {"model": fields, "train_step": train_step, **variant}))
+        self.save_hyperparameters(self._arguments({"model": fields, "train_step": train_step, **variant}))
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: str | Path, **hyper_parameters: Any) -> Self:  # type: ignore[override]
@@ -144,20 +150,72 @@ class MegatronModule(Inference):
             CheckpointError: If there is none, or it is not complete.
             ConfigError: If an argument is unknown or missing.
         """
-        return saved_module(cls, checkpoint_path, hyper_parameters)
+        source = LoadFrom(path=str(checkpoint_path))
+        path = source.found()
+        meta = load_plain(path / META)
+        saved = meta.get("lightning", {}).get("hyper_parameters", {}) if isinstance(meta, Mapping) else {}
+        if not isinstance(saved, Mapping) or "model" not in saved:
+            raise CheckpointError(
+                f"checkpoint {path} does not hold the arguments of a MegatronModule; use load_from=PATH"
+            )
+        known = inspect.signature(cls).parameters
+        takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values())
+        # The checkpoint has the weights; the directory that the run began with may be gone.
+        arguments = {
+            k: v for k, v in saved.items() if (takes_any or k in known) and k != "pretrained"
+        } | hyper_parameters
+        for name in ("train_step", "model_provider"):
+            if name not in hyper_parameters and "." in str(arguments.get(name)):
+                raise ConfigError(
+                    f"checkpoint {path} is of a run with {name}={arguments[name]}, and has only its name; give it: "
+                    f"load_from_checkpoint(PATH, {name}=...)"
+                )
+        module = cls(**arguments)
+        # What only the weight files have told, of a run that began with pretrained=True.
+        tied = meta["model_description"]["share_embeddings_and_output_weights"]
+        module.model_config = replace(module.model_config, share_embeddings_and_output_weights=tied)
+        module.load_from = source
+        return module
+
+    def _arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of this module as plain data: ``given``, and those that its attributes have, checked."""
+        return {
+            **given,
+            "train_step": _described_object(given["train_step"] or self.model_config.architecture),
+            "pretrained": str(self.pretrained_path or "") or False,
+            "task": self.model_config.task,
+            "model_provider": _described_object(self.model_provider),
+            "lr": self.lr,
+            "optimizer": asdict(self.optimizer_options),
+            "lr_schedule": asdict(self.lr_schedule),
+            "generation": {**vars(self.generation), "tokenizer": _described_object(self.generation.tokenizer)},
+            "return_logits": self.return_logits,
+            "make_vocab_size_divisible_by": self.model_config.make_vocab_size_divisible_by,
+        }
 
     @property
     def model_description(self) -> dict[str, Any]:
         """The model as plain data, by which a checkpoint is recognised."""
         return self.model_config.to_dict()
 
-    def check(self, parallel: ParallelConfig) -> None:
-        """Raise if this module cannot be trained on ``parallel``, before anything is built.
+    def check_run(self, strategy: MegatronStrategy) -> None:
+        """Raise if this module cannot be trained on ``strategy``, before anything is built.
 
         Raises:
-            ConfigError: If the model cannot be split so, or the schedule does not fit the Trainer.
+            ConfigError: If the model cannot be split so, the weights alone are more than the host can hold (a GPU
+                refuses by itself, Linux kills whoever asks for too much), or the schedule does not fit the Trainer.
         """
-        parallel.check_model(self.model_config)
+        if strategy.root_device.type == "cpu":
+            count, ranks = total_parameters(self.model_config), strategy.num_processes
+            weights = count // strategy.parallel.model_parallel_size * ranks
+            needed, there = weights * strategy.settings.dtypes.params.itemsize, host_memory()
+            if needed > there:
+                raise ConfigError(
+                    f"the weights of this model ({count:,} parameters) take {needed / 2**30:,.0f} GiB on the {ranks} "
+                    f"ranks of this host, which has {there / 2**30:,.0f} GiB; correct the sizes in the model's config, "
+                    "or use more hosts"
+                )
+        strategy.parallel.check_model(self.model_config)
         if self.trainer.state.fn is None or self.trainer.state.fn.value == "fit":
             scheduler_settings(self.lr_schedule, self.lr, self.optimizer_options.weight_decay, self._total_steps)
 
@@ -358,3 +416,20 @@ def _weights_directory(model: Any) -> Path:
         given = repr(model) if isinstance(model, (str, Path)) else f"a {type(model).__name__}"
         raise ConfigError(f"pretrained=True needs a model directory with weights, and model is {given}; give its path")
     return Path(model)
+
+
+def _described_object(value: Any) -> str | None:
+    """A name as it is; of an object where it comes from: a tokenizer's folder, or its class or function with module."""
+    if value is None or isinstance(value, str):
+        return value
+    if getattr(value, "name_or_path", None):
+        return str(value.name_or_path)
+    kind = value if hasattr(value, "__qualname__") else type(value)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _bound_step(train_step: str | TrainStep | None, model: ModelConfig) -> TrainStep:
+    """The objective, told which model it is for."""
+    step = train_step if isinstance(train_step, TrainStep) else train_step_named(train_step or model.architecture)
+    step.bind(model)
+    return step

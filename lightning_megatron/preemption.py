@@ -1,32 +1,199 @@
-"""How does a run end that a scheduler stops? With a checkpoint that ``ckpt_path="last"`` finds, and exit code 143.
+"""How ranks start and end: the launcher, deferred signals, and the checkpoint of a run that a scheduler stops.
 
-Lightning ends such a run with code 0 and without a checkpoint (2.6.6): ``SIGTERMException`` is a ``SystemExit``.
+Lightning ends a run on SIGTERM with code 0 and without a checkpoint (2.6.6: ``SIGTERMException`` is a ``SystemExit``).
+Here it ends with a checkpoint that ``ckpt_path="last"`` finds, and exit code 143.
+
+A signal handler runs wherever the program happens to be, which on a Megatron rank is nearly always in the middle of
+some communication. Lightning's handlers communicate themselves (trainer/connectors/signal_connector.py: SIGTERM
+broadcasts, SLURM's requeue signal saves a checkpoint), and ranks that are at different places then wait for each other
+for ever. Here a signal is only noted; the handlers that were registered run between two batches, on all ranks at once.
 """
 
 from __future__ import annotations
 
+import atexit
+import ctypes
+import inspect
 import os
 import signal
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning_utilities.core.rank_zero import rank_zero_info
+from typing_extensions import override
 
 from lightning_megatron.ckpt_path import LAST, Found, find_last
 from lightning_megatron.engine.checkpoint import is_own_within
-from lightning_megatron.errors import CheckpointError
+from lightning_megatron.errors import CheckpointError, ConfigError
+from lightning_megatron.rows_for_copies import rows_for_copies
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+    from lightning_megatron.strategy import MegatronStrategy
 
 TERMINATED = 128 + signal.SIGTERM
 """The exit code of a process that SIGTERM ended; schedulers take it for a preemption, not for a failure."""
 
 _PREEMPTED = "preempted.ckpt"
 """Beside ``last.ckpt`` where that is a link."""
+
+_LAUNCHER = "LIGHTNING_MEGATRON_LAUNCHER"
+"""Environment variable: process id of the rank that started the others of its machine."""
+_PR_SET_PDEATHSIG = 1
+
+
+# ---- start -----------------------------------------------------------------------------------------------------------
+
+
+def check_world_size(environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> None:
+    """Compare the processes that torchrun or a scheduler has started with those of the run.
+
+    Raises:
+        ConfigError: If they differ: some ranks would have no device, and the others wait for them; or none can start.
+    """
+    check_has_script(environment, num_processes)
+    if dist.is_initialized() and dist.get_world_size() != num_processes * num_nodes:
+        raise ConfigError(
+            f"this process is one of {dist.get_world_size()} already (a module that answers without a Trainer, or an "
+            f"earlier run), and the run has {num_processes * num_nodes}; start another process for it"
+        )
+    if isinstance(environment, LightningEnvironment) or not environment.creates_processes_externally:
+        return
+    started = environment.world_size()
+    if started != num_processes * num_nodes:
+        raise ConfigError(
+            f"{started} processes were started, and the run has {num_processes * num_nodes} (devices={num_processes} x "
+            f"num_nodes={num_nodes}); start as many as it has (torchrun --nproc-per-node {num_processes}), or give the "
+            "devices and num_nodes of those there are"
+        )
+
+
+@contextmanager
+def meeting(environment: ClusterEnvironment, num_nodes: int, timeout: timedelta) -> Generator[None, None, None]:
+    """While the ranks meet: outside of a cluster say for which, since somebody has to start those of other nodes.
+
+    Raises:
+        ConfigError: If they do not come within ``timeout``.
+    """
+    place = f"{environment.main_address}:{environment.main_port}"
+    if num_nodes > 1 and isinstance(environment, LightningEnvironment):
+        rank_zero_info(
+            f"num_nodes={num_nodes}: node {environment.node_rank()} waits at {place} for the ranks of the others, at "
+            f"most {timeout}; start the same script on each node with MASTER_ADDR, MASTER_PORT and its NODE_RANK set, "
+            f"or all with torchrun --nnodes {num_nodes}"
+        )
+    try:
+        yield
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        raise ConfigError(
+            f"ranks at {place}: expected {environment.world_size()} (num_nodes={num_nodes}) within {timeout}, got "
+            f"{str(error).splitlines()[0]}; start the script on every node with the same MASTER_ADDR and MASTER_PORT"
+        ) from error
+
+
+def check_has_script(environment: ClusterEnvironment, num_processes: int) -> None:
+    """Raise where the other ranks could not run what this process runs: a program that is typed in has no file.
+
+    Raises:
+        ConfigError: In a notebook, ``python -i``, ``python -`` and ``python -c``, if there is more than one process.
+    """
+    if num_processes == 1 or environment.creates_processes_externally:
+        return
+    is_typed = hasattr(sys, "ps1") or bool(sys.flags.interactive)
+    if is_typed or (sys.modules["__main__"].__spec__ is None and not os.path.isfile(sys.argv[0])):
+        raise ConfigError(
+            f"devices={num_processes} needs a script, which each process runs, and this program is typed in (a "
+            "notebook, python -i, python -c or standard input); save it as a file and run python FILE.py or "
+            f"torchrun --nproc-per-node {num_processes} FILE.py; devices=1 works here"
+        )
+
+
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """Lightning's launcher, which runs the script again for each rank; here the ranks know who started them.
+
+    Where torchrun or a scheduler has started them already, it only calls the function.
+    """
+
+    _has_failed = False
+    """Whether the last function that any Trainer of this process has launched raised."""
+
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        return True  # with one process; more are refused by check_has_script
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Start the other ranks, which this process takes along if it dies and waits for if it ends; call ``function``.
+
+        Args:
+            function: What fits, validates, tests or predicts.
+            args: Its arguments; ``ckpt_path`` among them is replaced by the checkpoint that it means.
+            trainer: Whose strategy this is the launcher of.
+            kwargs: Further arguments of ``function``.
+
+        Raises:
+            CheckpointError: If that checkpoint is missing or not complete.
+            ConfigError: If copies of the model are left without a row to predict.
+        """
+        call = inspect.signature(function).bind(*args, **kwargs)
+        if trainer is not None and "ckpt_path" in call.signature.parameters:
+            call.apply_defaults()
+            strategy: MegatronStrategy = trainer.strategy
+            call.arguments["ckpt_path"] = strategy.begin_with(trainer, call.arguments["ckpt_path"])
+        ScriptLauncher._has_failed = True  # until it returns
+        with rows_for_copies():
+            if self.cluster_environment.creates_processes_externally:
+                result = function(*call.args, **call.kwargs)
+            else:
+                os.environ[_LAUNCHER] = str(os.getpid())
+                atexit.register(self._wait_for_other_ranks)
+                result = super().launch(function, *call.args, trainer=trainer, **call.kwargs)
+        ScriptLauncher._has_failed = False
+        return result
+
+    def _wait_for_other_ranks(self) -> None:
+        """At a normal end of this process: the others may still write files. Exits with 1 if one of them fails."""
+        if self._has_failed or getattr(sys, "last_value", None) is not None:
+            return  # the others wait in a collective, and end with this process
+        for local_rank, process in enumerate(self.procs, 1):
+            if code := process.wait():
+                print(f"error: local rank {local_rank} ended with code {code}", file=sys.stderr, flush=True)
+                sys.stdout.flush()
+                os._exit(1)  # nothing else sets the exit code by now
+
+
+def die_with_launcher() -> None:
+    """Have the kernel end this rank when the rank that launched it dies, however it dies (Linux only).
+
+    A child that waits in a collective for a killed rank 0 would otherwise wait until the timeout, holding its GPU. Does
+    nothing in rank 0, and where torchrun or a scheduler started the processes.
+    """
+    launcher = int(os.environ.get(_LAUNCHER, os.getpid()))
+    if launcher == os.getpid() or not sys.platform.startswith("linux"):
+        return
+    if os.getppid() == launcher:
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if not os.path.exists(f"/proc/{launcher}"):  # it died while this rank was importing
+        os._exit(1)
+
+
+# ---- signals ---------------------------------------------------------------------------------------------------------
 
 
 def deferred_signums(environment: ClusterEnvironment) -> list[int]:
@@ -36,8 +203,73 @@ def deferred_signums(environment: ClusterEnvironment) -> list[int]:
     return [signal.SIGTERM]
 
 
+class DeferredSignals:
+    """Notes signals and delivers them to their handlers where every rank has come to."""
+
+    def __init__(self, signums: Iterable[int], group: dist.ProcessGroup) -> None:
+        """Defer ``signums``; nothing changes before the first ``deliver``.
+
+        Args:
+            signums: Signals whose handlers communicate.
+            group: All ranks, over gloo: the question must not wait for a GPU.
+        """
+        self._signums = tuple(signums)
+        self._group = group
+        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._noted: set[int] = set()
+        self._question: tuple[dist.Work, torch.Tensor] | None = None
+        self._stand_in = self._note
+
+    def deliver(self, done: bool = False) -> bool:
+        """Run the handlers of signals that any rank had noted at the call before; every rank must call.
+
+        The answer travels while the batch in between is worked on, so nothing waits for it.
+
+        Args:
+            done: Something that this rank has to say to the others.
+
+        Returns:
+            Whether all ranks said ``done`` at the call before.
+        """
+        self.stand_in_for_handlers()
+        all_done, signums = self._agreed(done)
+        for signum in signums:
+            self._handlers[signum](signum, None)
+        return all_done
+
+    def stand_in_for_handlers(self) -> None:
+        """Take the place of handlers that Lightning has registered since; it puts back what was there before itself."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for signum in self._signums:
+            handler = signal.getsignal(signum)
+            if callable(handler) and handler is not self._stand_in:
+                self._handlers[signum] = handler
+                signal.signal(signum, self._stand_in)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self._noted.add(signum)
+
+    def _agreed(self, done: bool) -> tuple[bool, list[int]]:
+        all_done, signums = False, []
+        if self._question is not None:
+            work, flags = self._question
+            work.wait()
+            some_not_done, *noted = flags.tolist()
+            all_done = not some_not_done
+            signums = [signum for signum, flag in zip(self._signums, noted, strict=True) if flag]
+        flags = torch.tensor([not done, *(signum in self._noted for signum in self._signums)], dtype=torch.uint8)
+        self._noted.clear()
+        work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._question = (work, flags)
+        return all_done, [signum for signum in signums if signum in self._handlers]
+
+
+# ---- the checkpoint of a run that is stopped -------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, kw_only=True)
-class Refuge:
+class PreemptionCheckpoint:
     """Where a run that is stopped leaves its checkpoint."""
 
     path: Path
@@ -56,7 +288,7 @@ class Refuge:
             os.replace(new, self.link)
 
 
-def refuge_of(trainer: pl.Trainer) -> Refuge | None:
+def preemption_checkpoint(trainer: pl.Trainer) -> PreemptionCheckpoint | None:
     """Where ``ckpt_path="last"`` will look, in the next process too; None for a Trainer that keeps no checkpoints.
 
     Every rank must call.
@@ -70,14 +302,14 @@ def refuge_of(trainer: pl.Trainer) -> Refuge | None:
     log_dir = trainer.log_dir if trainer.loggers else None
     if log_dir is not None and folder.is_relative_to(Path(log_dir).absolute()):
         # A folder of this one run's logs, where the next run will not look.
-        return Refuge(path=Path(trainer.default_root_dir).absolute() / LAST, is_found_beside_others=False)
+        return PreemptionCheckpoint(path=Path(trainer.default_root_dir).absolute() / LAST, is_found_beside_others=False)
     last = Path(keeper.last_model_path or folder / LAST)
     if not is_own_within(last, [folder]):  # a loaded state may name anything
         last = folder / LAST
     keeper.last_model_path = str(last)  # so that the run that goes on replaces it
     if keeper.save_last == "link" and (last.is_symlink() or not last.exists()):
-        return Refuge(path=folder / _PREEMPTED, link=last)
-    return Refuge(path=last)
+        return PreemptionCheckpoint(path=folder / _PREEMPTED, link=last)
+    return PreemptionCheckpoint(path=last)
 
 
 def last_of(trainer: pl.Trainer) -> Found | None:

@@ -28,6 +28,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from typing_extensions import override
 
 from lightning_megatron import (
+    STRATEGY_SIZES,
     DatasetDataModule,
     IndexedDataModule,
     InstructionDataModule,
@@ -44,8 +45,7 @@ from lightning_megatron.engine.dtypes import PrecisionName
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.foreign_names import advice
 from lightning_megatron.module import MegatronModule
-from lightning_megatron.registration import SIZES
-from lightning_megatron.strategy import MegatronStrategy, preflight
+from lightning_megatron.strategy import MegatronStrategy
 
 DATA_MODULES = (IndexedDataModule, InstructionDataModule, DatasetDataModule, TextEvaluationDataModule)
 SHORT_NAMES = (
@@ -174,7 +174,7 @@ class MegatronCLI(LightningCLI):
                 message += "accelerator=cpu, or see lightning-megatron doctor"
             elif "invalid strategy name" in message:
                 message = f"strategy={given.strategy}: expected MegatronStrategy, megatron, megatron_tpN, megatron_ppN,"
-                message += f" megatron_tpN_ppN with N of {', '.join(map(str, SIZES))}, or a strategy of Lightning's"
+                message += f" megatron_tpN_ppN with N of {', '.join(map(str, STRATEGY_SIZES))}, or one of Lightning's"
             raise ConfigError(message) from error
 
     def _make(self, class_type: type, *args: Any, **kwargs: Any) -> Any:
@@ -192,7 +192,9 @@ class MegatronCLI(LightningCLI):
         datamodule: LightningDataModule | None = self.datamodule
         if isinstance(self.trainer.strategy, MegatronStrategy):
             model.trainer = self.trainer  # as Trainer.fit does next; a module checks itself against its Trainer
-            preflight(self.trainer, model, datamodule)
+            if datamodule is not None:
+                datamodule.trainer = self.trainer  # likewise
+            self.trainer.strategy.check_run(self.trainer, model, datamodule)
         folders = [each.save_dir for each in self.trainer.loggers] or [self.trainer.default_root_dir]
         check_writable(Path(each) for each in folders if each and "://" not in str(each))
         self._messages.release()

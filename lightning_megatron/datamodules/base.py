@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from lightning.fabric.utilities import rank_zero_warn
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -14,8 +14,11 @@ from typing_extensions import override
 
 from lightning_megatron.data.loader import BatchRampup, BatchShape, PassLoader, PassOrder, Shuffling, TrainLoader
 from lightning_megatron.data.samples import SampleOrder, Samples, SplitName
-from lightning_megatron.errors import ConfigError, DataError, require_divides, require_number
+from lightning_megatron.errors import ConfigError, DataError, host_memory, require_divides, require_number
 from lightning_megatron.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from lightning_megatron.strategy import MegatronStrategy
 
 _T = TypeVar("_T")
 _NEEDED: dict[str, SplitName] = {"fit": "train", "validate": "valid", "test": "test", "predict": "test"}
@@ -223,6 +226,33 @@ class MegatronDataModule(LightningDataModule, ABC):
             model=_config_of(module),
             train_step=getattr(module, "train_step", None),
         )
+
+    def check_run(self, strategy: MegatronStrategy) -> None:
+        """Check the samples against model and layout, before any process is started.
+
+        Raises:
+            ConfigError: If settings do not fit together, or the data is missing, damaged or too small.
+        """
+        run = self.run(self._trainer().lightning_module)
+        for num_microbatches in run.shape.stages:
+            replace(strategy.parallel, num_microbatches=num_microbatches)  # checks itself
+        limit = None
+        # Rotary positions and ALiBi go on where the table of learned ones ends.
+        if run.model is not None and run.model.position_embedding_type == "learned_absolute":
+            limit = run.model.max_position_embeddings
+        for name, length in self.lengths(run.model).items():
+            strategy.parallel.check_sequence(length, limit, name=name)
+            rows, microbatches = self.micro_batch_size, max(run.shape.stages)
+            needed, there = rows * microbatches * length * 8, host_memory()
+            if needed > there:
+                raise ConfigError(
+                    f"micro_batch_size={rows} x num_microbatches={microbatches}: the tokens of one step take "
+                    f"{needed / 2**30:,.0f} GiB, and this host has {there / 2**30:,.0f} GiB; correct them"
+                )
+        environment = strategy.cluster_environment
+        # Where all processes exist already, one looks at the files in setup() and tells the others what it found.
+        if environment is None or not environment.creates_processes_externally:
+            self.check(run)
 
     def model(self) -> ModelConfig | None:
         """The model that the Trainer runs now, if it is one that tells; None without a Trainer."""

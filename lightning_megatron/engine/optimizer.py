@@ -1,4 +1,4 @@
-"""How does Megatron's optimizer look like a torch optimizer? Options, parameter groups, and the face for Lightning.
+"""Megatron's optimizer as a torch optimizer: options, parameter groups, and the wrapper for Lightning.
 
 Lightning and torch's learning-rate schedulers want a ``torch.optim.Optimizer``; Megatron's is not one. The wrapper here
 shows Megatron's parameter groups and leaves gradients, clipping, loss scaling and state to Megatron.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -158,45 +158,6 @@ class OptimizerContext:
     """Called on all ranks where the loss or a gradient is not finite; returns if the step shall be skipped."""
 
 
-def build_optimizer(
-    chunks: list[torch.nn.Module], options: OptimizerOptions, lr: float, context: OptimizerContext
-) -> MegatronOptimizer:
-    """Megatron's optimizer over DDP-wrapped chunks, behind a torch face. Every rank must call.
-
-    Raises:
-        ConfigError: If the learning rate is negative.
-    """
-    require_number("lr", lr)
-    config = OptimizerConfig(
-        optimizer="sgd" if options.name == "sgd" else "adam",
-        decoupled_weight_decay=options.name == "adamw",
-        lr=lr,
-        weight_decay=options.weight_decay,
-        adam_beta1=options.beta1,
-        adam_beta2=options.beta2,
-        adam_eps=options.eps,
-        sgd_momentum=options.momentum,
-        params_dtype=context.dtypes.params,
-        bf16=context.dtypes.params is torch.bfloat16,
-        fp16=context.dtypes.params is torch.float16,
-        initial_loss_scale=options.initial_loss_scale,
-        min_loss_scale=options.min_loss_scale,
-        loss_scale_window=options.loss_scale_window,
-        hysteresis=options.loss_scale_hysteresis,
-        use_distributed_optimizer=context.distributed_optimizer,
-        overlap_param_gather=context.overlap_param_gather,
-        # Megatron computes the norm only in order to clip; an infinite bound never clips.
-        clip_grad=float("inf") if not context.clip_grad else float(context.clip_grad),
-    )
-    inner = get_megatron_optimizer(config, chunks, config_overrides=_overrides(chunks, options))
-    for group in inner.param_groups:
-        # Torch's schedulers know nothing of multipliers, so they are part of each group's base values.
-        group["lr"] = lr * group["lr_mult"]
-        group["weight_decay"] = options.weight_decay * group["wd_mult"]
-        group["name"] = _group_name(group["lr_mult"], group["wd_mult"])
-    return MegatronOptimizer(inner, context)
-
-
 class MegatronOptimizer(torch.optim.Optimizer):
     """Megatron's optimizer as Lightning and torch's schedulers see it.
 
@@ -217,6 +178,45 @@ class MegatronOptimizer(torch.optim.Optimizer):
         self.loss = torch.zeros(())
         """[], fp32, on the device: what the gradients are of, the same on every rank."""
         self.skipped_steps = 0
+
+    @classmethod
+    def build(
+        cls, chunks: list[torch.nn.Module], options: OptimizerOptions, lr: float, context: OptimizerContext
+    ) -> Self:
+        """Megatron's optimizer over DDP-wrapped chunks, as a torch optimizer. Every rank must call.
+
+        Raises:
+            ConfigError: If the learning rate is negative.
+        """
+        require_number("lr", lr)
+        config = OptimizerConfig(
+            optimizer="sgd" if options.name == "sgd" else "adam",
+            decoupled_weight_decay=options.name == "adamw",
+            lr=lr,
+            weight_decay=options.weight_decay,
+            adam_beta1=options.beta1,
+            adam_beta2=options.beta2,
+            adam_eps=options.eps,
+            sgd_momentum=options.momentum,
+            params_dtype=context.dtypes.params,
+            bf16=context.dtypes.params is torch.bfloat16,
+            fp16=context.dtypes.params is torch.float16,
+            initial_loss_scale=options.initial_loss_scale,
+            min_loss_scale=options.min_loss_scale,
+            loss_scale_window=options.loss_scale_window,
+            hysteresis=options.loss_scale_hysteresis,
+            use_distributed_optimizer=context.distributed_optimizer,
+            overlap_param_gather=context.overlap_param_gather,
+            # Megatron computes the norm only in order to clip; an infinite bound never clips.
+            clip_grad=float("inf") if not context.clip_grad else float(context.clip_grad),
+        )
+        inner = get_megatron_optimizer(config, chunks, config_overrides=_overrides(chunks, options))
+        for group in inner.param_groups:
+            # Torch's schedulers know nothing of multipliers, so they are part of each group's base values.
+            group["lr"] = lr * group["lr_mult"]
+            group["weight_decay"] = options.weight_decay * group["wd_mult"]
+            group["name"] = _group_name(group["lr_mult"], group["wd_mult"])
+        return cls(inner, context)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

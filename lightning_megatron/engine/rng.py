@@ -1,4 +1,4 @@
-"""Which random numbers does each rank draw, and how do they survive a restart?
+"""Random streams of each rank, and their state for checkpoints.
 
 Megatron keeps two streams on the device: the default one, equal on all ranks of a TP group (dropout outside TP),
 and the tracked one, different on each (dropout inside). On a CPU the device's default generator is also the one that
@@ -9,6 +9,7 @@ swaps it in while it works.
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +20,12 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_par
 
 _PP_STRIDE = 100
 """Megatron-LM's distance between the seeds of two pipeline stages (training/initialize.py:_set_random_seed)."""
+_DEFAULT_SEED = 1234
+
+
+def seed_of_run() -> int:
+    """The seed given to ``seed_everything`` (Lightning hands it to all ranks), else a fixed one."""
+    return int(os.environ.get("PL_GLOBAL_SEED", _DEFAULT_SEED))
 
 
 class EngineRng:

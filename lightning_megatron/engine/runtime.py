@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterator
 
 import torch
@@ -77,3 +78,19 @@ def emulated_cuda() -> Iterator[None]:
             yield
     finally:
         log.removeFilter(cpu.is_not_about_one_generator)
+
+
+@contextlib.contextmanager
+def unchanged_environment() -> Iterator[None]:
+    """Undo what is written to the environment inside.
+
+    megatron-core 0.16.1, models/common/language_module/language_module.py: building a model sets NVTE_FLASH_ATTN and
+    the like for the whole process.
+    """
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)

@@ -66,26 +66,12 @@ class StepOutput:
     num_targets: Mapping[str, torch.Tensor]
     """[], fp32 each: how many targets that was."""
     shape: StepShape
-    microbatch_losses: torch.Tensor
-    """[num_microbatches], fp32: what each microbatch of this rank adds to the sum; empty before the last stage."""
 
 
 def split_rows(batch: Batch, num_microbatches: int) -> list[Batch]:
     """The batch in ``num_microbatches`` equal parts along the first axis, without copies."""
     size = _num_rows(batch) // num_microbatches
     return [{k: v[i * size : (i + 1) * size] for k, v in batch.items()} for i in range(num_microbatches)]
-
-
-def culprit(microbatch_losses: torch.Tensor, topology: Topology, group: dist.ProcessGroup) -> str:
-    """Where the last step's loss was not finite, for an error; every rank of ``group``, all ranks, must call."""
-    mine = [(loss, number, topology.dp_rank) for number, loss in enumerate(microbatch_losses.tolist())]
-    of_ranks = [mine] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, mine, group=group)
-    for rank, losses in enumerate(of_ranks):
-        for loss, number, row in losses:
-            if not math.isfinite(loss):
-                return f"the loss of microbatch {number} on rank {rank} (data-parallel row {row}) is {loss}"
-    return "a gradient is NaN or infinite (the loss is not) on a rank or data-parallel row that cannot be told"
 
 
 class Schedule:
@@ -104,6 +90,8 @@ class Schedule:
         self._weights = [(n, p, p.requires_grad) for chunk in chunks for n, p in chunk.named_parameters()]
         self._denominators: dict[str, torch.Tensor] | None = None
         self._targets_seen: list[torch.Tensor] = []
+        self._microbatch_losses = torch.zeros(0)
+        """[num_microbatches], fp32: what each adds to the last step's sum on this rank; empty before the last stage."""
         self._observe: Observer | None = None
 
     def train(
@@ -168,6 +156,18 @@ class Schedule:
                     f"{name}: expected requires_grad={is_trained} as when the optimizer was made, got "
                     f"{weight.requires_grad}; freeze and unfreeze before fit, in setup or in configure_model"
                 )
+
+    def culprit(self, group: dist.ProcessGroup) -> str:
+        """Where the last step's loss was not finite, for an error; every rank of ``group``, all ranks, must call."""
+        dp_rank = self._topology.dp_rank
+        mine = [(loss, number, dp_rank) for number, loss in enumerate(self._microbatch_losses.tolist())]
+        of_ranks = [mine] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, mine, group=group)
+        for rank, losses in enumerate(of_ranks):
+            for loss, number, row in losses:
+                if not math.isfinite(loss):
+                    return f"the loss of microbatch {number} on rank {rank} (data-parallel row {row}) is {loss}"
+        return "a gradient is NaN or infinite (the loss is not) on a rank or data-parallel row that cannot be told"
 
     def _connect(self, optimizer: MegatronOptimizer) -> None:
         """Give every chunk's config the functions that Megatron's schedule calls around a step."""
@@ -261,13 +261,13 @@ class Schedule:
             dist.all_reduce(total, group=self._topology.dp_group)
         if self._topology.parallel.pp > 1:
             dist.broadcast(total, self._topology.last_stage, group=self._topology.pp_group)
+        self._microbatch_losses = of_microbatches[..., 0].sum(1)
         means = total[:, 0] / total[:, 1].clamp(min=1.0)
         return StepOutput(
             loss=means.sum(),
             terms=dict(zip(names, means.unbind(), strict=True)),
             num_targets=dict(zip(names, total[:, 1].unbind(), strict=True)),
             shape=shape,
-            microbatch_losses=of_microbatches[..., 0].sum(1),
         )
 
     def _finalize_gradients(

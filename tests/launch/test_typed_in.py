@@ -46,7 +46,7 @@ def test_an_interactive_session_trains_on_one_device_and_tells_how_to_use_more(t
 def _check_standard_input() -> None:
     from lightning.fabric.plugins.environments import LightningEnvironment
 
-    from lightning_megatron.launcher import check_has_script
+    from lightning_megatron.preemption import check_has_script
 
     environment, main = LightningEnvironment(), sys.modules["__main__"]
     del os.environ["LOCAL_RANK"]

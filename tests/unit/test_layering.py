@@ -21,7 +21,6 @@ LEVELS = {
     "foreign_names": 0,
     "hub": 0,
     "known_warnings": 0,
-    "registration": 0,
     "engine": 2,
     "models": 3,
     "data": 3,
@@ -135,8 +134,7 @@ def test_a_file_imports_only_from_its_level_and_below() -> None:
         for path in FILES
         for module, only_for_types in _imports(_tree(path))
         if module.startswith("lightning_megatron") and not only_for_types and module not in DESCRIPTIONS
-        # A function may import upwards what runs only when it is called by those above: registration builds a strategy.
-        if LEVELS[_place_of_module(module)] > LEVELS[_place(path)] and _place(path) != "registration"
+        if LEVELS[_place_of_module(module)] > LEVELS[_place(path)]
     ]
     assert wrong == []
 

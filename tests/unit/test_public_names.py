@@ -12,7 +12,7 @@ import sys
 import pytest
 
 import lightning_megatron
-from lightning_megatron.registration import strategy_names
+from lightning_megatron import strategy_names
 from tests.ranks import ROOT
 
 _PRINT_STRATEGY = (
@@ -71,7 +71,7 @@ def test_strategies_are_registered_with_lightning_and_nothing_else_is_loaded_or_
         "print(type(strategies.__spec__.loader).__name__, type(strategies.__loader__).__name__)\n"
         "import inspect; print('_StrategyRegistry' in inspect.getsource(strategies))\n"
         "print('megatron' in sys.modules, 'lightning_megatron.strategy' in sys.modules)\n"
-        "import lightning_megatron.registration as r\nr.register_strategies()\n"
+        "import lightning_megatron as r\nr.register_strategies()\n"
     )
     assert _python(code + _PRINT_STRATEGY).splitlines() == [
         *("1 []", "SourceFileLoader SourceFileLoader", "True"),
