@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from lightning_megatron.engine.slots.report import slot_report
+from lightning_megatron.engine.fillers.choice import slot_report
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.t5_layout import OVERRIDE, t5_layout
 

@@ -1,4 +1,4 @@
-"""Which errors can a user cause, and how are they worded?
+"""Errors that a user can cause, and checks that word them.
 
 Every message has three parts: the offending value, the rule it breaks, and the fix. The command line prints such an
 error as one line and exits with code 2; everything else is a defect of ours and keeps its traceback.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping
+from datetime import timedelta
+from numbers import Integral, Real
 from typing import Any, TypeVar
 
 
@@ -28,8 +30,35 @@ class NonFiniteError(ConfigError):
     """A step whose loss or gradients are NaN or infinite; the weights are as they were before it."""
 
 
+_KINDS: dict[str, tuple[type, str]] = {
+    "bool": (bool, "True or False"),  # "false" would count as true
+    "int": (Integral, "an integer"),
+    "float": (Real, "a number"),
+    "timedelta": (timedelta, "a datetime.timedelta"),
+}
+
+
+def require_kind(name: str, value: object, annotation: str) -> None:
+    """Raise unless ``value`` is what ``annotation`` says: YAML and forms hand over strings that look like numbers.
+
+    Args:
+        name: The setting, as the user spells it.
+        value: What it was set to.
+        annotation: ``bool``, ``int``, ``float`` or ``timedelta``, perhaps ``| None``; others are not checked.
+
+    Raises:
+        ConfigError: "lr='3e-4' must be a number, and is a str; correct lr".
+    """
+    plain = annotation.removesuffix(" | None")
+    kind, noun = _KINDS.get(plain, (object, ""))
+    if value is None and plain != annotation:
+        return
+    if not isinstance(value, kind) or (isinstance(value, bool) and plain in ("int", "float")):
+        raise ConfigError(f"{name}={value!r} must be {noun}, and is a {type(value).__name__}; correct {name}")
+
+
 def require_number(name: str, value: object, at_least: float = 0) -> None:
-    """Raise unless ``value`` is a number that is large enough: YAML and forms hand over strings that look like one.
+    """Raise unless ``value`` is a number that is large enough.
 
     Args:
         name: The setting, as the user spells it.
@@ -37,11 +66,10 @@ def require_number(name: str, value: object, at_least: float = 0) -> None:
         at_least: The smallest number that is allowed.
 
     Raises:
-        ConfigError: "lr='3e-4' must be a number, and is a str; correct lr".
+        ConfigError: "lr=-1 must be at least 0; correct lr".
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(f"{name}={value!r} must be a number, and is a {type(value).__name__}; correct {name}")
-    if not value >= at_least:  # "not >=" instead of "<": it catches NaN as well
+    require_kind(name, value, "float")
+    if not value >= at_least:  # type: ignore[operator]  # "not >=" instead of "<": it catches NaN as well
         raise ConfigError(f"{name}={value} must be at least {at_least}; correct {name}")
 
 

@@ -12,12 +12,10 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
-from datetime import timedelta
-from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.errors import ConfigError, require_kind
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -35,13 +33,6 @@ _SECTIONS = {
     "MaskingOptions": "data.masking",
 }
 """Where LightningCLI has the options of a class."""
-
-_KINDS: dict[str, tuple[type, str]] = {
-    "bool": (bool, "True or False"),  # "false" would count as true
-    "int": (Integral, "an integer"),
-    "timedelta": (timedelta, "a datetime.timedelta"),
-}
-"""What an option that is annotated so may be."""
 
 
 class ForeignName(NamedTuple):
@@ -111,16 +102,8 @@ def explains_options(cls: _Class) -> _Class:
         for name, value in options.items():
             if name not in known:
                 raise ConfigError(f"{type(self).__name__} has no option {name!r}; {advice(name, list(known))}")
-            _check_kind(name, value, known[name])
+            require_kind(name, value, known[name])
         construct(self, *args, **options)
 
     cls.__init__ = checked  # type: ignore[misc]
     return cls
-
-
-def _check_kind(name: str, value: Any, annotation: str) -> None:
-    plain = annotation.removesuffix(" | None")
-    kind, noun = _KINDS.get(plain, (object, ""))
-    is_none = value is None and plain != annotation
-    if not is_none and (not isinstance(value, kind) or (kind is Integral and isinstance(value, bool))):
-        raise ConfigError(f"{name}={value!r} must be {noun}, and is a {type(value).__name__}; correct {name}")

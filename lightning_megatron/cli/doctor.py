@@ -10,24 +10,29 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from lightning_megatron import features
-from lightning_megatron.engine.slots.report import DeviceType, slot_report
+from lightning_megatron.engine.fillers.choice import (
+    DeviceType,
+    has_apex,
+    has_liger,
+    has_transformer_engine,
+    slot_report,
+)
 
 _PACKAGE = "lightning-megatron"
 _NEEDED = ("torch", "lightning", "megatron-core", "transformers", "tokenizers", "jsonargparse", "numpy")
 _OPTIONAL: tuple[tuple[str, str, Callable[[], bool], str, str], ...] = (
     # Name, module, whether it works, what it gives, how to install it.
     (
-        *("liger-kernel", "liger_kernel", features.has_liger, "fused SwiGLU on a GPU"),
+        *("liger-kernel", "liger_kernel", has_liger, "fused SwiGLU on a GPU"),
         "pip install 'lightning-megatron[gpu]'",
     ),
     (
-        *("Transformer Engine", "transformer_engine", features.has_transformer_engine),
+        *("Transformer Engine", "transformer_engine", has_transformer_engine),
         "fused optimizer and gradient norm",
         "pip install --no-build-isolation 'transformer_engine[pytorch]' (needs the CUDA toolkit)",
     ),
     (
-        *("NVIDIA Apex", "apex", features.has_apex, "fused optimizer and weight gradients"),
+        *("NVIDIA Apex", "apex", has_apex, "fused optimizer and weight gradients"),
         "from NVIDIA's source; the package called apex on PyPI is another one (see CONTRIBUTING.md)",
     ),
 )

@@ -18,7 +18,7 @@ import torch
 
 from lightning_megatron.engine import cpu
 from lightning_megatron.engine.fillers import adam, kernels, loss
-from lightning_megatron.engine.slots.report import DeviceType, fillers
+from lightning_megatron.engine.fillers.choice import DeviceType, fillers
 
 _MISSING = object()
 
@@ -66,8 +66,8 @@ def patches(device_type: DeviceType) -> tuple[Patch, ...]:
     choice = fillers(device_type)
     return (
         *MEGATRON,
-        *(ADAM if choice.native_adam else ()),
-        *(MULTI_TENSOR if choice.native_multi_tensor else ()),
+        *(ADAM if choice.native_optimizer else ()),
+        *(MULTI_TENSOR if choice.native_optimizer else ()),
         *(WEIGHT_GRADIENTS if choice.native_wgrad else ()),
         *(ROPE if choice.compiled_rope else ()),
         *(SWIGLU if choice.liger else ()),

@@ -217,7 +217,7 @@ def test_a_legacy_dataset_is_refused_with_the_command_that_converts_it(
 def test_doctor_shows_versions_devices_slots_and_what_is_optional(capsys: pytest.CaptureFixture[str]) -> None:
     import torch
 
-    from lightning_megatron.engine.slots.report import slot_report
+    from lightning_megatron.engine.fillers.choice import slot_report
 
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out

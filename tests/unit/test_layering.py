@@ -16,7 +16,6 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A folder may import from folders of its own level and below, never from above.
 LEVELS = {
     "errors": 0,
-    "features": 0,
     "files": 0,
     "foreign_names": 0,
     "hub": 0,

@@ -1,1 +1,0 @@
-"""Caches of generation, and the report of what fills the engine's slots."""
