@@ -200,7 +200,7 @@ def _add_argument(parser: argparse.ArgumentParser, parameter: inspect.Parameter,
     kinds = _kinds(hint)
     text = " ".join(text.split()).replace("``", "").replace("%", "%%").rstrip(".")
     is_required, default = parameter.default is parameter.empty, parameter.default
-    details: dict[str, Any] = {"help": text[:1].lower() + text[1:] if text[1:2].islower() else text}
+    details: dict[str, Any] = {"help": text[:1].lower() + text[1:] if not text[1:2].isupper() else text}
     if hint is bool:
         parser.add_argument(f"--{parameter.name.replace('_', '-')}", action="store_true", **details)
         return

@@ -14,7 +14,7 @@ class ConvertOptions:
     """What ``convert`` is asked for."""
 
     load_path: Path
-    """The checkpoint to read; its format is detected."""
+    """Checkpoint to read, or org/name; its format is detected."""
     save_path: Path
     """What to write; must not exist, or be an empty folder."""
     to: Format
@@ -23,18 +23,18 @@ class ConvertOptions:
     tp: int = 1
     """Tensor parallel size of what is written."""
     pp: int = 1
-    """Pipeline parallel size of what is written."""
+    """Pipeline stages of what is written; layers need not divide evenly."""
     vpp: int | None = None
-    """Model chunks per pipeline stage of what is written."""
+    """Model chunks of each stage of what is written; one if left out."""
     dtype: str | None = None
-    """``fp32``, ``fp16`` or ``bf16`` (or torch's names) for the weights; None keeps theirs."""
+    """``fp32``, ``fp16`` or ``bf16`` (or torch's names) for the weights; as they are if left out."""
     make_vocab_size_divisible_by: int = 128
     """The written vocabulary is padded to a multiple of this times tp (not for ``hf``, which has no padding)."""
     max_shard_size: str | int = "5GB"
-    """Largest weight file of ``hf``."""
+    """Largest weight file of ``hf``, e.g. 200MB."""
     tokenizer: Path | None = None
-    """Folder of a tokenizer to put beside the weights; None: that of the source, if it has one."""
+    """Tokenizer to put beside the weights; that of the source if left out."""
     config: Path | None = None
     """A Hugging Face ``config.json`` for checkpoints that do not say what their model is."""
     iteration: int | None = None
-    """Which iteration below a folder of several; None: the one that its tracker file names."""
+    """Which of a folder of iterations; the last one saved if left out."""

@@ -58,29 +58,27 @@ class PreprocessOptions:
     """What ``preprocess`` reads and writes."""
 
     input: Sequence[str | Path]
-    """Files, folders and patterns: one JSON object a line, Parquet, or text files of one document each."""
+    """Files, folders (searched recursively, without links to folders) and quoted patterns: .jsonl (one JSON object a
+    line), .parquet, and text files of one document each; also .gz and .zst of JSON lines and text."""
     output_prefix: str | Path
-    """P of the written files ``P_<key>_document.bin`` and ``.idx``; the key of text files is ``text``."""
+    """What the names of the written files begin with; the key of text files is ``text``."""
     tokenizer: str | Path
     """Folder of a transformers tokenizer, or its name on the Hugging Face hub."""
     json_keys: Sequence[str] = (PLAIN_TEXT_KEY,)
-    """Keys of the JSON objects, or columns, to tokenize; each becomes a dataset of its own.
-
-    Document i is the same in all of them. As in Megatron's datasets, a text without a token is a document without a
-    sequence; models are not trained on it.
-    """
+    """Keys of the JSON objects, or columns, to tokenize; each becomes a dataset, and document i is the same in all of
+    them: a text without a token becomes a document without a sequence, as in Megatron's datasets."""
     append_eod: bool = False
     """End every document that has a token with the tokenizer's end-of-sequence token."""
     split_sentences: bool = False
-    """Make each sentence a sequence, as BERT's sentence order needs it, and name the dataset ``P_<key>_sentence``."""
+    """Make each sentence a sequence of its document, as samples of BERT and T5 need it."""
     language: str = "en"
-    """ISO 639 code of the language in which sentences are split."""
+    """Of the sentences: en, de, ja, ... (ISO 639)."""
     keep_newlines: bool = False
-    """Leave white space and newlines between sentences in the first of the two."""
+    """Leave the white space between two sentences at the end of the first; otherwise it is dropped."""
     workers: int = 1
-    """Processes that tokenize; the output does not depend on it."""
+    """Processes that tokenize, at one core each; the output does not depend on their number."""
     on_error: Literal["skip", "fail"] = "fail"
-    """Leave out lines, rows and files that are no documents, and count them; or end at the first one."""
+    """End at the first line, row or file that is no document, or report it, leave it out and count it."""
 
     def __post_init__(self) -> None:
         """Check what can be known before anything is read.

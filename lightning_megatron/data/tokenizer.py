@@ -46,17 +46,19 @@ class TokenizerTrainingOptions:
     """What ``train_tokenizer`` reads, learns and writes."""
 
     input: Sequence[str | Path]
-    """Files, folders and patterns; .jsonl and .parquet give their ``json_key``, text and source files their content."""
+    """Files, folders (searched recursively, without links to folders) and quoted patterns: .jsonl (one JSON object a
+    line), .parquet, and text files of one document each; also .gz and .zst of JSON lines and text."""
     vocab_size: int
-    """Entries to learn, the 256 bytes and the special tokens included."""
+    """Tokens, the 256 bytes and the special tokens included."""
     output: str | Path
-    """Folder that becomes a transformers tokenizer."""
+    """Folder to save the transformers tokenizer to."""
     kind: ModelKind = "gpt"
-    """Whose special tokens it gets; a T5's has sentinels ``<extra_id_0>`` to ``<extra_id_99>`` too."""
+    """The model whose special tokens it gets: <|endoftext|>; [PAD] [CLS] [SEP] [MASK]; <pad> </s> and 100 sentinels
+    <extra_id_N>."""
     json_key: str = PLAIN_TEXT_KEY
-    """Key that holds the text in .jsonl and .parquet files."""
+    """Key of a JSON line, or column, that holds the text."""
     on_error: Literal["skip", "fail"] = "fail"
-    """Leave out what is no document, and count it; or end at the first one."""
+    """End at the first line, row or file that is no document, or report it, leave it out and count it."""
 
     def __post_init__(self) -> None:
         """Check what can be known before anything is read.
