@@ -24,6 +24,7 @@ from lightning_megatron.known_warnings import hide_known_warnings
 
 if TYPE_CHECKING:
     from lightning_megatron.callbacks import LossCurve, PerplexityReport, ProgressLine, SampleText, ThroughputMonitor
+    from lightning_megatron.checkpoint.load import LoadFrom
     from lightning_megatron.data.masked import MaskingOptions
     from lightning_megatron.datamodules.base import MegatronDataModule
     from lightning_megatron.datamodules.sources import (
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from lightning_megatron.engine.optimizer import OptimizerOptions
     from lightning_megatron.errors import CheckpointError, ConfigError, DataError
     from lightning_megatron.generate.options import GenerationOptions
-    from lightning_megatron.load_from import LoadFrom
     from lightning_megatron.module import MegatronModule
     from lightning_megatron.precision import MegatronPrecision
     from lightning_megatron.predictions import gather_predictions
@@ -65,7 +65,7 @@ _HOMES = {
     "InstructionDataModule": "lightning_megatron.datamodules.sources",
     "LRSchedule": "lightning_megatron.engine.lr_schedule",
     "LastWordTrainStep": "lightning_megatron.steps.last_word",
-    "LoadFrom": "lightning_megatron.load_from",
+    "LoadFrom": "lightning_megatron.checkpoint.load",
     "LossCurve": "lightning_megatron.callbacks",
     "MaskingOptions": "lightning_megatron.data.masked",
     "MegatronDataModule": "lightning_megatron.datamodules.base",

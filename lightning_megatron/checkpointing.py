@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
+import torch
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_megatron.checkpoint_io import (
-    check_place_in_data,
-    load_lightning_checkpoint,
-    loader_state,
-    only_weights,
-)
-from lightning_megatron.ckpt_path import check_local, check_writable, find_checkpoint, is_of_requeue
+from lightning_megatron.checkpoint.find import check_local, check_writable
+from lightning_megatron.checkpoint.load import LoadFrom, as_load_from, load_initial_weights, reload_masters, resume
+from lightning_megatron.checkpoint.save import Saver
+from lightning_megatron.ckpt_path import find_checkpoint, is_of_requeue
 from lightning_megatron.data.loader import ResumableLoader
-from lightning_megatron.engine.checkpoint_partial import reload_masters
 from lightning_megatron.engine.collectives import on_all_ranks_alike, wait_for_all_ranks
 from lightning_megatron.errors import CheckpointError, NonFiniteError, ready
-from lightning_megatron.load_from import LoadFrom, as_load_from, load_weights, modules_with_weights
 from lightning_megatron.preemption import TERMINATED, DeferredSignals, last_of, preemption_checkpoint
-from lightning_megatron.saves import Saves
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -37,6 +34,9 @@ if TYPE_CHECKING:
 
 _PATIENCE = timedelta(seconds=30)
 """How long a rank that has failed waits for the others to fail, too, where a callback then saves."""
+
+modules_with_weights: WeakSet[torch.nn.Module] = WeakSet()
+"""Modules of this process that were trained, or have loaded a checkpoint: a later run goes on with what they have."""
 
 
 class Checkpointing:
@@ -58,7 +58,7 @@ class Checkpointing:
         """
         self._strategy = strategy
         self._load_from = as_load_from(load_from)
-        self.saves = Saves(asynchronous=async_save)
+        self.saver = Saver(asynchronous=async_save)
         self.is_preempted = False
         self._beginning: str | None = None
         """The checkpoint that the Trainer loads in this run."""
@@ -78,11 +78,11 @@ class Checkpointing:
         """
         self._signals = DeferredSignals(signums, group)
         self._is_trained, self._first_step = False, None
-        self.saves.begin()
+        self.saver.begin()
 
     def end(self) -> None:
         """Give up a save that is under way, and what saves have taken. Does not communicate."""
-        self.saves.end()
+        self.saver.end()
 
     def take_loader_state(self) -> dict[str, Any] | None:
         """Where the training data goes on, once; None if it begins."""
@@ -103,7 +103,7 @@ class Checkpointing:
         path = check_local(self._strategy.broadcast(str(filepath)))
         run = self._strategy._run_state(with_optimizer="optimizer_states" in checkpoint)
         with self._strategy.engine():
-            self.saves.save(run, checkpoint, path, is_final=self._is_ending)
+            self.saver.save(run, checkpoint, path, is_final=self._is_ending)
 
     def _end_unless_all_ranks_save(self, path: str | Path) -> None:
         """Go on with the failure that callbacks like ``OnExceptionCheckpoint`` save after, if it is not all ranks'.
@@ -115,7 +115,7 @@ class Checkpointing:
         if failure is None or not is_after_failure or isinstance(failure, SIGTERMException):
             return
         if not wait_for_all_ranks(_PATIENCE):
-            self.saves.abandon()
+            self.saver.abandon()
             reason = f"not all ranks have failed within {_PATIENCE.seconds} s, and one alone cannot save"
             warnings.warn(f"checkpoint {path} is not written: {reason}", stacklevel=2)
             raise failure
@@ -138,9 +138,9 @@ class Checkpointing:
             finally:
                 self._is_delivering_signals = False
 
-        if self.saves.is_written_everywhere(agree):
+        if self.saver.is_written_everywhere(agree):
             with self._strategy.engine():
-                self.saves.finish()
+                self.saver.finish()
 
     def on_train_start(self) -> None:
         """Note the step that training begins with."""
@@ -154,19 +154,19 @@ class Checkpointing:
         """
         self._is_trained, self._first_step = True, None
         with self._strategy.engine():
-            self.saves.finish(is_final=True)
-        self.saves.raise_failure()
+            self.saver.finish(is_final=True)
+        self.saver.raise_failure()
 
     def on_exception(self, exception: BaseException) -> None:
         """Save before the exit that SIGTERM asks for; give up a save under way where other ranks may never come."""
         # These are raised on all ranks at the same place. After any other one, also of ours (one rank alone may have
         # read a bad sample), the ranks cannot be told to meet again.
         if not isinstance(exception, (SIGTERMException, NonFiniteError)):
-            self.saves.abandon()
+            self.saver.abandon()
             return
-        if self.saves.is_saving:
+        if self.saver.is_saving:
             with self._strategy.engine():
-                self.saves.finish(is_final=True)
+                self.saver.finish(is_final=True)
         if isinstance(exception, NonFiniteError):
             return
         self._save_before_exit()
@@ -183,12 +183,12 @@ class Checkpointing:
             return
         # Rank 0 looks alone: it is the one that removes what newer checkpoints have replaced, perhaps at this moment.
         is_saved = refuge.is_found_beside_others and self._strategy.broadcast(
-            self._strategy.is_global_zero and self.saves.is_newest(last_of(trainer), trainer.global_step)
+            self._strategy.is_global_zero and self.saver.is_newest(last_of(trainer), trainer.global_step)
         )
         if not is_saved:
             trainer.save_checkpoint(refuge.path)
             on_all_ranks_alike(refuge.renew_link if self._strategy.is_global_zero else lambda: None)
-        where = self.saves.newest if is_saved else refuge.path
+        where = self.saver.newest if is_saved else refuge.path
         rank_zero_info(f"{news}; its checkpoint is {where}, go on with ckpt_path='last'")
 
     def begin_with(self, trainer: pl.Trainer, ckpt_path: str | Path | None) -> str | Path | None:
@@ -223,7 +223,7 @@ class Checkpointing:
             on_all_ranks_alike(partial(check_writable, self._checkpoint_folders))
         source = self._initial_weights
         if source is not None and self._beginning is None and module not in modules_with_weights:
-            load_weights(self._strategy._run_state(with_optimizer=fitting), source)
+            load_initial_weights(self._strategy._run_state(with_optimizer=fitting), source)
         if fitting or source is not None:
             modules_with_weights.add(module)
 
@@ -241,21 +241,22 @@ class Checkpointing:
         begins_anew = fitting and self._strategy.load_weights_only and not is_of_requeue(path)
         run = self._strategy._run_state(with_optimizer=fitting and not begins_anew)
         with self._strategy.engine():
-            self.saves.finish()
-            loaded = load_lightning_checkpoint(run, path)
+            self.saver.finish()
+            loaded = resume(run, path)
+            _close_finished_epoch(loaded)
             if begins_anew:
                 reload_masters(ready(self._strategy._megatron_optimizer, "configure_optimizers"))
         if fitting and not begins_anew:
-            check_place_in_data(loaded, getattr(trainer, "datamodule", None), path)
+            _check_place_in_data(loaded, getattr(trainer, "datamodule", None), path)
             if 0 <= trainer.max_steps <= loaded["global_step"]:
                 left = f"max_steps={trainer.max_steps}: nothing is left to do; raise max_steps to train on"
                 rank_zero_info(f"checkpoint {path} is of step {loaded['global_step']}, and {left}")
         if begins_anew:
-            return only_weights(loaded, getattr(trainer, "datamodule", None))
+            return _only_weights(loaded, getattr(trainer, "datamodule", None))
         if fitting:
             for optimizer, state in zip(self._strategy.optimizers, loaded["optimizer_states"], strict=False):
                 optimizer.load_state_dict(state)
-            self._restore_loader(loader_state(loaded), trainer.train_dataloader)
+            self._restore_loader(_loader_state(loaded), trainer.train_dataloader)
         return loaded
 
     def _restore_loader(self, state: dict[str, Any] | None, loader: object) -> None:
@@ -267,7 +268,7 @@ class Checkpointing:
 
     def remove(self, path: Path) -> None:
         """Remove a checkpoint that a newer one has replaced."""
-        self.saves.remove(path, self._checkpoint_folders)
+        self.saver.remove(path, self._checkpoint_folders)
 
     @property
     def _checkpoint_folders(self) -> list[Path]:
@@ -283,3 +284,65 @@ def _check_same(mine: str | None, of_rank_0: str | None) -> None:
             f"this rank would begin with {mine or 'no checkpoint'} and rank 0 with {of_rank_0 or 'none'}; keep "
             "checkpoints on a file system that all nodes share"
         )
+
+
+# ---- Lightning's dict -----------------------------------------------------------------------------------------------
+
+_TRAINING_STATE = ("loops", "callbacks", "lr_schedulers", "optimizer_states")
+
+
+def _only_weights(lightning_state: Mapping[str, Any], datamodule: object) -> dict[str, Any]:
+    """Lightning's dict as of a run that has not begun: no steps, callbacks, schedules or place in the data.
+
+    Args:
+        lightning_state: The dict of a checkpoint.
+        datamodule: This run's, whose state in the dict is its place in the data; None if there is none.
+    """
+    dropped = (*_TRAINING_STATE, type(datamodule).__qualname__)
+    fresh = {k: v for k, v in lightning_state.items() if k not in dropped}
+    return {**fresh, "epoch": 0, "global_step": 0, "lr_schedulers": [], "optimizer_states": []}
+
+
+def _loader_state(lightning_state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Where the training data stood, if there was one ``ResumableLoader``."""
+    fit_loop = lightning_state.get("loops", {}).get("fit_loop", {})
+    states = fit_loop.get("state_dict", {}).get("combined_loader", [])
+    return states[0] if len(states) == 1 and "random_state" in states[0] else None
+
+
+def _check_place_in_data(lightning_state: dict[str, Any], datamodule: object, path: Path) -> None:
+    """Compare whose place in the training data a checkpoint holds with the run's data; take out what is of no use.
+
+    Raises:
+        CheckpointError: If both have a data module, of different kinds.
+    """
+    from lightning_megatron.datamodules.base import MegatronDataModule
+
+    here = type(datamodule).__qualname__ if isinstance(datamodule, MegatronDataModule) else None
+    states = {name: state for name, state in lightning_state.items() if isinstance(state, Mapping)}
+    # A conversion writes the state of each of our data modules, without an order.
+    there = [name for name, state in states.items() if state.get("train_order") is not None]
+    if here in states or not (here or there):
+        return
+    if here and there:
+        raise CheckpointError(
+            f"data of checkpoint {path}: expected {here}, got {' or '.join(there)}; resume with the same kind, or "
+            "begin a new run with the weights: MegatronStrategy(load_weights_only=True)"
+        )
+    lightning_state.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop("combined_loader", None)
+    rank_zero_warn(f"{path} holds no place in the data of {here or 'this loader'}: the training data begins anew")
+
+
+def _close_finished_epoch(lightning_state: dict[str, Any]) -> None:
+    """Have the next epoch begin at its first batch, if the last one was finished.
+
+    Lightning 2.6.6 (loops/training_epoch_loop.py:reset) resumes a run that ``max_steps`` ended at an epoch's end with
+    one stray batch of the finished epoch, and begins the next epoch's order anew after it.
+    """
+    if _loader_state(lightning_state) is None:
+        return
+    fit_loop = lightning_state["loops"]["fit_loop"]
+    epochs, batches = fit_loop["epoch_progress"]["total"], fit_loop["epoch_loop.batch_progress"]
+    if epochs["completed"] == epochs["ready"] and batches["is_last_batch"]:
+        batches["current"] = dict.fromkeys(batches["current"], 0)
+        batches["is_last_batch"] = False

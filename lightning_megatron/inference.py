@@ -20,8 +20,8 @@ from lightning_megatron.generate.options import GenerationOptions, options_from
 from lightning_megatron.hub import upload
 
 if TYPE_CHECKING:
+    from lightning_megatron.checkpoint.load import LoadFrom
     from lightning_megatron.generate.generator import Generated, LiveModel
-    from lightning_megatron.load_from import LoadFrom
     from lightning_megatron.models.config import ModelConfig
     from lightning_megatron.strategy import MegatronStrategy
 

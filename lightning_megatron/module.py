@@ -15,8 +15,9 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_megatron.accounting import total_parameters
+from lightning_megatron.checkpoint.files import META, load_plain
+from lightning_megatron.checkpoint.load import LoadFrom
 from lightning_megatron.convert.registry import config_fields, model_config, with_weights
-from lightning_megatron.engine.checkpoint_safety import META, load_plain
 from lightning_megatron.engine.collectives import computed_metrics
 from lightning_megatron.engine.lr_schedule import LRSchedule, MegatronLRScheduler, scheduler_settings
 from lightning_megatron.engine.optimizer import OptimizerOptions
@@ -27,7 +28,6 @@ from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.hub import local_folder
 from lightning_megatron.inference import Inference
-from lightning_megatron.load_from import LoadFrom
 from lightning_megatron.models.config import AttentionHeads, Positions, with_variant
 from lightning_megatron.steps.base import TrainStep
 from lightning_megatron.steps.registry import train_step_named

@@ -36,8 +36,8 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_megatron.ckpt_path import LAST, Found, find_last
-from lightning_megatron.engine.checkpoint import is_own_within
+from lightning_megatron.checkpoint.find import Found, is_own_within
+from lightning_megatron.ckpt_path import LAST, find_last
 from lightning_megatron.errors import CheckpointError, ConfigError
 from lightning_megatron.rows_for_copies import rows_for_copies
 

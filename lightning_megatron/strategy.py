@@ -24,22 +24,23 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_megatron.checkpoint.load import LoadFrom, read_weights
+from lightning_megatron.checkpoint.save import write_weights
+from lightning_megatron.checkpoint.state import RunState
 from lightning_megatron.checkpointing import Checkpointing
 from lightning_megatron.data.broadcast import broadcast_batch
 from lightning_megatron.data.loader import EvaluationLoader, ResumableLoader, TrainLoader, is_map_style
-from lightning_megatron.engine import checkpoint, groups
+from lightning_megatron.engine import groups
 from lightning_megatron.engine.collectives import on_all_ranks_alike
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.optimizer import MegatronOptimizer, OptimizerContext, OptimizerOptions, OptimizerReport
 from lightning_megatron.engine.parallel import ParallelConfig
-from lightning_megatron.engine.relayout import read_weights, write_weights
 from lightning_megatron.engine.rng import seed_of_run
 from lightning_megatron.engine.runtime import Runtime
 from lightning_megatron.engine.schedule import Schedule, StepOutput, StepShape
 from lightning_megatron.engine.wrap import GradientReduction, freeze_alike, to_16bit, to_ddp
 from lightning_megatron.errors import ConfigError, NonFiniteError, ready
 from lightning_megatron.foreign_names import explains_options
-from lightning_megatron.load_from import LoadFrom
 from lightning_megatron.models.transformer_config import EngineSettings, Recompute
 from lightning_megatron.precision import MegatronPrecision
 from lightning_megatron.preemption import ScriptLauncher, check_world_size, deferred_signums, die_with_launcher, meeting
@@ -549,9 +550,9 @@ class MegatronStrategy(ParallelStrategy):
         """
         return self._checkpointing.begin_with(trainer, ckpt_path)
 
-    def _run_state(self, *, with_optimizer: bool) -> checkpoint.RunState:
+    def _run_state(self, *, with_optimizer: bool) -> RunState:
         module = self._module
-        return checkpoint.RunState(
+        return RunState(
             chunks=self._chunks,
             optimizer=self._megatron_optimizer if with_optimizer else None,
             rng=ready(ready(self._runtime, "setup_environment").rng, "setup_environment"),

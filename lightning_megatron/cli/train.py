@@ -39,7 +39,7 @@ from lightning_megatron import (
     TextEvaluationDataModule,
     ThroughputMonitor,
 )
-from lightning_megatron.ckpt_path import check_writable
+from lightning_megatron.checkpoint.find import check_writable
 from lightning_megatron.cli.errors import UsageError, one_line, users_mistake
 from lightning_megatron.engine.dtypes import PrecisionName
 from lightning_megatron.errors import ConfigError

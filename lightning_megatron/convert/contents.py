@@ -15,14 +15,8 @@ from typing import Any
 
 import torch
 
-from lightning_megatron.convert.hugging_face_files import directory_of, has_weights, open_weights
-from lightning_megatron.convert.iterations import iteration_folder
-from lightning_megatron.convert.legacy.description import describe_legacy, shown_arguments
-from lightning_megatron.convert.legacy.layout import is_legacy
-from lightning_megatron.convert.legacy.rank_state import arguments_of
-from lightning_megatron.convert.pickled.unpickler import load_pickled
-from lightning_megatron.engine.checkpoint_checksums import CHECKSUMS
-from lightning_megatron.engine.checkpoint_safety import (
+from lightning_megatron.checkpoint.files import (
+    CHECKSUMS,
     COMMON,
     META,
     check_backends,
@@ -32,6 +26,12 @@ from lightning_megatron.engine.checkpoint_safety import (
     load_plain,
     read_table,
 )
+from lightning_megatron.convert.hugging_face_files import directory_of, has_weights, open_weights
+from lightning_megatron.convert.iterations import iteration_folder
+from lightning_megatron.convert.legacy.description import describe_legacy, shown_arguments
+from lightning_megatron.convert.legacy.layout import is_legacy
+from lightning_megatron.convert.legacy.rank_state import arguments_of
+from lightning_megatron.convert.pickled.unpickler import load_pickled
 from lightning_megatron.errors import CheckpointError
 
 OF_STRATEGY = "checkpoint of MegatronStrategy"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from lightning_megatron.checkpoint.files import META, is_distributed
 from lightning_megatron.convert.hugging_face_files import directory_of, has_weights
 from lightning_megatron.convert.iterations import iteration_folder, named
 from lightning_megatron.convert.options import ConvertOptions
 from lightning_megatron.convert.stored.base import StoredModel
-from lightning_megatron.engine.checkpoint_safety import META, is_distributed
 from lightning_megatron.errors import CheckpointError, ConfigError
 
 

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 import torch
 
 from lightning_megatron.engine import cpu
-from lightning_megatron.engine.dist_checkpoint_patches import DIST_CHECKPOINT_PATCHES
 from lightning_megatron.engine.patches import CPU, active, patches
 from lightning_megatron.engine.rng import EngineRng
 
@@ -57,7 +56,6 @@ class Runtime:
         try:
             self.hold()
             with (
-                active(DIST_CHECKPOINT_PATCHES),
                 emulated_cuda() if self._on_cpu else contextlib.nullcontext(),
                 self.rng.active() if self.rng is not None else contextlib.nullcontext(),
             ):

@@ -41,23 +41,44 @@ def change(state: Any) -> None:
     torch.rand(3)
 
 
-def save_once(run: Run, path: Path) -> None:
-    from lightning_megatron.engine import checkpoint
+def save(state: Any, content: dict[str, Any], path: Path) -> None:
+    """Write a checkpoint of ``state`` with ``content`` in place of Lightning's dict."""
+    from lightning_megatron.checkpoint.save import Saver
 
+    Saver(asynchronous=False).save(state, content, path, is_final=True)
+
+
+def begin_save(state: Any, content: dict[str, Any], path: Path) -> Any:
+    """Begin to write one beside training; returns its ``Saver``."""
+    from lightning_megatron.checkpoint.save import Saver
+
+    saver = Saver(asynchronous=True)
+    saver.save(state, content, path, is_final=False)
+    return saver
+
+
+def content_of(path: Path) -> Any:
+    """What ``save`` was given; every rank must call."""
+    from lightning_megatron.checkpoint.load import read_meta
+
+    return read_meta(path)["lightning"]
+
+
+def save_once(run: Run, path: Path) -> None:
     with engine_run(run) as state:
-        checkpoint.save(state, {}, path)
+        save(state, {}, path)
 
 
 def attempts_to_load(run: Run, paths: list[Path]) -> dict[Path, str]:
     """What loading each checkpoint raises; nothing if it loads."""
-    from lightning_megatron.engine import checkpoint
+    from lightning_megatron.checkpoint.load import resume
     from lightning_megatron.errors import CheckpointError
 
     found = {}
     with engine_run(run) as state:
         for path in paths:
             try:
-                checkpoint.load(state, checkpoint.read_meta(path), path)
+                resume(state, path)
                 found[path] = ""
             except CheckpointError as error:
                 found[path] = str(error)

@@ -6,12 +6,13 @@ import errno
 import os
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.checkpoint.engine_runs import RUN, change, engine_run
+from tests.checkpoint.engine_runs import RUN, begin_save, change, content_of, engine_run, save
 from tests.checkpoint.runs import differences, read_tensors
 from tests.ranks import run_ranks
 
@@ -23,20 +24,17 @@ def _names(folder: Path) -> list[str]:
 
 
 def _save_twice_beside_training(folder: Path) -> None:
-    from lightning_megatron.engine import checkpoint
-
     with engine_run(RUN) as state:
-        checkpoint.save(state, {}, folder / "before.ckpt")
-        first = checkpoint.begin_save(state, {"save": 1}, folder / "first.ckpt")
+        save(state, {}, folder / "before.ckpt")
+        saver = begin_save(state, {"save": 1}, folder / "first.ckpt")
         change(state)
-        checkpoint.save(state, {}, folder / "after.ckpt")  # finishes the first one first
+        saver.save(state, {}, folder / "after.ckpt", is_final=False)  # finishes the first one first
         assert (folder / "first.ckpt").is_dir()
-        second = checkpoint.begin_save(state, {"save": 2}, folder / "first.ckpt")
+        saver.save(state, {"save": 2}, folder / "first.ckpt", is_final=False)
         change(state)
-        first.finish()
-        second.finish()
-        second.finish()
-        checkpoint.wait_for_deletions()
+        saver.finish(is_final=True)
+        saver.finish()
+        saver.end()
 
 
 def test_it_holds_the_run_as_it_was_when_the_save_began(tmp_path: Path) -> None:
@@ -48,7 +46,7 @@ def test_it_holds_the_run_as_it_was_when_the_save_began(tmp_path: Path) -> None:
     assert {name for name in differences(before, after) if "_extra_state" not in name} == before.keys()
     # ``first.ckpt`` was saved once with each state; what is there is the second.
     assert differences(after, read_tensors(tmp_path / "first.ckpt")) == []
-    assert torch.load(tmp_path / "first.ckpt" / "meta.pt", weights_only=True)["save"] == 2
+    assert torch.load(tmp_path / "first.ckpt" / "meta.pt", weights_only=True)["lightning"]["save"] == 2
     for rank in range(2):
         name = f"rng_{rank:05d}.pt"
         assert (tmp_path / "first.ckpt" / name).read_bytes() == (tmp_path / "after.ckpt" / name).read_bytes()
@@ -57,21 +55,19 @@ def test_it_holds_the_run_as_it_was_when_the_save_began(tmp_path: Path) -> None:
 
 def _train_while_it_is_written(path: Path) -> list[Any]:
     """Hold the disk up, look, train, let go, finish."""
-    from lightning_megatron.engine import checkpoint
-
     let_go = threading.Event()
     original = os.write
     with engine_run(RUN) as state, pytest.MonkeyPatch.context() as patch:
-        checkpoint.save(state, {}, path.with_name("sync.ckpt"))
+        save(state, {}, path.with_name("sync.ckpt"))
         patch.setattr(os, "write", lambda *args: let_go.wait(30) and original(*args))
-        pending = checkpoint.begin_save(state, {}, path)
+        saver = begin_save(state, {}, path)
         change(state)
-        found = [pending.is_written(), path.exists()]
+        found = [saver._saving.is_written(), path.exists()]
         let_go.set()
-        while not pending.is_written():
+        while not saver._saving.is_written():
             time.sleep(0.01)
         found += [path.exists()]
-        pending.finish()
+        saver.finish()
         return [*found, path.exists()]
 
 
@@ -85,27 +81,27 @@ def _fail(path: Path, victim: int, *, in_thread: bool) -> list[Any]:
     """A full disk on one rank: of what threads write, or of what rank 0 writes at the end."""
     import torch.distributed as dist
 
-    from lightning_megatron.engine import checkpoint, checkpoint_save
+    from lightning_megatron.checkpoint.save import FileSystemWriter
     from lightning_megatron.errors import CheckpointError
 
     def full(*args: Any) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with engine_run(RUN) as state:
-        checkpoint.save(state, {"save": "old"}, path)
+        save(state, {"save": "old"}, path)
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == victim:
-                patch.setattr(*((os, "write") if in_thread else (checkpoint_save, "save_config")), full)
-            pending = checkpoint.begin_save(state, {"save": "new"}, path)
+                patch.setattr(*((os, "write") if in_thread else (FileSystemWriter, "finish")), full)
+            saver = begin_save(state, {"save": "new"}, path)
             try:
-                pending.finish()
+                saver.finish(is_final=True)
                 message = ""
             except CheckpointError as error:
                 message = str(error)
         dist.barrier()
-        meta, names = checkpoint.read_meta(path), _names(path.parent)
-        checkpoint.begin_save(state, {"save": "newer"}, path).finish()
-        return [message, meta["save"], names, checkpoint.read_meta(path)["save"]]
+        content, names = content_of(path), _names(path.parent)
+        begin_save(state, {"save": "newer"}, path).finish(is_final=True)
+        return [message, content["save"], names, content_of(path)["save"]]
 
 
 @pytest.mark.parametrize(("victim", "in_thread"), [(1, True), (0, False)])
@@ -130,39 +126,26 @@ def _abandon(path: Path) -> list[Any]:
     """Once by the run itself, and once as at the end of a program whose disk is slow."""
     import torch.distributed as dist
 
-    from lightning_megatron.engine import checkpoint, checkpoint_files
+    from lightning_megatron.checkpoint import save as module
 
     original = os.write
     with engine_run(RUN) as state, pytest.MonkeyPatch.context() as patch:
-        checkpoint.save(state, {"save": "old"}, path)
-        checkpoint.begin_save(state, {"save": "new"}, path).abandon()
+        save(state, {"save": "old"}, path)
+        with pytest.warns(UserWarning, match="is not written") if os.environ["RANK"] == "0" else nullcontext():
+            begin_save(state, {"save": "new"}, path).abandon()
         dist.barrier()
         names = _names(path.parent)
         patch.setattr(os, "write", lambda *args: time.sleep(0.5) or original(*args))  # type: ignore[func-returns-value]
-        checkpoint.begin_save(state, {"save": "newer"}, path)
+        saver = begin_save(state, {"save": "newer"}, path)
         start = time.monotonic()
-        checkpoint_files._abandon_all()
-        return [names, checkpoint.read_meta(path)["save"], time.monotonic() - start]
+        module._abandon_all()
+        seconds = time.monotonic() - start
+        assert saver.is_saving
+        return [names, content_of(path)["save"], seconds]
 
 
 def test_an_abandoned_save_leaves_the_old_checkpoint_and_ends_at_once(tmp_path: Path) -> None:
-    for names, save, seconds in run_ranks(_abandon, 2, tmp_path / "a.ckpt"):
+    for names, content, seconds in run_ranks(_abandon, 2, tmp_path / "a.ckpt"):
         assert names == ["a.ckpt"]
-        assert save == "old"
+        assert content == "old"
         assert seconds < 2  # one piece, of dozens
-
-
-def _meta_of(path: Path) -> tuple[Any, Any]:
-    from dataclasses import replace
-
-    from lightning_megatron.engine import checkpoint
-
-    with engine_run(RUN) as state:
-        checkpoint.save(replace(state, hugging_face_config=None), {}, path)
-        without = checkpoint.read_meta(path)["hugging_face_config"]
-        checkpoint.save(replace(state, hugging_face_config={"model_type": "gpt2", "eos_token_id": [1, 2]}), {}, path)
-        return without, checkpoint.read_meta(path)["hugging_face_config"]
-
-
-def test_the_config_of_hugging_face_is_kept(tmp_path: Path) -> None:
-    assert run_ranks(_meta_of, 1, tmp_path / "a.ckpt") == [(None, {"model_type": "gpt2", "eos_token_id": [1, 2]})]

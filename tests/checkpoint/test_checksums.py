@@ -11,13 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from lightning_megatron.engine import checkpoint_checksums
-from lightning_megatron.engine.checkpoint_checksums import (
-    CHECKSUMS,
-    verify_checksums,
-    write_checksums,
-)
+from lightning_megatron.checkpoint import files
+from lightning_megatron.checkpoint.files import CHECKSUMS, verify_checksums
 from lightning_megatron.errors import CheckpointError
+from tests.checkpoint.damage import sum_up
 from tests.checkpoint.engine_runs import RUN, attempts_to_load, save_once
 from tests.ranks import run_ranks
 
@@ -35,7 +32,7 @@ def _small_segments() -> Iterator[None]:
 @contextlib.contextmanager
 def _small() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_checksums, "SEGMENT", SEGMENT)
+        patch.setattr(files, "SEGMENT", SEGMENT)
         yield
 
 
@@ -49,8 +46,8 @@ def folder(tmp_path: Path, _small_segments: None) -> Path:
     path.mkdir()
     for name in LENGTHS:
         (path / name).write_bytes(_content(name))
-    write_checksums(path, {"meta.pt": b"123456789"})
     (path / "meta.pt").write_bytes(b"123456789")
+    sum_up(path)
     return path
 
 
@@ -113,12 +110,6 @@ def test_each_segment_is_checked_by_one_rank(folder: Path, world: int) -> None:
     assert finders == 1
 
 
-def test_a_folder_without_checksums_is_of_an_earlier_version(folder: Path) -> None:
-    (folder / CHECKSUMS).unlink()
-    (folder / "common.pt").unlink()
-    verify_checksums(folder)
-
-
 # ---- in a run -------------------------------------------------------------------------------------------------------
 
 
@@ -135,7 +126,7 @@ def test_a_save_sums_up_what_it_writes(saved: Path, tmp_path: Path) -> None:
     written = (path / CHECKSUMS).read_bytes()
     (path / CHECKSUMS).unlink()
 
-    write_checksums(path)  # reads the files, which the threads that wrote them did not
+    sum_up(path)  # reads the files, which the threads that wrote them did not
 
     assert (path / CHECKSUMS).read_bytes() == written
     assert json.loads(written)["files"].keys() == {each.name for each in path.iterdir()} - {CHECKSUMS}
@@ -153,13 +144,11 @@ def test_a_run_refuses_a_flipped_bit_in_any_file_alike_on_all_ranks(saved: Path,
     for name, path in paths.items():
         shutil.copytree(saved, path)
         _flip_in_the_middle(path / name)
-    earlier, stripped = tmp_path / "earlier.ckpt", tmp_path / "stripped.ckpt"
-    for path in (earlier, stripped):
-        shutil.copytree(saved, path)
-        (path / CHECKSUMS).unlink()
-    _forget_checksums(earlier)
+    stripped = tmp_path / "stripped.ckpt"
+    shutil.copytree(saved, stripped)
+    (stripped / CHECKSUMS).unlink()
 
-    first, second = run_ranks(attempts_to_load, 2, RUN, [*paths.values(), saved, earlier, stripped])
+    first, second = run_ranks(attempts_to_load, 2, RUN, [*paths.values(), saved, stripped])
 
     assert {"__0_0.distcp", "__1_0.distcp", ".metadata", "rng_00001.pt", "meta.pt", CHECKSUMS} <= set(names)
     for name, path in paths.items():
@@ -167,14 +156,5 @@ def test_a_run_refuses_a_flipped_bit_in_any_file_alike_on_all_ranks(saved: Path,
             assert text.startswith(f"checkpoint {path} is damaged: {name} "), text
         assert first[path].removesuffix(" (on rank 1)") == second[path].removesuffix(" (on rank 0)")
     assert first[saved] == second[saved] == ""
-    assert first[earlier] == second[earlier] == ""
     assert f"lacks its file {CHECKSUMS}" in first[stripped]
     assert first[stripped] == second[stripped]
-
-
-def _forget_checksums(path: Path) -> None:
-    import torch
-
-    meta = torch.load(path / "meta.pt", weights_only=True)
-    del meta["has_checksums"]
-    torch.save(meta, path / "meta.pt")

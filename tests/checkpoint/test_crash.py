@@ -23,19 +23,19 @@ def _die(*args: Any, **kwargs: Any) -> None:
 
 
 def _before_anything() -> None:
-    from lightning_megatron.engine import checkpoint_save
+    from lightning_megatron.checkpoint import save
 
-    checkpoint_save._on_rank_0 = _die  # type: ignore[assignment]
+    save._on_rank_0 = _die  # type: ignore[assignment]
 
 
 def _while_writing_weights() -> None:
-    from lightning_megatron.engine.checkpoint_files import FileWriter
+    from lightning_megatron.checkpoint.save import FileWriter
 
     FileWriter._write_shards = _die  # type: ignore[method-assign]
 
 
 def _after_the_own_files() -> None:
-    from lightning_megatron.engine.checkpoint_files import FileWriter
+    from lightning_megatron.checkpoint.save import FileWriter
 
     original = FileWriter.wait
 
@@ -47,9 +47,9 @@ def _after_the_own_files() -> None:
 
 
 def _before_the_last_name() -> None:
-    from lightning_megatron.engine.checkpoint_save import PendingSave
+    from lightning_megatron.checkpoint.save import Save
 
-    PendingSave._complete = _die  # type: ignore[method-assign]  # only rank 0 comes here
+    Save._complete = _die  # type: ignore[method-assign]  # only rank 0 comes here
 
 
 def _around_the_exchange(*, before: bool) -> Callable[[], None]:
@@ -108,7 +108,6 @@ MOMENTS: dict[str, Callable[[], None]] = {
     "while writing weights": _while_writing_weights,
     "after its own files": _after_the_own_files,
     "before the last name": _before_the_last_name,
-    "before meta.pt": _before_rename_to("meta.pt"),
     "before the exchange": _around_the_exchange(before=True),
     "after the exchange": _around_the_exchange(before=False),
     "while deleting the old one": _while_deleting_the_old_one,
@@ -161,7 +160,6 @@ OLD, NEW = 2, 3
         (0, "while writing weights", [".partial"], OLD),
         (1, "after its own files", [], OLD),  # rank 0 lives and clears up
         pytest.param(0, "before the last name", [".partial"], OLD, marks=pytest.mark.exhaustive),
-        pytest.param(0, "before meta.pt", [".partial"], OLD, marks=pytest.mark.exhaustive),
         pytest.param(0, "before the exchange", [".partial"], OLD, marks=pytest.mark.exhaustive),
         (0, "after the exchange", [".partial"], NEW),
         pytest.param(0, "while deleting the old one", [".removed"], NEW, marks=pytest.mark.exhaustive),

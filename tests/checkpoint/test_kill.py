@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.engine_runs import RUN, change, engine_run
+from tests.checkpoint.engine_runs import RUN, begin_save, change, engine_run, save
 from tests.checkpoint.runs import differences, read_tensors
 from tests.ranks import RankError, run_ranks
 
@@ -82,32 +82,28 @@ def _changes(flags: int) -> bool:
 
 def _act(kind: str, state: Any, path: Path, name: str) -> None:
     from lightning_megatron import files
-    from lightning_megatron.engine import checkpoint
 
     if kind == "remove":
         if int(os.environ["RANK"]) == 0:  # as in a run
-            checkpoint.remove(path)
+            files.remove(path)
     elif kind == "save beside training":
-        pending = checkpoint.begin_save(state, {"name": name}, path)
-        pending.finish()
+        begin_save(state, {"name": name}, path).finish(is_final=True)
     else:
         if kind == "save without exchange":
             files._exchange = lambda a, b: False
-        checkpoint.save(state, {"name": name}, path)
+        save(state, {"name": name}, path)
 
 
 def _die_in(path: Path, kind: str, victim: int, share: float) -> None:
     """Save the old state under two names, count the calls once, then die in the same with the new state."""
-    from lightning_megatron.engine import checkpoint
-
     with engine_run(RUN) as state:
-        checkpoint.save(state, {"name": "old"}, path.with_name("kept.ckpt"))
-        checkpoint.save(state, {"name": "old"}, path)
+        save(state, {"name": "old"}, path.with_name("kept.ckpt"))
+        save(state, {"name": "old"}, path)
         calls = _Calls(path.parent)
         _act(kind, state, path, "old")
         total = calls.count
         if kind == "remove":
-            checkpoint.save(state, {"name": "old"}, path)
+            save(state, {"name": "old"}, path)
         change(state)
         is_victim = int(os.environ["RANK"]) == victim
         calls.begin(1 + int(share * total) if is_victim else None)
@@ -117,12 +113,10 @@ def _die_in(path: Path, kind: str, victim: int, share: float) -> None:
 
 
 def _save_old_and_new(folder: Path) -> None:
-    from lightning_megatron.engine import checkpoint
-
     with engine_run(RUN) as state:
-        checkpoint.save(state, {}, folder / "old.ckpt")
+        save(state, {}, folder / "old.ckpt")
         change(state)
-        checkpoint.save(state, {}, folder / "new.ckpt")
+        save(state, {}, folder / "new.ckpt")
 
 
 @pytest.fixture(scope="module")
@@ -136,11 +130,11 @@ def _name_of(path: Path, known: dict[str, dict[str, Any]]) -> str:
     """Which of the known states a checkpoint is, whose checksums and description must agree with its tensors."""
     import torch
 
-    from lightning_megatron.engine.checkpoint_checksums import CHECKSUMS, verify_checksums
+    from lightning_megatron.checkpoint.files import CHECKSUMS, verify_checksums
 
     assert (path / CHECKSUMS).is_file()
     verify_checksums(path)
-    name: str = torch.load(path / "meta.pt", weights_only=True)["name"]
+    name: str = torch.load(path / "meta.pt", weights_only=True)["lightning"]["name"]
     assert differences(known[name], read_tensors(path)) == []
     return name
 
@@ -153,9 +147,8 @@ def _name_of(path: Path, known: dict[str, dict[str, Any]]) -> str:
 def test_there_is_always_a_whole_checkpoint(
     tmp_path: Path, known: dict[str, dict[str, Any]], kind: str, victim: int, share: float
 ) -> None:
-    from lightning_megatron.engine.checkpoint import recover, remove
-    from lightning_megatron.engine.checkpoint_swap import start_partial
-    from lightning_megatron.files import publish
+    from lightning_megatron.checkpoint.save import _start_partial
+    from lightning_megatron.files import publish, recover, remove
 
     path = tmp_path / "last.ckpt"
     with pytest.raises(RankError, match=rf"rank {victim} \(pid \d+\) died without a result"):
@@ -168,7 +161,8 @@ def test_there_is_always_a_whole_checkpoint(
     else:
         assert _name_of(found, known) in ("old", "new")
     # The next save of that name leaves nothing else behind.
-    partial, lock = start_partial(path)
+    partial = tmp_path / "last.ckpt.partial"
+    lock = _start_partial(path)
     (partial / "meta.pt").touch()
     publish(partial, path)
     lock.release()

@@ -23,7 +23,7 @@ from tests.ranks import RankError, run_ranks
 
 def _complete(path: Path, step: int, *, has_optimizer: bool = True, **more: Any) -> None:
     path.mkdir()
-    for name in (".metadata", "metadata.json", "common.pt"):
+    for name in (".metadata", "metadata.json", "common.pt", "checksums.json"):
         (path / name).touch()
     torch.save({"lightning": {"global_step": step}, "has_optimizer": has_optimizer, **more}, path / "meta.pt")
     os.utime(path / "meta.pt", (step, step))
@@ -202,20 +202,20 @@ def test_a_folder_means_the_checkpoint_with_most_steps(tmp_path: Path) -> None:
 def test_a_checkpoint_that_another_process_removes_meanwhile_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lightning_megatron import ckpt_path
+    from lightning_megatron.checkpoint import find
 
     _complete(tmp_path / "step=2.ckpt", 2)
     _complete(tmp_path / "step=4.ckpt", 4)
-    check = ckpt_path.check_complete
+    check = find.check_complete
 
     def remove_after_the_check(path: Path) -> None:
         check(path)
         if path.name == "step=2.ckpt":
             shutil.rmtree(path)
 
-    monkeypatch.setattr(ckpt_path, "check_complete", remove_after_the_check)
+    monkeypatch.setattr(find, "check_complete", remove_after_the_check)
 
-    assert [each.step for each in ckpt_path.complete_checkpoints(tmp_path)] == [4]
+    assert [each.step for each in find.found_in(tmp_path)] == [4]
 
 
 @pytest.mark.parametrize(
@@ -301,11 +301,11 @@ def test_ranks_that_find_different_checkpoints_do_not_wait_for_each_other(tmp_pa
 
 def test_a_checkpoint_that_is_removed_meanwhile_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 of this or of another run removes old checkpoints while somebody looks for the newest one."""
-    from lightning_megatron import ckpt_path
+    from lightning_megatron.checkpoint import find
 
     _complete(tmp_path / "step=2.ckpt", 2)
     _complete(tmp_path / "step=4.ckpt", 4)
-    read = ckpt_path.load_plain
+    read = find.load_plain
 
     def read_and_remove(meta: Path) -> Any:
         state = read(meta)
@@ -313,7 +313,7 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_passed_over(tmp_path: Path, m
             shutil.rmtree(meta.parent)
         return state
 
-    monkeypatch.setattr(ckpt_path, "load_plain", read_and_remove)
+    monkeypatch.setattr(find, "load_plain", read_and_remove)
     assert _find(tmp_path, tmp_path) == str(tmp_path / "step=2.ckpt")
 
 
@@ -321,13 +321,13 @@ def test_a_checkpoint_that_cannot_be_read_is_not_passed_over_in_silence(tmp_path
     _complete(tmp_path / "step=2.ckpt", 2)
     _complete(tmp_path / "step=4.ckpt", 4)
     (tmp_path / "step=4.ckpt" / "meta.pt").write_bytes(b"damaged")
-    with pytest.warns(UserWarning, match=r"step=4.ckpt/meta.pt is not loaded: .* passed over"):
+    with pytest.warns(UserWarning, match=r"step=4.ckpt/meta.pt is damaged.* passed over"):
         assert _find(tmp_path, tmp_path) == str(tmp_path / "step=2.ckpt")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="looks with the eyes of another user")
 def test_a_read_only_folder_is_noticed() -> None:
-    from lightning_megatron.ckpt_path import check_writable
+    from lightning_megatron.checkpoint.find import check_writable
 
     with tempfile.TemporaryDirectory() as root:  # pytest's own is for one user
         os.setreuid(65534, 0)

@@ -149,7 +149,7 @@ def test_what_is_missing_is_an_error_before_any_process_starts(
 def test_an_empty_path_is_not_the_working_directory() -> None:
     from lightning_megatron import ConfigError, MegatronStrategy
 
-    with pytest.raises(ConfigError, match="load_from='' is no path"):
+    with pytest.raises(ConfigError, match="load_from must not be empty"):
         MegatronStrategy(load_from="")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lightning_megatron.checkpoint.find import is_own_within
 from tests.checkpoint.runs import GLOBAL_BATCH, Run, checkpoints_at, fit, rows_dataset
 from tests.ranks import run_ranks
 
@@ -117,40 +118,19 @@ def test_a_new_trainer_finds_the_last_checkpoint_and_old_ones_are_deleted(
     assert (tmp_path / "last.ckpt").is_symlink() == (save_last == "link")
 
 
-@pytest.mark.parametrize("kind", ["folder", "link", "file"])
-def test_removing_a_checkpoint_removes_what_it_is_and_nothing_else(tmp_path: Path, kind: str) -> None:
-    from lightning_megatron.engine import checkpoint
-
-    (tmp_path / "kept.ckpt").mkdir()
-    (tmp_path / "kept.ckpt" / "meta.pt").touch()
-    path = tmp_path / "removed.ckpt"
-    if kind == "folder":
-        path.mkdir()
-        (path / "meta.pt").touch()
-        (path / "__0_0.distcp").touch()
-    elif kind == "link":
-        path.symlink_to("kept.ckpt")
-    else:
-        path.touch()
-
-    checkpoint.remove(path)
-
-    assert sorted(each.name for each in tmp_path.rglob("*")) == ["kept.ckpt", "meta.pt"]
-
-
 def _steps_during_which_a_save_was_under_way(run: Run, folder: Path) -> tuple[list[int], list[str]]:
     """Its files are written only when somebody waits for them; which checkpoints there are by then."""
     import lightning.pytorch as pl
 
-    from lightning_megatron.engine.checkpoint import PendingSave
+    from lightning_megatron.checkpoint.save import Save
 
-    PendingSave.is_written = lambda self: False  # type: ignore[method-assign]
+    Save.is_written = lambda self: False  # type: ignore[method-assign]
     seen: list[int] = []
     names: list[str] = []
 
     class Watch(pl.Callback):
         def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-            if trainer.strategy._checkpointing.saves.is_saving:
+            if trainer.strategy._checkpointing.saver.is_saving:
                 seen.append(trainer.global_step)
                 names.extend(path.name for path in folder.iterdir() if path.suffix == ".ckpt")
 
@@ -166,3 +146,46 @@ def test_training_goes_on_while_a_save_is_under_way_and_the_older_one_stays_unti
     # Before step 7 the third save, of step 6, is under way; the second was completed when the third began.
     assert results == [([2, 3, 4, 5, 6], ["step=2.ckpt", "step=2.ckpt", "step=4.ckpt"])] * 2
     assert [path.name for path in tmp_path.iterdir()] == ["step=6.ckpt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_own"),
+    [
+        ("step=1.ckpt", True),
+        ("below/step=2.ckpt", True),
+        ("link", True),
+        ("dangling", True),
+        ("nothing.ckpt", True),
+        ("link_out_of_the_folder", True),  # only the link would go
+        ("link_to_documents", False),
+        ("unfinished.ckpt", False),
+        ("notes.txt", False),
+        ("", False),
+        ("below/..", False),
+        ("../others.ckpt", False),
+        ("../documents", False),
+        ("../nothing.ckpt", False),
+        ("elsewhere/others.ckpt", False),
+        ("below/../../checkpoints/step=1.ckpt", True),
+    ],
+)
+def test_what_is_a_checkpoint_of_a_folder_and_what_only_says_so(tmp_path: Path, name: str, is_own: bool) -> None:
+    folder = tmp_path / "checkpoints"
+    for place in (folder / "step=1.ckpt", folder / "below" / "step=2.ckpt", tmp_path / "others.ckpt"):
+        place.mkdir(parents=True)
+        for file in ("meta.pt", ".metadata", "metadata.json", "common.pt", "checksums.json"):
+            (place / file).touch()
+    for place in (folder / "unfinished.ckpt", tmp_path / "documents"):
+        place.mkdir()
+        (place / "common.pt").touch()
+    (folder / "notes.txt").touch()
+    links = {
+        "link": "step=1.ckpt",
+        "dangling": "step=0.ckpt",
+        "link_out_of_the_folder": "../others.ckpt",
+        "link_to_documents": "../documents",
+        "elsewhere": "..",
+    }
+    for link, target in links.items():
+        (folder / link).symlink_to(target)
+    assert is_own_within(folder / name, [tmp_path / "another", folder]) == is_own

@@ -1,7 +1,4 @@
-"""Is the optimizer's state in a checkpoint what Megatron itself writes, and does it come back in another precision?
-
-The reference is the writing of megatron-core 0.16.1, which gathers: checkpoints of earlier versions were its work.
-"""
+"""The optimizer's state in a checkpoint is what megatron-core gathers, and comes back in another precision."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from tests.checkpoint.runs import LLAMA, Run, Trace, differences, fit, read_plain_state, read_tensors
-from tests.ranks import RankError, run_ranks
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 
@@ -28,42 +25,36 @@ def _save(run: Run, path: Path) -> Trace:
     return trace
 
 
-def _save_now_and_as_before(run: Run, now: Path, before: Path) -> str:
-    """Save twice; returns what implements the optimizer."""
-    from lightning_megatron.engine import checkpoint_state
+def _save_and_gather(run: Run, now: Path, before: Path) -> None:
+    """Save as we do, and as Megatron does."""
+    from lightning_megatron.checkpoint import state as module
 
     def gathered(optimizer: Any, models: Any, **options: Any) -> dict[str, Any]:
-        state: dict[str, Any] = optimizer.inner.sharded_state_dict(models, metadata=dict(checkpoint_state.SHARDING))
+        state: dict[str, Any] = optimizer.inner.sharded_state_dict(models, metadata=dict(module.SHARDING))
         return state
 
     trainer, _ = fit(run)
     trainer.save_checkpoint(now)
-    implementation = type(trainer.optimizers[0].parts[0]).__name__
-    with (
-        patch.object(checkpoint_state, "sharded_optimizer_state", gathered),
-        patch.object(checkpoint_state, "FORMAT", implementation),
-    ):
+    with patch.object(module, "sharded_optimizer_state", gathered):
         trainer.save_checkpoint(before)
-    return implementation
 
 
 def _resume_as_before_and_save(run: Run, path: Path) -> None:
     """Read the checkpoint that ``run`` resumes from as Megatron does, and write another one as we do."""
-    from lightning_megatron.engine import checkpoint, checkpoint_state
-    from lightning_megatron.engine.optimizer_state import sharded_optimizer_state
+    from lightning_megatron.checkpoint import load
+    from lightning_megatron.checkpoint import state as module
+    from lightning_megatron.checkpoint.optimizer_state import sharded_optimizer_state
 
     def whole(optimizer: Any, models: Any, *, is_loading: bool, **options: Any) -> dict[str, Any]:
         if not is_loading:
             return sharded_optimizer_state(optimizer, models)
-        metadata = dict(checkpoint_state.SHARDING)
+        metadata = dict(module.SHARDING)
         state: dict[str, Any] = optimizer.inner.sharded_state_dict(models, is_loading=True, metadata=metadata)
         return state
 
     with (
-        patch.object(checkpoint_state, "sharded_optimizer_state", whole),
-        patch.object(
-            checkpoint, "restore_optimizer_state", lambda optimizer, state: optimizer.inner.load_state_dict(state)
-        ),
+        patch.object(module, "sharded_optimizer_state", whole),
+        patch.object(load, "restore_optimizer_state", lambda optimizer, state: optimizer.inner.load_state_dict(state)),
     ):
         trainer, _ = fit(run)
         trainer.save_checkpoint(path)
@@ -82,45 +73,12 @@ def test_megatron_reads_what_a_sharded_optimizer_writes(tmp_path: Path) -> None:
 
 def test_a_sharded_optimizer_writes_what_megatron_gathers(tmp_path: Path) -> None:
     now, before = tmp_path / "now.ckpt", tmp_path / "before.ckpt"
-    run_ranks(_save_now_and_as_before, 3, RUN, now, before)
+    run_ranks(_save_and_gather, 3, RUN, now, before)
 
     ours, theirs = read_tensors(now), read_tensors(before)
     assert differences(theirs, ours) == []
     assert differences(read_plain_state(before), read_plain_state(now)) == []
     assert sum(name.startswith("optimizer.state.exp_avg_sq.") for name in ours) == len(ours) // 4
-
-
-@pytest.mark.parametrize(
-    ("written", "read", "implementation"),
-    [
-        pytest.param(
-            RUN, RUN.but(strategy=UNSHARDED), "DistributedOptimizer", id="sharded, fp32", marks=pytest.mark.exhaustive
-        ),
-        pytest.param(
-            RUN.but(strategy=UNSHARDED, trainer=BF16),
-            RUN.but(trainer=BF16),
-            "Float16OptimizerWithFloat16Params",
-            id="unsharded, bf16",
-        ),
-    ],
-)
-def test_checkpoints_of_earlier_versions_are_read(tmp_path: Path, written: Run, read: Run, implementation: str) -> None:
-    now, before, again = tmp_path / "now.ckpt", tmp_path / "before.ckpt", tmp_path / "again.ckpt"
-    assert run_ranks(_save_now_and_as_before, 2, written, now, before) == [implementation] * 2
-
-    run_ranks(_save, 3, read.but(ckpt_path=str(before)), again)
-
-    assert differences(read_tensors(now), read_tensors(again)) == []
-    assert differences(read_plain_state(now), read_plain_state(again)) == []
-
-
-def test_masters_that_an_earlier_version_did_not_write_are_missed(tmp_path: Path) -> None:
-    before = tmp_path / "before.ckpt"
-    run_ranks(_save_now_and_as_before, 1, RUN.but(strategy=UNSHARDED), tmp_path / "now.ckpt", before)
-    with pytest.raises(
-        RankError, match=r"CheckpointError.*written in 32-true by an earlier version.*resume in 32-true"
-    ):
-        run_ranks(_save, 1, RUN.but(trainer=BF16, ckpt_path=str(before)), tmp_path / "again.ckpt")
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.engine.checkpoint_safety import check_complete
+from lightning_megatron.checkpoint.files import check_complete
 from tests.checkpoint.engine_runs import RUN as ENGINE_RUN
-from tests.checkpoint.engine_runs import engine_run
+from tests.checkpoint.engine_runs import engine_run, save
 from tests.checkpoint.runs import Run, checkpoints_at, fit, make_module, make_trainer, shuffled_loader
 from tests.ranks import RankError, run_ranks
 
@@ -31,7 +31,7 @@ def _full_disk(victim: int, first: int, last: int, seen: dict[int, list[str]], f
         def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
             with trainer.strategy.engine():
                 # Else it would depend on the clock which save meets the limit.
-                trainer.strategy._checkpointing.saves.finish()
+                trainer.strategy._checkpointing.saver.finish()
             trainer.strategy.barrier()
             seen[trainer.global_step] = _names(folder)
             trainer.strategy.barrier()
@@ -147,9 +147,9 @@ def test_a_folder_that_cannot_be_made_from_the_start_is_noticed_before_the_first
 def _fail_while_saving(run: Run, folder: Path) -> None:
     import lightning.pytorch as pl
 
-    from lightning_megatron.engine.checkpoint import PendingSave
+    from lightning_megatron.checkpoint.save import Save
 
-    PendingSave.is_written = lambda self: False  # type: ignore[method-assign]
+    Save.is_written = lambda self: False  # type: ignore[method-assign]
 
     class Fails(pl.Callback):
         def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
@@ -174,9 +174,9 @@ def _fail_on_one_rank(run: Run, folder: Path) -> None:
     import lightning.pytorch as pl
 
     from lightning_megatron import DataError, checkpointing
-    from lightning_megatron.engine.checkpoint import PendingSave
+    from lightning_megatron.checkpoint.save import Save
 
-    PendingSave.is_written = lambda self: False  # type: ignore[method-assign]
+    Save.is_written = lambda self: False  # type: ignore[method-assign]
     checkpointing._PATIENCE = timedelta(seconds=1)
 
     class Fails(pl.Callback):
@@ -248,18 +248,18 @@ def _save_over(path: Path, moment: str = "", is_shared: bool = True) -> str:
         moment: The function of the save before which somebody deletes the folder.
         is_shared: Whether the ranks see the same disk.
     """
-    from lightning_megatron.engine import checkpoint, checkpoint_save
+    from lightning_megatron.checkpoint import save as module
     from lightning_megatron.errors import CheckpointError
 
     if moment:
-        original = getattr(checkpoint_save, moment)
+        original = getattr(module, moment)
 
         def delete_and_go_on(*arguments: Any) -> Any:
             if os.environ["RANK"] == "0":
                 shutil.rmtree(path.parent)
             return original(*arguments)
 
-        setattr(checkpoint_save, moment, delete_and_go_on)
+        setattr(module, moment, delete_and_go_on)
     if not is_shared:
         disk = path.parent / f"host{os.environ['RANK']}"
         disk.mkdir()
@@ -267,7 +267,7 @@ def _save_over(path: Path, moment: str = "", is_shared: bool = True) -> str:
         path = Path(path.name)
     with engine_run(ENGINE_RUN) as state:
         try:
-            checkpoint.save(state, {}, path)
+            save(state, {}, path)
         except CheckpointError as error:
             return str(error)
     return ""
@@ -286,7 +286,7 @@ def test_a_folder_of_other_files_is_not_replaced(tmp_path: Path) -> None:
     assert run_ranks(_save_over, 1, results) == [""]  # a checkpoint is replaced, whatever else somebody put into it
 
 
-@pytest.mark.parametrize("moment", ["finish_parameter_gathers", "rng_file", "FileWriter", "save_config"])
+@pytest.mark.parametrize("moment", ["finish_parameter_gathers", "rng_file", "FileWriter", "write_checksums"])
 def test_a_folder_that_vanishes_meanwhile_is_told_in_one_line_on_all_ranks(tmp_path: Path, moment: str) -> None:
     path = tmp_path / "folder" / "a.ckpt"
     messages = run_ranks(_save_over, 2, path, moment)
@@ -309,12 +309,10 @@ def _left_by(run: Run, folder: Path) -> dict[str, Any]:
     """What a process still has after a run with saves beside it."""
     import threading
 
-    from lightning_megatron.engine import checkpoint_save
-
     trainer, _ = fit(run, checkpoints_at(folder, save_top_k=1))
     trainer.save_checkpoint(folder / "by_hand.ckpt")
     return {
-        "host memory": checkpoint_save._host_memory._size,
+        "host memory": trainer.strategy._checkpointing.saver._memory._size,
         "threads": [each.name for each in threading.enumerate() if "rmtree" in each.name or "_run" in each.name],
         "folder": sorted(path.name for path in folder.iterdir()),
         "open files": [name for name in map(os.path.realpath, Path("/proc/self/fd").iterdir()) if str(folder) in name],

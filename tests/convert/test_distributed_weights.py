@@ -161,7 +161,7 @@ def test_what_is_stored_are_megatrons_tensors_with_padding_of_zeros(tmp_path: Pa
 
 
 def test_chunks_are_those_of_the_ranks(tmp_path: Path) -> None:
-    from lightning_megatron.engine.checkpoint_safety import read_table
+    from lightning_megatron.checkpoint.files import read_table
 
     save_as(tiny("llama"), tmp_path / "source", "safetensors")
     _convert(tmp_path / "source", tmp_path / "model.ckpt", tp=2, pp=3)

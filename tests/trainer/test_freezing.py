@@ -223,7 +223,7 @@ def test_freezing_holds_from_fit_to_fit_and_is_refused_once_the_optimizer_is_mad
 
 
 def test_torch_still_refuses_to_save_moments_with_gaps() -> None:
-    """Else the row of ``_validate_global_plan`` in engine/dist_checkpoint_patches.py is needless."""
+    """Else ``ShardWriter`` may leave the global plan to the planner."""
     from torch.distributed.checkpoint.default_planner import _validate_global_plan
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
     from torch.distributed.checkpoint.planner import SavePlan, TensorProperties

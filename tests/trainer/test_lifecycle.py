@@ -115,11 +115,10 @@ def _patched_attributes(with_megatron: bool = True) -> dict[str, Any]:
     """Everything that the strategy changes while it runs, or only what it changes while the engine works."""
     import importlib
 
-    from lightning_megatron.engine.dist_checkpoint_patches import DIST_CHECKPOINT_PATCHES
     from lightning_megatron.engine.patches import CPU, patches
 
     found = {}
-    for patch in (*(patches("cpu") if with_megatron else ()), *CPU, *DIST_CHECKPOINT_PATCHES):
+    for patch in (*(patches("cpu") if with_megatron else ()), *CPU):
         place: Any = importlib.import_module(patch.module)
         *path, name = patch.attribute.split(".")
         for part in path:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lightning_megatron import files
-from lightning_megatron.engine.checkpoint_swap import is_own_within, start_partial
+from lightning_megatron.checkpoint.save import _start_partial
 from lightning_megatron.errors import CheckpointError, DataError
 from lightning_megatron.files import FolderLock, publish, recover, remove, staged, wait_for_deletions
 
@@ -101,9 +101,8 @@ def test_left_overs_of_killed_programs_are_cleared_and_others_are_not(tmp_path: 
     _folder(tmp_path / "g.partial", "no checkpoint")
     others = FolderLock(active)
 
-    partial, lock = start_partial(tmp_path / "a.ckpt")
+    lock = _start_partial(tmp_path / "a.ckpt")
 
-    assert partial == own
     assert _names(own) == []
     assert _names(tmp_path) == ["a.ckpt.partial", "d.ckpt.partial", "e.ckpt.partial", "f.ckpt", "g.partial"]
     others.release()
@@ -112,15 +111,16 @@ def test_left_overs_of_killed_programs_are_cleared_and_others_are_not(tmp_path: 
 
 def test_two_programs_cannot_write_one_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
-    partial, lock = start_partial(path)
+    partial = tmp_path / "a.ckpt.partial"
+    lock = _start_partial(path)
     (partial / "__0_0.distcp").touch()
     with pytest.raises(CheckpointError, match="another program is writing .*a.ckpt.partial at this moment"):
-        start_partial(path)
+        _start_partial(path)
     _folder(path, "old")
     remove(path)
     assert _names(partial) == ["__0_0.distcp"]
     lock.release()
-    start_partial(path)[1].release()
+    _start_partial(path).release()
     assert _names(partial) == []
 
 
@@ -161,51 +161,8 @@ def test_what_is_removed_has_no_name_that_anybody_reads_before_it_is_incomplete(
     assert _names(tmp_path) == ["a.ckpt.removed"]
     assert recover(path) == path
     monkeypatch.undo()
-    start_partial(tmp_path / "b.ckpt")[1].release()
+    _start_partial(tmp_path / "b.ckpt").release()
     assert _names(tmp_path) == ["b.ckpt.partial"]
-
-
-@pytest.mark.parametrize(
-    ("name", "is_own"),
-    [
-        ("step=1.ckpt", True),
-        ("below/step=2.ckpt", True),
-        ("link", True),
-        ("dangling", True),
-        ("nothing.ckpt", True),
-        ("link_out_of_the_folder", True),  # only the link would go
-        ("link_to_documents", False),
-        ("unfinished.ckpt", False),
-        ("notes.txt", False),
-        ("", False),
-        ("below/..", False),
-        ("../others.ckpt", False),
-        ("../documents", False),
-        ("../nothing.ckpt", False),
-        ("elsewhere/others.ckpt", False),
-        ("below/../../checkpoints/step=1.ckpt", True),
-    ],
-)
-def test_what_is_a_checkpoint_of_a_folder_and_what_only_says_so(tmp_path: Path, name: str, is_own: bool) -> None:
-    folder = tmp_path / "checkpoints"
-    for place in (folder / "step=1.ckpt", folder / "below" / "step=2.ckpt", tmp_path / "others.ckpt"):
-        place.mkdir(parents=True)
-        for file in ("meta.pt", ".metadata", "metadata.json", "common.pt"):
-            (place / file).touch()
-    for place in (folder / "unfinished.ckpt", tmp_path / "documents"):
-        place.mkdir()
-        (place / "common.pt").touch()
-    (folder / "notes.txt").touch()
-    links = {
-        "link": "step=1.ckpt",
-        "dangling": "step=0.ckpt",
-        "link_out_of_the_folder": "../others.ckpt",
-        "link_to_documents": "../documents",
-        "elsewhere": "..",
-    }
-    for link, target in links.items():
-        (folder / link).symlink_to(target)
-    assert is_own_within(folder / name, [tmp_path / "another", folder]) == is_own
 
 
 # ---- staged ---------------------------------------------------------------------------------------------------------

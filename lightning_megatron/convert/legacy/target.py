@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from lightning_megatron.checkpoint.files import failures_as_errors
 from lightning_megatron.convert.companions import companion_files, copy_companions
 from lightning_megatron.convert.iterations import TRACKER_FILE
 from lightning_megatron.convert.legacy.arguments_out import megatron_arguments
@@ -29,7 +30,6 @@ from lightning_megatron.convert.reading import read_box
 from lightning_megatron.convert.stored.base import Key, StoredModel
 from lightning_megatron.convert.targets.casting import cast, dtype_of
 from lightning_megatron.convert.targets.layout import TargetLayout
-from lightning_megatron.engine.checkpoint_failures import failures_as_errors
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.files import sync
 

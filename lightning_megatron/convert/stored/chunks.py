@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from lightning_megatron.checkpoint.files import read_table
 from lightning_megatron.convert.filling import Filling
 from lightning_megatron.convert.pickled.tensor_handle import TensorHandle
 from lightning_megatron.convert.pickled.unpickler import FilePart, load_pickled
 from lightning_megatron.convert.stored.distributed_names import is_of_optimizer
-from lightning_megatron.engine.checkpoint_safety import read_table
 from lightning_megatron.errors import CheckpointError
 
 

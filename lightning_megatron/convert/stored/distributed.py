@@ -15,6 +15,15 @@ from typing import Any
 
 import torch
 
+from lightning_megatron.checkpoint.files import (
+    CHECKSUMS,
+    COMMON,
+    META,
+    check_complete,
+    check_only_data,
+    load_plain,
+    verify_checksums,
+)
 from lightning_megatron.convert.companions import companion_files
 from lightning_megatron.convert.contents import OF_MEGATRON_CORE, OF_STRATEGY, check_of_megatron_core
 from lightning_megatron.convert.legacy.names import VOCABULARY
@@ -24,14 +33,6 @@ from lightning_megatron.convert.stored.base import Key, Spec
 from lightning_megatron.convert.stored.chunks import ChunkedFiles, open_chunks
 from lightning_megatron.convert.stored.description import describe_arguments, describe_run
 from lightning_megatron.convert.stored.distributed_names import entry_of, is_weightless
-from lightning_megatron.engine.checkpoint_checksums import CHECKSUMS, verify_checksums
-from lightning_megatron.engine.checkpoint_safety import (
-    COMMON,
-    META,
-    check_complete,
-    check_only_data,
-    load_plain,
-)
 from lightning_megatron.errors import CheckpointError, ConfigError
 from lightning_megatron.models.config import ModelConfig
 
@@ -89,7 +90,7 @@ def open_distributed(path: Path, config: Path | None) -> DistributedModel:
 def _checked_meta(path: Path) -> Mapping[str, Any]:
     """``meta.pt`` of a checkpoint of the strategy, after its bytes have proved to be those that were written."""
     # Not above: the engine's imports take seconds.
-    from lightning_megatron.engine.checkpoint_state import FORMAT_VERSION
+    from lightning_megatron.checkpoint.state import FORMAT_VERSION
 
     check_complete(path)
     verify_checksums(path)

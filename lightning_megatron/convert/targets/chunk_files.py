@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from lightning_megatron.engine.checkpoint_checksums import FileChecksums
+from lightning_megatron.checkpoint.files import FileChecksums
 
 _BACKENDS = {
     "sharded_backend": "torch_dist",

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from lightning_megatron.checkpoint.files import COMMON, META, checksums_of_file, failures_as_errors, write_checksums
 from lightning_megatron.convert.companions import companion_files, copy_companions
 from lightning_megatron.convert.options import ConvertOptions
 from lightning_megatron.convert.reading import read_box
@@ -27,9 +28,6 @@ from lightning_megatron.convert.stored.distributed import COMPANIONS
 from lightning_megatron.convert.targets.casting import dtype_of
 from lightning_megatron.convert.targets.chunk_files import Chunk, write_chunks
 from lightning_megatron.convert.targets.layout import Box, TargetLayout
-from lightning_megatron.engine.checkpoint_checksums import checksums_of_file, write_known_checksums
-from lightning_megatron.engine.checkpoint_failures import failures_as_errors
-from lightning_megatron.engine.checkpoint_safety import COMMON, META
 from lightning_megatron.models.config import ModelConfig
 
 
@@ -62,7 +60,7 @@ class _Target:
     def write(self, folder: Path) -> None:
         """Write all files, ``meta.pt`` and its checksums last."""
         # Not above: the engine's imports take seconds.
-        from lightning_megatron.engine.checkpoint_state import FORMAT_VERSION, SHARDING
+        from lightning_megatron.checkpoint.state import FORMAT_VERSION, SHARDING
 
         options = self._options
         companions = companion_files(self._source.companions, options.tokenizer)
@@ -91,7 +89,7 @@ class _Target:
         }
         torch.save(meta, folder / META)
         files = (file for file in folder.iterdir() if file.is_file() and file.name not in checksums)
-        write_known_checksums(folder, checksums | {file.name: checksums_of_file(file) for file in files})
+        write_checksums(folder, checksums | {file.name: checksums_of_file(file) for file in files})
 
     # ---- tensors ----------------------------------------------------------------------------------------------------
 

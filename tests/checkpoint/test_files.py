@@ -1,4 +1,4 @@
-"""Are shards copied and written as they are, by threads that leave no trace in torch?"""
+"""Shards are copied and written as they are, by threads that leave no trace in torch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from lightning_megatron.engine.checkpoint_checksums import checksums_of_file
-from lightning_megatron.engine.checkpoint_files import FileWriter, Shards
-from lightning_megatron.engine.checkpoint_staging import HostMemory
+from lightning_megatron.checkpoint.files import checksums_of_file
+from lightning_megatron.checkpoint.save import FileWriter, HostMemory
 
 TENSORS = [
     torch.arange(300, dtype=torch.float32).view(3, 100),
@@ -52,10 +51,10 @@ def _item(name: str, kind: WriteItemType) -> WriteItem:
 
 def test_files_hold_what_was_given_where_the_results_say(tmp_path: Path) -> None:
     tensors = [(_item(str(i), WriteItemType.SHARD), tensor) for i, tensor in enumerate(TENSORS)]
-    blob: Shards = ([(_item("bytes", WriteItemType.BYTE_IO), io.BytesIO(b"some state"))], tensors[3:])
+    blob = (_item("bytes", WriteItemType.BYTE_IO), io.BytesIO(b"some state"))
     before = torch.serialization.get_crc32_options()
 
-    writer = FileWriter(tmp_path, {"a": ([], tensors[:3]), "b": blob}, {"rng": b"random"})
+    writer = FileWriter(tmp_path, {"a": tensors[:3], "b": [blob, *tensors[3:]]}, {"rng": b"random"})
     results, checksums = writer.wait()
 
     assert writer.is_done
@@ -74,6 +73,6 @@ def test_files_hold_what_was_given_where_the_results_say(tmp_path: Path) -> None
 
 
 def test_a_failure_of_a_thread_comes_out_of_wait(tmp_path: Path) -> None:
-    writer = FileWriter(tmp_path / "missing", {"a": ([], [])}, {})
+    writer = FileWriter(tmp_path / "missing", {"a": []}, {})
     with pytest.raises(FileNotFoundError, match="missing"):
         writer.wait()

@@ -1,4 +1,4 @@
-"""What of an optimizer is in a checkpoint, whichever of Megatron's optimizers holds it, and how does it come back?
+"""Sharded state of any of Megatron's optimizers: saved by the ranks that hold it, loaded at any layout.
 
 For each parameter there are the entries ``optimizer.state.{param,exp_avg,exp_avg_sq}.NAME`` in the shape of the weight:
 its fp32 master and its moments, as megatron-core's ``fully_reshardable`` format has them. So a run goes on with or
@@ -28,9 +28,6 @@ from lightning_megatron.engine.optimizer import MegatronOptimizer
 
 FORMAT = "DistributedOptimizer"
 """What ``meta.pt`` calls the format above, after the only implementation that could read it once."""
-
-_ENTRY_OF_MASTERS = {FORMAT: "param", "Float16OptimizerWithFloat16Params": "fp32_param", "FP32Optimizer": None}
-"""Under which name a checkpoint of each format has the masters; fp32 weights were their own once."""
 
 _GROUP_IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 """What tells parameter groups apart; each rank has all of them, in any order."""
@@ -67,7 +64,7 @@ class _Held:
 
 
 def sharded_optimizer_state(
-    optimizer: MegatronOptimizer, models: Mapping[str, Any], *, is_loading: bool = False, written_as: str = FORMAT
+    optimizer: MegatronOptimizer, models: Mapping[str, Any], *, is_loading: bool = False
 ) -> dict[str, Any]:
     """The state as sharded tensors over the live ones, and plain data; every rank must call.
 
@@ -76,17 +73,13 @@ def sharded_optimizer_state(
         models: Sharded state of all chunks, with the parameters themselves as data.
         is_loading: Whether a checkpoint is about to be read: fp32 masters, which are weights, then get memory of their
             own, because the weights are read too, perhaps with fewer digits.
-        written_as: The format of the checkpoint that is read; a 16-bit run needs one that ``has_masters``.
     """
     placements = _placements(models)
     entries: dict[str, ShardedTensor] = {}
     for number, held in _all_held(optimizer):
         for name, tensor in held.tensors.items():
-            entry = _ENTRY_OF_MASTERS[written_as] if name == "param" else name
-            if entry is None:
-                continue
             flat = torch.empty_like(tensor) if is_loading and name == "param" and held.is_own_master else tensor
-            pieces = _pieces(placements[id(held.parameter)], held, flat, f"optimizer.state.{entry}")
+            pieces = _pieces(placements[id(held.parameter)], held, flat, f"optimizer.state.{name}")
             entries |= {f"{number}.{name}.{index}": piece for index, piece in enumerate(pieces)}
     return {"param_state": entries, "param_state_sharding_type": "fully_reshardable", **_plain_state(optimizer)}
 
@@ -103,9 +96,11 @@ def restore_optimizer_state(optimizer: MegatronOptimizer, loaded: Mapping[str, A
     """
     entries = loaded["param_state"]
     for number, held in _all_held(optimizer):
-        if held.is_own_master and f"{number}.param.0" in entries:
-            pieces = [entries[key] for key in _numbered(f"{number}.param", entries)]
-            held.tensors["param"].copy_(torch.cat([piece.flatten() for piece in pieces]))
+        prefix = f"{number}.param."
+        # In the order in which they were asked for.
+        pieces = sorted((int(key.removeprefix(prefix)), key) for key in entries if key.startswith(prefix))
+        if held.is_own_master and pieces:
+            held.tensors["param"].copy_(torch.cat([entries[key].flatten() for _, key in pieces]))
     plain = loaded.get("optimizer", loaded)
     saved = {_identity(group): group for group in plain["param_groups"]}
     for part in optimizer.parts:
@@ -125,11 +120,6 @@ def _share_masters(part: Any) -> None:
             chunk.start_param_sync(force_sync=True)
 
 
-def has_masters(written_as: str) -> bool:
-    """Whether a checkpoint of that format has fp32 masters beside the weights, as a 16-bit run needs them."""
-    return _ENTRY_OF_MASTERS.get(written_as) is not None
-
-
 def _plain_state(optimizer: MegatronOptimizer) -> dict[str, Any]:
     groups = [
         {name: value for name, value in group.items() if name != "params"}
@@ -142,13 +132,6 @@ def _plain_state(optimizer: MegatronOptimizer) -> dict[str, Any]:
 
 def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(group[name] for name in _GROUP_IDENTITY)
-
-
-def _numbered(prefix: str, entries: Mapping[str, Any]) -> Iterator[str]:
-    index = 0
-    while f"{prefix}.{index}" in entries:
-        yield f"{prefix}.{index}"
-        index += 1
 
 
 # ---- what a rank holds ----------------------------------------------------------------------------------------------

@@ -11,19 +11,21 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.engine.checkpoint_safety import read_table
-from lightning_megatron.engine.dist_checkpoint_patches import _load_only_data
+from lightning_megatron.checkpoint.files import read_table
+from lightning_megatron.checkpoint.load import MCoreLoadPlanner, _LoadPlanner
 from lightning_megatron.errors import CheckpointError
 
 
-def test_the_engines_reader_gets_no_bytes_of_the_file() -> None:
+def test_the_engines_reader_gets_no_bytes_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """It unpickles without restriction: whatever the check has missed must not reach it."""
     given: list[bytes] = []
-    load = _load_only_data(lambda _, __, value: given.append(value.getvalue()))
+    monkeypatch.setattr(
+        MCoreLoadPlanner, "load_bytes", lambda _, __, value: given.append(value.getvalue()), raising=False
+    )
     stream = io.BytesIO()
     torch.save([None, torch.ones(2)], stream, _use_new_zipfile_serialization=False)
 
-    load(None, SimpleNamespace(dest_index=SimpleNamespace(fqn="x")), stream)
+    _LoadPlanner().load_bytes(SimpleNamespace(dest_index=SimpleNamespace(fqn="x")), stream)
 
     (value,) = given
     assert value != stream.getvalue()

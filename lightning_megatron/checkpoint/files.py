@@ -1,0 +1,377 @@
+"""The files of a checkpoint: completeness, checksums, and reading without running code.
+
+``checksums.json`` has a CRC-32 for every 64 MiB of every other file. CRC-32 finds every flipped bit and every burst of
+up to 32 bits; it is no protection against somebody who means harm. Torch's distributed checkpoints keep their table of
+contents in a pickle, which torch loads without restriction: here its names become stand-ins that do nothing, and the
+table is made anew from what they have kept. Other files are read by ``engine/pickles.py``.
+
+Nothing here communicates or imports Megatron.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.api import CheckpointException
+
+from lightning_megatron.engine.pickles import more_than_data, read_pickle, stand_in
+from lightning_megatron.errors import CheckpointError
+
+META = "meta.pt"
+"""Lightning's own state and the description of the run; written last, so its presence means "complete"."""
+
+COMMON = "common.pt"
+"""What Megatron does not shard: parameter groups and step counts."""
+
+CHECKSUMS = "checksums.json"
+TABLE = ".metadata"
+"""Torch's table of contents."""
+BACKENDS = "metadata.json"
+"""Megatron picks the code that reads the rest by this file."""
+_KNOWN_BACKENDS = {"sharded_backend": "torch_dist", "common_backend": "torch"}
+
+# ---- completeness ---------------------------------------------------------------------------------------------------
+
+
+def is_distributed(path: Path) -> bool:
+    """Whether ``path`` is a distributed checkpoint of Megatron-Core, of ours or of another program."""
+    return (path / TABLE).is_file() and (path / BACKENDS).is_file()
+
+
+def check_complete(path: Path) -> None:
+    """Raise unless ``path`` is a finished checkpoint directory of ours.
+
+    Raises:
+        CheckpointError: If it is missing, is not a directory, or was never finished.
+    """
+    if not path.exists():
+        raise CheckpointError(f"checkpoint {path} does not exist; give the path of a *.ckpt directory")
+    if not path.is_dir():
+        raise CheckpointError(
+            f"checkpoint {path} is a file, not a directory that this strategy wrote; give a *.ckpt directory"
+        )
+    if not (path / META).is_file():
+        raise CheckpointError(
+            f"checkpoint {path} has no {META}: it was never finished, or another program wrote it; use an earlier one"
+        )
+    for name in (TABLE, BACKENDS, COMMON, CHECKSUMS):
+        if not (path / name).is_file():
+            raise CheckpointError(
+                f"checkpoint {path} lacks its file {name}: it is damaged, or another strategy wrote it; use an earlier "
+                "one that MegatronStrategy wrote"
+            )
+
+
+def check_replaceable(path: Path) -> None:
+    """Raise if a checkpoint of that name would take the place of a folder of something else.
+
+    Raises:
+        CheckpointError: If ``path`` is a folder with files of which none is a checkpoint's.
+    """
+    if path.is_symlink() or not path.is_dir() or not any(path.iterdir()):
+        return
+    if not any((path / name).exists() for name in (META, COMMON, TABLE, BACKENDS)) and not any(path.glob("*.distcp")):
+        raise CheckpointError(f"{path} is a folder of other files, which would be lost; give the checkpoint a new name")
+
+
+def check_backends(path: Path) -> None:
+    """Refuse other formats.
+
+    Raises:
+        CheckpointError: If the format is another one, or cannot be read.
+    """
+    try:
+        backends = json.loads((path / BACKENDS).read_bytes())
+        known = all(backends[name] == value for name, value in _KNOWN_BACKENDS.items())
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        message = f"checkpoint {path} has an unreadable {BACKENDS} ({error!r}); use an earlier one"
+        raise CheckpointError(message) from None
+    if not known:
+        raise CheckpointError(
+            f"checkpoint {path} has the format {backends}, and this program reads {_KNOWN_BACKENDS}; give one that "
+            "MegatronStrategy wrote"
+        )
+
+
+# ---- checksums ------------------------------------------------------------------------------------------------------
+
+SEGMENT = 64 * 2**20
+"""Bytes that one checksum covers; the last one of a file covers what is left."""
+
+_PIECE = 4 * 2**20
+_THREADS = 4
+_ALGORITHM = "crc32"
+
+
+@dataclass(kw_only=True)
+class FileChecksums:
+    """The checksums of one file, which grow as it is written from its beginning to its end."""
+
+    size: int = 0
+    """Bytes."""
+    segments: list[int] = field(default_factory=list)
+    """CRC-32 of each ``SEGMENT`` bytes."""
+
+    def update(self, data: memoryview) -> None:
+        """Append bytes; other threads run meanwhile, since zlib lets go of the interpreter."""
+        while len(data) > 0:
+            room = SEGMENT - self.size % SEGMENT
+            if room == SEGMENT:
+                self.segments.append(0)
+            self.segments[-1] = zlib.crc32(data[:room], self.segments[-1])
+            self.size += min(room, len(data))
+            data = data[room:]
+
+
+def checksums_of(data: bytes) -> FileChecksums:
+    """The checksums of a file with this content."""
+    checksums = FileChecksums()
+    checksums.update(memoryview(data))
+    return checksums
+
+
+def checksums_of_file(file: Path) -> FileChecksums:
+    """The checksums of a file that is there."""
+    size = file.stat().st_size
+    with ThreadPoolExecutor(_THREADS) as pool:
+        segments = list(pool.map(lambda start: _crc32(file, start, size), range(0, size, SEGMENT)))
+    return FileChecksums(size=size, segments=segments)
+
+
+def write_checksums(folder: Path, files: Mapping[str, FileChecksums]) -> None:
+    """Write ``checksums.json``, and wait until it is on the disk."""
+    described = {name: asdict(files[name]) for name in sorted(files)}
+    content = {
+        "algorithm": _ALGORITHM,
+        "segment_bytes": SEGMENT,
+        "files": described,
+        "checksum_of_files": _checksum_of_table(described),
+    }
+    with (folder / CHECKSUMS).open("w", encoding="utf-8") as stream:
+        json.dump(content, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def verify_checksums(folder: Path, share: tuple[int, int] = (0, 1)) -> None:
+    """Read a share of a checkpoint's bytes and compare.
+
+    Args:
+        folder: The checkpoint.
+        share: ``(rank, world)``: this is share ``rank`` of ``world`` about equal ones.
+
+    Raises:
+        CheckpointError: If a file is missing, has another size or other bytes than were written; the first such file
+            and its bytes are named.
+    """
+    files = _read_checksums(folder)
+    for name, checksums in files.items():
+        if not (folder / name).is_file():
+            raise CheckpointError(f"checkpoint {folder} lacks its file {name}: it is damaged; use an earlier one")
+        if (size := (folder / name).stat().st_size) != checksums.size:
+            raise CheckpointError(
+                f"checkpoint {folder} is damaged: {name} has {size} bytes and was written with {checksums.size}; use "
+                "an earlier one"
+            )
+    work = [(name, index) for name, checksums in files.items() for index in range(len(checksums.segments))]
+    rank, world = share
+    mine = work[len(work) * rank // world : len(work) * (rank + 1) // world]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        found = pool.map(lambda place: _crc32(folder / place[0], place[1] * SEGMENT, files[place[0]].size), mine)
+        for (name, index), crc in zip(mine, found, strict=True):
+            if crc != files[name].segments[index]:
+                raise CheckpointError(
+                    f"checkpoint {folder} is damaged: {name} differs from its checksum in bytes {index * SEGMENT}-"
+                    f"{min((index + 1) * SEGMENT, files[name].size)}; use an earlier one"
+                )
+
+
+def _read_checksums(folder: Path) -> dict[str, FileChecksums]:
+    try:
+        content: dict[str, Any] = json.loads((folder / CHECKSUMS).read_bytes())
+        described = content["files"]
+        known = content["algorithm"] == _ALGORITHM and content["segment_bytes"] == SEGMENT
+        files = {name: FileChecksums(**each) for name, each in described.items()}
+        sizes = [type(each.size) is int and len(each.segments) == -(-each.size // SEGMENT) for each in files.values()]
+        if not known or not all(sizes) or content["checksum_of_files"] != _checksum_of_table(described):
+            raise ValueError("its content is not what was written")
+        return files
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"checkpoint {folder} is damaged: {CHECKSUMS} cannot be read ({error}); use an earlier one"
+        ) from None
+
+
+def _checksum_of_table(described: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(described, sort_keys=True).encode())
+
+
+def _crc32(file: Path, start: int, size: int) -> int:
+    """Of the segment that begins at ``start``, read in pieces so that little memory is needed."""
+    crc = 0
+    with file.open("rb", buffering=0) as stream:
+        stream.seek(start)
+        left = min(SEGMENT, size - start)
+        while left > 0:
+            data = stream.read(min(_PIECE, left))
+            if not data:
+                break  # shorter than it was a moment ago: the checksum will differ
+            crc = zlib.crc32(data, crc)
+            left -= len(data)
+    return crc
+
+
+# ---- plain data -----------------------------------------------------------------------------------------------------
+
+
+def load_plain(file: Path) -> Any:
+    """Read a torch file of plain data: numbers, strings, containers and tensors.
+
+    Raises:
+        CheckpointError: If the file holds anything else, or is damaged.
+    """
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing: the checkpoint is damaged; use an earlier one")
+    return read_pickle(file, foreign=False)
+
+
+# ---- the table of contents ------------------------------------------------------------------------------------------
+
+_TABLE_NAMES = re.compile(
+    r"torch\.distributed\.checkpoint\.(metadata|planner|filesystem)\.\w+|torch\.(Size|serialization\._get_layout)"
+    r"|collections\.OrderedDict|pathlib\.(_local\.)?PosixPath"
+)
+"""Everything that a table of contents consists of, besides dtypes (torch 2.10 to 2.13)."""
+
+
+class _TableUnpickler(pickle.Unpickler):
+    """Finds stand-ins for what the table of contents of a distributed checkpoint is made of, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
+            return dtype
+        if _TABLE_NAMES.fullmatch(f"{module}.{name}"):
+            return stand_in(f"{module}.{name}")
+        raise CheckpointError(f"it would run {module}.{name} when loaded")
+
+
+def read_table(path: Path) -> Any:
+    """The table of contents of a distributed checkpoint, a ``torch.distributed.checkpoint.metadata.Metadata``.
+
+    Raises:
+        CheckpointError: If it names anything but what such a table consists of, points outside the checkpoint, or
+            cannot be read.
+    """
+    try:
+        return _table_of(_TableUnpickler(io.BytesIO((path / TABLE).read_bytes())).load().state)
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint {path} is not loaded: {error}; do not trust its source") from None
+    except Exception as error:  # a damaged pickle raises almost anything
+        raise CheckpointError(f"checkpoint {path} has an unreadable {TABLE} ({error!r}); use an earlier one") from None
+
+
+def _table_of(state: Any) -> metadata.Metadata:
+    """Torch's table of what the stand-ins of its parts have kept; what no reader needs is left out."""
+
+    def size(made: Any) -> torch.Size:
+        return torch.Size(made.arguments[0])
+
+    def entry(made: Any) -> Any:
+        if type(made).__name__ == "BytesStorageMetadata":
+            return metadata.BytesStorageMetadata()
+        boxes = [{name: size(value) for name, value in chunk.state.items()} for chunk in made.state["chunks"]]
+        return metadata.TensorStorageMetadata(
+            properties=metadata.TensorProperties(dtype=made.state["properties"].state[0]),
+            size=size(made.state["size"]),
+            chunks=[metadata.ChunkStorageMetadata(**box) for box in boxes],
+        )
+
+    def index(made: Any) -> Any:
+        offset = made.state.get("offset")
+        return metadata.MetadataIndex(made.state["fqn"], None if offset is None else size(offset), made.state["index"])
+
+    def place(made: Any) -> Any:
+        name = made.state["relative_path"]
+        if Path(name).name != name:
+            raise CheckpointError(f"it points outside itself, to {name!r}")
+        return filesystem._StorageInfo(**made.state)
+
+    return metadata.Metadata(
+        state_dict_metadata={name: entry(made) for name, made in state["state_dict_metadata"].items()},
+        storage_data={index(key): place(made) for key, made in state["storage_data"].items()},
+    )
+
+
+def check_only_data(path: Path) -> None:
+    """Raise if loading the checkpoint could run code.
+
+    Raises:
+        CheckpointError: If a file names anything but data, or cannot be read.
+    """
+    check_backends(path)
+    load_plain(path / COMMON)
+    read_table(path)
+
+
+# ---- failures -------------------------------------------------------------------------------------------------------
+
+_CAUSED_BY_FILES = (OSError, EOFError, KeyError, RuntimeError, ValueError, pickle.UnpicklingError)
+"""What torch raises on files that are missing, damaged or of another model, and on a disk that is full."""
+
+_OF_MEGATRON = "CheckpointingException"
+"""What Megatron raises then; by its name, since importing it takes seconds that a conversion does not need."""
+
+_LONGEST_REASON = 300
+"""Characters."""
+
+
+@contextlib.contextmanager
+def failures_as_errors(refusal: str) -> Iterator[None]:
+    """Raise a ``CheckpointError`` for failures that files or a disk can cause; the rest are defects, and stay.
+
+    Args:
+        refusal: What did not happen; the message begins with it and goes on with the reason.
+
+    Raises:
+        CheckpointError: With the reason of the first rank that failed.
+    """
+    try:
+        yield
+    except CheckpointException as gathered:  # torch raises on all ranks what any rank has raised in a collective load
+        rank, (cause, _) = min(gathered.failures.items())
+        if not _is_caused_by_files(cause):
+            raise
+        raise CheckpointError(f"{refusal}: {_reason(cause)} (on rank {rank})") from gathered
+    except Exception as error:
+        if not _is_caused_by_files(error):
+            raise
+        raise CheckpointError(f"{refusal}: {_reason(error)}") from error
+
+
+def _is_caused_by_files(error: BaseException) -> bool:
+    return isinstance(error, _CAUSED_BY_FILES) or any(base.__name__ == _OF_MEGATRON for base in type(error).__mro__)
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, pickle.UnpicklingError):
+        return more_than_data(error)
+    text = str(error).strip().split("\n")[0] or type(error).__name__
+    if isinstance(error, CheckpointError):
+        return text  # it has been here before
+    if len(text) > _LONGEST_REASON:  # torch lists all tensors where one is missing
+        text = text[:_LONGEST_REASON] + "..."
+    # Torch's archive writer does not say why it could not write (inline_container.cc).
+    return f"{text} (is the disk full?)" if "inline_container" in text or "iostream" in text else text

@@ -1,0 +1,371 @@
+"""Load a sharded checkpoint into a run, on the layout that wrote it or on another one; all of it, or what fits.
+
+Megatron and torch plan who reads what. Their readers unpickle without restriction, or read files again that were
+checked before: here they get only what was checked while it was read.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreLoadPlanner,
+    TorchDistLoadShardedStrategy,
+    _replace_sharded_keys_with_state_dict_keys,
+    _replace_state_dict_keys_with_sharded_keys,
+    _restore_dict_types,
+    _unwrap_pyt_sharded_tensor,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from lightning_megatron.checkpoint.files import (
+    COMMON,
+    META,
+    check_backends,
+    check_complete,
+    failures_as_errors,
+    load_plain,
+    read_table,
+    verify_checksums,
+)
+from lightning_megatron.checkpoint.find import check_local, find_newest
+from lightning_megatron.checkpoint.optimizer_state import restore_optimizer_state
+from lightning_megatron.checkpoint.state import (
+    FORMAT_VERSION,
+    OWN_KEYS,
+    RunState,
+    check_fits,
+    check_means_the_same,
+    layout_of,
+    rng_file,
+    sharded_state,
+    sharded_weights,
+)
+from lightning_megatron.engine.collectives import on_all_ranks_alike
+from lightning_megatron.engine.optimizer import MegatronOptimizer
+from lightning_megatron.engine.pickles import read_pickle
+from lightning_megatron.engine.wrap import unwrap
+from lightning_megatron.errors import CheckpointError, ConfigError
+from lightning_megatron.files import recover
+
+_OF_THE_MOMENTS = ("params", "step")
+"""What a parameter group has that belongs to the checkpoint; the rest is of the run."""
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """``meta.pt`` of a complete, undamaged checkpoint; every rank must call, and all raise alike.
+
+    All bytes are compared with their checksums first, shared out over the ranks.
+
+    Raises:
+        CheckpointError: If the checkpoint is missing, unfinished, damaged, of another format or could run code.
+    """
+
+    def check_own_share() -> None:
+        check_complete(path)
+        verify_checksums(path, (dist.get_rank(), dist.get_world_size()))
+
+    def check_and_read() -> dict[str, Any]:
+        check_backends(path)
+        meta = load_plain(path / META)
+        if not isinstance(meta, dict) or not meta.keys() >= OWN_KEYS:
+            raise CheckpointError(f"checkpoint {path} was written by another strategy; give one of MegatronStrategy's")
+        version = meta["format_version"]
+        if version != FORMAT_VERSION:
+            raise CheckpointError(
+                f"checkpoint {path} has the format version {version}, and this program reads {FORMAT_VERSION}; load "
+                "it with the version that wrote it"
+            )
+        return meta
+
+    on_all_ranks_alike(check_own_share)
+    return on_all_ranks_alike(check_and_read)
+
+
+def resume(run: RunState, path: Path) -> dict[str, Any]:
+    """Load weights, and optimizer and random states if ``run`` has an optimizer; every rank must call.
+
+    The engine's random states are per rank and only come back on the layout that wrote them; on another one, the
+    user's streams go on as those of rank 0 did.
+
+    Returns:
+        Lightning's dict.
+
+    Raises:
+        CheckpointError: If the checkpoint is missing, unfinished, damaged, unsafe or of another model, or has no
+            optimizer state although one is wanted.
+    """
+    path = recover(path)
+    meta = read_meta(path)
+    there, here = meta["layout"], layout_of(run.topology)
+
+    def check_and_read_random_states() -> dict[str, Any]:
+        check_fits(run, meta, path)
+        rank = dist.get_rank() if there == here else 0
+        return {} if run.optimizer is None else dict(load_plain(path / rng_file(rank)))
+
+    random_states = on_all_ranks_alike(check_and_read_random_states)
+    _load(run, path)
+    if run.optimizer is not None and there == here:
+        run.rng.load_state_dict(random_states)
+    elif run.optimizer is not None:
+        run.rng.load_users_state(random_states)
+        rank_zero_warn(
+            f"{path} was written at {_sizes(there)} and this run is at {_sizes(here)}: weights, optimizer, schedule "
+            "and order of samples go on, but the random states of the ranks do not, so dropout draws other numbers "
+            "than it would have; resume at the same sizes to go on exactly"
+        )
+    lightning_state: dict[str, Any] = meta["lightning"]
+    return lightning_state
+
+
+def _sizes(layout: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={size or 1}" for name, size in layout.items())
+
+
+@torch.no_grad()
+def _load(run: RunState, path: Path) -> None:
+    """Load weights, and the optimizer's state if ``run`` has one; every rank must call."""
+    loaded = _load_sharded(sharded_state(run, is_loading=True), path)
+    for index, chunk in enumerate(run.chunks):
+        unwrap(chunk).load_state_dict(loaded[f"model{index}"], strict=True)
+    if run.optimizer is not None:
+        restore_optimizer_state(run.optimizer, loaded["optimizer"])
+
+
+@torch.no_grad()
+def read_weights(chunks: list[Any], folder: Path) -> None:
+    """Load what ``save.write_weights`` wrote into chunks of another layout, and delete it; every rank must call."""
+    loaded = _load_sharded(sharded_weights(chunks), folder)
+    for index, chunk in enumerate(chunks):
+        unwrap(chunk).load_state_dict(loaded[f"model{index}"], strict=True)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+
+
+# ---- new runs -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadFrom:
+    """Where a new run takes its weights from. It counts steps and samples from 0.
+
+    Args:
+        path: A checkpoint, or a folder of some, of which the one with most steps counts.
+        step: The checkpoint of the folder to take instead; of a single checkpoint, the step that it must be of.
+        optimizer: Take the optimizer's moments along.
+        strict: Refuse a checkpoint that lacks weights of the model or has others too; otherwise a warning lists them.
+    """
+
+    path: str
+    step: int | None = None
+    optimizer: bool = False
+    strict: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the values against each other.
+
+        Raises:
+            ConfigError: If they do not fit together.
+        """
+        if not self.path:
+            raise ConfigError("load_from must not be empty; give a checkpoint or a folder of some, or leave it out")
+        if self.optimizer and not self.strict:
+            raise ConfigError("load_from: optimizer=True needs strict=True: weights that are new have no moments")
+
+    def found(self) -> Path:
+        """The checkpoint.
+
+        Raises:
+            CheckpointError: If it is missing or not complete.
+        """
+        return find_newest(check_local(self.path), self.step, to_resume=self.optimizer).path
+
+
+def as_load_from(value: str | Path | LoadFrom | None) -> LoadFrom | None:
+    """The options of a bare path."""
+    return LoadFrom(path=str(value)) if isinstance(value, (str, Path)) else value
+
+
+def load_initial_weights(run: RunState, options: LoadFrom) -> None:
+    """Load what ``options`` say into ``run``, inside the engine; every rank must call.
+
+    Random states, learning rate and step count stay those of the new run, except for the step count of Adam's moments,
+    without which they would be scaled as if they had just begun.
+
+    Args:
+        run: With the optimizer if there is one.
+        options: What to load.
+
+    Raises:
+        CheckpointError: If the checkpoint is missing, damaged, or of another model.
+    """
+    path = recover(options.found())
+    meta = read_meta(path)
+    if not options.strict:
+        _load_what_fits(run, meta, path)
+    else:
+        optimizer = run.optimizer if options.optimizer else None
+        groups = [] if optimizer is None else [dict(group) for group in optimizer.param_groups]
+        run_to_load = replace(run, optimizer=optimizer)
+        on_all_ranks_alike(lambda: check_fits(run_to_load, meta, path))
+        _load(run_to_load, path)
+        for group, before in zip([] if optimizer is None else optimizer.param_groups, groups, strict=True):
+            group.update({name: value for name, value in before.items() if name not in _OF_THE_MOMENTS})
+        rank_zero_info(f"The run begins with the weights of {path}")
+    if run.optimizer is not None and not options.optimizer:
+        reload_masters(run.optimizer)
+
+
+def reload_masters(optimizer: MegatronOptimizer) -> None:
+    """Have the optimizer's own copies of the weights follow what was loaded into the model."""
+    optimizer.inner.reload_model_params()
+
+
+@torch.no_grad()
+def _load_what_fits(run: RunState, meta: Mapping[str, Any], path: Path) -> None:
+    """Load the weights that model and checkpoint both have, and of a vocabulary the rows of tokens that both have.
+
+    megatron-core 0.16.1 (dist_checkpointing/strategies/torch.py) makes all rows zero before it reads those that are
+    there, so the others are put back.
+    """
+    on_all_ranks_alike(lambda: check_means_the_same(run, meta, path))
+    state = sharded_weights(run.chunks)
+    weights = [each for each in nested_values(dict(state)) if isinstance(each, ShardedTensor)]
+    vocabulary = [(each, each.data.detach().clone()) for each in weights if each.allow_shape_mismatch]
+    loaded, not_asked_for, not_there = _load_sharded(state, path, StrictHandling.RETURN_ALL)
+    for index, chunk in enumerate(run.chunks):
+        unwrap(chunk).load_state_dict(loaded[f"model{index}"], strict=False)
+    # A model of the user's own need not describe itself.
+    there, here = (model.get("vocab_size") or 0 for model in (meta["model_description"], run.model_description))
+    for weight, before in vocabulary if there else []:
+        begin = max(there - weight.global_offset[0], 0)
+        weight.data[begin:].copy_(before[begin:])
+    names = sorted({weight.key for weight, _ in vocabulary} - {*not_there}) if there and here else []
+    missing = sorted([*not_there, *_surplus(here, there, names)])
+    others = [name for name in not_asked_for if not name.startswith("optimizer.")]
+    superfluous = sorted([*others, *_surplus(there, here, names)])
+    if missing or superfluous:
+        rank_zero_warn(
+            f"The run begins with the weights of {path}, except for those that it has not and that keep their initial "
+            f"values ({', '.join(missing) or 'none'}); not used are {', '.join(superfluous) or 'none'}"
+        )
+
+
+def _surplus(more: int, fewer: int, names: Iterable[str]) -> list[str]:
+    """What a vocabulary of ``more`` tokens has beyond one of ``fewer``."""
+    return [f"rows {fewer} to {more - 1} of {name}" for name in names] if more > fewer else []
+
+
+# ---- Megatron's loader ----------------------------------------------------------------------------------------------
+
+
+def _load_sharded(
+    state: dict[str, Any], path: Path, strict: StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED
+) -> Any:
+    """What ``dist_checkpointing.load`` returns, without running code of the checkpoint; every rank must call."""
+    common, table = on_all_ranks_alike(lambda: (load_plain(path / COMMON), read_table(path)))
+    with failures_as_errors(f"checkpoint {path} does not fit this run, or is damaged"):
+        return dist_checkpointing.load(
+            state,
+            str(path),
+            sharded_strategy=_ShardedStrategy(_Reader(path, table)),
+            common_strategy=_CommonStrategy(common),
+            strict=strict,
+        )
+
+
+class _Reader(FileSystemReader):
+    """Torch's, with a table of contents that was checked while it was read."""
+
+    def __init__(self, path: Path, table: Metadata) -> None:
+        super().__init__(path)
+        self._table = table
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._table
+
+
+class _CommonStrategy(TorchCommonLoadStrategy):
+    """Gives what was read as plain data; Megatron's would run code where TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set."""
+
+    def __init__(self, common: dict[str, Any]) -> None:
+        super().__init__()
+        self._common = common
+
+    def load_common(self, checkpoint_dir: Any) -> dict[str, Any]:
+        return self._common
+
+
+class _ShardedStrategy(TorchDistLoadShardedStrategy):
+    """Megatron's, with a reader and a planner that run no code."""
+
+    def __init__(self, reader: _Reader) -> None:
+        super().__init__()
+        self._reader = reader
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+        weights = [each for each in nested_values(sharded_state_dict) if isinstance(each, ShardedTensor)]
+        planner = _LoadPlanner(
+            shapes_validation_sharded_tensors=[each for each in weights if not each.allow_shape_mismatch],
+            allow_shape_mismatch_sharded_tensors={each.key: each for each in weights if each.allow_shape_mismatch},
+        )
+        by_key, flat_mapping, rename_mapping = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
+        tensors = mcore_to_pyt_state_dict(by_key, True)
+        _load_state_dict(tensors, storage_reader=self._reader, planner=planner)
+        unwrapped = {name: _unwrap_pyt_sharded_tensor(value) for name, value in tensors.items()}
+        loaded = _replace_sharded_keys_with_state_dict_keys(unwrapped, flat_mapping, rename_mapping)
+        _restore_dict_types(loaded, sharded_state_dict)
+        return loaded
+
+    def load_sharded_metadata(self, checkpoint_dir: Any) -> Any:
+        entries = self._reader.read_metadata().state_dict_metadata.items()
+        objects = [ShardedObject.empty_from_unique_key(k) for k, e in entries if isinstance(e, BytesStorageMetadata)]
+        tensors = self.load_tensors_metadata(checkpoint_dir, self._reader.read_metadata())
+        return {each.unique_key: each for each in objects} | tensors
+
+
+class _LoadPlanner(MCoreLoadPlanner):
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        """As torch's, of the data that is in the bytes, written anew: two readers may differ in what bytes mean."""
+        data = read_pickle(value, foreign=False, name=f"its entry {read_item.dest_index.fqn}")
+        stream = io.BytesIO()
+        torch.save(data, stream)
+        stream.seek(0)
+        super().load_bytes(read_item, stream)
+
+    def create_local_plan(self) -> Any:
+        """As Megatron's; numbers that are not in the files would stay what they were in memory."""
+        plan = super().create_local_plan()
+        found: Counter[str] = Counter()
+        for item in plan.items:
+            found[item.dest_index.fqn] += math.prod(item.lengths)
+        for name, tensor in self.state_dict.items():
+            shards = tensor.local_shards() if hasattr(tensor, "local_shards") else ()
+            wanted = sum(shard.tensor.numel() for shard in shards)
+            # A vocabulary may be larger here than there.
+            if found[name] < wanted and name not in (self.allow_shape_mismatch_sharded_tensors or {}):
+                raise CheckpointError(
+                    f"{name}: expected {wanted} numbers for this rank, got {found[name]}; weights that were frozen "
+                    "have no optimizer state: freeze the same ones, or use MegatronStrategy(load_weights_only=True)"
+                )
+        return plan

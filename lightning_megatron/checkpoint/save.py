@@ -1,0 +1,717 @@
+"""Save a run while it goes on: training waits only while the shards are copied into host memory.
+
+Megatron and torch plan which rank writes which part of which tensor; copying, writing and naming are ours. Megatron's
+own writer forks the trainer, starts a manager process that runs the user's script again, and writes tensors on a CPU
+from where training changes them. Here threads of this process write the copies and sum up what they write. Everything
+that ranks do together happens in ``Save`` and ``Save.finish``, called where every rank has come to the same step: no
+collective runs in a thread. Nothing has the final name before every rank's files, their checksums and ``meta.pt`` are
+on the disk.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import io
+import json
+import mmap
+import os
+import shutil
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingConfig
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.filesystem_async import _split_by_size_and_type
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemWriter,
+    SerializationFormat,
+    _StorageWriterTransforms,
+    _write_item,
+)
+from torch.distributed.checkpoint.planner import WriteItemType
+
+from lightning_megatron.checkpoint.files import (
+    BACKENDS,
+    COMMON,
+    META,
+    FileChecksums,
+    check_complete,
+    check_replaceable,
+    checksums_of,
+    checksums_of_file,
+    failures_as_errors,
+    write_checksums,
+)
+from lightning_megatron.checkpoint.find import Found, is_own_within
+from lightning_megatron.checkpoint.state import SHARDING, RunState, meta_of, rng_file, sharded_state, sharded_weights
+from lightning_megatron.engine.collectives import on_all_ranks_alike
+from lightning_megatron.engine.wrap import finish_parameter_gathers
+from lightning_megatron.errors import CheckpointError, ConfigError
+from lightning_megatron.files import PARTIAL, FolderLock, publish, remove, remove_leftovers, sync, wait_for_deletions
+
+T = TypeVar("T")
+
+_GIGABYTE = 1e9
+
+# ---- the saves of a run ---------------------------------------------------------------------------------------------
+
+
+class Saver:
+    """The saves of one run, one at a time, and the removals that wait for them. Every rank makes the same calls.
+
+    A checkpoint that replaces an older one is worth nothing before it is complete, so what Lightning asks to remove in
+    the meantime stays until then. A save that fails costs nothing but itself: older checkpoints are still there, and
+    the next save is tried as if nothing had happened.
+    """
+
+    def __init__(self, *, asynchronous: bool) -> None:
+        """Begin without any.
+
+        Args:
+            asynchronous: Whether training goes on while the files are written.
+        """
+        self._asynchronous = asynchronous
+        self._memory = HostMemory()
+        self._saving: Save | None = None
+        self._asked_about: Save | None = None
+        self._removals: list[tuple[Path, tuple[Path, ...]]] = []
+        self._written: set[Path] = set()
+        self.failure: ConfigError | None = None
+        """Why the last save has failed; None if it has not."""
+        self.newest: Path | None = None
+        """The last checkpoint that a run can go on from; None before the first."""
+
+    def begin(self) -> None:
+        """Forget what became of the saves of an earlier run; its checkpoints stay."""
+        self.failure, self._removals = None, []
+
+    def end(self) -> None:
+        """Give up what is still under way, and give back what saves have taken. Does not communicate."""
+        self.abandon()
+        wait_for_deletions()
+        self._memory.release()
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way."""
+        return self._saving is not None
+
+    def save(self, run: RunState, lightning_state: Mapping[str, Any], path: Path, *, is_final: bool) -> None:
+        """Save to ``path``, after the save that is still under way.
+
+        Args:
+            run: The live model, and the optimizer unless only weights are saved.
+            lightning_state: Lightning's dict.
+            path: The final name, by convention ``*.ckpt``, the same on all ranks; what has it is replaced at the end.
+            is_final: Whether the run ends with this save, so that a failure would never be made good.
+
+        Raises:
+            CheckpointError: If the dict holds more than plain data; if the save fails and would not be tried again.
+        """
+        self.finish()
+        self._removals = [removal for removal in self._removals if removal[0] != path]
+        meta = _on_rank_0(lambda: meta_of(run, lightning_state), f"checkpoint {path} is not written")
+        with self._failures(is_final):
+            self._saving = Save(run, meta, path, self._memory)
+        if is_final or not self._asynchronous:
+            self.finish(is_final=is_final)
+        if is_final:
+            self._memory.release()
+
+    def is_written_everywhere(self, agree: Callable[[bool], bool]) -> bool:
+        """Whether ``finish`` would not have to wait; costs no waiting itself, and is to be asked at every step.
+
+        Args:
+            agree: Tells the other ranks whether this one has written its files, and returns whether all ranks had said
+                so when they were asked at the step before.
+        """
+        asked_about, self._asked_about = self._asked_about, self._saving
+        all_written = agree(self._saving is not None and self._saving.is_written())
+        return all_written and asked_about is not None and asked_about is self._saving
+
+    def finish(self, *, is_final: bool = False) -> None:
+        """Complete the save that is under way, if there is one; waits for the files of all ranks.
+
+        Raises:
+            CheckpointError: As ``save`` does.
+        """
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        with self._failures(is_final):
+            saving.finish(in_background=self._asynchronous)
+            if self._asynchronous:
+                rank_zero_info(saving.report())
+            self.failure = None
+            self._written.add(saving.path)
+            if saving.has_optimizer:
+                self.newest = saving.path
+            elif saving.path == self.newest:
+                self.newest = None
+            self._remove_what_is_replaced()
+
+    def abandon(self) -> None:
+        """Give the save that is under way up: other ranks may never come to complete it. Does not communicate."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.abandon()
+            rank_zero_warn(
+                f"checkpoint {saving.path} is not written: the run failed before all ranks had finished it. Older "
+                "checkpoints stay"
+            )
+
+    def raise_failure(self) -> None:
+        """Say at the end of a run that its last save has failed.
+
+        Raises:
+            CheckpointError: If it has.
+        """
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+
+    def is_newest(self, found: Found | None, step: int) -> bool:
+        """Whether ``found`` is the last checkpoint of these saves, and of ``step``."""
+        if found is None or self.newest is None or found.step != step:
+            return False
+        return found.path.resolve() == self.newest.resolve()
+
+    def remove(self, path: Path, folders: Iterable[Path]) -> None:
+        """Remove ``path``, as soon as no save that may replace it is under way or has failed.
+
+        Args:
+            path: A checkpoint, which Lightning may know from a state that it has loaded.
+            folders: Where checkpoints are kept. What is elsewhere stays unless this process has written it.
+        """
+        self._removals.append((path, tuple(folders)))
+        if self._saving is None and self.failure is None:
+            self._remove_what_is_replaced()
+
+    def _remove_what_is_replaced(self) -> None:
+        removals, self._removals = self._removals, []
+        for path, folders in removals if dist.get_rank() == 0 else ():
+            try:
+                if path in self._written or is_own_within(path, folders):
+                    remove(path, in_background=self._asynchronous)
+                elif os.path.lexists(path):
+                    where = " or ".join(map(str, folders))
+                    rank_zero_warn(f"{path} stays: it is no complete checkpoint within {where}; remove it by hand")
+            except OSError as error:
+                rank_zero_warn(f"checkpoint {path} could not be removed: {error}; remove it by hand")
+
+    @contextlib.contextmanager
+    def _failures(self, is_final: bool) -> Iterator[None]:
+        """Warn of what goes wrong, unless the run ends with it."""
+        try:
+            yield
+        except ConfigError as error:
+            if is_final:
+                raise
+            self.failure = error
+            rank_zero_warn(f"{error}. The run goes on, older checkpoints stay, and the next save is tried as usual")
+
+
+# ---- one save -------------------------------------------------------------------------------------------------------
+
+
+class Save:
+    """One checkpoint on its way to its name. Every rank makes the same calls, inside the engine (``Runtime.active``).
+
+    Training may go on as soon as this exists: threads write a copy of the run.
+    """
+
+    def __init__(self, run: RunState, meta: bytes, path: Path, memory: HostMemory) -> None:
+        """Copy the run and begin to write.
+
+        Args:
+            run: What to save; without an optimizer the checkpoint holds only weights.
+            meta: Of rank 0: the content of ``meta.pt``.
+            path: The final name.
+            memory: For the copy; used until ``finish`` or ``abandon``.
+
+        Raises:
+            CheckpointError: On all ranks alike if the files cannot be written; ``path`` is then as it was.
+        """
+        self.path = path
+        self.has_optimizer = run.optimizer is not None
+        self._meta = meta
+        self._refusal = f"checkpoint {path} is not written"
+        self._partial = path.with_name(path.name + PARTIAL)
+        self._writer: ShardWriter | None = None
+        self._begin = time.monotonic()
+        self._lock = _on_rank_0(lambda: _start_partial(path), self._refusal)
+        try:
+            finish_parameter_gathers(run.chunks)
+            has_copies = run.topology.dp * run.topology.parallel.cp > 1
+            self._writer = ShardWriter(
+                sharded_state(run),
+                self._partial,
+                memory,
+                self._refusal,
+                plain={rng_file(dist.get_rank()): torch_bytes(run.rng.state_dict())},
+                copies=parallel_state.get_data_parallel_group(with_context_parallel=True) if has_copies else None,
+            )
+        except BaseException:
+            self.abandon()
+            raise
+        self._stall = time.monotonic() - self._begin
+
+    def is_written(self) -> bool:
+        """Whether this rank's files are on the disk, or have failed; costs nothing and does not communicate.
+
+        Ranks differ: ``finish`` waits for all of them, so ask all ranks first if training should not wait.
+        """
+        return self._writer is None or self._writer.is_written
+
+    def finish(self, *, in_background: bool = False) -> None:
+        """Wait for all ranks' files, complete the checkpoint and give it its name.
+
+        Args:
+            in_background: Whether a thread deletes what it replaces.
+
+        Raises:
+            CheckpointError: On all ranks alike if any rank could not write; ``path`` is then as it was, and nothing
+                half-written is left.
+        """
+        assert self._writer is not None
+        try:
+            checksums = self._writer.finish()
+            _on_rank_0(lambda: self._complete(checksums, in_background), self._refusal)
+        except BaseException:
+            self.abandon()
+            raise
+        self._release()
+
+    def abandon(self) -> None:
+        """Stop writing and delete what is there; does not communicate."""
+        if self._writer is not None:
+            self._writer.abandon()
+        if dist.get_rank() == 0:
+            shutil.rmtree(self._partial, ignore_errors=True)
+        self._release()
+
+    def report(self) -> str:
+        """What it took, in a line."""
+        seconds, size = time.monotonic() - self._begin, 0
+        with contextlib.suppress(OSError):  # this is news, not a check
+            size = sum(file.stat().st_size for file in self.path.iterdir())
+        return (
+            f"checkpoint {self.path} is complete: {size / _GIGABYTE:.3g} GB in {seconds:.3g} s, "
+            f"{size / _GIGABYTE / seconds:.3g} GB/s; training stood still for {self._stall:.3g} s"
+        )
+
+    def _complete(self, checksums: dict[str, FileChecksums], in_background: bool) -> None:
+        """Write what only rank 0 writes, ``meta.pt`` last, which says that all the rest is there."""
+        partial = self._partial
+        for name, each in checksums.items():
+            if not (partial / name).is_file() or (partial / name).stat().st_size != each.size:
+                raise CheckpointError(
+                    f"rank 0 does not see {name}, as another rank has written it, in {partial}; keep checkpoints "
+                    "(dirpath, default_root_dir) on a file system that all hosts share, and let nobody else change them"
+                )
+        write_checksums(partial, {**checksums, META: checksums_of(self._meta)})
+        (partial / META).write_bytes(self._meta)
+        sync(partial / META)
+        check_complete(partial)
+        publish(partial, self.path, in_background=in_background)
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+
+def _start_partial(path: Path) -> FolderLock:
+    """Make an empty folder beside ``path`` to write into, after what killed programs left beside it is gone.
+
+    Raises:
+        CheckpointError: If another program is writing the same checkpoint, or ``path`` is a folder of other files.
+    """
+    check_replaceable(path)
+    partial = path.with_name(path.name + PARTIAL)
+    wait_for_deletions()
+    if partial.is_dir():
+        FolderLock(partial, CheckpointError).release()
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    lock = FolderLock(partial, CheckpointError)
+    remove_leftovers(path.parent, "*.ckpt", partial)
+    return lock
+
+
+def write_weights(chunks: list[Any], parent: Path) -> Path:
+    """Write the weights of ``chunks`` into a new folder below ``parent``; every rank must call.
+
+    Megatron's groups are global: the weights of a module that another Trainer has built for another layout are written
+    while its groups exist, and read (``load.read_weights``) after the new ones do.
+
+    Returns:
+        The folder, the same on every rank.
+    """
+    folder = [""]
+    if dist.get_rank() == 0:
+        parent.mkdir(parents=True, exist_ok=True)
+        folder = [tempfile.mkdtemp(prefix="megatron_relayout_", dir=parent)]
+    dist.broadcast_object_list(folder, 0)
+    finish_parameter_gathers(chunks)
+    ShardWriter(
+        sharded_weights(chunks), Path(folder[0]), HostMemory(), f"weights are not written to {folder[0]}"
+    ).finish()
+    return Path(folder[0])
+
+
+# ---- shards ---------------------------------------------------------------------------------------------------------
+
+_FILES_PER_RANK = 4
+"""Each has a thread; one H100 host wrote 1.5 GB/s to its disk with two and 1.8 with four, 3.5 and 4.7 to memory."""
+
+Shards = Sequence[tuple[Any, io.BytesIO | torch.Tensor]]
+"""What one file holds, each with its ``WriteItem``."""
+
+
+class ShardWriter:
+    """Writes a sharded state dict into a folder as Megatron's ``torch_dist``; every rank makes the same calls."""
+
+    def __init__(
+        self,
+        state: dict[str, Any],
+        folder: Path,
+        memory: HostMemory,
+        refusal: str,
+        *,
+        plain: Mapping[str, bytes] | None = None,
+        copies: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Copy ``state`` and begin to write.
+
+        Args:
+            state: Of ``sharded_state_dict``; what is not sharded in it is written by rank 0.
+            folder: Made if need be.
+            memory: For the copy; used until ``finish`` or ``abandon``.
+            refusal: What errors begin with.
+            plain: Whole contents of this rank's other files, by name.
+            copies: Ranks that hold the same; then each of them writes a part of it, not the first one everything.
+
+        Raises:
+            CheckpointError: On all ranks alike.
+        """
+        self._folder, self._refusal = folder, refusal
+        sharded, common = save_preprocess({**state, "content_metadata": dict(SHARDING)})
+        if copies is not None:
+            strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
+            FullyParallelSaveStrategyWrapper(strategy, copies).apply_saving_parallelization(sharded)
+        planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        tensors = mcore_to_pyt_state_dict(_replace_state_dict_keys_with_sharded_keys(sharded, True)[0], False)
+        planner.set_up_planner(tensors, is_coordinator=dist.get_rank() == 0)
+        plan = planner.create_local_plan()
+        plans = _gathered(plan)
+        # Not the planner's own, which refuses moments with gaps, where layers that are stacked with others are frozen.
+        self._table = create_default_global_save_plan(plans)[1] if plans else None
+        _on_all_ranks(lambda: folder.mkdir(parents=True, exist_ok=True), refusal)
+        files = dict(plain or {})
+        if dist.get_rank() == 0:
+            files[COMMON] = torch_bytes(common)
+            files[BACKENDS] = json.dumps(asdict(CheckpointingConfig("torch_dist", 1))).encode()
+        shards = _on_all_ranks(lambda: _staged(plan, planner, memory), refusal)
+        self._files = FileWriter(folder, shards, files)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank's files are on the disk, or have failed."""
+        return self._files.is_done
+
+    def finish(self) -> dict[str, FileChecksums]:
+        """Wait for all ranks' files and write the table of contents.
+
+        Returns:
+            On rank 0 the checksums of every file of every rank.
+
+        Raises:
+            CheckpointError: On all ranks alike if any rank could not write.
+        """
+        results, checksums = _on_all_ranks(self._files.wait, self._refusal)
+        gathered = _gathered((results, checksums))
+        _on_rank_0(lambda: self._write_table([results for results, _ in gathered]), self._refusal)
+        checksums = {name: each for _, of_rank in gathered for name, each in of_rank.items()}
+        for file in self._folder.iterdir() if dist.get_rank() == 0 else ():
+            if file.name not in checksums:
+                checksums[file.name] = checksums_of_file(file)
+        return checksums
+
+    def abandon(self) -> None:
+        """Stop soon, and wait for it; half-written files stay. Does not communicate."""
+        self._files.abandon()
+
+    def _write_table(self, results: list[list[Any]]) -> None:
+        assert self._table is not None
+        FileSystemWriter(self._folder).finish(self._table, results)
+
+
+def _staged(plan: Any, planner: Any, memory: HostMemory) -> dict[str, Shards]:
+    """What this rank writes, by file name, in host memory."""
+    buckets = [bucket for bucket in _split_by_size_and_type(_FILES_PER_RANK, plan.items) if bucket]
+    items = [item for bucket in buckets for item in bucket if item.type != WriteItemType.BYTE_IO]
+    copies = iter(memory.copy([planner.resolve_data(item) for item in items]))
+    return {
+        f"__{dist.get_rank()}_{number}.distcp": [
+            (item, planner.resolve_data(item) if item.type == WriteItemType.BYTE_IO else next(copies))
+            for item in bucket
+        ]
+        for number, bucket in enumerate(buckets)
+    }
+
+
+def _gathered(mine: T) -> list[T]:
+    """What all ranks have, on rank 0; empty elsewhere."""
+    every: list[Any] = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
+    dist.gather_object(mine, every or None)
+    return every
+
+
+def _on_all_ranks(work: Callable[[], T], refusal: str) -> T:
+    """The result of ``work``; what files or the disk make it raise on one rank is raised on all of them."""
+
+    def with_refusal() -> T:
+        with failures_as_errors(refusal):
+            return work()
+
+    return on_all_ranks_alike(with_refusal)
+
+
+def _on_rank_0(work: Callable[[], T], refusal: str) -> T:
+    """The result of ``work`` on rank 0 (None elsewhere); what it raises there is raised on all ranks."""
+    return _on_all_ranks(work if dist.get_rank() == 0 else lambda: None, refusal)  # type: ignore[return-value]
+
+
+# ---- threads --------------------------------------------------------------------------------------------------------
+
+_PIECE = 16 * 2**20
+"""Bytes between two looks at whether the save was abandoned."""
+
+_BUFFER = 2**20
+
+
+class FileWriter:
+    """Writes the files of one rank in threads of its own.
+
+    A fork would double the memory of a trainer with its GPU context, and a spawned process would run the user's script
+    again. Threads leave the interpreter to the trainer, because nearly all of their time passes in system calls and in
+    zlib, on large pieces; torch's own checksum of an archive's entries, which holds the interpreter, is off meanwhile.
+    """
+
+    def __init__(self, folder: Path, shards: Mapping[str, Shards], plain: Mapping[str, bytes]) -> None:
+        """Start to write.
+
+        Args:
+            folder: Exists, and nobody else writes these names there.
+            shards: What the data files hold, by name; must not change until ``wait`` returns.
+            plain: Whole contents of other files, by name.
+        """
+        self._folder = folder
+        self._is_abandoned = threading.Event()
+        self._results: list[Any] = []
+        self._checksums: dict[str, FileChecksums] = {}
+        self._error: Exception | None = None
+        self._has_archive_checksums = torch.serialization.get_crc32_options()
+        jobs = [partial(self._write_shards, name, of_file) for name, of_file in shards.items()]
+        jobs.append(partial(self._write_plain, plain))
+        self._threads = [threading.Thread(target=self._run, args=(job,), daemon=True) for job in jobs]
+        _unfinished.add(self)
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all files have been written, or have failed."""
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def wait(self) -> tuple[list[Any], dict[str, FileChecksums]]:
+        """Torch's ``WriteResult`` of every shard, and the checksums of every file.
+
+        Raises:
+            Exception: What the first failed thread raised, e.g. an ``OSError`` where the disk is full.
+        """
+        for thread in self._threads:
+            thread.join()
+        _unfinished.discard(self)
+        # The option belongs to a thread in torch 2.13, and to the program in some earlier versions.
+        torch.serialization.set_crc32_options(self._has_archive_checksums)
+        if self._error is not None:
+            raise self._error
+        return self._results, self._checksums
+
+    def abandon(self) -> None:
+        """Stop soon, and wait for it; half-written files stay."""
+        self._is_abandoned.set()
+        with contextlib.suppress(Exception):
+            self.wait()
+
+    def _run(self, job: Callable[[], None]) -> None:
+        torch.serialization.set_crc32_options(False)
+        try:
+            job()
+        except Exception as error:
+            self._error = self._error or error
+
+    def _write_shards(self, name: str, shards: Shards) -> None:
+        with self._open(name) as stream:
+            for item, data in shards:
+                self._results.append(
+                    _write_item(_StorageWriterTransforms(), stream, data, item, name, SerializationFormat.TORCH_SAVE)
+                )
+
+    def _write_plain(self, plain: Mapping[str, bytes]) -> None:
+        for name, data in plain.items():
+            with self._open(name) as stream:
+                stream.write(data)
+
+    @contextlib.contextmanager
+    def _open(self, name: str) -> Iterator[Any]:
+        with _ChecksummedFile(self._folder / name, self._is_abandoned) as raw:
+            stream = io.BufferedWriter(raw, _BUFFER)
+            yield stream
+            stream.flush()
+            os.fsync(raw.descriptor)
+        self._checksums[name] = raw.checksums
+
+
+class _ChecksummedFile(io.RawIOBase):
+    """A new file that sums up what is written to it, in the order of its bytes."""
+
+    def __init__(self, file: Path, is_abandoned: threading.Event) -> None:
+        super().__init__()
+        self.descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        self._is_abandoned = is_abandoned
+        self.checksums = FileChecksums()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), _PIECE):
+            if self._is_abandoned.is_set():
+                raise InterruptedError("nobody wants this file any more")
+            piece = view[start : start + _PIECE]
+            self.checksums.update(piece)
+            while len(piece) > 0:
+                piece = piece[os.write(self.descriptor, piece) :]
+        return len(view)
+
+    def tell(self) -> int:
+        return self.checksums.size
+
+    def close(self) -> None:
+        if not self.closed:
+            os.close(self.descriptor)
+        super().close()
+
+
+_unfinished: weakref.WeakSet[FileWriter] = weakref.WeakSet()
+
+
+@atexit.register
+def _abandon_all() -> None:
+    """At the end of the program nobody will finish these, and a thread must not outlive the interpreter."""
+    for writer in list(_unfinished):
+        writer.abandon()
+
+
+def torch_bytes(value: Any) -> bytes:
+    """What ``torch.save`` would write to a file."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+# ---- host memory ----------------------------------------------------------------------------------------------------
+
+_ALIGNMENT = 64
+"""Bytes; any dtype may begin there."""
+_TOUCH = 64 * 2**20
+_TOUCHING_THREADS = 8
+
+
+class HostMemory:
+    """A block of host memory that grows to what is asked for and is then reused.
+
+    It is kept from one save to the next, because on a GPU it is pinned (copies run at the speed of the bus) and pinning
+    takes longer than copying. It is as large as the largest save so far: one copy of this rank's shards.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is allocated yet."""
+        self._block: mmap.mmap | None = None
+        self._size = 0
+        self._pinned: torch.Tensor | None = None
+
+    def copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies of ``tensors`` in host memory, complete when this returns and valid until the next call.
+
+        Every copy has a storage of its own size, so that ``torch.save`` writes no neighbours.
+        """
+        offsets, size = [], 0
+        for tensor in tensors:
+            offsets.append(size)
+            size += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+        on_gpu = any(tensor.is_cuda for tensor in tensors)
+        self._reserve(size, pin=on_gpu)
+        copies = [self._view(tensor, offset) for tensor, offset in zip(tensors, offsets, strict=True)]
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy.copy_(tensor.detach(), non_blocking=True)
+        if on_gpu:
+            torch.cuda.synchronize()
+        return copies
+
+    def release(self) -> None:
+        """Give the memory back; copies must not be used any more."""
+        if self._pinned is not None:
+            _call_cuda("cudaHostUnregister", self._pinned.data_ptr())
+        self._block, self._size, self._pinned = None, 0, None
+
+    def _reserve(self, size: int, *, pin: bool) -> None:
+        if size > self._size:
+            self.release()
+            self._block, self._size = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), size
+            self._block.madvise(mmap.MADV_HUGEPAGE)
+        if pin and self._pinned is None and self._block is not None:
+            whole = torch.frombuffer(self._block, dtype=torch.uint8)
+            with ThreadPoolExecutor(_TOUCHING_THREADS) as pool:  # memory that has been touched is pinned faster
+                list(pool.map(torch.Tensor.zero_, whole.split(_TOUCH)))
+            if _call_cuda("cudaHostRegister", whole.data_ptr(), whole.numel(), 0):
+                self._pinned = whole
+
+    def _view(self, tensor: torch.Tensor, offset: int) -> torch.Tensor:
+        if tensor.numel() == 0 or self._block is None:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        flat = torch.frombuffer(self._block, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
+        return flat.view(tensor.shape)
+
+
+def _call_cuda(function: str, *args: Any) -> bool:
+    """Whether a function of the CUDA runtime succeeded; without pinning, copies are only slower."""
+    succeeded = int(getattr(torch.cuda.cudart(), function)(*args)) == 0
+    if not succeeded:
+        with contextlib.suppress(RuntimeError):  # the runtime remembers the error until the next kernel is launched
+            torch.zeros(1, device="cuda").add_(1)
+    return succeeded
