@@ -1,132 +1,109 @@
-"""Do the commands answer help at once, and say one line about wrong arguments?"""
+"""Help at once, one line for a mistake, exit codes, and who speaks for all ranks."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from lightning_megatron.cli import main, program
-from tests.ranks import ROOT
-from tests.unit.data.indexed_files import write_legacy
+import lightning_megatron
+from lightning_megatron.cli import errors, main, program
+from lightning_megatron.cli.commands import TRAINER_COMMANDS
+from lightning_megatron.errors import ConfigError, DataError
+from tests.ranks import ROOT, RankError, run_ranks
 
 COMMANDS = (
-    *("fit", "validate", "test", "predict"),
+    *TRAINER_COMMANDS,
     *("train-tokenizer", "preprocess", "convert-dataset", "merge", "inspect", "convert", "generate", "config"),
     "doctor",
 )
+_ALL_HELP = """
+import sys, time
+from lightning_megatron.cli import main
+for words in ([], *([name] for name in sys.argv[1:])):
+    try:
+        code = main([*words, "--help"])
+    except SystemExit as ended:
+        code = ended.code
+    assert not code
+print(time.process_time(), [name for name in ("torch", "transformers", "lightning") if name in sys.modules])
+"""
 
 
-def _run(*arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
-    started = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "lightning_megatron", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    return done, time.monotonic() - started
-
-
-@pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)], ids=lambda words: " ".join(words) or "none")
-def test_help_answers_in_under_three_seconds(command: tuple[str, ...]) -> None:
-    done, seconds = _run(*command, "--help")
-    assert done.returncode == 0
-    assert done.stdout.startswith("usage: lightning-megatron")
-    assert done.stderr == ""
-    assert seconds < 3
-
-
-def test_help_lists_every_command_and_nothing_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--help"])
-    assert ended.value.code == 0
-    text = capsys.readouterr().out
-    assert [name for name in COMMANDS if f"\n    {name} " not in text and f"\n    {name}\n" not in text] == []
-    assert "export" not in text
-
-
-@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
-def test_help_of_trainer_commands_names_what_others_rely_on(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([command, "--help"]) == 0
-    text = capsys.readouterr().out
-    for option in ("--config", "--trainer.", "--model.", "--data.", "--ckpt_path", "--print_config", "--help-all"):
-        assert option in text
+def test_help_of_every_command_is_there_at_once_and_complete() -> None:
+    done = subprocess.run([sys.executable, "-c", _ALL_HELP, *COMMANDS], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
+    *text, last = done.stdout.splitlines()
+    seconds, heavy = last.split(" ", 1)
+    assert float(seconds) < 3
+    assert heavy == "[]"
+    usages = [line for line in text if line.startswith("usage: lightning-megatron")]
+    assert len(usages) == len(COMMANDS) + 1
+    listed = [line.split()[0] for line in text[: text.index(usages[1])] if line[:5].strip() and line.startswith("    ")]
+    assert [name for name in COMMANDS if name not in listed] == []
+    for option in ("--ckpt_path", "--print_config", "--help-all", "--max-shard-size SIZE", "(mmap, cached, lazy)"):
+        assert any(option in line for line in text), option
 
 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ([], "error: the following arguments are required: COMMAND; see lightning-megatron --help\n"),
-        (["fti"], "error: argument COMMAND: invalid choice: 'fti'"),
-        (["doctor", "--verbose"], "error: unrecognized arguments: --verbose; see lightning-megatron doctor --help\n"),
+        ("", "error: the following arguments are required: COMMAND; see lightning-megatron --help\n"),
+        ("fti", "error: argument COMMAND: invalid choice: 'fti'"),
+        ("doctor --verbose", "error: unrecognized arguments: --verbose; see lightning-megatron doctor --help\n"),
+        ("train-tokenizer --input x --output y", "error: the following arguments are required: --vocab-size; see"),
         (
-            ["train-tokenizer", "--input", "x", "--output", "y"],
-            "error: the following arguments are required: --vocab-size; see lightning-megatron train-tokenizer",
-        ),
-        (
-            ["preprocess", "--input", "x", "--output-prefix", "p", "--tokenizer", "t", "--workers", "many"],
+            "preprocess --input x --output-prefix p --tokenizer t --workers many",
             "error: argument --workers: invalid int value: 'many'; see lightning-megatron preprocess --help\n",
         ),
-        (
-            ["preprocess", "--input", "x", "--output-prefix", "p", "--tokenizer", "t", "--workers", "0"],
-            "error: --workers 0 must be at least 1",
-        ),
-        (
-            ["preprocess", "--input", "x", "--output-prefix", "p", "--tokenizer", "t", "--dataset-impl", "lazy"],
-            "error: unrecognized arguments: --dataset-impl lazy; see lightning-megatron preprocess",
-        ),
-        (["convert-dataset", "--input", "x"], "error: the following arguments are required: --output-prefix; see"),
-        (
-            ["convert-dataset", "--input", "nowhere", "--output-prefix", "y"],
-            "error: --input nowhere needs two files, missing: nowhere.idx, nowhere.bin",
-        ),
-        (
-            ["train-tokenizer", "--input", "nowhere", "--vocab-size", "300", "--output", "y"],
-            "error: nowhere does not exist",
-        ),
+        ("preprocess --input x --output-prefix p --tokenizer t --workers 0", "error: --workers 0 must be at least 1"),
+        ("inspect", "error: the following arguments are required: PATH; see lightning-megatron inspect --help"),
+        ("inspect new --png a.png", "error: unrecognized arguments: --png a.png; see lightning-megatron inspect"),
+        ("config --template a --from-accelerate b", "error: --template and --from-accelerate are two sources; give"),
     ],
-    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
 def test_wrong_arguments_are_one_line_and_exit_code_two(
-    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: str, line: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(arguments) == 2
+    assert main(arguments.split()) == 2
     printed = capsys.readouterr()
     assert printed.err.startswith(line)
-    assert printed.err.count("\n") == 1
-    assert printed.out == ""
-    assert list(tmp_path.iterdir()) == []
+    assert (printed.err.count("\n"), printed.out, list(tmp_path.iterdir())) == (1, "", [])
 
 
-def test_an_interrupt_is_one_line_and_what_shells_expect(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt() -> str:
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert not ended.value.code
+    assert capsys.readouterr().out == f"lightning-megatron {lightning_megatron.__version__}\n"
+
+
+# ---- exit codes -----------------------------------------------------------------------------------------------------
+
+
+def _interrupt() -> str:
+    raise KeyboardInterrupt
+
+
+def _trainer_that_was_interrupted() -> str:
+    try:
         raise KeyboardInterrupt
-
-    monkeypatch.setattr("lightning_megatron.cli.doctor.report_installation", interrupt)
-    assert main(["doctor"]) == 130
-    assert capsys.readouterr().err == "interrupted\n"
+    except KeyboardInterrupt:
+        sys.exit(1)  # lightning 2.6, pytorch/trainer/call.py
 
 
-def test_a_trainer_that_was_interrupted_is_one_too(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ends", [_interrupt, _trainer_that_was_interrupted])
+def test_an_interrupt_is_one_line_and_what_shells_expect(
+    ends: Callable[[], str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted() -> str:
-        try:
-            raise KeyboardInterrupt
-        except KeyboardInterrupt:
-            sys.exit(1)  # lightning 2.6, pytorch/trainer/call.py
-
-    monkeypatch.setattr("lightning_megatron.cli.doctor.report_installation", interrupted)
+    monkeypatch.setattr("lightning_megatron.cli.doctor.report_installation", ends)
     assert main(["doctor"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 
@@ -159,59 +136,109 @@ def test_an_interrupted_import_of_torch_is_not_begun_again(monkeypatch: pytest.M
     assert ended.value.code == 130
 
 
-def test_tokenizer_and_dataset_can_be_read_back(corpus: Path) -> None:
-    import numpy
-    from megatron.core.datasets.indexed_dataset import IndexedDataset  # the engine's own reader
-    from transformers import AutoTokenizer
+def _fail_while_connected() -> None:
+    import atexit
+    from unittest.mock import patch
 
-    tokenizer = AutoTokenizer.from_pretrained(corpus.parent / "tok")
-    dataset = IndexedDataset(str(corpus))
-    assert len(dataset) == 60
-    tokens = dataset[3]
-    assert tokens[-1] == tokenizer.eos_token_id
-    assert tokenizer.decode(numpy.asarray(tokens[:-1])) == (corpus.parent / "text" / "03.txt").read_text()
+    import torch.distributed as dist
 
-
-@pytest.mark.parametrize("command", ["convert-dataset", "merge"])
-def test_help_of_dataset_commands_names_the_formats(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main([command, "--help"])
-    text = capsys.readouterr().out
-    for word in ("mmap", "cached", "lazy", "--output-prefix"):
-        assert word in text
+    dist.init_process_group("gloo")
+    atexit.register(print, "the interpreter took itself apart")
+    with patch("lightning_megatron.cli.commands.main", lambda: 2):
+        program()
 
 
-def test_a_legacy_dataset_is_refused_with_the_command_that_converts_it(
-    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import shlex
+def test_a_failed_rank_ends_at_once_and_leaves_nothing_to_its_threads() -> None:
+    # It leaves no result either: os._exit skips whatever would have written one.
+    with pytest.raises(RankError, match="died without a result") as caught:
+        run_ranks(_fail_while_connected, 2)
+    assert "took itself apart" not in str(caught.value)
 
-    from megatron.core.datasets.indexed_dataset import IndexedDataset  # the engine's own reader
 
-    from lightning_megatron import IndexedDataModule
-    from lightning_megatron.data.loader import BatchShape
-    from lightning_megatron.datamodules.base import Run
-    from lightning_megatron.errors import DataError
+# ---- which errors are the user's, in which words --------------------------------------------------------------------
 
-    shape = BatchShape(micro_batch_size=1, num_microbatches=1, data_parallel_size=1, data_parallel_rank=0)
-    expected = IndexedDataset(str(corpus))
-    prefix = tmp_path / "a b" / "old"
-    prefix.parent.mkdir()
-    write_legacy(prefix, [[expected[number].tolist()] for number in range(len(expected))])
-    data = IndexedDataModule(data_path=str(prefix), seq_length=8, micro_batch_size=1)
-    with pytest.raises(DataError, match="old cached/lazy format") as refused:
-        data.check(Run(shape=shape))
 
-    program, *arguments = shlex.split(str(refused.value).split("run: ")[1])
-    capsys.readouterr()
-    assert program == "lightning-megatron"
-    assert main(arguments) == 0
-    converted = f"{prefix}_mmap"
-    assert capsys.readouterr().out.startswith(f"{converted}: 60 documents, 60 sequences, ")
-    read = IndexedDataset(converted)
-    assert [read[i].tolist() for i in range(len(read))] == [expected[i].tolist() for i in range(len(expected))]
-    assert main(arguments) == 2
-    assert "would overwrite" in capsys.readouterr().err
+def _raised(outer: Exception, cause: Exception, *, explicitly: bool = True) -> Exception:
+    try:
+        try:
+            raise cause
+        except Exception as error:
+            raise outer from error if explicitly else None
+    except Exception as error:
+        if not explicitly:
+            error.__suppress_context__ = False
+        return error
+
+
+def test_our_errors_and_what_they_caused_are_the_users_in_one_line() -> None:
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    own = ConfigError("on all ranks")
+    for error, line in (
+        (ConfigError("tp=3 is\n  wrong"), "tp=3 is wrong"),
+        (DataError("x.idx is missing"), "x.idx is missing"),
+        (_raised(ValueError("not valid"), ConfigError("lr=-1 must be positive")), "lr=-1 must be positive"),
+        (_raised(own, own), "on all ranks"),
+        (MisconfigurationException("no\nGPU"), "no GPU"),
+        (_raised(RuntimeError("defect"), ConfigError("handled"), explicitly=False), None),
+        (ValueError("x"), None),
+        (FileNotFoundError("x"), None),
+    ):
+        assert errors.users_mistake(error) == line
+
+
+@pytest.fixture
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("path", metavar="PATH")
+    parser.add_argument("--checkpoint", dest="load_path", type=Path, metavar="PATH")
+    parser.add_argument("--input", nargs="+", metavar="PREFIX")
+    parser.add_argument("--prompt", metavar="TEXT")
+    parser.add_argument("--sample", dest="do_sample", action="store_true")
+    parser.add_argument("--top-k", type=int)
+    parser.add_argument("--tp", type=int)
+    return parser
+
+
+@pytest.mark.parametrize(
+    ("message", "typed"),
+    [
+        ("top_k=3 is more than top_k allows", "--top-k 3 is more than --top-k allows"),
+        ("load_path=/a/b does not exist", "--checkpoint /a/b does not exist"),
+        ("set do_sample=True, or do_sample.", "set --sample, or --sample."),
+        ("tp=3 does not divide it; choose tp from 1, 2", "--tp 3 does not divide it; choose tp from 1, 2"),
+        # Names in paths, names of other things, and parts of longer names stay.
+        ("runs/tp=2/top_k.json and my-tp=2 and stop_top_k", "runs/tp=2/top_k.json and my-tp=2 and stop_top_k"),
+        ("max_tp=2 and top_k_decay=1", "max_tp=2 and top_k_decay=1"),
+        ("path=x and help", "path=x and help"),
+    ],
+)
+def test_options_are_named_as_they_are_typed(parser: argparse.ArgumentParser, message: str, typed: str) -> None:
+    assert errors.in_typed_words(message, parser) == typed
+
+
+def test_only_paths_begin_at_home(parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    parsed = parser.parse_args(["~/a", "--checkpoint=~", "--input", "~/b", "c/~", "--prompt", "~/d"])
+    errors.expand_home(parser, parsed)
+    assert (parsed.path, parsed.load_path) == ("/home/me/a", Path("/home/me"))
+    assert (parsed.input, parsed.prompt) == (["/home/me/b", "c/~"], "~/d")
+
+
+def test_one_rank_speaks_for_all(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(errors, "_PATIENCE_SECONDS", 0.2)
+    for rank, said in (("0", "tp=3 is wrong"), ("2", "local rank 2: tp=3 is wrong")):  # 2: nobody else ended the job
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert errors.report("tp=3 is wrong") == 2
+        assert capsys.readouterr().err == f"error: {said}\n"
+    child = "import os; os.environ['LOCAL_RANK'] = '1'; from lightning_megatron.cli.errors import report; report('x')"
+    parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]); import time; time.sleep(1)"
+    # stderr is a pipe that both hold: run() returns when the child, too, has ended.
+    done = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, timeout=30, cwd=ROOT)
+    assert done.stderr == ""
+
+
+# ---- doctor ---------------------------------------------------------------------------------------------------------
 
 
 def test_doctor_shows_versions_devices_slots_and_what_is_optional(capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,12 +270,3 @@ def test_doctor_tells_what_is_not_installed_from_what_does_not_work(
     monkeypatch.syspath_prepend(tmp_path)
     states = {name: _state(name, lambda: False) for name in ("half_installed", "not_there")}
     assert states == {"half_installed": "installed, but not usable", "not_there": "not installed"}
-
-
-def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
-    import lightning_megatron
-
-    with pytest.raises(SystemExit) as ended:
-        main(["--version"])
-    assert not ended.value.code
-    assert capsys.readouterr().out == f"lightning-megatron {lightning_megatron.__version__}\n"

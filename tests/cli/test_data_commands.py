@@ -1,0 +1,295 @@
+"""Commands on corpora, datasets and weights: what they say they wrote, and that a mistake leaves nothing behind."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import re
+import shlex
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightning_megatron.cli import main
+from lightning_megatron.data.indexed import IndexedDatasetWriter
+from tests.convert.directories import save_as, tiny_llama
+from tests.unit.data.indexed_files import write_legacy
+
+
+def _documents(prefix: Path | str) -> list[list[int]]:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset  # the engine's own reader
+
+    dataset = IndexedDataset(str(prefix))
+    return [dataset[index].tolist() for index in range(len(dataset))]
+
+
+# ---- text to datasets -----------------------------------------------------------------------------------------------
+
+
+def _preprocess(corpus: Path, folder: Path, *arguments: str) -> int:
+    output = ["--output-prefix", str(folder / "out" / "x"), "--tokenizer", str(corpus.parent / "tok")]
+    return main(["preprocess", *output, *arguments])
+
+
+def test_a_compressed_copy_gives_the_same_dataset_and_the_last_line_has_the_figures(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoTokenizer
+
+    texts = [(corpus.parent / "text" / f"{number:02}.txt").read_text() for number in range(60)]
+    data = gzip.compress("".join(json.dumps({"body": text}) + "\n" for text in texts).encode())
+    (tmp_path / "a.jsonl.gz").write_bytes(data)
+
+    pattern = str(tmp_path / "*.gz")
+    assert _preprocess(corpus, tmp_path, "--input", pattern, "--json-keys", "body", "--append-eod") == 0
+
+    documents = _documents(tmp_path / "out" / "x_body_document")
+    assert documents == _documents(corpus)
+    line = capsys.readouterr().out
+    figures = f"60 documents, {sum(map(len, documents)):,} tokens from {len(data):,} bytes at "
+    assert line.startswith(f"{tmp_path / 'out' / 'x'}_body_document: {figures}")
+    assert line.endswith(" MB/s\n")
+    tokenizer = AutoTokenizer.from_pretrained(corpus.parent / "tok")
+    assert documents[3][-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(documents[3][:-1]) == texts[3]
+
+
+def test_bad_lines_end_the_run_or_are_skipped_as_asked(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "w1. W2"}\n{"text": 5}\n{"text": ""}\n')
+
+    assert _preprocess(corpus, tmp_path, "--input", str(path)) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.endswith(f"error: {path}, line 2 has a number under 'text', not a string; store text there")
+    assert list((tmp_path / "out").iterdir()) == []
+
+    assert _preprocess(corpus, tmp_path, "--input", str(path), "--on-error", "skip", "--split-sentences") == 0
+    printed = capsys.readouterr()
+    assert f"skipped: {path}, line 2 has" in printed.err
+    assert "x_text_sentence: 2 documents, " in printed.out
+    assert "\n1 texts without a token" in printed.out
+    assert "\n1 lines, rows or files were skipped" in printed.out
+    assert len(_documents(tmp_path / "out" / "x_text_sentence")) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--keep-newlines"], "--keep-newlines needs --split-sentences"),
+        (["--split-sentences", "--language", "english"], "--language english is no ISO 639 code"),
+        (["--json-keys", "title"], "json keys title cannot be read from"),
+        (["--json-keys", "a", "a"], "--json-keys 'a a' must name at least one key, each once"),
+        (["--on-error", "ignore"], "argument --on-error: invalid choice: 'ignore'"),
+    ],
+)
+def test_options_that_cannot_work_are_one_line(
+    corpus: Path, tmp_path: Path, arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("w1")
+    assert _preprocess(corpus, tmp_path, "--input", str(tmp_path / "a.txt"), *arguments) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"error: {line}")
+    assert printed.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+# ---- datasets -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with the datasets ``new`` (uint16) and ``old`` (legacy, int32), and files that are none."""
+    monkeypatch.chdir(tmp_path)
+    with IndexedDatasetWriter("new", np.dtype("<u2")) as writer:
+        writer.add_documents(np.array([1, 2, 3], dtype="<u2").tobytes(), [2, 1])
+    write_legacy(Path("old"), [[[1, 2]], [[3]]])
+    (tmp_path / "notes.txt").write_text("a corpus")
+    (tmp_path / "empty").mkdir()
+    for suffix in (".idx", ".bin"):
+        (tmp_path / f"damaged{suffix}").write_bytes(b"")
+    return tmp_path
+
+
+def test_merge_and_convert_dataset_say_what_they_wrote(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["merge", "--input", "new", "old", "--output-prefix", "sub/both"]) == 0
+    assert main(["convert-dataset", "--input", "old", "--output-prefix", "converted"]) == 0
+    assert capsys.readouterr().out == (
+        "sub/both: 4 documents, 4 sequences, 6 tokens from new, old\nnote: new was widened from uint16 to int32\n"
+        "converted: 2 documents, 2 sequences, 3 tokens from old\n"
+    )
+    assert _documents("sub/both") == [[1, 2], [3], [1, 2], [3]]
+
+
+def test_a_legacy_dataset_is_refused_with_the_command_that_converts_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from lightning_megatron import DataError, IndexedDataModule
+    from lightning_megatron.data.loader import BatchShape
+    from lightning_megatron.datamodules.base import Run
+
+    shape = BatchShape(micro_batch_size=1, num_microbatches=1, data_parallel_size=1, data_parallel_rank=0)
+    prefix = tmp_path / "a b" / "old"
+    prefix.parent.mkdir()
+    write_legacy(prefix, [[[1, 2, 3]], [[4, 5]]])
+    data = IndexedDataModule(data_path=str(prefix), seq_length=8, micro_batch_size=1)
+    with pytest.raises(DataError, match="old cached/lazy format") as refused:
+        data.check(Run(shape=shape))
+
+    program, *arguments = shlex.split(str(refused.value).split("run: ")[1])
+    assert program == "lightning-megatron"
+    assert main(arguments) == 0
+    assert _documents(f"{prefix}_mmap") == [[1, 2, 3], [4, 5]]
+    assert main(arguments) == 2
+    assert "would overwrite" in capsys.readouterr().err
+
+
+def test_inspect_decodes_the_first_documents(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["inspect", f"{corpus}.bin", "--tokenizer", str(corpus.parent / "tok")]
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"{corpus}\n  format     mmap\n  documents  60\n  sequences  60, 1 a document\n")
+    beginnings = [(corpus.parent / "text" / f"{number:02}.txt").read_text()[:200] for number in range(3)]
+    assert all(f"tokens\n  {beginning}" in text for beginning in beginnings)
+    assert "Document 3" not in text
+
+    assert main([*arguments, "--json", "--documents", "1"]) == 0
+    described = json.loads(capsys.readouterr().out)
+    (document,) = described["first_documents"]
+    assert (described["kind"], described["documents"], described["dtype"]) == ("dataset", 60, "uint16")
+    assert document["text"].startswith(beginnings[0])
+
+
+def test_terminals_without_unicode_are_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with IndexedDatasetWriter("long", np.dtype("<u2")) as writer:
+        writer.add_documents(bytes(2 * 100), [100])
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert main(["inspect", "long", "--documents", "1"]) == 0
+    assert written.getvalue().decode("ascii").endswith("0 0 ?\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("inspect nowhere", "path=nowhere does not exist, nor do nowhere.bin and .idx; give the prefix of a dataset"),
+        ("inspect .", "path=. is a folder, and neither a dataset nor a checkpoint that is read; give one of"),
+        ("inspect empty", "path=empty is a folder, and neither a dataset nor a checkpoint that is read; give the"),
+        ("inspect notes.txt", "path=notes.txt is no indexed dataset (.bin and .idx) and no checkpoint; give the"),
+        ("inspect new --documents -1", "--documents -1 must be at least 0; correct it"),
+        ("inspect new --tokenizer t", "tokenizer folder t does not exist; train one with train-tokenizer"),
+        ("inspect damaged.idx", "damaged.idx has 0 bytes"),
+        ("merge --input new --output-prefix new", "--output-prefix new is the input new itself; choose an"),
+        ("merge --input new --output-prefix old", "--output-prefix old would overwrite old.idx, old.bin;"),
+        ("merge --input new.bin old.bin --output-prefix x", "--input new.bin is a file, it must be the"),
+        ("merge --input new nowhere --output-prefix x", "--input nowhere needs two files, missing: now"),
+        ("merge --input new --output-prefix notes.txt/x", "notes.txt/x.bin and .idx cannot be written (File exists);"),
+        ("convert-dataset --input new --output-prefix x", "new.idx is in the mmap format (MMIDIDX) alr"),
+        ("convert-dataset --input old --output-prefix x.idx", "--output-prefix x.idx ends like a file"),
+        ("train-tokenizer --input nowhere --vocab-size 300 --output y", "nowhere does not exist"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(
+    folder: Path, arguments: str, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert main(arguments.split()) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"error: {line}")
+    assert printed.err.count("\n") == 1
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+# ---- weights --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama."""
+    folder = tmp_path_factory.mktemp("models") / "source"
+    save_as(tiny_llama(), folder, "sharded_safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("to", ["megatron", "megatron-legacy"])
+def test_weights_go_there_and_back_again(
+    source: Path, tmp_path: Path, to: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    there, back = str(tmp_path / "there"), str(tmp_path / "back")
+    layout = ("--tp", "2", "--pp", "3", "--make-vocab-size-divisible-by", "8")
+    assert main(["convert", "--load-path", str(source), "--save-path", there, "--to", to, *layout]) == 0
+    hint = capfd.readouterr().out.splitlines()[1]
+    begin = {"megatron": f"begin a run with MegatronStrategy(load_from={there!r})"}
+    assert (
+        hint
+        == f"It holds weights only: {begin.get(to, 'Megatron-LM takes it as a release, and begins at iteration 0')}"
+    )
+    assert main(["convert", "--load-path", there, "--save-path", back, "--to", "hf", "--max-shard-size", "20KB"]) == 0
+    shown, files = capfd.readouterr(), list(Path(back).iterdir())
+    size = sum(file.stat().st_size for file in files) / 1e6
+    assert re.fullmatch(
+        rf"{re.escape(back)}: Hugging Face model directory \({len(files)} files, {size:.2f} MB\) from .+"
+        rf" {re.escape(there)}, in \d+\.\d s \(\d+\.\d\d [MG]B/s\)\n",
+        shown.out,
+    )
+    assert "converting" not in shown.err, "a progress bar, and standard error is no terminal"
+    for name in ("config.json", "generation_config.json"):
+        assert (Path(back) / name).read_bytes() == (source / name).read_bytes()
+    expected = {name: t for file in source.glob("*.safetensors") for name, t in load_file(file).items()}
+    found = {name: t for file in Path(back).glob("*.safetensors") for name, t in load_file(file).items()}
+    assert found.keys() == expected.keys()
+    assert all(found[name].dtype is t.dtype and torch.equal(found[name], t) for name, t in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("", "the following arguments are required: --load-path, --save-path, --to"),
+        ("--load-path {source} --save-path {new} --to onnx", "invalid choice: 'onnx'"),
+        ("--load-path {source} --save-path {new} --to hf --tp two", "invalid int value: 'two'"),
+        ("--load-path {source} --save-path {new} --to hf --tp 2", "--tp 2 would do nothing with --to hf"),
+        ("--load-path {source} --save-path {new} --to megatron --tp 3", "--tp 3 does not divide num_attention_heads=4"),
+        ("--load-path {source} --save-path {new} --to hf --dtype int8", "--dtype int8 is not a dtype of weights"),
+        ("--load-path {source} --save-path {source} --to hf", "is not empty"),
+        ("--load-path {source} --save-path {source}/x --to hf", "lie in each other"),
+        ("--load-path {new} --save-path {new}2 --to hf", "does not exist"),
+        ("--load-path {source} --save-path /proc/x --to hf", "--save-path /proc/x"),
+        ("--load-path {source}/config.json --save-path {new} --to hf", "is a file of another kind"),
+        ("--load-path {source} --save-path {new} --to hf --iteration 3", "--iteration 3 would do nothing"),
+        ("--load-path {source} --save-path {new} --to hf --nonsense", "unrecognized arguments: --nonsense"),
+    ],
+)
+def test_a_conversion_that_cannot_work_is_one_line(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, says: str
+) -> None:
+    assert main(["convert", *arguments.format(source=source, new=tmp_path / "new").split()]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    (line,) = shown.err.splitlines()
+    assert line.startswith("error: ")
+    assert says in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_sigterm_leaves_nothing_of_a_conversion(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_megatron.convert.stored.hugging_face import HuggingFaceModel
+
+    def read(*_: object) -> None:
+        assert list(tmp_path.iterdir())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(HuggingFaceModel, "read", read)
+    before = signal.getsignal(signal.SIGTERM)
+    arguments = ["convert", "--load-path", str(source), "--save-path", str(tmp_path / "new"), "--to", "megatron"]
+    assert main(arguments) == 143
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert not list(tmp_path.iterdir())
