@@ -19,21 +19,8 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 from docstring_parser import Docstring, DocstringStyle, parse, parse_from_object
 
 from lightning_megatron import __version__
-from lightning_megatron.cli import data_commands
+from lightning_megatron.cli import data_commands, errors
 from lightning_megatron.cli.config import config
-from lightning_megatron.cli.errors import (
-    DONE,
-    INTERRUPTED,
-    TERMINATED,
-    UNREAD,
-    UsageError,
-    expand_home,
-    in_typed_words,
-    is_unread,
-    report,
-    report_interrupt,
-    users_mistake,
-)
 from lightning_megatron.cli.generate_command import add_generate_command
 from lightning_megatron.cli.inspect import inspect_path
 from lightning_megatron.foreign_names import advice
@@ -67,17 +54,17 @@ class _OneLineErrorParser(argparse.ArgumentParser):
         Raises:
             UsageError: Always.
         """
-        raise UsageError(f"{message}; see {self.prog} --help")
+        raise errors.UsageError(f"{message}; see {self.prog} --help")
 
 
 def program() -> NoReturn:
     """Run the command line of this process and end it."""
     code = main()
-    if code == INTERRUPTED:
+    if code == errors.INTERRUPTED:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would only interrupt the end, with a traceback
     # Looked up, not imported: torch takes seconds, and if Ctrl-C has ended its import, a second one fails.
     is_initialized = getattr(sys.modules.get("torch.distributed"), "is_initialized", None)
-    if code != DONE and is_initialized is not None and is_initialized():
+    if code != errors.DONE and is_initialized is not None and is_initialized():
         # gloo's threads wait for ranks that have ended too; destroying them with the interpreter can abort (code 134).
         sys.stdout.flush()
         sys.stderr.flush()
@@ -98,31 +85,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if arguments and arguments[0] in TRAINER_COMMANDS:
-            code = _run_trainer_command(arguments[0], arguments[1:])
+            _run_trainer_command(arguments[0], arguments[1:])
         else:
-            code = _run_command(arguments)
+            _run_command(arguments)
         sys.stdout.flush()  # here, where it is known what to do if it fails
-        return code
+        return errors.DONE
     except KeyboardInterrupt:
-        return report_interrupt()
+        return errors.report_interrupt()
     except BrokenPipeError:
-        if not is_unread(sys.stdout):
+        if not errors.is_unread(sys.stdout):
             raise
-        return UNREAD
+        return errors.UNREAD
     except SystemExit as ended:
         if isinstance(ended.__context__, KeyboardInterrupt):  # a Trainer ends so, with code 1
-            return report_interrupt()
-        if ended.code != TERMINATED:
+            return errors.report_interrupt()
+        if ended.code != errors.TERMINATED:
             raise
-        return TERMINATED
+        return errors.TERMINATED
     except Exception as error:
-        message = users_mistake(error)
+        message = errors.users_mistake(error)
         if message is None:
             raise
-        return report(message)
+        return errors.report(message)
 
 
-def _run_command(arguments: list[str]) -> int:
+def _run_command(arguments: list[str]) -> None:
     """Run a command whose options argparse reads; the user's mistakes are told in the words that were typed."""
     parser, commands = _parser()
     parsed, unknown = parser.parse_known_args(arguments)
@@ -131,15 +118,14 @@ def _run_command(arguments: list[str]) -> int:
         flags = {action.dest: action.option_strings[-1] for action in command._actions if action.option_strings}
         hint = advice(unknown[0].partition("=")[0], flags).partition("choose from")[0]  # --help shows what there is
         command.error(f"unrecognized arguments: {' '.join(unknown)}{hint and f'; {hint}'}")
-    expand_home(command, parsed)
+    errors.expand_home(command, parsed)
     try:
-        code: int | None = parsed.run(parsed)
-        return code or DONE
+        parsed.run(parsed)
     except Exception as error:
-        message = users_mistake(error)
+        message = errors.users_mistake(error)
         if message is None:
             raise
-        return report(in_typed_words(message, command))
+        raise errors.UsageError(errors.in_typed_words(message, command)) from None
 
 
 def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
@@ -229,7 +215,7 @@ def _kinds(hint: Any) -> set[Any]:
     return {kind for each in arguments for kind in _kinds(each)} if arguments else {hint} - {type(None)}
 
 
-def _run_trainer_command(command: str, options: list[str]) -> int:
+def _run_trainer_command(command: str, options: list[str]) -> None:
     """Run a command of LightningCLI, or print its help.
 
     Lightning's own help lists some hundred options and takes many seconds, because it loads every class that it
@@ -238,7 +224,7 @@ def _run_trainer_command(command: str, options: list[str]) -> int:
     if any(option in ("-h", "--help") for option in options):
         text = Path(__file__).with_name("trainer_help.txt").read_text(encoding="utf-8")
         print(text.format(prog=PROG, command=command, summary=TRAINER_COMMANDS[command].capitalize()))
-        return DONE
+        return
     # As with `python -m`: a configuration may name classes in the user's own files.
     sys.path.insert(0, os.getcwd())
     from lightning_megatron.cli.train import run, show_all_options
@@ -247,4 +233,3 @@ def _run_trainer_command(command: str, options: list[str]) -> int:
         show_all_options(command)
     else:
         run([command, *options])
-    return DONE
