@@ -1,4 +1,4 @@
-"""How does a batch that one rank has read reach the ranks that share its copy of the model? One broadcast per step.
+"""Broadcast the batch that one rank has read to the ranks that share its copy of the model, once a step.
 
 The source sends a short header (names, shapes, dtypes) over gloo, which never waits for a GPU, and then one flat buffer
 over the device's backend. What other ranks' loaders yielded is ignored, so a random or placeholder batch there cannot
@@ -7,9 +7,8 @@ make the ranks of one model drift apart.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -17,9 +16,14 @@ import torch.distributed as dist
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.errors import DataError
 
-_HEADER_BYTES = 4096
 _ALIGNMENT = 16
 """Bytes: every tensor starts where any dtype may start."""
+
+Check: TypeAlias = Callable[[dict[str, torch.Tensor]], None]
+"""Raises if the numbers of a batch are wrong."""
+
+Header: TypeAlias = list[tuple[str, torch.dtype, torch.Size]]
+"""Name, dtype and shape of each tensor, in the order of the buffer."""
 
 
 def check_batch(batch: Any) -> dict[str, torch.Tensor]:
@@ -42,10 +46,6 @@ def check_batch(batch: Any) -> dict[str, torch.Tensor]:
     return dict(batch)
 
 
-Check = Callable[[dict[str, torch.Tensor]], None]
-"""Raises if the numbers of a batch are wrong."""
-
-
 def broadcast_batch(
     batch: Any, topology: Topology, device: torch.device, check: Check | None = None
 ) -> dict[str, torch.Tensor]:
@@ -66,16 +66,25 @@ def broadcast_batch(
         try:
             tensors = _checked(batch, check)
         except Exception as error:
-            _send_refusal(str(error) if isinstance(error, DataError) else repr(error), topology)
+            # The others wait for a header; they get the reason why there is none.
+            _sent(str(error) if isinstance(error, DataError) else repr(error), topology)
             raise
-        _send_header(describe(tensors), topology)
+        header = _sent(describe(tensors), topology)
         buffer = pack(tensors).to(device, non_blocking=True)
-        dist.broadcast(buffer, topology.mp_source, group=topology.mp_group)
-        return unpack(buffer, describe(tensors))
-    header = _receive_header(topology)
-    buffer = torch.empty(packed_bytes(header), dtype=torch.uint8, device=device)
+    else:
+        header = _sent(None, topology)
+        if isinstance(header, str):
+            raise DataError(header)
+        buffer = torch.empty(packed_bytes(header), dtype=torch.uint8, device=device)
     dist.broadcast(buffer, topology.mp_source, group=topology.mp_group)
     return unpack(buffer, header)
+
+
+def _sent(header: Any, topology: Topology) -> Any:
+    """The source's header, on all ranks."""
+    box = [header]
+    dist.broadcast_object_list(box, topology.mp_source, group=topology.mp_header_group)
+    return box[0]
 
 
 def _checked(batch: Any, check: Check | None) -> dict[str, torch.Tensor]:
@@ -93,21 +102,9 @@ def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-Header = list[tuple[str, str, list[int]]]
-"""Name, dtype and shape of each tensor, in the order of the buffer."""
-
-
 def describe(tensors: Mapping[str, torch.Tensor]) -> Header:
     """What a receiver must know before the data comes."""
-    return [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors.items()]
-
-
-def _size_bytes(dtype: str, shape: list[int]) -> int:
-    numel = 1
-    for length in shape:
-        numel *= length
-    size = numel * torch.empty((), dtype=getattr(torch, dtype)).element_size()
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+    return [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
 
 
 def packed_bytes(header: Header) -> int:
@@ -117,15 +114,13 @@ def packed_bytes(header: Header) -> int:
 
 def pack(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """All tensors one after the other: [bytes], uint8, pinned if they come from the CPU of a machine with a GPU."""
+    header = describe(tensors)
     device = next(iter(tensors.values())).device
     pinned = device.type == "cpu" and torch.cuda.is_available()
-    buffer = torch.empty(packed_bytes(describe(tensors)), dtype=torch.uint8, device=device, pin_memory=pinned)
-    start = 0
-    for name, dtype, shape in describe(tensors):
-        size = _size_bytes(dtype, shape)
-        # Written as numbers, not as bytes: a single element of a column cannot be viewed as those.
-        buffer[start : start + size].view(tensors[name].dtype)[: tensors[name].numel()] = tensors[name].reshape(-1)
-        start += size
+    buffer = torch.empty(packed_bytes(header), dtype=torch.uint8, device=device, pin_memory=pinned)
+    # Written as numbers, not as bytes: a single element of a column cannot be viewed as those.
+    for name, view in unpack(buffer, header).items():
+        view.copy_(tensors[name])
     return buffer
 
 
@@ -134,38 +129,10 @@ def unpack(buffer: torch.Tensor, header: Header) -> dict[str, torch.Tensor]:
     tensors, start = {}, 0
     for name, dtype, shape in header:
         size = _size_bytes(dtype, shape)
-        flat = buffer[start : start + size].view(getattr(torch, dtype))
-        numel = 1
-        for length in shape:
-            numel *= length
-        tensors[name] = flat[:numel].view(shape)
+        tensors[name] = buffer[start : start + size].view(dtype)[: shape.numel()].view(shape)
         start += size
     return tensors
 
 
-def _send_header(header: Header, topology: Topology) -> None:
-    text = json.dumps(header).encode()
-    if len(text) > _HEADER_BYTES:
-        refusal = f"a batch of {len(header)} tensors needs a header of {len(text)} bytes, more than {_HEADER_BYTES}"
-        _send_refusal(refusal, topology)
-        raise DataError(refusal)
-    _send(text, topology)
-
-
-def _send_refusal(reason: str, topology: Topology) -> None:
-    """Tell the ranks that wait for a header that there will be no batch, and why."""
-    _send(json.dumps(reason[: _HEADER_BYTES // 8]).encode(), topology)
-
-
-def _send(text: bytes, topology: Topology) -> None:
-    buffer = torch.frombuffer(bytearray(text.ljust(_HEADER_BYTES)), dtype=torch.uint8)
-    dist.broadcast(buffer, topology.mp_source, group=topology.mp_header_group)
-
-
-def _receive_header(topology: Topology) -> Header:
-    buffer = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
-    dist.broadcast(buffer, topology.mp_source, group=topology.mp_header_group)
-    header = json.loads(bytes(buffer.tolist()).decode())
-    if isinstance(header, str):
-        raise DataError(header)
-    return [(name, dtype, shape) for name, dtype, shape in header]
+def _size_bytes(dtype: torch.dtype, shape: torch.Size) -> int:
+    return -(-shape.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT

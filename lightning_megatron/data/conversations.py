@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +24,7 @@ _REWRITTEN_ROLES = (_ASSISTANT, "tool")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class RenderedRecord:
+class RenderedRecord(NamedTuple):
     """A record as text."""
 
     text: str
@@ -229,8 +227,10 @@ def _check_nothing_is_left_out(chat: _Chat) -> None:
 TokenizedSample: TypeAlias = tuple[NDArray[np.int32], NDArray[np.bool_]]
 """Tokens of a sample, and which of them are learned."""
 
-_SURROGATE = re.compile("[\ud800-\udfff]")
-"""Half a character, which JSON can spell and no tokenizer takes; ``preprocess`` replaces it too."""
+
+def without_surrogates(text: str) -> str:
+    """``text`` without half characters, which JSON can spell and no tokenizer takes; as by ``preprocess``."""
+    return re.sub("[\ud800-\udfff]", "\ufffd", text)
 
 
 def tokenize(tokenizer: Any, records: Sequence[RenderedRecord]) -> Iterator[TokenizedSample]:
@@ -261,7 +261,7 @@ def _encode(tokenizer: Any, records: Sequence[RenderedRecord], is_chat: bool) ->
     if not records:
         return
     encoded = tokenizer(
-        [_SURROGATE.sub("\ufffd", record.text) for record in records],
+        [without_surrogates(record.text) for record in records],
         add_special_tokens=not is_chat,
         return_offsets_mapping=True,
         return_attention_mask=False,

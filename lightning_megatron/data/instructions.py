@@ -7,6 +7,8 @@ import json
 import logging
 import os
 from array import array
+from bisect import bisect_left, insort
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -60,24 +62,22 @@ def read_records(
     """
     for file in files:
         try:
-            told = 0
-            for number, (line, position) in enumerate(_lines(file), 1):
+            for number, line in enumerate(_lines(file, on_bytes), 1):
                 if line and not line.isspace():
                     place = f"{file}, line {number}"
                     yield place, _parse(line, place, example)
-                on_bytes(position - told)
-                told = position
         except UnreadableFileError as error:
             raise DataError(f"{file} {error}") from error
 
 
-def _lines(file: Path) -> Iterator[tuple[bytes, int]]:
-    """Each line, and the bytes of the file read until then."""
-    rest, position = b"", 0
+def _lines(file: Path, on_bytes: Callable[[int], object]) -> Iterator[bytes]:
+    rest, told = b"", 0
     for part, position in read_parts(file):
+        on_bytes(position - told)
+        told = position
         *lines, rest = (rest + part).split(b"\n")
-        yield from ((line, position) for line in lines)
-    yield rest, position
+        yield from lines
+    yield rest
 
 
 def _parse(line: bytes, place: str, example: str) -> Record:
@@ -88,104 +88,6 @@ def _parse(line: bytes, place: str, example: str) -> Record:
     if not isinstance(record, dict):
         raise DataError(f"{place} holds a {type(record).__name__}, not a JSON object; write {example}")
     return record
-
-
-@dataclass(frozen=True, kw_only=True)
-class Packing:
-    """Which samples are in which row."""
-
-    members: NDArray[np.int64]
-    """[samples]: numbers of samples, row by row."""
-    starts: NDArray[np.int64]
-    """[rows + 1]: row ``r`` has ``members[starts[r]:starts[r + 1]]``."""
-
-    @property
-    def num_rows(self) -> int:
-        """Rows."""
-        return len(self.starts) - 1
-
-    def row(self, index: int) -> NDArray[np.int64]:
-        """Numbers of the samples of one row."""
-        return self.members[self.starts[index] : self.starts[index + 1]]
-
-
-def one_sample_a_row(num_samples: int) -> Packing:
-    """Sample ``i`` alone in row ``i``."""
-    return Packing(members=np.arange(num_samples), starts=np.arange(num_samples + 1))
-
-
-def pack(lengths: NDArray[np.integer], capacity: int, seed: int) -> Packing:
-    """As few rows as best-fit-decreasing finds, in an order drawn from ``seed``.
-
-    The longest sample first, each into the fullest row that still has room for it: at most 11/9 of the fewest possible
-    rows and a constant (Johnson, Near-optimal bin packing algorithms, 1973). Samples of one length are placed together,
-    as many at a time as there are equally full rows, so the work grows with the number of different lengths.
-
-    Args:
-        lengths: [samples], each from 1 to ``capacity``.
-        capacity: Tokens of a row.
-        seed: Of the order of rows, and of which of several equally long samples share a row.
-
-    Raises:
-        ValueError: If a length is out of range.
-    """
-    if len(lengths) and not 1 <= int(lengths.min()) <= int(lengths.max()) <= capacity:
-        raise ValueError(f"lengths from {lengths.min()} to {lengths.max()} are not all in 1..{capacity}")
-    generator = np.random.default_rng(seed)
-    drawn = generator.permutation(len(lengths))
-    by_length = drawn[np.argsort(-lengths[drawn].astype(np.int64), kind="stable")]
-    row_of, num_rows = _rows_of(lengths[by_length], capacity)
-    row_of = generator.permutation(num_rows)[row_of]
-    return Packing(
-        members=by_length[np.argsort(row_of, kind="stable")],
-        starts=np.concatenate([[0], np.bincount(row_of, minlength=num_rows).cumsum()]).astype(np.int64),
-    )
-
-
-def efficiency(packing: Packing, lengths: NDArray[np.integer], capacity: int) -> float:
-    """Fraction of the rows' tokens that is no padding."""
-    return float(lengths[packing.members].sum(dtype=np.int64) / (packing.num_rows * capacity))
-
-
-def _rows_of(lengths: NDArray[np.integer], capacity: int) -> tuple[NDArray[np.int64], int]:
-    """The row of each sample, and the number of rows; ``lengths`` descend."""
-    row_of = np.empty(len(lengths), dtype=np.int64)
-    # Rows by the room that they have left; a row with less room than the shortest sample may stay anywhere.
-    with_room: list[list[NDArray[np.int64]]] = [[] for _ in range(capacity + 1)]
-    has_room = np.zeros(capacity + 1, dtype=np.bool_)
-    num_rows, placed = 0, 0
-    sizes, counts = np.unique(lengths, return_counts=True)
-    for size, count in zip(sizes[::-1].tolist(), counts[::-1].tolist(), strict=True):
-        end = placed + count
-        while placed < end:
-            fits = np.flatnonzero(has_room[size:])
-            room = size + int(fits[0]) if len(fits) else capacity
-            # The row that takes one sample is then the fullest with room, so it takes as many as it can.
-            each = room // size
-            needed = -(-(end - placed) // each)
-            if len(fits):
-                rows = np.concatenate(with_room[room])
-                rows, left = rows[:needed], rows[needed:]
-                with_room[room] = [left] if len(left) else []
-                has_room[room] = len(left) > 0
-            else:
-                rows = np.arange(num_rows, num_rows + needed)
-                num_rows += needed
-            taken = min(end - placed, len(rows) * each)
-            row_of[placed : placed + taken] = np.repeat(rows, each)[:taken]
-            placed += taken
-            last = taken - (len(rows) - 1) * each
-            _put(with_room, has_room, room - each * size, rows[:-1])
-            _put(with_room, has_room, room - last * size, rows[-1:])
-    return row_of, num_rows
-
-
-def _put(
-    with_room: list[list[NDArray[np.int64]]], has_room: NDArray[np.bool_], room: int, rows: NDArray[np.int64]
-) -> None:
-    if len(rows):
-        with_room[room].append(rows)
-        has_room[room] = True
 
 
 _log = logging.getLogger(__name__)
@@ -219,8 +121,6 @@ class InstructionOptions:
         Raises:
             ConfigError: If a value cannot work.
         """
-        if self.seq_length < 2:
-            raise ConfigError(f"seq_length={self.seq_length} leaves nothing to predict; set at least 2")
         if self.answers not in get_args(Answers):
             raise ConfigError(f"answers={self.answers!r} is unknown; choose from {', '.join(get_args(Answers))}")
 
@@ -382,6 +282,58 @@ def _no_records(options: InstructionOptions) -> DataError:
     return DataError(f"{options.path} has no records; give a file with at least one")
 
 
+# ---- packing --------------------------------------------------------------------------------------------------------
+
+
+def pack(lengths: NDArray[np.integer], capacity: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """As few rows as best-fit-decreasing finds, in an order drawn from ``seed``.
+
+    The longest sample first, each into the fullest row that still has room for it: at most 11/9 of the fewest possible
+    rows and a constant (Johnson, Near-optimal bin packing algorithms, 1973).
+
+    Args:
+        lengths: [samples], each from 1 to ``capacity``.
+        capacity: Tokens of a row.
+        seed: Of the order of rows, and of which of several equally long samples share a row.
+
+    Returns:
+        Numbers of samples, row by row: [samples]; and where each row begins in these and the last one ends: [rows + 1].
+    """
+    generator = np.random.default_rng(seed)
+    drawn = generator.permutation(len(lengths))
+    by_length = drawn[np.argsort(-lengths[drawn].astype(np.int64), kind="stable")]
+    row_of, num_rows = _rows_of(lengths[by_length].tolist(), capacity)
+    row_of = generator.permutation(num_rows)[row_of]
+    starts = np.concatenate([[0], np.bincount(row_of, minlength=num_rows).cumsum()]).astype(np.int64)
+    return by_length[np.argsort(row_of, kind="stable")], starts
+
+
+def _rows_of(lengths: list[int], capacity: int) -> tuple[NDArray[np.int64], int]:
+    """The row of each sample, and the number of rows; ``lengths`` descend."""
+    row_of = np.empty(len(lengths), dtype=np.int64)
+    with_room: defaultdict[int, deque[int]] = defaultdict(deque)  # rows by the room that they have left
+    rooms: list[int] = []  # what there is of it, ascending
+    num_rows = 0
+    for sample, length in enumerate(lengths):
+        place = bisect_left(rooms, length)
+        if place == len(rooms):
+            row, room, num_rows = num_rows, capacity, num_rows + 1
+        else:
+            room = rooms[place]
+            row = with_room[room].popleft()
+            if not with_room[room]:
+                del rooms[place]
+        row_of[sample] = row
+        left = room - length
+        if not with_room[left]:
+            insort(rooms, left)
+        with_room[left].append(row)
+    return row_of, num_rows
+
+
+# ---- rows -----------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, kw_only=True)
 class RowOptions:
     """How samples become rows."""
@@ -432,10 +384,11 @@ class InstructionSamples:
         self._instructions = instructions
         self._options = options
         options.check_length(instructions.seq_length)
-        self._packing = (
+        num_samples = len(instructions)
+        self._members, self._starts = (
             pack(instructions.lengths, instructions.seq_length, options.seed)
             if options.packing
-            else one_sample_a_row(len(instructions))
+            else (np.arange(num_samples), np.arange(num_samples + 1))
         )
 
     @property
@@ -447,11 +400,11 @@ class InstructionSamples:
     @property
     def efficiency(self) -> float:
         """Fraction of tokens in rows of ``seq_length`` that is no padding."""
-        return efficiency(self._packing, self._instructions.lengths, self._instructions.seq_length)
+        return float(self._instructions.lengths.sum() / (len(self) * self._instructions.seq_length))
 
     def __len__(self) -> int:
         """Rows."""
-        return self._packing.num_rows
+        return len(self._starts) - 1
 
     def rows(self, indices: Sequence[int]) -> Rows:
         """Rows as Hugging Face names them, [rows, L] int64 each, padded on the right.
@@ -462,7 +415,7 @@ class InstructionSamples:
         import torch
 
         source = self._instructions
-        members = [self._packing.row(index) for index in indices]
+        members = [self._members[self._starts[index] : self._starts[index + 1]] for index in indices]
         shape = (len(members), self._row_length(max(int(source.lengths[row].sum()) for row in members)))
         input_ids = np.full(shape, source.padding_token, dtype=np.int64)
         labels = np.full(shape, _NO_TARGET, dtype=np.int64)
@@ -477,13 +430,9 @@ class InstructionSamples:
                 attention_mask[place] = number
                 position_ids[place] = np.arange(len(tokens))
                 begin += len(tokens)
-        arrays = {
-            "input_ids": input_ids,
-            "labels": labels,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-        }
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+        arrays = (input_ids, labels, attention_mask, position_ids)
+        names = ("input_ids", "labels", "attention_mask", "position_ids")
+        return dict(zip(names, map(torch.from_numpy, arrays), strict=True))
 
     def _row_length(self, longest: int) -> int:
         multiple = self._options.pad_to_multiple_of

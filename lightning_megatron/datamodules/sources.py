@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
@@ -15,7 +16,6 @@ from lightning_megatron.data.conversations import Answers
 from lightning_megatron.data.datasets import DatasetSamples, load_dataset
 from lightning_megatron.data.evaluation import (
     EvaluationOptions,
-    EvaluationRows,
     EvaluationTask,
     EvaluationTexts,
     read_evaluation_texts,
@@ -484,11 +484,11 @@ class TextEvaluationDataModule(MegatronDataModule):
         return super().order_of(name, num_samples)
 
     @override
-    def open(self, name: SplitName, num_samples: int | None) -> EvaluationRows:
+    def open(self, name: SplitName, num_samples: int | None) -> EvaluationTexts:
         texts, strategy = self._texts(), self._strategy()
         # Kernels like even shapes.
         multiple = math.lcm(8, strategy.tp if strategy.sequence_parallel else 1)
-        return EvaluationRows(texts, min(self.seq_length, -(-texts.longest // multiple) * multiple))
+        return replace(texts, row_length=min(self.seq_length, -(-texts.longest // multiple) * multiple))
 
     def _texts(self) -> EvaluationTexts:
         if self._read is None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lightning_megatron.data.evaluation import EvaluationOptions, EvaluationRows, EvaluationTexts, read_evaluation_texts
+from lightning_megatron.data.evaluation import EvaluationOptions, EvaluationTexts, read_evaluation_texts
 from lightning_megatron.errors import ConfigError, DataError
 from tests.unit.data.chat_tokenizer import make_tokenizer
 
@@ -35,7 +36,7 @@ def _lines(*texts: str) -> list[str]:
 
 
 def _targets(texts: EvaluationTexts, row: int) -> list[int]:
-    return [int(token) for token in texts.tokens[texts.first_targets[row] : texts.ends[row]]]
+    return [int(token) for token in texts.tokens[slice(*texts.bounds[row, 1:])]]
 
 
 @pytest.mark.parametrize(("seq_length", "stride"), [(5, None), (5, 2), (5, 5), (64, None), (3, 1), (1, None)])
@@ -51,11 +52,11 @@ def test_every_token_but_the_first_is_a_target_once_and_has_its_context(
     assert asked == [token for document in documents for token in document[1:]]
     # What the tokenizer itself puts before an empty text, <s>, is nothing to predict from.
     assert texts.num_left_out == 1
-    lengths = texts.ends - texts.begins - 1
-    assert lengths.max() <= seq_length
-    begins_text = np.isin(texts.begins, [0, len(documents[0])])
+    begins, first_targets, ends = texts.bounds.T
+    assert (ends - begins - 1).max() == texts.longest <= seq_length
+    begins_text = np.isin(begins, [0, len(documents[0])])
     # All but the first rows of a text see what they leave out of the targets.
-    assert (texts.first_targets - texts.begins)[~begins_text].min(initial=99) >= seq_length - (stride or seq_length) + 1
+    assert (first_targets - begins)[~begins_text].min(initial=99) >= seq_length - (stride or seq_length) + 1
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -69,19 +70,19 @@ def test_a_last_word_is_tokenized_with_its_space_and_a_long_text_loses_its_begin
     words = [" yes", " yes?" if strict else "?"]
     assert [tokenizer.decode(_targets(texts, row)) for row in range(2)] == words
     whole = [tokenizer.encode(text.strip()) for text in TEXTS]
-    assert texts.tokens[: texts.ends[0]].tolist() == whole[0]
-    assert texts.tokens[texts.begins[1] :].tolist() == whole[1][-9:]
+    assert texts.tokens[: texts.bounds[0, 2]].tolist() == whole[0]
+    assert texts.tokens[texts.bounds[1, 0] :].tolist() == whole[1][-9:]
     assert texts.num_cut == 1
 
 
 def test_rows_are_what_a_step_takes(folder: Path) -> None:
     texts = _texts(folder, _lines(*TEXTS), seq_length=12, task="last_word")
-    rows = EvaluationRows(texts, 16).rows([1, 0])
+    rows = replace(texts, row_length=16).rows([1, 0])
     text, mask = rows["text"], rows["loss_mask"]
     assert text.shape == (2, 17)
     assert mask.shape == (2, 16)
     for row, index in enumerate([1, 0]):
-        length = int(texts.ends[index] - texts.begins[index])
+        length = int(texts.bounds[index, 2] - texts.bounds[index, 0])
         assert text[row, length:].tolist() == [-1] * (17 - length)
         # The mask stands at the position that predicts a target, the token before it.
         assert text[row, 1:][mask[row] == 1].tolist() == _targets(texts, index)

@@ -353,7 +353,6 @@ def test_what_is_wrong_before_the_first_record_is_said_at_once(tmp_path: Path, r
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: InstructionOptions(path="a", tokenizer="b", seq_length=1), "seq_length=1 leaves nothing to predict"),
         (
             lambda: InstructionOptions(path="a", tokenizer="b", seq_length=8, answers="first"),  # type: ignore[arg-type]
             "answers='first' is unknown; choose from all, each, last",
