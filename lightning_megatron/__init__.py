@@ -39,15 +39,14 @@ if TYPE_CHECKING:
     )
     from lightning_megatron.engine.lr_schedule import LRSchedule
     from lightning_megatron.engine.optimizer import OptimizerOptions
+    from lightning_megatron.engine.train_step import TrainStep
     from lightning_megatron.errors import CheckpointError, ConfigError, DataError
     from lightning_megatron.generate.options import GenerationOptions
     from lightning_megatron.module import MegatronModule
     from lightning_megatron.precision import MegatronPrecision
     from lightning_megatron.predictions import gather_predictions
-    from lightning_megatron.steps.base import TrainStep
     from lightning_megatron.steps.bert import BertTrainStep
-    from lightning_megatron.steps.gpt import GPTTrainStep
-    from lightning_megatron.steps.last_word import LastWordTrainStep
+    from lightning_megatron.steps.gpt import GPTTrainStep, LastWordTrainStep
     from lightning_megatron.steps.t5 import T5TrainStep
     from lightning_megatron.strategy import MegatronStrategy
 
@@ -64,7 +63,7 @@ _HOMES = {
     "IndexedDataModule": "lightning_megatron.datamodules.sources",
     "InstructionDataModule": "lightning_megatron.datamodules.sources",
     "LRSchedule": "lightning_megatron.engine.lr_schedule",
-    "LastWordTrainStep": "lightning_megatron.steps.last_word",
+    "LastWordTrainStep": "lightning_megatron.steps.gpt",
     "LoadFrom": "lightning_megatron.checkpoint.load",
     "LossCurve": "lightning_megatron.callbacks",
     "MaskingOptions": "lightning_megatron.data.masked",
@@ -79,7 +78,7 @@ _HOMES = {
     "T5TrainStep": "lightning_megatron.steps.t5",
     "TextEvaluationDataModule": "lightning_megatron.datamodules.sources",
     "ThroughputMonitor": "lightning_megatron.callbacks",
-    "TrainStep": "lightning_megatron.steps.base",
+    "TrainStep": "lightning_megatron.engine.train_step",
     "avg_losses_across_data_parallel_group": "lightning_megatron.engine.collectives",
     "gather_across_data_parallel_groups": "lightning_megatron.engine.collectives",
     "gather_predictions": "lightning_megatron.predictions",

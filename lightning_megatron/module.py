@@ -23,14 +23,14 @@ from lightning_megatron.engine.lr_schedule import LRSchedule, MegatronLRSchedule
 from lightning_megatron.engine.optimizer import OptimizerOptions
 from lightning_megatron.engine.rng import seed_of_run
 from lightning_megatron.engine.runtime import unchanged_environment
+from lightning_megatron.engine.train_step import TrainStep
 from lightning_megatron.errors import CheckpointError, ConfigError, DataError, as_options, host_memory, require_number
 from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.hub import local_folder
 from lightning_megatron.inference import Inference
 from lightning_megatron.models.config import AttentionHeads, Positions, with_variant
-from lightning_megatron.steps.base import TrainStep
-from lightning_megatron.steps.registry import train_step_named
+from lightning_megatron.steps import train_step_named
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightning_megatron.engine.schedule import Observer
-    from lightning_megatron.steps.base import Batch, TrainStep
+    from lightning_megatron.engine.train_step import Batch, TrainStep
 
 _EVALUATING = (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING, RunningStage.TESTING, RunningStage.PREDICTING)
 

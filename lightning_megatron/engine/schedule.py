@@ -24,7 +24,7 @@ from lightning_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
     from lightning_megatron.engine.optimizer import MegatronOptimizer
-    from lightning_megatron.steps.base import Batch, LossFunc, Output, TrainStep
+    from lightning_megatron.engine.train_step import Batch, LossFunc, Output, TrainStep
 
     Observer = Callable[[Batch, Output], None]
 

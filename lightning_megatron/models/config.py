@@ -173,7 +173,7 @@ class ModelConfig:
     @property
     def has_position_table(self) -> bool:
         """Whether positions are rows of an embedding, so that rows cannot be longer than it."""
-        return self.position_embedding_type == "learned_absolute"
+        return self.position_embedding_type == "learned_absolute" and self.architecture != "t5"
 
     @property
     def has_output_layer(self) -> bool:

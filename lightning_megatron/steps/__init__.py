@@ -1,1 +1,29 @@
-"""What is learned? How a batch becomes microbatches, a forward pass and a loss."""
+"""Training objectives: what GPT, BERT and T5 learn from a batch."""
+
+from __future__ import annotations
+
+from lightning_megatron.engine.train_step import TrainStep
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.steps.bert import BertTrainStep
+from lightning_megatron.steps.gpt import GPTTrainStep, LastWordTrainStep
+from lightning_megatron.steps.t5 import T5TrainStep
+
+_STEPS: dict[str, type[TrainStep]] = {
+    "bert": BertTrainStep,
+    "gpt": GPTTrainStep,
+    "last_word": LastWordTrainStep,
+    "t5": T5TrainStep,
+}
+
+
+def train_step_named(name: str) -> TrainStep:
+    """The objective called ``name``.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    if name not in _STEPS:
+        raise ConfigError(
+            f"train_step={name!r} is unknown; choose from {', '.join(sorted(_STEPS))}, or give a TrainStep object"
+        )
+    return _STEPS[name]()

@@ -1,147 +1,139 @@
-"""What must a training objective provide? The ``TrainStep`` contract, and how to write your own.
-
-A step sees one data-parallel rank's batch once per optimizer step (``prepare_batch``) and each microbatch of it once
-(``get_batch``, ``forward_step``, ``loss_func``), inside Megatron's pipeline schedule. None of its methods may log or
-communicate: they run many times per step, and the loss only on the last pipeline stage.
-"""
+"""What the objectives share: sums over targets, metrics weighed by them, and how targets are told from tokens."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from collections.abc import Mapping
+from typing import ClassVar, cast
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.engine.train_step import Batch, LossFunc, LossTerm, Output, TrainStep
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.models.config import Architecture, ModelConfig
 
-Batch: TypeAlias = dict[str, torch.Tensor]
+__all__ = ["Batch", "LossFunc", "LossTerm", "Output", "TrainStep"]
 
-
-class LossTerm(NamedTuple):
-    """A loss before its division: the engine sums both over the global batch and divides once, exactly."""
-
-    sum: torch.Tensor
-    """[], fp32: the sum over the targets of one microbatch; gradients flow through it."""
-    targets: torch.Tensor
-    """[]: how many targets the sum is over."""
+IGNORE_INDEX = -100
+"""Hugging Face's label for "no target here"."""
 
 
-Output: TypeAlias = Any
-"""What the last stage's model returns: a tensor, or what the architecture's ``forward`` says."""
+def check_trains(step: TrainStep, architecture: Architecture, model: ModelConfig) -> None:
+    """Raise unless ``model`` is of the architecture that ``step`` is for.
 
-LossFunc: TypeAlias = Callable[[Output], dict[str, LossTerm]]
-
-
-def with_last_row_repeated(batch: Batch, num_rows: int) -> Batch:
-    """A copy of ``batch`` grown to ``num_rows`` rows, for ``pad_rows``, which then takes their loss away."""
-    missing = num_rows - next(iter(batch.values())).shape[0]
-    return {k: torch.cat([v, v[-1:].expand(missing, *v.shape[1:])]) for k, v in batch.items()}
-
-
-class TrainStep(ABC):
-    """From a batch to a loss. Subclass it, or subclass ``GPTTrainStep`` and override the one method that differs.
-
-    Attributes:
-        loss_terms: Names of the terms that ``loss_func`` returns; the training loss is the sum of their means.
-        model: The description of the model that is trained, from ``bind`` on.
+    Raises:
+        ConfigError: With the name of the step that is.
     """
+    if model.architecture != architecture:
+        raise ConfigError(
+            f"{type(step).__name__} trains {architecture.upper()}s, and {model.family} is a "
+            f"{model.architecture.upper()}; use train_step={model.architecture!r}"
+        )
 
-    loss_terms: ClassVar[tuple[str, ...]]
 
-    def bind(self, model: ModelConfig) -> None:
-        """Learn which model is to be trained; called once, before anything else, when a module takes the step.
+def has_own_batches(step: TrainStep, kind: type[TrainStep]) -> bool:
+    """Whether a subclass of ``kind`` prepares batches in its own way; it may have keys that ``kind`` cannot check."""
+    return type(step).prepare_batch is not kind.prepare_batch
 
-        Raises:
-            ConfigError: If this objective cannot train that model.
-        """
-        self.model = model
 
-    def check_batch(self, batch: Batch) -> None:
-        """Look at the numbers of a batch while it is still on the host, on the one rank that reads data.
+def masked_term(losses: Tensor, weights: Tensor) -> LossTerm:
+    """The term of losses and their weights, both of any one shape."""
+    return LossTerm((losses.float() * weights).sum(), weights.sum())
 
-        What it raises is raised on every rank that shares this copy of the model. A step whose batches never leave
-        their range need not look.
 
-        Args:
-            batch: As the DataLoader yields it, on the CPU; what says nothing, like a mask that hides nothing, may be
-                taken out.
+def without_last_rows(batch: Batch, num_rows: int, weights: tuple[str, ...]) -> Batch:
+    """A copy of ``batch`` grown to ``num_rows`` rows by copies of the last one, whose ``weights`` are 0."""
+    rows = next(iter(batch.values())).shape[0]
+    padded = {k: torch.cat([v, v[-1:].expand(num_rows - rows, *v.shape[1:])]) for k, v in batch.items()}
+    for name in weights:
+        padded[name][rows:] = 0
+    return padded
 
-        Raises:
-            DataError: If a token or a label is out of range, with its name, value and the rule.
-        """
-        del batch
 
-    @abstractmethod
-    def prepare_batch(self, batch: Batch) -> Batch:
-        """The user's batch in this step's own form, on every rank, once per optimizer step.
+class TokenLossStep(TrainStep):
+    """The mean of the tokens' losses; prepared batches have a ``loss_mask`` [b, s], fp32: how much each counts."""
 
-        Args:
-            batch: Tensors of one data-parallel rank, first axis ``micro_batch_size * num_microbatches`` rows.
+    loss_terms: ClassVar[tuple[str, ...]] = ("lm_loss",)
 
-        Returns:
-            Tensors with the same number of rows; they are cut into microbatches along the first axis.
-        """
-
-    @abstractmethod
     def pad_rows(self, batch: Batch, num_rows: int) -> Batch:
-        """A prepared batch grown to ``num_rows`` rows whose additional ones carry no loss (for ragged last batches)."""
+        """Repeat the last row with an empty loss mask."""
+        return without_last_rows(batch, num_rows, ("loss_mask",))
 
-    @abstractmethod
-    def seq_length(self, batch: Batch) -> int:
-        """Tokens per row of a prepared batch: the length of what pipeline stages send to each other."""
+    def counts(self, batch: Batch) -> Mapping[str, Tensor]:
+        """The number of targets, known from the masks alone."""
+        return {"lm_loss": batch["loss_mask"].sum()}
 
-    def split_lengths(self, batch: Batch) -> Mapping[str, int]:
-        """Every length that sequence parallelism must be able to split, by what an error calls it; usually one."""
-        return {"seq_length": self.seq_length(batch)}
-
-    def counts(self, batch: Batch) -> Mapping[str, torch.Tensor] | None:
-        """How many targets each term has in a prepared batch, if that is known before the forward pass.
-
-        Must equal the sum of the counts that ``loss_func`` returns for its microbatches. Steps with several terms must
-        know; a step with one term may return None, which costs one more pass over the gradients.
-        """
-        return None
-
-    def get_batch(self, data_iterator: Iterator[Batch]) -> Batch:
-        """The next microbatch."""
-        return next(data_iterator)
-
-    @abstractmethod
-    def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[Output, LossFunc]:
-        """One forward pass of one microbatch through this rank's model chunk.
+    def loss_func(self, batch: Batch, output: Tensor) -> dict[str, LossTerm]:
+        """The masked sum of the per-token losses.
 
         Args:
-            data_iterator: Yields the prepared microbatches in order.
-            model: The chunk; on stages before the last its output is the hidden state that goes on, [s, b, h].
-
-        Returns:
-            The output, and the function that the last stage calls with it.
+            batch: The prepared microbatch.
+            output: Per-token cross-entropy, [b, s], fp32.
         """
-
-    @abstractmethod
-    def loss_func(self, batch: Batch, output: Output) -> dict[str, LossTerm]:
-        """The loss terms of one microbatch, on the last stage.
-
-        Args:
-            batch: The microbatch that ``output`` was computed from.
-            output: What the last stage's model returned.
-        """
+        return {"lm_loss": masked_term(output, batch["loss_mask"])}
 
     def metrics(self) -> dict[str, Metric]:
-        """New metrics of validation and test, by the name that follows ``val_`` and ``test_`` in the log.
+        """``perplexity`` of the targets."""
+        return {"perplexity": Perplexity()}
 
-        They are updated on the last stage only, and synchronized over the data-parallel ranks of it when an epoch ends.
-        """
-        return {}
+    def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Tensor) -> None:
+        """Take in the losses of one microbatch, each with its weight."""
+        cast("Perplexity", metrics["perplexity"]).update(output.float(), batch["loss_mask"])
 
-    def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Output) -> None:
-        """Take one microbatch of an evaluation into ``metrics``, on the last stage; rows without loss must not count.
 
-        Args:
-            metrics: What ``metrics()`` returned.
-            batch: The prepared microbatch.
-            output: What the last stage's model returned.
-        """
-        del metrics, batch, output
+# ---- metrics --------------------------------------------------------------------------------------------------------
+
+
+class WeightedMean(Metric):
+    """The mean of values by their weights, NaN if nothing has any; a NaN among the values is not dropped."""
+
+    total: Tensor
+    weight: Tensor
+
+    def __init__(self) -> None:
+        """Start empty."""
+        super().__init__()
+        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("weight", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, values: Tensor, weights: Tensor) -> None:
+        """Take in values and their weights, both of any one shape."""
+        self.total += (values * weights).sum()
+        self.weight += weights.sum()
+
+    def compute(self) -> Tensor:
+        """[]: the mean."""
+        return self.total / self.weight
+
+
+class Perplexity(WeightedMean):
+    """exp of the mean loss over all tokens with a weight."""
+
+    def compute(self) -> Tensor:
+        """[]: the perplexity."""
+        return torch.exp(super().compute())
+
+
+def predicted_tokens(logits: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
+    """The token with the largest logit, of several the first, as ``argmax`` over the whole vocabulary finds it.
+
+    Every rank of ``tp_group`` must call; two numbers a position travel.
+
+    Args:
+        logits: [..., v/tp], this rank's shard; padding of the vocabulary is -inf.
+        tp_group: The TP group.
+
+    Returns:
+        [...], int64, the same on every rank of the group.
+    """
+    largest, token = logits.float().max(dim=-1)
+    token = token + dist.get_rank(tp_group) * logits.shape[-1]
+    if dist.get_world_size(tp_group) == 1:
+        return token
+    largest_of_shard = largest.clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tp_group)
+    token = token.masked_fill(largest_of_shard < largest, torch.iinfo(token.dtype).max)
+    dist.all_reduce(token, op=dist.ReduceOp.MIN, group=tp_group)
+    return token

@@ -1,19 +1,51 @@
-"""How does a BERT learn? Masked tokens and the order of sentences, and four kinds of fine-tuning."""
+"""Objectives of BERT: masked tokens and the order of sentences, and four kinds of fine-tuning.
+
+Each target has a weight in a prepared tensor called ``..._mask``, 0 for none; sums are over weights, so any cut of a
+batch into rows gives the same means.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import Any, get_args
 
 import torch
-from torchmetrics import Metric
+import torch.nn.functional as F
+from torch import Tensor
+from torchmetrics import MeanSquaredError, Metric
+from torchmetrics.classification import (
+    BinaryAccuracy,
+    BinaryF1Score,
+    MulticlassAccuracy,
+    MulticlassF1Score,
+    MultilabelAccuracy,
+    MultilabelF1Score,
+)
 
+from lightning_megatron.engine.train_step import Batch, LossFunc, LossTerm, Output, TrainStep
 from lightning_megatron.errors import ConfigError, DataError
-from lightning_megatron.models.config import ModelConfig
-from lightning_megatron.steps.base import Batch, LossFunc, LossTerm, Output, TrainStep, with_last_row_repeated
-from lightning_megatron.steps.bert_labels import AnswerSpan, RowLabels, TokenLabels
-from lightning_megatron.steps.bert_objectives import MaskedTokens, Objective
-from lightning_megatron.steps.checks import check_integers, check_numbers, check_shape
+from lightning_megatron.models.config import ModelConfig, ProblemType
+from lightning_megatron.steps.base import (
+    IGNORE_INDEX,
+    Perplexity,
+    WeightedMean,
+    check_trains,
+    has_own_batches,
+    masked_term,
+    without_last_rows,
+)
+from lightning_megatron.steps.checks import (
+    IGNORED_LABELS,
+    check_all,
+    check_beside_tokens,
+    check_floats,
+    check_integers,
+    check_numbers,
+    check_shape,
+    check_tokens,
+)
 
 _MEGATRON_NAMES = {
     "text": "input_ids",
@@ -47,6 +79,9 @@ class BertTrainStep(TrainStep):
     Labels of -100 (and -1, Megatron's) are no targets; ``loss_mask`` [b, s] weighs those of tokens.
     """
 
+    objective: _Objective
+    """Of the model's task, from ``bind`` on."""
+
     def __init__(self, binary_head: bool = True) -> None:
         """Choose what pretraining learns.
 
@@ -54,7 +89,6 @@ class BertTrainStep(TrainStep):
             binary_head: Whether pretraining learns the order of sentences too; other tasks do not look at it.
         """
         self.binary_head = binary_head
-        self.objective: Objective | None = None
 
     def bind(self, model: ModelConfig) -> None:
         """Choose the objective by the model's task.
@@ -62,28 +96,15 @@ class BertTrainStep(TrainStep):
         Raises:
             ConfigError: If the model is no BERT, or its head has another width than its task needs.
         """
-        if model.architecture != "bert":
-            raise ConfigError(
-                f"BertTrainStep trains BERTs, and {model.family} is a {model.architecture.upper()}; use "
-                f"train_step={model.architecture!r}"
-            )
+        check_trains(self, "bert", model)
         super().bind(model)
-        self.objective = self._objective_of(model)
+        tasks: dict[str, Callable[[ModelConfig], _Objective]] = {
+            "sequence_classification": _RowLabels,
+            "token_classification": _TokenLabels,
+            "question_answering": _AnswerSpan,
+        }
+        self.objective = tasks[model.task](model) if model.task in tasks else _MaskedTokens(model, self.binary_head)
         self.loss_terms = self.objective.terms  # type: ignore[misc]
-
-    def _objective_of(self, model: ModelConfig) -> Objective:
-        if model.task == "sequence_classification":
-            return RowLabels(model)
-        if model.task == "token_classification":
-            return TokenLabels(model)
-        if model.task == "question_answering":
-            return AnswerSpan(model)
-        return MaskedTokens(model, has_order=model.task == "pretraining", learns_order=self.binary_head)
-
-    @property
-    def _bound(self) -> Objective:
-        assert self.objective is not None, "the module binds its step before anything else"
-        return self.objective
 
     def check_batch(self, batch: Batch) -> None:
         """Refuse unknown keys, wrong shapes and numbers out of range; drop a mask that hides nothing.
@@ -94,49 +115,20 @@ class BertTrainStep(TrainStep):
         Raises:
             DataError: With the key, the value, the rule and the fix.
         """
-        if type(self).prepare_batch is not BertTrainStep.prepare_batch:
+        if has_own_batches(self, BertTrainStep):
             return
-        named = self._named(batch)
-        tokens, model = named["input_ids"], self.model
-        if tokens.dim() != 2 or tokens.shape[1] < 1:
-            raise DataError(
-                f"input_ids have the shape {list(tokens.shape)}; give them as [rows, tokens], at least one token each"
-            )
-        rows, length = tokens.shape
-        if length > model.max_position_embeddings:
-            raise DataError(
-                f"input_ids have {length} tokens per row, more than max_position_embeddings="
-                f"{model.max_position_embeddings}; cut the rows to {model.max_position_embeddings}"
-            )
-        limits = {
-            "input_ids": (model.vocab_size, "vocab_size"),
-            "token_type_ids": (max(model.num_tokentypes, 1), "type_vocab_size"),
-            "position_ids": (model.max_position_embeddings, "max_position_embeddings"),
-            "attention_mask": (None, ""),
-        }
-        for name, (limit, rule) in limits.items():
-            if name in named:
-                check_shape(name, named[name], (rows, length), "as input_ids")
-                check_numbers(name, named[name], limit, rule)
-        for name in ("input_ids", "token_type_ids", "position_ids"):
-            if name in named:
-                check_integers(name, named[name], "they number rows of a table")
-        if "sample_mask" in named:
-            check_shape("sample_mask", named["sample_mask"], (rows,), "one weight per row")
-        self._check_mask(named)
-        self._bound.check(named)
+        self._check_keys(batch)
+        named = _named(batch)
+        tokens = named["input_ids"]
+        check_tokens("input_ids", tokens, self.model)
+        check_beside_tokens(named, tokens.shape[0], tokens.shape[1], self.model)
+        self._check_first_tokens(named)
+        self.objective.check(named)
         if "attention_mask" in named and bool((named["attention_mask"] == 1).all()):
             del batch["attention_mask" if "attention_mask" in batch else "padding_mask"]
 
-    def _check_mask(self, named: Batch) -> None:
-        if "attention_mask" not in named:
-            return
-        mask = named["attention_mask"]
-        if not torch.equal(mask.long().to(mask.dtype), mask):
-            raise DataError(
-                "attention_mask has fractions; give 1 for tokens and 0 for padding, or whole numbers of segments"
-            )
-        if not self._bound.reads_first_token:
+    def _check_first_tokens(self, named: Batch) -> None:
+        if not self.objective.reads_first_token or "attention_mask" not in named:
             return
         counted = named["sample_mask"] != 0 if "sample_mask" in named else True
         padded = (named["attention_mask"][:, 0] == 0) & counted
@@ -150,62 +142,60 @@ class BertTrainStep(TrainStep):
         """``tokens`` [b, s] int64, the user's mask, token types and positions, and the targets with their masks.
 
         Raises:
-            DataError: If a key is missing or not understood.
+            DataError: If a subclass that prepares batches itself hands on keys that this one does not understand.
         """
-        named = self._named(batch)
+        if has_own_batches(self, BertTrainStep):
+            self._check_keys(batch)  # else they were checked where the batch was read
+        named = _named(batch)
         tokens = named["input_ids"].long()
         rows = named.get("sample_mask", tokens.new_ones(tokens.shape[0])).float()
         inputs: Batch = {n: named[n].long() for n in ("attention_mask", "token_type_ids", "position_ids") if n in named}
-        return {"tokens": tokens, **inputs, **self._bound.targets(named, rows)}
+        return {"tokens": tokens, **inputs, **self.objective.targets(named, rows)}
 
-    def _named(self, batch: Batch) -> Batch:
-        """The batch by Hugging Face's names.
+    def _check_keys(self, batch: Batch) -> None:
+        """Raise if a key is missing, twofold or not understood.
 
         Raises:
-            DataError: If a key is missing, twofold or not understood.
+            DataError: With the key, and what else there is.
         """
-        labels = (*self._bound.needed, *self._bound.optional)
-        known = {*_INPUTS, *labels}
+        known = {*_INPUTS, *self.objective.needed, *self.objective.optional}
         aliases = {alias for alias, name in _MEGATRON_NAMES.items() if name in known}
-        named = {}
-        for key, tensor in batch.items():
+        found: set[str] = set()
+        for key in batch:
             name = _MEGATRON_NAMES.get(key, key)
             if name not in known:
                 raise DataError(
                     f"batch key {key!r} is not understood by BertTrainStep for task {self.model.task!r}; use "
                     f"{', '.join(sorted(known | aliases))}, or override prepare_batch"
                 )
-            if name in named:
+            if name in found:
                 raise DataError(f"batch keys {name!r} and {key!r} mean the same; leave one of them out")
-            named[name] = tensor
-        for name in ("input_ids", *self._bound.needed):
-            if name not in named:
+            found.add(name)
+        for name in ("input_ids", *self.objective.needed):
+            if name not in found:
+                hint = ", or use BertTrainStep(binary_head=False)" if name == "next_sentence_label" else ""
                 raise DataError(
                     f"batch keys {', '.join(sorted(batch))} have no {name!r}, which task {self.model.task!r} needs; "
-                    f"add it{self._bound.hint(name)}"
+                    f"add it{hint}"
                 )
-        return named
 
     def pad_rows(self, batch: Batch, num_rows: int) -> Batch:
         """Repeat the last row without targets."""
-        padded = with_last_row_repeated(batch, num_rows)
-        for name in self._bound.masks:
-            padded[name][batch[name].shape[0] :] = 0
-        return padded
+        return without_last_rows(batch, num_rows, self.objective.masks)
 
     def seq_length(self, batch: Batch) -> int:
         """Tokens per row."""
         return batch["tokens"].shape[1]
 
-    def counts(self, batch: Batch) -> Mapping[str, torch.Tensor]:
+    def counts(self, batch: Batch) -> Mapping[str, Tensor]:
         """The number of targets of each term, known from the masks alone."""
-        return self._bound.counts(batch)
+        return self.objective.counts(batch)
 
     def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[Output, LossFunc]:
         """What ``BertChunk.forward`` returns: losses or logits on the last stage, hidden states before it."""
         batch = self.get_batch(data_iterator)
         mask = batch.get("attention_mask")
-        if mask is not None and self._bound.reads_padding:
+        if mask is not None and self.objective.reads_padding:
             # Segments let padding see padding. Hugging Face lets it see the tokens, and here its logits count.
             mask = (mask == 0)[:, None, None, :]
         output = model(
@@ -213,7 +203,7 @@ class BertTrainStep(TrainStep):
             batch.get("position_ids"),
             mask,
             batch.get("token_type_ids"),
-            labels=self._bound.model_labels(batch),
+            labels=self.objective.model_labels(batch),
         )
         return output, partial(self.loss_func, batch)
 
@@ -224,15 +214,341 @@ class BertTrainStep(TrainStep):
             batch: The prepared microbatch.
             output: What ``BertChunk.forward`` returned.
         """
-        return self._bound.losses(batch, output)
+        return self.objective.losses(batch, output)
 
     def metrics(self) -> dict[str, Metric]:
         """Masked tokens: ``perplexity`` and ``sop_accuracy``; labels: ``accuracy`` and ``f1`` (regression: ``mse``).
 
         For questions ``exact_match``: how often both the start and the end are right.
         """
-        return self._bound.metrics()
+        return self.objective.metrics()
 
     def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Output) -> None:
         """Take in the targets of one microbatch; what carries no loss does not count."""
-        self._bound.update_metrics(metrics, batch, output)
+        self.objective.update_metrics(metrics, batch, output)
+
+
+def _named(batch: Batch) -> Batch:
+    """The batch by Hugging Face's names."""
+    return {_MEGATRON_NAMES.get(key, key): tensor for key, tensor in batch.items()}
+
+
+# ---- what the labels of a task mean ---------------------------------------------------------------------------------
+
+
+class _Objective(ABC):
+    """What a task's labels mean; ``BertTrainStep`` does the rest."""
+
+    terms: tuple[str, ...] = ("label_loss",)
+    """Names of the loss terms."""
+    needed: tuple[str, ...] = ("labels",)
+    """Keys that a batch must have."""
+    optional: tuple[str, ...] = ()
+    """Keys that it may have."""
+    masks: tuple[str, ...] = ("loss_mask",)
+    """Prepared tensors with the weights of each term's targets."""
+    reads_padding = False
+    """Whether logits at padding are used."""
+    reads_first_token = False
+    """Whether the head reads the first token of each row."""
+
+    @abstractmethod
+    def check(self, batch: Batch) -> None:
+        """Refuse labels of a wrong kind; ``batch`` has Hugging Face's names and checked inputs."""
+
+    @abstractmethod
+    def targets(self, batch: Batch, rows: Tensor) -> Batch:
+        """The prepared targets and their masks; ``rows`` [b], fp32, is the weight of each row."""
+
+    def model_labels(self, batch: Batch) -> Tensor | None:
+        """The labels of which the model itself returns the losses, [b, s]; None to have its logits."""
+        del batch
+        return None
+
+    def counts(self, batch: Batch) -> dict[str, Tensor]:
+        """Each term's number of targets in a prepared batch."""
+        return {term: batch[mask].sum() for term, mask in zip(self.terms, self.masks, strict=True)}
+
+    @abstractmethod
+    def losses(self, batch: Batch, output: Output) -> dict[str, LossTerm]:
+        """Each term of a prepared microbatch."""
+
+    @abstractmethod
+    def metrics(self) -> dict[str, Metric]:
+        """New metrics."""
+
+    @abstractmethod
+    def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Output) -> None:
+        """Take in one prepared microbatch."""
+
+
+class _MaskedTokens(_Objective):
+    """Which tokens stood where they were masked, and (pretraining) whether two sentences are in order.
+
+    The model's output is the pair of the tokens' losses [b, s] and the order's logits [b, 2].
+    """
+
+    def __init__(self, model: ModelConfig, learns_order: bool) -> None:
+        self._vocab_size = model.vocab_size
+        self._has_order = model.task == "pretraining"
+        self._learns_order = self.reads_first_token = self._has_order and learns_order
+        self.terms, self.optional = ("lm_loss",), ("loss_mask", "truncated", "next_sentence_label")
+        if self._learns_order:
+            self.terms, self.masks = ("lm_loss", "sop_loss"), ("loss_mask", "order_mask")
+            self.needed = ("labels", "next_sentence_label")
+
+    def check(self, batch: Batch) -> None:
+        _check_token_labels(batch)
+        labels = batch["labels"]
+        counted = labels if "loss_mask" not in batch else labels.masked_fill(batch["loss_mask"] == 0, IGNORE_INDEX)
+        check_numbers("labels", counted, self._vocab_size, "vocab_size", IGNORED_LABELS)
+        if self._learns_order:
+            order = batch["next_sentence_label"]
+            check_integers("next_sentence_label", order, "0: in order, 1: not")
+            _check_one_per_row("next_sentence_label", order, labels.shape[0])
+            check_numbers("next_sentence_label", order, 2, "kinds of order", IGNORED_LABELS)
+
+    def targets(self, batch: Batch, rows: Tensor) -> Batch:
+        prepared = _token_targets(batch, rows)
+        if self._learns_order:
+            order = batch["next_sentence_label"].long().reshape(-1)
+            prepared |= {"order": order.clamp(min=0), "order_mask": (order >= 0) * rows}
+        return prepared
+
+    def model_labels(self, batch: Batch) -> Tensor | None:
+        return batch["targets"]
+
+    def losses(self, batch: Batch, output: Output) -> dict[str, LossTerm]:
+        losses, order_logits = output
+        if self._learns_order:
+            order = F.cross_entropy(order_logits.float(), batch["order"], reduction="none")
+            return {
+                "lm_loss": masked_term(losses, batch["loss_mask"]),
+                "sop_loss": masked_term(order, batch["order_mask"]),
+            }
+        lm, count = masked_term(losses, batch["loss_mask"])
+        if self._has_order:
+            # Its weights must have a gradient, if only zero: the engine waits for that of every weight.
+            lm = lm + 0.0 * order_logits.float().sum()
+        return {"lm_loss": LossTerm(lm, count)}
+
+    def metrics(self) -> dict[str, Metric]:
+        order: dict[str, Metric] = {"sop_accuracy": WeightedMean()} if self._learns_order else {}
+        return {"perplexity": Perplexity(), **order}
+
+    def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Output) -> None:
+        losses, order_logits = output
+        metrics["perplexity"].update(losses, batch["loss_mask"])
+        if self._learns_order:
+            metrics["sop_accuracy"].update(order_logits.argmax(-1) == batch["order"], batch["order_mask"] > 0)
+
+
+class _TokenLabels(_Objective):
+    """The class of each token; the model's output is logits [b, s, num_labels]."""
+
+    optional = ("loss_mask",)
+
+    def __init__(self, model: ModelConfig) -> None:
+        self._num_labels = model.num_labels
+        _check_choice(model)
+
+    def check(self, batch: Batch) -> None:
+        _check_token_labels(batch)
+        check_numbers("labels", batch["labels"], self._num_labels, "num_labels", IGNORED_LABELS)
+
+    def targets(self, batch: Batch, rows: Tensor) -> Batch:
+        return _token_targets(batch, rows)
+
+    def losses(self, batch: Batch, output: Output) -> dict[str, LossTerm]:
+        losses = F.cross_entropy(output.float().flatten(0, 1), batch["targets"].flatten(), reduction="none")
+        return {"label_loss": masked_term(losses, batch["loss_mask"].flatten())}
+
+    def metrics(self) -> dict[str, Metric]:
+        return _class_metrics(self._num_labels)
+
+    def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Output) -> None:
+        _score_classes(metrics, output.flatten(0, 1), batch["targets"].flatten(), batch["loss_mask"].flatten())
+
+
+class _RowLabels(_Objective):
+    """The class, the classes or the values of each row; the model's output is logits [b, num_labels]."""
+
+    masks = ("row_mask",)
+    reads_first_token = True
+
+    def __init__(self, model: ModelConfig) -> None:
+        self._num_labels = model.num_labels
+        self.problem: ProblemType | None = model.problem_type
+        """Told by the config, else by the first batch, as Hugging Face does."""
+        if self.problem is not None and self.problem not in get_args(ProblemType):
+            raise ConfigError(
+                f"problem_type={self.problem!r} is unknown; use one of {', '.join(get_args(ProblemType))}"
+            )
+        if self.problem == "single_label_classification":
+            _check_choice(model)
+
+    def _problem_of(self, labels: Tensor) -> ProblemType:
+        """Hugging Face's rule (modeling_megatron_bert.py:MegatronBertForSequenceClassification)."""
+        if self.problem is not None:
+            return self.problem
+        if self._num_labels == 1:
+            return "regression"
+        return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+
+    def check(self, batch: Batch) -> None:
+        labels, n = batch["labels"], self._num_labels
+        rows = batch["input_ids"].shape[0]
+        problem = self._problem_of(labels)
+        rule = f"num_labels={n}, problem_type={problem!r}"
+        if problem == "single_label_classification":
+            check_integers("labels", labels, rule)
+            _check_one_per_row("labels", labels, rows)
+            check_numbers("labels", labels, n, "num_labels", IGNORED_LABELS)
+            return
+        check_floats("labels", labels, rule)
+        check_shape("labels", labels, (rows, n), rule, *([(rows,)] if n == 1 else []))
+        if problem == "multi_label_classification":
+            check_all("labels", labels, (labels >= 0) & (labels <= 1), f"in 0..1 ({rule})")
+
+    def targets(self, batch: Batch, rows: Tensor) -> Batch:
+        labels = batch["labels"]
+        self.problem = self._problem_of(labels)
+        if self.problem == "single_label_classification":
+            classes = labels.long().reshape(-1)
+            return {"labels": classes.clamp(min=0), "row_mask": (classes >= 0) * rows}
+        return {"labels": labels.float().reshape(-1, self._num_labels), "row_mask": rows}
+
+    def counts(self, batch: Batch) -> dict[str, Tensor]:
+        per_row = 1 if self.problem == "single_label_classification" else self._num_labels
+        return {"label_loss": batch["row_mask"].sum() * per_row}
+
+    def losses(self, batch: Batch, output: Output) -> dict[str, LossTerm]:
+        logits, labels = output.float(), batch["labels"]
+        if self.problem == "single_label_classification":
+            losses = F.cross_entropy(logits, labels, reduction="none")
+        elif self.problem == "regression":
+            losses = (logits - labels).square().sum(-1)
+        else:
+            losses = F.binary_cross_entropy_with_logits(logits, labels, reduction="none").sum(-1)
+        return {"label_loss": LossTerm((losses * batch["row_mask"]).sum(), self.counts(batch)["label_loss"])}
+
+    def metrics(self) -> dict[str, Metric]:
+        n = self._num_labels
+        if self.problem == "regression" or (self.problem is None and n == 1):
+            return {"mse": MeanSquaredError()}
+        if self.problem != "multi_label_classification":
+            return _class_metrics(n)
+        if n == 1:  # torchmetrics' multi-label metrics want two
+            return {"accuracy": BinaryAccuracy(), "f1": BinaryF1Score()}
+        return {"accuracy": MultilabelAccuracy(num_labels=n), "f1": MultilabelF1Score(num_labels=n)}
+
+    def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Output) -> None:
+        labels, mask = batch["labels"], batch["row_mask"]
+        if self.problem == "single_label_classification":
+            _score_classes(metrics, output, labels, mask)
+            return
+        counted = mask > 0
+        if not counted.any():
+            return
+        if self.problem == "regression":
+            metrics["mse"].update(output[counted].float().flatten(), labels[counted].flatten())
+            return
+        for metric in metrics.values():
+            # Not logits: torchmetrics takes those that all lie in 0..1 for probabilities.
+            metric.update((output[counted] > 0).long(), (labels[counted] > 0.5).long())
+
+
+class _AnswerSpan(_Objective):
+    """Where the answer starts and where it ends; the model's output is logits [b, s, 2].
+
+    The softmax is over all positions, padding included, as in Hugging Face.
+    """
+
+    terms = ("start_loss", "end_loss")
+    needed = ("start_positions", "end_positions")
+    masks = ("start_mask", "end_mask")
+    reads_padding = True
+
+    def __init__(self, model: ModelConfig) -> None:
+        if model.num_labels != 2:
+            raise ConfigError(
+                f"num_labels={model.num_labels} does not fit task='question_answering', whose head has one logit for "
+                "the start and one for the end; use num_labels=2"
+            )
+
+    def check(self, batch: Batch) -> None:
+        rows = batch["input_ids"].shape[0]
+        for name in self.needed:
+            check_integers(name, batch[name], "a place in the row")
+            _check_one_per_row(name, batch[name], rows)
+
+    def targets(self, batch: Batch, rows: Tensor) -> Batch:
+        length = batch["input_ids"].shape[1]
+        prepared = {}
+        for side in ("start", "end"):
+            # What lies before the row counts as its start, what lies after it is ignored: Hugging Face's rule.
+            place = batch[f"{side}_positions"].long().reshape(-1).clamp(0, length)
+            prepared[side] = place.clamp(max=length - 1)
+            prepared[f"{side}_mask"] = (place < length) * rows
+        return prepared
+
+    def losses(self, batch: Batch, output: Output) -> dict[str, LossTerm]:
+        terms = {}
+        for column, side in enumerate(("start", "end")):
+            losses = F.cross_entropy(output[..., column].float(), batch[side], reduction="none")
+            terms[f"{side}_loss"] = masked_term(0.5 * losses, batch[f"{side}_mask"])
+        return terms
+
+    def metrics(self) -> dict[str, Metric]:
+        return {"exact_match": WeightedMean()}
+
+    def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Output) -> None:
+        places = output.argmax(1)
+        right = (places[:, 0] == batch["start"]) & (places[:, 1] == batch["end"])
+        counted = (batch["start_mask"] > 0) & (batch["end_mask"] > 0)
+        metrics["exact_match"].update(right, counted)
+
+
+def _check_choice(model: ModelConfig) -> None:
+    if model.num_labels < 2:
+        raise ConfigError(
+            f"num_labels={model.num_labels} leaves nothing to choose for task={model.task!r}; use num_labels=2 for two "
+            "classes, or a sequence classification with problem_type='regression' for one value"
+        )
+
+
+def _class_metrics(num_classes: int) -> dict[str, Metric]:
+    options: dict[str, Any] = {"num_classes": num_classes, "ignore_index": IGNORE_INDEX, "validate_args": False}
+    return {
+        "accuracy": MulticlassAccuracy(average="micro", **options),
+        "f1": MulticlassF1Score(average="macro", **options),
+    }
+
+
+def _score_classes(metrics: Mapping[str, Metric], logits: Tensor, targets: Tensor, mask: Tensor) -> None:
+    """Take in classes [n] where ``mask`` [n] is not 0; logits: [n, num_labels]."""
+    for metric in metrics.values():
+        metric.update(logits.float(), targets.masked_fill(mask == 0, IGNORE_INDEX))
+
+
+def _check_one_per_row(name: str, tensor: Tensor, rows: int) -> None:
+    check_shape(name, tensor, (rows,), "one per row", (rows, 1))
+
+
+def _check_token_labels(batch: Batch) -> None:
+    check_integers("labels", batch["labels"], "one token or class at each place")
+    check_shape("labels", batch["labels"], tuple(batch["input_ids"].shape), "as input_ids")
+
+
+def _token_targets(batch: Batch, rows: Tensor) -> Batch:
+    """``targets`` [b, s] and their weights ``loss_mask`` [b, s], fp32.
+
+    Args:
+        batch: Has labels and, perhaps, weights of its own.
+        rows: [b], fp32: the weight of each row.
+    """
+    labels = batch["labels"].long()
+    mask = (labels >= 0) * rows[:, None]
+    if "loss_mask" in batch:
+        mask = mask * batch["loss_mask"]
+    return {"targets": labels.clamp(min=0), "loss_mask": mask}

@@ -1,84 +1,62 @@
-"""Which number of a batch is wrong? Checks on the host that name the key, the value, its place and the rule."""
+"""Checks of a batch's numbers on the host; an error names the key, the place, the value, the rule and the fix."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
+from lightning_megatron.engine.train_step import Batch
 from lightning_megatron.errors import DataError
+from lightning_megatron.models.config import ModelConfig
 
 IGNORED_LABELS = (-100, -1)
 """Hugging Face's and Megatron's labels for "no target here"."""
 
 
-def check_numbers(name: str, values: torch.Tensor, limit: int | None, rule: str) -> None:
-    """Raise unless all ``values`` are at least 0 and below ``limit``.
+def check_all(name: str, values: Tensor, right: Tensor, rule: str) -> None:
+    """Raise unless all ``values`` are ``right``, a bool tensor of their shape.
+
+    Raises:
+        DataError: With the first number that is not, and the rule.
+    """
+    if not right.all():
+        place = (~right).nonzero()[0].tolist()
+        raise DataError(f"{name}{place} is {values[tuple(place)].item()} and must be {rule}; correct the data")
+
+
+def check_numbers(name: str, values: Tensor, limit: int | None, rule: str, ignored: tuple[int, ...] = ()) -> None:
+    """Raise unless all ``values`` are at least 0 and below ``limit``, or ``ignored`` ones.
 
     Args:
         name: The batch's key.
         values: Of any shape, integers.
         limit: Smallest number that is too large; None for no limit.
         rule: What sets the limit, e.g. ``vocab_size``.
+        ignored: Labels for "no target here".
 
     Raises:
         DataError: With the first number that is out of range.
     """
-    wrong = values < 0 if limit is None else (values < 0) | (values >= limit)
-    if not wrong.any():
-        return
-    place = wrong.nonzero()[0].tolist()
-    value = values[tuple(place)].item()
+    right = values >= 0 if limit is None else (values >= 0) & (values < limit)
+    if ignored:
+        right |= torch.isin(values, torch.tensor(ignored, dtype=values.dtype))
     allowed = "at least 0" if limit is None else f"in 0..{limit - 1} ({rule}={limit})"
-    raise DataError(f"{name}{place} is {value} and must be {allowed}; correct the data")
+    check_all(name, values, right, f"{allowed}, or -100 for no target" if ignored else allowed)
 
 
-def check_labels(
-    name: str, labels: torch.Tensor, limit: int, rule: str, ignored: tuple[int, ...] = IGNORED_LABELS
-) -> None:
-    """Raise unless all ``labels`` are in 0..limit-1 or ignored ones.
-
-    Args:
-        name: The batch's key.
-        labels: Of any shape, integers.
-        limit: Smallest number that is too large.
-        rule: What sets the limit, e.g. ``vocab_size``.
-        ignored: The labels for "no target here".
-
-    Raises:
-        DataError: With the first label that is neither.
-    """
-    is_ignored = torch.isin(labels, torch.tensor(ignored, dtype=labels.dtype))
-    wrong = ~is_ignored & ((labels < 0) | (labels >= limit))
-    if not wrong.any():
-        return
-    place = wrong.nonzero()[0].tolist()
-    value = labels[tuple(place)].item()
-    raise DataError(
-        f"{name}{place} is {value} and must be in 0..{limit - 1} ({rule}={limit}), or -100 for no target; correct the "
-        "data, or the model's config"
-    )
-
-
-def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...], rule: str) -> None:
-    """Raise unless ``tensor`` has ``shape``.
+def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], rule: str, *or_shapes: tuple[int, ...]) -> None:
+    """Raise unless ``tensor`` has ``shape``, or another that is allowed.
 
     Raises:
         DataError: With both shapes and what sets the right one.
     """
-    if tuple(tensor.shape) != shape:
-        raise DataError(f"{name} has the shape {list(tensor.shape)} and must have {list(shape)} ({rule}); correct it")
+    shapes = (shape, *or_shapes)
+    if tuple(tensor.shape) not in shapes:
+        expected = " or ".join(str(list(each)) for each in shapes)
+        raise DataError(f"{name} has the shape {list(tensor.shape)} and must have {expected} ({rule}); correct it")
 
 
-def check_rows(name: str, tensor: torch.Tensor, rows: int, width: int, rule: str) -> None:
-    """Raise unless ``tensor`` has ``width`` numbers for each row: [rows, width], or [rows] for one.
-
-    Raises:
-        DataError: With both shapes and what sets the right one.
-    """
-    if width != 1 or tensor.dim() != 1 or len(tensor) != rows:
-        check_shape(name, tensor, (rows, width), rule)
-
-
-def check_integers(name: str, tensor: torch.Tensor, rule: str) -> None:
+def check_integers(name: str, tensor: Tensor, rule: str) -> None:
     """Raise unless ``tensor`` has an integer dtype.
 
     Raises:
@@ -88,7 +66,7 @@ def check_integers(name: str, tensor: torch.Tensor, rule: str) -> None:
         raise DataError(f"{name} is {tensor.dtype} and must be an integer type ({rule}); use {name}.long()")
 
 
-def check_floats(name: str, tensor: torch.Tensor, rule: str) -> None:
+def check_floats(name: str, tensor: Tensor, rule: str) -> None:
     """Raise unless ``tensor`` has a floating-point dtype and finite numbers.
 
     Raises:
@@ -96,7 +74,58 @@ def check_floats(name: str, tensor: torch.Tensor, rule: str) -> None:
     """
     if not tensor.is_floating_point():
         raise DataError(f"{name} is {tensor.dtype} and must be a float type ({rule}); use {name}.float()")
-    wrong = ~tensor.isfinite()
-    if wrong.any():
-        place = wrong.nonzero()[0].tolist()
-        raise DataError(f"{name}{place} is {tensor[tuple(place)].item()} and must be finite; correct the data")
+    check_all(name, tensor, tensor.isfinite(), "finite")
+
+
+def check_tokens(name: str, tokens: Tensor, model: ModelConfig, *, shortest: int = 1) -> None:
+    """Raise unless ``tokens`` are rows of the vocabulary's numbers, as long as the model can read.
+
+    Args:
+        name: The batch's key.
+        tokens: What is there.
+        model: Knows the vocabulary and the longest row.
+        shortest: Tokens that a row must have; all but that many less one are read.
+    """
+    if tokens.dim() != 2 or tokens.shape[1] < shortest:
+        raise DataError(
+            f"{name} has the shape {list(tokens.shape)}; give it as [rows, tokens], at least {shortest} each"
+        )
+    check_integers(name, tokens, "they number rows of the embedding")
+    check_numbers(name, tokens, model.vocab_size, "vocab_size")
+    length, limit = tokens.shape[1] - shortest + 1, model.max_position_embeddings
+    if model.has_position_table and length > limit:
+        raise DataError(
+            f"{name} has {length} tokens per row that the model reads, more than max_position_embeddings={limit}; cut "
+            f"the rows to {limit}"
+        )
+
+
+def check_beside_tokens(batch: Batch, rows: int, length: int, model: ModelConfig) -> None:
+    """Check what stands beside the tokens of GPT and BERT: mask or segments, positions, types, and weights.
+
+    Raises:
+        DataError: If one has another shape than the tokens, or a number out of range.
+    """
+    for name in ("attention_mask", "position_ids", "token_type_ids", "loss_mask"):
+        if name in batch:
+            check_shape(name, batch[name], (rows, length), "one number for each token that the model reads")
+    if "sample_mask" in batch:
+        check_shape("sample_mask", batch["sample_mask"], (rows,), "one weight per row")
+    limits = {
+        "position_ids": (
+            model.max_position_embeddings if model.has_position_table else None,
+            "max_position_embeddings",
+        ),
+        "token_type_ids": (max(model.num_tokentypes, 1), "type_vocab_size"),
+    }
+    for name, (limit, rule) in limits.items():
+        if name in batch:
+            check_integers(name, batch[name], "they number rows of a table")
+            check_numbers(name, batch[name], limit, rule)
+    if "attention_mask" in batch:
+        mask = batch["attention_mask"]
+        check_numbers("attention_mask", mask, None, "")
+        if not torch.equal(mask.long().to(mask.dtype), mask):
+            raise DataError(
+                "attention_mask has fractions; give 1 for tokens and 0 for padding, or whole numbers of segments"
+            )

@@ -1,25 +1,34 @@
-"""How does a GPT learn? Next-token prediction on Hugging Face batches and on Megatron's indexed samples."""
+"""Objectives of GPT: next-token prediction on Hugging Face and Megatron batches, and LAMBADA's last words."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
+from torchmetrics import Metric
+from typing_extensions import override
 
+from lightning_megatron.engine.train_step import Batch, LossFunc, LossTerm, Output
+from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.models.config import ModelConfig
-from lightning_megatron.steps.base import Batch, LossFunc
-from lightning_megatron.steps.checks import check_integers, check_labels, check_numbers, check_shape
-from lightning_megatron.steps.masks import (
+from lightning_megatron.steps.base import (
     IGNORE_INDEX,
-    document_numbers,
-    document_positions,
-    joint_segments,
-    next_tokens,
-    shift_labels,
+    TokenLossStep,
+    WeightedMean,
+    check_trains,
+    has_own_batches,
+    predicted_tokens,
 )
-from lightning_megatron.steps.token_loss import TokenLossStep
+from lightning_megatron.steps.checks import (
+    check_beside_tokens,
+    check_integers,
+    check_numbers,
+    check_shape,
+    check_tokens,
+)
 
 _KNOWN_KEYS = {"text", "input_ids", "labels", "attention_mask", "position_ids", "sample_mask", "loss_mask"}
 
@@ -80,11 +89,7 @@ class GPTTrainStep(TokenLossStep):
         Raises:
             ConfigError: If the model is no GPT, or ``eod_token`` is none of its tokens.
         """
-        if model.architecture != "gpt":
-            raise ConfigError(
-                f"GPTTrainStep trains GPTs, and {model.family} is a {model.architecture.upper()}; use "
-                f"train_step={model.architecture!r}"
-            )
+        check_trains(self, "gpt", model)
         if self.eod_token is not None and not 0 <= self.eod_token < model.vocab_size:
             raise ConfigError(
                 f"eod_token={self.eod_token} must be in 0..{model.vocab_size - 1} (vocab_size={model.vocab_size}); "
@@ -101,55 +106,23 @@ class GPTTrainStep(TokenLossStep):
         Raises:
             DataError: With the key, the value, the rule and the fix.
         """
-        if type(self).prepare_batch is not GPTTrainStep.prepare_batch:
+        if has_own_batches(self, GPTTrainStep):
             return
         self._check_keys(batch)
-        tokens = batch["text"] if "text" in batch else batch["input_ids"]
-        name, vocab_size = "text" if "text" in batch else "input_ids", self.model.vocab_size
-        if tokens.dim() != 2:
-            raise DataError(f"{name} has the shape {list(tokens.shape)}; give it as [rows, tokens]")
-        check_integers(name, tokens, "they number rows of the embedding")
-        check_numbers(name, tokens.clamp(min=0) if name == "text" else tokens, vocab_size, "vocab_size")
-        rows, length = tokens.shape[0], tokens.shape[1] - (name == "text")
-        self._check_length(name, length)
-        for key in ("labels", "attention_mask", "position_ids", "loss_mask"):
-            if key in batch:
-                check_shape(key, batch[key], (rows, length), "one number for each token that the model reads")
-        if "sample_mask" in batch:
-            check_shape("sample_mask", batch["sample_mask"], (rows,), "one weight per row")
-        self._check_values(batch)
+        name = "text" if "text" in batch else "input_ids"
+        if name == "text":
+            check_integers("text", batch["text"], "they number rows of the embedding")
+            check_tokens("text", batch["text"].clamp(min=0), self.model, shortest=2)
+        else:
+            check_tokens("input_ids", batch["input_ids"], self.model)
+        rows, length = batch[name].shape[0], batch[name].shape[1] - (name == "text")
+        check_beside_tokens(batch, rows, length, self.model)
+        if "labels" in batch:
+            check_shape("labels", batch["labels"], (rows, length), "each token's label at its own position")
+            check_integers("labels", batch["labels"], "they are tokens")
+            check_numbers("labels", batch["labels"], self.model.vocab_size, "vocab_size", (IGNORE_INDEX,))
         if "attention_mask" in batch and bool((batch["attention_mask"] == 1).all()):
             del batch["attention_mask"]
-
-    def _check_values(self, batch: Batch) -> None:
-        if "labels" in batch:
-            check_integers("labels", batch["labels"], "they are tokens")
-            check_labels("labels", batch["labels"], self.model.vocab_size, "vocab_size", ignored=(IGNORE_INDEX,))
-        if "position_ids" in batch:
-            check_integers("position_ids", batch["position_ids"], "they count tokens")
-            limit = self.model.max_position_embeddings if self._has_position_table else None
-            check_numbers("position_ids", batch["position_ids"], limit, "max_position_embeddings")
-        if "attention_mask" in batch:
-            mask = batch["attention_mask"]
-            check_numbers("attention_mask", mask, None, "")
-            if not torch.equal(mask.long().to(mask.dtype), mask):
-                raise DataError(
-                    "attention_mask has fractions; give 1 for tokens and 0 for padding, or whole numbers of segments"
-                )
-
-    @property
-    def _has_position_table(self) -> bool:
-        return self.model.position_embedding_type == "learned_absolute"
-
-    def _check_length(self, name: str, length: int) -> None:
-        limit = self.model.max_position_embeddings
-        if length < 1:
-            raise DataError(f"{name} has no token to predict from; give rows of at least {2 if name == 'text' else 1}")
-        if length > limit and self._has_position_table:
-            raise DataError(
-                f"{name} has {length} tokens per row that the model reads, more than max_position_embeddings={limit}; "
-                f"cut the rows to {limit}"
-            )
 
     def _check_keys(self, batch: Batch) -> None:
         for key in sorted(set(batch) - _KNOWN_KEYS):
@@ -173,9 +146,10 @@ class GPTTrainStep(TokenLossStep):
         """``tokens``, ``targets`` int64, ``loss_mask`` fp32 and, if any, segments and positions int64: [b, s] each.
 
         Raises:
-            DataError: If there are neither ``input_ids`` nor ``text``, a key is not understood, or two contradict.
+            DataError: If a subclass that prepares batches itself hands on keys that this one does not understand.
         """
-        self._check_keys(batch)
+        if has_own_batches(self, GPTTrainStep):
+            self._check_keys(batch)  # else they were checked where the batch was read
         given: Batch = {name: batch[name].long() for name in ("attention_mask", "position_ids") if name in batch}
         tokens, targets = _tokens_and_targets(batch, given.get("attention_mask"))
         # No token is negative, so neither is a label that nobody has checked.
@@ -214,10 +188,129 @@ def _tokens_and_targets(batch: Batch, attention_mask: torch.Tensor | None) -> tu
     tokens = batch["input_ids"].long()
     if "labels" not in batch:
         return tokens, next_tokens(tokens, attention_mask)
-    labels = batch["labels"].long()
-    if labels.shape != tokens.shape:
-        raise DataError(
-            f"labels have the shape {list(labels.shape)} and input_ids {list(tokens.shape)}; give each token one label "
-            "at its own position (they are shifted here)"
-        )
-    return tokens, shift_labels(labels)
+    return tokens, shift_labels(batch["labels"].long())
+
+
+# ---- targets and documents, pure functions of tokens ----------------------------------------------------------------
+
+
+def document_numbers(tokens: torch.Tensor, eod_token: int) -> torch.Tensor:
+    """Which document of its row each token is in: [b, s] int64, from 1; an ``eod_token`` ends its document.
+
+    Args:
+        tokens: [b, s].
+        eod_token: What stands at the end of each document.
+    """
+    is_end = (tokens == eod_token).long()
+    return 1 + is_end.cumsum(-1) - is_end
+
+
+def document_positions(tokens: torch.Tensor, eod_token: int) -> torch.Tensor:
+    """Where in its document each token is: [b, s] int64, from 0.
+
+    Args:
+        tokens: [b, s].
+        eod_token: What stands at the end of each document.
+    """
+    places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    starts = torch.zeros_like(tokens)
+    starts[:, 1:] = torch.where(tokens[:, :-1] == eod_token, places[:, 1:], 0)
+    return places - starts.cummax(-1).values
+
+
+def joint_segments(documents: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """Segments within which tokens are of the same document and, as the mask says, of the same segment: [b, s] int64.
+
+    Args:
+        documents: [b, s], at least 1 and at most s.
+        attention_mask: [b, s], 0 for padding, which stays padding; None for no mask.
+    """
+    if attention_mask is None:
+        return documents
+    return (attention_mask * (documents.shape[1] + 1) + documents).masked_fill(attention_mask == 0, 0)
+
+
+def shift_labels(labels: torch.Tensor) -> torch.Tensor:
+    """The target of each position when labels stand at the positions of the tokens themselves.
+
+    Args:
+        labels: [b, s], ``IGNORE_INDEX`` where there is no target.
+
+    Returns:
+        [b, s]: the label one to the right; the last position has none.
+    """
+    shifted = torch.full_like(labels, IGNORE_INDEX)
+    shifted[:, :-1] = labels[:, 1:]
+    return shifted
+
+
+def next_tokens(tokens: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """The target of each position when every token is one, but neither padding nor what would follow from padding.
+
+    Padding is told by its position, not by its token: a model whose padding is the end-of-text token learns that too.
+
+    Args:
+        tokens: [b, s].
+        attention_mask: [b, s], 0 for padding; None for no mask.
+
+    Returns:
+        [b, s]: the token one to the right, ``IGNORE_INDEX`` where there is no target.
+    """
+    if attention_mask is None:
+        return shift_labels(tokens)
+    is_padding = attention_mask == 0
+    return shift_labels(tokens.masked_fill(is_padding, IGNORE_INDEX)).masked_fill(is_padding, IGNORE_INDEX)
+
+
+# ---- last words -----------------------------------------------------------------------------------------------------
+
+
+class TokenOutput(NamedTuple):
+    """What the last stage knows of each token of a microbatch."""
+
+    losses: torch.Tensor
+    """[b, s], fp32: cross-entropy of the target."""
+    is_predicted: torch.Tensor
+    """[b, s], bool: whether no other token is more likely."""
+
+
+class LastWordTrainStep(GPTTrainStep):
+    """``GPTTrainStep`` that also counts the rows all of whose targets are the most likely tokens.
+
+    A row's targets are the tokens of the last word, each predicted from the true tokens before it (batches of
+    ``TextEvaluationDataModule(task="last_word")``, or any of a GPT whose ``labels`` are -100 elsewhere). Validation and
+    test log ``last_word_accuracy``, right rows among those with targets, besides the loss and the perplexity of the
+    targets. Of several tokens that are equally likely the first counts, as ``argmax`` finds it.
+
+    Source: Megatron-LM core_r0.16, tasks/zeroshot_gpt/evaluate.py (task LAMBADA).
+    """
+
+    @override
+    def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[Output, LossFunc]:
+        """``TokenOutput`` on the last stage, whose TP ranks exchange maxima; hidden states before it."""
+        batch = self.get_batch(data_iterator)
+        output = model(batch["tokens"], batch.get("position_ids"), batch.get("attention_mask"))
+        chunk: Any = unwrap(model)
+        if chunk.post_process:
+            predicted = predicted_tokens(output.detach(), chunk.pg_collection.tp)
+            # The loss may overwrite the logits.
+            losses = chunk.compute_language_model_loss(batch["targets"], output.transpose(0, 1).contiguous())
+            output = TokenOutput(losses=losses, is_predicted=predicted == batch["targets"])
+        return output, partial(self.loss_func, batch)
+
+    @override
+    def loss_func(self, batch: Batch, output: Output) -> dict[str, LossTerm]:
+        return super().loss_func(batch, output.losses)
+
+    @override
+    def metrics(self) -> dict[str, Metric]:
+        """``last_word_accuracy`` of the rows and ``perplexity`` of their targets."""
+        return {**super().metrics(), "last_word_accuracy": WeightedMean()}
+
+    @override
+    def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Output) -> None:
+        """Take in one microbatch; a row without targets (or with the weight 0) does not count."""
+        super().update_metrics(metrics, batch, output.losses)
+        is_target = batch["loss_mask"] > 0
+        is_right = (output.is_predicted | ~is_target).all(dim=-1)
+        cast("WeightedMean", metrics["last_word_accuracy"]).update(is_right, is_target.any(dim=-1))

@@ -1,4 +1,4 @@
-"""How does a T5 learn? Cross-entropy of the decoder's tokens, on Hugging Face batches and on Megatron's samples."""
+"""Objective of T5: cross-entropy of the decoder's tokens, on Hugging Face batches and on Megatron's samples."""
 
 from __future__ import annotations
 
@@ -7,15 +7,21 @@ from functools import partial
 
 import torch
 
-from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.engine.train_step import Batch, LossFunc
+from lightning_megatron.errors import DataError
 from lightning_megatron.models.config import ModelConfig
-from lightning_megatron.steps.base import Batch, LossFunc
-from lightning_megatron.steps.checks import check_integers, check_labels, check_numbers
-from lightning_megatron.steps.masks import IGNORE_INDEX
-from lightning_megatron.steps.token_loss import TokenLossStep
+from lightning_megatron.steps.base import IGNORE_INDEX, TokenLossStep, check_trains, has_own_batches
+from lightning_megatron.steps.checks import (
+    IGNORED_LABELS,
+    check_all,
+    check_integers,
+    check_numbers,
+    check_shape,
+    check_tokens,
+)
 
-_EITHER = ("labels", "loss_mask", "sample_mask")
-_HUGGING_FACE = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
+_EITHER = {name: name for name in ("labels", "loss_mask", "sample_mask")}
+_HUGGING_FACE = {name: name for name in ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")}
 _MEGATRON = {
     "text_enc": "input_ids",
     "text_dec": "decoder_input_ids",
@@ -49,11 +55,7 @@ class T5TrainStep(TokenLossStep):
         Raises:
             ConfigError: If the model is no T5.
         """
-        if model.architecture != "t5":
-            raise ConfigError(
-                f"T5TrainStep trains T5s, and {model.family} is a {model.architecture.upper()}; use "
-                f"train_step={model.architecture!r}"
-            )
+        check_trains(self, "t5", model)
         super().bind(model)
 
     def check_batch(self, batch: Batch) -> None:
@@ -64,20 +66,23 @@ class T5TrainStep(TokenLossStep):
         Raises:
             DataError: With the key, the value and the rule.
         """
-        if type(self).prepare_batch is not T5TrainStep.prepare_batch:
+        if has_own_batches(self, T5TrainStep):
             return
+        _check_keys(batch)
         named = _named(batch)
-        _check_shapes(named)
-        vocab_size = self.model.vocab_size
         for name in ("input_ids", "decoder_input_ids"):
             if name in named:
-                check_integers(_given_name(name, batch), named[name], "they number rows of the embedding")
-                check_numbers(_given_name(name, batch), named[name], vocab_size, "vocab_size")
-        check_integers("labels", named["labels"], "they are tokens")
-        check_labels("labels", named["labels"], vocab_size, "vocab_size")
+                check_tokens(_given_name(name, batch), named[name], self.model)
+        labels = named["labels"]
+        check_integers("labels", labels, "they are tokens")
+        if labels.dim() != 2 or labels.shape[1] < 1:
+            raise DataError(f"labels has the shape {list(labels.shape)}; give it as [rows, tokens], at least 1 each")
+        check_numbers("labels", labels, self.model.vocab_size, "vocab_size", IGNORED_LABELS)
+        _check_shapes(named)
         for name in ("attention_mask", "decoder_attention_mask", "cross_mask"):
             if name in named:
-                _check_mask(_given_name(name, batch), named[name])
+                mask = named[name]
+                check_all(_given_name(name, batch), mask, (mask == 0) | (mask == 1), "1 to be seen or 0")
         if "cross_mask" in named:
             encoder = named.get("attention_mask")
             seen = named["input_ids"].new_ones(named["input_ids"].shape) if encoder is None else visible_keys(encoder)
@@ -92,8 +97,10 @@ class T5TrainStep(TokenLossStep):
         """``encoder_ids``, ``decoder_ids``, ``targets`` int64, ``loss_mask`` fp32, and the masks [b, s] that there are.
 
         Raises:
-            DataError: If a key is missing or not understood.
+            DataError: If a subclass that prepares batches itself hands on keys that this one does not understand.
         """
+        if has_own_batches(self, T5TrainStep):
+            _check_keys(batch)  # else they were checked where the batch was read
         named = _named(batch)
         labels = named["labels"].long()
         # Megatron's -1, too: no token is negative.
@@ -141,25 +148,32 @@ class T5TrainStep(TokenLossStep):
         return output, partial(self.loss_func, batch)
 
 
+def _names(batch: Batch) -> dict[str, str]:
+    """Hugging Face's names by those of the kind that ``batch`` is of."""
+    return {**(_MEGATRON if "text_enc" in batch else _HUGGING_FACE), **_EITHER}
+
+
 def _named(batch: Batch) -> Batch:
-    """The batch by Hugging Face's names.
+    """The batch by Hugging Face's names."""
+    names = _names(batch)
+    return {names[key]: tensor for key, tensor in batch.items()}
+
+
+def _check_keys(batch: Batch) -> None:
+    """Raise unless all keys are of one kind, and there is something to learn.
 
     Raises:
-        DataError: If a key is missing or not understood, or the two kinds are mixed.
+        DataError: With the key, and what else there is.
     """
-    is_megatrons = "text_enc" in batch
-    names = _MEGATRON if is_megatrons else {name: name for name in _HUGGING_FACE}
-    names = {**names, **{name: name for name in _EITHER}}
     for key in batch:
-        if key not in names:
+        if key not in _names(batch):
             raise DataError(
-                f"batch key {key!r} is not understood by T5TrainStep; use {', '.join(names)} (or Megatron's names, "
-                "text_enc and so on), or override prepare_batch"
+                f"batch key {key!r} is not understood by T5TrainStep; use {', '.join(_names(batch))} (or Megatron's "
+                "names, text_enc and so on), or override prepare_batch"
             )
-    for name in ("text_enc", "text_dec", "labels") if is_megatrons else ("input_ids", "labels"):
+    for name in ("text_enc", "text_dec", "labels") if "text_enc" in batch else ("input_ids", "labels"):
         if name not in batch:
             raise DataError(f"batch keys {', '.join(sorted(batch))} have no {name!r}, which a T5 learns from; add it")
-    return {names[key]: tensor for key, tensor in batch.items()}
 
 
 def _given_name(name: str, batch: Batch) -> str:
@@ -168,12 +182,7 @@ def _given_name(name: str, batch: Batch) -> str:
 
 
 def _check_shapes(named: Batch) -> None:
-    encoder, decoder = named["input_ids"].shape, named["labels"].shape
-    for name in ("input_ids", "labels"):
-        if named[name].dim() != 2 or named[name].shape[1] < 1:
-            raise DataError(
-                f"{name} have the shape {list(named[name].shape)}; give them as [rows, tokens], at least one token each"
-            )
+    encoder, decoder = tuple(named["input_ids"].shape), tuple(named["labels"].shape)
     allowed: dict[str, tuple[tuple[int, ...], ...]] = {
         "decoder_input_ids": (decoder,),
         "loss_mask": (decoder,),
@@ -182,20 +191,9 @@ def _check_shapes(named: Batch) -> None:
         "decoder_attention_mask": (decoder, (*decoder, decoder[1])),
         "cross_mask": (encoder, (*decoder, encoder[1])),
     }
-    for name, shapes in allowed.items():
-        if name in named and tuple(named[name].shape) not in shapes:
-            expected = " or ".join(str(list(shape)) for shape in shapes)
-            raise DataError(
-                f"{name} has the shape {list(named[name].shape)} and must have {expected}, as the tokens that it is "
-                "about; correct it"
-            )
-
-
-def _check_mask(name: str, mask: torch.Tensor) -> None:
-    wrong = (mask != 0) & (mask != 1)
-    if wrong.any():
-        place = wrong.nonzero()[0].tolist()
-        raise DataError(f"{name}{place} is {mask[tuple(place)].item()} and must be 1 to be seen or 0; correct the data")
+    for name, (shape, *others) in allowed.items():
+        if name in named:
+            check_shape(name, named[name], shape, "as the tokens that it is about", *others)
 
 
 def shifted_right(labels: torch.Tensor, model: ModelConfig) -> torch.Tensor:

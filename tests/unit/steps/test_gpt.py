@@ -152,7 +152,7 @@ WRONG: dict[str, tuple[Mapping[str, torch.Tensor], str]] = {
     "token of text": ({"text": _with(VOCAB + 5)}, rf"text\[1, 7\] is {VOCAB + 5}"),
     "float tokens": ({"input_ids": IDS.float()}, "input_ids is torch.float32"),
     "one row": ({"input_ids": IDS[0]}, rf"input_ids has the shape \[{LENGTH}\]"),
-    "nothing to predict": ({"text": IDS[:, :1]}, "text has no token to predict from"),
+    "nothing to predict": ({"text": IDS[:, :1]}, "text has the shape .* at least 2 each"),
     "too long": ({"input_ids": torch.cat([IDS, IDS], 1)}, f"{2 * LENGTH} tokens per row.*max_position_embeddings"),
     "label": ({"input_ids": IDS, "labels": _with(VOCAB)}, rf"labels\[1, 7\] is {VOCAB}.*-100 for no target"),
     "Megatron's label": ({"input_ids": IDS, "labels": _with(-1)}, r"labels\[1, 7\] is -1"),

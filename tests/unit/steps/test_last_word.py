@@ -20,7 +20,7 @@ def _logits() -> torch.Tensor:
 
 
 def _predicted() -> torch.Tensor:
-    from lightning_megatron.steps.predicted_tokens import predicted_tokens
+    from lightning_megatron.steps.base import predicted_tokens
 
     dist.init_process_group("gloo")
     width = _VOCAB // dist.get_world_size()
@@ -37,7 +37,7 @@ def test_of_several_largest_logits_the_first_counts_as_in_argmax(world_size: int
 
 
 def test_rows_count_once_and_only_with_targets() -> None:
-    from lightning_megatron.steps.last_word import LastWordTrainStep, TokenOutput
+    from lightning_megatron.steps.gpt import LastWordTrainStep, TokenOutput
 
     step = LastWordTrainStep()
     metrics = step.metrics()
