@@ -14,10 +14,16 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.engine.groups import Topology
-from lightning_megatron.generate.decode import STEPS_BETWEEN_LOOKS, Continuations, Rules
+from lightning_megatron.generate.decode import (
+    STEPS_BETWEEN_LOOKS,
+    Continuations,
+    Rules,
+    Stops,
+    readable,
+    token_processors,
+)
 from lightning_megatron.generate.inputs import NextTokens
 from lightning_megatron.generate.pipeline import Stages
-from lightning_megatron.generate.processors import Stops, readable, token_processors
 
 _HOPELESS = -1.0e9
 """Score of what must not be chosen; finite, so that sums of it stay comparable."""

@@ -18,7 +18,7 @@ from lightning_megatron.engine.collectives import on_all_ranks_alike
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.generate.beam import search
-from lightning_megatron.generate.decode import Continuations, Rules, decode
+from lightning_megatron.generate.decode import Continuations, Rules, decode, uniform_numbers
 from lightning_megatron.generate.inputs import (
     Inputs,
     NextTokens,
@@ -33,7 +33,6 @@ from lightning_megatron.generate.inputs import (
 )
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.generate.pipeline import Stages, inference_mode, uses_static_cache
-from lightning_megatron.generate.processors import uniform_numbers
 from lightning_megatron.generate.texts import EndTokens, stop_strings
 from lightning_megatron.models.config import ModelConfig
 

@@ -279,7 +279,8 @@ class Stages:
         return self._pass(self._steps.hidden, self._steps.output)
 
     def _eager_pass(self, *, every_position: bool = False) -> Tensor | None:
-        rows = [self._batch.rows(first, stop) for first, stop in self._groups]
+        batch, groups = self._batch, self._groups
+        rows = [batch] if len(groups) == 1 else [batch.rows(first, stop) for first, stop in groups]
 
         def hidden_of(chunk: int, group: int) -> Tensor | None:
             return self._chunks[chunk].hidden_like(rows[group])

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_megatron.engine.wrap import unwrap
+from lightning_megatron.generate.decode import distribution_processors, drawn, uniform_numbers
 from lightning_megatron.generate.options import GenerationOptions
-from lightning_megatron.generate.processors import distribution_processors, drawn, uniform_numbers
 from tests.families.parity import pretrained_module
 from tests.generate.models import ENCODER_DECODERS, Call, continued, hugging_face, prompts, run_with_models, set_up
 from tests.parity.training import Case, Layout, trainer_of

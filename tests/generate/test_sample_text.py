@@ -146,7 +146,7 @@ def test_a_model_that_writes_no_texts_is_refused(tokenizer: Path) -> None:
 def test_what_is_no_tokenizer_is_refused() -> None:
     from lightning_megatron import ConfigError, SampleText
 
-    with pytest.raises(ConfigError, match="tokenizer=5 is no folder and no tokenizer of transformers"):
+    with pytest.raises(ConfigError, match="tokenizer=5: expected a folder, a name or a tokenizer"):
         SampleText(5, PROMPTS)
 
 

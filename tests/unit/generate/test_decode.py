@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_megatron.generate.inputs import aligned
-from lightning_megatron.generate.options import GenerationOptions
-from lightning_megatron.generate.processors import (
+from lightning_megatron.generate.decode import (
     DecayingTopP,
     Stops,
     distribution_processors,
@@ -16,6 +14,8 @@ from lightning_megatron.generate.processors import (
     token_processors,
     uniform_numbers,
 )
+from lightning_megatron.generate.inputs import aligned
+from lightning_megatron.generate.options import GenerationOptions
 
 VOCAB_SIZE = 50
 
