@@ -1,19 +1,27 @@
-"""What did all copies of the model predict together, sample by sample, in the order of the dataset?"""
+"""Predictions of all data-parallel copies of the model, gathered in the order of the dataset."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from lightning_megatron.data.broadcast import describe, pack, unpack
 from lightning_megatron.data.loader import PADDING_ROW, EvaluationLoader, PassLoader
-from lightning_megatron.engine.collectives import data_parallel_group, gather_across_data_parallel_groups
+from lightning_megatron.engine.collectives import (
+    data_parallel_group,
+    gather_across_data_parallel_groups,
+    on_all_ranks_alike,
+)
 from lightning_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -75,8 +83,18 @@ def _gathered(loader: Any, predictions: Sequence[Any], strategy: MegatronStrateg
             f"a {type(loader).__name__} does not tell which samples its batches are of; use a DataLoader over a "
             "map-style dataset, or gather rows that say it themselves with gather_across_data_parallel_groups"
         )
+    # As the rank knows them that has read them: the loaders of others may have shuffled otherwise, unused.
+    dealt = [list(loader.samples_of_batches())]
+    topology = strategy.topology
+    dist.broadcast_object_list(dealt, topology.mp_source, group=topology.mp_header_group)
+    tensors: dict[str, Tensor] = {}
+
+    def taken_apart() -> list[_Batch]:
+        pairs = enumerate(zip(predictions, dealt[0], strict=False))
+        return [_taken_apart(loader, prediction, f"{i}", samples, tensors) for i, (prediction, samples) in pairs]
+
     found: dict[_Sample, Any] = {}
-    for batches, tensors in _of_all_ranks(loader, predictions, strategy):
+    for batches, theirs in _of_all_copies(on_all_ranks_alike(taken_apart), tensors):
         for batch in batches:
             for row, sample in enumerate(batch.samples):
                 if sample in found:
@@ -85,48 +103,9 @@ def _gathered(loader: Any, predictions: Sequence[Any], strategy: MegatronStrateg
                         "sampler repeats it; give predict a DataLoader with shuffle=False"
                     )
                 if sample is not None:
-                    found[sample] = _row_of(batch.structure, tensors, row)
+                    leaves = [None if name is None else theirs[name][row] for name in batch.names]
+                    found[sample] = pytree.tree_unflatten(leaves, batch.structure)
     return [found[sample] for sample in sorted(found)]
-
-
-def _of_all_ranks(
-    loader: EvaluationLoader | PassLoader, predictions: Sequence[Any], strategy: MegatronStrategy
-) -> list[tuple[list[_Batch], dict[str, Tensor]]]:
-    """The batches of each data-parallel rank, and the tensors in them."""
-    group = data_parallel_group()
-    tensors: dict[str, Tensor] = {}
-    batches: list[_Batch] = []
-    failure: ConfigError | None = None
-    dealt = _dealt_to_copy(loader, strategy)
-    try:
-        for number, (prediction, samples) in enumerate(zip(predictions, dealt, strict=False)):
-            structure = _taken_apart(prediction, str(number), tensors)
-            batches.append(_Batch(structure=structure, samples=_samples_of_rows(loader, structure, tensors, samples)))
-    except ConfigError as error:
-        failure = error  # for all ranks, none of which may be left waiting
-    if dist.get_world_size(group) == 1 and failure is None:
-        return [(batches, tensors)]
-    buffer = pack(tensors) if tensors else torch.empty(0, dtype=torch.uint8)
-    answers: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(answers, (failure, batches, describe(tensors), len(buffer)), group=group)
-    for of_rank, *_ in answers:
-        if of_rank is not None:
-            raise of_rank
-    parts = gather_across_data_parallel_groups(buffer).split([size for *_, size in answers])
-    # A tensor of its own begins where any dtype may begin.
-    contents = [unpack(part.clone(), header) for (*_, header, _), part in zip(answers, parts, strict=True)]
-    return [(of_rank, tensors) for (_, of_rank, *_), tensors in zip(answers, contents, strict=True)]
-
-
-def _dealt_to_copy(loader: EvaluationLoader | PassLoader, strategy: MegatronStrategy) -> list[list[int]]:
-    """Samples of each batch of this copy of the model, as the rank knows them that has read it.
-
-    The loaders of its other ranks may have shuffled otherwise; what those yielded was not used.
-    """
-    dealt = [list(loader.samples_of_batches())]
-    topology = strategy.topology
-    dist.broadcast_object_list(dealt, topology.mp_source, group=topology.mp_header_group)
-    return dealt[0]
 
 
 _Sample: TypeAlias = tuple[int, int]
@@ -134,66 +113,87 @@ _Sample: TypeAlias = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Leaf:
-    """Stands for a tensor that travels apart."""
-
-    name: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Batch:
     """What was predicted of one batch."""
 
-    structure: Any
-    """Lists, tuples and dicts of ``_Leaf``; None if nothing was predicted here."""
+    structure: pytree.TreeSpec
+    names: list[str | None]
+    """Of its leaves, which are tensors that travel apart; None where nothing was predicted."""
     samples: list[_Sample | None]
     """Of each row; None for rows that fill the batch up."""
 
 
-def _each_leaf(structure: Any, change: Callable[[_Leaf], Any]) -> Any:
-    if isinstance(structure, _Leaf):
-        return change(structure)
-    if isinstance(structure, dict):
-        return {key: _each_leaf(part, change) for key, part in structure.items()}
-    return None if structure is None else type(structure)(_each_leaf(part, change) for part in structure)
-
-
-def _row_of(structure: Any, tensors: Mapping[str, Tensor], row: int) -> Any:
-    return _each_leaf(structure, lambda leaf: tensors[leaf.name][row])
-
-
-def _taken_apart(prediction: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """The structure of a batch's prediction; its tensors are added to ``tensors``."""
-    if prediction is None:
-        return None
-    if isinstance(prediction, Tensor):
-        tensors[name] = prediction.detach().cpu()
-        return _Leaf(name=name)
-    if isinstance(prediction, Mapping):
-        return {key: _taken_apart(part, f"{name}.{key}", tensors) for key, part in prediction.items()}
-    if isinstance(prediction, (list, tuple)):
-        parts = [_taken_apart(part, f"{name}.{number}", tensors) for number, part in enumerate(prediction)]
-        return parts if isinstance(prediction, list) else tuple(parts)
-    raise ConfigError(
-        f"a {type(prediction).__name__} cannot be gathered; let predict_step return tensors, or lists and dicts of "
-        "tensors"
-    )
-
-
-def _samples_of_rows(
-    loader: EvaluationLoader | PassLoader, structure: Any, tensors: Mapping[str, Tensor], dealt: Sequence[int]
-) -> list[_Sample | None]:
-    """Which sample each row of a batch's prediction is of, whether or not rows that fill it up were left out."""
-    lengths: set[int] = set()
-    _each_leaf(structure, lambda leaf: lengths.add(len(tensors[leaf.name]) if tensors[leaf.name].dim() else -1))
+def _taken_apart(
+    loader: EvaluationLoader | PassLoader, prediction: Any, name: str, dealt: Sequence[int], tensors: dict[str, Tensor]
+) -> _Batch:
+    """A batch's prediction, whether or not rows that fill it up were left out; its tensors are added to ``tensors``."""
+    leaves, structure = pytree.tree_flatten(prediction)
+    for leaf in leaves:
+        if leaf is not None and not isinstance(leaf, Tensor):
+            raise ConfigError(
+                f"a {type(leaf).__name__} cannot be gathered; let predict_step return tensors, or lists and dicts of "
+                "tensors"
+            )
+    names = [None if leaf is None else f"{name}.{number}" for number, leaf in enumerate(leaves)]
+    own = {name: leaf.detach().cpu() for name, leaf in zip(names, leaves, strict=True) if name is not None}
+    tensors.update(own)
+    lengths = {len(tensor) if tensor.dim() else -1 for tensor in own.values()}
     real = [sample for sample in dealt if sample != PADDING_ROW]
+    samples: list[_Sample | None]
     if isinstance(loader, EvaluationLoader) and loader.loader.batch_sampler is None and real:
-        return [(real[0], row) for row in range(max(lengths, default=1))]
-    if lengths <= {len(real)}:
-        return [(sample, 0) for sample in real]
-    if lengths == {len(dealt)}:
-        return [None if sample == PADDING_ROW else (sample, 0) for sample in dealt]
-    raise ConfigError(
-        f"a prediction has {sorted(lengths)} rows, and its batch has {len(real)} samples; let predict_step return one "
-        "row for each, first axis first"
-    )
+        samples = [(real[0], row) for row in range(max(lengths, default=1))]
+    elif lengths <= {len(real)}:
+        samples = [(sample, 0) for sample in real]
+    elif lengths == {len(dealt)}:
+        samples = [None if sample == PADDING_ROW else (sample, 0) for sample in dealt]
+    else:
+        raise ConfigError(
+            f"a prediction has {sorted(lengths)} rows, and its batch has {len(real)} samples; let predict_step return "
+            "one row for each, first axis first"
+        )
+    return _Batch(structure=structure, names=names, samples=samples)
+
+
+def _of_all_copies(batches: list[_Batch], tensors: dict[str, Tensor]) -> list[tuple[list[_Batch], dict[str, Tensor]]]:
+    """The batches of each data-parallel rank, and the tensors in them."""
+    group = data_parallel_group()
+    if dist.get_world_size(group) == 1:
+        return [(batches, tensors)]
+    buffer = pack(tensors) if tensors else torch.empty(0, dtype=torch.uint8)
+    answers: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(answers, (batches, describe(tensors), len(buffer)), group=group)
+    parts = gather_across_data_parallel_groups(buffer).split([size for *_, size in answers])
+    # A tensor of its own begins where any dtype may begin.
+    contents = [unpack(part.clone(), header) for (_, header, _), part in zip(answers, parts, strict=True)]
+    return [(theirs, content) for (theirs, *_), content in zip(answers, contents, strict=True)]
+
+
+# ---- a sample for each copy ------------------------------------------------------------------------------------------
+
+
+def check_predict_size(loader: object) -> None:
+    """Refuse a loader of ``Trainer.predict`` on the ranks that have a sample of it, when others have none.
+
+    Raises:
+        ConfigError: If the copies of the model are more than its samples (or batches, where a sample is a whole one).
+    """
+    batches = getattr(loader, "batch_sampler", None)
+    sampler = getattr(loader if batches is None else batches, "sampler", None)
+    if isinstance(sampler, UnrepeatedDistributedSampler) and 0 < sampler.total_size < sampler.num_replicas:
+        raise ConfigError(_TOO_FEW)
+
+
+def told_predict_size(error: AssertionError) -> Exception:
+    """The same error on the ranks that have no sample, where Lightning's sampler fails while it is made.
+
+    lightning 2.6.6, overrides/distributed.py:UnrepeatedDistributedSampler asserts it without words, before a hook sees
+    the loader. Any other error is returned as it is.
+    """
+    file = traceback.extract_tb(error.__traceback__)[-1].filename
+    return ConfigError(_TOO_FEW) if file == inspect.getfile(UnrepeatedDistributedSampler) else error
+
+
+_TOO_FEW = (
+    "predict has fewer samples than there are copies of the model (dp), and each needs at least one; use fewer devices "
+    "or a larger tp or pp, or serve the samples with DatasetDataModule(test=...), which takes any number"
+)

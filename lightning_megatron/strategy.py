@@ -43,8 +43,8 @@ from lightning_megatron.errors import ConfigError, NonFiniteError, ready
 from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.models.transformer_config import EngineSettings, Recompute
 from lightning_megatron.precision import MegatronPrecision
+from lightning_megatron.predictions import check_predict_size
 from lightning_megatron.preemption import ScriptLauncher, check_world_size, deferred_signums, die_with_launcher, meeting
-from lightning_megatron.rows_for_copies import check_rows_for_copies
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -428,7 +428,7 @@ class MegatronStrategy(ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         trainer = self._module.trainer
         if trainer.state.stage in _EVALUATING:
-            check_rows_for_copies(dataloader)
+            check_predict_size(dataloader)
             return EvaluationLoader(dataloader) if is_map_style(dataloader) else dataloader
         loader = self._resumable(dataloader) if is_map_style(dataloader) else dataloader
         self._loader_tells_steps = isinstance(loader, (ResumableLoader, TrainLoader))

@@ -110,7 +110,7 @@ def uses_static_cache(options: GenerationOptions, model: ModelConfig, device: to
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chunk:
+class CachedChunk:
     """A part of the model on this rank, and what its layers keep of each group of rows."""
 
     model: Any
@@ -232,13 +232,13 @@ class Stages:
         self._steps: StaticSteps | None = None
         self._chunks = [self._chunk(index, model, len(models)) for index, model in enumerate(models)]
 
-    def _chunk(self, index: int, model: Any, count: int) -> Chunk:
+    def _chunk(self, index: int, model: Any, count: int) -> CachedChunk:
         layers: list[SDPAttention] = []
         if self._capacity is not None:
             # Not those of an encoder, which reads once.
             layers = [module for module in model.decoder.modules() if isinstance(module, SDPAttention)]
         kind = StaticCache if self._is_static else KeyValueCache
-        return Chunk(
+        return CachedChunk(
             model=model,
             is_first=self._topology.is_first_stage and index == 0,
             is_last=self._topology.is_last_stage and index == count - 1,
@@ -355,14 +355,14 @@ class Stages:
 class Step:
     """What one chunk does with the newest token of each row of one group, on buffers that stay where they are."""
 
-    chunk: Chunk
+    chunk: CachedChunk
     group: int
     rows: NextTokens
     hidden: Tensor | None
     token_step: TokenStep
 
     def __call__(self) -> Tensor:
-        """As ``Chunk.run``."""
+        """As ``CachedChunk.run``."""
         try:
             return self.chunk.run(self.hidden, self.rows, self.group).detach()
         finally:
@@ -373,7 +373,12 @@ class StaticSteps:
     """The passes of one token per row with static caches, recorded where the device has a recorder."""
 
     def __init__(
-        self, chunks: Sequence[Chunk], groups: Sequence[tuple[int, int]], batch: NextTokens, place: int, slots: int
+        self,
+        chunks: Sequence[CachedChunk],
+        groups: Sequence[tuple[int, int]],
+        batch: NextTokens,
+        place: int,
+        slots: int,
     ) -> None:
         """Allocate what the steps read besides caches and weights.
 
@@ -421,7 +426,7 @@ class StaticSteps:
         return self._hidden[chunk][group]
 
     def output(self, chunk: int, group: int, hidden: Tensor | None) -> Tensor:
-        """As ``Chunk.run`` of ``hidden``; valid until the next pass."""
+        """As ``CachedChunk.run`` of ``hidden``; valid until the next pass."""
         work = self._works[chunk, group]
         return work() if self._recorder is None or self._is_recorded else self._recorder.prepared(work)
 
