@@ -39,7 +39,7 @@ from typing_extensions import override
 from lightning_megatron.checkpoint.find import Found, is_own_within
 from lightning_megatron.ckpt_path import LAST, find_last
 from lightning_megatron.errors import CheckpointError, ConfigError
-from lightning_megatron.rows_for_copies import rows_for_copies
+from lightning_megatron.predictions import told_predict_size
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -157,13 +157,15 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             strategy: MegatronStrategy = trainer.strategy
             call.arguments["ckpt_path"] = strategy.begin_with(trainer, call.arguments["ckpt_path"])
         ScriptLauncher._has_failed = True  # until it returns
-        with rows_for_copies():
+        try:
             if self.cluster_environment.creates_processes_externally:
                 result = function(*call.args, **call.kwargs)
             else:
                 os.environ[_LAUNCHER] = str(os.getpid())
                 atexit.register(self._wait_for_other_ranks)
                 result = super().launch(function, *call.args, trainer=trainer, **call.kwargs)
+        except AssertionError as error:
+            raise told_predict_size(error) from error.__cause__
         ScriptLauncher._has_failed = False
         return result
 
