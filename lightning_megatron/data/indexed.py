@@ -16,7 +16,6 @@ import of torch, which neither ``preprocess`` nor ``inspect`` needs.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shlex
 import signal
@@ -28,12 +27,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, BinaryIO, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_megatron.errors import DataError
+from lightning_megatron.files import staged
 
 MAGIC = b"MMIDIDX\x00\x00"
 OLD_MAGIC = b"TNTIDX\x00\x00"
@@ -276,25 +276,20 @@ def largest_token_at_the_ends(dataset: IndexedDataset, num_tokens: int = 1 << 20
 class IndexedDatasetWriter:
     """Writes one dataset, which appears under its name only when it is complete, whatever ends the process.
 
-    Use as a context manager: leaving it normally publishes the files, leaving it by an exception removes them. They
-    grow under hidden names, ``.NAME.bin.partial``, and are renamed when both are on disk; ``.idx`` appears last, so it
-    vouches for ``.bin``. A killed process leaves the hidden files, which the next run that writes the same dataset
-    takes over: a lock (``flock``) tells whether the writer lives, as the kernel frees it however a process ends.
+    Use as a context manager: leaving it normally publishes the files, leaving it by an exception removes them (see
+    ``files.staged``). ``.idx`` appears last, so it vouches for ``.bin``. All methods raise a DataError if nothing can
+    be written there, or another process does, or the disk is full.
     """
 
     def __init__(self, prefix: str, dtype: np.dtype[Any]) -> None:
-        """Begin to write at ``prefix``, whose folder is made if need be.
+        """Name what is written.
 
-        Raises:
-            DataError: If nothing can be written there, or another process does; so do all methods, also when the disk
-                is full.
+        Args:
+            prefix: Path of both files without suffix; the folder is made if need be.
+            dtype: Type of a token.
         """
         self._prefix, self._dtype = Path(prefix), dtype
         self._lengths, self._counts, self._modes = array("i"), array("i"), bytearray()
-        self._is_complete = False
-        with self._writing():
-            self._prefix.parent.mkdir(parents=True, exist_ok=True)
-            self._bin = _open_locked(self._partial(".bin"), prefix)
 
     def add_documents(
         self,
@@ -311,8 +306,7 @@ class IndexedDatasetWriter:
             sequences: Sequences of each document; None if every document is one.
             modes: Mode of each sequence, in datasets that have modes.
         """
-        with self._writing():
-            self._bin.write(tokens)
+        self._bin.write(tokens)
         self._lengths.frombytes(np.asarray(lengths, np.intc).tobytes())
         counts = np.ones(len(lengths), np.intc) if sequences is None else np.asarray(sequences, np.intc)
         self._counts.frombytes(counts.tobytes())
@@ -328,58 +322,32 @@ class IndexedDatasetWriter:
         lengths = np.asarray(self._lengths)
         positions = (np.cumsum(lengths, dtype=np.int64) - lengths) * self._dtype.itemsize
         bounds = np.cumsum(np.asarray(self._counts), dtype=np.int64)
-        with self._writing():
-            _sync(self._bin)
-            with open(self._partial(".idx"), "wb") as stream:
-                stream.write(MAGIC + struct.pack("<QBQQ", 1, code, len(lengths), len(bounds) + 1))
-                for part in (lengths, positions, np.zeros(1, np.int64), bounds):
-                    stream.write(part.data)
-                stream.write(self._modes)
-                _sync(stream)
-        self._is_complete = True
+        self._idx.seek(0)
+        self._idx.write(MAGIC + struct.pack("<QBQQ", 1, code, len(lengths), len(bounds) + 1))
+        for part in (lengths, positions, np.zeros(1, np.int64), bounds):
+            self._idx.write(part.data)
+        self._idx.write(self._modes)
+        for stream in (self._bin, self._idx):
+            stream.flush()
+            os.fsync(stream.fileno())
 
     def __enter__(self) -> Self:
+        name = self._prefix.name
+        with contextlib.ExitStack() as stack:
+            hidden = stack.enter_context(staged(self._prefix.parent, name, last=(f"{name}.idx",), error=DataError))
+            self._bin = stack.enter_context(open(hidden / f"{name}.bin", "wb"))
+            self._idx = stack.enter_context(open(hidden / f"{name}.idx", "wb"))
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        is_published = False
-        try:
-            if kind is None:
-                if not self._is_complete:
-                    self.complete()
-                self._publish()
-                is_published = True
-        finally:
-            for suffix in () if is_published else (".bin", ".idx"):
-                self._partial(suffix).unlink(missing_ok=True)
-            # What a full disk has refused, it refuses again when the rest of the buffer is written.
-            with contextlib.suppress(OSError):
-                self._bin.close()
-
-    def _publish(self) -> None:
-        with self._writing():
-            # An old index must not meet the new tokens, not even for a moment.
-            Path(f"{self._prefix}.idx").unlink(missing_ok=True)
-            for suffix in (".bin", ".idx"):
-                os.replace(self._partial(suffix), f"{self._prefix}{suffix}")
-            descriptor = os.open(self._prefix.parent, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
-
-    def _partial(self, suffix: str) -> Path:
-        return self._prefix.with_name(f".{self._prefix.name}{suffix}.partial")
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise DataError(
-                f"{self._prefix}.bin and .idx cannot be written ({error.strerror}); give an output prefix in a folder"
-                " that can be written and has room"
-            ) from error
+        if kind is not None:
+            self._stack.__exit__(kind, error, trace)
+        else:
+            with self._stack:
+                self.complete()
 
 
 @contextlib.contextmanager
@@ -407,37 +375,3 @@ def _mapped(path: str) -> NDArray[np.uint8]:
         return np.memmap(path, np.uint8, mode="r").view(np.ndarray)
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}); make it readable, or copy it again") from error
-
-
-def _open_locked(path: Path, prefix: str) -> BinaryIO:
-    """The file ``path``, empty, which no other process writes.
-
-    Raises:
-        DataError: If one does.
-    """
-    while True:
-        stream = open(path, "ab")  # noqa: SIM115 (closed by IndexedDatasetWriter.__exit__)
-        is_free = True
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            is_free = False
-        except OSError:  # a file system without locks
-            is_free = stream.tell() == 0
-        if not is_free:
-            stream.close()
-            raise DataError(
-                f"{prefix}.bin is being written by another process; give another output prefix, or, if none writes it,"
-                f" remove {path}"
-            )
-        # Another process may have renamed or removed it between its opening and its lock.
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(stream.fileno()), path.stat()):
-                stream.truncate(0)
-                return stream
-        stream.close()
-
-
-def _sync(stream: BinaryIO) -> None:
-    stream.flush()
-    os.fsync(stream.fileno())

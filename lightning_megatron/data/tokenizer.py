@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from lightning_megatron.data.documents import (
     read_documents,
 )
 from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.files import staged
 from lightning_megatron.hub import local_folder
 
 END_OF_TEXT = "<|endoftext|>"
@@ -225,15 +225,13 @@ def _save(tokenizer: Any, kind: ModelKind, output: Path) -> None:
     roles = {f"{role}_token": token for role, token in ROLES[kind].items()}
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **roles)
     try:
-        output.mkdir(parents=True, exist_ok=True)
-        # A reader must never meet half a tokenizer.json, so the files are complete before they get their names.
-        with tempfile.TemporaryDirectory(prefix=".saving-", dir=output) as staging:
-            wrapped.save_pretrained(staging)
-            for name in sorted(os.listdir(staging)):
-                os.replace(os.path.join(staging, name), output / name)
+        # A reader must never meet half a tokenizer.json.
+        with staged(output, "tokenizer.json", error=DataError) as hidden:
+            wrapped.save_pretrained(hidden)
+    except DataError:
+        raise
     except Exception as error:  # a full disk is no OSError where the Rust library meets it
-        reason = error.strerror if isinstance(error, OSError) else _first_line(error)
-        raise DataError(_cannot_be_written(output, reason)) from error
+        raise DataError(_cannot_be_written(output, _first_line(error))) from error
 
 
 def _cannot_be_written(output: str | Path, reason: str | None) -> str:

@@ -118,8 +118,8 @@ def test_an_interrupted_writer_keeps_the_dataset_that_was_there(tmp_path: Path) 
 def test_a_writer_killed_between_its_two_files_leaves_no_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _write(tmp_path / "x", [3])
 
-    def replace_tokens_only(source: Path, target: str) -> None:
-        if target.endswith(".idx"):
+    def replace_tokens_only(source: Path, target: Path) -> None:
+        if target.suffix == ".idx":
             raise KeyboardInterrupt
         os.rename(source, target)
 
@@ -149,31 +149,17 @@ def test_what_a_living_writer_has_begun_is_left_alone_and_what_a_killed_one_left
         assert process.stdout is not None
         assert process.stdout.readline() == "writing\n"
         try:
-            with pytest.raises(DataError, match=r"x\.bin is being written by another process; give another output"):
+            with pytest.raises(DataError, match=r"another program is writing \S+\.x\.partial at this moment"):
                 _write(tmp_path / "x", [3])
-            assert _names(tmp_path) == [".x.bin.partial"]
+            assert _names(tmp_path / ".x.partial") == ["x.bin", "x.idx"]
         finally:
             process.send_signal(signal.SIGKILL)
-    assert _names(tmp_path) == [".x.bin.partial"]
+    assert _names(tmp_path) == [".x.partial"]
 
     _write(tmp_path / "x", [3])
 
     assert _names(tmp_path) == ["x.bin", "x.idx"]
     assert check_dataset(str(tmp_path / "x")).lengths.tolist() == [3]
-
-
-def test_without_locks_a_file_that_is_there_is_not_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr("fcntl.flock", refuse)
-    _write(tmp_path / "x", [3])
-    (tmp_path / ".x.bin.partial").write_bytes(b"some")
-    with pytest.raises(
-        DataError, match=r"written by another process; .* if none writes it, remove \S+\.x\.bin\.partia"
-    ):
-        _write(tmp_path / "x", [4])
-    assert (tmp_path / ".x.bin.partial").read_bytes() == b"some"
 
 
 class _FullDisk(io.FileIO):
@@ -196,7 +182,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(indexed, "open", lambda path, mode: io.BufferedWriter(_FullDisk(path, mode)), raising=False)
     monkeypatch.setattr(_FullDisk, "room", room)
     for name in ("x", "new"):
-        with pytest.raises(DataError, match=r"\.idx cannot be written \(No space left on device\); give an output pr"):
+        with pytest.raises(DataError, match=r"cannot be written \(.*No space left on device\); choose a folder"):
             _write(tmp_path / name, [10], times=10_000)  # 200,000 bytes of .bin, 20 bytes a sequence in .idx
 
     assert _names(tmp_path) == ["x.bin", "x.idx"]
@@ -208,11 +194,11 @@ def test_what_cannot_be_written_or_read_is_named(tmp_path: Path, monkeypatch: py
         raise PermissionError(errno.EACCES, "Permission denied")
 
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(DataError, match=r"file/x\.bin and \.idx cannot be written \(File exists\)"):
+    with pytest.raises(DataError, match=r"file/x cannot be written \(.*Not a directory: "):
         _write(tmp_path / "file" / "x", [3])
     prefix = _files(tmp_path)
     monkeypatch.setattr(indexed, "open", refuse, raising=False)
-    with pytest.raises(DataError, match=r"y\.bin and \.idx cannot be written \(Permission denied\); give an output"):
+    with pytest.raises(DataError, match=r"y cannot be written \(.*Permission denied\); choose a folder that can"):
         _write(tmp_path / "y", [3])
     monkeypatch.setattr("numpy.memmap", refuse)
     with pytest.raises(DataError, match=r"x\.idx cannot be read \(Permission denied\); make it readable"):

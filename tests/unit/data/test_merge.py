@@ -182,7 +182,7 @@ def test_an_interrupted_merge_leaves_nothing(tmp_path: Path, monkeypatch: pytest
         raise KeyboardInterrupt
 
     prefix = build(tmp_path / "a", FIRST)
-    for place in ("add_documents", "complete", "_publish"):
+    for place in ("add_documents", "complete"):
         with monkeypatch.context() as patched:
             patched.setattr(merge.IndexedDatasetWriter, place, interrupt)
             with pytest.raises(KeyboardInterrupt):
