@@ -287,7 +287,8 @@ class Inference(pl.LightningModule):
             ConfigError: If there is no model yet, or no Hugging Face class computes it.
             CheckpointError: If the directory cannot be written, on all ranks alike.
         """
-        from lightning_megatron.convert.save import save_hugging_face
+        from lightning_megatron.convert.hugging_face import save_hugging_face
+        from lightning_megatron.convert.hugging_face_files import generation_config
         from lightning_megatron.engine.wrap import finish_parameter_gathers
 
         if self.model_chunks is None:
@@ -307,7 +308,7 @@ class Inference(pl.LightningModule):
                 config_object(self._model),
                 directory,
                 max_shard_size,
-                source=self.pretrained_path,
+                companions=generation_config(self.pretrained_path),
             )
 
     def push_to_hub(

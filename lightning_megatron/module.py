@@ -17,7 +17,9 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_megatron.accounting import total_parameters
 from lightning_megatron.checkpoint.files import META, load_plain
 from lightning_megatron.checkpoint.load import LoadFrom
-from lightning_megatron.convert.registry import config_fields, model_config, with_weights
+from lightning_megatron.convert.hugging_face import load_hugging_face, with_weights
+from lightning_megatron.convert.hugging_face_files import open_weights
+from lightning_megatron.convert.registry import config_fields, model_config
 from lightning_megatron.engine.collectives import computed_metrics
 from lightning_megatron.engine.lr_schedule import LRSchedule, MegatronLRScheduler, scheduler_settings
 from lightning_megatron.engine.optimizer import OptimizerOptions
@@ -101,7 +103,7 @@ class MegatronModule(Inference):
         described = replace(model_config(model, task), make_vocab_size_divisible_by=make_vocab_size_divisible_by)
         self.pretrained_path: Path | None = _weights_directory(model) if pretrained else None
         if self.pretrained_path is not None:
-            described = with_weights(described, self.pretrained_path)
+            described = with_weights(described, open_weights(self.pretrained_path))
         self.model_config: ModelConfig = with_variant(described, position_embedding_type, attention_head_type)
         self.is_variant = self.model_config != described
         if pretrained and self.is_variant:
@@ -283,8 +285,6 @@ class MegatronModule(Inference):
 
         without_file = None
         if self.pretrained_path is not None:
-            from lightning_megatron.convert.load import load_hugging_face
-
             without_file = load_hugging_face(chunks, self.model_config, self.pretrained_path)
         initialize_weights(chunks, self.model_config, seed_of_run(), only=without_file)
 

@@ -48,9 +48,8 @@ _PRELOADED = (
     "lightning_megatron.callbacks",
     "lightning_megatron.module",
     "lightning_megatron.strategy",
-    "lightning_megatron.convert.load",
+    "lightning_megatron.convert.hugging_face",
     "lightning_megatron.convert.registry",
-    "lightning_megatron.convert.save",
     "lightning_megatron.datamodules.sources",
     "lightning_megatron.models.build",
 )

@@ -5,6 +5,7 @@ Whatever takes long to import is imported when a command runs.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -96,7 +97,7 @@ def _print_merged(result: MergedDataset, sources: Sequence[str | Path]) -> None:
 def convert(options: ConvertOptions) -> None:
     """Turn a checkpoint into one of another format or layout.
 
-    Reads and writes weights in one process, without a GPU. The format of what is read is detected:
+    Reads and writes weights through the model, without a GPU. The format of what is read is detected:
 
       Hugging Face model directories    safetensors or .bin, in one file or several; or their names on the hub, org/name
       *.ckpt                            of MegatronStrategy, at any layout
@@ -104,19 +105,21 @@ def convert(options: ConvertOptions) -> None:
       mp_rank_*/model_optim_rng.pt      Megatron-LM's of any version, and NVIDIA's .zip of one
       folders of iterations             with latest_checkpointed_iteration.txt, or iter_* and release
 
-    Memory stays below twice the largest file of weights. Nothing stands under the name of --save-path before all of it
-    is written. Files are data: no code in a checkpoint is run.
+    In one process memory holds one copy of the model; under torchrun each of tp x pp processes holds its part. Nothing
+    stands under the name of --save-path before all of it is written. Files are data: no code in a checkpoint is run.
 
     Examples:
         lightning-megatron convert --load-path gpt2 --save-path gpt2.ckpt --to megatron
         lightning-megatron convert --load-path last.ckpt --save-path trained --to hf --dtype bf16 --max-shard-size 2GB
         lightning-megatron convert --load-path llama --save-path legacy --to megatron-legacy --tp 4 --pp 2
     """
-    from lightning_megatron.convert.conversion import convert
+    from lightning_megatron.convert.convert import convert
     from lightning_megatron.data.indexed import exit_on_sigterm
 
     with exit_on_sigterm():
         done = convert(options)
+    if int(os.environ.get("RANK", 0)) > 0:  # of torchrun
+        return
     print(
         f"{done.path}: {done.target} ({done.num_files:,} files, {_size(done.num_bytes)}) from {done.source}"
         f" {options.load_path}, in {done.seconds:.1f} s ({_size(done.num_bytes / max(done.seconds, 1e-9))}/s)"

@@ -14,10 +14,9 @@ from lightning.pytorch import Trainer
 from lightning_megatron.cli.generated_text import TextPrinter, show_what_can_be_shown
 from lightning_megatron.cli.prompts import read_prompts
 from lightning_megatron.cli.writing_module import BatchTexts, Job, WritingModule
-from lightning_megatron.convert.companions import GENERATION_CONFIG_FILE, tokenizer_files
-from lightning_megatron.convert.conversion import located, open_model
-from lightning_megatron.convert.options import ConvertOptions
-from lightning_megatron.convert.stored.base import StoredModel
+from lightning_megatron.convert.convert import open_source
+from lightning_megatron.convert.hugging_face_files import GENERATION_CONFIG_FILE, tokenizer_files
+from lightning_megatron.convert.shards import Source
 from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.generate.inputs import Inputs, check_prompts
@@ -110,24 +109,19 @@ def generate(arguments: GenerateArguments) -> None:
         stream.end() if streams else printer.end()
 
 
-def _own_precision(stored: StoredModel, accelerator: str) -> Any:
+def _own_precision(stored: Source, accelerator: str) -> Any:
     """What computes with weights as they are stored; a CPU computes in float32, in which most are faster."""
     if accelerator == "cpu" or not torch.cuda.is_available():
         return "32-true"
-    dtype = max(stored.tensors.values(), key=lambda spec: spec.num_bytes).dtype
-    return _PRECISIONS.get(dtype, "32-true")
+    return _PRECISIONS.get(stored.dtype, "32-true")
 
 
-def _opened(arguments: GenerateArguments) -> StoredModel:
-    path = arguments.load_path
-    paths = ConvertOptions(
-        load_path=path, save_path=path, to="hf", config=arguments.config, iteration=arguments.iteration
-    )
-    paths = located(paths)
-    return open_model(paths.load_path, paths)
+def _opened(arguments: GenerateArguments) -> Source:
+    config = None if arguments.config is None else local_folder(arguments.config, "config")
+    return open_source(local_folder(arguments.load_path, "model"), config, arguments.iteration)
 
 
-def _tokenizer(folder: Path | None, stored: StoredModel) -> Any:
+def _tokenizer(folder: Path | None, stored: Source) -> Any:
     asked = folder or stored.path
     folder = stored.companions if folder is None else local_folder(folder, "tokenizer")
     if folder is None or not folder.is_dir() or not tokenizer_files(folder):
@@ -137,7 +131,7 @@ def _tokenizer(folder: Path | None, stored: StoredModel) -> Any:
     return tokenizer
 
 
-def _with_ends(options: GenerationOptions, stop: list[str], stored: StoredModel, tokenizer: Any) -> GenerationOptions:
+def _with_ends(options: GenerationOptions, stop: list[str], stored: Source, tokenizer: Any) -> GenerationOptions:
     """The options with the tokens that end a text: the generation config's, the model's, else the tokenizer's."""
     folder = stored.companions
     has_file = folder is not None and (folder / GENERATION_CONFIG_FILE).is_file()

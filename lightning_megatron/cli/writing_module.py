@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_megatron.cli.generated_text import Continued, TextPrinter, TextStream, cut
-from lightning_megatron.convert.load_stored import load_stored
-from lightning_megatron.convert.stored.base import StoredModel
+from lightning_megatron.convert.shards import Loading, Source
+from lightning_megatron.errors import CheckpointError
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.generate.texts import decoder_texts, new_texts
 from lightning_megatron.module import MegatronModule
@@ -79,14 +79,18 @@ _Show = TextStream | BatchTexts
 class WritingModule(MegatronModule):
     """A module with the weights of a checkpoint of any format, whose texts rank 0 shows as they come."""
 
-    def __init__(self, stored: StoredModel, generation: GenerationOptions, show: _Show) -> None:
+    def __init__(self, stored: Source, generation: GenerationOptions, show: _Show) -> None:
         super().__init__(model=stored.hf_config, generation=generation)
         self.model_config = stored.model  # its config describes no variant
         self._stored = stored
         self._show = show
 
     def _fill_weights(self, chunks: torch.nn.ModuleList) -> None:
-        load_stored(chunks, self._stored)
+        loading = Loading(chunks, self._stored)
+        if loading.missing:
+            names = ", ".join(map(str, sorted(loading.missing)))
+            raise CheckpointError(f"{self._stored.path} has no {names}, and the model needs them; use a whole one")
+        loading.fill()
 
     def predict_step(
         self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0

@@ -1,13 +1,15 @@
-"""What is in a checkpoint: which tensors, of which model, at which layout? Read without any weight, and without code.
+"""What a path holds: which iteration of several, which kind of checkpoint, and its tensors by header.
 
-Known are directories of ``MegatronStrategy`` (``*.ckpt``), distributed checkpoints of Megatron-Core (``torch_dist``)
-and legacy ones of Megatron-LM, both also below ``iter_0000N``, and Hugging Face model directories.
+No weight is read, no model is built and no code of a checkpoint is run. Known are directories of ``MegatronStrategy``
+(``*.ckpt``), distributed checkpoints of Megatron-Core (``torch_dist``) and legacy ones of Megatron-LM, both also below
+``iter_0000N``, and Hugging Face model directories.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,31 +18,98 @@ from typing import Any
 import torch
 
 from lightning_megatron.checkpoint.files import (
-    CHECKSUMS,
-    COMMON,
     META,
-    check_backends,
     check_complete,
     check_only_data,
     is_distributed,
     load_plain,
-    read_table,
 )
-from lightning_megatron.convert.hugging_face_files import directory_of, has_weights, open_weights
-from lightning_megatron.convert.iterations import iteration_folder
-from lightning_megatron.convert.legacy.description import describe_legacy, shown_arguments
-from lightning_megatron.convert.legacy.layout import is_legacy
-from lightning_megatron.convert.legacy.rank_state import arguments_of
-from lightning_megatron.convert.pickled.unpickler import load_pickled
-from lightning_megatron.errors import CheckpointError
+from lightning_megatron.convert.distributed import OF_MEGATRON_CORE, OF_STRATEGY, read_common, stored_tensors
+from lightning_megatron.convert.hugging_face_files import CONFIG_FILE, directory_of, has_weights, open_weights
+from lightning_megatron.convert.megatron_arguments import HUGGING_FACE_CONFIG, arguments_of, own_config
+from lightning_megatron.convert.megatron_lm import (
+    OF_MEGATRON_LM,
+    Ranks,
+    architecture_of,
+    is_legacy,
+    read_ranks,
+    stack,
+    whole_shape,
+)
+from lightning_megatron.engine.pickles import StandIn
+from lightning_megatron.errors import CheckpointError, ConfigError
 
-OF_STRATEGY = "checkpoint of MegatronStrategy"
-OF_MEGATRON_CORE = "Megatron-Core distributed checkpoint (torch_dist)"
-"""Kinds of distributed checkpoints, as messages name them."""
-OF_MEGATRON_LM = "checkpoint of Megatron-LM"
-"""The legacy kind: a pickle for each rank."""
+_LONGEST = 200
+"""Characters of an argument's text, and items of a list."""
 
-_CONFIG = "config.json"
+
+# ---- iterations ------------------------------------------------------------------------------------------------------
+
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+"""Megatron's: the number of the last iteration that was saved, or ``release``."""
+
+_ITERATION = re.compile(r"iter_(\d{7,})")
+_RELEASE = "release"
+_LONGEST_TEXT = 40
+_MOST_NAMED = 5
+
+
+def iteration_folder(path: Path, iteration: int | None = None) -> Path:
+    """``path``, or the folder in it of ``iteration``, or if that is None of the one that the tracker file names.
+
+    Raises:
+        CheckpointError: If there is no such iteration, or several and nothing says which.
+        ConfigError: If ``iteration`` is given, and ``path`` does not hold several.
+    """
+    found = _iterations(path)
+    tracker = path / TRACKER_FILE
+    if not found and not tracker.is_file():
+        if iteration is not None:
+            raise ConfigError(
+                f"iteration={iteration} would do nothing: {path} has no folders iter_{iteration:07}; leave it out"
+            )
+        return path
+    there = named(found) or "none"
+    if iteration is not None:
+        wanted, origin = f"iter_{iteration:07}", f"iteration={iteration} is not there:"
+    elif tracker.is_file():
+        text = tracker.read_text(errors="replace").strip()
+        wanted, origin = _tracked(tracker, text), f"{tracker} names iteration {text[:_LONGEST_TEXT]!r}, and"
+    elif len(found) == 1:
+        return path / found[0]
+    else:
+        raise CheckpointError(f"{path} has several iterations and no {TRACKER_FILE}; give the folder of one: {there}")
+    if wanted not in found:
+        raise CheckpointError(f"{origin} there is no folder {wanted[:_LONGEST_TEXT]} in {path}; there are: {there}")
+    return path / wanted
+
+
+def named(names: list[str]) -> str:
+    """The first of the names of files, for messages."""
+    return ", ".join(names[:_MOST_NAMED]) + (", …" if len(names) > _MOST_NAMED else "")
+
+
+def _iterations(path: Path) -> list[str]:
+    if not path.is_dir():
+        return []
+    return sorted(
+        each.name
+        for each in path.iterdir()
+        if each.is_dir() and (each.name == _RELEASE or _ITERATION.fullmatch(each.name))
+    )
+
+
+def _tracked(tracker: Path, text: str) -> str:
+    if text == _RELEASE:
+        return _RELEASE
+    if not (text.isascii() and text.isdecimal()):
+        raise CheckpointError(
+            f"{tracker} says {text[:_LONGEST_TEXT]!r}, which is no iteration; correct it, or give the folder of one"
+        )
+    return f"iter_{text.lstrip('0').zfill(7)}"
+
+
+# ---- contents --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,55 +195,89 @@ def _positions(lightning: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, state["train"]
 
 
-def check_of_megatron_core(path: Path) -> None:
-    """Raise unless a distributed checkpoint without ``meta.pt`` is Megatron-Core's, not one of ours that is damaged.
-
-    Raises:
-        CheckpointError: If it has our checksums, or other backends than torch's.
-    """
-    if (path / CHECKSUMS).is_file():
-        raise CheckpointError(f"checkpoint {path} lacks its file {META}: it is damaged; use another")
-    check_backends(path)
-
-
 def _of_megatron_core(path: Path) -> CheckpointContents:
-    check_of_megatron_core(path)
-    common = load_pickled(path / COMMON) if (path / COMMON).is_file() else {}
-    facts: dict[str, Any] = {}
-    if isinstance(common, Mapping):  # Megatron-LM's; other programs put there what they like
-        plain = ("checkpoint_version", "iteration")
-        facts = {name: common[name] for name in plain if isinstance(common.get(name), (int, float))}
-        facts["args"] = shown_arguments(arguments_of(common))
+    common = read_common(path)
+    plain = ("checkpoint_version", "iteration")
+    facts: dict[str, Any] = {name: common[name] for name in plain if isinstance(common.get(name), (int, float))}
+    facts["args"] = _shown_arguments(arguments_of(common))
     return _contents(path, OF_MEGATRON_CORE, facts, _distributed_tensors(path))
 
 
 def _of_megatron_lm(path: Path) -> CheckpointContents:
-    found = describe_legacy(path)
-    tensors = [_entry(*each) for each in found.entries]
-    return _contents(found.folder, OF_MEGATRON_LM, found.facts, tensors)
+    """Also of a model that cannot be converted: its shards are shown rank by rank then."""
+    ranks = read_ranks(path)
+    first, note = ranks.states[0, 0], None
+    try:
+        stacked = stack(ranks, architecture_of(ranks))
+        tensors = [
+            _entry(stacked.names[key], whole_shape(key, shards), shards[0].dtype)
+            for key, shards in stacked.tensors.items()
+        ]
+    except CheckpointError as error:
+        tensors, note = list(_of_each_rank(ranks)), f"shown rank by rank: {error}"
+    try:
+        config = own_config(first.arguments)
+    except ConfigError:  # of a family that is not known here; convert says so
+        config = None
+    num_chunks = len(first.chunks)
+    facts = {
+        "checkpoint_version": first.version,
+        "layout": {"tp": ranks.tp, "pp": ranks.pp, **({"vpp": num_chunks} if num_chunks > 1 else {})},
+        "iteration": first.iteration or _shown(first.others.get("iteration")),
+        "consumed_samples": _shown(first.arguments.get("consumed_train_samples")) or None,
+        "args": _shown_arguments(first.arguments),
+        "config": {} if config is None else config.to_dict(),
+        "others": [name for name in first.others if name not in ("iteration", "checkpoint_version")],
+        "note": note,
+    }
+    return _contents(ranks.path, OF_MEGATRON_LM, facts, tensors)
+
+
+def _of_each_rank(ranks: Ranks) -> Iterator[TensorEntry]:
+    """Shards as they are."""
+    for rank, state in ranks.states.items():
+        for number, chunk in enumerate(state.chunks):
+            model = "model" if len(state.chunks) == 1 else f"model{number}"
+            for name, shard in chunk.items():
+                yield _entry(f"{ranks.name(*rank)}.{model}.{name}", tuple(shard.shape), shard.dtype)
+
+
+def _shown_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron-LM's arguments as plain data, without the config of ours among them."""
+    return {name: _shown(value) for name, value in sorted(arguments.items()) if name != HUGGING_FACE_CONFIG}
+
+
+def _shown(value: Any) -> Any:
+    """Numbers, texts and lists of them as they are, other things as a text; a file can hold anything."""
+    if isinstance(value, str):
+        return value[:_LONGEST]
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, (list, tuple)):
+        plain = (bool, int, float, type(None))
+        return [
+            each if isinstance(each, plain) else str(each)[:_LONGEST] if isinstance(each, str) else type(each).__name__
+            for each in value[:_LONGEST]
+        ]
+    if isinstance(value, StandIn):
+        numbers = ", ".join(repr(each) for each in value.arguments if isinstance(each, (int, str)))
+        return f"{type(value).__name__}({numbers[:_LONGEST]})"
+    if isinstance(value, (torch.dtype, Path)):
+        return str(value).removeprefix("torch.")
+    return type(value).__name__
 
 
 def _distributed_tensors(path: Path) -> list[TensorEntry]:
-    entries = []
-    try:
-        for name, stored in read_table(path).state_dict_metadata.items():
-            if hasattr(stored, "properties"):  # else bytes: what no layout shards
-                shape, dtype = tuple(stored.size), stored.properties.dtype
-                if not all(type(size) is int for size in shape):
-                    raise ValueError(f"a shape {shape}")
-                entries.append(_entry(str(name), shape, dtype))
-    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"checkpoint {path} has a damaged table of contents ({error!r}); use another") from None
-    return entries
+    return [_entry(name, tuple(each.size), each.properties.dtype) for name, each in stored_tensors(path).items()]
 
 
 def _hugging_face(path: Path) -> CheckpointContents:
     facts: dict[str, Any] = {}
-    if (path / _CONFIG).is_file():
+    if (path / CONFIG_FILE).is_file():
         try:
-            config = json.loads((path / _CONFIG).read_text(encoding="utf-8"))
+            config = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path / _CONFIG} cannot be read ({error}); fetch it again") from None
+            raise CheckpointError(f"{path / CONFIG_FILE} cannot be read ({error}); fetch it again") from None
         facts = dict(config) if isinstance(config, dict) else {}
     weights = open_weights(path)
     tensors = [

@@ -1,4 +1,4 @@
-"""What can be asked of a conversion?"""
+"""Options of ``convert``; light, because the command line is made from them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class ConvertOptions:
     """``hf``: a model directory; ``megatron``: a ``*.ckpt`` of ``MegatronStrategy``, which Megatron-Core reads, too;
     ``megatron-legacy``: Megatron-LM's ``mp_rank_TT_PPP/model_optim_rng.pt``."""
     tp: int = 1
-    """Tensor parallel size of what is written."""
+    """Tensor parallel size: of the files of ``megatron-legacy``, and of torchrun's processes."""
     pp: int = 1
-    """Pipeline stages of what is written; layers need not divide evenly."""
+    """Pipeline stages, likewise; in one process layers need not divide evenly."""
     vpp: int | None = None
-    """Model chunks of each stage of what is written; one if left out."""
+    """Model chunks of each stage, likewise; one if left out."""
     dtype: str | None = None
     """``fp32``, ``fp16`` or ``bf16`` (or torch's names) for the weights; as they are if left out."""
     make_vocab_size_divisible_by: int = 128

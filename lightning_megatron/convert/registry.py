@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from lightning_megatron.convert import families
 from lightning_megatron.convert.family import Family
 from lightning_megatron.convert.rules import POSITIONS, Rule
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.errors import CheckpointError, ConfigError
 from lightning_megatron.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -143,18 +143,6 @@ def model_config(model: HFConfigLike, task: str | None = None) -> ModelConfig:
     return family.model_config(_config_object(fields, check_keys=isinstance(model, Mapping)), task)
 
 
-def with_weights(model: ModelConfig, directory: Path) -> ModelConfig:
-    """``model`` corrected by what only the weight files in ``directory`` tell.
-
-    Raises:
-        CheckpointError: If they cannot be read.
-    """
-    from lightning_megatron.convert.hugging_face_files import open_weights
-
-    correct = family_of(model.family).describe_weights
-    return model if correct is None else correct(model, open_weights(directory))
-
-
 def config_object(model: HFConfigLike) -> Any:
     """The Hugging Face config object of ``model``, whatever form it was given in.
 
@@ -195,3 +183,24 @@ def _config_object(fields: Mapping[str, Any], *, check_keys: bool) -> Any:
     except Exception as error:  # transformers validates with errors of its own
         reason = " ".join(str(error).split())  # they span lines, and the first one only names the field
         raise ConfigError(f"the {fields['model_type']} config is invalid: {reason}; correct it") from None
+
+
+def stored_config(fields: Mapping[str, Any], origin: str) -> Any:
+    """The Hugging Face config object that a checkpoint holds as plain data.
+
+    Args:
+        fields: ``model_type`` and the others, as written by any release of transformers.
+        origin: What holds them, for messages.
+
+    Raises:
+        CheckpointError: If transformers refuses it.
+        ConfigError: If its family is not known.
+    """
+    from transformers import CONFIG_MAPPING
+
+    known = family_of(str(fields["model_type"]))
+    try:
+        return CONFIG_MAPPING[known.model_type](**{k: v for k, v in fields.items() if k != "model_type"})
+    except Exception as error:  # transformers validates with errors of its own
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{origin} holds a config that transformers refuses: {reason}") from None

@@ -1,4 +1,4 @@
-"""How does one Megatron tensor come from Hugging Face's? Rules: which tensors, and which row becomes which.
+"""Correspondence of one Megatron tensor and Hugging Face's: which tensors, and which row becomes which.
 
 A rule is data that works in both directions, for weights and for gradients, and for any slice: a rank reads only the
 rows that it holds. Two namings disagree on a concatenation along the first axis, an order of rows, or a transposition.
@@ -14,6 +14,8 @@ LAYER = "{layer}"
 """Stands for the layer's number (from 0) in Hugging Face's names."""
 POSITIONS = "embedding.position_embeddings.weight"
 """The table of learned positions."""
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
+"""Megatron's tensors with a row for each token, and with rows that pad the vocabulary."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,6 +32,18 @@ class Rule:
     """[rows], int64: which row of the concatenation is Megatron's i-th row; None if they are the same."""
     transposed: bool = False
     """Whether Hugging Face keeps the matrix transposed (GPT-2's Conv1D)."""
+
+    def names(self, layer: int | None) -> tuple[str, ...]:
+        """The Hugging Face names in one layer."""
+        return tuple(name.replace(LAYER, str(layer)) for name in self.hugging_face)
+
+    def shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the Hugging Face tensors that make a Megatron tensor of ``shape``."""
+        rows = self.rows or (shape[0],)
+        assert len(rows) == len(self.hugging_face), self.megatron
+        assert sum(rows) == shape[0], f"{self.megatron} has {shape[0]} rows, its rule {sum(rows)}"
+        shapes = [(length, *shape[1:]) for length in rows]
+        return tuple(each[::-1] if self.transposed else each for each in shapes)
 
 
 def qkv_order(num_attention_heads: int, num_query_groups: int, kv_channels: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.convert.companions import GENERATION_CONFIG_FILE
+from lightning_megatron.convert.hugging_face_files import GENERATION_CONFIG_FILE
 from lightning_megatron.convert.registry import HFConfigLike, config_object
 from lightning_megatron.data.tokenizer import load_tokenizer
 from lightning_megatron.errors import ConfigError, DataError

@@ -281,13 +281,13 @@ def test_a_conversion_that_cannot_work_is_one_line(
 
 
 def test_sigterm_leaves_nothing_of_a_conversion(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_megatron.convert.stored.hugging_face import HuggingFaceModel
+    from lightning_megatron.convert.hugging_face import HuggingFaceSource
 
-    def read(*_: object) -> None:
+    def fill(*_: object) -> None:
         assert list(tmp_path.iterdir())
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(HuggingFaceModel, "read", read)
+    monkeypatch.setattr(HuggingFaceSource, "fill", fill)
     before = signal.getsignal(signal.SIGTERM)
     arguments = ["convert", "--load-path", str(source), "--save-path", str(tmp_path / "new"), "--to", "megatron"]
     assert main(arguments) == 143

@@ -112,11 +112,10 @@ def test_gpus_compute_in_the_dtype_of_the_weights(
     from transformers import AutoModelForCausalLM
 
     from lightning_megatron.cli.generation import _own_precision
-    from lightning_megatron.convert.conversion import open_model
-    from lightning_megatron.convert.options import ConvertOptions
+    from lightning_megatron.convert.convert import open_source
 
     AutoModelForCausalLM.from_pretrained(checkpoints / "hf", dtype=getattr(torch, dtype)).save_pretrained(tmp_path)
-    stored = open_model(tmp_path, ConvertOptions(load_path=tmp_path, save_path=tmp_path, to="hf"))
+    stored = open_source(tmp_path)
     for has_gpu in (False, True):
         monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
         assert _own_precision(stored, "cpu") == "32-true"

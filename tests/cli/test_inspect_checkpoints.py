@@ -238,7 +238,7 @@ def test_a_legacy_file_of_an_unknown_variant_is_shown_rank_by_rank(
     torch.save({"model": _RunsCode()}, file)
     assert main(["inspect", str(tmp_path)]) == 2
     captured = capsys.readouterr()
-    assert "it would run __builtin__.print when loaded" in captured.err
+    assert "it would run builtins.print when loaded" in captured.err
     assert "this must not run" not in captured.out + captured.err
 
 

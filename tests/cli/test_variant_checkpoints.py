@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from lightning_megatron.cli import main
-from lightning_megatron.convert.conversion import open_model
-from lightning_megatron.convert.options import ConvertOptions
-from lightning_megatron.convert.stored.base import StoredModel
 from tests.cli.corpus import VOCAB_SIZE
 from tests.cli.test_generate_command import run_command
+from tests.convert.weights import assert_same_weights, weights_of
 from tests.ranks import run_ranks
 
 _SIZES = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
@@ -57,10 +55,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, l
     return folder, run_ranks(_trained, 2, str(folder))[0]
 
 
-def _opened(path: Path) -> StoredModel:
-    return open_model(path, ConvertOptions(load_path=path, save_path=path, to="megatron"))
-
-
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_variant_is_generated_from_converted_and_inspected(
     trained: tuple[Path, dict[str, list[int]]],
@@ -80,14 +74,12 @@ def test_a_variant_is_generated_from_converted_and_inspected(
         (own, other, ["megatron", "--pp", "2"]),
     ):
         assert main(["convert", "--load-path", str(source), "--save-path", str(target), "--to", *layout]) == 0
-    reference = _opened(own)
+    reference = weights_of(own)
     for path in (legacy, again, other):
-        found = _opened(path)
+        found = weights_of(path)
         same = {"make_vocab_size_divisible_by": 8}
-        assert found.model.to_dict() | same == reference.model.to_dict() | same
-        assert found.tensors.keys() == reference.tensors.keys()
-        for key, spec in reference.tensors.items():
-            assert torch.equal(found.read(key, 0, spec.shape[0]), reference.read(key, 0, spec.shape[0])), (path, key)
+        assert found.source.model.to_dict() | same == reference.source.model.to_dict() | same
+        assert_same_weights(found, reference)
 
     prompt = tokenizer.decode(PROMPT[0])
     assert tokenizer(prompt, add_special_tokens=False)["input_ids"] == PROMPT[0]
@@ -104,6 +96,6 @@ def test_a_variant_is_generated_from_converted_and_inspected(
     assert "expected a model that Hugging Face's" in capfd.readouterr().err
     for path in (own, legacy):
         assert main(["inspect", str(path)]) == 0
-        assert f"position_embedding_type {reference.model.position_embedding_type}" in " ".join(
+        assert f"position_embedding_type {reference.source.model.position_embedding_type}" in " ".join(
             capfd.readouterr().out.split()
         )

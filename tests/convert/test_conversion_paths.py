@@ -1,4 +1,4 @@
-"""Is every mistake found before a weight is read, and is nothing half-written ever found under the final name?"""
+"""Mistakes are found before a weight is read, and nothing half-written is found under the final name."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from lightning_megatron.convert.conversion import ConvertOptions, convert, open_model
-from lightning_megatron.convert.iterations import iteration_folder
-from lightning_megatron.convert.stored.hugging_face import HuggingFaceModel
+from lightning_megatron.convert.contents import iteration_folder
+from lightning_megatron.convert.convert import ConvertOptions, convert, open_source
+from lightning_megatron.convert.hugging_face import HuggingFaceSource
 from lightning_megatron.errors import CheckpointError, ConfigError
 from tests.convert.directories import save_as, tiny_llama
 
@@ -103,7 +102,7 @@ def test_mistakes_in_paths(source: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ({"notes.txt": "", "a.py": ""}, r"\(it has a.py, notes.txt\)"),
         ({"config.json": "{}"}, "has a config.json and no weights beside it"),
         ({"a.ckpt/x": "", "b.ckpt/x": ""}, "a folder of checkpoints; give one of them: a.ckpt, b.ckpt"),
-        ({"model.safetensors": ""}, "truncated or no safetensors file"),
+        ({"model.safetensors": ""}, "model.safetensors is truncated or damaged"),
         ({"iter_0000002/x": "", "iter_0000010/x": ""}, "several iterations and no latest_checkpointed_iteration.txt"),
     ],
     ids=str,
@@ -133,15 +132,15 @@ def test_weights_without_a_config_need_one(source: Path, tmp_path: Path) -> None
 
 
 def test_a_weight_file_means_its_folder(source: Path, tmp_path: Path) -> None:
-    assert open_model(source / "model.safetensors", _options(source)).path == source
+    assert open_source(source / "model.safetensors").path == source
     (source / "adapter_model.safetensors").write_bytes(b"other weights than the model's")
     with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors is a file of another kind"):
-        open_model(source / "adapter_model.safetensors", _options(source))
+        open_source(source / "adapter_model.safetensors")
 
 
 def test_a_file_of_a_checkpoint_names_the_checkpoint(source: Path, tmp_path: Path) -> None:
     done = convert(_options(source, save_path=tmp_path / "a.ckpt", to="megatron"))
-    for name in ("meta.pt", "__0_0.distcp", ".metadata"):
+    for name in ("meta.pt", ".metadata"):
         with pytest.raises(CheckpointError, match=r"is one file of the checkpoint .*a\.ckpt; give that"):
             convert(_options(done.path / name))
     (done.path / "meta.pt").unlink()
@@ -174,10 +173,10 @@ def test_the_tracker_file_says_which_iteration(tmp_path: Path) -> None:
 
 
 def _stop(error: BaseException) -> Any:
-    def read(self: Any, key: Any, start: int, stop: int) -> torch.Tensor:
+    def fill(self: Any, shard: Any) -> None:
         raise error
 
-    return read
+    return fill
 
 
 @pytest.mark.parametrize("to", ["hf", "megatron", "megatron-legacy"])
@@ -185,7 +184,7 @@ def _stop(error: BaseException) -> Any:
 def test_what_fails_leaves_nothing(
     source: Path, monkeypatch: pytest.MonkeyPatch, to: str, error: BaseException
 ) -> None:
-    monkeypatch.setattr(HuggingFaceModel, "read", _stop(error))
+    monkeypatch.setattr(HuggingFaceSource, "fill", _stop(error))
     with pytest.raises(type(error)):
         convert(_options(source, to=to))
     assert _nothing_but_the_source(source)
@@ -210,17 +209,16 @@ def test_a_full_disk_is_said_and_leaves_nothing(source: Path, small_disk: None, 
 _SLOW = """
 import sys, time
 from pathlib import Path
-from lightning_megatron.convert.conversion import ConvertOptions, convert
-from lightning_megatron.convert.stored.hugging_face import HuggingFaceModel
+from lightning_megatron.convert.convert import ConvertOptions, convert
+from lightning_megatron.convert.hugging_face import Directory
 
-read = HuggingFaceModel.read
-def slow(self, key, start, stop):
-    if key.layer == 2:
-        print("half", flush=True)
-        time.sleep(60)
-    return read(self, key, start, stop)
+write = Directory.write
+def slow(self, name, tensors):
+    write(self, name, tensors)
+    print("half", flush=True)
+    time.sleep(60)
 
-HuggingFaceModel.read = slow
+Directory.write = slow
 convert(ConvertOptions(load_path=Path(sys.argv[1]), save_path=Path(sys.argv[2]), to="hf", max_shard_size="20KB"))
 """
 
@@ -233,7 +231,7 @@ def test_a_killed_run_leaves_no_name_and_the_next_one_removes_the_rest(source: P
         assert child.stdout is not None
         assert child.stdout.readline() == "half\n"
         assert not target.exists()
-        with pytest.raises(CheckpointError, match="is being written by another process"):
+        with pytest.raises(CheckpointError, match="another program is writing"):
             convert(_options(source))
         child.send_signal(signal.SIGKILL)
     assert sorted(path.name for path in source.parent.iterdir()) == [".target.partial", "source"]

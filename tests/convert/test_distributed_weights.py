@@ -1,9 +1,8 @@
-"""Are converted weights the same, bit for bit, to Hugging Face, to our strategy and to Megatron-Core itself?"""
+"""Converted weights are the same, bit for bit, to Hugging Face, to our strategy and to Megatron-Core itself."""
 
 from __future__ import annotations
 
 import functools
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lightning_megatron.convert.conversion import convert
-from lightning_megatron.convert.options import ConvertOptions
-from lightning_megatron.convert.stored.base import Key
-from lightning_megatron.convert.stored.distributed import open_distributed
-from lightning_megatron.convert.stored.hugging_face import open_hugging_face
+from lightning_megatron.convert.convert import ConvertOptions, convert
+from lightning_megatron.convert.distributed import open_distributed
+from lightning_megatron.convert.shards import Key
 from tests.checkpoint.runs import LLAMA, Run, Trace, fit, read_tensors
-from tests.convert.directories import MODELS, save_as, tiny, tiny_gpt2, tiny_llama
+from tests.convert.directories import save_as, tiny, tiny_gpt2, tiny_llama
+from tests.convert.weights import weights_of
 from tests.families.parity import VOCAB_SIZE, Rows, padded_sentences
 from tests.parity.training import Case, Layout, trainer_of
 from tests.ranks import run_ranks
@@ -129,21 +127,6 @@ def loaded_by_megatron_core(checkpoint: str) -> dict[str, torch.Tensor]:
 # ---- there and back -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_every_family_comes_back_bit_for_bit(tmp_path: Path, name: str) -> None:
-    expected = save_as(tiny(name), tmp_path / "source", "safetensors")
-    tp = 3 if name in ("t5", "mt5") else 2
-    pp = 2 if "bert" in name else 3
-
-    _convert(tmp_path / "source", tmp_path / "model.ckpt", tp=tp, pp=pp, make_vocab_size_divisible_by=8)
-    _convert(tmp_path / "model.ckpt", tmp_path / "again.ckpt", pp=2, make_vocab_size_divisible_by=1)
-    _convert(tmp_path / "again.ckpt", tmp_path / "back", to="hf")
-
-    _assert_same(_tensors(tmp_path / "back"), expected)
-    source, target = (json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("source", "back"))
-    assert target == source
-
-
 def test_what_is_stored_are_megatrons_tensors_with_padding_of_zeros(tmp_path: Path) -> None:
     model = tiny_gpt2()
     expected = save_as(model, tmp_path / "source", "safetensors")
@@ -158,32 +141,6 @@ def test_what_is_stored_are_megatrons_tensors_with_padding_of_zeros(tmp_path: Pa
     assert torch.equal(stored["decoder.layers.mlp.linear_fc1.weight"], fc1)
     biases = [expected[f"transformer.h.{i}.attn.c_attn.bias"].view(3, 4, 8).transpose(0, 1) for i in range(2)]
     assert torch.equal(stored["decoder.layers.self_attention.linear_qkv.bias"], torch.stack(biases).flatten(1))
-
-
-def test_chunks_are_those_of_the_ranks(tmp_path: Path) -> None:
-    from lightning_megatron.checkpoint.files import read_table
-
-    save_as(tiny("llama"), tmp_path / "source", "safetensors")
-    _convert(tmp_path / "source", tmp_path / "model.ckpt", tp=2, pp=3)
-    table = read_table(tmp_path / "model.ckpt")
-    files = {
-        (index.fqn, tuple(index.offset)): place.relative_path
-        for index, place in table.storage_data.items()
-        if index.offset is not None
-    }
-    fc1, proj = "decoder.layers.mlp.linear_fc1.weight", "decoder.layers.self_attention.linear_proj.weight"
-    # 48 gates and 48 others; the first rank of a stage has half of both.
-    assert [files[fc1, (1, row, 0)] for row in (0, 24, 48, 72)] == [f"__{rank}_0.distcp" for rank in (2, 3, 2, 3)]
-    assert [files[proj, (2, 0, column)] for column in (0, 16)] == ["__4_0.distcp", "__5_0.distcp"]
-    assert files["embedding.word_embeddings.weight", (128, 0)] == "__1_0.distcp"
-    assert files["output_layer.weight", (0, 0)] == files["decoder.final_layernorm.weight", (0,)] == "__4_0.distcp"
-
-
-def test_weights_are_rounded_to_the_dtype_that_is_asked_for(tmp_path: Path) -> None:
-    expected = save_as(tiny("llama"), tmp_path / "source", "safetensors")
-    _convert(tmp_path / "source", tmp_path / "model.ckpt", dtype="bf16")
-    _convert(tmp_path / "model.ckpt", tmp_path / "back", to="hf")
-    _assert_same(_tensors(tmp_path / "back"), {name: t.to(torch.bfloat16) for name, t in expected.items()})
 
 
 def test_tokenizer_and_generation_config_travel(tmp_path: Path) -> None:
@@ -251,16 +208,16 @@ def test_a_trained_checkpoint_becomes_what_the_module_saves(
 def test_megatron_core_loads_it_at_its_own_layout(tmp_path: Path) -> None:
     save_as(tiny_gpt2(), tmp_path / "source", "safetensors")
     _convert(tmp_path / "source", tmp_path / "model.ckpt", pp=2)
-    view = open_hugging_face(tmp_path / "source")
+    tensors = weights_of(tmp_path / "source").tensors
 
     for rank, found in enumerate(run_ranks(loaded_by_megatron_core, 2, str(tmp_path / "model.ckpt"))):
-        words = view.read(Key("embedding.word_embeddings.weight", None), 0, VOCAB_SIZE)
+        words = tensors[Key("embedding.word_embeddings.weight")]
         here = words[64 * rank : 64 * (rank + 1)]
         assert torch.equal(found["embedding.word_embeddings.weight"][: len(here)], here)
-        qkv = view.read(Key("decoder.layers.self_attention.linear_qkv.weight", 1), 48 * rank, 48 * (rank + 1))
+        qkv = tensors[Key("decoder.layers.self_attention.linear_qkv.weight", 1)][48 * rank : 48 * (rank + 1)]
         assert torch.equal(found["decoder.layers.1.self_attention.linear_qkv.weight"], qkv)
-        norm = view.read(Key("decoder.layers.mlp.linear_fc1.layer_norm_bias", 0), 0, 32)
+        norm = tensors[Key("decoder.layers.mlp.linear_fc1.layer_norm_bias", 0)]
         assert torch.equal(found["decoder.layers.0.pre_mlp_layernorm.bias"], norm)
-        proj = view.read(Key("decoder.layers.self_attention.linear_proj.weight", 1), 0, 32)
+        proj = tensors[Key("decoder.layers.self_attention.linear_proj.weight", 1)]
         here = proj[:, 16 * rank : 16 * (rank + 1)]
         assert torch.equal(found["decoder.layers.1.self_attention.linear_proj.weight"], here)

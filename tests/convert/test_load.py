@@ -1,4 +1,4 @@
-"""Do weights of another model, or of another head, or of another precision, become what transformers makes of them?"""
+"""Weights of another model, another head or another precision become what transformers makes of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def loaded(directory: str, layout: Layout, precision: str = "32-true", task: str
     from lightning.pytorch import Callback
     from torch.utils.data import DataLoader
 
-    from lightning_megatron.convert.save import hugging_face_tensors
+    from lightning_megatron.convert.hugging_face import hugging_face_tensors
 
     class Recorder(Callback):
         """Looks at the weights before the first step."""
@@ -49,7 +49,7 @@ def loaded(directory: str, layout: Layout, precision: str = "32-true", task: str
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("lightning_megatron.convert.load").addHandler(handler)
+    logging.getLogger("lightning_megatron.convert.hugging_face").addHandler(handler)
     case = Case(layout=layout, precision=precision, steps=1)
     recorder = Recorder()
     module = pretrained_module(directory, task=task)
@@ -175,7 +175,7 @@ def test_a_classifier_on_a_pretrained_bert_is_new_and_said_so(tmp_path: Path, la
     model = tiny_bert("PreTraining")
     expected = save_as(model, tmp_path / "model", "safetensors")
     result = _loaded(tmp_path / "model", layout, "32-true", "sequence_classification")
-    new, ignored = result["messages"]
+    ignored, new = result["messages"]
     assert new.endswith("newly initialised: classifier.weight, classifier.bias")
     assert "cls.predictions.transform.dense.weight" in ignored
     assert "cls.seq_relationship.weight" in ignored

@@ -1,11 +1,10 @@
-"""How much host memory does loading take? What the rank keeps, and not much more."""
+"""Loading takes the host memory that the rank keeps, and not much more."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -18,7 +17,7 @@ _SLACK_BYTES = 16 << 20
 _LAYERS, _HIDDEN, _FFN, _VOCAB = 24, 512, 4096, 4096
 
 
-def _write_model(directory: Path, kind: str) -> tuple[int, int]:
+def _write_model(directory: Path) -> tuple[int, int]:
     """About 340 MB of bf16 Llama; returns the size of all tensors in fp32, as loaded, and of the largest in bf16."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -36,10 +35,7 @@ def _write_model(directory: Path, kind: str) -> tuple[int, int]:
     tensors = {name: torch.full(shape, 0.01, dtype=torch.bfloat16) for name, shape in shapes.items()}
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(directory)
-    if kind == "bin":
-        torch.save(tensors, directory / "pytorch_model.bin")
-    else:
-        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return sum(4 * t.numel() for t in tensors.values()), max(2 * t.numel() for t in tensors.values())
 
 
@@ -52,10 +48,10 @@ def memory_of_loading(directory: str, layout: Layout) -> tuple[int, int]:
 
     from torch.utils.data import DataLoader
 
-    from lightning_megatron.convert import load
+    from lightning_megatron import module as module_file
     from tests.parity.training import Sentences
 
-    real, measured = load.load_hugging_face, {}
+    real, measured = module_file.load_hugging_face, {}
 
     def measuring(chunks: Any, *args: Any) -> Any:
         Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident now
@@ -66,7 +62,7 @@ def memory_of_loading(directory: str, layout: Layout) -> tuple[int, int]:
         return result
 
     module = pretrained_module(directory)
-    with patch.object(load, "load_hugging_face", measuring):
+    with patch.object(module_file, "load_hugging_face", measuring):
         trainer_of(Case(layout=layout)).validate(module, DataLoader(Sentences(2), batch_size=2), verbose=False)
     return measured["own"], measured["rise"]
 
@@ -80,17 +76,9 @@ def _status(field: str) -> int:
 # ---- tests ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout"),
-    [
-        ("safetensors", Layout(tp=2)),
-        pytest.param("bin", Layout(pp=2, num_microbatches=2), marks=pytest.mark.exhaustive),
-    ],
-    ids=lambda value: str(value),
-)
-def test_a_rank_holds_its_shard_and_little_more(tmp_path: Path, kind: str, layout: Layout) -> None:
-    whole, largest = _write_model(tmp_path, kind)
-    for own, rise in run_ranks(memory_of_loading, 2, str(tmp_path), layout):
+def test_a_rank_holds_its_shard_and_little_more(tmp_path: Path) -> None:
+    whole, largest = _write_model(tmp_path)
+    for own, rise in run_ranks(memory_of_loading, 2, str(tmp_path), Layout(tp=2)):
         # Memory of new parameters becomes resident when it is written first, so the shard is part of the rise.
         assert rise < own + 2 * largest + _SLACK_BYTES < 0.6 * whole
         assert rise > 0.9 * own, "the parameters were resident before: this measures nothing"

@@ -239,7 +239,7 @@ def answer_of_family(directory: str, case: Case, rows: Rows, task: str | None, t
     """Load ``directory/source``, answer the rows, train one step on them, and save as ``directory/saved``."""
     from lightning.pytorch import Callback
 
-    from lightning_megatron.convert.save import hugging_face_tensors
+    from lightning_megatron.convert.hugging_face import hugging_face_tensors
 
     class Recorder(Callback):
         """Saves the loaded weights and keeps the first gradients."""

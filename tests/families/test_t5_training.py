@@ -243,7 +243,7 @@ def test_a_checkpoint_goes_on_in_other_layouts(tmp_path: Path) -> None:
 
 def _random_weights(fields: dict[str, Any]) -> Tensors:
     from lightning_megatron import MegatronModule
-    from lightning_megatron.convert.save import hugging_face_tensors
+    from lightning_megatron.convert.hugging_face import hugging_face_tensors
 
     module = MegatronModule(model=fields)
     found: Tensors = {}

@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from lightning_megatron.convert.conversion import convert
-from lightning_megatron.convert.options import ConvertOptions
+from lightning_megatron.convert.convert import ConvertOptions, convert
 from tests.convert.directories import save_as, tiny_bert
 from tests.convert.legacy.written import files, flat
 from tests.families.parity import VOCAB_SIZE, tiny_model

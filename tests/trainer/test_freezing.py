@@ -152,8 +152,7 @@ def _saved_and_resumed(case: Case, other: Case, folder: Path) -> tuple[Result, R
 
 
 def test_a_run_with_frozen_weights_resumes_here_and_at_another_layout(tmp_path: Path) -> None:
-    from lightning_megatron.convert.conversion import convert
-    from lightning_megatron.convert.options import ConvertOptions
+    from lightning_megatron.convert.convert import ConvertOptions, convert
 
     case = replace(CASE, layout=Layout(pp=2, dp=2))
     for index, layout in enumerate([case.layout, Layout(tp=2, dp=2, distributed_optimizer=False), Layout(pp=4)]):

@@ -14,8 +14,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from lightning_megatron.convert.family import Family, activation
 from lightning_megatron.convert.rules import LAYER, Rule, kv_order, qkv_order
 from lightning_megatron.errors import ConfigError
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
 
 _UNLIMITED = 1 << 30
 """Tokens: distances past the last row of the table share it, so that no sequence is too long."""
-_ROWS_AT_ONCE = 1024
 
 
 def describe(hf: Any) -> ModelConfig:
@@ -79,11 +76,9 @@ def describe_weights(model: ModelConfig, weights: WeightFiles) -> ModelConfig:
     shape = tensors["shared.weight"].shape
     if tensors["lm_head.weight"].shape != shape:
         return model  # what is wrong with the files is said when they are read
-    blocks = ((start, min(start + _ROWS_AT_ONCE, shape[0])) for start in range(0, shape[0], _ROWS_AT_ONCE))
-    are_equal = all(
-        torch.equal(weights.rows("shared.weight", *rows), weights.rows("lm_head.weight", *rows)) for rows in blocks
-    )
-    return model if are_equal else replace(model, share_embeddings_and_output_weights=False)
+    if weights.are_equal("shared.weight", "lm_head.weight"):
+        return model
+    return replace(model, share_embeddings_and_output_weights=False)
 
 
 def rules(model: ModelConfig) -> list[Rule]:

@@ -1,4 +1,4 @@
-"""Is a legacy checkpoint that is incomplete, a mixture or of another model refused, and is what is wrong named?"""
+"""A legacy checkpoint that is incomplete, a mixture or of another model is refused, and what is wrong is named."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.convert.legacy.reading import open_legacy
 from lightning_megatron.errors import CheckpointError
 from tests.convert.directories import tiny_gpt2, tiny_llama
 from tests.convert.legacy.layouts import Layout, even, gpt2, gpt2_arguments, llama, llama_arguments, write
+from tests.convert.weights import weights_of
 
 FILE = "model_optim_rng.pt"
 
@@ -44,22 +44,22 @@ def test_files_that_are_missing(tmp_path: Path) -> None:
     folder = _gpt2(tmp_path)
     alone = "mp_rank_01_001 is one of 4 ranks; give the folder of all of them"
     with pytest.raises(CheckpointError, match=alone):
-        open_legacy(folder / "mp_rank_01_001")
+        weights_of(folder / "mp_rank_01_001")
     with pytest.raises(CheckpointError, match="written with tensor_model_parallel_size=2 and has the files of 1"):
-        open_legacy(folder / "mp_rank_00_000" / FILE)
+        weights_of(folder / "mp_rank_00_000" / FILE)
     (folder / "mp_rank_01_000" / FILE).unlink()
     with pytest.raises(CheckpointError, match="lacks the file of mp_rank_01_000: there are 3 of tp=2 x pp=2"):
-        open_legacy(folder)
+        weights_of(folder)
     shutil.rmtree(folder / "mp_rank_01_001")
     shutil.rmtree(folder / "mp_rank_01_000")
     with pytest.raises(CheckpointError, match="written with tensor_model_parallel_size=2 and has the files of 1"):
-        open_legacy(folder)
+        weights_of(folder)
     shutil.rmtree(folder / "mp_rank_00_000")
     with pytest.raises(CheckpointError, match="lacks the file of mp_rank_00_000"):
-        open_legacy(folder)
+        weights_of(folder)
     shutil.rmtree(folder / "mp_rank_00_001")
-    with pytest.raises(CheckpointError, match="has no folders mp_rank_TT"):
-        open_legacy(folder)
+    with pytest.raises(CheckpointError, match="is no checkpoint"):
+        weights_of(folder)
 
 
 CHANGES: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
@@ -96,7 +96,7 @@ CHANGES: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
     "a tensor too few": (
         "mp_rank_*_001",
         lambda state: _encoder(state).pop("layers.0.mlp.dense_4h_to_h.bias"),
-        "decoder.layers.1.mlp.linear_fc2.bias is missing",
+        "'decoder.layers.mlp.linear_fc2.bias' is missing in layers 1",
     ),
     "a layer too many": (
         "mp_rank_*_000",
@@ -106,7 +106,7 @@ CHANGES: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
     "whole numbers as weights": (
         "mp_rank_*_001",
         lambda state: _encoder(state).update({"final_layernorm.bias": torch.ones(32, dtype=torch.int32)}),
-        "final_layernorm.bias is torch.int32",
+        "final_layernorm.bias' is int32",
     ),
     "no model": ("mp_rank_00_000", lambda state: state.pop("model"), "it has no 'model'.*but 'iteration', "),
     "a list as a model": ("mp_rank_00_000", lambda state: state.update(model=[1]), "'model' is a list"),
@@ -152,7 +152,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, case: str) -> None:
         _changed(folder, rank, change)
 
     with pytest.raises(ValueError, match=message) as error:
-        open_legacy(tmp_path)
+        weights_of(tmp_path)
 
     assert "\n" not in str(error.value)
 
@@ -164,12 +164,12 @@ def test_a_config_of_another_model(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(fields))
     with pytest.raises(CheckpointError) as error:
-        open_legacy(tmp_path / "gpt2", config)
-    assert "decoder.layers.2.self_attention.linear_qkv.weight is missing" in str(error.value)
+        weights_of(tmp_path / "gpt2", config)
+    assert "'decoder.layers.self_attention.linear_qkv.weight' is missing in layers 2" in str(error.value)
     assert str(error.value).endswith("Give the config that belongs to it with --config, and all of its files")
     config.write_text(json.dumps({**model.config.to_dict(), "vocab_size": 500}))
-    with pytest.raises(CheckpointError, match=r"word_embeddings.weight has the shape \[\d+, 32\], not \[500, 32\]"):
-        open_legacy(tmp_path / "gpt2", config)
+    with pytest.raises(CheckpointError, match=r"word_embeddings.weight' has the shape \[\d+, 32\], not \[500, 32\]"):
+        weights_of(tmp_path / "gpt2", config)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_decoders_of_no_known_family(tmp_path: Path, arguments: dict[str, Any], 
     layout = Layout(stages=even(4), arguments=arguments)
     write(tmp_path, layout, llama(model, layout), llama_arguments(model))
     with pytest.raises(CheckpointError, match=f"{message}.*give the Hugging Face config.json"):
-        open_legacy(tmp_path)
+        weights_of(tmp_path)
 
 
 def test_damaged_zip_files(tmp_path: Path) -> None:
@@ -198,4 +198,4 @@ def test_damaged_zip_files(tmp_path: Path) -> None:
         middle = len(data) // 2
         archive.write_bytes(data[:middle] + damage + data[middle + len(damage) :])
         with pytest.raises(CheckpointError, match="zip file .* cannot be unpacked"):
-            open_legacy(archive)
+            weights_of(archive)

@@ -1,4 +1,4 @@
-"""Is a written legacy checkpoint what Megatron-LM's layout says, number by number? Compared with cuts made by hand."""
+"""A written legacy checkpoint is what Megatron-LM's layout says, number by number: compared with cuts made by hand."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from lightning_megatron.convert.conversion import convert
-from lightning_megatron.convert.legacy.target import write_legacy
-from lightning_megatron.convert.stored.hugging_face import open_hugging_face
+from lightning_megatron.convert.convert import ConvertOptions, convert
 from lightning_megatron.errors import ConfigError
 from tests.convert.directories import tiny_bert, tiny_gpt2, tiny_llama
 from tests.convert.legacy.written import flat, load, options
@@ -55,7 +54,7 @@ def _t5() -> Any:
 def _write(model: Any, folder: Path, **fields: Any) -> dict[str, torch.Tensor]:
     """Write ``model`` as ``folder / "legacy"``; returns its weights in Hugging Face's names."""
     model.save_pretrained(folder / "hf")
-    write_legacy(open_hugging_face(folder / "hf"), options(folder / "hf", folder / "legacy", **fields))
+    convert(options(folder / "hf", folder / "legacy", **fields))
     weights: dict[str, torch.Tensor] = model.state_dict()
     return weights
 
@@ -235,3 +234,15 @@ def test_activations_are_said_as_transformers_scripts_read_them(
     _write(tiny_model(AutoModelForCausalLM, config), tmp_path)
     args = load(tmp_path / "legacy/release/mp_rank_00/model_optim_rng.pt")["args"]
     assert (args.bias_gelu_fusion, args.openai_gelu) == (is_fused, is_openai)
+
+
+def test_a_llama_comes_back_from_chunks_and_from_a_distributed_optimizer(tmp_path: Path) -> None:
+    expected = _write(_llama(), tmp_path, pp=2, vpp=2, tp=2)
+    for file in list((tmp_path / "legacy").rglob("model_optim_rng.pt")):  # as Megatron-LM of 2022 named them
+        (own := file.parent.with_name(f"{file.parent.name}_000")).mkdir()
+        (own / "optim.pt").touch()
+        file.rename(file.with_name("model_rng.pt"))
+    convert(ConvertOptions(load_path=tmp_path / "legacy", save_path=tmp_path / "back", to="hf"))
+    found = load_file(tmp_path / "back" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(_equal(found[name], tensor) for name, tensor in expected.items())

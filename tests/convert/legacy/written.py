@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lightning_megatron.convert.options import ConvertOptions
+from lightning_megatron.convert.convert import ConvertOptions
 
 
 def load(file: Path) -> dict[str, Any]:

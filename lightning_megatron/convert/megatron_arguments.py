@@ -1,26 +1,37 @@
-"""Which Hugging Face model is a legacy checkpoint? Told from Megatron-LM's arguments and the shapes of its tensors.
+"""Megatron-LM's arguments and Hugging Face configs, told from each other.
 
-Sizes come from the tensors, which cannot be wrong; arguments say what no tensor shows. The oldest checkpoints have no
-arguments: of these only NVIDIA's published 345M models are known, by their shapes.
+From arguments to a config: sizes come from the shapes of the tensors, which cannot be wrong; arguments say what no
+tensor shows. The oldest checkpoints have no arguments: of these only NVIDIA's published 345M models are known, by their
+shapes. From a config to arguments: what they cannot say (ALiBi's scaling, sliding windows, whether there is a binary
+head) stands in an argument of our own, ``hugging_face_config``.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
+from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
-from lightning_megatron.convert.legacy.arguments_out import HUGGING_FACE_CONFIG
-from lightning_megatron.convert.registry import config_object, family_of
-from lightning_megatron.convert.stored.base import Key
+import torch
+
+from lightning_megatron.convert.registry import config_object, family_of, stored_config
+from lightning_megatron.convert.shards import Key, Source
+from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import CheckpointError
-from lightning_megatron.models.config import Architecture
+from lightning_megatron.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from lightning_megatron.convert.megatron_lm_save import Pipeline
 
 _log = logging.getLogger(__name__)
 
+HUGGING_FACE_CONFIG = "hugging_face_config"
+"""The argument that holds the text of a ``config.json``."""
 _GIVE_A_CONFIG = "give the Hugging Face config.json of the same model with --config"
 _PUBLISHED: Mapping[str, Any] = {
     "gpt": ((24, 1024, 4096, 1024), (50257,), {"openai_gelu": True, "tokenizer_type": "GPT2BPETokenizer"}),
@@ -44,20 +55,23 @@ _REFUSED = {
 """Arguments that change the mathematics into one that no known family has."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Shapes:
-    """The whole tensors of a model, vocabulary padding included."""
+    """The whole tensors of a model, vocabulary padding included.
 
-    of: Mapping[Key, tuple[int, ...]]
-    num_layers: Mapping[str, int]
-    """Of each stack."""
-    architecture: Architecture
-    tp: int
+    Args:
+        of: The shape of each.
+        tp: Tensor parallel size of the checkpoint, by which its vocabulary may be padded.
+    """
 
-    @property
-    def stack(self) -> str:
-        """Name of the only or first stack of layers."""
-        return "decoder" if self.architecture == "gpt" else "encoder"
+    def __init__(self, *, of: Mapping[Key, tuple[int, ...]], tp: int) -> None:
+        self.of, self.tp = of, tp
+        layered = [key for key in of if key.layer is not None]
+        stacks = {key.name.split(".")[0] for key in layered}
+        self.stack = "encoder" if "encoder" in stacks else "decoder"
+        """The only or first stack of layers."""
+        self.architecture = "t5" if len(stacks) > 1 else "bert" if "encoder" in stacks else "gpt"
+        self.num_layers = 1 + max((key.layer or 0 for key in layered if key.name.startswith(self.stack)), default=-1)
+        """Of ``stack``."""
 
     def has(self, name: str) -> bool:
         """Whether there is such a tensor, in the first layer if it is one of a layer."""
@@ -65,10 +79,8 @@ class Shapes:
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Of the tensor ``name`` (Megatron-Core's, from the layer on), in the first layer if it is one of a layer."""
-        for key in (Key(name, None), Key(f"{self.stack}.layers.{name}", 0), Key(f"{self.stack}.{name}", None)):
-            if key in self.of:
-                return self.of[key]
-        return None
+        keys = (Key(name), Key(f"{self.stack}.layers.{name}", 0), Key(f"{self.stack}.{name}"))
+        return next((self.of[key] for key in keys if key in self.of), None)
 
     def size(self, name: str, axis: int) -> int:
         """Length of a tensor that must be there.
@@ -87,6 +99,14 @@ class Shapes:
         return self.size("mlp.linear_fc1.weight", 0) == 2 * self.size("mlp.linear_fc2.weight", 1)
 
 
+def arguments_of(state: Mapping[Any, Any]) -> Mapping[str, Any]:
+    """Megatron-LM's arguments by name, as a legacy file or ``common.pt`` keeps them; none if it has none."""
+    stored = state.get("args")
+    if isinstance(stored, (Namespace, SimpleNamespace)):
+        return vars(stored)
+    return stored if isinstance(stored, Mapping) else {}
+
+
 def own_config(arguments: Mapping[str, Any]) -> Any:
     """The Hugging Face config object that ``convert`` wrote beside Megatron-LM's arguments; None in other checkpoints.
 
@@ -94,8 +114,6 @@ def own_config(arguments: Mapping[str, Any]) -> Any:
         CheckpointError: If it is damaged.
         ConfigError: If its family is not known.
     """
-    from transformers import CONFIG_MAPPING
-
     text = arguments.get(HUGGING_FACE_CONFIG)
     if not isinstance(text, str):
         return None
@@ -105,16 +123,27 @@ def own_config(arguments: Mapping[str, Any]) -> Any:
         raise CheckpointError(f"args.{HUGGING_FACE_CONFIG} is damaged ({error}); {_GIVE_A_CONFIG}") from None
     if not isinstance(fields, dict) or "model_type" not in fields:
         raise CheckpointError(f"args.{HUGGING_FACE_CONFIG} names no model_type; {_GIVE_A_CONFIG}")
-    known = family_of(str(fields.pop("model_type")))
-    try:
-        return CONFIG_MAPPING[known.model_type](**fields)
-    except Exception as error:  # transformers validates with errors of its own
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"args.{HUGGING_FACE_CONFIG} is refused by transformers: {reason}") from None
+    return stored_config(fields, f"args.{HUGGING_FACE_CONFIG}")
 
 
 def told_config(path: Path, arguments: Mapping[str, Any], shapes: Shapes) -> Any:
-    """A Hugging Face config object; see ``hf_config_of``."""
+    """The Hugging Face config object that arguments and shapes tell.
+
+    Args:
+        path: For messages.
+        arguments: Megatron-LM's, by name; without any, only NVIDIA's published models are known.
+        shapes: Of the whole tensors.
+
+    Raises:
+        CheckpointError: If no known family computes what Megatron-LM computed, or layers are missing.
+    """
+    arguments = arguments or published_arguments(shapes)
+    layers = arguments.get("num_layers")
+    if type(layers) is int and layers > shapes.num_layers:
+        raise CheckpointError(
+            f"{path} was written with num_layers={layers} and has {shapes.num_layers} layers; give the folder of all "
+            "stages, or if the model has no more, its Hugging Face config.json with --config"
+        )
     hf_config = config_object(hf_config_of(arguments, shapes))
     if not vocab_size(arguments, shapes)[1]:
         _log.warning(
@@ -158,7 +187,7 @@ def published_arguments(shapes: Shapes) -> dict[str, Any]:
     sizes, vocabularies, arguments = _PUBLISHED.get(shapes.architecture, ((), (), {}))
     rows = shapes.size("embedding.word_embeddings.weight", 0)
     found = (
-        shapes.num_layers[shapes.stack],
+        shapes.num_layers,
         shapes.size("embedding.word_embeddings.weight", 1),
         shapes.size("mlp.linear_fc1.weight", 0),
         (shapes.shape("embedding.position_embeddings.weight") or (0,))[0],
@@ -246,7 +275,7 @@ def _bert(arguments: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
         "architectures": [family_of("megatron-bert").architectures[task]],
         "vocab_size": vocab_size(arguments, shapes)[0],
         "hidden_size": shapes.size("embedding.word_embeddings.weight", 1),
-        "num_hidden_layers": shapes.num_layers["encoder"],
+        "num_hidden_layers": shapes.num_layers,
         "num_attention_heads": num_heads(arguments, shapes),
         "intermediate_size": shapes.size("mlp.linear_fc1.weight", 0),
         "hidden_act": _gelu(arguments),
@@ -301,7 +330,7 @@ def _gpt2(arguments: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
         "vocab_size": tokens,
         "n_positions": shapes.size("embedding.position_embeddings.weight", 0),
         "n_embd": hidden,
-        "n_layer": shapes.num_layers["decoder"],
+        "n_layer": shapes.num_layers,
         "n_head": heads,
         "n_inner": inner,
         "activation_function": _gelu(arguments),
@@ -331,7 +360,7 @@ def _llama(arguments: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
         "vocab_size": vocab_size(arguments, shapes)[0],
         "hidden_size": shapes.size("embedding.word_embeddings.weight", 1),
         "intermediate_size": shapes.size("mlp.linear_fc2.weight", 1),
-        "num_hidden_layers": shapes.num_layers["decoder"],
+        "num_hidden_layers": shapes.num_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": groups,
         "head_dim": width,
@@ -381,3 +410,125 @@ def _rope(arguments: Mapping[str, Any]) -> dict[str, Any]:
     elif arguments.get("rotary_seq_len_interpolation_factor"):
         rope |= {"rope_type": "linear", "factor": _number(arguments, "rotary_seq_len_interpolation_factor", 1.0)}
     return rope
+
+
+# ---- from a config to arguments --------------------------------------------------------------------------------------
+
+_T5_SEQ_LENGTH = 512
+"""That of its pre-training; relative positions have no end, and an argument must have a value."""
+
+
+def megatron_arguments(
+    source: Source, model: ModelConfig, layout: ParallelConfig, cut: Pipeline, dtype: torch.dtype
+) -> Namespace:
+    """Megatron-LM's arguments for this model at this layout.
+
+    Args:
+        source: What the weights were read from.
+        model: Its model, with the padding of its vocabulary that is written.
+        layout: The sizes of tensor and pipeline parallelism.
+        cut: The model's stages.
+        dtype: Of the weights.
+    """
+    return Namespace(
+        **_shape(model),
+        **_mathematics(model),
+        **_activation(model, source.hf_config),
+        **_layout(model, layout, cut),
+        iteration=source.iteration,
+        consumed_train_samples=0,
+        consumed_valid_samples=0,
+        orig_vocab_size=model.vocab_size,
+        padded_vocab_size=model.padded_vocab_size(layout.tp),
+        params_dtype=dtype,
+        fp16=dtype == torch.float16,
+        bf16=dtype == torch.bfloat16,
+        tokenizer_type="GPT2BPETokenizer" if model.family == "gpt2" else "HuggingFaceTokenizer",
+        **{HUGGING_FACE_CONFIG: config_text(model, source.hf_config)},
+    )
+
+
+def config_text(model: ModelConfig, hf_config: Any) -> str:
+    """The model's Hugging Face config as JSON, its head's class and its output layer's tie included."""
+    config = copy.deepcopy(hf_config)
+    config.architectures = [family_of(model.family).architectures[model.task]]
+    return str(config.to_json_string())
+
+
+def _shape(model: ModelConfig) -> Mapping[str, Any]:
+    is_t5 = model.architecture == "t5"
+    seq_length = _T5_SEQ_LENGTH if is_t5 else model.max_position_embeddings
+    return {
+        "num_layers": model.num_layers,
+        "encoder_num_layers": model.num_layers,
+        "decoder_num_layers": model.num_decoder_layers if is_t5 else None,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "kv_channels": model.kv_channels,
+        "group_query_attention": model.num_query_groups != model.num_attention_heads,
+        "num_query_groups": model.num_query_groups,
+        "max_position_embeddings": seq_length,
+        "seq_length": seq_length,
+        "encoder_seq_length": seq_length,
+        "decoder_seq_length": seq_length if is_t5 else None,
+    }
+
+
+def _mathematics(model: ModelConfig) -> Mapping[str, Any]:
+    positions = model.position_embedding_type
+    return {
+        "normalization": model.normalization,
+        "layernorm_epsilon": model.layernorm_epsilon,
+        "norm_epsilon": model.layernorm_epsilon,
+        "apply_layernorm_1p": False,
+        "apply_residual_connection_post_layernorm": False,
+        "add_bias_linear": model.add_bias_linear,
+        "add_qkv_bias": model.add_qkv_bias,
+        "qk_layernorm": model.qk_layernorm,
+        "add_position_embedding": positions == "learned_absolute",
+        "position_embedding_type": positions,
+        "use_rotary_position_embeddings": positions == "rope",
+        "rotary_base": model.rotary_base,
+        "rotary_percent": 1.0,
+        "relative_attention_num_buckets": model.relative_attention_num_buckets,
+        "relative_attention_max_distance": model.relative_attention_max_distance,
+        "untie_embeddings_and_output_weights": not model.share_embeddings_and_output_weights,
+        "num_tokentypes": model.num_tokentypes,
+        "bert_binary_head": model.task == "pretraining",
+        "hidden_dropout": model.hidden_dropout,
+        "attention_dropout": model.attention_dropout,
+        "init_method_std": model.init_method_std,
+    }
+
+
+def _activation(model: ModelConfig, hf_config: Any) -> Mapping[str, bool]:
+    """As the scripts of transformers spell it: their ``gelu_fast`` is Megatron-LM's fused kernel."""
+    named = [getattr(hf_config, field, None) for field in ("activation_function", "hidden_act")]
+    is_fused = model.activation == "gelu_tanh" and "gelu_fast" in named and not model.gated_linear_unit
+    return {
+        "swiglu": model.gated_linear_unit and model.activation == "silu",
+        "bias_gelu_fusion": is_fused,
+        "openai_gelu": model.activation == "gelu_tanh" and not is_fused,
+        "onnx_safe": False,
+        "squared_relu": False,
+    }
+
+
+def _layout(model: ModelConfig, layout: ParallelConfig, cut: Pipeline) -> Mapping[str, Any]:
+    per_chunk = None if layout.vpp is None else model.num_layers // (layout.pp * layout.vpp)
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp,
+        "num_layers_per_virtual_pipeline_stage": per_chunk,
+        "pipeline_model_parallel_split_rank": cut.split_rank,
+        "decoder_first_pipeline_num_layers": cut.first_num_layers,
+        "decoder_last_pipeline_num_layers": cut.last_num_layers,
+        "context_parallel_size": 1,
+        "data_parallel_size": 1,
+        "world_size": layout.tp * layout.pp,
+        "rank": 0,
+        "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,
+        "use_distributed_optimizer": False,
+    }

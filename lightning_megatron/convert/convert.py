@@ -1,0 +1,435 @@
+"""Convert checkpoints through a live model on the CPU: load it from any format, save it to any format.
+
+In one process the model is whole, and memory holds one copy of it; under ``torchrun`` each process holds the part that
+the layout gives it. Whatever can be wrong without a weight being read is said first, and the target gets its name when
+all of it is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import torch
+import torch.distributed as dist
+
+from lightning_megatron.checkpoint.files import META, is_distributed
+from lightning_megatron.convert.contents import iteration_folder, named
+from lightning_megatron.convert.distributed import COMPANIONS, open_distributed
+from lightning_megatron.convert.hugging_face import (
+    hugging_face_names,
+    open_hugging_face,
+    save_hugging_face,
+    size_in_bytes,
+)
+from lightning_megatron.convert.hugging_face_files import (
+    companion_files,
+    copy_companions,
+    directory_of,
+    has_weights,
+    tokenizer_files,
+)
+from lightning_megatron.convert.megatron_lm import is_legacy, open_megatron_lm
+from lightning_megatron.convert.megatron_lm_save import pipeline, save_megatron_lm, save_tracker
+from lightning_megatron.convert.options import ConvertOptions, Format
+from lightning_megatron.convert.registry import family_of
+from lightning_megatron.convert.shards import Key, Loading, Source, cast
+from lightning_megatron.engine.collectives import on_all_ranks_alike
+from lightning_megatron.engine.parallel import ParallelConfig
+from lightning_megatron.errors import CheckpointError, ConfigError
+from lightning_megatron.files import PARTIAL, staged
+from lightning_megatron.hub import local_folder
+from lightning_megatron.models.config import ModelConfig, variant_of
+
+if TYPE_CHECKING:
+    from lightning_megatron.engine.groups import Topology
+    from lightning_megatron.engine.runtime import Runtime
+
+_log = logging.getLogger(__name__)
+
+_TARGETS = {
+    "hf": "Hugging Face model directory",
+    "megatron": "checkpoint of MegatronStrategy",
+    "megatron-legacy": "checkpoint of Megatron-LM",
+}
+_DTYPES = {
+    **{"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16},
+    **{"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16},
+}
+"""What ``--dtype`` may be."""
+_OF_LAYOUTS = "a Hugging Face model directory is whole"
+_ONLY_FOR = {
+    "tp": (("megatron", "megatron-legacy"), _OF_LAYOUTS),
+    "pp": (("megatron", "megatron-legacy"), _OF_LAYOUTS),
+    "vpp": (("megatron", "megatron-legacy"), _OF_LAYOUTS),
+    "make_vocab_size_divisible_by": (("megatron", "megatron-legacy"), "a Hugging Face model directory has no padding"),
+    "max_shard_size": (("hf",), "Megatron's checkpoints have a file for each rank"),
+}
+"""Option -> for which targets it does something in one process, and why not for others."""
+_SMALL_FILES_BYTES = 1 << 20
+_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Converted:
+    """What a conversion did."""
+
+    source: str
+    """Format of what was read."""
+    target: str
+    """Format of what was written."""
+    path: Path
+    """Where it is."""
+    num_files: int
+    """Files in it."""
+    num_bytes: int
+    """Their sizes."""
+    seconds: float
+    """From opening the source to the new name."""
+
+
+def convert(options: ConvertOptions) -> Converted:
+    """Write the weights of one checkpoint as another; without a GPU, and no code from it is run.
+
+    Under ``torchrun`` every process must call, tp x pp of them.
+
+    Raises:
+        ConfigError: If the options do not fit together or the model.
+        CheckpointError: If the source is missing, damaged, unsafe or of an unknown kind, or the target cannot be
+            written; nothing new is at ``save_path`` then.
+    """
+    start = time.monotonic()
+    world = _world_size()
+    layout = _check_options(options, world)
+    options = located(options)
+    save_path = _check_paths(options)
+    source = open_source(options.load_path, options.config, options.iteration)
+    model = source.model
+    if options.to != "hf":
+        model = source.model = replace(model, make_vocab_size_divisible_by=options.make_vocab_size_divisible_by)
+    _check_model(source, options, layout)
+    with live_engine(layout if world > 1 else ParallelConfig()) as (runtime, topology):
+        chunks = build_on_cpu(model, topology.parallel)
+        loading = Loading(chunks, source)
+        _check_missing(source, options, loading.missing)
+        _check_space(loading.num_bytes(_DTYPES.get(options.dtype or "")), options.save_path)
+        with _staged(save_path) as folder:
+            loading.fill(as_stored=True)
+            if options.dtype is not None:
+                cast(chunks, model, _DTYPES[options.dtype], loading.missing)
+            companions = companion_files(source.companions, options.tokenizer)
+            if options.to == "hf":
+                size, missing = options.max_shard_size, loading.missing
+                save_hugging_face(chunks, model, source.hf_config, folder, size, companions, missing)
+            elif options.to == "megatron":
+                _save_megatron(chunks, source, runtime, topology, folder)
+                on_all_ranks_alike(lambda: copy_companions(companions, folder / COMPANIONS) if not _rank() else None)
+            else:
+                every = [(tensor, stage) for stage in range(layout.pp) for tensor in range(layout.tp)]
+                ranks = every if world == 1 else [(topology.tp_rank, topology.pp_rank)]
+                on_all_ranks_alike(lambda: save_megatron_lm(chunks, source, model, layout, folder, ranks))
+                on_all_ranks_alike(lambda: save_tracker(folder, companions) if not _rank() else None)
+    files = [each for each in save_path.rglob("*") if each.is_file()]
+    return Converted(
+        source=source.kind,
+        target=_TARGETS[options.to],
+        path=options.save_path,
+        num_files=len(files),
+        num_bytes=sum(each.stat().st_size for each in files),
+        seconds=time.monotonic() - start,
+    )
+
+
+def located(options: ConvertOptions) -> ConvertOptions:
+    """``options`` with the folders of models and tokenizers that are named as on the Hugging Face hub.
+
+    Raises:
+        ConfigError: If one cannot be had.
+    """
+    return replace(
+        options,
+        load_path=local_folder(options.load_path, "model"),
+        tokenizer=None if options.tokenizer is None else local_folder(options.tokenizer, "tokenizer"),
+        config=None if options.config is None else local_folder(options.config, "config"),
+    )
+
+
+# ---- what is at a path ----------------------------------------------------------------------------------------------
+
+
+def open_source(path: Path, config: Path | None = None, iteration: int | None = None) -> Source:
+    """Open the checkpoint at ``path``, whatever its format.
+
+    Args:
+        path: A folder or file.
+        config: A Hugging Face ``config.json`` for checkpoints that do not say what their model is.
+        iteration: Which one below a folder of several; None for that of the tracker file.
+
+    Raises:
+        CheckpointError: If there is none, or it is damaged or unsafe.
+        ConfigError: If an option would do nothing.
+    """
+    if not path.exists():
+        raise CheckpointError(f"load_path={path} does not exist; give a checkpoint or a Hugging Face model directory")
+    folder = iteration_folder(path, iteration)
+    if folder.is_dir() and ((folder / META).is_file() or is_distributed(folder)):
+        return open_distributed(folder, config)
+    folder = directory_of(folder) or folder
+    if folder.is_dir() and has_weights(folder):
+        return open_hugging_face(folder, config)
+    if path.is_file() and ((path.parent / META).is_file() or is_distributed(path.parent)):
+        raise CheckpointError(f"load_path={path} is one file of the checkpoint {path.parent}; give that")
+    if is_legacy(folder):
+        return open_megatron_lm(folder, config)
+    raise _unknown(folder)
+
+
+def _unknown(path: Path) -> CheckpointError:
+    known = (
+        "a Hugging Face model directory, a *.ckpt of MegatronStrategy, a checkpoint of Megatron-Core (torch_dist) or "
+        "of Megatron-LM (mp_rank_*/model_optim_rng.pt), or NVIDIA's .zip of one"
+    )
+    if path.is_file():
+        return CheckpointError(f"load_path={path} is a file of another kind; give {known}")
+    checkpoints = named(sorted(each.name for each in path.glob("*.ckpt")))
+    if checkpoints:
+        return CheckpointError(f"load_path={path} is a folder of checkpoints; give one of them: {checkpoints}")
+    if (path / "config.json").is_file():
+        return CheckpointError(f"load_path={path} has a config.json and no weights beside it; fetch them")
+    inside = named(sorted(each.name for each in path.iterdir())) or "nothing"
+    return CheckpointError(f"load_path={path} is no checkpoint (it has {inside}); give {known}")
+
+
+# ---- checks ---------------------------------------------------------------------------------------------------------
+
+
+def _check_options(options: ConvertOptions, world: int) -> ParallelConfig:
+    """Check what needs no file.
+
+    Returns:
+        The layout that is written, or that the processes have.
+
+    Raises:
+        ConfigError: If an option has no meaning, or would do nothing.
+    """
+    if options.to not in get_args(Format):
+        raise ConfigError(f"to={options.to} is not a format; choose from {', '.join(get_args(Format))}")
+    if options.dtype is not None and options.dtype not in _DTYPES:
+        raise ConfigError(f"dtype={options.dtype} is not a dtype of weights; choose from {', '.join(_DTYPES)}")
+    size_in_bytes(options.max_shard_size)
+    if options.make_vocab_size_divisible_by < 1:
+        raise ConfigError(
+            f"make_vocab_size_divisible_by={options.make_vocab_size_divisible_by} must be at least 1; correct it"
+        )
+    if options.iteration is not None and options.iteration < 0:
+        raise ConfigError(f"iteration={options.iteration} must be at least 0; correct it")
+    for name, (targets, reason) in _ONLY_FOR.items():
+        value = getattr(options, name)
+        is_of_processes = world > 1 and name in ("tp", "pp", "vpp")
+        is_default = value == type(options).__dataclass_fields__[name].default
+        if options.to not in targets and not is_default and not is_of_processes:
+            raise ConfigError(f"{name}={value} would do nothing with to={options.to}: {reason}; leave it out")
+    layout = ParallelConfig(tp=options.tp, pp=options.pp, vpp=options.vpp, num_microbatches=max(1, options.pp))
+    if world > 1 and layout.model_parallel_size != world:
+        raise ConfigError(
+            f"tp={options.tp} x pp={options.pp}: expected the {world} processes of torchrun, got "
+            f"{layout.model_parallel_size}; give both their number"
+        )
+    return layout
+
+
+def _check_paths(options: ConvertOptions) -> Path:
+    """Check where to write, and the tokenizer's folder.
+
+    Returns:
+        ``save_path``, absolute and without links.
+
+    Raises:
+        ConfigError: If something is there already, it cannot be written to, or it is a part of the source.
+    """
+    load, save = options.load_path.resolve(), options.save_path.resolve()
+    if os.path.lexists(save) and not (save.is_dir() and not any(save.iterdir())):
+        kind = "is not empty" if save.is_dir() else "is a file"
+        raise ConfigError(f"save_path={options.save_path} {kind}; give a new name, or remove it")
+    if os.path.ismount(save):
+        raise ConfigError(
+            f"save_path={options.save_path} is a mount point, which cannot be renamed; give a folder in it"
+        )
+    if save.is_relative_to(load) or load.is_relative_to(save):
+        raise ConfigError(
+            f"save_path={options.save_path} and load_path={options.load_path} lie in each other; give another save_path"
+        )
+    there = next(each for each in save.parents if os.path.lexists(each))
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"save_path={options.save_path} cannot be made: {there} is no folder that can be written to")
+    for name in ("tokenizer", "config"):
+        path = getattr(options, name)
+        if path is not None and not path.exists():
+            raise ConfigError(f"{name}={path} does not exist; correct it")
+    if options.tokenizer is not None and not (options.tokenizer.is_dir() and tokenizer_files(options.tokenizer)):
+        raise ConfigError(f"tokenizer={options.tokenizer} is no folder with a tokenizer's files; correct it")
+    return save
+
+
+def _check_model(source: Source, options: ConvertOptions, layout: ParallelConfig) -> None:
+    """Check whether the model can be cut as asked for.
+
+    Raises:
+        ConfigError: If tp does not divide its heads, or it has fewer layers than pp x vpp, or the tokenizer has more
+            tokens than its vocabulary.
+        CheckpointError: If Hugging Face has no such model.
+    """
+    model = source.model
+    # In one process layers need not divide: the rule for pp is about what the engine trains evenly.
+    (layout if _world_size() > 1 else replace(layout, pp=1, vpp=None)).check_model(model)
+    stages, layers = layout.pp * layout.num_model_chunks, model.num_layers + model.num_decoder_layers
+    if stages > layers:
+        raise ConfigError(
+            f"pp={layout.pp} x vpp={layout.num_model_chunks} = {stages} stages are more than the {layers} layers of "
+            "this model; use fewer"
+        )
+    if options.to == "megatron-legacy":
+        pipeline(model, layout.pp, layout.vpp)
+        if _world_size() > 1 and model.architecture == "t5" and layout.pp > 1:
+            raise ConfigError(
+                f"pp={layout.pp}: Megatron-LM cuts an encoder-decoder at other layers than torchrun's processes; "
+                "convert it in one process"
+            )
+    described = family_of(model.family).model_config(source.hf_config, model.task)
+    if options.to == "hf" and variant_of(described, model.to_dict()) != described:
+        raise CheckpointError(
+            f"{source.path}: expected a model that Hugging Face's {model.family} computes, got one with "
+            f"position_embedding_type={model.position_embedding_type} and num_query_groups={model.num_query_groups}; "
+            "convert it --to megatron or --to megatron-legacy"
+        )
+    if options.tokenizer is not None:
+        from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
+
+        check_vocabulary(load_tokenizer(options.tokenizer), options.tokenizer, model.vocab_size)
+
+
+def _check_missing(source: Source, options: ConvertOptions, missing: frozenset[Key]) -> None:
+    if not missing:
+        return
+    names = ", ".join(hugging_face_names(missing, source.model))
+    if options.to != "hf":
+        raise CheckpointError(
+            f"{source.path} lacks tensors of its head ({names}), and a checkpoint to go on from must be whole; convert "
+            "it to=hf, or train from it as it is (pretrained=True begins a new head)"
+        )
+    _log.warning("not in %s and left out: %s", source.path, names)
+
+
+def _check_space(num_bytes: int, save_path: Path) -> None:
+    needed = num_bytes + _SMALL_FILES_BYTES
+    there = next(each for each in save_path.absolute().parents if each.exists())
+    free = shutil.disk_usage(there).free
+    if needed > free:
+        raise CheckpointError(
+            f"save_path={save_path} needs {needed / 1e9:.3g} GB, and its disk has {free / 1e9:.3g} GB free; make "
+            "space, or give another disk"
+        )
+
+
+# ---- the live model -------------------------------------------------------------------------------------------------
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _world_size() -> int:
+    """Processes that convert together: those of torchrun, or of a world that exists."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
+
+
+@contextlib.contextmanager
+def live_engine(layout: ParallelConfig) -> Iterator[tuple[Runtime, Topology]]:
+    """The engine on this process's CPU; a world of one where there is no other, which ends with the context."""
+    from lightning_megatron.engine import groups  # not above: the engine's import takes seconds
+    from lightning_megatron.engine.runtime import Runtime
+
+    is_own = not dist.is_initialized()
+    if is_own and _world_size() > 1:
+        dist.init_process_group("gloo", timeout=_TIMEOUT)
+    elif is_own:
+        dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+    try:
+        topology, runtime = groups.initialize(layout, _TIMEOUT), Runtime(torch.device("cpu"))
+        runtime.seed(1, topology.pp_rank)
+        with runtime.active():
+            yield runtime, topology
+    finally:
+        if is_own:
+            groups.destroy()
+            dist.destroy_process_group()
+
+
+def build_on_cpu(model: ModelConfig, layout: ParallelConfig) -> list[Any]:
+    """This process's chunks, whose weights take no memory before they are filled."""
+    from lightning_megatron.engine.dtypes import dtype_policy
+    from lightning_megatron.engine.runtime import unchanged_environment
+    from lightning_megatron.models.build import build_chunks
+    from lightning_megatron.models.transformer_config import EngineSettings
+
+    settings = EngineSettings(parallel=layout, dtypes=dtype_policy("32-true"), device=torch.device("cpu"))
+    with unchanged_environment():
+        return list(build_chunks(model, settings))
+
+
+@contextlib.contextmanager
+def _staged(save_path: Path) -> Iterator[Path]:
+    """A path of the same name in a hidden folder beside ``save_path``, which it becomes at the end, on all ranks."""
+    hidden = save_path.with_name(f".{save_path.name}{PARTIAL}")
+    with contextlib.ExitStack() as stack:
+        writing = staged(save_path.parent, save_path.name, error=CheckpointError)
+        on_all_ranks_alike(
+            lambda: stack.enter_context(writing).joinpath(save_path.name).mkdir() if not _rank() else None
+        )
+        yield hidden / save_path.name
+        on_all_ranks_alike(stack.close)
+
+
+def _save_megatron(chunks: list[Any], source: Source, runtime: Runtime, topology: Topology, folder: Path) -> None:
+    """Write a ``*.ckpt`` without an optimizer: a run begins with these weights, and does not go on."""
+    from lightning_megatron.checkpoint.save import HostMemory, Save  # not above, as in live_engine
+    from lightning_megatron.checkpoint.state import RunState, meta_of
+
+    class InPlace(HostMemory):
+        """Nothing changes what is written, so that only parts of a tensor need memory of their own."""
+
+        def copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            details = ((tensor.detach(), tensor.untyped_storage().nbytes() == tensor.nbytes) for tensor in tensors)
+            return [tensor if is_whole else tensor.clone() for tensor, is_whole in details]
+
+    model = source.model
+    fields = json.loads(source.hf_config.to_json_string())
+    fields["architectures"] = [family_of(model.family).architectures[model.task]]
+    assert runtime.rng is not None
+    run = RunState(
+        chunks=chunks,
+        optimizer=None,
+        rng=runtime.rng,
+        topology=topology,
+        model_description=model.to_dict(),
+        hugging_face_config=fields,
+    )
+    lightning = {
+        "epoch": 0,
+        "global_step": source.iteration,
+        "pytorch-lightning_version": version("lightning"),
+        "state_dict": {},
+    }
+    Save(run, meta_of(run, lightning), folder, InPlace()).finish()

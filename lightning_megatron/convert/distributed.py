@@ -1,0 +1,342 @@
+"""Distributed checkpoints (torch_dist), of ``MegatronStrategy`` and of other programs with Megatron-Core, as sources.
+
+Each rank reads the boxes that are its shards by torch's reader. Names of other programs are understood however they
+were wrapped, cut or fused. Optimizer states are left alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from lightning_megatron.checkpoint.files import (
+    CHECKSUMS,
+    COMMON,
+    META,
+    check_backends,
+    check_complete,
+    check_only_data,
+    load_plain,
+    read_table,
+    verify_checksums,
+)
+from lightning_megatron.convert.hugging_face_files import companion_files
+from lightning_megatron.convert.megatron_arguments import (
+    HUGGING_FACE_CONFIG,
+    Shapes,
+    arguments_of,
+    own_config,
+    told_config,
+)
+from lightning_megatron.convert.registry import config_object, family_of, stored_config
+from lightning_megatron.convert.shards import Filling, Key, Shard, Source, check_same, padding
+from lightning_megatron.engine.pickles import read_pickle
+from lightning_megatron.errors import CheckpointError, ConfigError
+from lightning_megatron.models.config import ModelConfig, variant_of
+
+OF_STRATEGY = "checkpoint of MegatronStrategy"
+OF_MEGATRON_CORE = "Megatron-Core distributed checkpoint (torch_dist)"
+"""Kinds of distributed checkpoints, as messages name them."""
+COMPANIONS = "hugging_face"
+"""Folder of a ``*.ckpt`` with the tokenizer and the generation config that belong to it."""
+
+_SAID_BY_THE_RUN = ("make_vocab_size_divisible_by", "share_embeddings_and_output_weights")
+"""What a run may have decided that its config does not say: T5's weight files tell whether its output layer is tied."""
+_WRAPPERS = re.compile(r"^(?:module\.|model\.)+")
+_NUMBERED = re.compile(r"^(.*?\blayers)\.(\d+)\.(.+)$")
+_OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?optimizer\.")
+_UNFUSED = (
+    (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"),
+    (".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"),
+)
+"""What norms are called where they are modules of their own, and in the fused layers that rules name."""
+_NO_WEIGHTS = re.compile(r"_extra_state|(^|\.)(rng_state|inv_freq)(\.|$|/)")
+"""Entries without a weight: the scales of fp8, random states, and tables that are computed anew."""
+
+
+def open_distributed(path: Path, config: Path | None) -> DistributedSource:
+    """Look at a ``*.ckpt`` of ``MegatronStrategy`` or a Megatron-Core checkpoint (``torch_dist``).
+
+    Files that have checksums are read once, to compare them.
+
+    Args:
+        path: The folder with ``.metadata``.
+        config: A Hugging Face ``config.json``, or a folder with one, for checkpoints that do not say what they are of.
+
+    Raises:
+        CheckpointError: If it is damaged, unfinished, could run code, or does not say which model it is of.
+        ConfigError: If the config cannot be honoured.
+    """
+    if (path / META).is_file():
+        meta = _checked_meta(path)
+        try:
+            model, hf_config = _describe_run(path, meta, config)
+            iteration = int(meta["lightning"].get("global_step", 0))
+        except ConfigError:
+            raise
+        except (ArithmeticError, LookupError, AttributeError, TypeError, ValueError) as error:
+            raise CheckpointError(f"checkpoint {path} was written by another strategy ({error!r} in {META})") from None
+        return DistributedSource(path, model, hf_config, iteration, kind=OF_STRATEGY, tensors=_weights(path))
+    common = read_common(path)
+    tensors, arguments = _weights(path), arguments_of(common)
+    if config is None and not arguments:
+        raise CheckpointError(
+            f"checkpoint {path} does not say which model it is of; give the model's Hugging Face config.json (or the "
+            "folder with it) with --config"
+        )
+    hf_config = config_object(config) if config is not None else own_config(arguments)
+    if hf_config is None:
+        hf_config = told_config(path, arguments, _shapes(arguments, tensors))
+    model = family_of(hf_config.model_type).model_config(hf_config)
+    if config is None and HUGGING_FACE_CONFIG in arguments:
+        model = variant_of(model, arguments)
+    said = common.get("iteration")
+    iteration = said if type(said) is int else 0
+    return DistributedSource(path, model, hf_config, iteration, kind=OF_MEGATRON_CORE, tensors=tensors)
+
+
+def read_common(path: Path) -> Mapping[str, Any]:
+    """What Megatron-Core does not shard; empty if there is no such file.
+
+    Raises:
+        CheckpointError: If the checkpoint is one of ours that is damaged, of another format, or could run code.
+    """
+    if (path / CHECKSUMS).is_file():
+        raise CheckpointError(f"checkpoint {path} lacks its file {META}: it is damaged; use another")
+    check_backends(path)
+    common = read_pickle(path / COMMON) if (path / COMMON).is_file() else {}
+    if not isinstance(common, Mapping):
+        raise CheckpointError(f"checkpoint {path} has a damaged {COMMON}; use another")
+    return common
+
+
+def _checked_meta(path: Path) -> Mapping[str, Any]:
+    """``meta.pt`` of a checkpoint of the strategy, after its bytes have proved to be those that were written."""
+    from lightning_megatron.checkpoint.state import FORMAT_VERSION  # the engine's import takes seconds
+
+    check_complete(path)
+    verify_checksums(path)
+    check_only_data(path)
+    meta: Mapping[str, Any] = load_plain(path / META)
+    if not isinstance(meta, Mapping) or meta.get("format_version") != FORMAT_VERSION:
+        raise CheckpointError(
+            f"checkpoint {path} has another format version than {FORMAT_VERSION}, which this program reads; convert it "
+            "with the version that wrote it"
+        )
+    return meta
+
+
+# ---- which model ----------------------------------------------------------------------------------------------------
+
+
+def _describe_run(path: Path, meta: Mapping[str, Any], config: Path | None) -> tuple[ModelConfig, Any]:
+    """The description of a run's model, that of a variant included, and a Hugging Face config object."""
+    stored: Mapping[str, Any] = meta["model_description"]
+    fields = meta.get("hugging_face_config")
+    if config is not None:
+        hf_config = config_object(config)
+    elif isinstance(fields, Mapping) and "model_type" in fields:
+        hf_config = stored_config(fields, f"checkpoint {path}")
+    else:
+        raise CheckpointError(
+            f"checkpoint {path} does not hold its model's Hugging Face config, as those of a model_provider do not; if "
+            "a Hugging Face model computes the same, give its config.json (or the folder with it) with --config"
+        )
+    model = family_of(hf_config.model_type).model_config(hf_config, stored.get("task"))
+    model = replace(model, **{name: stored[name] for name in _SAID_BY_THE_RUN if name in stored})
+    model = variant_of(model, stored)
+    described = model.to_dict()
+    others = [name for name, value in stored.items() if name in described and _plain(described[name]) != _plain(value)]
+    if others:
+        pairs = ", ".join(f"{name}={stored[name]} (the config says {described[name]})" for name in others)
+        raise CheckpointError(
+            f"checkpoint {path} is not of the model that its Hugging Face config describes: {pairs}; give the right "
+            "one with --config (no config describes models trained with a model_provider)"
+        )
+    return model, hf_config
+
+
+def _plain(value: Any) -> Any:
+    """Tuples and lists of the same values are the same."""
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def _shapes(arguments: Mapping[str, Any], tensors: Mapping[str, TensorStorageMetadata]) -> Shapes:
+    """The shapes of the weights, by which arguments are completed."""
+    shapes = {
+        key: shape for name, stored in tensors.items() for key, _, shape in _keys_of(name, tuple(stored.size), None)
+    }
+    return Shapes(of=shapes, tp=int(arguments.get("tensor_model_parallel_size") or 1))
+
+
+# ---- tensors --------------------------------------------------------------------------------------------------------
+
+
+def stored_tensors(path: Path) -> dict[str, TensorStorageMetadata]:
+    """The entries of tensors in the table of contents, after a look whether the files are there that it names.
+
+    Raises:
+        CheckpointError: If the table is damaged, could run code, or names files that are missing or too short.
+    """
+    table = read_table(path)
+    lengths: dict[str, int] = {}
+    try:
+        for place in table.storage_data.values():
+            lengths[place.relative_path] = max(lengths.get(place.relative_path, 0), place.offset + place.length)
+        tensors = {
+            str(name): stored
+            for name, stored in table.state_dict_metadata.items()
+            if isinstance(stored, TensorStorageMetadata)  # else bytes: what no layout shards
+        }
+        if not all(type(size) is int for stored in tensors.values() for size in stored.size):
+            raise ValueError("a shape that is no list of numbers")
+    except (ArithmeticError, LookupError, AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {path} has a damaged table of contents ({error!r}); use another") from None
+    for name, length in lengths.items():
+        if not (path / name).is_file():
+            raise CheckpointError(f"checkpoint {path} lacks its file {name}: it is damaged; use another")
+        if (size := (path / name).stat().st_size) < length:
+            raise CheckpointError(
+                f"checkpoint {path} is damaged: {name} has {size} bytes and must have {length}; use another"
+            )
+    return tensors
+
+
+def _weights(path: Path) -> dict[str, TensorStorageMetadata]:
+    entries = stored_tensors(path).items()
+    return {name: each for name, each in entries if not (_OPTIMIZER.match(name) or _NO_WEIGHTS.search(name))}
+
+
+def _keys_of(
+    name: str, shape: tuple[int, ...], known: set[str] | None
+) -> list[tuple[Key, int | None, tuple[int, ...]]]:
+    """Which of the model's tensors an entry holds, with each one's index along the first axis and its shape.
+
+    Megatron-Core stacks the layers of a model: ``decoder.layers.mlp.linear_fc1.weight`` is [layers, rows, columns]. It
+    may also write each layer by itself (``decoder.layers.3.mlp...``), and models without fused norms call these
+    otherwise.
+
+    Args:
+        name: As the table of contents has it.
+        shape: Of the entry.
+        known: The names in the rules of the model's family; None if the model is not known yet.
+    """
+    name = _WRAPPERS.sub("", name)
+    if numbered := _NUMBERED.match(name):
+        name = f"{numbered[1]}.{numbered[3]}"
+    for unfused, fused in _UNFUSED:
+        if known is None or name not in known:
+            name = name.replace(unfused, fused)
+    if numbered or ".layers." not in name or not shape:
+        return [(Key(name, int(numbered[2]) if numbered else None), None, shape)]
+    return [(Key(name, layer), layer, shape[1:]) for layer in range(shape[0])]
+
+
+class DistributedSource(Source):
+    """The weights of a distributed checkpoint.
+
+    Args:
+        path: The folder with ``.metadata``.
+        model: Its description.
+        hf_config: The Hugging Face config object of ``model``.
+        iteration: Steps done when it was written.
+        kind: Who wrote it.
+        tensors: The entries of weights.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        model: ModelConfig,
+        hf_config: Any,
+        iteration: int,
+        *,
+        kind: str,
+        tensors: Mapping[str, TensorStorageMetadata],
+    ) -> None:
+        folders = (path / COMPANIONS, path)
+        companions = next((folder for folder in folders if folder.is_dir() and companion_files(folder)), None)
+        super().__init__(path, model, hf_config, iteration, companions)
+        self.kind = kind
+        self._tensors = tensors
+        self._entry: dict[Key, tuple[str, int | None]] = {}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the largest tensor."""
+        return max(self._tensors.values(), key=lambda tensor: tensor.size.numel()).properties.dtype
+
+    @cached_property
+    def _reader(self) -> FileSystemReader:
+        reader = FileSystemReader(self.path)
+        reader.set_up_storage_reader(read_table(self.path), is_coordinator=False)
+        return reader
+
+    def match(self, expected: Mapping[Key, tuple[int, ...]]) -> dict[Key, torch.dtype]:
+        """See ``Source``."""
+        known, found = {key.name for key in expected}, {}
+        for name, stored in self._tensors.items():
+            for key, layer, shape in _keys_of(name, tuple(stored.size), known):
+                found[key] = (shape, stored.properties.dtype)
+                self._entry[key] = (name, layer)
+        if problems := check_same(found, expected):
+            raise CheckpointError(
+                f"checkpoint {self.path} is not of this {self.model.family} model ({self.model.task}), {problems}. "
+                "Give the config that belongs to it with --config"
+            )
+        return {key: dtype for key, (_, dtype) in found.items()}
+
+    def fill(self, shard: Shard) -> None:
+        """See ``Source``."""
+        place = shard.place
+        name, layer = self._entry[place.key]
+        filling = Filling(str(place.key), shard.data)
+        filling.put(padding(place), 0)
+        rows = min(place.size[0], place.shape[0] - place.offset[0])
+        if rows > 0:
+            first, one = ((), ()) if layer is None else ((layer,), (1,))
+            box = ChunkStorageMetadata(
+                offsets=torch.Size((*first, *place.offset)), sizes=torch.Size((*one, rows, *place.size[1:]))
+            )
+            items = create_read_items_for_chunk_list(name, self._tensors[name], [box])
+            try:
+                self._reader.read_data(
+                    LoadPlan(items), _Planner(filling, self._tensors[name], layer is not None)
+                ).wait()
+            except Exception as error:  # whatever nonsense the bytes are
+                reason = " ".join(str(error).split())[:100]
+                raise CheckpointError(
+                    f"checkpoint {self.path} is damaged: {name} cannot be read ({type(error).__name__}: {reason}); use "
+                    "another"
+                ) from None
+        filling.whole()
+
+
+class _Planner(DefaultLoadPlanner):
+    """Puts the boxes of one entry into a tensor that it, or one layer of it, fills."""
+
+    def __init__(self, filling: Filling, stored: TensorStorageMetadata, is_stacked: bool) -> None:
+        super().__init__()
+        self._filling, self._dtype, self._is_stacked = filling, stored.properties.dtype, is_stacked
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        return torch.empty(read_item.lengths, dtype=self._dtype)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        box = tuple(slice(a, a + n) for a, n in zip(read_item.dest_offsets, read_item.lengths, strict=True))
+        if self._is_stacked:
+            box, tensor = box[1:], tensor[0]
+        self._filling.put(box if len(box) > 1 else box[0], tensor)

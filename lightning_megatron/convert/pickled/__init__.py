@@ -1,1 +1,0 @@
-"""What do files of ``torch.save`` hold? Read by a machine of ours that runs nothing they name."""

@@ -1,0 +1,468 @@
+"""The live model in the middle of every conversion: its weights as shards of whole, named tensors.
+
+Every file format is one loader, which fills these shards, and one saver, which reads them. A tensor is whole here when
+its parts on all ranks are put together without the rows that pad the vocabulary; its name is Megatron-Core's.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from lightning_megatron.convert.registry import rules_of
+from lightning_megatron.convert.rules import VOCABULARY
+from lightning_megatron.errors import CheckpointError
+from lightning_megatron.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+T = TypeVar("T")
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""What weights may be stored in."""
+BAR_FROM_BYTES = 10**9
+"""Smaller models are there before anyone would look at a progress bar."""
+_TIMEOUT = timedelta(minutes=30)
+_NUMBERED_LAYER = re.compile(r"^(.*?\blayers)\.(\d+)\.")
+_STACKS = ("", "encoder", "decoder")
+
+
+class Key(NamedTuple):
+    """One tensor of a model."""
+
+    name: str
+    """As a rule's ``megatron``, without the layer's number: ``decoder.layers.mlp.linear_fc1.weight``."""
+    layer: int | None = None
+    """Number of the layer in its stack, from 0, over all pipeline stages; None for tensors of no layer."""
+
+    def __str__(self) -> str:
+        """With the layer's number, for messages."""
+        return self.name if self.layer is None else self.name.replace(".layers.", f".layers.{self.layer}.", 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a shard stands in its tensor; small, and sent between ranks."""
+
+    key: Key
+    shape: tuple[int, ...]
+    """Of the whole tensor, without the rows that pad the vocabulary."""
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    """Of the shard, padding included."""
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Shard:
+    """A shard of this rank."""
+
+    place: Place
+    data: torch.Tensor
+    """The parameter's own memory."""
+    is_first_copy: bool
+    """Whether no other rank (or chunk) comes before this one with the same part."""
+
+
+def shards_of(chunks: Iterable[Any], model: ModelConfig) -> list[Shard]:
+    """This rank's shards, in the order of its chunks.
+
+    Args:
+        chunks: This rank's model chunks, wrapped or not.
+        model: The description that the chunks were built from.
+    """
+    known = {rule.megatron for rule in rules_of(model)}
+    shards = [_shard(part, model) for _, parts in _sharded(chunks) for part in parts]
+    for shard in shards:
+        if shard.place.key.name not in known:
+            raise KeyError(f"the rules of {model.family} do not name {shard.place.key}; add it to convert/families/")
+    return shards
+
+
+def _sharded(chunks: Iterable[Any]) -> Iterator[tuple[torch.Tensor, list[ShardedTensor]]]:
+    """Each parameter, with the one or several parts (a gated layer has two) that it is in checkpoints."""
+    # Not above: whoever only looks at files needs no engine, whose import takes seconds.
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    from lightning_megatron.engine.wrap import unwrap
+
+    for chunk in chunks:
+        for tensor in nested_values(unwrap(chunk).sharded_state_dict()):
+            if isinstance(tensor, ShardedTensorFactory):
+                yield tensor.data, list(nested_values({"": tensor.build()}))
+            elif isinstance(tensor, ShardedTensor):
+                yield tensor.data, [tensor]
+
+
+def _key(tensor: ShardedTensor) -> Key:
+    if tensor.prepend_axis_num:
+        return Key(tensor.key, int(tensor.global_offset[0]))
+    if numbered := _NUMBERED_LAYER.match(tensor.key):
+        return Key(f"{numbered[1]}.{tensor.key[numbered.end() :]}", int(numbered[2]))
+    return Key(tensor.key)
+
+
+def _shard(tensor: ShardedTensor, model: ModelConfig) -> Shard:
+    axes, key = tensor.prepend_axis_num, _key(tensor)
+    shape = tuple(tensor.global_shape)[axes:]
+    place = Place(
+        key=key,
+        shape=(model.vocab_size, *shape[1:]) if key.name in VOCABULARY else shape,
+        offset=tuple(tensor.global_offset)[axes:],
+        size=tuple(tensor.local_shape),
+        dtype=tensor.dtype,
+    )
+    replica = tensor.replica_id if isinstance(tensor.replica_id, tuple) else (tensor.replica_id,)
+    return Shard(place=place, data=tensor.data.detach(), is_first_copy=not any(replica))
+
+
+def _on_all_ranks_alike(check: Callable[[], T]) -> T:
+    from lightning_megatron.engine.collectives import on_all_ranks_alike
+
+    return on_all_ranks_alike(check)
+
+
+def _host_group() -> Any:
+    from lightning_megatron.engine.groups import host_group
+
+    return host_group(_TIMEOUT)
+
+
+def _gathered(mine: Any) -> list[Any]:
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, mine, group=_host_group())
+    return parts
+
+
+def in_order(keys: Iterable[Key], model: ModelConfig) -> list[Key]:
+    """Tensors of no layer first, then each stack (T5's encoder before its decoder) layer after layer."""
+    number = {rule.megatron: i for i, rule in enumerate(rules_of(model))}
+
+    def order(key: Key) -> tuple[int, int, int]:
+        stack = key.name.split(".")[0] if key.layer is not None else ""
+        return _STACKS.index(stack), key.layer or 0, number[key.name]
+
+    return sorted(keys, key=order)
+
+
+# ---- loading --------------------------------------------------------------------------------------------------------
+
+
+class Source(ABC):
+    """A checkpoint of some format, of which nothing but names and sizes was read."""
+
+    kind: str
+    """Its format, for messages: ``Hugging Face model directory``."""
+
+    def __init__(
+        self, path: Path, model: ModelConfig, hf_config: Any, iteration: int = 0, companions: Path | None = None
+    ) -> None:
+        """Only what is common to all formats.
+
+        Args:
+            path: Where it is.
+            model: What it is a checkpoint of.
+            hf_config: The Hugging Face config object of ``model``.
+            iteration: Optimizer steps done when it was written; 0 if it does not say.
+            companions: Folder with the tokenizer and the generation config that belong to it.
+        """
+        self.path = path
+        self.model = model
+        self.hf_config = hf_config
+        self.iteration = iteration
+        self.companions = companions
+
+    @abstractmethod
+    def match(self, expected: Mapping[Key, tuple[int, ...]]) -> Mapping[Key, torch.dtype]:
+        """Find the tensors of the model, whose whole shapes are ``expected``; does not communicate.
+
+        Returns:
+            What each of those that are there is stored in; a head may be absent.
+
+        Raises:
+            CheckpointError: With all that is missing, foreign, or of another shape or kind.
+        """
+
+    @abstractmethod
+    def fill(self, shard: Shard) -> None:
+        """Write the part of a tensor that ``shard`` is into its memory; rows that pad the vocabulary become zero."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """In which most of the numbers are stored."""
+
+
+class Loading:
+    """The tensors of a model, found in a checkpoint. Every rank must make one, and call the same methods.
+
+    Args:
+        chunks: This rank's model chunks, built from ``source.model``.
+        source: A checkpoint of any format, opened on every rank.
+
+    Raises:
+        CheckpointError: If it is damaged, or not of this model: on all ranks alike.
+    """
+
+    def __init__(self, chunks: Iterable[Any], source: Source) -> None:
+        self._chunks, self._source = list(chunks), source
+        self._shapes: dict[Key, tuple[int, ...]] = {}
+        for shapes in _gathered({each.place.key: each.place.shape for each in shards_of(self._chunks, source.model)}):
+            self._shapes |= shapes
+        expected = {key: self._shapes[key] for key in in_order(self._shapes, source.model)}
+        problem = None
+        try:
+            self._dtypes = source.match(expected)
+        except CheckpointError as error:
+            problem = str(error)
+        if problem := next(filter(None, _gathered(problem)), None):  # each rank looks at a share of what is tied
+            raise CheckpointError(problem)
+        self.missing = frozenset(expected) - frozenset(self._dtypes)
+        """The tensors of a head that ``source`` lacks; their weights stay as they are."""
+
+    def num_bytes(self, dtype: torch.dtype | None) -> int:
+        """Of the whole tensors in ``dtype``; None for the dtypes that they are stored in."""
+        sizes = ((math.prod(self._shapes[key]), dtype or stored) for key, stored in self._dtypes.items())
+        return sum(numel * each.itemsize for numel, each in sizes)
+
+    @torch.no_grad()
+    def fill(self, *, as_stored: bool = False) -> None:
+        """Write this rank's weights.
+
+        Args:
+            as_stored: Give each weight the dtype that it is stored in; else it is rounded to that of the chunks.
+
+        Raises:
+            CheckpointError: If a file is damaged, on all ranks alike.
+        """
+        source = self._source
+        if as_stored:
+            for tensor, parts in _sharded(self._chunks):
+                tensor.data = torch.empty_like(tensor, dtype=self._dtypes.get(_key(parts[0]), tensor.dtype))
+        shards = [shard for shard in shards_of(self._chunks, source.model) if shard.place.key in self._dtypes]
+        with progress_bar("loading weights", sum(shard.data.nbytes for shard in shards)) as bar:
+
+            def fill_all() -> None:
+                for shard in shards:
+                    source.fill(shard)
+                    bar.update(shard.data.nbytes)
+
+            _on_all_ranks_alike(fill_all)
+
+
+@torch.no_grad()
+def cast(chunks: Iterable[Any], model: ModelConfig, dtype: torch.dtype, without: frozenset[Key] = frozenset()) -> None:
+    """Round this rank's weights to ``dtype``, in place, but those of ``without``. Every rank must call.
+
+    Raises:
+        CheckpointError: If a finite number becomes infinite; its weight is named.
+    """
+
+    def cast_all() -> None:
+        rules = {rule.megatron: rule for rule in rules_of(model)}
+        for tensor, parts in _sharded(chunks):
+            if (key := _key(parts[0])) in without:
+                continue
+            result = tensor.to(dtype)
+            if torch.finfo(dtype).max < torch.finfo(tensor.dtype).max:
+                overflown = result.isinf() & ~tensor.isinf()
+                if overflown.any():
+                    theirs = " and ".join(rules[key.name].names(key.layer))
+                    raise CheckpointError(
+                        f"{theirs}: expected numbers up to {torch.finfo(dtype).max:.4g} "
+                        f"({str(dtype).removeprefix('torch.')}), got {tensor[overflown].abs().max().item():.4g}; keep "
+                        "the dtype, or use bf16 or fp32"
+                    )
+            tensor.data = result
+
+    _on_all_ranks_alike(cast_all)
+
+
+class Filling:
+    """A tensor that is written part by part and refused while an element of it was never written.
+
+    Args:
+        name: What it is, for the error.
+        target: The memory, on any device. What it held before means nothing.
+    """
+
+    def __init__(self, name: str, target: torch.Tensor) -> None:
+        self._name = name
+        self._target = target
+        # Of whole rows, which most parts are, until a part of some comes.
+        self._is_missing = torch.ones(target.shape[:1] + (1,) * (target.dim() - 1), dtype=torch.bool)
+
+    def put(self, place: Any, values: torch.Tensor | int) -> None:
+        """Write ``values`` to ``place``, anything that indexes a tensor; device and dtype become the target's."""
+        indices = place if isinstance(place, tuple) else (place,)
+        if isinstance(values, torch.Tensor) and any(isinstance(index, torch.Tensor) for index in indices):
+            values = values.to(self._target.device, self._target.dtype)  # slices do so without a copy
+        if isinstance(place, tuple) and self._is_missing.shape != self._target.shape:
+            self._is_missing = self._is_missing.expand(self._target.shape).clone()
+        self._target[place] = values
+        self._is_missing[place] = False
+
+    def whole(self) -> torch.Tensor:
+        """The tensor.
+
+        Raises:
+            CheckpointError: If an element was never written.
+        """
+        missing = int(self._is_missing.any()) and int(self._is_missing.expand(self._target.shape).count_nonzero())
+        if missing:
+            raise CheckpointError(
+                f"{self._name}: expected {self._target.numel()} elements, got {self._target.numel() - missing}; the "
+                "checkpoint is damaged or of another model: use another copy, or the config that belongs to it"
+            )
+        return self._target
+
+
+def padding(place: Place) -> slice:
+    """The rows of a shard that pad the vocabulary."""
+    return slice(max(0, place.shape[0] - place.offset[0]), None)
+
+
+def fill_from_whole(shard: Shard, whole: torch.Tensor) -> None:
+    """Fill a shard from its tensor, which may have more rows that pad the vocabulary, or none.
+
+    Raises:
+        CheckpointError: If ``whole`` has too few rows.
+    """
+    place, filling = shard.place, Filling(str(shard.place.key), shard.data)
+    filling.put(padding(place), 0)
+    start, stop = place.offset[0], min(place.offset[0] + place.size[0], place.shape[0], len(whole))
+    columns = tuple(slice(a, a + n) for a, n in zip(place.offset[1:], place.size[1:], strict=True))
+    if stop > start:
+        filling.put(slice(0, stop - start), whole[(slice(start, stop), *columns)])
+    filling.whole()
+
+
+def check_same(
+    found: Mapping[Key, tuple[tuple[int, ...], torch.dtype]], expected: Mapping[Key, tuple[int, ...]]
+) -> str:
+    """What is wrong with stored tensors, layers with the same problem together; "" if nothing is.
+
+    Args:
+        found: Shape and dtype of each; only a vocabulary may be larger, by its padding.
+        expected: Whole shapes of the model's tensors.
+    """
+    problems: dict[tuple[str, str], list[int | None]] = {}
+    for key in expected:
+        if key not in found:
+            problems.setdefault((key.name, "is missing"), []).append(key.layer)
+    for key, (shape, dtype) in found.items():
+        wanted, problem = expected.get(key), None
+        if wanted is None:
+            problem = "is not part of the model"
+        elif shape != wanted and not (key.name in VOCABULARY and shape > wanted and shape[1:] == wanted[1:]):
+            problem = f"has the shape {list(shape)}, not {list(wanted)}"
+        elif dtype not in FLOATS:
+            problem = f"is {str(dtype).removeprefix('torch.')}, not float32, float16 or bfloat16"
+        if problem is not None:
+            problems.setdefault((key.name, problem), []).append(key.layer)
+    if not problems:
+        return ""
+    said = []
+    for (name, problem), layers in problems.items():
+        is_everywhere = len(layers) == sum(key.name == name for key in expected.keys() | found.keys())
+        said.append(f"{name!r} {problem}" + ("" if is_everywhere else f" in layers {', '.join(map(str, layers))}"))
+    return f"{len(said)} problem{'s' if len(said) > 1 else ''}: {'; '.join(said)}"
+
+
+def progress_bar(what: str, total_bytes: int) -> tqdm[Any]:
+    """A bar on rank 0, for models that take a while, in a terminal."""
+    hidden = dist.get_rank() != 0 or total_bytes < BAR_FROM_BYTES
+    # None: shown only if standard error is a terminal.
+    return tqdm(desc=what, total=total_bytes, unit="B", unit_scale=True, disable=True if hidden else None)
+
+
+# ---- saving ---------------------------------------------------------------------------------------------------------
+
+
+class Gathering:
+    """The Hugging Face tensors of a model that is split over ranks, put together on rank 0 one after the other.
+
+    Every rank must make one and iterate over ``tensors``.
+
+    Args:
+        chunks: This rank's model chunks. Whatever the parameters' ``data`` holds is taken, gradients for example.
+        model: The description that they were built from.
+        without: Megatron's tensors to leave out.
+    """
+
+    def __init__(self, chunks: Iterable[Any], model: ModelConfig, without: frozenset[Key] = frozenset()) -> None:
+        self._group = _host_group()
+        self._rules = {rule.megatron: rule for rule in rules_of(model)}
+        self._mine = shards_of(chunks, model)
+        self._parts: dict[Key, list[tuple[int, int, Place]]] = {}
+        mine = [(i, shard.place) for i, shard in enumerate(self._mine) if shard.is_first_copy]
+        taken = set()
+        for rank, places in enumerate(_gathered(mine)):
+            for number, place in places:
+                if place.key not in without and (place.key, place.offset) not in taken:
+                    taken.add((place.key, place.offset))
+                    self._parts.setdefault(place.key, []).append((rank, number, place))
+        self.keys = in_order(self._parts, model)
+
+    def contents(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each Hugging Face tensor, in the order of ``tensors``."""
+        contents: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for key in self.keys:
+            rule, place = self._rules[key.name], self._parts[key][0][2]
+            names, shapes = rule.names(key.layer), rule.shapes(place.shape)
+            contents |= {name: (shape, place.dtype) for name, shape in zip(names, shapes, strict=True)}
+        return contents
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Each Hugging Face tensor, on rank 0 on the CPU and in the parameters' dtype; None elsewhere.
+
+        It may share the memory of a parameter.
+        """
+        for key in self.keys:
+            rule, whole = self._rules[key.name], self._whole(key)
+            if whole is None:
+                yield from ((name, None) for name in rule.names(key.layer))
+                continue
+            rows = whole if rule.order is None else whole[torch.argsort(rule.order)]
+            for name, part in zip(rule.names(key.layer), rows.split(rule.rows or len(rows)), strict=True):
+                yield name, (part.t() if rule.transposed else part).contiguous()
+
+    def _whole(self, key: Key) -> torch.Tensor | None:
+        """One of Megatron's tensors, on rank 0."""
+        parts = self._parts[key]
+        if dist.get_rank() == 0:
+            return self._put_together(parts) if len(parts) > 1 else self._received(*parts[0])[: parts[0][2].shape[0]]
+        for rank, number, _ in parts:
+            if rank == dist.get_rank():
+                # As bytes, since gloo does not send every dtype.
+                data = self._mine[number].data.cpu().contiguous().view(-1).view(torch.uint8)
+                dist.send(data, 0, group=self._group)
+        return None
+
+    def _put_together(self, parts: list[tuple[int, int, Place]]) -> torch.Tensor:
+        place = parts[0][2]
+        whole = Filling(str(place.key), torch.empty(place.shape, dtype=place.dtype))
+        for rank, number, part in parts:
+            data = self._received(rank, number, part)[: max(0, part.shape[0] - part.offset[0])]
+            where = tuple(slice(start, start + size) for start, size in zip(part.offset, data.shape, strict=True))
+            whole.put(where[0] if len(where) == 1 else where, data)
+        return whole.whole()
+
+    def _received(self, rank: int, number: int, place: Place) -> torch.Tensor:
+        if rank == 0:
+            return self._mine[number].data.cpu()
+        buffer = torch.empty(math.prod(place.size) * place.dtype.itemsize, dtype=torch.uint8)
+        dist.recv(buffer, rank, group=self._group)
+        return buffer.view(place.dtype).view(place.size)

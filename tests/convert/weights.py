@@ -1,0 +1,42 @@
+"""The whole tensors of a checkpoint of any format, by Megatron-Core's names, as the live model holds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lightning_megatron.convert.convert import build_on_cpu, live_engine, open_source
+from lightning_megatron.convert.shards import Key, Loading, Source, shards_of
+from lightning_megatron.engine.parallel import ParallelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """A checkpoint that was opened and loaded."""
+
+    source: Source
+    tensors: dict[Key, torch.Tensor]
+    """In the dtypes that they are stored in, without rows that pad the vocabulary."""
+
+
+def weights_of(path: Path, config: Path | None = None, iteration: int | None = None) -> Weights:
+    """Load the checkpoint at ``path`` into a live model of one process."""
+    source = open_source(path, config, iteration)
+    with live_engine(ParallelConfig()):
+        chunks = build_on_cpu(source.model, ParallelConfig())
+        loading = Loading(chunks, source)
+        loading.fill(as_stored=True)
+        parts: dict[Key, list[torch.Tensor]] = {}
+        for shard in sorted(shards_of(chunks, source.model), key=lambda shard: shard.place.offset):
+            if shard.place.key not in loading.missing:
+                parts.setdefault(shard.place.key, []).append(shard.data[: shard.place.shape[0]])
+    return Weights(source=source, tensors={key: torch.cat(each) for key, each in parts.items()})
+
+
+def assert_same_weights(found: Weights, expected: Weights) -> None:
+    """All tensors of the same names, shapes and numbers."""
+    assert found.tensors.keys() == expected.tensors.keys()
+    for key, tensor in expected.tensors.items():
+        assert torch.equal(found.tensors[key], tensor.to(found.tensors[key].dtype)), key
