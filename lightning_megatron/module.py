@@ -23,8 +23,7 @@ from lightning_megatron.convert.registry import config_fields, model_config
 from lightning_megatron.engine.collectives import computed_metrics
 from lightning_megatron.engine.lr_schedule import LRSchedule, MegatronLRScheduler, scheduler_settings
 from lightning_megatron.engine.optimizer import OptimizerOptions
-from lightning_megatron.engine.rng import seed_of_run
-from lightning_megatron.engine.runtime import unchanged_environment
+from lightning_megatron.engine.runtime import seed_of_run, unchanged_environment
 from lightning_megatron.engine.train_step import TrainStep
 from lightning_megatron.errors import CheckpointError, ConfigError, DataError, as_options, host_memory, require_number
 from lightning_megatron.foreign_names import explains_options

@@ -35,8 +35,7 @@ from lightning_megatron.engine.collectives import on_all_ranks_alike
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.optimizer import MegatronOptimizer, OptimizerContext, OptimizerOptions, OptimizerReport
 from lightning_megatron.engine.parallel import ParallelConfig
-from lightning_megatron.engine.rng import seed_of_run
-from lightning_megatron.engine.runtime import Runtime
+from lightning_megatron.engine.runtime import Runtime, seed_of_run
 from lightning_megatron.engine.schedule import Schedule, StepOutput, StepShape
 from lightning_megatron.engine.wrap import GradientReduction, freeze_alike, to_16bit, to_ddp
 from lightning_megatron.errors import ConfigError, NonFiniteError, ready

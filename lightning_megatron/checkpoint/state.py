@@ -23,7 +23,7 @@ from lightning_megatron.checkpoint.optimizer_state import FORMAT, sharded_optimi
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.optimizer import MegatronOptimizer
 from lightning_megatron.engine.pickles import more_than_data
-from lightning_megatron.engine.rng import EngineRng
+from lightning_megatron.engine.runtime import EngineRng
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.errors import CheckpointError
 

@@ -60,7 +60,7 @@ def broadcast_batch(
     Raises:
         DataError: On all of these ranks, if the source's batch is not a dict of tensors or ``check`` refuses it.
     """
-    if topology.parallel.model_parallel_size == 1:
+    if dist.get_world_size(topology.mp_group) == 1:
         return {name: _copied(tensor, device) for name, tensor in _checked(batch, check).items()}
     if topology.is_data_source:
         try:

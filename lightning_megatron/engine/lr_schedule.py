@@ -19,6 +19,17 @@ from lightning_megatron.foreign_names import explains_options
 LRStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 WSDDecayStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]
 WeightDecayStyle = Literal["constant", "linear", "cosine"]
+_STYLES = {
+    "style": get_args(LRStyle),
+    "wsd_decay_style": get_args(WSDDecayStyle),
+    "weight_decay_incr_style": get_args(WeightDecayStyle),
+}
+_LEAST = {
+    **dict.fromkeys(("warmup_steps", "warmup_fraction", "init_lr", "min_lr"), 0),
+    **dict.fromkeys(("start_weight_decay", "end_weight_decay"), 0),
+    **dict.fromkeys(("decay_steps", "wsd_decay_steps"), 1),
+}
+"""The smallest number that a field may be, if it is set."""
 
 
 @explains_options
@@ -62,36 +73,23 @@ class LRSchedule:
         Raises:
             ConfigError: If a style is unknown, a value is negative, or two settings exclude each other.
         """
-        _require_choice("style", self.style, get_args(LRStyle))
-        _require_choice("wsd_decay_style", self.wsd_decay_style, get_args(WSDDecayStyle))
-        _require_choice("weight_decay_incr_style", self.weight_decay_incr_style, get_args(WeightDecayStyle))
-        for name in ("warmup_steps", "init_lr", "min_lr", "start_weight_decay", "end_weight_decay"):
-            self._require_at_least(name, 0)
-        for name in ("decay_steps", "wsd_decay_steps"):
-            self._require_at_least(name, 1)
-        self._check_warmup()
-        self._check_wsd()
-        self._check_ramp()
-
-    def _require_at_least(self, name: str, least: int) -> None:
-        if (value := getattr(self, name)) is not None:
-            require_number(name, value, least)
-
-    def _check_warmup(self) -> None:
-        if self.warmup_fraction is None:
-            return
-        require_number("warmup_fraction", self.warmup_fraction)
-        if self.warmup_steps:
+        for name, choices in _STYLES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} is unknown; choose from {', '.join(map(repr, choices))}"
+                )
+        for name, least in _LEAST.items():
+            if (value := getattr(self, name)) is not None:
+                require_number(name, value, least)
+        if self.warmup_fraction is not None and self.warmup_steps:
             raise ConfigError(
                 f"warmup_steps={self.warmup_steps} and warmup_fraction={self.warmup_fraction} both set the warm-up; "
                 "leave one out"
             )
-        if not 0.0 <= self.warmup_fraction < 1.0:
+        if self.warmup_fraction is not None and not self.warmup_fraction < 1.0:
             raise ConfigError(
                 f"warmup_fraction={self.warmup_fraction} must be a fraction of the decay, in [0, 1); correct it"
             )
-
-    def _check_wsd(self) -> None:
         if self.style == "WSD" and self.wsd_decay_steps is None:
             raise ConfigError("style='WSD' needs the length of its final decay; set wsd_decay_steps")
         if self.style != "WSD" and self.wsd_decay_steps is not None:
@@ -99,25 +97,21 @@ class LRSchedule:
                 f"wsd_decay_steps={self.wsd_decay_steps} has no effect on style={self.style!r}; leave it out or set "
                 "style='WSD'"
             )
+        self._check_ramp()
 
     def _check_ramp(self) -> None:
-        start, end = self.start_weight_decay, self.end_weight_decay
-        if self.weight_decay_incr_style == "constant":
-            if start is not None or end is not None:
-                raise ConfigError(
-                    f"start_weight_decay={start}, end_weight_decay={end} have no effect on "
-                    "weight_decay_incr_style='constant'; leave them out or choose 'linear' or 'cosine'"
-                )
-        elif start is None and end is None:
+        start, end, style = self.start_weight_decay, self.end_weight_decay, self.weight_decay_incr_style
+        has_ends = start is not None or end is not None
+        if style == "constant" and has_ends:
             raise ConfigError(
-                f"weight_decay_incr_style={self.weight_decay_incr_style!r} has nothing to ramp between; set "
-                "start_weight_decay or end_weight_decay"
+                f"start_weight_decay={start}, end_weight_decay={end} have no effect on "
+                "weight_decay_incr_style='constant'; leave them out or choose 'linear' or 'cosine'"
             )
-
-
-def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name}={value!r} is unknown; choose from {', '.join(repr(c) for c in choices)}")
+        if style != "constant" and not has_ends:
+            raise ConfigError(
+                f"weight_decay_incr_style={style!r} has nothing to ramp between; set start_weight_decay or "
+                "end_weight_decay"
+            )
 
 
 def scheduler_settings(
@@ -145,9 +139,18 @@ def scheduler_settings(
         )
     # A fraction need not be whole steps, as in Megatron.
     warmup = schedule.warmup_fraction * (decay or 0) if schedule.warmup_fraction else schedule.warmup_steps
-    _check_lengths(schedule, warmup, decay)
-    _check_peak(schedule, lr, warmup)
-    start, end = _weight_decay_ends(schedule, weight_decay)
+    if decay is not None:
+        _check_lengths(schedule, warmup, decay)
+    require_number("lr", lr)
+    require_number("weight_decay", weight_decay)
+    if schedule.style != "constant" and schedule.min_lr > lr:
+        raise ConfigError(f"min_lr={schedule.min_lr} is above the peak lr={lr}; lower min_lr or raise lr")
+    if warmup and schedule.init_lr > lr:
+        raise ConfigError(f"init_lr={schedule.init_lr} is above the peak lr={lr}; lower init_lr or raise lr")
+    start = weight_decay if schedule.start_weight_decay is None else schedule.start_weight_decay
+    end = weight_decay if schedule.end_weight_decay is None else schedule.end_weight_decay
+    if start > end:
+        raise ConfigError(f"start_weight_decay={start} is above end_weight_decay={end}; a ramp rises, swap them")
     if schedule.weight_decay_incr_style != "constant" and known_steps is None:
         raise ConfigError(
             f"weight_decay_incr_style={schedule.weight_decay_incr_style!r} needs the number of optimizer steps, and "
@@ -170,9 +173,7 @@ def scheduler_settings(
     }
 
 
-def _check_lengths(schedule: LRSchedule, warmup: float, decay: int | None) -> None:
-    if decay is None:
-        return
+def _check_lengths(schedule: LRSchedule, warmup: float, decay: int) -> None:
     source = "decay_steps" if schedule.decay_steps else "trainer.max_steps"
     if warmup >= decay:
         raise ConfigError(
@@ -183,23 +184,6 @@ def _check_lengths(schedule: LRSchedule, warmup: float, decay: int | None) -> No
             f"wsd_decay_steps={schedule.wsd_decay_steps} is more than the {decay - warmup:g} steps that the warm-up "
             f"leaves of {source}={decay}; lower wsd_decay_steps"
         )
-
-
-def _check_peak(schedule: LRSchedule, lr: float, warmup: float) -> None:
-    require_number("lr", lr)
-    if schedule.style != "constant" and schedule.min_lr > lr:
-        raise ConfigError(f"min_lr={schedule.min_lr} is above the peak lr={lr}; lower min_lr or raise lr")
-    if warmup and schedule.init_lr > lr:
-        raise ConfigError(f"init_lr={schedule.init_lr} is above the peak lr={lr}; lower init_lr or raise lr")
-
-
-def _weight_decay_ends(schedule: LRSchedule, weight_decay: float) -> tuple[float, float]:
-    require_number("weight_decay", weight_decay)
-    start = weight_decay if schedule.start_weight_decay is None else schedule.start_weight_decay
-    end = weight_decay if schedule.end_weight_decay is None else schedule.end_weight_decay
-    if start > end:
-        raise ConfigError(f"start_weight_decay={start} is above end_weight_decay={end}; a ramp rises, swap them")
-    return start, end
 
 
 class MegatronLRScheduler(OptimizerParamScheduler):

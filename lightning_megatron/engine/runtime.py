@@ -1,5 +1,10 @@
 """The engine's surroundings on one device: patches of Megatron, random streams and, without a GPU, CUDA emulation.
 
+Megatron keeps two random streams on the device: the default one, equal on all ranks of a TP group (dropout outside TP),
+and the tracked one, different on each (dropout inside). On a CPU the device's default generator is also the one that
+user code and DataLoaders draw from, which would make TP ranks drift apart, so the engine keeps its own state there and
+swaps it in while it works.
+
 Megatron's patches last from ``hold`` to ``release``, a whole run of a Trainer, so that a step does not pay for them.
 Random streams and what stands in for CUDA last for one call of the engine: user code between two calls (callbacks,
 DataLoaders, other models) sees torch and its random numbers as they are.
@@ -10,13 +15,109 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import random
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
 from lightning_megatron.engine import cpu
 from lightning_megatron.engine.patches import CPU, active, patches
-from lightning_megatron.engine.rng import EngineRng
+
+_PP_STRIDE = 100
+"""Megatron-LM's distance between the seeds of two pipeline stages (training/initialize.py:_set_random_seed)."""
+_DEFAULT_SEED = 1234
+
+
+def seed_of_run() -> int:
+    """The seed given to ``seed_everything`` (Lightning hands it to all ranks), else a fixed one."""
+    return int(os.environ.get("PL_GLOBAL_SEED", _DEFAULT_SEED))
+
+
+class EngineRng:
+    """The engine's random streams on one rank."""
+
+    def __init__(self, seed: int, pp_rank: int, device: torch.device) -> None:
+        """Seed both streams; every rank must call, after the process groups exist.
+
+        Args:
+            seed: The run's seed, the same on all ranks.
+            pp_rank: This rank's stage; stages draw different masks.
+            device: Where the engine computes.
+        """
+        self._on_cpu = device.type == "cpu"
+        self._is_active = False
+        outside = torch.get_rng_state()
+        model_parallel_cuda_manual_seed(seed + _PP_STRIDE * pp_rank, force_reset_rng=True)
+        # On a CPU: of the engine's default stream and the user's, the one that torch does not hold at the moment.
+        self._parked = torch.get_rng_state()
+        torch.set_rng_state(outside)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Draw from the engine's default stream inside, and leave the user's stream untouched."""
+        if not self._on_cpu:
+            yield
+            return
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        held = torch.get_rng_state()
+        torch.set_rng_state(self._parked)
+        self._parked = held
+        self._is_active = not self._is_active
+
+    def state_dict(self) -> dict[str, Any]:
+        """All random states of this rank as tensors and plain numbers, whether the engine is active or not."""
+        kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+        words = np.asarray(keys).astype(np.int64)
+        version, internal, gauss = random.getstate()
+        return {
+            "python": [version, list(internal), gauss],
+            "numpy": [
+                str(kind),
+                torch.from_numpy(words),
+                int(position),
+                int(has_gauss),
+                float(cached),
+            ],
+            "torch": self._parked if self._is_active else torch.get_rng_state(),
+            "device": self._device_state(),
+            "tracker": dict(get_cuda_rng_tracker().get_states()),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue every stream where ``state_dict`` was taken."""
+        self.load_users_state(state)
+        get_cuda_rng_tracker().set_states(state["tracker"])
+        if not self._on_cpu:
+            torch.cuda.set_rng_state(state["device"])
+        elif self._is_active:
+            torch.set_rng_state(state["device"])
+        else:
+            self._parked = state["device"]
+
+    def load_users_state(self, state: dict[str, Any]) -> None:
+        """Continue only the streams that user code draws from; they mean the same on any layout."""
+        version, internal, gauss = state["python"]
+        random.setstate((version, tuple(internal), gauss))
+        kind, keys, position, has_gauss, cached = state["numpy"]
+        np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+        if self._is_active:
+            self._parked = state["torch"]
+        else:
+            torch.set_rng_state(state["torch"])
+
+    def _device_state(self) -> torch.Tensor:
+        if not self._on_cpu:
+            return torch.cuda.get_rng_state()
+        return torch.get_rng_state() if self._is_active else self._parked
 
 
 class Runtime:

@@ -18,8 +18,6 @@ from tests.checkpoint.corpus import make_corpus
 from tests.checkpoint.runs import Run, Trace, checkpoints_at, differences, fit
 from tests.cli.test_training import configuration as cli_configuration
 from tests.cli.test_training import run_cli
-from tests.launch.test_dead_ranks import _SCRIPT as ENDLESS_SCRIPT
-from tests.launch.test_dead_ranks import _ends
 from tests.launch.test_started_by import _environment
 from tests.ranks import run_ranks
 
@@ -212,20 +210,3 @@ def test_the_command_line_ends_with_143_and_the_next_run_finds_the_checkpoint(tm
     assert code == 0, err
     assert f"Restored all states from the checkpoint at {tmp_path}/last.ckpt" in err
     assert any(tmp_path.rglob(f"version_1/checkpoints/*step={step + 2}.ckpt"))
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_a_script_ends_with_143_too(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(ENDLESS_SCRIPT)
-    command = [sys.executable, "train.py", "training"]
-    run = subprocess.Popen(command, cwd=tmp_path, env=_environment(), stderr=subprocess.PIPE, text=True)
-    try:
-        _wait_for(lambda: all((tmp_path / f"trains_{rank}").exists() for rank in (0, 1)))
-        os.kill(int((tmp_path / "pid_1").read_text()), signal.SIGTERM)  # the rank that did not start the others
-        _, err = run.communicate(timeout=60)
-    finally:
-        run.kill()
-    assert run.returncode == 143, err
-    assert "with nothing to save" in err
-    assert _ends(int((tmp_path / "pid_1").read_text()), seconds=5)

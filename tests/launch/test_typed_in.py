@@ -7,9 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from tests.ranks import ROOT, RankError, run_ranks
+from tests.ranks import ROOT
 
 _TYPED = """
 import torch
@@ -41,24 +39,3 @@ def test_an_interactive_session_trains_on_one_device_and_tells_how_to_use_more(t
     assert "steps: 2" in done.stdout, done.stderr
     assert "ConfigError devices=2 needs a script" in done.stdout
     assert "torchrun --nproc-per-node 2 FILE.py" in done.stdout
-
-
-def _check_standard_input() -> None:
-    from lightning.fabric.plugins.environments import LightningEnvironment
-
-    from lightning_megatron.preemption import check_has_script
-
-    environment, main = LightningEnvironment(), sys.modules["__main__"]
-    del os.environ["LOCAL_RANK"]
-    main.__spec__ = None
-    sys.argv = [__file__]
-    check_has_script(environment, 2)
-    sys.argv = ["-"]
-    check_has_script(environment, 1)
-    check_has_script(environment, 2)
-
-
-def test_a_program_from_standard_input_has_no_file_that_other_ranks_could_run() -> None:
-    with pytest.raises(RankError, match="devices=2 needs a script, which each process runs") as caught:
-        run_ranks(_check_standard_input, 1)
-    assert caught.value.error_type == "ConfigError"

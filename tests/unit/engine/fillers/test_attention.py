@@ -1,7 +1,8 @@
-"""Does SDPA attention compute what the softmax formula says, for every mask, bias and head layout?"""
+"""Core attention beside its formula in float64, Hugging Face's masks and biases, and the engine's own attention."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,12 +11,29 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_par
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from transformers.masking_utils import sliding_window_causal_mask_function
+from transformers.models.bloom import modeling_bloom
+from transformers.models.falcon import modeling_falcon
 
 from lightning_megatron.engine.fillers.attention import SDPAttention
+from lightning_megatron.engine.fillers.kv_cache import KeyValueCache
+from lightning_megatron.engine.fillers.masks import slopes
 from lightning_megatron.engine.runtime import emulated_cuda
 from lightning_megatron.errors import ConfigError
 
-HEADS, WIDTH = 4, 8
+HEADS, WIDTH, LENGTH = 6, 8, 12
+
+SEGMENTS = torch.tensor(
+    [
+        [0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0],
+        [1, 1, 1, 1, 2, 2, 2, 3, 3, 3, 3, 0],
+        [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1],
+        [1, 0, 1, 1, 0, 0, 1, 2, 2, 1, 2, 2],
+    ]
+)
+ROWS = len(SEGMENTS)
+Sees = Callable[[int, int, int], bool]
+"""Whether, in a row, a query place sees a key place."""
 
 
 def _config(**fields: Any) -> TransformerConfig:
@@ -23,179 +41,242 @@ def _config(**fields: Any) -> TransformerConfig:
     return TransformerConfig(**{**defaults, **fields})
 
 
-def _attention(mask_type: AttnMaskType, **fields: Any) -> SDPAttention:
-    return SDPAttention(_config(**fields), 1, mask_type, "self")
+def _layer(mask_type: AttnMaskType = AttnMaskType.causal, kind: str = "self", **options: Any) -> SDPAttention:
+    return SDPAttention(_config(), 1, mask_type, kind, **options)
 
 
-def _formula(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor | None, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """Attention by its definition, in the input's dtype, heads repeated by indexing."""
+def _qkv(queries: int = LENGTH, keys: int = LENGTH, groups: int = 3) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(queries * 100 + keys + groups)
+    shapes = [(queries, ROWS, HEADS, WIDTH), (keys, ROWS, groups, WIDTH), (keys, ROWS, groups, WIDTH)]
+    return [torch.randn(*shape, generator=generator).requires_grad_() for shape in shapes]
+
+
+def _formula(qkv: list[torch.Tensor], visible: torch.Tensor, bias: torch.Tensor | float = 0.0) -> torch.Tensor:
+    """Attention by its definition in float64: visible and bias are [b, np or 1, sq, sk]."""
+    q, k, v = (x.double() for x in qkv[:3])
     heads = [h * k.shape[2] // q.shape[2] for h in range(q.shape[2])]
-    scores = torch.einsum("sbnh,tbnh->bnst", q, k[:, :, heads]) / q.shape[-1] ** 0.5
-    if bias is not None:
-        scores = scores + bias
-    if hidden is not None:
-        scores = scores.masked_fill(hidden, float("-inf"))
-    out = torch.einsum("bnst,tbnh->sbnh", scores.softmax(-1), v[:, :, heads])
-    return out.flatten(2)
+    scores = torch.einsum("sbnh,tbnh->bnst", q, k[:, :, heads]) / q.shape[-1] ** 0.5 + bias
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+    return torch.einsum("bnst,tbnh->sbnh", weights, v[:, :, heads]).flatten(2)
 
 
-def _qkv(sq: int, sk: int, groups: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(sq * 100 + sk + groups)
-    shapes = [(sq, 2, HEADS, WIDTH), (sk, 2, groups, WIDTH), (sk, 2, groups, WIDTH)]
-    return [torch.randn(*s, generator=generator).to(dtype).requires_grad_() for s in shapes]
+def _visible(sees: Sees, queries: int = LENGTH, keys: int = LENGTH) -> torch.Tensor:
+    """[b, 1, sq, sk]; the last query stands at the last key."""
+    shift = keys - queries
+    table = [[[sees(b, i + shift, j) for j in range(keys)] for i in range(queries)] for b in range(ROWS)]
+    return torch.tensor(table)[:, None]
 
 
-def _causal(sq: int, sk: int) -> torch.Tensor:
-    return torch.ones(sq, sk, dtype=torch.bool).triu(1 + sk - sq)[None, None]
+def _same_segment(segments: torch.Tensor) -> Sees:
+    numbers = segments.tolist()
+    return lambda b, i, j: i == j or (numbers[b][i] == numbers[b][j] != 0)
 
 
-def _padding(sk: int) -> torch.Tensor:
-    hidden = torch.zeros(2, 1, 1, sk, dtype=torch.bool)
-    hidden[1, :, :, sk - 3 :] = True
-    return hidden
-
-
-CASES = {
-    "causal": (AttnMaskType.causal, 6, 6, None, False, lambda: _causal(6, 6)),
-    "no mask": (AttnMaskType.no_mask, 6, 5, None, False, lambda: None),
-    "no mask ignores one": (AttnMaskType.no_mask, 6, 6, _padding(6), False, lambda: None),
-    "padding": (AttnMaskType.padding, 6, 6, _padding(6), False, lambda: _padding(6)),
-    "cross attention": (AttnMaskType.padding, 4, 7, _padding(7), False, lambda: _padding(7)),
-    "causal and padding": (AttnMaskType.causal, 6, 6, _padding(6), False, lambda: _padding(6) | _causal(6, 6)),
-    "padding_causal": (AttnMaskType.padding_causal, 6, 6, _padding(6), False, lambda: _padding(6) | _causal(6, 6)),
-    "arbitrary": (AttnMaskType.arbitrary, 6, 6, _causal(6, 6), False, lambda: _causal(6, 6)),
-    "bias": (AttnMaskType.padding, 6, 6, None, True, lambda: None),
-    "bias and padding": (AttnMaskType.padding, 6, 6, _padding(6), True, lambda: _padding(6)),
-    "bias and causal": (AttnMaskType.causal, 6, 6, None, True, lambda: _causal(6, 6)),
-    "one new token": (AttnMaskType.causal, 1, 6, None, False, lambda: None),
-    "two new tokens": (AttnMaskType.causal, 2, 6, None, False, lambda: _causal(2, 6)),
-}
-
-
-@pytest.mark.parametrize("groups", [4, 2, 1])
-@pytest.mark.parametrize("case", CASES)
-def test_outputs_and_gradients_are_those_of_the_formula(case: str, groups: int) -> None:
-    mask_type, sq, sk, mask, has_bias, hidden = CASES[case]
-    inputs = _qkv(sq, sk, groups)
-    if has_bias:
-        inputs.append(torch.randn(1, HEADS, sq, sk).requires_grad_())
-    bias = inputs[3] if has_bias else None
-    got = _attention(mask_type, num_query_groups=groups)(*inputs[:3], mask, attention_bias=bias)
-    expected = _formula(*inputs[:3], hidden(), bias)
-    weight = torch.randn_like(expected)
-    # Two float32 evaluations of the same sums of about ten terms.
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+def _assert_equal(got: torch.Tensor, expected: torch.Tensor, inputs: list[torch.Tensor]) -> None:
+    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    # Float32 against float64, in sums of a dozen terms.
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
     grads = torch.autograd.grad((got * weight).sum(), inputs)
     for grad, reference in zip(grads, torch.autograd.grad((expected * weight).sum(), inputs), strict=True):
         torch.testing.assert_close(grad, reference, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("mask", [None, _padding(6)])
-def test_half_precision_stays_within_its_rounding(dtype: torch.dtype, mask: torch.Tensor | None) -> None:
-    q, k, v = _qkv(6, 6, 2, dtype)
-    got = _attention(AttnMaskType.causal, num_query_groups=2)(q, k, v, mask)
-    hidden = _causal(6, 6) if mask is None else mask | _causal(6, 6)
-    expected = _formula(q.float(), k.float(), v.float(), hidden, None)
-    assert got.dtype == dtype
-    torch.testing.assert_close(got.float(), expected, rtol=0, atol=8 * torch.finfo(dtype).eps)
+_HIDDEN = (SEGMENTS == 0)[:, None, None, :]
+_FUTURE = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]
 
 
-def test_a_query_without_any_key_gives_finite_numbers() -> None:
-    q, k, v = _qkv(6, 6, 4)
-    mask = torch.ones(2, 1, 6, 6, dtype=torch.bool)
-    out = _attention(AttnMaskType.padding)(q, k, v, mask)
-    grads = torch.autograd.grad(out.sum(), (q, k, v))
-    assert all(torch.isfinite(x).all() for x in (out, *grads))
+@pytest.mark.parametrize("groups", [HEADS, 3, 1])
+@pytest.mark.parametrize(
+    ("mask_type", "queries", "mask", "has_bias", "hidden"),
+    [
+        pytest.param(AttnMaskType.causal, LENGTH, None, False, _FUTURE, id="causal"),
+        pytest.param(AttnMaskType.no_mask, 7, _HIDDEN, False, _HIDDEN & False, id="no mask ignores one"),
+        pytest.param(AttnMaskType.padding, 7, _HIDDEN, False, _HIDDEN, id="padding"),
+        pytest.param(AttnMaskType.arbitrary, LENGTH, _FUTURE, False, _FUTURE, id="arbitrary"),
+        pytest.param(AttnMaskType.padding, LENGTH, _HIDDEN, True, _HIDDEN, id="bias and padding"),
+        pytest.param(AttnMaskType.causal, LENGTH, None, True, _FUTURE, id="bias and causal"),
+        pytest.param(AttnMaskType.causal, 1, None, False, _FUTURE[:, :, -1:], id="one new token"),
+        pytest.param(AttnMaskType.causal, 2, None, False, _FUTURE[:, :, -2:], id="two new tokens"),
+    ],
+)
+def test_dense_masks_and_biases(
+    mask_type: AttnMaskType, queries: int, mask: torch.Tensor | None, has_bias: bool, hidden: torch.Tensor, groups: int
+) -> None:
+    inputs = _qkv(queries, groups=groups)
+    if has_bias:
+        inputs.append(torch.randn(1, HEADS, queries, LENGTH).requires_grad_())
+    bias = inputs[3] if has_bias else None
+    got = _layer(mask_type)(*inputs[:3], mask, attention_bias=bias)
+    _assert_equal(got, _formula(inputs, ~hidden, 0.0 if bias is None else bias.double()), inputs)
+
+
+@pytest.mark.parametrize("groups", [HEADS, 1])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+def test_tokens_see_their_own_segment(dtype: torch.dtype, causal: bool, groups: int) -> None:
+    qkv, same = _qkv(groups=groups), _same_segment(SEGMENTS)
+    expected = _formula(qkv, _visible(lambda b, i, j: same(b, i, j) and (j <= i or not causal)))
+    layer = _layer(AttnMaskType.causal if causal else AttnMaskType.padding)
+    _assert_equal(layer(*qkv, SEGMENTS.to(dtype)), expected, qkv)
+
+
+@pytest.mark.parametrize("segments", [None, SEGMENTS])
+@pytest.mark.parametrize("window", [1, 3, 11, 40])
+def test_a_window_is_that_of_hugging_face(window: int, segments: torch.Tensor | None) -> None:
+    in_window: Any = sliding_window_causal_mask_function(window)
+
+    def sees(b: int, i: int, j: int) -> bool:
+        place = (torch.tensor(x) for x in (b, 0, i, j))
+        return bool(in_window(*place)) and (segments is None or _same_segment(segments)(b, i, j))
+
+    qkv = _qkv()
+    _assert_equal(_layer(sliding_window=window)(*qkv, segments), _formula(qkv, _visible(sees)), qkv)
+
+
+@pytest.mark.parametrize("queries", [5, LENGTH])
+def test_in_cross_attention_every_number_but_zero_is_visible(queries: int) -> None:
+    qkv = _qkv(queries)
+    visible = (SEGMENTS != 0)[:, None, None].expand(-1, 1, queries, -1)
+    _assert_equal(_layer(AttnMaskType.padding, "cross")(*qkv, SEGMENTS), _formula(qkv, visible), qkv)
+
+
+def test_nothing_is_nan_where_a_row_is_all_padding() -> None:
+    qkv, padding = _qkv(), AttnMaskType.padding
+    layers = (_layer(), _layer(padding), _layer(padding, "cross"), _layer(alibi="bloom"), _layer(sliding_window=2))
+    for mask in (torch.zeros_like(SEGMENTS), torch.ones(ROWS, 1, 1, LENGTH, dtype=torch.bool)):
+        for layer in layers:
+            out = layer(*qkv, mask)
+            assert all(torch.isfinite(x).all() for x in (out, *torch.autograd.grad(out.sum(), qkv)))
 
 
 def test_a_masked_key_stays_hidden_under_a_large_bias() -> None:
-    q, k, v = _qkv(6, 6, 4)
-    bias = torch.full((1, HEADS, 6, 6), 30000.0)
+    q, k, v = _qkv(groups=HEADS)
+    bias = torch.full((1, HEADS, LENGTH, LENGTH), 30000.0)
     bias[..., 0] = 0.0
-    mask = torch.ones(2, 1, 1, 6, dtype=torch.bool)
+    mask = torch.ones(ROWS, 1, 1, LENGTH, dtype=torch.bool)
     mask[..., 0] = False
-    out = _attention(AttnMaskType.padding)(q, k, v, mask, attention_bias=bias)
+    out = _layer(AttnMaskType.padding)(q, k, v, mask, attention_bias=bias)
     torch.testing.assert_close(out, v[:1].flatten(2).expand_as(out))
 
 
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("scaling", [False, True])
-def test_it_equals_the_engines_attention(scaling: bool) -> None:
-    fields = {"apply_query_key_layer_scaling": scaling, "attention_softmax_in_fp32": True, "num_query_groups": 2}
-    q, k, v = _qkv(6, 6, 2)
-    ours = SDPAttention(_config(**fields), 3, AttnMaskType.causal, "self")
-    theirs = DotProductAttention(_config(**fields), 3, AttnMaskType.causal, "self")
-    torch.testing.assert_close(ours(q, k, v, None), theirs(q, k, v, None), rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("mask", [None, (SEGMENTS != 0).long()], ids=["no mask", "padding"])
+@pytest.mark.parametrize("kind", ["bloom", "falcon"])
+def test_alibi_is_that_of_hugging_face(kind: str, mask: torch.Tensor | None) -> None:
+    qkv, numbers = _qkv(), torch.ones_like(SEGMENTS) if mask is None else mask
+    module: Any = modeling_bloom if kind == "bloom" else modeling_falcon
+    theirs = module.build_alibi_tensor(numbers, HEADS, torch.float32).view(ROWS, HEADS, 1, -1).double()
+    theirs = theirs if kind == "bloom" else theirs / WIDTH**0.5
+    same = _same_segment(numbers)
+    expected = _formula(qkv, _visible(lambda b, i, j: same(b, i, j) and j <= i), theirs)
+    _assert_equal(_layer(alibi=kind)(*qkv, mask), expected, qkv)
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 3, 12, 16, 71])
+def test_slopes_are_those_of_hugging_face_for_any_number_of_heads(num_heads: int) -> None:
+    theirs = modeling_bloom._get_alibi_slopes(num_heads, torch.device("cpu"))
+    torch.testing.assert_close(slopes(num_heads), theirs, rtol=3e-7, atol=0)
+
+
+def test_biases_of_near_keys_are_exact_in_bf16_however_long_the_row_is() -> None:
+    q, k, v = (torch.randn(1000, 1, HEADS, WIDTH, generator=torch.Generator().manual_seed(2)) for _ in range(3))
+    layer = _layer(alibi="bloom").eval()
+    rounded = layer(q.bfloat16(), k.bfloat16(), v.bfloat16(), None).float()
+    # Rounding q, k, v and the output; a bias rounded at position 1000 would be wrong by up to 1.
+    assert (layer(q, k, v, None) - rounded).abs().mean() < 0.01
+
+
+# ---- token by token -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", [None, (SEGMENTS[:1] != 0).long().repeat(ROWS, 1)], ids=["no mask", "padding"])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 3}, {"alibi": "bloom"}, {"alibi": "falcon"}], ids=str)
+def test_token_by_token_equals_all_at_once(mask: torch.Tensor | None, options: dict[str, Any]) -> None:
+    q, k, v = (x.detach() for x in _qkv(groups=1))
+    layer = _layer(**options)
+    whole = layer(q, k, v, mask)
+    layer.kv_cache = KeyValueCache(LENGTH + 2)
+    bounds = [(0, 8), (8, 9), (9, 10), (10, LENGTH)]
+    parts = [layer(*(x[a:b] for x in (q, k, v)), None if mask is None else mask[:, :b]) for a, b in bounds]
+    real = torch.ones(LENGTH, ROWS, dtype=torch.bool) if mask is None else mask.t() == 1
+    # fp32, numbers of size 1, another order of additions.
+    torch.testing.assert_close(torch.cat(parts)[real], whole[real], rtol=0.0, atol=1e-6)
+
+
+def test_selected_rows_of_a_cache_go_on_as_what_they_were() -> None:
+    q, k, v = (x.detach() for x in _qkv())
+    layer, rows = _layer(), torch.tensor([2, 0, 0, 1, 3])
+    whole = layer(q, k, v, None)
+    layer.kv_cache = cache = KeyValueCache(LENGTH)
+    layer(q[:5], k[:5], v[:5], None)
+    cache.select(rows)
+    out = layer(q[5:6, rows], k[5:6, rows], v[5:6, rows], None)
+    torch.testing.assert_close(out, whole[5:6, rows], rtol=0.0, atol=1e-6)
+
+
+# ---- beside the engine's --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_the_engines_attention_still_refuses_a_bias() -> None:
-    theirs = DotProductAttention(_config(), 1, AttnMaskType.causal, "self")
+def test_it_equals_the_engines_attention_which_still_refuses_a_bias() -> None:
+    config = _config(apply_query_key_layer_scaling=True, attention_softmax_in_fp32=True, num_query_groups=3)
+    ours, theirs = (kind(config, 3, AttnMaskType.causal, "self") for kind in (SDPAttention, DotProductAttention))
+    torch.testing.assert_close(ours(*_qkv(), None), theirs(*_qkv(), None), rtol=1e-5, atol=1e-5)
     with pytest.raises(AssertionError, match="Attention bias is not supported"):
-        theirs(*_qkv(6, 6, 4), None, attention_bias=torch.zeros(1, HEADS, 6, 6))
+        theirs(*_qkv(), None, attention_bias=torch.zeros(1, HEADS, LENGTH, LENGTH))
 
 
 def test_dropout_is_drawn_in_training_only_and_keeps_the_mean() -> None:
-    layer = _attention(AttnMaskType.no_mask, attention_dropout=0.5)
+    layer = SDPAttention(_config(attention_dropout=0.5), 1, AttnMaskType.no_mask, "self")
     q, k = torch.zeros(1, 2, HEADS, WIDTH), torch.zeros(4000, 2, HEADS, WIDTH)
-    v = torch.ones_like(k)
     torch.manual_seed(1)
-    out = layer(q, k, v, None)
+    out = layer(q, k, torch.ones_like(k), None)
     # A mean of 4000 draws of 0 or 2 has a standard deviation of 1/63.
     assert 0.0 < (out - 1.0).abs().max() < 0.1
-    torch.testing.assert_close(layer.eval()(q, k, v, None), torch.ones(1, 2, HEADS * WIDTH))
+    torch.testing.assert_close(layer.eval()(q, k, torch.ones_like(k), None), torch.ones(1, 2, HEADS * WIDTH))
 
 
 @pytest.mark.parametrize(("tp", "sequence_parallel", "forks"), [(1, False, False), (2, False, True), (2, True, False)])
 def test_tp_ranks_draw_from_the_tracked_stream(tp: int, sequence_parallel: bool, forks: bool) -> None:
     fields = {"tensor_model_parallel_size": tp, "sequence_parallel": sequence_parallel, "attention_dropout": 0.5}
-    layer = _attention(AttnMaskType.causal, **fields)
+    layer = SDPAttention(_config(**fields), 1, AttnMaskType.causal, "self")
     with emulated_cuda():
         model_parallel_cuda_manual_seed(3, force_reset_rng=True, tp_rank=0, ep_rank=0, etp_rank=0)
         default, tracked = torch.get_rng_state(), get_cuda_rng_tracker().get_states()["model-parallel-rng"]
-        layer(*_qkv(6, 6, 4), None)
+        layer(*_qkv(), None)
         default_unchanged = torch.equal(default, torch.get_rng_state())
         tracked_unchanged = torch.equal(tracked, get_cuda_rng_tracker().get_states()["model-parallel-rng"])
     assert (default_unchanged, tracked_unchanged) == (forks, not forks)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [({"window_size": (4, 0)}, "window_size"), ({"softmax_type": "off-by-one"}, "softmax_type")],
-)
-def test_an_attention_that_it_does_not_compute_is_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        _attention(AttnMaskType.causal, **fields)
-
-
-def test_packed_sequences_are_refused() -> None:
-    with pytest.raises(ConfigError, match="packed"):
-        _attention(AttnMaskType.causal)(*_qkv(6, 6, 4), None, packed_seq_params=object())
+def test_what_it_does_not_compute_is_refused() -> None:
+    for name, value in (("window_size", (4, 0)), ("softmax_type", "off-by-one")):
+        with pytest.raises(ConfigError, match=name):
+            SDPAttention(_config(**{name: value}), 1, AttnMaskType.causal, "self")
+    with pytest.raises(ConfigError, match=r"attention_mask has the shape \[4, 11\].*\[4, 12\]"):
+        _layer()(*_qkv(), SEGMENTS[:, 1:])
+    with pytest.raises(ConfigError, match="sliding_window=0"):
+        _layer(sliding_window=0)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("groups", [4, 1])
+@pytest.mark.parametrize("groups", [HEADS, 1])
 @pytest.mark.parametrize("sequence", [64, 192])  # 192 % 128 == 64: where cuDNN's backward with a mask returned NaN
 @pytest.mark.parametrize("masked", [False, True])
 def test_cuda_kernels_agree_with_the_formula(groups: int, sequence: int, masked: bool) -> None:
     generator = torch.Generator(device="cuda").manual_seed(0)
-    q, k, v = (
+    qkv = [
         torch.randn(sequence, 2, n, 64, device="cuda", generator=generator).bfloat16().requires_grad_()
         for n in (HEADS, groups, groups)
-    )
+    ]
     hidden = torch.zeros(2, 1, 1, sequence, dtype=torch.bool, device="cuda")
-    hidden[1, ..., -5:] = True
+    hidden[1, ..., -5:] = masked
     layer = SDPAttention(_config(num_query_groups=groups, kv_channels=64), 1, AttnMaskType.causal, "self")
-    out = layer(q, k, v, hidden if masked else None)
-    causal = _causal(sequence, sequence).cuda()
-    expected = _formula(q.float(), k.float(), v.float(), (hidden | causal) if masked else causal, None)
+    out = layer(*qkv, hidden if masked else None)
+    future = torch.ones(sequence, sequence, dtype=torch.bool, device="cuda").triu(1)
+    expected = _formula(qkv, ~(hidden | future)).float()
     weight = torch.randn_like(expected)
     # bfloat16 keeps eight bits; outputs and gradients are of order one to ten.
     torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
-    grads = torch.autograd.grad((out.float() * weight).sum(), (q, k, v))
-    references = torch.autograd.grad((expected * weight).sum(), (q, k, v))
-    for grad, reference in zip(grads, references, strict=True):
+    grads = torch.autograd.grad((out.float() * weight).sum(), qkv)
+    for grad, reference in zip(grads, torch.autograd.grad((expected * weight).sum(), qkv), strict=True):
         torch.testing.assert_close(grad.float(), reference.float(), rtol=5e-2, atol=0.1)

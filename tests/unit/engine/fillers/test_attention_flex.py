@@ -131,25 +131,6 @@ def test_single_pairs_are_scored_as_the_dense_mask_says(
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
-@pytest.mark.parametrize("options", [{}, {"alibi": "bloom", "sliding_window": 90}], ids=str)
-def test_a_layer_answers_the_same_by_blocks(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, length = _layer(2, width=16, **options), 200
-    generator = torch.Generator().manual_seed(3)
-    qkv = [torch.randn(length, 3, n, 16, generator=generator) for n in (8, 2, 2)]
-    masks = [_segments(length)] if not options else [None, _segments(length)]
-    with torch.inference_mode():
-        dense = [layer(*qkv, mask) for mask in masks]
-        monkeypatch.setattr(attention, "can_use_flex", lambda q, k: True)
-        for mask, expected in zip(masks, dense, strict=True):
-            torch.testing.assert_close(layer(*qkv, mask), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_the_cpu_and_short_rows_are_not_attended_to_by_blocks() -> None:
-    q = torch.zeros(1, HEADS, 2 * attention.SHORTEST_FLEX, WIDTH, dtype=torch.bfloat16)
-    assert not attention.can_use_flex(q, q)
-
-
 # ---- compiled, on a GPU ---------------------------------------------------------------------------------------------
 
 
@@ -221,14 +202,6 @@ def test_the_compiled_kernels_agree_with_the_cpu(
         _assert_equals_cpu(_layer(groups, **options), _qkv(length, length, groups, 3), segments)
     needs_blocks = has_segments or options.keys() & {"sliding_window", "alibi"}
     assert by_blocks.count == (4 if needs_blocks else 0)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("width", [64, 80, 128])
-def test_the_compiled_kernels_take_other_widths_and_single_rows(width: int, by_blocks: _Calls) -> None:
-    _assert_equals_cpu(_layer(2, width=width), _qkv(600, 600, 2, 1, width), _segments(600)[:1])
-    _assert_equals_cpu(_layer(2, False, width=width), _qkv(600, 600, 2, 1, width), _segments(600)[1:2])
-    assert by_blocks.count == 2
 
 
 @pytest.mark.gpu

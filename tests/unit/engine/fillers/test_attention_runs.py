@@ -122,8 +122,3 @@ def test_a_layer_with_dropout_goes_by_runs_unless_a_segment_is_in_pieces(
 
     assert torch.isfinite(out).all()
     assert calls == [("runs" if segments == "runs" else "dense")] * 2
-
-
-def test_other_attention_is_left_to_other_kernels() -> None:
-    q = torch.zeros(1, 2, 16, 32, dtype=torch.bfloat16)
-    assert not attention.can_use_varlen(q, q, pattern_of(16, 16, causal=False, window=None, cross=False))  # no GPU

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
-from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
+from megatron.core.utils import local_multi_tensor_l2_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_megatron.engine.fillers.kernels import copy, l2_norm, scale
@@ -54,32 +54,12 @@ def test_the_norm_is_that_of_one_long_vector_and_waits_for_nothing() -> None:
     torch.testing.assert_close(norm[0], torch.cat([t.flatten() for t in tensors]).norm())
 
 
-@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_the_norm_shows_an_overflow(bad: float) -> None:
-    tensors = _tensors()
-    tensors[1][5] = bad
-    assert not torch.isfinite(l2_norm(65536, FLAG, [tensors])[0])
-
-
 def test_the_engines_norm_still_waits_and_takes_one_operation_per_tensor() -> None:
     # It also waits in torch.tensor([scalars on the device]), which a dispatch mode does not see.
     with emulated_cuda(), _Operations() as operations:
         local_multi_tensor_l2_norm(65536, FLAG, [_tensors()], False)
     assert operations.waits >= 1
     assert operations.count["aten::linalg_vector_norm"] > len(_tensors())
-
-
-def test_scaling_in_place_is_one_operation_where_the_engine_needs_two_per_tensor() -> None:
-    with _Operations() as ours:
-        scale(65536, FLAG, [_tensors(), _tensors()], 0.5)
-    tensors = _tensors()
-    with _Operations() as in_place:
-        scale(65536, FLAG, [tensors, tensors], 0.5)
-    with _Operations() as theirs:
-        local_multi_tensor_scale(65536, FLAG, [tensors, tensors], 0.5)
-    assert in_place.count == {"aten::_foreach_mul_": 1}
-    assert ours.count["aten::_foreach_copy_"] == 1
-    assert theirs.count["aten::mul"] == theirs.count["aten::copy_"] == len(tensors)
 
 
 def _engine(bf16: bool, distributed: bool) -> tuple[torch.nn.Module, Any]:
@@ -119,13 +99,6 @@ def test_steps_of_the_engine_are_the_same_with_and_without(bf16: bool, distribut
     assert norms == pytest.approx(expected_norms, rel=1e-6)
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_the_engine_alone_still_waits_more_than_once() -> None:
-    if clip_grads.l2_norm_impl is not local_multi_tensor_l2_norm:
-        pytest.skip("Transformer Engine or Apex is installed")
-    assert _train(bf16=True, distributed=True)[2] > 3
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings import rope_utils
 
-from lightning_megatron.engine.fillers.kernels import MAX_SHAPES, MAX_STEP_SHAPES, CompiledRope, _with_own_code
+from lightning_megatron.engine.fillers.kernels import MAX_SHAPES, MAX_STEP_SHAPES, CompiledRope
 from lightning_megatron.engine.patches import ROPE, active
 
 
@@ -68,14 +68,6 @@ def _fake(length: int, is_cuda: bool, rows: int = 1) -> Any:
     return SimpleNamespace(shape=torch.Size([length, rows, 1, 8]), dtype=torch.float32, is_cuda=is_cuda)
 
 
-def test_nothing_is_compiled_on_the_cpu() -> None:
-    rope, eager, compiled, step = _rope()
-    rope(_fake(4, is_cuda=False), _fake(4, is_cuda=False))
-    with torch.no_grad():
-        rope(_fake(1, is_cuda=False), _fake(1, is_cuda=False))
-    assert (eager.calls, compiled.calls, step.calls) == (2, 0, 0)
-
-
 def test_many_prompts_are_not_all_compiled_and_use_up_neither_the_places_of_training_nor_those_of_steps() -> None:
     rope, eager, compiled, step = _rope()
     with torch.no_grad():
@@ -93,13 +85,6 @@ def test_many_prompts_are_not_all_compiled_and_use_up_neither_the_places_of_trai
     assert compiled.calls == MAX_SHAPES + 3
 
 
-def test_the_function_of_steps_is_the_same_with_code_of_its_own() -> None:
-    t, freqs = _case("cpu")
-    own = _with_own_code(_formula)
-    assert own.__code__ is not _formula.__code__
-    assert torch.equal(own(t, freqs), _formula(t, freqs))
-
-
 @pytest.mark.gpu
 def test_the_compiled_rotation_of_one_token_is_that_of_complex_numbers() -> None:
     t, freqs = _case("cuda")
@@ -108,14 +93,6 @@ def test_the_compiled_rotation_of_one_token_is_that_of_complex_numbers() -> None
             token, angles = t[3:4, :1].expand(1, rows, 3, 8).contiguous(), freqs[3:4]
             got = rope_utils._apply_rotary_pos_emb_bshd(token, angles, rotary_interleaved=False)
             torch.testing.assert_close(got, _formula(token, angles), rtol=1e-5, atol=1e-5)
-
-
-def test_a_second_strategy_reuses_what_the_first_compiled() -> None:
-    wrappers = []
-    for _ in range(2):
-        with active(ROPE):
-            wrappers.append(rope_utils._apply_rotary_pos_emb_bshd)
-    assert wrappers[0] is wrappers[1]
 
 
 def test_the_engine_still_applies_an_eager_function() -> None:

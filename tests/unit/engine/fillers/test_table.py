@@ -62,26 +62,9 @@ def test_transformer_engine_keeps_its_optimizer_on_cuda_only(monkeypatch: pytest
     assert _fillers("cpu")["Adam"] == "torch fused kernel"
 
 
-def test_apex_keeps_its_weight_gradients_on_cuda_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    _install(monkeypatch, "has_apex", "has_apex_wgrad")
-    assert "fused_weight_gradient_mlp_cuda" not in _changed("cuda")
-    assert "fused_weight_gradient_mlp_cuda" in _changed("cpu")
-    assert (_fillers("cuda")["weight gradient"], _fillers("cuda")["Adam"]) == ("NVIDIA Apex", "NVIDIA Apex")
-    assert _fillers("cpu")["weight gradient"] == "torch addmm into fp32"
-
-
 def test_liger_is_used_on_cuda_only(monkeypatch: pytest.MonkeyPatch) -> None:
     _install(monkeypatch, "has_liger")
     assert "SwiGLUFunction" in _changed("cuda")
     assert "SwiGLUFunction" not in _changed("cpu")
     assert _fillers("cuda")["SwiGLU"] == "liger-kernel"
     assert _fillers("cpu")["SwiGLU"].startswith("Megatron-Core")
-
-
-def test_the_report_gives_a_reason_for_every_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    _install(monkeypatch)
-    report = slot_report("cuda")
-    assert all(line.filler and line.reason for line in report)
-    reasons = {line.slot: line.reason for line in report}
-    assert reasons["SwiGLU"] == "liger-kernel is not installed"
-    assert reasons["Adam"] == "neither Transformer Engine nor NVIDIA Apex is installed"
