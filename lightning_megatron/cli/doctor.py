@@ -22,10 +22,7 @@ _PACKAGE = "lightning-megatron"
 _NEEDED = ("torch", "lightning", "megatron-core", "transformers", "tokenizers", "jsonargparse", "numpy")
 _OPTIONAL: tuple[tuple[str, str, Callable[[], bool], str, str], ...] = (
     # Name, module, whether it works, what it gives, how to install it.
-    (
-        *("liger-kernel", "liger_kernel", has_liger, "fused SwiGLU on a GPU"),
-        "pip install 'lightning-megatron[gpu]'",
-    ),
+    (*("liger-kernel", "liger_kernel", has_liger, "fused SwiGLU on a GPU"), "pip install 'lightning-megatron[gpu]'"),
     (
         *("Transformer Engine", "transformer_engine", has_transformer_engine),
         "fused optimizer and gradient norm",

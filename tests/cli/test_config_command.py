@@ -1,9 +1,10 @@
-"""Does ``config`` write what the answers, Accelerate's file or a template say, and refuse what cannot run?"""
+"""``config`` writes what the answers, Accelerate's file or a template say, and refuses what cannot run."""
 
 from __future__ import annotations
 
 import io
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -15,60 +16,26 @@ from lightning_megatron.cli import main
 from tests.cli.test_training import run_cli
 from tests.ranks import ROOT
 
-OLD: dict[str, Any] = {
-    "compute_environment": "LOCAL_MACHINE",
-    "deepspeed_config": {},
-    "distributed_type": "MEGATRON_LM",
-    "downcast_bf16": "no",
-    "fsdp_config": {},
-    "gpu_ids": None,
-    "machine_rank": 0,
-    "main_process_ip": None,
-    "main_process_port": None,
-    "main_training_function": "main",
-    "megatron_lm_config": {
-        "megatron_lm_gradient_clipping": 1.0,
-        "megatron_lm_num_micro_batches": 2,
-        "megatron_lm_pp_degree": 2,
-        "megatron_lm_recompute_activations": True,
-        "megatron_lm_sequence_parallelism": True,
-        "megatron_lm_tp_degree": 2,
-        "megatron_lm_use_distributed_optimizer": True,
-    },
-    "mixed_precision": "bf16",
-    "num_machines": 1,
-    "num_processes": 8,
-    "rdzv_backend": "static",
-    "same_network": True,
-    "use_cpu": False,
-}
+OLD: dict[str, Any] = yaml.safe_load("""
+{compute_environment: LOCAL_MACHINE, deepspeed_config: {}, distributed_type: MEGATRON_LM, downcast_bf16: "no",
+ fsdp_config: {}, gpu_ids: null, machine_rank: 0, main_process_ip: null, main_process_port: null,
+ main_training_function: main, mixed_precision: bf16, num_machines: 1, num_processes: 8, rdzv_backend: static,
+ same_network: true, use_cpu: false,
+ megatron_lm_config: {megatron_lm_gradient_clipping: 1.0, megatron_lm_num_micro_batches: 2, megatron_lm_pp_degree: 2,
+  megatron_lm_recompute_activations: true, megatron_lm_sequence_parallelism: true, megatron_lm_tp_degree: 2,
+  megatron_lm_use_distributed_optimizer: true}}
+""")
 FLAT = {**OLD, "megatron_lm_config": None, **OLD["megatron_lm_config"]}
 STRINGS = {key: str(value).lower() if isinstance(value, (bool, int, float)) else value for key, value in FLAT.items()}
-NEW = {
-    **{key: value for key, value in OLD.items() if value not in ({}, None)},
-    "debug": False,
-    "enable_cpu_affinity": False,
-    "tpu_use_cluster": False,
-    "mixed_precision": "fp16",
-    "num_machines": 2,
-    "main_process_ip": "10.0.0.1",
-    "main_process_port": 29501,
-    "machine_rank": 1,
-    "use_cpu": True,
-    "megatron_lm_config": {
-        "megatron_lm_tp_degree": 1,
-        "megatron_lm_recompute_activations": True,
-        "megatron_lm_recompute_granularity": "full",
-        "megatron_lm_recompute_method": "block",
-        "megatron_lm_recompute_num_layers": 3,
-        "megatron_lm_context_parallel_size": 1,
-        "megatron_lm_expert_model_parallel_size": 1,
-        "megatron_lm_no_load_optim": True,
-        "megatron_lm_use_rotary_position_embeddings": "true",
-        "megatron_lm_optimizer_cpu_offload": True,
-        "megatron_lm_gradient_clipping": 0,
-    },
-}
+NEW = {key: value for key, value in OLD.items() if value not in ({}, None)} | yaml.safe_load("""
+{debug: false, enable_cpu_affinity: false, tpu_use_cluster: false, mixed_precision: fp16, num_machines: 2,
+ main_process_ip: 10.0.0.1, main_process_port: 29501, machine_rank: 1, use_cpu: true,
+ megatron_lm_config: {megatron_lm_tp_degree: 1, megatron_lm_recompute_activations: true,
+  megatron_lm_recompute_granularity: full, megatron_lm_recompute_method: block, megatron_lm_recompute_num_layers: 3,
+  megatron_lm_context_parallel_size: 1, megatron_lm_expert_model_parallel_size: 1, megatron_lm_no_load_optim: true,
+  megatron_lm_use_rotary_position_embeddings: "true", megatron_lm_optimizer_cpu_offload: true,
+  megatron_lm_gradient_clipping: 0}}
+""")
 
 
 def with_keys(**changed: Any) -> dict[str, Any]:
@@ -109,23 +76,29 @@ def test_the_new_keys_and_two_machines(tmp_path: Path, capsys: pytest.CaptureFix
     assert (code, printed.err) == (0, "")
     fields = yaml.safe_load(output.read_text())
     strategy = fields["trainer"].pop("strategy")["init_args"]
-    assert {name: strategy.get(name) for name in ("recompute", "recompute_method", "recompute_num_layers", "cp")} == {
-        **{"recompute": "full", "recompute_method": "block", "recompute_num_layers": 3, "cp": 1}
-    }
-    assert strategy["load_weights_only"] is True
-    assert (strategy["distributed_optimizer"], strategy["sequence_parallel"]) == (False, False)  # as unsaid there
+    expected = {"recompute": "full", "recompute_method": "block", "recompute_num_layers": 3, "cp": 1}
+    unsaid = {"distributed_optimizer": False, "sequence_parallel": False}  # what Accelerate does then
+    assert strategy | expected | unsaid | {"load_weights_only": True} == strategy
     expected = {"accelerator": "cpu", "devices": 4, "num_nodes": 2, "precision": "16-mixed", "gradient_clip_val": 0.0}
-    assert {**fields["trainer"], **expected} == fields["trainer"]
+    assert fields["trainer"] | expected == fields["trainer"]
     assert fields["model"]["init_args"]["position_embedding_type"] == "rotary"
+    reason = "the optimizer's state stays beside the weights"
+    assert f"not taken over: megatron_lm_optimizer_cpu_offload: {reason}\n" in printed.out
     assert (
-        "not taken over: megatron_lm_optimizer_cpu_offload: the optimizer's state stays beside the weights\n"
-        in printed.out
-    )
-    assert (
-        "  torchrun --nproc-per-node=4 --nnodes=2 --node-rank=1 --rdzv-backend=static"
-        " --rdzv-endpoint=10.0.0.1:29501 -m"
+        "  torchrun --nproc-per-node=4 --nnodes=2 --node-rank=1 --rdzv-backend=static --rdzv-endpoint=10.0.0.1:29501 -m"
         f" lightning_megatron fit --config {output}\n"
     ) in printed.out
+    code, again, error = run_cli(tmp_path, "fit", "--config", str(output), "--print_config")
+    assert code == 0, error
+    assert yaml.safe_load(again)["trainer"]["strategy"]["init_args"]["recompute"] == "full"
+    imported(tmp_path, OLD, capsys, ".json")
+    for source in (tmp_path / "accelerate.yaml", tmp_path / "accelerate.json"):
+        code, _, error = run_cli(tmp_path, "fit", f"--config={source}")
+        assert (code, error) == (
+            2,
+            f"error: --config {source} is a configuration of accelerate's; make one of ours with lightning-megatron"
+            f" config --from-accelerate {source}\n",
+        )
 
 
 @pytest.mark.parametrize(
@@ -170,8 +143,6 @@ def test_the_keys_of_the_launcher_become_a_line_for_torchrun(
 def test_what_cannot_be_taken_over_is_one_line_and_nothing_is_written(
     changed: dict[str, Any], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import re
-
     code, output, printed = imported(tmp_path, with_keys(**changed), capsys)
     assert (code, printed.err.count("\n")) == (2, 1)
     assert re.search(says, printed.err), printed.err
@@ -237,25 +208,19 @@ def test_a_wrong_answer_from_a_pipe_is_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_wrong_answer_at_a_terminal_is_explained_and_asked_again(
+def test_a_wrong_answer_at_a_terminal_is_explained_and_asked_again_until_it_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    answer(monkeypatch, terminal=True)  # it is closed
+    assert main(["config"]) == 2
+    assert "model.model: expected an answer, got the end of the input" in capsys.readouterr().err
     answer(monkeypatch, *LAYOUT[:3], "many", "5", *LAYOUT[3:], "x", "", "", "", "", terminal=True)
     assert main(["config"]) == 0
     out = capsys.readouterr().out
     assert "  trainer.strategy.tp: expected an integer of at least 1, got 'many'\n" in out
     assert "  tp=5 does not divide num_attention_heads=12" in out
     assert yaml.safe_load(Path("config.yaml").read_text())["trainer"]["strategy"]["init_args"]["tp"] == 2
-
-
-def test_a_terminal_that_is_closed_ends_the_questions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    answer(monkeypatch, terminal=True)
-    assert main(["config"]) == 2
-    assert "model.model: expected an answer, got the end of the input" in capsys.readouterr().err
 
 
 def test_what_model_and_data_need_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,21 +261,3 @@ def test_an_unknown_template_lists_those_that_the_wheel_ships(capsys: pytest.Cap
     assert capsys.readouterr().err == f"error: --template gpt5 is unknown; choose from {', '.join(names)}\n"
     wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert wheel["force-include"] == {"configs": "lightning_megatron/configs"}
-
-
-def test_fit_takes_what_was_imported_and_names_the_command_for_what_was_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _, output, _ = imported(tmp_path, NEW, capsys)
-    code, printed, error = run_cli(tmp_path, "fit", "--config", str(output), "--print_config")
-    assert code == 0, error
-    assert yaml.safe_load(printed)["trainer"]["strategy"]["init_args"]["recompute"] == "full"
-    for source in (
-        tmp_path / "accelerate.yaml",
-        imported(tmp_path, OLD, capsys, ".json") and tmp_path / "accelerate.json",
-    ):
-        assert main(["fit", f"--config={source}"]) == 2
-        assert capsys.readouterr().err == (
-            f"error: --config {source} is a configuration of accelerate's; make one of ours with lightning-megatron"
-            f" config --from-accelerate {source}\n"
-        )

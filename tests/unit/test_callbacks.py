@@ -18,14 +18,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from lightning_megatron.accounting import model_flops
-from lightning_megatron.callbacks import (
-    Curve,
-    LossCurve,
-    PerplexityReport,
-    ProgressLine,
-    StepClock,
-    ThroughputMonitor,
-)
+from lightning_megatron.callbacks import Curve, LossCurve, PerplexityReport, ProgressLine, StepClock, ThroughputMonitor
 from lightning_megatron.errors import ConfigError
 from tests.unit.test_accounting import gpt2
 
