@@ -6,11 +6,7 @@ import errno
 import io
 import os
 import pickle
-import signal
 import struct
-import subprocess
-import sys
-import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,7 +28,6 @@ from lightning_megatron.data.indexed import (
 from lightning_megatron.data.merge import check_any_dataset, merge_datasets
 from lightning_megatron.data.old_formats import check_old_dataset
 from lightning_megatron.errors import DataError
-from tests.ranks import ROOT
 from tests.unit.data.indexed_files import build, longs
 
 # Documents of sequences; an empty document and empty sequences are among them.
@@ -53,7 +48,7 @@ SOUND: dict[str, tuple[bytes, bytes, Callable[[str], IndexedDataset], list[tuple
     "old": (*(OLD_IDX, OLD_BIN, check_old_dataset), [(8 * i, "Q") for i in (1, 2, 3, 4, 5, 6, 8, 12, 15, 19, 21)]),
     "oldest": (*(OLDEST_IDX, OLD_BIN, check_old_dataset), [(8 * i, "Q") for i in (1, 2, 3, 4, 5, 6, 7, 11, 15)]),
 }
-SPECIAL = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**61, 2**62, 2**63 - 1, 2**63, 2**64 - 1]
+SPECIAL = [0, 1, 2, 3, 5, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**61, 2**62, 2**63 - 1, 2**63, 2**64 - 1]
 
 
 def _write(prefix: Path, sizes: list[int], times: int = 1) -> None:
@@ -101,60 +96,15 @@ def test_a_dataset_gives_runs_of_sequences_and_travels_by_its_name(tmp_path: Pat
         open_dataset(dataset.prefix).sequences(1, 6)
 
 
-def test_an_interrupted_writer_keeps_the_dataset_that_was_there(tmp_path: Path) -> None:
-    _write(tmp_path / "x", [1, 2, 3])
-
-    def write_and_interrupt() -> None:
-        with IndexedDatasetWriter(str(tmp_path / "x"), np.dtype("<u2")) as writer:
-            writer.add_documents(NEW_BIN, [6])
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write_and_interrupt()
-    assert _names(tmp_path) == ["x.bin", "x.idx"]
-    assert len(check_dataset(str(tmp_path / "x")).lengths) == 3
-
-
-def test_a_writer_killed_between_its_two_files_leaves_no_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _write(tmp_path / "x", [3])
-
-    def replace_tokens_only(source: Path, target: Path) -> None:
-        if target.suffix == ".idx":
-            raise KeyboardInterrupt
-        os.rename(source, target)
-
-    monkeypatch.setattr("os.replace", replace_tokens_only)
-    with pytest.raises(KeyboardInterrupt):
-        _write(tmp_path / "x", [1])
-
-    with pytest.raises(DataError, match=r"missing: .*x\.idx"):
-        check_dataset(str(tmp_path / "x"))
-
-
-_WRITE_FOR_EVER = """
-import sys, time
-import numpy as np
-from lightning_megatron.data.indexed import IndexedDatasetWriter
-with IndexedDatasetWriter(sys.argv[1], np.dtype("<u2")) as writer:
-    writer.add_documents(bytes(200_000), [100_000])
-    print("writing", flush=True)
-    time.sleep(60)
-"""
-
-
-def test_what_a_living_writer_has_begun_is_left_alone_and_what_a_killed_one_left_is_taken_over(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", _WRITE_FOR_EVER, str(tmp_path / "x")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "writing\n"
-        try:
-            with pytest.raises(DataError, match=r"another program is writing \S+\.x\.partial at this moment"):
-                _write(tmp_path / "x", [3])
-            assert _names(tmp_path / ".x.partial") == ["x.bin", "x.idx"]
-        finally:
-            process.send_signal(signal.SIGKILL)
-    assert _names(tmp_path) == [".x.partial"]
+def test_what_a_living_writer_has_begun_is_left_alone_and_what_a_killed_one_left_is_removed(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(str(tmp_path / "x"), np.dtype("<u2")) as writer:
+        with pytest.raises(DataError, match=r"another program is writing \S+\.x\.partial at this moment"):
+            _write(tmp_path / "x", [3])
+        writer.add_documents(bytes(2), [1])
+        assert _names(tmp_path) == [".x.partial"]
+    assert check_dataset(str(tmp_path / "x")).lengths.tolist() == [1]
+    (tmp_path / ".x.partial").mkdir()
+    (tmp_path / ".x.partial" / "x.bin").write_bytes(bytes(100))
 
     _write(tmp_path / "x", [3])
 
@@ -216,78 +166,48 @@ def test_missing_files_and_suffixes_are_named(tmp_path: Path) -> None:
             check(str(tmp_path / "x.bin"))
 
 
-def _new(offset: int, letters: str, *values: int) -> bytes:
+def _changed(idx: bytes, offset: int, letters: str, *values: int) -> bytes:
     data = struct.pack(f"<{letters}", *values)
-    return NEW_IDX[:offset] + data + NEW_IDX[offset + len(data) :]
-
-
-def _old(offset: int, *values: int) -> bytes:
-    data = longs(*values)
-    return OLD_IDX[:offset] + data + OLD_IDX[offset + len(data) :]
+    return idx[:offset] + data + idx[offset + len(data) :]
 
 
 @pytest.mark.parametrize(
-    ("idx", "message"),
+    ("check", "idx", "message"),
     [
-        (b"", "has 0 bytes, its header alone needs 34: truncated; run preprocess again"),
-        (NEW_IDX[:20], "has 20 bytes, its header alone needs 34"),
-        (OLD_MAGIC + NEW_IDX[8:], r"old cached/lazy format \(TNTIDX\).*run: lightning-megatron convert-dataset"),
-        (b"PK\x03\x04" * 30, "foreign file"),
-        (_new(9, "Q", 2), "says version 2"),
-        (_new(17, "B", 7), r"token type 7 \(floating-point tokens\)"),
-        (_new(17, "B", 99), r"token type 99 \(an unknown token type\)"),
-        (NEW_IDX[:-1], "has 101 bytes, 3 sequences and 4 document bounds need 102"),
-        (_new(18, "Q", 2**63), "truncated or damaged"),
-        (_new(34, "i", -3), r"a sequence of -3 tokens, \.bin has 12 bytes"),
-        (_new(34, "i", 8), r"a sequence of 8 tokens, \.bin has 12 bytes: damaged, or \.bin is truncated"),
-        (_new(46, "q", -2), "a sequence at position -2"),
-        (_new(46, "q", 2**63 - 1), "a sequence at position 9223372036854775807"),
-        (_new(54, "q", 4), "at position 4, the lengths before it add up to 6"),
-        (_new(42, "i", 1), r"x\.bin has 12 bytes, x\.idx accounts for 10: \.bin is truncated or belongs"),
-        (_new(70, "q", 1), "do not ascend from 0"),
-        (_new(78, "qq", 2, 1), "do not ascend from 0"),
-        (_new(94, "q", 2), "ends its last document at sequence 2 of 3"),
-        (NEW_IDX[:18] + longs(0, 1, 0), "holds no sequence"),
+        (check_dataset, NEW_IDX[:20], "has 20 bytes, its header alone needs 34: truncated; run preprocess again"),
+        (check_dataset, OLD_IDX, r"old cached/lazy format \(TNTIDX\).*run: lightning-megatron convert-dataset"),
+        (check_dataset, b"PK\x03\x04" * 30, "foreign file"),
+        (check_dataset, _changed(NEW_IDX, 9, "Q", 2), "says version 2"),
+        (check_dataset, _changed(NEW_IDX, 17, "B", 7), r"token type 7 \(floating-point tokens\)"),
+        (check_dataset, _changed(NEW_IDX, 17, "B", 99), r"token type 99 \(an unknown token type\)"),
+        (check_dataset, NEW_IDX[:-1], "has 101 bytes, 3 sequences and 4 document bounds need 102"),
+        (check_dataset, _changed(NEW_IDX, 34, "i", -3), r"a sequence of -3 tokens, \.bin has 12 bytes: damaged, or"),
+        (check_dataset, _changed(NEW_IDX, 46, "q", -2), "a sequence at position -2"),
+        (check_dataset, _changed(NEW_IDX, 54, "q", 4), "at position 4, the lengths before it add up to 6"),
+        (check_dataset, _changed(NEW_IDX, 42, "i", 1), r"x\.bin has 12 bytes, x\.idx accounts for 10: \.bin is trunca"),
+        (check_dataset, _changed(NEW_IDX, 70, "q", 1), "do not ascend from 0"),
+        (check_dataset, _changed(NEW_IDX, 94, "q", 2), "ends its last document at sequence 2 of 3"),
+        (check_dataset, NEW_IDX[:18] + longs(0, 1, 0), "holds no sequence"),
+        (check_old_dataset, OLD_IDX[:50], "has 50 bytes, its header alone needs 56"),
+        (check_old_dataset, NEW_IDX, r"is in the mmap format \(MMIDIDX\) already; use"),
+        (check_old_dataset, b"PK\x03\x04" * 30, "foreign file; copy both files again"),
+        (check_old_dataset, _changed(OLD_IDX, 8, "q", 2), "says version 2, the only version is 1"),
+        (check_old_dataset, _changed(OLD_IDX, 24, "q", 8), "token type 4 of 8 bytes, there are 1 of 1, .*6 of 4, 6"),
+        (check_old_dataset, OLD_IDX[:-1], "has 175 bytes, 3 sequences, 3 axes and 4 document bounds need 176"),
+        (check_old_dataset, _changed(OLD_IDX, 40, "qq", 4, 3), "has 4 axes for 3 sequences"),
+        (check_old_dataset, OLD_IDX[:32] + longs(0, 0, 1, 0, 0, 0), "holds no sequence"),
+        (check_old_dataset, _changed(OLD_IDX, 64, "q", 2), "sequences of other than one axis"),
+        (check_old_dataset, _changed(OLD_IDX, 112, "q", 5), "ends at element 5, and .bin elsewhere"),
     ],
 )
-def test_damage_is_named(tmp_path: Path, idx: bytes, message: str) -> None:
+def test_damage_is_named(tmp_path: Path, check: Callable[[str], IndexedDataset], idx: bytes, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        check_dataset(_files(tmp_path, idx))
+        check(_files(tmp_path, idx, NEW_BIN if check is check_dataset else OLD_BIN))
 
 
 def test_a_dataset_without_a_token_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="x holds no token; preprocess inputs that contain text"):
         check_dataset(_files(tmp_path, NEW_IDX[:18] + struct.pack("<QQiqqq", 1, 2, 0, 0, 0, 1), b""))
-
-
-@pytest.mark.parametrize(
-    ("idx", "message"),
-    [
-        (b"", "has 0 bytes, its header alone needs 56: truncated"),
-        (OLD_IDX[:50], "has 50 bytes, its header alone needs 56"),
-        (MAGIC + OLD_IDX[9:], r"is in the mmap format \(MMIDIDX\) already; use"),
-        (b"PK\x03\x04" * 30, r"begins with .* such an index begins with b'TNTIDX.*: foreign file; copy"),
-        (_old(8, 2), "says version 2, the only version is 1"),
-        (_old(16, 99), r"token type 99 of 4 bytes, there are 1 of 1, .*6 of 4, 6 of 8"),
-        (_old(24, 8), "token type 4 of 8 bytes"),
-        (OLD_IDX[:-1], "has 175 bytes, 3 sequences, 3 axes and 4 document bounds need 176"),
-        (_old(32, 2**62), "truncated or damaged"),
-        (_old(40, 4, 3), "has 4 axes for 3 sequences"),
-        (OLD_IDX[:32] + longs(0, 0, 1, 0, 0, 0), "holds no sequence"),
-        (_old(64, 2), "sequences of other than one axis"),
-        (_old(88, 1), "a sequence at position 1, the lengths before it add up to 0"),
-        (_old(96, 2**63 - 1), r"a sequence at position 9223372036854775807, \.bin has 24 bytes"),
-        (_old(112, 5), "ends at element 5, and .bin elsewhere"),
-        (_old(120, -3), "a sequence of -3 tokens"),
-        (_old(120, 2**62), "a sequence of 4611686018427387904 tokens"),
-        (_old(144, 1), "document bounds that do not ascend from 0"),
-        (_old(168, 2), "ends its last document at sequence 2 of 3: .*copy both files again .*damaged merges"),
-    ],
-)
-def test_damage_of_old_files_is_named(tmp_path: Path, idx: bytes, message: str) -> None:
-    with pytest.raises(DataError, match=message) as refused:
-        check_old_dataset(_files(tmp_path, idx, OLD_BIN))
-    assert str(tmp_path / "x") in str(refused.value)
 
 
 def _refusal(read: Callable[[str], object], prefix: str) -> str | None:
@@ -342,34 +262,13 @@ def test_every_truncation_and_every_flipped_bit_is_refused_or_harmless(
     assert accepted <= 2
 
 
-@pytest.mark.parametrize("name", SOUND)
-def test_special_numbers_in_any_field_cost_nothing(tmp_path: Path, name: str) -> None:
-    idx, data, check, fields = SOUND[name]
-    for number, (offset, letter) in enumerate(fields):
-        for value in SPECIAL:
-            field = struct.pack("<Q", value)[: struct.calcsize(letter)]
-            folder = tmp_path / f"{number}-{value}"
-            folder.mkdir()
-            prefix = _files(folder, idx[:offset] + field + idx[offset + len(field) :], data)
-            tracemalloc.start()
-            try:
-                _refusal(check, prefix)
-                _, peak = tracemalloc.get_traced_memory()
-            finally:
-                tracemalloc.stop()
-            assert peak < 300_000  # most of it are the messages' and numpy's own
-            _read_all(prefix)
-
-
 @settings(max_examples=300, deadline=None)
 @given(
     name=st.sampled_from(list(SOUND)),
-    cut=st.integers(len(MAGIC), len(OLD_IDX)) | st.none(),
+    cut=st.integers(0, len(OLD_IDX)) | st.none(),
     changes=st.dictionaries(st.integers(0, len(OLD_IDX) - 1), st.integers(0, 255), max_size=6),
-    words=st.dictionaries(
-        st.integers(0, 10), st.integers(0, 2**64 - 1) | st.integers(0, 8) | st.sampled_from(SPECIAL), max_size=3
-    ),
-    tail=st.binary(max_size=40),
+    words=st.dictionaries(st.integers(0, 10), st.integers(0, 2**64 - 1) | st.sampled_from(SPECIAL), max_size=3),
+    tail=st.binary(max_size=200),
 )
 def test_any_damage_is_either_refused_or_harmless(
     tmp_path_factory: pytest.TempPathFactory,
@@ -389,9 +288,3 @@ def test_any_damage_is_either_refused_or_harmless(
         damaged[offset % len(damaged)] = value
     # Whole files more often than not: one of another length is refused before anything else is looked at.
     _read_all(_files(tmp_path_factory.mktemp("fuzz"), bytes(damaged if cut is None else damaged[:cut] + tail), data))
-
-
-@settings(max_examples=60, deadline=None)
-@given(idx=st.binary(max_size=200), magic=st.sampled_from([MAGIC, OLD_MAGIC, b""]), data=st.binary(max_size=40))
-def test_noise_is_refused(tmp_path_factory: pytest.TempPathFactory, idx: bytes, magic: bytes, data: bytes) -> None:
-    _read_all(_files(tmp_path_factory.mktemp("noise"), magic + idx, data))

@@ -175,16 +175,3 @@ def test_inputs_and_what_exists_are_not_overwritten(tmp_path: Path, monkeypatch:
     with pytest.raises(DataError, match=r"output_prefix=b would overwrite b\.idx, b\.bin; choose another or remove"):
         merge_datasets([first], "b")
     assert _contents(tmp_path) == before
-
-
-def test_an_interrupted_merge_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    prefix = build(tmp_path / "a", FIRST)
-    for place in ("add_documents", "complete"):
-        with monkeypatch.context() as patched:
-            patched.setattr(merge.IndexedDatasetWriter, place, interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                merge_datasets([prefix], str(tmp_path / "out"))
-        assert sorted(_contents(tmp_path)) == ["a.bin", "a.idx"]
