@@ -39,7 +39,6 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from lightning_megatron.checkpoint.files import (
     COMMON,
     META,
-    check_backends,
     check_complete,
     failures_as_errors,
     load_plain,
@@ -84,7 +83,6 @@ def read_meta(path: Path) -> dict[str, Any]:
         verify_checksums(path, (dist.get_rank(), dist.get_world_size()))
 
     def check_and_read() -> dict[str, Any]:
-        check_backends(path)
         meta = load_plain(path / META)
         if not isinstance(meta, dict) or not meta.keys() >= OWN_KEYS:
             raise CheckpointError(f"checkpoint {path} was written by another strategy; give one of MegatronStrategy's")

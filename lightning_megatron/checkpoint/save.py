@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -587,44 +587,36 @@ class FileWriter:
 
     @contextlib.contextmanager
     def _open(self, name: str) -> Iterator[Any]:
-        with _ChecksummedFile(self._folder / name, self._is_abandoned) as raw:
-            stream = io.BufferedWriter(raw, _BUFFER)
-            yield stream
+        with (self._folder / name).open("wb", _BUFFER) as stream:
+            file = _ChecksummedFile(stream, self._is_abandoned)
+            yield file
             stream.flush()
-            os.fsync(raw.descriptor)
-        self._checksums[name] = raw.checksums
+            os.fsync(stream.fileno())
+        self._checksums[name] = file.checksums
 
 
-class _ChecksummedFile(io.RawIOBase):
-    """A new file that sums up what is written to it, in the order of its bytes."""
+class _ChecksummedFile:
+    """Sums up what is written to a stream, in the order of its bytes."""
 
-    def __init__(self, file: Path, is_abandoned: threading.Event) -> None:
-        super().__init__()
-        self.descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    def __init__(self, stream: BinaryIO, is_abandoned: threading.Event) -> None:
+        self._stream = stream
         self._is_abandoned = is_abandoned
         self.checksums = FileChecksums()
-
-    def writable(self) -> bool:
-        return True
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         for start in range(0, len(view), _PIECE):
             if self._is_abandoned.is_set():
                 raise InterruptedError("nobody wants this file any more")
-            piece = view[start : start + _PIECE]
-            self.checksums.update(piece)
-            while len(piece) > 0:
-                piece = piece[os.write(self.descriptor, piece) :]
+            self._stream.write(view[start : start + _PIECE])
+            self.checksums.update(view[start : start + _PIECE])
         return len(view)
 
     def tell(self) -> int:
         return self.checksums.size
 
-    def close(self) -> None:
-        if not self.closed:
-            os.close(self.descriptor)
-        super().close()
+    def flush(self) -> None:
+        """Nothing: torch calls it after each tensor."""
 
 
 _unfinished: weakref.WeakSet[FileWriter] = weakref.WeakSet()

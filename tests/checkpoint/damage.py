@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import pickle
 from collections.abc import Callable
@@ -41,10 +40,6 @@ def cut_in_half(name: str) -> Damage:
         (path / name).write_bytes(data[: len(data) // 2])
 
     return damage
-
-
-def empty(name: str) -> Damage:
-    return lambda path: (path / name).write_bytes(b"")
 
 
 def malicious_torch_file(name: str) -> Damage:
@@ -146,10 +141,6 @@ def without_tensor(path: Path) -> None:
     table = _table(path)
     del table.state_dict_metadata["decoder.final_layernorm.weight"]
     _write_table(path, table)
-
-
-def other_backend(path: Path) -> None:
-    (path / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr", "common_backend": "torch"}))
 
 
 def other_version(path: Path) -> None:

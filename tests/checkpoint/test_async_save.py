@@ -1,4 +1,4 @@
-"""Does a save that goes on beside training hold what the run was when it began, and fail on all ranks alike?"""
+"""A save beside training holds the run as it was when it began, and fails on all ranks alike."""
 
 from __future__ import annotations
 
@@ -55,11 +55,13 @@ def test_it_holds_the_run_as_it_was_when_the_save_began(tmp_path: Path) -> None:
 
 def _train_while_it_is_written(path: Path) -> list[Any]:
     """Hold the disk up, look, train, let go, finish."""
+    from lightning_megatron.checkpoint.save import _ChecksummedFile
+
     let_go = threading.Event()
-    original = os.write
+    original = _ChecksummedFile.write
     with engine_run(RUN) as state, pytest.MonkeyPatch.context() as patch:
         save(state, {}, path.with_name("sync.ckpt"))
-        patch.setattr(os, "write", lambda *args: let_go.wait(30) and original(*args))
+        patch.setattr(_ChecksummedFile, "write", lambda *args: let_go.wait(30) and original(*args))
         saver = begin_save(state, {}, path)
         change(state)
         found = [saver._saving.is_written(), path.exists()]
@@ -81,7 +83,7 @@ def _fail(path: Path, victim: int, *, in_thread: bool) -> list[Any]:
     """A full disk on one rank: of what threads write, or of what rank 0 writes at the end."""
     import torch.distributed as dist
 
-    from lightning_megatron.checkpoint.save import FileSystemWriter
+    from lightning_megatron.checkpoint.save import FileSystemWriter, _ChecksummedFile
     from lightning_megatron.errors import CheckpointError
 
     def full(*args: Any) -> Any:
@@ -91,7 +93,7 @@ def _fail(path: Path, victim: int, *, in_thread: bool) -> list[Any]:
         save(state, {"save": "old"}, path)
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == victim:
-                patch.setattr(*((os, "write") if in_thread else (FileSystemWriter, "finish")), full)
+                patch.setattr(*((_ChecksummedFile, "write") if in_thread else (FileSystemWriter, "finish")), full)
             saver = begin_save(state, {"save": "new"}, path)
             try:
                 saver.finish(is_final=True)
@@ -128,14 +130,15 @@ def _abandon(path: Path) -> list[Any]:
 
     from lightning_megatron.checkpoint import save as module
 
-    original = os.write
+    original = module._ChecksummedFile.write
     with engine_run(RUN) as state, pytest.MonkeyPatch.context() as patch:
         save(state, {"save": "old"}, path)
         with pytest.warns(UserWarning, match="is not written") if os.environ["RANK"] == "0" else nullcontext():
             begin_save(state, {"save": "new"}, path).abandon()
         dist.barrier()
         names = _names(path.parent)
-        patch.setattr(os, "write", lambda *args: time.sleep(0.5) or original(*args))  # type: ignore[func-returns-value]
+        slow = lambda *args: time.sleep(0.1) or original(*args)  # type: ignore[func-returns-value]  # noqa: E731
+        patch.setattr(module._ChecksummedFile, "write", slow)
         saver = begin_save(state, {"save": "newer"}, path)
         start = time.monotonic()
         module._abandon_all()

@@ -1,4 +1,4 @@
-"""Does every changed byte of a checkpoint become an error that names its place, before anything is loaded?"""
+"""Every changed byte of a checkpoint is an error that names its place, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_other_damage_is_named(folder: Path, name: str) -> None:
         verify_checksums(folder)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 5, 20])
+@pytest.mark.parametrize("world", [1, 3, 20])
 def test_each_segment_is_checked_by_one_rank(folder: Path, world: int) -> None:
     data = bytearray(_content("__0_0.distcp"))
     data[2500] ^= 4

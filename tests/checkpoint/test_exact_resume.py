@@ -1,4 +1,4 @@
-"""Is a run that was interrupted and resumed the same run, to the last digit?
+"""A run that was interrupted and resumed is the same run, to the last digit.
 
 Compared are every loss, gradient norm, learning rate and token of the steps that follow, and at the end each weight,
 moment, step count, learning rate and random state (dropout is on). The reference is the run without interruption.
@@ -173,20 +173,6 @@ def test_a_run_that_max_steps_ended_goes_on_with_a_larger_max_steps(tmp_path: Pa
     _assert_each_goes_on(run, [3, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 3], tmp_path)
 
 
-def test_a_run_on_indexed_data_that_max_steps_ended_goes_on(tmp_path: Path, corpus: str) -> None:
-    _assert_each_goes_on(Run(indexed=corpus, trainer={"max_steps": 7}), [4], tmp_path)
-
-
-def test_a_run_of_epochs_goes_on_after_an_epoch(tmp_path: Path) -> None:
-    run = Run(trainer={"max_epochs": 3})
-    after_the_epoch = {"every_n_train_steps": None, "save_on_train_epoch_end": True}
-    whole = run_ranks(_train_and_keep, 1, run, tmp_path, after_the_epoch)
-
-    resumed = run_ranks(_train, 1, run.but(ckpt_path=str(tmp_path / "step=5.ckpt")))
-
-    _assert_goes_on_as(whole, resumed, after=5)
-
-
 def test_a_run_that_max_epochs_ended_goes_on_with_more_epochs(tmp_path: Path) -> None:
     run = Run(trainer={"max_epochs": 2})
     whole = run_ranks(_train, 1, run)
@@ -197,20 +183,10 @@ def test_a_run_that_max_epochs_ended_goes_on_with_more_epochs(tmp_path: Path) ->
     _assert_goes_on_as(whole, resumed, after=STEPS_PER_EPOCH)
 
 
+@pytest.mark.exhaustive
 def test_limit_train_batches_ends_the_same_epochs_after_a_resume(tmp_path: Path) -> None:
     run = Run(trainer={"max_steps": 7, "limit_train_batches": 0.6})
     _assert_each_goes_on(run, [3, 4], tmp_path)
-
-
-def test_the_checkpoint_that_save_last_keeps_of_an_unfinished_epoch_goes_on(tmp_path: Path) -> None:
-    run = Run(trainer={"max_steps": 8})
-    whole = run_ranks(_train, 1, run)
-    keep_last = {"every_n_train_steps": None, "save_last": True}
-    run_ranks(_train_and_keep, 1, run.but(trainer={"max_steps": 3}), tmp_path, keep_last)
-
-    resumed = run_ranks(_train, 1, run.but(ckpt_path=str(tmp_path / "last.ckpt")))
-
-    _assert_goes_on_as(whole, resumed, after=3)
 
 
 class _Noisy:
@@ -265,7 +241,13 @@ def _loader_of_whole_batches(dp: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    "loader", [_loader_of_random_order, _loader_with_generator, _loader_with_worker, _loader_of_whole_batches]
+    "loader",
+    [
+        _loader_of_random_order,
+        pytest.param(_loader_with_generator, marks=pytest.mark.exhaustive),
+        _loader_with_worker,
+        _loader_of_whole_batches,
+    ],
 )
 def test_random_orders_and_random_samples_go_on(tmp_path: Path, loader: Any) -> None:
     _assert_each_goes_on(Run(loader=loader, trainer={"max_steps": 10}), [STEPS_PER_EPOCH + 3], tmp_path)

@@ -1,4 +1,4 @@
-"""Is there a whole checkpoint, the old or the new one, wherever kill -9 hits a save, a replacement or a removal?
+"""There is a whole checkpoint, the old or the new one, wherever kill -9 hits a save, a replacement or a removal.
 
 The program dies before one of its calls that change files, which one a seed says. What is on the disk is then read by
 torch's own reader and compared, tensor by tensor, with what is known to be the old and the new state.
@@ -46,13 +46,14 @@ class _Calls:
 
     def __init__(self, folder: Path) -> None:
         from lightning_megatron import files
+        from lightning_megatron.checkpoint.save import _ChecksummedFile
 
         self._folder = str(folder)
         self._counter = itertools.count(1)
         self.count = 0
         self.last: int | None = None
         sys.addaudithook(self._hook)
-        for owner, name in ((os, "write"), (os, "fsync"), (files, "_exchange")):
+        for owner, name in ((_ChecksummedFile, "write"), (os, "fsync"), (files, "_exchange")):
             setattr(owner, name, self._counted(getattr(owner, name)))
 
     def begin(self, last: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Does ``ckpt_path`` always mean a complete checkpoint, whatever a killed run has left behind?
+"""``ckpt_path`` always means a complete checkpoint, whatever a killed run has left behind.
 
 The folders are made by hand, and no process is started: what ``ckpt_path`` means is known before.
 """
@@ -197,25 +197,6 @@ def test_a_folder_means_the_checkpoint_with_most_steps(tmp_path: Path) -> None:
     _complete(folder / "step=9.ckpt", 9)
     _unfinished(folder / "step=11.ckpt")
     assert _find(folder, folder) == str(folder / "step=10.ckpt")
-
-
-def test_a_checkpoint_that_another_process_removes_meanwhile_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from lightning_megatron.checkpoint import find
-
-    _complete(tmp_path / "step=2.ckpt", 2)
-    _complete(tmp_path / "step=4.ckpt", 4)
-    check = find.check_complete
-
-    def remove_after_the_check(path: Path) -> None:
-        check(path)
-        if path.name == "step=2.ckpt":
-            shutil.rmtree(path)
-
-    monkeypatch.setattr(find, "check_complete", remove_after_the_check)
-
-    assert [each.step for each in find.found_in(tmp_path)] == [4]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Does a new run begin with the weights of ``load_from``, and with nothing else of that checkpoint?"""
+"""A new run begins with the weights of ``load_from``, and with nothing else of that checkpoint."""
 
 from __future__ import annotations
 

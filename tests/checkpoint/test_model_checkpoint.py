@@ -1,4 +1,4 @@
-"""Does Lightning's own ``ModelCheckpoint`` keep, link, find and delete checkpoints that are folders?"""
+"""Lightning's own ``ModelCheckpoint`` keeps, links, finds and deletes checkpoints that are folders."""
 
 from __future__ import annotations
 

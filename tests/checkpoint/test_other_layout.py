@@ -1,4 +1,4 @@
-"""Does a run go on when it is resumed with other sizes of tp, pp, vpp and dp, with or without distributed optimizer?
+"""A run goes on with other sizes of tp, pp, vpp and dp, with or without distributed optimizer.
 
 Megatron's buckets are padded to multiples of dp, so dp = 3 puts everything into other places than dp = 1, 2 and 4 do.
 """
@@ -138,18 +138,6 @@ def test_the_loss_curve_goes_on(tmp_path: Path, whole: Trace, before: Layout, af
     _assert_on_the_curve(resumed, whole, range(4, 8))
 
 
-def test_the_loss_curve_of_a_bert_goes_on(tmp_path: Path) -> None:
-    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    run = Run(model={**BERT, **no_dropout}, loader=_loader_of_pairs, trainer={"max_steps": 5})
-    (whole,) = run_ranks(_train, 1, run)
-    path = tmp_path / "a.ckpt"
-    run_ranks(_train_and_save, 3, run.but(trainer={"max_steps": 2}), path)
-
-    resumed = run_ranks(_train, 2, run.but(strategy=_unsharded(PP2)[1], ckpt_path=str(path)))
-
-    _assert_on_the_curve(resumed, whole, range(3, 6))
-
-
 def _assert_on_the_curve(resumed: list[Trace], whole: Trace, steps: range) -> None:
     for step in steps:
         for trace in resumed:
@@ -234,26 +222,6 @@ def test_rank_0_says_when_random_states_stay_behind(tmp_path: Path) -> None:
     (of_rank_0,), of_rank_1 = run_ranks(_messages_of, 2, resumed.but(strategy={"tp": 2}))
     assert f"{path} was written at tp=1 pp=1 vpp=1 cp=1 dp=1 and this run is at tp=2 pp=1 vpp=1 cp=1 dp=1" in of_rank_0
     assert of_rank_1 == []
-
-
-def _loader_of_random_order(dp: int) -> Any:
-    from torch.utils.data import DataLoader
-
-    return DataLoader(rows_dataset(SAMPLES), batch_size=BATCH // dp, shuffle=True)
-
-
-def test_an_order_drawn_from_global_random_numbers_goes_on_in_later_epochs_too(tmp_path: Path) -> None:
-    own_sampler = {"max_steps": 8, "use_distributed_sampler": False}
-    run = Run(model=NO_DROPOUT, loader=_loader_of_random_order, trainer=own_sampler)
-    (whole,) = run_ranks(_train, 1, run)
-    run_ranks(_train_and_save, 1, run.but(trainer={"max_steps": 3}), tmp_path / "a.ckpt")
-
-    resumed = run_ranks(_train, 2, run.but(strategy={"tp": 2}, ckpt_path=str(tmp_path / "a.ckpt")))
-
-    for trace in resumed:
-        assert {step: numbers["tokens"] for step, numbers in trace.steps.items()} == {
-            step: whole.steps[step]["tokens"] for step in range(4, 9)
-        }
 
 
 def test_each_sample_of_the_epoch_is_taken_once_though_dp_changes(tmp_path: Path) -> None:

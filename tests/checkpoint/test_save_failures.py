@@ -1,4 +1,4 @@
-"""What does a save that fails cost? A warning; the run goes on, nothing is removed, and the next save makes it good."""
+"""A save that fails costs a warning: the run goes on, nothing is removed, and the next save makes it good."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a checkpoint that was written beside training bring the run back, to the last bit, as it was when it began?"""
+"""A checkpoint that was written beside training brings the run back, to the last bit, as it was when it began."""
 
 from __future__ import annotations
 

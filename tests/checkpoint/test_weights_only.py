@@ -1,4 +1,4 @@
-"""What comes back from a checkpoint when only its weights count?"""
+"""Checkpoints of weights only, and new runs from the weights of a checkpoint."""
 
 from __future__ import annotations
 
@@ -63,15 +63,6 @@ def test_both_kinds_of_checkpoint_evaluate_to_the_loss_of_their_moment(tmp_path:
         assert run_ranks(_evaluate, 2, run, tmp_path / name) == [[loss, loss]] * 2
 
 
-def test_a_checkpoint_of_weights_holds_no_optimizer_state(tmp_path: Path) -> None:
-    run_ranks(_train_and_save_both_ways, 1, Run(trainer={"max_steps": 1}), tmp_path)
-
-    weights, full = read_tensors(tmp_path / "weights.ckpt"), read_tensors(tmp_path / "full.ckpt")
-
-    assert weights.keys() == {name for name in full if not name.startswith("optimizer.")}
-    assert all(tensor.equal(full[name]) for name, tensor in weights.items())
-
-
 def test_resuming_from_weights_is_refused_on_all_ranks(tmp_path: Path) -> None:
     run = Run(trainer={"max_steps": 1})
     run_ranks(_train_and_save_both_ways, 1, run, tmp_path)
@@ -81,6 +72,9 @@ def test_resuming_from_weights_is_refused_on_all_ranks(tmp_path: Path) -> None:
 
     assert caught.value.error_type == "CheckpointError"
     assert "load_weights_only=True" in str(caught.value)
+    weights, full = read_tensors(tmp_path / "weights.ckpt"), read_tensors(tmp_path / "full.ckpt")
+    assert weights.keys() == {name for name in full if not name.startswith("optimizer.")}
+    assert all(tensor.equal(full[name]) for name, tensor in weights.items())
 
 
 def _ordered_loader(dp: int) -> Any:
