@@ -42,6 +42,8 @@ TABLE = ".metadata"
 BACKENDS = "metadata.json"
 """By which Megatron's own loader picks the code that reads the rest."""
 
+_KNOWN_BACKENDS = {"sharded_backend": "torch_dist", "common_backend": "torch"}
+
 # ---- completeness ---------------------------------------------------------------------------------------------------
 
 
@@ -84,6 +86,25 @@ def check_replaceable(path: Path) -> None:
         return
     if not any((path / name).exists() for name in (META, COMMON, TABLE, BACKENDS)) and not any(path.glob("*.distcp")):
         raise CheckpointError(f"{path} is a folder of other files, which would be lost; give the checkpoint a new name")
+
+
+def check_backends(path: Path) -> None:
+    """Refuse distributed checkpoints of other formats, as Megatron-Core once wrote them.
+
+    Raises:
+        CheckpointError: If the format is another one, or cannot be read.
+    """
+    try:
+        backends = json.loads((path / BACKENDS).read_bytes())
+        known = all(backends[name] == value for name, value in _KNOWN_BACKENDS.items())
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        message = f"checkpoint {path} has an unreadable {BACKENDS} ({error!r}); use an earlier one"
+        raise CheckpointError(message) from None
+    if not known:
+        raise CheckpointError(
+            f"checkpoint {path} has the format {backends}, and this program reads {_KNOWN_BACKENDS}; give one that "
+            "MegatronStrategy wrote"
+        )
 
 
 # ---- checksums ------------------------------------------------------------------------------------------------------
@@ -301,6 +322,7 @@ def check_only_data(path: Path) -> None:
     Raises:
         CheckpointError: If a file names anything but data, or cannot be read.
     """
+    check_backends(path)
     load_plain(path / COMMON)
     read_table(path)
 
