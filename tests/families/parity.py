@@ -1,16 +1,12 @@
-"""Does a family equal Hugging Face, in any layout? One call compares everything.
+"""Compare a family with Hugging Face in any layout, by one call.
 
 ``check_family`` takes a tiny Hugging Face model with random weights and a batch. On a layout's ranks it compares the
-logits, the loss, the gradient of every parameter (under its Hugging Face name), and what ``save_pretrained`` writes.
-A family's test is::
+logits, the loss, the gradient of every parameter (under its Hugging Face name), and what ``save_pretrained`` writes::
 
-    @functools.cache
-    def _model() -> Any:
-        return tiny_model(AutoModelForCausalLM, Qwen3Config(vocab_size=83, hidden_size=32, ...))
+    model = tiny_model(AutoModelForCausalLM, Qwen3Config(vocab_size=83, hidden_size=32, ...))
+    check_family(model, Layout(tp=2), padded_sentences())
 
-    @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-    def test_qwen3_equals_hugging_face_in_every_layout(layout: Layout) -> None:
-        check_family(_model(), layout, padded_sentences())
+A further GPT is a few lines in the tables of test_gpts.py.
 
 The model: fp32, few layers (a multiple of 4 for ``LAYOUTS``), sizes other than the defaults, a prime vocabulary, every
 dropout 0. The rows are what a DataLoader yields one by one; Hugging Face gets them stacked, as its keyword arguments,
@@ -27,16 +23,15 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from tests.parity.comparison import relative_error
+from tests.parity.logits import keeping_outputs
 from tests.parity.sharding import Tensors, gradients_in_place_of_weights
 from tests.parity.training import Case, Layout, trainer_of
 from tests.ranks import run_ranks
@@ -51,12 +46,7 @@ LAYOUTS = (
     Layout(pp=2, vpp=2, num_microbatches=2),
 )
 """Each way of splitting a model once; the rows must divide into two microbatches, the sequence into two parts."""
-
-IN_EVERY_RUN = [
-    pytest.param(layout, marks=[pytest.mark.exhaustive] * (layout in LAYOUTS[1:3]), id=str(layout))
-    for layout in LAYOUTS
-]
-"""Without those whose ways another one has together, for families that are not the first."""
+FOUR_RANKS, INTERLEAVED = LAYOUTS[3:]
 
 VOCAB_SIZE = 83
 """A prime: every layout needs padding rows."""
@@ -259,7 +249,7 @@ def answer_of_family(directory: str, case: Case, rows: Rows, task: str | None, t
 
     loader: DataLoader[Any] = DataLoader(rows, batch_size=len(rows) // case.layout.dp)  # type: ignore[arg-type]
     answering = pretrained_module(directory + "/source", task=task, train_step=train_step)
-    answering.train_step = keeping = _keeping_outputs(answering.train_step)
+    answering.train_step = keeping = keeping_outputs(answering.train_step)
     trainer = trainer_of(case)
     trainer.validate(answering, loader, verbose=False)
     topology = trainer.strategy.topology
@@ -281,41 +271,3 @@ def pretrained_module(directory: str, **options: Any) -> Any:
 
     options.setdefault("make_vocab_size_divisible_by", MAKE_VOCAB_SIZE_DIVISIBLE_BY)
     return MegatronModule(model=directory, pretrained=True, **options)
-
-
-def _keeping_outputs(train_step: Any) -> Any:
-    """``train_step``, but the model is asked for logits and they are kept."""
-    from functools import partial
-
-    from lightning_megatron.steps.base import Batch, LossFunc, LossTerm
-
-    step_class: Any = type(train_step)
-
-    class KeepingOutputs(step_class):
-        """Asks the model without labels."""
-
-        def __init__(self) -> None:
-            self.__dict__.update(train_step.__dict__)
-            self.outputs: list[list[torch.Tensor]] = []
-
-        def forward_step(self, data_iterator: Iterator[Batch], model: Any) -> tuple[Any, LossFunc]:
-            def without_labels(*args: Any, **kwargs: Any) -> Any:
-                return model(*args, **{k: None if k == "labels" else v for k, v in kwargs.items()})
-
-            output, _ = super().forward_step(data_iterator, without_labels)
-            return output, partial(self.loss_func, {})
-
-        def loss_func(self, batch: Batch, output: Any) -> dict[str, LossTerm]:
-            parts = output if isinstance(output, tuple | list) else (output,)
-            given = [part for part in parts if part is not None]
-            self.outputs.append([part.float().cpu() for part in given])
-            zero = torch.zeros((), device=given[0].device)
-            return {name: LossTerm(zero, zero + 1) for name in self.loss_terms}
-
-        def metrics(self) -> dict[str, Any]:
-            return {}
-
-        def update_metrics(self, metrics: Any, batch: Batch, output: Any) -> None:
-            """There are none."""
-
-    return KeepingOutputs()

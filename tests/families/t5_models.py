@@ -1,4 +1,4 @@
-"""Which T5s do tests compare with transformers? Tiny ones of each kind, random weights, on the CPU."""
+"""Tiny T5s of each kind for comparisons with transformers: random weights, on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is bf16 on four GPUs as near to the truth as Hugging Face's own bf16? The truth is Hugging Face in fp32."""
+"""bf16 on four GPUs is as near to Hugging Face in fp32 as Hugging Face's own bf16."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What do the ranks of every GPT hold: as many parameters as are counted, with the first values of a new model?"""
+"""Ranks of every GPT hold as many parameters as are counted, with the first values of a new model."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lightning_megatron.accounting import even_layout, rank_parameters
-from tests.families.gpt_rows import FOUR_RANKS
-from tests.families.parity import padded_sentences
+from tests.families.parity import FOUR_RANKS, padded_sentences
 from tests.parity.training import Case, Layout, trainer_of
 from tests.ranks import run_ranks
 from tests.unit.convert.gpt_configs import CONFIGS

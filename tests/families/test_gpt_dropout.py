@@ -1,4 +1,4 @@
-"""Are numbers dropped where Hugging Face drops them, with its probabilities? Read off one training step of both."""
+"""Numbers are dropped where Hugging Face drops them, with its probabilities, read off one training step of both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPTs with other positions and heads than their family's: are they what another family is, and alike in layouts?"""
+"""GPTs with other positions and heads than their family's: equal to another family, and alike in all layouts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from lightning_megatron.convert.registry import model_config
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import with_variant
-from tests.families.gpt_rows import FOUR_RANKS
+from tests.families.parity import FOUR_RANKS
 from tests.parity.training import Case, Layout, loader_of, module_of, trainer_of
 from tests.ranks import run_ranks
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron.convert.registry import model_config
 from lightning_megatron.errors import ConfigError
-from tests.families.parity import IN_EVERY_RUN, VOCAB_SIZE, Rows, check_family, tiny_model
+from tests.families.parity import FOUR_RANKS, INTERLEAVED, VOCAB_SIZE, Rows, check_family, tiny_model
 from tests.parity.sharding import whole
 from tests.parity.training import Case, Layout, RankOutcome, train_module, trainer_of
 from tests.ranks import run_ranks
@@ -20,7 +20,6 @@ LENGTHS = (16, 9, 5, 12)
 PAD = 3
 TOKEN_TYPES = 3
 NUM_LABELS = 5
-FOUR_RANKS = Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2)
 TWO_COPIES = Layout(dp=2, num_microbatches=2)
 """One row per microbatch: means of means would differ from Hugging Face's mean over the batch."""
 
@@ -73,49 +72,44 @@ def _pretraining_rows() -> Rows:
     return _sentences(labels=_labels_of_tokens(VOCAB_SIZE), next_sentence_label=torch.tensor([1, 0, -100, 1]))
 
 
+def _masked() -> Rows:
+    return _sentences(labels=_labels_of_tokens(VOCAB_SIZE))
+
+
+def _labelled() -> Rows:
+    return _sentences(labels=_labels_of_tokens(NUM_LABELS))
+
+
+def _of_rows(labels: torch.Tensor) -> Rows:
+    return _sentences(labels=labels)
+
+
+CLASSES = torch.tensor([4, 0, -100, 2])
 RECOMPUTED = Layout(tp=2, sequence_parallel=True, recompute="full")
+CASES: dict[str, tuple[Any, Layout, Rows]] = {
+    **{f"pretraining-{layout}": (("PreTraining",), layout, _pretraining_rows())
+       for layout in (FOUR_RANKS, INTERLEAVED, TWO_COPIES, RECOMPUTED)},
+    "given positions": (("PreTraining",), FOUR_RANKS, [
+        {**row, "position_ids": (torch.arange(16) * 5 + i) % 24} for i, row in enumerate(_pretraining_rows())
+    ]),
+    "masked_lm": (("MaskedLM",), FOUR_RANKS, _masked()),
+    "one value": (("SequenceClassification", 1), TWO_COPIES, _of_rows(torch.tensor([0.5, -1.25, 2.0, 0.0]))),
+    "values": (("SequenceClassification", 3, "regression"), TWO_COPIES, _of_rows(torch.linspace(-1, 1, 12).view(4, 3))),
+    "classes": (("SequenceClassification", NUM_LABELS), FOUR_RANKS, _of_rows(CLASSES)),
+    "classes in copies": (("SequenceClassification", NUM_LABELS), TWO_COPIES, _of_rows(CLASSES)),
+    "several labels": (("SequenceClassification", 3), TWO_COPIES, _of_rows((torch.arange(12).view(4, 3) % 2).float())),
+    "classes of tokens": (("TokenClassification", NUM_LABELS), FOUR_RANKS, _labelled()),
+    "answers outside the row": (("QuestionAnswering",), FOUR_RANKS, _sentences(
+        start_positions=torch.tensor([0, 3, 16, 15]), end_positions=torch.tensor([4, 8, 99, 15])
+    )),
+}  # fmt: skip
+"""Head with its options, layout and rows."""
 
 
-@pytest.mark.parametrize("layout", [*IN_EVERY_RUN[3:], TWO_COPIES, RECOMPUTED], ids=str)
-def test_pretraining_equals_hugging_face_in_every_layout(layout: Layout) -> None:
-    check_family(_model("PreTraining"), layout, _pretraining_rows())
-
-
-def test_masked_lm_equals_hugging_face() -> None:
-    check_family(_model("MaskedLM"), FOUR_RANKS, _sentences(labels=_labels_of_tokens(VOCAB_SIZE)))
-
-
-ROW_LABELS = {
-    "one_value": (1, None, torch.tensor([0.5, -1.25, 2.0, 0.0])),
-    "values": (3, "regression", torch.linspace(-1, 1, 12).view(4, 3)),
-    "classes": (NUM_LABELS, None, torch.tensor([4, 0, -100, 2])),
-    "several_labels": (3, None, (torch.arange(12).view(4, 3) % 2).float()),
-}
-
-
-@pytest.mark.parametrize(
-    ("kind", "layout"),
-    [("classes", FOUR_RANKS), *((kind, TWO_COPIES) for kind in ROW_LABELS)],
-    ids=str,
-)
-def test_sequence_classification_equals_hugging_face(kind: str, layout: Layout) -> None:
-    num_labels, problem_type, labels = ROW_LABELS[kind]
-    check_family(_model("SequenceClassification", num_labels, problem_type), layout, _sentences(labels=labels))
-
-
-def test_token_classification_equals_hugging_face() -> None:
-    rows = _sentences(labels=_labels_of_tokens(NUM_LABELS))
-    check_family(_model("TokenClassification", NUM_LABELS), FOUR_RANKS, rows)
-
-
-def test_question_answering_equals_hugging_face_with_answers_outside_the_row() -> None:
-    starts, ends = torch.tensor([0, 3, 16, 15]), torch.tensor([4, 8, 99, 15])
-    check_family(_model("QuestionAnswering"), FOUR_RANKS, _sentences(start_positions=starts, end_positions=ends))
-
-
-def test_positions_may_be_given() -> None:
-    rows = [{**row, "position_ids": (torch.arange(16) * 5 + i) % 24} for i, row in enumerate(_pretraining_rows())]
-    check_family(_model("PreTraining"), FOUR_RANKS, rows)
+@pytest.mark.parametrize("case", CASES)
+def test_a_bert_equals_hugging_face(case: str) -> None:
+    head, layout, rows = CASES[case]
+    check_family(_model(*head), layout, rows)
 
 
 # ---- without a counterpart in Hugging Face --------------------------------------------------------------------------
@@ -186,12 +180,8 @@ def _validate(layout: Layout, rows: Rows, task: str, precision: str) -> dict[str
 
 @pytest.mark.parametrize("task", ["pretraining", "sequence_classification", "token_classification"])
 def test_losses_and_metrics_are_those_of_one_process_for_rows_that_do_not_divide(task: str) -> None:
-    rows = _pretraining_rows()
-    if task == "sequence_classification":
-        rows = _sentences(labels=torch.tensor([4, 0, -100, 2]))
-    elif task == "token_classification":
-        rows = _sentences(labels=_labels_of_tokens(NUM_LABELS))
-    rows = (rows + rows)[:7]
+    of_task = {"pretraining": _pretraining_rows(), "token_classification": _labelled()}
+    rows = (of_task.get(task, _of_rows(CLASSES)) * 2)[:7]
     (expected,) = run_ranks(_validate, 1, Layout(), rows, task, "32-true")
     layout = Layout(pp=2, dp=2, num_microbatches=2)
     ranks = run_ranks(_validate, 4, layout, rows, task, "32-true")

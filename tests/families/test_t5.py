@@ -1,26 +1,16 @@
-"""T5 and mT5: two stacks on one pipeline, relative positions, heads tied and untied as in transformers."""
+"""T5 and mT5 equal Hugging Face: two stacks on one pipeline, relative positions, heads tied and untied."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.families.parity import IN_EVERY_RUN, LAYOUTS, VOCAB_SIZE, Rows, check_family, pretrained_module
+from tests.families.parity import FOUR_RANKS, INTERLEAVED, VOCAB_SIZE, Rows, check_family, pretrained_module
 from tests.families.t5_models import mt5, t5, t5_1_1, t5_config
 from tests.parity.training import Layout
-
-FURTHER_LAYOUTS = (
-    Layout(pp=4, num_microbatches=2),
-    pytest.param(Layout(dp=2, pp=2, num_microbatches=2), marks=pytest.mark.exhaustive),
-)
-RECOMPUTED = (
-    pytest.param(
-        Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2, recompute="full"), marks=pytest.mark.exhaustive
-    ),
-    Layout(pp=2, vpp=2, num_microbatches=2, recompute="full", recompute_method="block"),
-)
 
 
 def _pairs(*, with_decoder_mask: bool = True, side: str = "right") -> Rows:
@@ -39,28 +29,30 @@ def _pairs(*, with_decoder_mask: bool = True, side: str = "right") -> Rows:
     return rows
 
 
-@pytest.mark.parametrize("layout", [*IN_EVERY_RUN[3:], *FURTHER_LAYOUTS, *RECOMPUTED], ids=str)
-def test_t5_equals_hugging_face_in_every_layout(layout: Layout) -> None:
-    check_family(t5(), layout, _pairs())
+def _given(row: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {**row, "decoder_input_ids": row["input_ids"][:10]}
 
 
-def test_gated_untied_t5_equals_hugging_face() -> None:
-    check_family(t5_1_1(), LAYOUTS[3], _pairs(side="left"))
+def _bare(row: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: row[name] for name in ("input_ids", "labels")}
 
 
-def test_mt5_equals_hugging_face() -> None:
-    check_family(mt5(), LAYOUTS[3], _pairs(with_decoder_mask=False))
+RECOMPUTED = Layout(pp=2, vpp=2, num_microbatches=2, recompute="full", recompute_method="block")
+CASES: dict[str, tuple[Any, Layout, Rows]] = {
+    **{f"t5-{layout}": (t5, layout, _pairs())
+       for layout in (FOUR_RANKS, INTERLEAVED, Layout(pp=4, num_microbatches=2), RECOMPUTED)},
+    "gated, untied": (t5_1_1, FOUR_RANKS, _pairs(side="left")),
+    "mt5": (mt5, FOUR_RANKS, _pairs(with_decoder_mask=False)),
+    "the decoder's own input": (t5, Layout(tp=2), [_given(row) for row in _pairs()]),
+    "no masks": (t5, Layout(pp=2, num_microbatches=4), [_bare(row) for row in _pairs()]),
+}  # fmt: skip
+"""Model, layout and rows."""
 
 
-def test_the_decoder_may_be_given_its_own_input() -> None:
-    generator = torch.Generator().manual_seed(6)
-    rows = [{**row, "decoder_input_ids": torch.randint(0, VOCAB_SIZE, (10,), generator=generator)} for row in _pairs()]
-    check_family(t5(), Layout(tp=2), rows)
-
-
-def test_without_masks_every_token_is_seen() -> None:
-    rows = [{name: row[name] for name in ("input_ids", "labels")} for row in _pairs()]
-    check_family(t5(), Layout(pp=2, num_microbatches=4), rows)
+@pytest.mark.parametrize("case", CASES)
+def test_a_t5_equals_hugging_face(case: str) -> None:
+    model, layout, rows = CASES[case]
+    check_family(model(), layout, rows)
 
 
 # ---- what config and weights say together ---------------------------------------------------------------------------
@@ -111,17 +103,16 @@ def test_every_kind_of_mlp_is_described(name: str, activation: str, is_gated: bo
     assert (described.activation, described.gated_linear_unit) == (activation, is_gated)
 
 
-def test_an_activation_that_is_not_computed_is_refused_by_name() -> None:
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"model_type": "t5", "feed_forward_proj": "tanh"}, "'tanh' is not supported"),
+        ({"model_type": "umt5"}, "'umt5' is not a known model family"),  # its layers have tables of their own
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(fields: dict[str, Any], says: str) -> None:
     from lightning_megatron.convert.registry import model_config
     from lightning_megatron.errors import ConfigError
 
-    with pytest.raises(ConfigError, match="'tanh' is not supported"):
-        model_config(t5_config("T5Config", feed_forward_proj="tanh"))
-
-
-def test_umt5_whose_layers_have_tables_of_their_own_is_an_unknown_family() -> None:
-    from lightning_megatron.convert.registry import model_config
-    from lightning_megatron.errors import ConfigError
-
-    with pytest.raises(ConfigError, match="'umt5' is not a known model family"):
-        model_config({"model_type": "umt5"})
+    with pytest.raises(ConfigError, match=says):
+        model_config(fields)

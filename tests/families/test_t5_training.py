@@ -1,4 +1,4 @@
-"""Does a T5 train on every layout as on one process? Copies of weights, dropout, recomputation, checkpoints."""
+"""A T5 trains on every layout as on one process: copies of weights, dropout, recomputation, checkpoints."""
 
 from __future__ import annotations
 
@@ -30,10 +30,8 @@ def _cut(*layers: int) -> tuple[tuple[str, Any], ...]:
 LAYOUTS = (
     Layout(tp=2, sequence_parallel=True, num_microbatches=3),
     Layout(pp=2, num_microbatches=3, transformer_config_overrides=_cut(0, 7)),
-    Layout(pp=2, num_microbatches=2, transformer_config_overrides=_cut(5, 2)),
     Layout(pp=2, vpp=2, num_microbatches=4, transformer_config_overrides=_cut(1, 3, 2, 1)),
     Layout(pp=2, dp=2, transformer_config_overrides=_cut(2, 5)),
-    Layout(pp=2, dp=2, distributed_optimizer=False),
     Layout(pp=2, vpp=2, dp=2, num_microbatches=2, overlap_communication=True),
     Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2),
 )
@@ -42,17 +40,11 @@ FOUR_RANKS = LAYOUTS[-1]
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(x, marks=[pytest.mark.exhaustive] * (i not in (0, 3, 6)), id=str(x)) for i, x in enumerate(LAYOUTS)],
+    [pytest.param(x, marks=[pytest.mark.exhaustive] * (i not in (0, 2, 4)), id=str(x)) for i, x in enumerate(LAYOUTS)],
 )
 def test_a_layout_trains_as_one_process(layout: Layout) -> None:
     # ``outcome`` also checks that all copies of a tied embedding and of a table are equal after the steps.
     assert_same_run(outcome(replace(T5, layout=layout)), outcome(T5))
-
-
-@pytest.mark.exhaustive
-def test_a_layout_trains_in_bf16_as_one_process() -> None:
-    reference = replace(T5, precision="bf16-mixed")
-    assert_same_within_rounding(outcome(replace(reference, layout=FOUR_RANKS)), outcome(reference), outcome(T5))
 
 
 def test_clipping_counts_each_copied_weight_once() -> None:
@@ -131,7 +123,7 @@ def _num_parameters(case: Case) -> tuple[int, int]:
     return sum(parameter.numel() for parameter in module.model_chunks.parameters()), expected
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[3], FOUR_RANKS], ids=str)
+@pytest.mark.parametrize("layout", [LAYOUTS[2], FOUR_RANKS], ids=str)
 def test_ranks_hold_as_many_parameters_as_the_arithmetic_says(layout: Layout) -> None:
     for held, expected in run_ranks(_num_parameters, layout.world_size, replace(T5, layout=layout)):
         assert held == expected

@@ -1,4 +1,4 @@
-"""When are two runs the same run? Up to the rounding of sums that are added in another order."""
+"""Two runs are the same run up to the rounding of sums that are added in another order."""
 
 from __future__ import annotations
 

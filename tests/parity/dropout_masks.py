@@ -1,4 +1,4 @@
-"""Which numbers does each rank drop? Read off real forward passes.
+"""The numbers that each rank drops, read off real forward passes.
 
 A mask is recorded as True where a number was dropped: for dropout on activations from its output, and for dropout
 inside attention by asking the same kernel, at the same random state, for the attention weights themselves.

@@ -1,4 +1,4 @@
-"""What does the model answer? Whole logits of a few rows, from any layout and from Hugging Face."""
+"""Whole logits of a few rows, from any layout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from tests.parity.sharding import Shard, shards
+from tests.parity.hugging_face import tensors_of
+from tests.parity.sharding import Tensors
 from tests.parity.training import Case, module_of, trainer_of
 
 Rows = list[dict[str, torch.Tensor]]
@@ -24,7 +25,8 @@ class Answer:
     """[b, s, v/tp], fp32; None before the last stage."""
     tp_rank: int
     loss: float
-    weights: list[Shard]
+    weights: Tensors
+    """By Hugging Face's names; on the first rank."""
 
 
 def whole_logits(answers: list[Answer]) -> torch.Tensor:
@@ -44,41 +46,48 @@ def answer(case: Case, rows: Rows, options: dict[str, Any] | None = None) -> Ans
     from lightning_megatron import GPTTrainStep
 
     loader: DataLoader[Any] = DataLoader(rows, batch_size=len(rows))  # type: ignore[arg-type]
-    keeping = _keeping_logits(options or {})
-    module = module_of(case, train_step=keeping)
+    module = module_of(case, train_step=GPTTrainStep(**(options or {})))
+    module.train_step = keeping = keeping_outputs(module.train_step)
     trainer = trainer_of(case)
     trainer.validate(module, loader, verbose=False)
-    weights = shards(module)
+    weights = tensors_of(module)
     with_loss = module_of(case, train_step=GPTTrainStep(**(options or {})))
     (metrics,) = trainer_of(case).validate(with_loss, loader, verbose=False)
     topology = trainer.strategy.topology
     return Answer(
-        logits=torch.cat(keeping.logits) if keeping.logits else None,
+        logits=torch.cat([logits for (logits,) in keeping.outputs]) if keeping.outputs else None,
         tp_rank=topology.tp_rank,
         loss=metrics["val_loss"],
         weights=weights,
     )
 
 
-def _keeping_logits(options: dict[str, Any]) -> Any:
-    from lightning_megatron import GPTTrainStep
+def keeping_outputs(train_step: Any) -> Any:
+    """``train_step``, but the model is asked for logits and they are kept."""
     from lightning_megatron.steps.base import Batch, LossFunc, LossTerm
 
-    class KeepingLogits(GPTTrainStep):
-        """Asks the model for logits instead of losses."""
+    step_class: Any = type(train_step)
+
+    class KeepingOutputs(step_class):
+        """Asks the model without labels."""
 
         def __init__(self) -> None:
-            super().__init__(**options)
-            self.logits: list[torch.Tensor] = []
+            self.__dict__.update(train_step.__dict__)
+            self.outputs: list[list[torch.Tensor]] = []
 
-        def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, LossFunc]:
-            batch = next(data_iterator)
-            logits = model(batch["tokens"], batch.get("position_ids"), batch.get("attention_mask"))
-            return logits, partial(self.loss_func, batch)
+        def forward_step(self, data_iterator: Iterator[Batch], model: Any) -> tuple[Any, LossFunc]:
+            def without_labels(*args: Any, **kwargs: Any) -> Any:
+                return model(*args, **{k: None if k == "labels" else v for k, v in kwargs.items()})
 
-        def loss_func(self, batch: Batch, output: torch.Tensor) -> dict[str, LossTerm]:
-            self.logits.append(output.float())
-            return {"lm_loss": LossTerm(output.new_zeros(()).float(), batch["loss_mask"].sum())}
+            output, _ = super().forward_step(data_iterator, without_labels)
+            return output, partial(self.loss_func, {})
+
+        def loss_func(self, batch: Batch, output: Any) -> dict[str, LossTerm]:
+            parts = output if isinstance(output, tuple | list) else (output,)
+            given = [part for part in parts if part is not None]
+            self.outputs.append([part.float().cpu() for part in given])
+            zero = torch.zeros((), device=given[0].device)
+            return {name: LossTerm(zero, zero + 1) for name in self.loss_terms}
 
         def metrics(self) -> dict[str, Any]:
             return {}
@@ -86,4 +95,4 @@ def _keeping_logits(options: dict[str, Any]) -> Any:
         def update_metrics(self, metrics: Any, batch: Batch, output: Any) -> None:
             """There are none."""
 
-    return KeepingLogits()
+    return KeepingOutputs()

@@ -1,4 +1,4 @@
-"""Which tensors does the whole model have, when every rank holds only shards? Taken apart on ranks, put together here.
+"""The tensors of the whole model, of which every rank holds shards: taken apart on ranks, put together here.
 
 The places of shards come from ``sharded_state_dict``, by which Megatron writes checkpoints that any layout can load.
 """

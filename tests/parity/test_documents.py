@@ -1,4 +1,4 @@
-"""Are the documents of a packed row learned as if each stood in a row of its own?"""
+"""Documents of a packed row are learned as if each stood in a row of its own."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.parity.hugging_face import hugging_face_model, in_hugging_face_names
+from tests.parity.hugging_face import hugging_face_model
 from tests.parity.logits import Answer, Rows, answer, whole_logits
-from tests.parity.sharding import Tensors, whole, without_vocabulary_padding
+from tests.parity.sharding import Tensors
 from tests.parity.training import VOCAB_SIZE, Case, Layout, Sentences
 from tests.ranks import run_ranks
 
@@ -55,7 +55,6 @@ def test_packed_documents_are_learned_as_rows_of_their_own(model: str, layout: L
     case, tokens = Case(model=model, layout=layout), _packed()
     rows: Rows = [{"input_ids": row} for row in tokens]
     answers: list[Answer] = run_ranks(answer, layout.world_size, case, rows, OPTIONS)
-    weights = without_vocabulary_padding(whole([a.weights for a in answers]), VOCAB_SIZE)
-    ((logits, loss),) = run_ranks(_alone, 1, case, in_hugging_face_names(weights, case), tokens)
+    ((logits, loss),) = run_ranks(_alone, 1, case, answers[0].weights, tokens)
     torch.testing.assert_close(whole_logits(answers)[..., :VOCAB_SIZE], logits, rtol=0, atol=ATOL)
     assert [a.loss for a in answers] == pytest.approx([loss] * len(answers), rel=1e-6)

@@ -1,4 +1,4 @@
-"""Are dropout masks different where ranks hold different numbers, and equal where they hold the same ones?"""
+"""Dropout masks differ where ranks hold different numbers, and are equal where they hold the same ones."""
 
 from __future__ import annotations
 

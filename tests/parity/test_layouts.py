@@ -1,4 +1,4 @@
-"""Does every layout train as one process does? Losses, gradients and weights, tensor by tensor."""
+"""Every layout trains as one process does: losses, gradients and weights, tensor by tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the model answer as Hugging Face's does, with padding at either end of the rows and of the vocabulary?"""
+"""Rows that pad the vocabulary never win, get no gradient and change nothing."""
 
 from __future__ import annotations
 

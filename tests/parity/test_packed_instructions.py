@@ -1,4 +1,4 @@
-"""Are instructions that share a row learned as by Hugging Face's model, which reads one at a time?"""
+"""Instructions that share a row are learned as by Hugging Face's model, which reads one at a time."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron.data.instructions import Instructions, InstructionSamples, RowOptions
 from tests.parity.comparison import assert_same_gradients
-from tests.parity.hugging_face import hugging_face_model, outcome_in_hugging_face_names
+from tests.parity.hugging_face import hugging_face_model, outcome_in_hugging_face_names, train_in_hugging_face_names
 from tests.parity.sharding import Tensors
-from tests.parity.training import SEQ_LENGTH, VOCAB_SIZE, Case, Layout, RankOutcome, joined_outcome, train_module
-from tests.parity.training import module_of as module_of_case
+from tests.parity.training import SEQ_LENGTH, VOCAB_SIZE, Case, Layout, RankOutcome
 from tests.ranks import run_ranks
 
 LENGTHS = (5, 16, 3, 8, 2, 7, 4, 9, 6)
@@ -36,7 +35,7 @@ def _train_packed(case: Case) -> RankOutcome:
     rows = samples.rows(range(ROWS))
     items = [{name: tensor[row] for name, tensor in rows.items()} for row in range(ROWS)]
     loader: DataLoader[dict[str, torch.Tensor]] = DataLoader(items, batch_size=ROWS)  # type: ignore[arg-type]
-    return train_module(module_of_case(case), case, loader)
+    return train_in_hugging_face_names(case, loader)
 
 
 def _learn_one_at_a_time(case: Case, weights: Tensors) -> tuple[float, Tensors]:
@@ -55,8 +54,7 @@ def _learn_one_at_a_time(case: Case, weights: Tensors) -> tuple[float, Tensors]:
 def test_packed_instructions_are_learned_as_one_at_a_time() -> None:
     layout = Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2)
     case = Case(model="llama", layout=layout, steps=1)
-    ours = joined_outcome(run_ranks(_train_packed, layout.world_size, case))
-    ours = outcome_in_hugging_face_names(ours, case)
+    ours = outcome_in_hugging_face_names(case, _train_packed)
     ((loss, gradients),) = run_ranks(_learn_one_at_a_time, 1, case, ours.initial_weights)
     # Sums of a few dozen losses in another order.
     assert ours.losses == pytest.approx([loss], rel=1.5e-6)

@@ -1,4 +1,4 @@
-"""Is exactly what ``recompute`` names computed again in the backward pass?"""
+"""Exactly what ``recompute`` names is computed again in the backward pass."""
 
 from __future__ import annotations
 

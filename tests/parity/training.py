@@ -1,4 +1,4 @@
-"""What does a small training run do, tensor by tensor, whatever layout it runs on?
+"""A small training run, tensor by tensor, on any layout.
 
 ``outcome(case)`` starts the ranks of a ``Case``; each runs ``train``, a Trainer with MegatronStrategy over a
 MegatronModule. The losses, the gradient norms, the whole gradients of the first step and the whole weights come back,
@@ -220,9 +220,9 @@ def train(case: Case) -> RankOutcome:
 
 
 def train_module(
-    module: Any, case: Case, loader: Any, callbacks: Sequence[Any] = (), logger: Any = False
+    module: Any, case: Case, loader: Any, callbacks: Sequence[Any] = (), logger: Any = False, collect: Any = shards
 ) -> RankOutcome:
-    """Train a module of one's own on data of one's own."""
+    """Train a module of one's own on data of one's own; ``collect`` takes its tensors."""
     from lightning.pytorch import Callback
 
     class Recorder(Callback):
@@ -235,12 +235,12 @@ def train_module(
             self.gradients: list[Shard] = []
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            self.initial_weights = shards(pl_module)
+            self.initial_weights = collect(pl_module)
 
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
             if trainer.global_step == 0:
                 with gradients_in_place_of_weights(pl_module):
-                    self.gradients = shards(pl_module)
+                    self.gradients = collect(pl_module)
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             self.losses.append(outputs["loss"].item())
@@ -254,7 +254,7 @@ def train_module(
         grad_norms=recorder.grad_norms,
         initial_weights=recorder.initial_weights,
         gradients=recorder.gradients,
-        weights=shards(module),
+        weights=collect(module),
     )
 
 

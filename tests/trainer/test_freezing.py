@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.parity.comparison import assert_same_tensors
-from tests.parity.hugging_face import hugging_face_model, in_hugging_face_names
-from tests.parity.sharding import Shard, Tensors, finish_parameter_gathers, shards, whole, without_vocabulary_padding
-from tests.parity.training import SEED, VOCAB_SIZE, Case, Layout, Sentences, loader_of, module_of, trainer_of
+from tests.parity.hugging_face import hugging_face_model, tensors_of
+from tests.parity.sharding import Tensors, finish_parameter_gathers, shards
+from tests.parity.training import SEED, Case, Layout, Sentences, loader_of, module_of, trainer_of
 from tests.ranks import run_ranks
 
 What = Literal["embeddings", "lower half", "all but the last layer", "nothing"]
@@ -51,18 +51,20 @@ def _module(case: Case, what: What) -> Any:
     return module_of(case, InSetup if what == "all but the last layer" else InConfigureModel)
 
 
-Result = tuple[list[float], list[float], list[Shard], list[Shard], int, int]
+Result = tuple[list[float], list[float], Tensors, Tensors, int, int]
+"""Tensors on the first rank, by Hugging Face's names."""
 
 
 def _train(case: Case, what: What, **options: Any) -> Result:
     """Losses, gradient norms, weights before and after, and numbers in moments and in weights that may change."""
     from lightning.pytorch import Callback
 
-    losses, norms, before = [], [], []
+    losses, norms = [], []
+    before: Tensors = {}
 
     class Watch(Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            before.extend(shards(pl_module))
+            before.update(tensors_of(pl_module))
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             losses.append(outputs["loss"].item())
@@ -76,7 +78,7 @@ def _train(case: Case, what: What, **options: Any) -> Result:
     states = trainer.strategy.optimizers[0].parts[0].optimizer.state
     moments = sum(t.numel() for state in states.values() for t in state.values())
     trained = sum(p.numel() for p in module.model_chunks.parameters() if p.requires_grad)
-    return losses, norms, before, shards(module), moments, trained
+    return losses, norms, before, tensors_of(module), moments, trained
 
 
 def _train_hugging_face(case: Case, weights: Tensors, what: What) -> tuple[list[float], list[float], Tensors]:
@@ -112,10 +114,6 @@ def _train_hugging_face(case: Case, weights: Tensors, what: What) -> tuple[list[
     return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
 
 
-def _whole(parts: list[list[Shard]], case: Case) -> Tensors:
-    return in_hugging_face_names(without_vocabulary_padding(whole(parts), VOCAB_SIZE), case)
-
-
 @pytest.mark.parametrize(
     ("model", "what", "layout"),
     [
@@ -133,14 +131,13 @@ def _whole(parts: list[list[Shard]], case: Case) -> Tensors:
 def test_the_rest_trains_as_a_plain_model_whose_weights_are_frozen(model: str, what: What, layout: Layout) -> None:
     case = replace(CASE, model=model, layout=layout)
     ranks = run_ranks(_train, layout.world_size, case, what)
-    initial = _whole([rank[2] for rank in ranks], case)
-    ((losses, norms, weights),) = run_ranks(_train_hugging_face, 1, case, initial, what)
+    ((losses, norms, weights),) = run_ranks(_train_hugging_face, 1, case, ranks[0][2], what)
     for ours, our_norms, _, _, moments, trained in ranks:
         # The tolerances of tests/parity/comparison.py.
         assert ours == pytest.approx(losses, rel=1.5e-6)
         assert our_norms == pytest.approx(norms, rel=5e-5)
         assert moments <= 2 * trained
-    assert_same_tensors(_whole([rank[3] for rank in ranks], case), weights)
+    assert_same_tensors(ranks[0][3], weights)
 
 
 def _saved_and_resumed(case: Case, other: Case, folder: Path) -> tuple[Result, Result]:
@@ -157,7 +154,7 @@ def test_a_run_with_frozen_weights_resumes_here_and_at_another_layout(tmp_path: 
     case = replace(CASE, layout=Layout(pp=2, dp=2))
     for index, layout in enumerate([case.layout, Layout(tp=2, dp=2, distributed_optimizer=False), Layout(pp=4)]):
         ranks = run_ranks(_saved_and_resumed, 4, case, replace(case, layout=layout), tmp_path / str(index))
-        through, resumed = (_whole([rank[run][3] for rank in ranks], case) for run in (0, 1))
+        through, resumed = (ranks[0][run][3] for run in (0, 1))
         assert_same_tensors(resumed, through, atol=0.0 if layout == case.layout else 5e-6)
         assert len(ranks[0][1][0]) == 2
     for run, target in (("0", "hf"), ("1", "megatron")):

@@ -1,0 +1,203 @@
+"""Every family of GPTs equals Hugging Face: logits, loss, gradients and saved weights, over layouts and variants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.families.parity import FOUR_RANKS, INTERLEAVED, LAYOUTS, VOCAB_SIZE, Rows, check_family, tiny_model
+from tests.families.parity import padded_sentences as sentences
+from tests.parity.training import Layout
+from tests.ranks import RankError, run_ranks
+
+_LIKE_GPT2 = {"n_layer": 4, "n_embd": 32, "n_head": 4, "n_inner": 48, "n_positions": 24}
+_LIKE_GPT2 |= dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0)
+_LIKE_LLAMA = {
+    "num_hidden_layers": 4,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 24,
+}
+_FALCON = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 24}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2", _LIKE_GPT2),
+    "gpt_bigcode": ("GPTBigCode", _LIKE_GPT2),
+    # Shorter contexts than the sentences, for the scalings of rotary frequencies.
+    "llama": ("Llama", {**_LIKE_LLAMA, "max_position_embeddings": 12, "rms_norm_eps": 1e-5}),
+    # The sentences have 16 tokens.
+    "mistral": ("Mistral", {**_LIKE_LLAMA, "head_dim": 10, "sliding_window": 5}),
+    "qwen2": ("Qwen2", {**_LIKE_LLAMA, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {**_LIKE_LLAMA, "head_dim": 12}),
+    "bloom": ("Bloom", {"n_layer": 4, "hidden_size": 32, "n_head": 4, "layer_norm_epsilon": 1e-4}),
+    "falcon": ("Falcon", _FALCON),
+}
+"""Names of transformers' classes, and fields of a tiny model."""
+
+
+def _model(family: str, changes: dict[str, Any]) -> Any:
+    import transformers
+
+    name, fields = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(vocab_size=VOCAB_SIZE, **{**fields, **changes})
+    # Falcon not by AutoModel, for which the harness chooses eager attention: transformers 5.23 adds ALiBi's biases
+    # twice there (models/falcon/modeling_falcon.py: to the mask, and to the scores), and once in its default attention.
+    auto = getattr(transformers, f"{name}ForCausalLM" if family == "falcon" else "AutoModelForCausalLM")
+    return tiny_model(auto, config)
+
+
+def _rows(kind: str) -> Rows:
+    """Sentences with padding on the ``right`` or ``left``, with ``positions``, or without any mask (``bare``)."""
+    if kind in ("right", "left"):
+        return sentences(side=kind)
+    rows = sentences(lengths=(16, 16, 16, 16))
+    if kind == "bare":
+        return [{name: row[name] for name in ("input_ids", "labels")} for row in rows]
+    # No shift of 0, 1, 2, ..., which rotary positions could not see. With the mask of ones: without any mask Hugging
+    # Face takes positions that jump for the bounds of documents.
+    positions = torch.tensor([0, 0, 3, 4, 4, 1, 2, 9, 8, 7, 15, 15, 14, 2, 1, 0])
+    return [{**row, "position_ids": positions.roll(i)} for i, row in enumerate(rows)]
+
+
+def _rope(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 100.0, **fields}}
+
+
+_LONGROPE = {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 4.0, 6.0, 8.0]}
+_LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_WINDOWED = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+_40B = {"new_decoder_architecture": True, "num_kv_heads": 2}
+_RW = {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}
+_WITH_BIASES = {"bias": True, "ffn_hidden_size": 72, "tie_word_embeddings": False}
+_UNTIED = {"tie_word_embeddings": False, "scale_attn_weights": False, "activation_function": "gelu"}
+_FOUR_TP = Layout(tp=4, sequence_parallel=True)
+_RECOMPUTING = Layout(tp=2, sequence_parallel=True, recompute="selective")
+_WINDOW_TYPES = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+
+CASES: tuple[tuple[str, str, dict[str, Any], Layout, str], ...] = (
+    *(("llama", "", {}, layout, "right") for layout in LAYOUTS),
+    ("llama", "padding on the left", {}, FOUR_RANKS, "left"),
+    ("llama", "more ranks than keys", {}, _FOUR_TP, "right"),
+    ("llama", "tied, biased", dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), True),
+     Layout(tp=2, dp=2), "left"),
+    ("llama", "wide heads", {"head_dim": 12, "mlp_bias": True}, FOUR_RANKS, "right"),
+    # tests/unit/models/test_rotary.py compares the frequencies of all kinds.
+    ("llama", "linear", _rope("linear", factor=3.0), INTERLEAVED, "positions"),
+    ("llama", "dynamic", _rope("dynamic", factor=3.0), FOUR_RANKS, "right"),
+    ("llama", "dynamic, positions", _rope("dynamic", factor=3.0), INTERLEAVED, "positions"),
+    ("llama", "yarn", _rope("yarn", factor=3.0, original_max_position_embeddings=4), INTERLEAVED, "positions"),
+    ("llama", "longrope", _rope("longrope", original_max_position_embeddings=8, **_LONGROPE), FOUR_RANKS, "right"),
+    ("llama", "llama3", _rope("llama3", original_max_position_embeddings=8, **_LLAMA3), FOUR_RANKS, "positions"),
+    *(("gpt2", "", {}, layout, "right") for layout in (LAYOUTS[0], FOUR_RANKS, INTERLEAVED)),
+    ("gpt2", "padding on the left", {}, FOUR_RANKS, "left"),
+    ("gpt2", "given positions", {}, FOUR_RANKS, "positions"),
+    ("gpt2", "untied", {**_UNTIED, "reorder_and_upcast_attn": True, "n_inner": None, "layer_norm_epsilon": 1e-3},
+     FOUR_RANKS, "right"),
+    ("gpt_bigcode", "one key", {}, FOUR_RANKS, "right"),
+    ("gpt_bigcode", "a key for each head", {"multi_query": False, **_UNTIED,
+     **dict.fromkeys(("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"), False)}, INTERLEAVED, "left"),
+    ("mistral", "", {}, Layout(), "right"),
+    ("mistral", "", {}, FOUR_RANKS, "left"),
+    # The window counts tokens and not given positions.
+    ("mistral", "given positions", {}, Layout(tp=2), "positions"),
+    ("mistral", "a window of one", {"sliding_window": 1}, Layout(), "right"),
+    ("mistral", "no window", {"sliding_window": None}, Layout(), "right"),
+    ("qwen2", "", {}, FOUR_RANKS, "right"),
+    ("qwen2", "windows in later layers", _WINDOWED, FOUR_RANKS, "left"),
+    ("qwen2", "windows by type", {**_WINDOWED, "layer_types": _WINDOW_TYPES}, INTERLEAVED, "right"),
+    ("qwen3", "", {}, Layout(tp=2, sequence_parallel=True, recompute="full"), "right"),
+    ("qwen3", "", {}, FOUR_RANKS, "right"),
+    # Ranks that share a key sum the gradients of its norm.
+    ("qwen3", "more ranks than keys", {}, _FOUR_TP, "right"),
+    ("qwen3", "biased, tied, windows", {"attention_bias": True, "tie_word_embeddings": True, **_WINDOWED},
+     INTERLEAVED, "left"),
+    ("bloom", "", {}, Layout(), "left"),
+    ("bloom", "", {}, FOUR_RANKS, "right"),
+    ("bloom", "six heads have slopes, too", {"n_head": 6, "hidden_size": 48}, Layout(tp=2), "right"),
+    ("bloom", "untied", {"tie_word_embeddings": False}, INTERLEAVED, "bare"),
+    ("bloom", "recomputed", {"pretraining_tp": 2}, _RECOMPUTING, "left"),
+    ("falcon", "7b", {}, INTERLEAVED, "positions"),
+    ("falcon", "7b with biases", _WITH_BIASES, FOUR_RANKS, "right"),
+    ("falcon", "7b with biases", _WITH_BIASES, Layout(tp=2, sequence_parallel=True, recompute="full"), "left"),
+    ("falcon", "40b", _40B, FOUR_RANKS, "right"),
+    ("falcon", "40b", _40B, _RECOMPUTING, "left"),
+    ("falcon", "40b", _40B, Layout(tp=4), "right"),
+    ("falcon", "11b", {**_40B, "num_ln_in_parallel_attn": 1, "bias": True}, Layout(), "left"),
+    ("falcon", "rw", _RW, FOUR_RANKS, "right"),
+    ("falcon", "rw", _RW, Layout(), "left"),
+    ("falcon", "alibi, one key", {"alibi": True, "activation": "gelu_new"}, Layout(), "left"),
+    ("falcon", "alibi 40b", {**_40B, "alibi": True}, Layout(), "left"),
+    ("falcon", "one after the other", {"parallel_attn": False, **_rope("default")}, Layout(), "left"),
+)  # fmt: skip
+"""Family, variant, its fields, layout, and kind of rows."""
+
+
+def _cases() -> Iterator[Any]:
+    for family, variant, changes, layout, rows in CASES:
+        yield pytest.param(family, changes, layout, rows, id=f"{family} {variant}-{layout}-{rows}")
+
+
+@pytest.mark.parametrize(("family", "changes", "layout", "rows"), _cases())
+def test_a_gpt_equals_hugging_face(family: str, changes: dict[str, Any], layout: Layout, rows: str) -> None:
+    check_family(_model(family, changes), layout, _rows(rows))
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
+
+REFUSED: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("gpt2", "scale_attn_by_inverse_layer_idx=True", {"scale_attn_by_inverse_layer_idx": True}),
+    ("gpt2", "add_cross_attention=True", {"add_cross_attention": True}),
+    ("gpt2", "activation 'quick_gelu'", {"activation_function": "quick_gelu"}),
+    ("gpt2", "GPT2ForSequenceClassification", {"architectures": ["GPT2ForSequenceClassification"]}),
+    ("gpt_bigcode", "add_cross_attention=True", {"add_cross_attention": True}),
+    ("llama", "pretraining_tp=2", {"pretraining_tp": 2}),
+    ("llama", "activation 'quick_gelu'", {"hidden_act": "quick_gelu"}),
+    ("llama", "kv_channels=3 is odd", {"hidden_size": 12, "num_attention_heads": 4}),
+    ("mistral", "num_key_value_heads|num_query_groups", {"num_attention_heads": 4, "num_key_value_heads": 3}),
+    ("qwen2", "layer_types has 'chunked_attention'", {"num_hidden_layers": 1, "layer_types": ["chunked_attention"]}),
+    ("qwen2", "use_sliding_window is not True", {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}),
+    ("qwen3", "activation 'quick_gelu'", {"hidden_act": "quick_gelu"}),
+    ("bloom", "post_layernorm=True", {"apply_residual_connection_post_layernorm": True}),
+    ("bloom", "slow_but_exact=True with pretraining_tp=2", {"slow_but_exact": True, "pretraining_tp": 2}),
+    ("falcon", "parallel_attn=False", {"new_decoder_architecture": True, "parallel_attn": False}),
+    ("falcon", "num_ln_in_parallel_attn=2", {"num_ln_in_parallel_attn": 2}),
+    ("falcon", "num_ln_in_parallel_attn=3", {"num_ln_in_parallel_attn": 3, "new_decoder_architecture": True}),
+    ("falcon", "num_kv_heads=2", {"num_kv_heads": 2, "num_attention_heads": 4, "multi_query": False}),
+)
+"""Families with fields that no model here computes, and what the error says."""
+
+
+@pytest.mark.parametrize(("family", "says", "fields"), REFUSED)
+def test_a_field_that_would_change_the_result_is_refused(family: str, says: str, fields: dict[str, Any]) -> None:
+    from lightning_megatron.convert.registry import model_config
+    from lightning_megatron.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=says):
+        model_config({"model_type": family, **fields})
+
+
+def test_a_window_that_is_not_used_is_none() -> None:
+    from lightning_megatron.convert.registry import model_config
+
+    for fields in ({"sliding_window": 6, "max_window_layers": 0}, {**_WINDOWED, "max_window_layers": 99}):
+        assert model_config({"model_type": "qwen2", **fields}).sliding_window is None
+
+
+def test_parts_of_a_parallel_layer_that_it_does_not_recompute_are_refused() -> None:
+    with pytest.raises(RankError, match="recompute_modules=.*'mlp'.* is not supported by a layer with parallel"):
+        run_ranks(_recompute_the_mlp, 1)
+
+
+def _recompute_the_mlp() -> None:
+    from lightning.pytorch import Trainer
+
+    from lightning_megatron import MegatronModule, MegatronStrategy
+
+    model = {"model_type": "falcon", "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4}
+    strategy = MegatronStrategy(recompute="selective", transformer_config_overrides={"recompute_modules": ["mlp"]})
+    trainer = Trainer(accelerator="cpu", devices=1, strategy=strategy, logger=False, enable_checkpointing=False)
+    trainer.validate(MegatronModule(model=model), sentences())  # type: ignore[arg-type]
