@@ -58,21 +58,10 @@ def test_a_run_of_max_steps_takes_the_samples_in_megatrons_order(
     assert np.array_equal(rows, _expected(documents, steps * 6)[: steps * 6])
 
 
-def test_ranks_take_consecutive_parts_of_each_microbatch(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
-    whole = _rows_of_run(tmp_path, OneOfManyRanks(num_microbatches=6), max_steps=4)
-
-    parts = [
-        _rows_of_run(tmp_path, OneOfManyRanks(dp=3, dp_rank=rank, num_microbatches=2), max_steps=4) for rank in range(3)
-    ]
-
-    # By step, microbatch, rank, row of the microbatch: as one rank with three times the microbatches takes them.
-    by_rank = np.stack([part.reshape(4, 2, 2, SEQ_LENGTH + 1) for part in parts], axis=2)
-    assert np.array_equal(by_rank.reshape(whole.shape), whole)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("early_question", [False, True])
-@pytest.mark.parametrize(("saved_at", "layout"), [(3, (1, 6)), (3, (3, 2)), (7, (2, 3)), (10, (1, 6))])
+@pytest.mark.parametrize(
+    ("saved_at", "layout", "early_question", "num_workers"),
+    [(3, (1, 6), False, 0), (3, (3, 2), True, 0), (7, (2, 3), False, 2), (10, (1, 6), True, 2)],
+)
 def test_a_resumed_run_goes_on_with_the_next_sample(
     tmp_path: Path,
     documents: list[NDArray[np.uint16]],
@@ -107,7 +96,7 @@ def test_a_resumed_run_goes_on_with_the_next_sample(
     assert np.array_equal(first.rows, whole)
 
 
-@pytest.mark.parametrize(("num_microbatches", "max_steps"), [(12, 4), (12, 9), (3, 10), (6, 20)])
+@pytest.mark.parametrize(("num_microbatches", "max_steps"), [(12, 9), (3, 10), (6, 20)])
 def test_a_run_resumed_with_another_batch_size_or_length_skips_and_repeats_nothing_in_a_pass(
     tmp_path: Path, documents: list[NDArray[np.uint16]], num_microbatches: int, max_steps: int
 ) -> None:
@@ -131,7 +120,7 @@ def test_a_run_resumed_with_another_batch_size_or_length_skips_and_repeats_nothi
         assert set(later) <= {row.tobytes() for row in order}
 
 
-@pytest.mark.parametrize("options", [{"seed": 1}, {"split": "7,2,1"}, {"seq_length": 9}, {}])
+@pytest.mark.parametrize("options", [{"seed": 1}, {}])
 def test_going_on_in_another_order_is_said(
     tmp_path: Path, documents: list[NDArray[np.uint16]], options: dict[str, Any]
 ) -> None:
@@ -196,8 +185,9 @@ def test_epochs_resume_at_the_next_sample(tmp_path: Path, documents: list[NDArra
     assert np.array_equal(np.concatenate(parts, axis=1).reshape(-1, SEQ_LENGTH + 1), whole.rows[4 * step :])
 
 
-@pytest.mark.parametrize("early_question", [False, True])
-@pytest.mark.parametrize(("before", "after", "saved_at"), [(4, 2, 2), (2, 4, 4), (2, 4, 30)])
+@pytest.mark.parametrize(
+    ("before", "after", "saved_at", "early_question"), [(4, 2, 2, True), (2, 4, 4, False), (2, 4, 30, True)]
+)
 def test_epochs_after_a_resume_with_another_batch_size_are_whole_and_validated(
     tmp_path: Path, documents: list[NDArray[np.uint16]], before: int, after: int, saved_at: int, early_question: bool
 ) -> None:
@@ -320,13 +310,3 @@ def test_evaluation_takes_each_sample_once_and_pads_the_rest(
 
     assert len(expected) % 8, "the corpus must leave a ragged tail"
     assert sorted(seen) == sorted(row.tobytes() for row in expected)
-
-
-def test_limit_val_batches_takes_the_first_batches(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
-    module = Recorder()
-    make_trainer(tmp_path, OneOfManyRanks(), limit_val_batches=2).validate(
-        module, datamodule=make_data(tmp_path), verbose=False
-    )
-
-    rows = torch.cat([batch["text"] for batch in module.val_batches]).numpy()
-    assert np.array_equal(rows, _expected(documents, None, "valid")[:4])

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from lightning_megatron.data.blend import (
     Source,
     SplitRequest,
-    build,
     check_request,
     mix,
     num_samples_of_one_pass,
@@ -137,15 +136,6 @@ def test_a_blend_by_size_equals_the_engines(
     samples = open_samples(_request(corpora, num_samples, name), str(tmp_path))
 
     assert np.array_equal(_rows(samples), engine_rows(theirs))
-
-
-def test_one_pass_without_weights_takes_every_sample_once(corpora: list[str], tmp_path: Path) -> None:
-    request = _request(corpora, None)
-    rows = _rows(open_samples(request, str(tmp_path)))
-    of_each = [_rows(open_samples(_request([prefix], None), str(tmp_path))) for prefix in corpora]
-
-    assert len(rows) == check_request(request) == build(request, str(tmp_path)).num_samples
-    assert sorted(map(tuple, rows)) == sorted(map(tuple, np.concatenate(of_each)))
 
 
 def _write(prefix: str, documents: list[NDArray[np.uint16]]) -> None:

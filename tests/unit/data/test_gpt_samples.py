@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from lightning_megatron.data.gpt import GPTObjective, GPTSamples, build_gpt_index
 from lightning_megatron.data.indexed import IndexedDatasetWriter
-from lightning_megatron.data.samples import Part, SplitName, split_ranges
+from lightning_megatron.data.samples import Part, SplitName
 from lightning_megatron.errors import DataError
-from tests.unit.data.corpus import megatron_samples, opened, write_corpus
+from tests.unit.data.corpus import opened, write_corpus
 from tests.unit.data.engine_samples import engine_dataset, engine_rows
 
 SEQ_LENGTH = 16
@@ -33,34 +33,6 @@ def _write(prefix: Path, lengths: list[int]) -> None:
 
 def _all_rows(samples: GPTSamples) -> np.ndarray:
     return samples.rows(range(len(samples)))["text"].numpy()
-
-
-@pytest.mark.parametrize("name", ["train", "valid", "test"])
-def test_one_pass_takes_the_samples_that_the_algorithm_says(tmp_path: Path, name: SplitName) -> None:
-    documents = write_corpus(tmp_path / "corpus", 50)
-    part = split_ranges("8,1,1", 50)[name]
-    expected = megatron_samples(documents[part.start : part.stop], SEQ_LENGTH, 1234, None)
-
-    samples = opened(OBJECTIVE, _part(tmp_path / "corpus", name=name))
-
-    assert np.array_equal(_all_rows(samples), expected)
-    assert OBJECTIVE.count(_part(tmp_path / "corpus", name=name)) == len(expected)
-
-
-@pytest.mark.parametrize("share_of_last_epoch", [0.3, 0.95, 1.0])
-@pytest.mark.parametrize("full_epochs", [0, 1, 4])
-def test_many_passes_take_the_samples_that_the_algorithm_says(
-    tmp_path: Path, full_epochs: int, share_of_last_epoch: float
-) -> None:
-    documents = write_corpus(tmp_path / "corpus", 50)
-    train = documents[:40]
-    num_samples = int((full_epochs + share_of_last_epoch) * (sum(map(len, train)) // SEQ_LENGTH))
-    expected = megatron_samples(train, SEQ_LENGTH, 1234, num_samples)
-
-    rows = _all_rows(opened(OBJECTIVE, _part(tmp_path / "corpus", num_samples)))
-
-    assert len(rows) >= num_samples
-    assert np.array_equal(rows, expected)
 
 
 @settings(max_examples=60, deadline=None)

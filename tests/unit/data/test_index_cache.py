@@ -180,19 +180,11 @@ def test_an_index_that_was_interrupted_leaves_nothing(
     assert build(request, str(cache)).num_samples == len(open_samples(request, str(cache)))
 
 
-def test_a_cache_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    write_corpus(tmp_path / "corpus", 50)
-    (tmp_path / "file").write_text("in the way")
-
-    with pytest.raises(DataError, match="cannot be written to .*file.*; set index_cache to a folder"):
-        build(_request(tmp_path / "corpus"), str(tmp_path / "file"))
-
-
 def _truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-@pytest.mark.parametrize("damage", [_truncate, Path.unlink, lambda path: path.write_bytes(b"")])
+@pytest.mark.parametrize("damage", [_truncate, Path.unlink])
 @pytest.mark.parametrize("file", ["sample_index.npy", "index.json", "dataset_index.npy"])
 def test_a_damaged_index_is_built_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, damage: Callable[[Path], None]
@@ -252,19 +244,17 @@ def test_an_existing_index_is_opened_and_not_built_again(tmp_path: Path) -> None
     ],
     ids=str,
 )
-@pytest.mark.parametrize("blended", [False, True])
-def test_another_request_has_another_index(tmp_path: Path, changes: dict[str, Any], blended: bool) -> None:
+def test_another_request_has_another_index(tmp_path: Path, changes: dict[str, Any]) -> None:
     write_corpus(tmp_path / "a", 50)
     write_corpus(tmp_path / "b", 50)
-    sources = (Source(str(tmp_path / "a")), Source(str(tmp_path / "b")))
-    request = _request(tmp_path / "a", sources=sources if blended else sources[:1])
+    request = _request(tmp_path / "a", sources=(Source(str(tmp_path / "a")), Source(str(tmp_path / "b"))))
     cache = tmp_path / "cache"
     build(request, str(cache))
     before = set(os.listdir(cache))
 
     build(replace(request, **changes), str(cache))
 
-    assert any(("blend" in name) == blended for name in set(os.listdir(cache)) - before)
+    assert {"blend" in name for name in set(os.listdir(cache)) - before} == {False, True}
 
 
 def test_a_dataset_written_again_under_the_same_name_gets_a_new_index(tmp_path: Path) -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lightning_megatron.data.masked import BertObjective, T5Objective
 from lightning_megatron.data.special_tokens import TokenizerFacts
-from lightning_megatron.errors import ConfigError
-from tests.unit.data.sentence_corpus import NUM_SENTINELS, SPECIAL, word_pieces
+from tests.unit.data.sentence_corpus import SPECIAL
 
 TEXT = "Unaffable cats don't sit, unlike cuttable unaffable tables; 12 cats sit."
 
@@ -102,24 +99,3 @@ def test_special_tokens_and_sentinels_are_found_wherever_they_are(tmp_path: Path
 
     roberta = TokenizerFacts.of(_byte_level(), "test")
     assert (roberta.cls, roberta.pad, roberta.sep, roberta.eos, roberta.mask) == (0, 1, 2, 2, 4)
-
-
-def test_special_tokens_are_not_masked_but_unknown_words_are() -> None:
-    facts = word_pieces()
-
-    maskable = facts.maskable
-
-    assert np.flatnonzero(~maskable[: len(SPECIAL)]).tolist() == [0, 2, 3, 4, 5, 6]
-    assert not maskable[list(facts.sentinels)].any()
-    assert maskable[len(SPECIAL) + NUM_SENTINELS :].all()
-
-
-def test_a_tokenizer_without_the_objectives_special_tokens_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the tokenizer t5 has no cls_token, no sep_token, no mask_token, which BERT"):
-        BertObjective(seq_length=128, tokenizer=TokenizerFacts.of(_unigram(), "t5"))
-    with pytest.raises(ConfigError, match="the tokenizer bert has no eos_token, which T5 needs; .*add_special_tokens"):
-        T5Objective(seq_length=128, seq_length_decoder=64, tokenizer=TokenizerFacts.of(_word_piece(), "bert"))
-    for sentinels, format in ((0, "megatron"), (1, "hugging_face")):
-        facts = replace(word_pieces(), sentinels=word_pieces().sentinels[:sentinels], source="few")
-        with pytest.raises(ConfigError, match=f"the tokenizer few has {sentinels} sentinels .*T5 needs one for each"):
-            T5Objective(seq_length=128, seq_length_decoder=64, tokenizer=facts, format=format)  # type: ignore[arg-type]

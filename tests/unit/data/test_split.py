@@ -9,11 +9,9 @@ from hypothesis import strategies as st
 
 from lightning_megatron.data.samples import (
     SPLIT_NAMES,
-    SplitName,
     canonical_split,
     parse_split,
     split_ranges,
-    whole_split,
 )
 from lightning_megatron.errors import ConfigError
 
@@ -39,12 +37,6 @@ def test_what_is_not_a_weight_is_refused(text: str) -> None:
         parse_split(text)
 
 
-@pytest.mark.parametrize("text", ["0", "0,0,0", "0.0,.0"])
-def test_a_split_without_documents_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="gives no documents to any split"):
-        parse_split(text)
-
-
 @settings(max_examples=300, deadline=None)
 @given(
     weights=st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1000)), min_size=1, max_size=3).filter(any),
@@ -65,13 +57,3 @@ def test_bounds_equal_the_engines(weights: list[float], num_sequences: int) -> N
             assert len(ours) == 0
         else:
             assert ours == range(*(int(round(bound * float(num_sequences))) for bound in bounds))
-
-
-@pytest.mark.parametrize("name", SPLIT_NAMES)
-@pytest.mark.parametrize("num_sequences", [1, 7])
-def test_a_whole_split_takes_all(name: SplitName, num_sequences: int) -> None:
-    ranges = split_ranges(whole_split(name), num_sequences)
-
-    assert {each: len(ranges[each]) for each in SPLIT_NAMES} == {
-        each: num_sequences if each == name else 0 for each in SPLIT_NAMES
-    }

@@ -1,0 +1,201 @@
+"""Every sample goes to one rank and step at any layout, a position means the same in all, workers change nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+from lightning_megatron.data.loader import BatchRampup, BatchShape, PassLoader, PassOrder, ResumableLoader, TrainLoader
+from lightning_megatron.data.samples import Rows
+from lightning_megatron.errors import CheckpointError, ConfigError, DataError
+
+
+def _shape(mbs: int = 2, num: int = 3, dp: int = 1, rank: int = 0, rampup: BatchRampup | None = None) -> BatchShape:
+    return BatchShape(
+        micro_batch_size=mbs, num_microbatches=num, data_parallel_size=dp, data_parallel_rank=rank, rampup=rampup
+    )
+
+
+def _loader(shape: BatchShape, num_samples: int = 100) -> TrainLoader:
+    return TrainLoader(None, PassOrder(num_samples, 5, "later passes"), shape)
+
+
+@settings(deadline=None)
+@given(
+    before=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3)),
+    after=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3)),
+    done=st.integers(0, 3),
+    epoch=st.integers(0, 2),
+)
+def test_any_layout_goes_on_with_the_next_sample_of_the_epoch(
+    before: tuple[int, int, int], after: tuple[int, int, int], done: int, epoch: int
+) -> None:
+    first = _loader(_shape(*before), num_samples=200)
+    first.set_epoch(epoch)
+    order = [index for batch in _loader_of_one_row(epoch).batches() for index in batch]
+    for _ in range(done):
+        first.advance()
+
+    per_rank = []
+    for rank in range(after[2]):
+        loader = _loader(_shape(*after, rank=rank), num_samples=200)
+        loader.load_state_dict(first.state_dict())
+        per_rank.append(list(loader.batches()))
+        assert len(loader) == done + len(per_rank[-1])
+
+    whole = [index for step in zip(*per_rank, strict=True) for rank in step for index in rank]
+    assert sorted(whole) == sorted(order[first.consumed_samples : first.consumed_samples + len(whole)])
+    global_batch = _shape(*after).global_batch_size
+    assert 200 - first.consumed_samples - len(whole) < global_batch
+
+
+def _loader_of_one_row(epoch: int) -> TrainLoader:
+    loader = _loader(_shape(1, 1), num_samples=200)
+    loader.set_epoch(epoch)
+    return loader
+
+
+def test_an_epoch_smaller_than_a_step_is_refused() -> None:
+    _loader(_shape(), num_samples=6)
+    with pytest.raises(DataError, match=r"has 5 samples, one step takes 6 \(micro_batch_size=2 x num_microbatches=3"):
+        _loader(_shape(), num_samples=5)
+
+
+@pytest.mark.parametrize("state", [{}, {"consumed_samples": 3}, {"epoch": 0, "consumed_samples": -1, "steps": 0}])
+def test_a_foreign_position_is_refused(state: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match="needs whole numbers epoch, consumed_samples, steps"):
+        _loader(_shape()).load_state_dict(state)
+
+
+RAMPUP = BatchRampup(start=4, increment=4, samples=60)
+
+
+def test_the_batch_grows_as_megatrons_calculator_says() -> None:
+    # From 4 to 16 rows in three increments, each after 20 samples: 4 until 20, 8 until 40, 12 until 60, then 16.
+    shape = _shape(mbs=2, num=4, dp=2, rampup=RAMPUP)
+    consumed, sizes = 0, []
+    while len(sizes) < 12:
+        sizes.append(shape.at(consumed).global_batch_size)
+        consumed += sizes[-1]
+
+    assert sizes == [4, 4, 4, 4, 4, 8, 8, 8, 12, 12, 16, 16]
+    assert shape.stages == [1, 2, 3, 4]
+    assert [shape.position_after(0, steps) for steps in (0, 5, 9, 12)] == [0, 20, 56, 100]
+    assert [shape.steps_in(0, end) for end in (3, 4, 20, 27, 28, 67, 68, 100)] == [0, 1, 5, 5, 6, 9, 10, 12]
+
+
+def test_a_growing_batch_deals_every_sample_once_over_an_interruption() -> None:
+    taken: list[int] = []
+    position: dict[str, int] = {"epoch": 0, "consumed_samples": 0, "steps": 0}
+    for mbs, num, dp in ((2, 4, 2), (1, 16, 1)):
+        loaders = [_loader(_shape(mbs, num, dp, rank, RAMPUP), num_samples=120) for rank in range(dp)]
+        for loader in loaders:
+            loader.load_state_dict(position)
+            assert len(loader) == 13  # 10 steps to 68 samples, then 84, 100, 116
+        for step in zip(*(loader.batches() for loader in loaders), strict=True):
+            taken += [index for rank in step for index in rank]
+            loaders[0].advance()
+            if dp == 2 and len(taken) == 36:
+                break
+        position = loaders[0].state_dict()
+
+    assert sorted(taken) == list(range(116))
+
+
+@pytest.mark.parametrize(
+    ("rampup", "message"),
+    [
+        ((0, 4, 10), "needs three positive numbers"),
+        ((16, 4, 10), "must reach the global batch of 16"),
+        ((4, 5, 10), "must reach the global batch of 16 .* in whole increments"),
+        ((2, 2, 10), "comes to a global batch of 2, which is no multiple of 4"),
+    ],
+)
+def test_an_impossible_ramp_up_is_refused(rampup: tuple[int, int, int], message: str) -> None:
+    start, increment, samples = rampup
+    shape = _shape(mbs=2, num=4, dp=2, rampup=BatchRampup(start=start, increment=increment, samples=samples))
+
+    with pytest.raises(ConfigError, match=message):
+        _ = shape.stages
+
+
+class RandomSamples:
+    """Each row has its number, and a number drawn at random."""
+
+    fingerprint = "random"
+
+    def __len__(self) -> int:
+        return 10
+
+    def rows(self, indices: Sequence[int]) -> Rows:
+        return {"number": torch.tensor(indices), "drawn": torch.rand(len(indices))}
+
+
+def _random_loader(rank: int, epoch: int, steps: int = 0) -> TrainLoader:
+    shape = _shape(1, 1, 2, rank)
+    loader = TrainLoader(RandomSamples(), PassOrder(10, 1, "every pass"), shape, num_workers=1)
+    loader.set_epoch(epoch)
+    for _ in range(steps):
+        loader.advance()
+    return loader
+
+
+def test_what_workers_draw_differs_between_epochs_copies_and_resumes_and_is_the_same_again() -> None:
+    drawn = {
+        place: torch.cat([batch["drawn"] for batch in _random_loader(*place)]).tolist()
+        for place in ((0, 0), (1, 0), (0, 1), (0, 0, 2))
+    }
+
+    assert drawn[0, 0] == torch.cat([batch["drawn"] for batch in _random_loader(0, 0)]).tolist()
+    numbers = [number for each in drawn.values() for number in each]
+    assert len(set(numbers)) == len(numbers)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_last_batch_is_filled_up_with_rows_that_do_not_count(num_workers: int) -> None:
+    shape = _shape(2, 2)
+    batches = list(PassLoader(RandomSamples(), 10, shape, num_workers))
+
+    assert [batch["number"].tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 0]]
+    assert [batch["sample_mask"].tolist() for batch in batches] == [[1.0] * 4, [1.0] * 4, [1.0, 1.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_is_wrong_with_the_data_is_said_alike_by_a_worker(num_workers: int) -> None:
+    class Damaged(RandomSamples):
+        def rows(self, indices: Sequence[int]) -> Rows:
+            if 4 in indices:
+                raise DataError("item 4 is damaged; correct it")
+            return super().rows(indices)
+
+    shape = _shape(2, 1)
+    batches = iter(PassLoader(Damaged(), 10, shape, num_workers))
+
+    assert [next(batches)["number"].tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    with pytest.raises(DataError) as error:
+        next(batches)
+    assert str(error.value) == "item 4 is damaged; correct it"
+
+
+class _Batches(BatchSampler):
+    """A user's own, which Lightning makes again around its own loader."""
+
+
+def test_a_batch_sampler_of_ones_own_shuffles_each_epoch_anew() -> None:
+    def dealt() -> DistributedSampler[int]:
+        return DistributedSampler(range(16), num_replicas=2, rank=0, shuffle=True)  # type: ignore[arg-type]
+
+    numbers = range(16)
+    loader = DataLoader(numbers, batch_sampler=_Batches(dealt(), 2, False))  # type: ignore[arg-type, var-annotated]
+    epochs = ResumableLoader(loader, 2, lambda: math.inf)
+    for epoch in range(2):
+        expected = dealt()
+        expected.set_epoch(epoch)
+        assert [number for batch in epochs for number in batch.tolist()] == list(expected)

@@ -1,0 +1,353 @@
+"""BERT's and T5's samples are Megatron's for WordPiece, and those of the released models and papers otherwise."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_megatron.data.masked import BertObjective, MaskingOptions, T5Objective
+from lightning_megatron.data.samples import Samples
+from lightning_megatron.data.special_tokens import TokenizerFacts
+from lightning_megatron.errors import ConfigError, DataError
+from tests.unit.data.corpus import opened
+from tests.unit.data.sentence_corpus import (
+    NUM_PIECES,
+    Documents,
+    WordPieceTokenizer,
+    engine_samples,
+    first_text_id,
+    part_of,
+    random_documents,
+    word_pieces,
+    write_sentences,
+)
+
+MaskedObjective: TypeAlias = BertObjective | T5Objective
+
+EOS = WordPieceTokenizer.eos
+WORD = first_text_id() + 1
+LONG = [WORD] * 513
+FEW = replace(word_pieces(), sentinels=word_pieces().sentinels[:4])
+
+
+def _bert(**options: Any) -> BertObjective:
+    return BertObjective(**({"seq_length": 64, "tokenizer": word_pieces()} | options))
+
+
+def _t5(**options: Any) -> T5Objective:
+    return T5Objective(**({"seq_length": 64, "seq_length_decoder": 64, "tokenizer": word_pieces()} | options))
+
+
+def _opened(objective: MaskedObjective, prefix: Path, num_samples: int | None = None) -> Samples:
+    return opened(objective, part_of(prefix, num_samples))  # type: ignore[no-any-return]
+
+
+# ---- beside the engine ----------------------------------------------------------------------------------------------
+
+MUCH_MASKED = {"probability": 0.6, "short_sequence_probability": 0.5}
+ENGINE_CASES: dict[str, tuple[MaskedObjective, int]] = {
+    "bert": (_bert(seq_length=128, masking=MaskingOptions(max_ngram=3)), 1234),
+    "bert, long rows": (_bert(seq_length=512, masking=MaskingOptions(max_ngram=3)), 77),
+    "bert, one segment": (_bert(seq_length=128, sentence_order=False, masking=MaskingOptions(max_ngram=3)), 1234),
+    "bert, short rows of pieces": (_bert(seq_length=16, masking=MaskingOptions(max_ngram=1, whole_words=False)), 5),
+    "bert, much masked": (_bert(masking=MaskingOptions(max_ngram=5, **MUCH_MASKED)), 2**31 - 2),  # type: ignore[arg-type]
+    "t5": (_t5(seq_length=128, masking=MaskingOptions(max_ngram=10), format="megatron"), 1234),
+    "t5, short rows": (
+        _t5(seq_length=16, seq_length_decoder=16, masking=MaskingOptions(max_ngram=10), format="megatron"),
+        5,
+    ),
+    "t5, much masked": (
+        _t5(seq_length_decoder=128, masking=MaskingOptions(max_ngram=4, **MUCH_MASKED), format="megatron"),  # type: ignore[arg-type]
+        2**31 - 2,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ENGINE_CASES)
+def test_every_field_of_every_sample_is_megatrons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    objective, seed = ENGINE_CASES[case]
+    write_sentences(tmp_path / "corpus", random_documents(40))
+    part = part_of(tmp_path / "corpus", num_samples=150, seed=seed)
+    config: dict[str, Any] = {"sequence_length": objective.seq_length}
+    if isinstance(objective, T5Objective):
+        config["sequence_length_decoder"] = objective.seq_length_decoder
+        names = {"input_ids": "text_enc", "attention_mask": "enc_mask"}
+    else:
+        config["classification_head"] = objective.sentence_order
+        names = {"input_ids": "text", "token_type_ids": "types", "attention_mask": "padding_mask"}
+    engine = tmp_path / "engine"
+    theirs = engine_samples(objective.name, part, objective.masking, monkeypatch, engine, **config)
+
+    ours = opened(objective, part)
+
+    assert len(ours) == len(theirs) >= 150
+    rows = {name: tensor.numpy() for name, tensor in ours.rows(range(len(ours))).items()}
+    for index in range(len(theirs)):
+        expected = theirs[index]
+        row = {name: array[index] for name, array in rows.items()}
+        if objective.name == "bert":
+            # The engine takes a token that was replaced by [PAD] at random for padding.
+            expected["padding_mask"] |= (row["labels"] != -100) & (row["input_ids"] == 0)
+            assert row.get("next_sentence_label", 0) == expected["is_random"]
+        for name, their_name in names.items():
+            assert np.array_equal(row[name], expected[their_name]), name
+        assert np.array_equal(np.where(row["labels"] < 0, -1, row["labels"]), expected["labels"])
+        assert np.array_equal(row["labels"] != -100, expected["loss_mask"] == 1)
+
+
+@pytest.mark.parametrize("objective", [_bert(), _t5()])
+def test_a_sample_is_the_same_in_any_batch_process_and_run(tmp_path: Path, objective: MaskedObjective) -> None:
+    write_sentences(tmp_path / "corpus", random_documents(50))
+    (tmp_path / "index").mkdir()
+    part = part_of(tmp_path / "corpus", num_samples=100)
+    built = objective.open(part, str(tmp_path / "index"))
+    expected = built.rows(range(100))
+
+    found = objective.open(part, str(tmp_path / "index"))
+
+    size = len(pickle.dumps(found))
+    for samples in (built, found, pickle.loads(pickle.dumps(found)), opened(objective, part)):
+        assert samples.fingerprint == built.fingerprint
+        order = [99, 7, 50, 7]
+        for name, tensor in samples.rows(order).items():
+            assert torch.equal(tensor, expected[name][order])
+    assert len(pickle.dumps(found)) == size, "the index stays where it is"
+
+
+# ---- BERT -----------------------------------------------------------------------------------------------------------
+
+
+def _with_other_marks(facts: TokenizerFacts) -> TokenizerFacts:
+    """The same ids, one piece in three beginning a word: as with SentencePiece or byte-level BPE."""
+    begins = facts.begins_word.copy()
+    begins[first_text_id() :] = np.arange(NUM_PIECES) % 3 == 1
+    return replace(facts, begins_word=begins)
+
+
+@pytest.mark.parametrize("tokenizer", [word_pieces(), _with_other_marks(word_pieces())])
+def test_whole_words_are_masked_or_nothing_of_them(tmp_path: Path, tokenizer: TokenizerFacts) -> None:
+    begin = first_text_id()
+    assert not tokenizer.begins_word[begin]
+    # Sentences begin with a piece that would continue a word, and have it nowhere else.
+    documents = [
+        [[begin, *(max(token, begin + 1) for token in sentence[1:])] for sentence in document]
+        for document in random_documents(60, sentences=6)
+    ]
+    write_sentences(tmp_path / "corpus", documents)
+    samples = _opened(_bert(seq_length=512, tokenizer=tokenizer), tmp_path / "corpus")
+    rows = samples.rows(range(len(samples)))
+
+    texts = torch.where(rows["labels"] < 0, rows["input_ids"], rows["labels"]).numpy()
+    beginnings = []
+    for text, chosen, used in zip(texts, (rows["labels"] != -100).numpy(), rows["attention_mask"].sum(1), strict=True):
+        for place in range(2, int(used)):
+            if text[place - 1] >= begin and text[place] == begin:
+                beginnings.append(chosen[place] != chosen[place - 1])
+            elif text[place - 1] >= begin and not tokenizer.begins_word[text[place]]:
+                assert chosen[place] == chosen[place - 1]
+    assert 0 < sum(beginnings) < len(beginnings)
+
+
+# ---- T5 -------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_those_of_the_released_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example of Hugging Face's documentation: "The cute dog walks in the park"."""
+    the, cute, dog, walks, in_, the_, park = text = list(range(first_text_id(), first_text_id() + 7))
+    write_sentences(tmp_path / "corpus", [[text]] * 10)
+    monkeypatch.setattr("lightning_megatron.data.masked.masked_ngrams", lambda *_: iter([(5, 6), (1, 3)]))
+    first, second, third = word_pieces().sentinels[:3]
+    samples = _opened(_t5(seq_length=16, seq_length_decoder=16), tmp_path / "corpus")
+
+    rows = {name: tensor[0].tolist() for name, tensor in samples.rows([0]).items()}
+
+    assert rows["input_ids"] == [the, first, walks, in_, second, park, EOS] + [0] * 9
+    assert rows["attention_mask"] == [1] * 7 + [0] * 9
+    assert rows["labels"] == [first, cute, dog, second, the_, third, EOS] + [-100] * 9
+
+
+def _put_back(inputs: Sequence[int], labels: Sequence[int], facts: TokenizerFacts) -> tuple[list[int], int]:
+    """The text with its spans, and how many there were."""
+    spans: dict[int, list[int]] = {}
+    span: list[int] = []
+    for label in labels:
+        if label in facts.sentinels:
+            span = spans.setdefault(label, [])
+        else:
+            span.append(label)
+    text: list[int] = []
+    for token in inputs:
+        text += spans[token] if token in facts.sentinels else [token]
+    return text, len(spans)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"tokenizer": FEW},
+        {"tokenizer": FEW, "format": "megatron"},
+        {"masking": MaskingOptions(short_sequence_probability=0, whole_words=False), "seq_length_decoder": 24},
+    ],
+)
+def test_text_and_labels_give_back_the_documents(tmp_path: Path, options: dict[str, Any]) -> None:
+    documents = random_documents(80)
+    write_sentences(tmp_path / "corpus", documents)
+    objective = _t5(**{"seq_length": 128, **options})
+    samples = _opened(objective, tmp_path / "corpus")
+    facts, hugging_face = objective.tokenizer, objective.format == "hugging_face"
+    starts = {tuple(sum(document[first:], [])) for document in documents[:64] for first in range(len(document))}
+
+    rows = samples.rows(range(len(samples)))
+
+    counts = []
+    for tokens, attention, row in zip(rows["input_ids"], rows["attention_mask"], rows["labels"], strict=True):
+        inputs, labels = tokens[: int(attention.sum())].tolist(), row[: int((row != -100).sum())].tolist()
+        assert labels.pop() == EOS
+        in_text = [token for token in inputs if token in facts.sentinels]
+        if hugging_face:
+            assert inputs.pop() == EOS
+            assert labels.pop() == facts.sentinels[len(in_text)]
+        assert in_text == [label for label in labels if label in facts.sentinels]
+        assert in_text == list(facts.sentinels[: len(in_text)])
+        text, count = _put_back(inputs, labels, facts)
+        assert any(tuple(text) == start[: len(text)] for start in starts)
+        counts.append(count)
+    most = len(facts.sentinels) - hugging_face
+    assert max(counts) <= most
+    if facts is FEW:
+        assert counts.count(most) > 0.3 * len(counts)
+
+
+def test_a_few_sentinels_for_long_rows_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_sentences(tmp_path / "corpus", random_documents(20))
+    long = {"seq_length": 512, "seq_length_decoder": 128}
+
+    _opened(_t5(**long), tmp_path / "corpus")
+    assert caplog.text == ""
+    _opened(_t5(**long, tokenizer=FEW), tmp_path / "corpus")
+    assert "Rows of seq_length=512 have about 17 spans, the tokenizer word-pieces has sentinels for 3" in caplog.text
+
+
+def test_an_end_that_documents_have_already_is_not_doubled_or_masked(tmp_path: Path) -> None:
+    write_sentences(tmp_path / "corpus", [[[*sum(document, [])[:50], EOS]] for document in random_documents(80)])
+    samples = _opened(_t5(masking=MaskingOptions(short_sequence_probability=0)), tmp_path / "corpus")
+
+    for row in samples.rows(range(len(samples)))["input_ids"]:
+        assert row.tolist().count(EOS) == 1
+
+
+def test_a_text_that_cannot_be_masked_is_its_own_answers_beginning(tmp_path: Path) -> None:
+    write_sentences(tmp_path / "corpus", [[[EOS]], [[]], [[EOS, EOS]]] * 4)
+
+    rows = _opened(_t5(), tmp_path / "corpus").rows(range(10))
+
+    assert (rows["labels"][:, :2] == torch.tensor([word_pieces().sentinels[0], EOS])).all()
+    assert (rows["labels"][:, 2:] == -100).all()
+    assert set(rows["attention_mask"].sum(1).tolist()) == {1, 2}
+
+
+# ---- settings and datasets that cannot work -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: MaskingOptions(probability=0.0), "probability=0.0 must be more than 0 and less than 1"),
+        (lambda: MaskingOptions(probability=float("nan")), "probability=nan must be"),
+        (lambda: MaskingOptions(short_sequence_probability=0.7), "short_sequence_probability=0.7 must be 0 or close"),
+        (lambda: MaskingOptions(short_sequence_probability=1e-12), "short_sequence_probability=1e-12 must be 0 or"),
+        (lambda: MaskingOptions(max_ngram=0), "max_ngram=0 words must be at least 1; leave it out"),
+        (lambda: _t5(seq_length=128, seq_length_decoder=20), "seq_length_decoder=20 is too small: 15% of seq_length="),
+        (lambda: _t5(format="hf"), "format='hf' must be one of hugging_face, megatron"),
+        (lambda: _t5(tokenizer=replace(FEW, sentinels=())), "has 0 sentinels .*T5 needs one for each"),
+        (lambda: _bert(tokenizer=replace(FEW, cls=None, mask=None)), "has no cls_token, no mask_token, which BERT"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(("make", "least"), [(_bert, 10), (_t5, 9)])
+def test_the_shortest_rows_have_a_masked_token(tmp_path: Path, make: Any, least: int) -> None:
+    """15 % of 7 tokens are one, of 6 none."""
+    with pytest.raises(ConfigError, match=f"seq_length={least - 1} is too small: .*; choose at least {least}"):
+        make(seq_length=least - 1)
+
+    write_sentences(tmp_path / "corpus", [[[WORD] * 9, [WORD] * 9]] * 20)
+    samples = _opened(make(seq_length=least, masking=MaskingOptions(short_sequence_probability=0)), tmp_path / "corpus")
+    targets = (samples.rows(range(len(samples)))["labels"] != -100).sum(1)
+    assert (targets == (1 if make is _bert else 4)).all()  # two sentinels and eos
+
+
+@pytest.mark.parametrize(
+    ("documents", "objective", "message"),
+    [
+        ([[[WORD] * 5]] * 20, _bert(), "gives train 16 of 20 documents of .*, none with two sentences.*--split-sent"),
+        ([[LONG, [WORD]]] * 20, _t5(), "16 of 20 documents of .*, 16 of them with a sentence of more than 512 tokens"),
+        ([[[], []]] * 20, _t5(), "gives train 16 of 20 documents of .*, none with any token"),
+        ([[[WORD], [WORD]]], _bert(), "split='0,1' gives train 0 of 1 documents"),
+    ],
+)
+def test_documents_without_a_sample_end_in_an_error_not_in_waiting(
+    tmp_path: Path, documents: Documents, objective: MaskedObjective, message: str
+) -> None:
+    write_sentences(tmp_path / "corpus", documents)
+    part = part_of(tmp_path / "corpus", num_samples=100)
+    if len(documents) == 1:
+        part = replace(part, split="0,1")
+
+    for use in (objective.count, lambda part: opened(objective, part)):
+        with pytest.raises(DataError, match=message):
+            use(part)
+
+
+@pytest.mark.parametrize("name", ["train", "valid"])
+def test_a_document_with_a_long_sentence_is_left_out_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    # A split has eight documents, its neighbour two, which are no business of its own.
+    two, others = [[[WORD]] * 200, [LONG, LONG]], random_documents(5)
+    without = _t5_rows(tmp_path / "without", [*others, *others[:3]], two, name)
+    assert caplog.text == ""
+
+    with_long = [*others[:3], [LONG, [WORD]], *others[3:], [[WORD], LONG], *others[:2], [LONG[:512], LONG], others[2]]
+    rows = _t5_rows(tmp_path / "with", with_long, two, name)
+
+    assert "3 of 11 documents of " in caplog.text
+    assert f"({name}) have a sentence of more than 512 tokens and are left out, as by Megatron" in caplog.text
+    assert np.array_equal(rows, without)
+
+
+def _t5_rows(prefix: Path, documents: Documents, others: Documents, name: str) -> Any:
+    write_sentences(prefix, [*documents, *others] if name == "train" else [*others, *documents])
+    weights = (len(documents), len(others)) if name == "train" else (len(others), len(documents))
+    part = replace(part_of(prefix, num_samples=30, name=name), split=f"{weights[0]},{weights[1]}")
+    samples = opened(_t5(), part)
+    return samples.rows(range(len(samples)))["input_ids"].numpy()
+
+
+@pytest.mark.parametrize("token", [word_pieces().size, -1])
+def test_ids_that_the_tokenizer_has_not_are_refused(tmp_path: Path, token: int) -> None:
+    write_sentences(tmp_path / "corpus", [[[WORD, token], [WORD]]] * 20, dtype="<i4")
+
+    with pytest.raises(DataError, match=f"corpus has the token {token}, ids of the tokenizer word-pieces are from 0"):
+        _opened(_bert(), tmp_path / "corpus").rows([0])
+
+
+@pytest.mark.parametrize("objective", [_bert(), _bert(sentence_order=False), _t5()])
+def test_one_pass_has_as_many_samples_as_were_counted(tmp_path: Path, objective: MaskedObjective) -> None:
+    write_sentences(tmp_path / "corpus", random_documents(50))
+
+    count = objective.count(part_of(tmp_path / "corpus"))
+
+    assert count == len(_opened(objective, tmp_path / "corpus")) > 50
+    assert len(_opened(objective, tmp_path / "corpus", 3 * count)) >= 3 * count
