@@ -21,7 +21,7 @@ from docstring_parser import Docstring, DocstringStyle, parse, parse_from_object
 from lightning_megatron import __version__
 from lightning_megatron.cli import data_commands, errors
 from lightning_megatron.cli.config import config
-from lightning_megatron.cli.generate_command import add_generate_command
+from lightning_megatron.cli.generate import generate
 from lightning_megatron.cli.inspect import inspect_path
 from lightning_megatron.foreign_names import advice
 
@@ -40,6 +40,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "merge": data_commands.merge,
     "inspect": inspect_path,
     "convert": data_commands.convert,
+    "generate": generate,
     "config": config,
     "doctor": data_commands.doctor,
 }
@@ -143,7 +144,6 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         commands.add_parser(name, help=summary)  # for the list in --help; main() runs them
     for name, function in _COMMANDS.items():
         _add_command(commands, name, function)
-    add_generate_command(commands)
     return parser, commands.choices
 
 
@@ -171,9 +171,11 @@ def _add_command(
     owner = kind or function
     documented: Docstring = parse_from_object(owner) if kind else doc
     texts = {each.arg_name: each.description or "" for each in documented.params}
+    flags = {each.name: each.metadata.get("flag") for each in dataclasses.fields(kind)} if kind else {}
     parameters = inspect.signature(owner).parameters.values()
     for parameter in parameters:
-        _add_argument(parser, parameter, get_type_hints(owner)[parameter.name], texts.get(parameter.name, ""))
+        flag = flags.get(parameter.name) or f"--{parameter.name.replace('_', '-')}"
+        _add_argument(parser, parameter, flag, get_type_hints(owner)[parameter.name], texts.get(parameter.name, ""))
 
     def run(parsed: argparse.Namespace) -> None:
         given = {parameter.name: getattr(parsed, parameter.name) for parameter in parameters}
@@ -182,13 +184,16 @@ def _add_command(
     parser.set_defaults(run=run)
 
 
-def _add_argument(parser: argparse.ArgumentParser, parameter: inspect.Parameter, hint: Any, text: str) -> None:
+def _add_argument(
+    parser: argparse.ArgumentParser, parameter: inspect.Parameter, flag: str, hint: Any, text: str
+) -> None:
     kinds = _kinds(hint)
     text = " ".join(text.split()).replace("``", "").replace("%", "%%").rstrip(".")
     is_required, default = parameter.default is parameter.empty, parameter.default
     details: dict[str, Any] = {"help": text[:1].lower() + text[1:] if not text[1:2].isupper() else text}
-    if hint is bool:
-        parser.add_argument(f"--{parameter.name.replace('_', '-')}", action="store_true", **details)
+    if kinds == {bool}:
+        action = "store_true" if hint is bool else argparse.BooleanOptionalAction
+        parser.add_argument(flag, dest=parameter.name, action=action, **details)
         return
     if choices := [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]:
         details["choices"] = choices
@@ -196,17 +201,17 @@ def _add_argument(parser: argparse.ArgumentParser, parameter: inspect.Parameter,
         details["type"] = next((each for each in (int, float, Path) if kinds == {each}), str)
         last_word = parameter.name.rpartition("_")[2].rstrip("s").upper()
         details["metavar"] = "PATH" if Path in kinds else "N" if int in kinds and str not in kinds else last_word
-    if get_origin(hint) is Sequence:
+    if any(get_origin(each) is Sequence for each in (hint, *get_args(hint))):
         details["nargs"] = "+"
     if not is_required:
         details["default"] = list(default) if isinstance(default, tuple) else default
-        if default is not None:
+        if default not in (None, ()):
             shown = " ".join(default) if isinstance(default, tuple) else default
             details["help"] += f" (default: {shown})"
     if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
         parser.add_argument(parameter.name, **details)
     else:
-        parser.add_argument(f"--{parameter.name.replace('_', '-')}", required=is_required, **details)
+        parser.add_argument(flag, dest=parameter.name, required=is_required, **details)
 
 
 def _kinds(hint: Any) -> set[Any]:

@@ -1,4 +1,4 @@
-"""Does ``generate`` print what Hugging Face writes, from any checkpoint, and say in one line what is wrong?"""
+"""The command ``generate`` prints what Hugging Face writes, from any checkpoint, and says in one line what is wrong."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_gpus_compute_in_the_dtype_of_the_weights(
     import torch
     from transformers import AutoModelForCausalLM
 
-    from lightning_megatron.cli.generation import _own_precision
+    from lightning_megatron.cli.generate import _own_precision
     from lightning_megatron.convert.convert import open_source
 
     AutoModelForCausalLM.from_pretrained(checkpoints / "hf", dtype=getattr(torch, dtype)).save_pretrained(tmp_path)
