@@ -25,7 +25,6 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from lightning_megatron.engine.fillers.loss import hide_padded_vocab_
 from lightning_megatron.engine.fillers.norm import Norm
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.layers import layer_spec
@@ -151,3 +150,24 @@ def _silence_padding(output_layer: ColumnParallelLinear, model: ModelConfig, tp:
         hide_padded_vocab_(output[0], model.vocab_size, 0 if is_gathered else tp_rank)
 
     output_layer.register_forward_hook(silence)
+
+
+def hide_padded_vocab_(logits: Tensor, vocab_size: int, tp_rank: int) -> Tensor:
+    """Set the logits of padding rows to -inf in place: they never win and their gradient is exactly 0.
+
+    Only the padded columns are touched, and autograd does not see it: nothing saves the logits, and the gradient of a
+    softmax is 0 where the logit is -inf. With much padding a whole shard can be hidden; another rank has the maximum.
+
+    Args:
+        logits: [..., v/tp], the shard of rank ``tp_rank``; gathered logits are the shard of rank 0.
+        vocab_size: Vocabulary without padding.
+        tp_rank: Which shard this is.
+
+    Returns:
+        ``logits``.
+    """
+    width = logits.shape[-1]
+    first_padding = max(0, vocab_size - tp_rank * width)
+    if first_padding < width:
+        logits.detach()[..., first_padding:].fill_(float("-inf"))
+    return logits

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 from tests.families.parity import padded_sentences
+from tests.parity.dropout_masks import Masks, recording
 from tests.parity.training import Case, trainer_of
 from tests.ranks import run_ranks
 from tests.unit.convert.gpt_configs import CONFIGS
@@ -45,47 +42,12 @@ def _probabilities(fields: dict[str, Any]) -> tuple[list[float], list[float]]:
 
     rows = padded_sentences()
     model = AutoModelForCausalLM.from_config(config_object(fields)).train()
-    with _recorded() as theirs:
+    ours, theirs = Masks(), Masks()
+    with recording(theirs):
         model(**{name: torch.stack([row[name] for row in rows]) for name in rows[0]})
     module = MegatronModule(model=fields, make_vocab_size_divisible_by=8)
     trainer = trainer_of(Case(steps=1))
     loader: DataLoader[Any] = DataLoader(rows, batch_size=len(rows))  # type: ignore[arg-type]
-    with _recorded() as ours:
+    with recording(ours):
         trainer.fit(module, loader)
-    return ours, theirs
-
-
-@contextmanager
-def _recorded() -> Iterator[list[float]]:
-    """The probabilities above 0 in calling order, of dropout itself and of that in attention."""
-    found: list[float] = []
-    depth = 0
-
-    def recording(real: Callable[..., Any], probability: Callable[..., float]) -> Callable[..., Any]:
-        def called(*args: Any, **kwargs: Any) -> Any:
-            nonlocal depth
-            # The CPU's emulation of CUDA, a mode for torch functions, calls again, and attention may call dropout.
-            if depth == 0 and probability(*args, **kwargs) > 0:
-                found.append(probability(*args, **kwargs))
-            depth += 1
-            try:
-                return real(*args, **kwargs)
-            finally:
-                depth -= 1
-
-        return called
-
-    def of_dropout(x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> float:
-        return p if training else 0.0
-
-    def of_attention(q: Any, k: Any, v: Any, mask: Any = None, dropout_p: float = 0.0, *_: Any, **__: Any) -> float:
-        return dropout_p
-
-    with (
-        patch("torch.nn.functional.dropout", recording(F.dropout, of_dropout)),
-        patch(
-            "torch.nn.functional.scaled_dot_product_attention",
-            recording(F.scaled_dot_product_attention, of_attention),
-        ),
-    ):
-        yield found
+    return ours.probabilities, theirs.probabilities

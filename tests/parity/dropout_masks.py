@@ -30,13 +30,15 @@ class Masks:
     """After the embedding (first stage), then after each attention and MLP block: [s, b, h], or [s/tp, b, h]."""
     attention: list[torch.Tensor] = field(default_factory=list)
     """[b, np/tp, s, s]; True above the diagonal, where nothing can be seen anyway."""
+    probabilities: list[float] = field(default_factory=list)
+    """Of both kinds."""
 
 
 def dropout_masks(case: Case, *, validate: bool = False) -> Masks:
     """The masks that this rank draws in one training step, or in one validation step."""
     masks, module = Masks(), module_of(case)
     trainer = trainer_of(case, max_steps=1)
-    with _recording(masks):
+    with recording(masks):
         if validate:
             trainer.validate(module, loader_of(case), verbose=False)
         else:
@@ -45,7 +47,8 @@ def dropout_masks(case: Case, *, validate: bool = False) -> Masks:
 
 
 @contextmanager
-def _recording(masks: Masks) -> Iterator[None]:
+def recording(masks: Masks) -> Iterator[None]:
+    """While active, what this process drops is noted in ``masks``."""
     real_dropout, real_attention = F.dropout, F.scaled_dot_product_attention
     is_inside = False
 
@@ -58,10 +61,13 @@ def _recording(masks: Masks) -> Iterator[None]:
         out = real_dropout(x, p, training, inplace)
         is_inside = False
         masks.activations.append((out == 0).detach())
+        masks.probabilities.append(p)
         return out
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if kwargs.get("dropout_p", args[1] if len(args) > 1 else 0.0) > 0:
+        probability = kwargs.get("dropout_p", args[1] if len(args) > 1 else 0.0)
+        if probability > 0:
+            masks.probabilities.append(probability)
             state = torch.get_rng_state()
             identity = torch.eye(k.shape[-2]).expand(*k.shape[:-1], k.shape[-2])
             with torch.no_grad():

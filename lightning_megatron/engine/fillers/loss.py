@@ -5,7 +5,7 @@ forward (the second time mostly from the cache), 2 read and 2 written going back
 0.16.1 move 22 and more, and keep 4 bytes per logit.
 
 Three more things are wrong with megatron-core 0.16.1 here. The rows that pad the vocabulary take part in the softmax,
-so the loss is not that of the Hugging Face model: ``hide_padded_vocab_`` is for a model to call on its logits. The
+so the loss is not that of the Hugging Face model: models hide them in their logits (``models/chunk.py``). The
 fused variant casts its gradient to bfloat16 whatever the logits are (fusions/fused_cross_entropy.py). And a label that
 is not to be counted has a gradient unless the caller masks its loss.
 """
@@ -93,27 +93,6 @@ class VocabParallelLoss(torch.autograd.Function):
         logits, labels, log_sum = ctx.saved_tensors
         gradient = _for(logits, logits_gradient)(logits, labels, ctx.first, log_sum, upstream[0])
         return gradient, None, None
-
-
-def hide_padded_vocab_(logits: Tensor, vocab_size: int, tp_rank: int) -> Tensor:
-    """Set the logits of padding rows to -inf in place: they never win and their gradient is exactly 0.
-
-    Only the padded columns are touched, and autograd does not see it: nothing saves the logits, and the gradient of a
-    softmax is 0 where the logit is -inf. With much padding a whole shard can be hidden; another rank has the maximum.
-
-    Args:
-        logits: [..., v/tp], the shard of rank ``tp_rank``; gathered logits are the shard of rank 0.
-        vocab_size: Vocabulary without padding.
-        tp_rank: Which shard this is.
-
-    Returns:
-        ``logits``.
-    """
-    width = logits.shape[-1]
-    first_padding = max(0, vocab_size - tp_rank * width)
-    if first_padding < width:
-        logits.detach()[..., first_padding:].fill_(float("-inf"))
-    return logits
 
 
 def token_losses(logits: Tensor, labels: Tensor, tp_group: Any) -> Tensor:

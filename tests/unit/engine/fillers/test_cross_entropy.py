@@ -9,10 +9,10 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
 from lightning_megatron.engine.fillers.loss import (
-    hide_padded_vocab_,
     token_losses,
 )
 from lightning_megatron.engine.patches import MEGATRON, active
+from lightning_megatron.models.chunk import hide_padded_vocab_
 from tests.ranks import run_ranks
 
 VOCAB, S, B = 11, 6, 3
