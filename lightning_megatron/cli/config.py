@@ -84,32 +84,27 @@ def config(
     """
     if template is not None and from_accelerate is not None:
         raise UsageError("--template and --from-accelerate are two sources; give one of them")
-    chosen = None if template is None else _template(template, output)
+    text = "" if template is None else _template(template, output)
     if output.exists() and not overwrite:
         raise UsageError(f"--output {output} exists; give another name, or --overwrite")
     if not output.absolute().parent.is_dir():  # before any question
         raise UsageError(f"--output {output}: {output.parent} is no folder; make it, or give another name")
-    if chosen is not None:
-        _write(output, chosen)
-        print(f"{output} is written: {template}. Edit it, and run what its first lines say.")
-        return
-    launch: dict[str, str] = {}
-    if from_accelerate is None:
-        settings, origin = _Interview().run(), "made by lightning-megatron config"
-    else:
-        settings, launch = _imported(from_accelerate)
-        origin = f"made from {from_accelerate.name}, which says nothing of model and data: change those"
-    title = f"# {' '.join(origin.split())}.\n#\n#   lightning-megatron fit --config {shlex.quote(str(output))}\n"
-    _write(output, title + _as_yaml(settings))
-    edit = "Edit model and data in it, then run" if from_accelerate else "Run"
-    print(f"{output} is written. {edit}\n\n{_how_to_run(output, settings, launch)}")
-
-
-def _write(output: Path, text: str) -> None:
+    told = f"{template}. Edit it, and run what its first lines say."
+    if template is None:
+        if from_accelerate is None:
+            settings, origin = _Interview().run(), "made by lightning-megatron config"
+            told = f"Run\n\n{_how_to_run(output, settings, {})}"
+        else:
+            settings, launch = _imported(from_accelerate)
+            origin = f"made from {from_accelerate.name}, which says nothing of model and data: change those"
+            told = f"Edit model and data in it, then run\n\n{_how_to_run(output, settings, launch)}"
+        text = f"# {' '.join(origin.split())}.\n#\n#   lightning-megatron fit --config {shlex.quote(str(output))}\n"
+        text += _as_yaml(settings)
     try:
         output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--output {output} cannot be written: {error.strerror}; give another name") from None
+    print(f"{output} is written{': ' if template else '. '}{told}")
 
 
 def _template(name: str, output: Path) -> str:
