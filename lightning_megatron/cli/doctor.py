@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from lightning_megatron.cli.inspect import columns
 from lightning_megatron.engine.fillers.choice import (
     DeviceType,
     has_apex,
@@ -96,7 +97,5 @@ def _devices() -> Iterable[tuple[str, str]]:
 
 def _table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     table = [tuple(header), *(tuple(row) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    table.insert(1, tuple("-" * width for width in widths))
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table)
-    return "\n".join((title, "", *lines))
+    table.insert(1, tuple("-" * max(map(len, column)) for column in zip(*table, strict=True)))
+    return "\n".join((title, "", *columns(table)))

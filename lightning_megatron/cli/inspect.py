@@ -8,7 +8,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -139,14 +139,16 @@ def _as_text(contents: CheckpointContents) -> str:
     if state:  # exp_avg and others: what stands between "optimizer.state." and the weight's name
         kinds = dict.fromkeys(each.name.removeprefix("optimizer.state.").split(".")[0] for each in state)
         rows.append(("optimizer state", f"{_total(state)}: {', '.join(kinds)}"))
-    lines = [str(contents.path), *_columns(rows), "", "Weights", *_columns(list(_weights(weights)))]
-    return "\n".join(map(printable, lines))  # a name may hold a line break, too
+    lines = [*(f"  {row}" for row in columns(rows)), "", "Weights", *(f"  {row}" for row in columns(_weights(weights)))]
+    return "\n".join(map(printable, [str(contents.path), *lines]))  # a name may hold a line break, too
 
 
-def _columns(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+def columns(rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """The rows as lines of left-aligned columns."""
+    rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 def _weights(tensors: list[TensorEntry]) -> Iterator[tuple[str, str, str, str]]:

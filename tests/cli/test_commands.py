@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import pytest
 
 import lightning_megatron
 from lightning_megatron.cli import errors, main, program
-from lightning_megatron.cli.commands import TRAINER_COMMANDS
+from lightning_megatron.cli.commands import TRAINER_COMMANDS, _parser
 from lightning_megatron.errors import ConfigError, DataError
 from tests.ranks import ROOT, RankError, run_ranks
 
@@ -187,19 +186,6 @@ def test_our_errors_and_what_they_caused_are_the_users_in_one_line() -> None:
         assert errors.users_mistake(error) == line
 
 
-@pytest.fixture
-def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("path", metavar="PATH")
-    parser.add_argument("--checkpoint", dest="load_path", type=Path, metavar="PATH")
-    parser.add_argument("--input", nargs="+", metavar="PREFIX")
-    parser.add_argument("--prompt", metavar="TEXT")
-    parser.add_argument("--sample", dest="do_sample", action="store_true")
-    parser.add_argument("--top-k", type=int)
-    parser.add_argument("--tp", type=int)
-    return parser
-
-
 @pytest.mark.parametrize(
     ("message", "typed"),
     [
@@ -213,16 +199,19 @@ def parser() -> argparse.ArgumentParser:
         ("path=x and help", "path=x and help"),
     ],
 )
-def test_options_are_named_as_they_are_typed(parser: argparse.ArgumentParser, message: str, typed: str) -> None:
-    assert errors.in_typed_words(message, parser) == typed
+def test_options_are_named_as_they_are_typed(message: str, typed: str) -> None:
+    assert errors.in_typed_words(message, _parser()[1]["generate"]) == typed
 
 
-def test_only_paths_begin_at_home(parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_paths_begin_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
-    parsed = parser.parse_args(["~/a", "--checkpoint=~", "--input", "~/b", "c/~", "--prompt", "~/d"])
-    errors.expand_home(parser, parsed)
-    assert (parsed.path, parsed.load_path) == ("/home/me/a", Path("/home/me"))
-    assert (parsed.input, parsed.prompt) == (["/home/me/b", "c/~"], "~/d")
+    parser, commands = _parser()
+    parsed = parser.parse_args(["merge", "--input", "~/b", "c/~", "--output-prefix=~"])
+    errors.expand_home(commands["merge"], parsed)
+    assert (parsed.input, parsed.output_prefix) == (["/home/me/b", "c/~"], "/home/me")
+    parsed = parser.parse_args(["generate", "--checkpoint=~/a", "--prompt", "~/d"])
+    errors.expand_home(commands["generate"], parsed)
+    assert (parsed.load_path, parsed.prompt) == (Path("/home/me/a"), ["~/d"])
 
 
 def test_one_rank_speaks_for_all(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,35 +22,19 @@ from lightning_megatron.models.config import ModelConfig
 
 
 def gpt2(num_layers: int, hidden_size: int, num_attention_heads: int, **changes: Any) -> ModelConfig:
-    shape: dict[str, Any] = {
-        "family": "gpt2",
-        "num_layers": num_layers,
-        "hidden_size": hidden_size,
-        "ffn_hidden_size": 4 * hidden_size,
-        "num_attention_heads": num_attention_heads,
-        "num_query_groups": num_attention_heads,
-        "kv_channels": hidden_size // num_attention_heads,
-        "vocab_size": 50257,
-        "max_position_embeddings": 1024,
-    }
-    return ModelConfig(**shape | changes)
+    shape = {"family": "gpt2", "vocab_size": 50257, "max_position_embeddings": 1024}
+    shape |= {"num_layers": num_layers, "hidden_size": hidden_size, "ffn_hidden_size": 4 * hidden_size}
+    shape |= {"num_attention_heads": num_attention_heads, "num_query_groups": num_attention_heads}
+    return ModelConfig(**shape | {"kv_channels": hidden_size // num_attention_heads} | changes)
+
+
+_WITHOUT_BIASES = {"normalization": "RMSNorm", "add_bias_linear": False, "add_qkv_bias": False}
 
 
 def llama(layers: int, hidden: int, ffn: int, heads: tuple[int, int], **changes: Any) -> ModelConfig:
-    shape: dict[str, Any] = {
-        "family": "llama",
-        "ffn_hidden_size": ffn,
-        "num_query_groups": heads[1],
-        "vocab_size": 128256,
-        "max_position_embeddings": 8192,
-        "normalization": "RMSNorm",
-        "gated_linear_unit": True,
-        "add_bias_linear": False,
-        "add_qkv_bias": False,
-        "position_embedding_type": "rope",
-        "share_embeddings_and_output_weights": False,
-    }
-    return gpt2(layers, hidden, heads[0], **shape | changes)
+    shape = {"ffn_hidden_size": ffn, "num_query_groups": heads[1], "vocab_size": 128256, "gated_linear_unit": True}
+    shape |= {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False}
+    return gpt2(layers, hidden, heads[0], **shape | _WITHOUT_BIASES | changes)
 
 
 def bert(num_layers: int, hidden_size: int, num_attention_heads: int, task: str, num_labels: int = 2) -> ModelConfig:
@@ -62,18 +46,8 @@ GPT2_LARGE = gpt2(36, 1280, 20)
 LLAMA_3_2_1B = llama(16, 2048, 8192, (32, 8), share_embeddings_and_output_weights=True)
 LLAMA_3_8B = llama(32, 4096, 14336, (32, 8))
 LLAMA_2_7B = llama(32, 4096, 11008, (32, 32), vocab_size=32000)
-T5_LARGE = gpt2(
-    24,
-    1024,
-    16,
-    architecture="t5",
-    num_decoder_layers=24,
-    vocab_size=32128,
-    normalization="RMSNorm",
-    add_bias_linear=False,
-    add_qkv_bias=False,
-    position_embedding_type="relative",
-)
+_T5 = {"architecture": "t5", "position_embedding_type": "relative", "vocab_size": 32128}
+T5_LARGE = gpt2(24, 1024, 16, num_decoder_layers=24, **_T5, **_WITHOUT_BIASES)
 FLAN_T5_LARGE = replace(
     T5_LARGE, ffn_hidden_size=2816, gated_linear_unit=True, share_embeddings_and_output_weights=False
 )
