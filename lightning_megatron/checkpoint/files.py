@@ -144,14 +144,6 @@ def checksums_of(data: bytes) -> FileChecksums:
     return checksums
 
 
-def checksums_of_file(file: Path) -> FileChecksums:
-    """The checksums of a file that is there."""
-    size = file.stat().st_size
-    with ThreadPoolExecutor(_THREADS) as pool:
-        segments = list(pool.map(lambda start: _crc32(file, start, size), range(0, size, SEGMENT)))
-    return FileChecksums(size=size, segments=segments)
-
-
 def write_checksums(folder: Path, files: Mapping[str, FileChecksums]) -> None:
     """Write ``checksums.json``, and wait until it is on the disk."""
     described = {name: asdict(files[name]) for name in sorted(files)}

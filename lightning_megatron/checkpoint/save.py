@@ -55,11 +55,11 @@ from lightning_megatron.checkpoint.files import (
     BACKENDS,
     COMMON,
     META,
+    TABLE,
     FileChecksums,
     check_complete,
     check_replaceable,
     checksums_of,
-    checksums_of_file,
     failures_as_errors,
     write_checksums,
 )
@@ -282,7 +282,7 @@ class Save:
 
         Ranks differ: ``finish`` waits for all of them, so ask all ranks first if training should not wait.
         """
-        return self._writer is None or self._writer.is_written
+        return self._writer is None or self._writer.files.is_done
 
     def finish(self, *, in_background: bool = False) -> None:
         """Wait for all ranks' files, complete the checkpoint and give it its name.
@@ -306,7 +306,7 @@ class Save:
     def abandon(self) -> None:
         """Stop writing and delete what is there; does not communicate."""
         if self._writer is not None:
-            self._writer.abandon()
+            self._writer.files.abandon()
         if dist.get_rank() == 0:
             shutil.rmtree(self._partial, ignore_errors=True)
         self._release()
@@ -433,12 +433,8 @@ class ShardWriter:
             files[COMMON] = torch_bytes(common)
             files[BACKENDS] = json.dumps(asdict(CheckpointingConfig("torch_dist", 1))).encode()
         shards = _on_all_ranks(lambda: _staged(plan, planner, memory), refusal)
-        self._files = FileWriter(folder, shards, files)
-
-    @property
-    def is_written(self) -> bool:
-        """Whether this rank's files are on the disk, or have failed."""
-        return self._files.is_done
+        self.files = FileWriter(folder, shards, files)
+        """Of this rank."""
 
     def finish(self) -> dict[str, FileChecksums]:
         """Wait for all ranks' files and write the table of contents.
@@ -449,18 +445,13 @@ class ShardWriter:
         Raises:
             CheckpointError: On all ranks alike if any rank could not write.
         """
-        results, checksums = _on_all_ranks(self._files.wait, self._refusal)
+        results, checksums = _on_all_ranks(self.files.wait, self._refusal)
         gathered = _gathered((results, checksums))
         _on_rank_0(lambda: self._write_table([results for results, _ in gathered]), self._refusal)
         checksums = {name: each for _, of_rank in gathered for name, each in of_rank.items()}
-        for file in self._folder.iterdir() if dist.get_rank() == 0 else ():
-            if file.name not in checksums:
-                checksums[file.name] = checksums_of_file(file)
+        if checksums:
+            checksums[TABLE] = checksums_of((self._folder / TABLE).read_bytes())
         return checksums
-
-    def abandon(self) -> None:
-        """Stop soon, and wait for it; half-written files stay. Does not communicate."""
-        self._files.abandon()
 
     def _write_table(self, results: list[list[Any]]) -> None:
         assert self._table is not None

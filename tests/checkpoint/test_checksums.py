@@ -80,11 +80,9 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
         "has 3209 bytes and was .* 3210",
     ),
     "longer": (lambda p: (p / "__0_1.distcp").write_bytes(_content("__0_1.distcp") + b"\0"), "has 1001 bytes and was"),
-    "filled": (lambda p: (p / "empty.pt").write_bytes(b"\0"), "empty.pt has 1 bytes and was written with 0"),
     "missing": (lambda p: (p / "common.pt").unlink(), "lacks its file common.pt"),
     "meta": (lambda p: (p / "meta.pt").write_bytes(b"123456780"), "meta.pt differs from its checksum in bytes 0-9"),
     "zeros": (lambda p: (p / "__0_0.distcp").write_bytes(bytes(3210)), "__0_0.distcp differs .* in bytes 0-1000"),
-    "no checksums of ours": (lambda p: (p / CHECKSUMS).write_text('{"algorithm": "md5"}'), "cannot be read"),
 }
 
 
@@ -94,20 +92,6 @@ def test_other_damage_is_named(folder: Path, name: str) -> None:
     change(folder)
     with pytest.raises(CheckpointError, match=message):
         verify_checksums(folder)
-
-
-@pytest.mark.parametrize("world", [1, 3, 20])
-def test_each_segment_is_checked_by_one_rank(folder: Path, world: int) -> None:
-    data = bytearray(_content("__0_0.distcp"))
-    data[2500] ^= 4
-    (folder / "__0_0.distcp").write_bytes(data)
-    finders = 0
-    for rank in range(world):
-        try:
-            verify_checksums(folder, (rank, world))
-        except CheckpointError:
-            finders += 1
-    assert finders == 1
 
 
 # ---- in a run -------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import pytest
 from lightning_megatron.checkpoint.files import check_complete
 from tests.checkpoint.engine_runs import RUN as ENGINE_RUN
 from tests.checkpoint.engine_runs import engine_run, save
-from tests.checkpoint.runs import Run, checkpoints_at, fit, make_module, make_trainer, shuffled_loader
+from tests.checkpoint.runs import Run, checkpoints_at, fit
 from tests.ranks import RankError, run_ranks
 
 RUN = Run(strategy={"tp": 2}, trainer={"max_steps": 4})
@@ -108,38 +108,15 @@ def test_a_mistake_of_the_users_ends_the_run_at_the_first_save(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-def _train_below_a_file(run: Run, folder: Path) -> list[str]:
-    """The folder of the checkpoints cannot be made, because a file has its name; but for the third step."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(run, _make_room(folder), checkpoints_at(folder / "below"))
-    return [str(each.message) for each in caught if "is not written" in str(each.message)]
-
-
-def _make_room(folder: Path) -> Any:
-    import lightning.pytorch as pl
-
-    class MakeRoom(pl.Callback):
-        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-            if trainer.is_global_zero and trainer.global_step in (0, 2):
-                folder.touch() if trainer.global_step == 0 else folder.unlink()
-            trainer.strategy.barrier()
-
-    return MakeRoom()
-
-
-def test_a_folder_that_cannot_be_made_costs_a_warning(tmp_path: Path) -> None:
-    folder = tmp_path / "not_a_folder"
-    first, _ = run_ranks(_train_below_a_file, 2, RUN, folder)
-    assert len(first) == 2
-    assert sorted(path.name for path in (folder / "below").iterdir()) == ["step=3.ckpt", "step=4.ckpt"]
+def _train_and_keep(run: Run, folder: Path) -> None:
+    fit(run, checkpoints_at(folder))
 
 
 def test_a_folder_that_cannot_be_made_from_the_start_is_noticed_before_the_first_step(tmp_path: Path) -> None:
     folder = tmp_path / "a_file"
     folder.touch()
     with pytest.raises(RankError, match=f"cannot be saved in {folder}/below: {folder} is no folder; give") as caught:
-        run_ranks(_train_below_a_file, 2, RUN, folder)
+        run_ranks(_train_and_keep, 2, RUN, folder / "below")
     assert caught.value.error_type == "CheckpointError"
     assert "step=1.ckpt" not in str(caught.value)
 
@@ -214,32 +191,6 @@ def test_ranks_that_fail_together_save_where_a_callback_says_so(tmp_path: Path) 
     assert _names(tmp_path) == ["rescue.ckpt"]
 
 
-def _fail_and_fit_again(run: Run, folder: Path) -> list[Any]:
-    """The only save fails and the run is interrupted; then the same Trainer trains without saving."""
-    import lightning.pytorch as pl
-
-    class Stops(pl.Callback):
-        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-            folder.parent.touch()  # so that there cannot be a folder of that name
-            if trainer.global_step == 1:
-                raise RuntimeError("stop")
-
-    keeper = checkpoints_at(folder)
-    trainer, module = make_trainer(run, Stops(), keeper), make_module(run)
-    with pytest.warns(UserWarning, match="is not written"), pytest.raises(RuntimeError, match="stop"):
-        trainer.fit(module, shuffled_loader(1))
-    trainer.callbacks.remove(keeper)
-    trainer.callbacks[:] = [each for each in trainer.callbacks if not isinstance(each, Stops)]
-    trainer.fit(module, shuffled_loader(1))
-    return [trainer.global_step, folder.parent.is_file()]
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_run_does_not_end_with_what_failed_in_an_earlier_one(tmp_path: Path) -> None:
-    run = RUN.but(strategy={"tp": 1})
-    assert run_ranks(_fail_and_fit_again, 1, run, tmp_path / "a_file" / "below") == [[4, True]]
-
-
 def _save_over(path: Path, moment: str = "", is_shared: bool = True) -> str:
     """What saving raises.
 
@@ -286,7 +237,7 @@ def test_a_folder_of_other_files_is_not_replaced(tmp_path: Path) -> None:
     assert run_ranks(_save_over, 1, results) == [""]  # a checkpoint is replaced, whatever else somebody put into it
 
 
-@pytest.mark.parametrize("moment", ["finish_parameter_gathers", "rng_file", "FileWriter", "write_checksums"])
+@pytest.mark.parametrize("moment", ["finish_parameter_gathers", "FileWriter", "write_checksums"])
 def test_a_folder_that_vanishes_meanwhile_is_told_in_one_line_on_all_ranks(tmp_path: Path, moment: str) -> None:
     path = tmp_path / "folder" / "a.ckpt"
     messages = run_ranks(_save_over, 2, path, moment)

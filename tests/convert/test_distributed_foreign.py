@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from lightning_megatron.checkpoint.files import checksums_of_file, write_checksums
 from lightning_megatron.convert.convert import ConvertOptions, convert
 from lightning_megatron.convert.distributed import open_distributed
 from lightning_megatron.errors import CheckpointError
+from tests.checkpoint.damage import sum_up
 from tests.convert.directories import save_as, tiny, tiny_gpt2
 from tests.convert.weights import assert_same_weights, weights_of
 
@@ -197,7 +197,7 @@ def _change_meta(path: Path, **changes: Any) -> dict[str, Any]:
     meta: dict[str, Any] = torch.load(path / "meta.pt", weights_only=True)
     torch.save({**meta, **changes}, path / "meta.pt")
     (path / "checksums.json").unlink()
-    write_checksums(path, {file.name: checksums_of_file(file) for file in path.iterdir() if file.is_file()})
+    sum_up(path)
     return meta
 
 

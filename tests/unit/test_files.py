@@ -147,24 +147,6 @@ def test_a_thread_deletes_the_files_of_what_was_replaced_or_removed(
     assert _names(tmp_path) == ["a.ckpt"]
 
 
-def test_what_is_removed_has_no_name_that_anybody_reads_before_it_is_incomplete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = _folder(tmp_path / "a.ckpt", "old")
-
-    def interrupted(folder: Path) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(shutil, "rmtree", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        remove(path)
-    assert _names(tmp_path) == ["a.ckpt.removed"]
-    assert recover(path) == path
-    monkeypatch.undo()
-    _start_partial(tmp_path / "b.ckpt").release()
-    assert _names(tmp_path) == ["b.ckpt.partial"]
-
-
 # ---- staged ---------------------------------------------------------------------------------------------------------
 
 
