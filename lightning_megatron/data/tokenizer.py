@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -70,21 +69,14 @@ class TokenizerTrainingOptions:
         if self.kind not in ROLES:
             raise ConfigError(f"kind={self.kind!r} is unknown; choose from {', '.join(ROLES)}")
         least = 256 + len(special_tokens(self.kind))
-        if self.vocab_size < least:
+        if not least <= self.vocab_size <= LARGEST_VOCABULARY:
             raise ConfigError(
-                f"vocab_size={self.vocab_size} is too small: 256 bytes and the special tokens of kind={self.kind!r}"
-                f" need {least}; choose at least {least}"
+                f"vocab_size={self.vocab_size} must be from {least}, which 256 bytes and the special tokens of"
+                f" kind={self.kind!r} need, to {LARGEST_VOCABULARY}: memory is taken for all entries at once"
             )
-        if self.vocab_size > LARGEST_VOCABULARY:
-            raise ConfigError(
-                f"vocab_size={self.vocab_size} is too large: memory is taken for all entries at once; choose at most"
-                f" {LARGEST_VOCABULARY}"
-            )
-        if not os.fspath(self.output) or os.path.isfile(self.output):
-            raise ConfigError(f"output={self.output} is a file or empty; name a folder for the tokenizer")
         # Known before hours of training; what else may be wrong is met when it is saved.
         there = next(each for each in (Path(self.output), *Path(self.output).parents) if os.path.lexists(each))
-        if not os.path.isdir(there) or not os.access(there, os.W_OK):
+        if not os.fspath(self.output) or not os.path.isdir(there) or not os.access(there, os.W_OK):
             raise ConfigError(_cannot_be_written(self.output, f"{there} is no folder that can be written"))
 
 
@@ -100,8 +92,6 @@ class TokenizerTrainingResult:
     """Lines, rows and files that are no documents."""
     bytes: int
     """Bytes of input, as stored."""
-    seconds: float
-    """Wall time."""
 
 
 def special_tokens(kind: ModelKind) -> list[str]:
@@ -121,7 +111,6 @@ def train_tokenizer(options: TokenizerTrainingOptions) -> TokenizerTrainingResul
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-    began = time.perf_counter()
     files = find_files(options.input)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -143,7 +132,6 @@ def train_tokenizer(options: TokenizerTrainingOptions) -> TokenizerTrainingResul
         documents=counts["documents"],
         skipped=counts["skipped"],
         bytes=sum(path.stat().st_size for path in files),
-        seconds=time.perf_counter() - began,
     )
 
 

@@ -68,9 +68,9 @@ def test_compressed_files_and_tables_are_read_and_bad_lines_skipped(tmp_path: Pa
 
 def test_a_vocabulary_that_cannot_be_is_refused(tmp_path: Path) -> None:
     for size, kind, message in (
-        (256, "gpt", "vocab_size=256 is too small: 256 bytes and .* need 257"),
-        (300, "t5", "vocab_size=300 is too small: .* kind='t5' need 358"),
-        (10**10, "gpt", "vocab_size=10000000000 is too large: .* choose at most 16777216"),
+        (256, "gpt", "vocab_size=256 must be from 257, which 256 bytes and .* need, to 16777216"),
+        (300, "t5", "vocab_size=300 must be from 358, .* kind='t5' need"),
+        (10**10, "gpt", "vocab_size=10000000000 must be from 257"),
     ):
         with pytest.raises(ConfigError, match=message):
             _train(tmp_path, size, kind=kind)
