@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lightning_megatron.convert.convert import Converted, ConvertOptions, convert
-from lightning_megatron.errors import CheckpointError
+from lightning_megatron.errors import CheckpointError, ConfigError
 from tests.convert.directories import FORMATS, MODELS, save_as, save_pickled, tiny, tiny_bert, tiny_gpt2, tiny_llama
+from tests.convert.legacy.written import flat, load
+from tests.ranks import run_ranks
 
 
 def _convert(source: Path, target: Path, **options: Any) -> Converted:
@@ -194,3 +196,41 @@ def test_another_tokenizer_takes_the_place_of_the_sources(tmp_path: Path) -> Non
     assert (tmp_path / "target" / "tokenizer.json").read_bytes() == (tmp_path / "small/tokenizer.json").read_bytes()
     with pytest.raises(ValueError, match="ids up to 83, and the model has vocab_size=83"):
         _convert(tmp_path / "source", tmp_path / "other", tokenizer=tmp_path / "large")
+
+
+# ---- several processes ----------------------------------------------------------------------------------------------
+
+
+def converted_together(folder: str, layout: dict[str, int]) -> str:
+    """Convert to every format and back, each process with its part of the model; an error that all must raise."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    path = Path(folder)
+    try:
+        _convert(path / "hf", path / "legacy", to="megatron-legacy", make_vocab_size_divisible_by=8, **layout)
+        _convert(path / "legacy", path / "a.ckpt", to="megatron", **layout)
+        _convert(path / "a.ckpt", path / "back", max_shard_size="20KB", **layout)
+        try:
+            _convert(path / "hf", path / "other", to="megatron", tp=1, pp=1)
+        except ConfigError as error:
+            return str(error)
+    finally:
+        dist.destroy_process_group()
+    return ""
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "pp": 2, "vpp": 2}], ids=str)
+def test_processes_convert_together_what_one_does_alone(tmp_path: Path, layout: dict[str, int]) -> None:
+    expected = save_as(tiny_llama(), tmp_path / "hf", "safetensors")
+    _convert(tmp_path / "hf", tmp_path / "alone", to="megatron-legacy", make_vocab_size_divisible_by=8, **layout)
+    size = layout["tp"] * layout.get("pp", 1)
+    for said in run_ranks(converted_together, size, str(tmp_path), layout):
+        assert f"expected the {size} processes of torchrun, got 1" in said
+    _assert_same(_tensors(tmp_path / "back"), expected)
+    for file in (tmp_path / "alone").rglob("*.pt"):
+        theirs, ours = (load(each) for each in (file, tmp_path / "legacy" / file.relative_to(tmp_path / "alone")))
+        assert vars(theirs["args"]) == vars(ours["args"])
+        for name in theirs.keys() - {"args", "checkpoint_version", "iteration", "optimizer"}:
+            assert list(flat(ours[name])) == list(flat(theirs[name]))
+            _assert_same(flat(ours[name]), flat(theirs[name]))
