@@ -1,1 +1,1 @@
-"""From and to which formats? Hugging Face model families, each described by one table."""
+"""Conversion between checkpoint formats through a live model; Hugging Face families as tables."""

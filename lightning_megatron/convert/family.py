@@ -1,4 +1,4 @@
-"""What must be said about a model family? The row type that every module in ``families/`` fills."""
+"""Description of a Hugging Face model family: the row type that every module in ``families/`` fills."""
 
 from __future__ import annotations
 

@@ -8,16 +8,18 @@ import json
 import logging
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from lightning_megatron.checkpoint.files import failures_as_errors
 from lightning_megatron.convert.family import Family
 from lightning_megatron.convert.hugging_face_files import (
     CONFIG_FILE,
@@ -47,6 +49,9 @@ from lightning_megatron.engine.collectives import on_all_ranks_alike
 from lightning_megatron.errors import CheckpointError, ConfigError
 from lightning_megatron.files import staged, sync
 from lightning_megatron.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from huggingface_hub import StateDictSplit
 
 _Contents = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of tensors by name."""
@@ -253,13 +258,13 @@ class HuggingFaceSource(Source):
         names = rule.names(place.key.layer)
         for number, ours, theirs in pieces(rule, place):
             first, last = int(theirs.min()), int(theirs.max()) + 1
-            rows, columns = _index(theirs - first), _columns(place)
+            rows, columns = _as_slice(theirs - first), _columns(place)
             with self._files.tensor(self._stored_name[names[number]]) as tensor:
                 if rule.transposed:
                     block = tensor[columns[0], first:last][:, rows].contiguous().t().contiguous()
                 else:
                     block = tensor[(slice(first, last), *columns)][rows]
-                filling.put(_index(ours), block)
+                filling.put(_as_slice(ours), block)
                 del block
         filling.whole()
 
@@ -288,7 +293,7 @@ def _columns(place: Place) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(place.offset[1:], place.size[1:], strict=True))
 
 
-def _index(rows: torch.Tensor) -> slice | torch.Tensor:
+def _as_slice(rows: torch.Tensor) -> slice | torch.Tensor:
     """``rows`` as a slice if they follow each other, so that nothing is copied to take them."""
     first, last = int(rows[0]), int(rows[-1])
     is_range = last - first == len(rows) - 1 and bool((rows[1:] - rows[:-1] == 1).all())
@@ -433,28 +438,35 @@ def save_hugging_face(
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=largest,
     )
-    index: dict[str, Any] | None = None
-    if split.is_sharded:
-        parameters = sum(math.prod(shape) for shape, _ in contents.values())
-        metadata = {**split.metadata, "total_parameters": parameters}
-        index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
     config = _saved_config(hf_config, model, contents, is_headless=bool(without))
-    target = Directory(Path(directory)) if dist.get_rank() == 0 else None
-    try:
-        on_all_ranks_alike(lambda: target.begin(config, index, companions) if target else None)
-        with progress_bar("saving weights", split.metadata["total_size"]) as bar:
-            held: dict[str, dict[str, torch.Tensor | None]] = {}
-            for name, tensor in gathering.tensors():
-                file = split.tensor_to_filename[name]
+    is_first = dist.get_rank() == 0
+    with contextlib.ExitStack() as staging, progress_bar("saving weights", split.metadata["total_size"]) as bar:
+        path = Path(directory).absolute()
+        folder = on_all_ranks_alike(lambda: staging.enter_context(_new_directory(path)) if is_first else path)
+        small = partial(_write_small_files, folder, config, _index(split, contents), companions)
+        on_all_ranks_alike(small if is_first else _nothing)
+        held: dict[str, dict[str, torch.Tensor]] = {}
+        left = Counter(split.tensor_to_filename.values())
+        for name, tensor in gathering.tensors():
+            file = split.tensor_to_filename[name]
+            left[file] -= 1
+            if tensor is not None:
                 held.setdefault(file, {})[name] = tensor
-                if len(held[file]) == len(split.filename_to_tensors[file]):
-                    ready = {name: tensor for name, tensor in held.pop(file).items() if tensor is not None}
-                    on_all_ranks_alike(partial(target.write, file, ready) if target else lambda: None)
-                bar.update(math.prod(contents[name][0]) * contents[name][1].itemsize)
-        on_all_ranks_alike(lambda: target.finish() if target else None)
-    finally:
-        if target is not None:
-            target.discard()
+            if left[file] == 0:
+                on_all_ranks_alike(partial(_write_weights, folder, file, held.pop(file)) if is_first else _nothing)
+            bar.update(math.prod(contents[name][0]) * contents[name][1].itemsize)
+        on_all_ranks_alike(staging.close)
+
+
+def _nothing() -> None:
+    """What other ranks than the first one do."""
+
+
+def _index(split: StateDictSplit, contents: _Contents) -> dict[str, Any] | None:
+    """Which tensor is in which file; None if there is only one file."""
+    parameters = sum(math.prod(shape) for shape, _ in contents.values())
+    metadata = {**split.metadata, "total_parameters": parameters}
+    return {"metadata": metadata, "weight_map": split.tensor_to_filename} if split.is_sharded else None
 
 
 def _saved_config(hf_config: Any, model: ModelConfig, contents: _Contents, *, is_headless: bool) -> Any:
@@ -470,80 +482,51 @@ def _saved_config(hf_config: Any, model: ModelConfig, contents: _Contents, *, is
     return config
 
 
-class Directory:
-    """Rank 0's writer of a model directory: ``begin``, ``write`` every file, ``finish``, ``discard``.
+@contextlib.contextmanager
+def _new_directory(path: Path) -> Iterator[Path]:
+    """A folder to write into, whose content ``path`` has in the end.
 
     A new directory gets its name at the end. In one that exists, what ``from_pretrained`` looks for first (the single
     file, or the index) leaves first and arrives last: it is the old model, the new one, or none.
     """
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(f"{path} is a file; give the name of a directory to save the model in")
+    if not path.is_dir():
+        with staged(path.parent, path.name, error=CheckpointError) as folder:
+            (folder / path.name).mkdir()
+            yield folder / path.name
+        return
+    with staged(path, "model", last=(WEIGHTS_FILE, INDEX_FILE), error=CheckpointError) as folder:
+        yield folder
+        new = {file.name for file in folder.iterdir()}
+    for file in path.glob("*.safetensors"):
+        if SHARD_FILE.fullmatch(file.name) and file.name not in new:
+            file.unlink()
 
-    def __init__(self, path: Path) -> None:
-        self._path = path.absolute()
-        self._staging = contextlib.ExitStack()
-        self._staged = self._path
 
-    def begin(self, config: Any, index: Mapping[str, Any] | None, companions: Iterable[Path] = ()) -> None:
-        """Write the small files: what cannot be written is better known before the weights are.
-
-        Args:
-            config: A Hugging Face config object.
-            index: Which tensor is in which file; None if there is only one file.
-            companions: Files to copy.
-        """
-        path = self._path
-        if path.exists() and not path.is_dir():
-            raise CheckpointError(f"{path} is a file; give the name of a directory to save the model in")
-        folder, name = (path, "model") if path.is_dir() else (path.parent, path.name)
-        with self._disk_errors():
-            entries = (WEIGHTS_FILE, INDEX_FILE)
-            self._staged = self._staging.enter_context(staged(folder, name, last=entries, error=CheckpointError))
-            if folder is not path:
-                self._staged /= name
-                self._staged.mkdir()
-            try:
-                config.save_pretrained(self._staged)
-            except OSError:
-                raise
-            except Exception as error:  # transformers validates with errors of its own
-                reason = " ".join(str(error).split())
-                raise CheckpointError(
-                    f"transformers does not save this model's config: {reason}; correct it"
-                ) from error
-            if index is not None:
-                (self._staged / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-            copy_companions(companions, self._staged)
-
-    def write(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write one weight file, and force it to the disk."""
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
-        with self._disk_errors():
-            try:
-                save_file(dict(tensors), self._staged / name, metadata={"format": "pt"})
-            except SafetensorError as error:
-                raise OSError(str(error)) from error
-            sync(self._staged / name)
-
-    def finish(self) -> None:
-        """Give everything its final name."""
-        new = {file.name for file in self._staged.iterdir()}
-        self._staging.close()
-        with self._disk_errors():
-            for file in self._path.iterdir():
-                if SHARD_FILE.fullmatch(file.name) and file.suffix == ".safetensors" and file.name not in new:
-                    file.unlink()
-
-    def discard(self) -> None:
-        """Remove what has no final name yet."""
-        self._staging.__exit__(Exception, Exception("discarded"), None)
-
-    @contextlib.contextmanager
-    def _disk_errors(self) -> Iterator[None]:
+def _write_small_files(folder: Path, config: Any, index: Mapping[str, Any] | None, companions: Iterable[Path]) -> None:
+    """Everything but the weights: what cannot be written is better known before they are gathered."""
+    with failures_as_errors(f"model directory {folder} is not written"):
         try:
-            yield
-        except OSError as error:
-            raise CheckpointError(
-                f"model directory {self._path} cannot be written ({error}); choose a directory that can be written, "
-                "with enough space"
-            ) from error
+            config.save_pretrained(folder)
+        except OSError:
+            raise
+        except Exception as error:  # transformers validates with errors of its own
+            reason = " ".join(str(error).split())
+            raise CheckpointError(f"transformers does not save this model's config: {reason}; correct it") from error
+        if index is not None:
+            (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        copy_companions(companions, folder)
+
+
+def _write_weights(folder: Path, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    """One weight file, forced to the disk."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    with failures_as_errors(f"weights file {folder / name} is not written"):
+        try:
+            save_file(dict(tensors), folder / name, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+        sync(folder / name)

@@ -254,6 +254,17 @@ def _dropouts(arguments: Mapping[str, Any]) -> tuple[float, float]:
     return _number(arguments, "hidden_dropout", 0.1), _number(arguments, "attention_dropout", 0.1)
 
 
+def _sizes(arguments: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
+    """What every family has, under the names that configs of all of them understand."""
+    return {
+        "vocab_size": vocab_size(arguments, shapes)[0],
+        "hidden_size": shapes.size("embedding.word_embeddings.weight", 1),
+        "num_hidden_layers": shapes.num_layers,
+        "intermediate_size": shapes.size("mlp.linear_fc2.weight", 1),
+        "initializer_range": _number(arguments, "init_method_std", 0.02),
+    }
+
+
 # ---- BERT -----------------------------------------------------------------------------------------------------------
 
 
@@ -273,17 +284,13 @@ def _bert(arguments: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
     return {
         "model_type": "megatron-bert",
         "architectures": [family_of("megatron-bert").architectures[task]],
-        "vocab_size": vocab_size(arguments, shapes)[0],
-        "hidden_size": shapes.size("embedding.word_embeddings.weight", 1),
-        "num_hidden_layers": shapes.num_layers,
+        **_sizes(arguments, shapes),
         "num_attention_heads": num_heads(arguments, shapes),
-        "intermediate_size": shapes.size("mlp.linear_fc1.weight", 0),
         "hidden_act": _gelu(arguments),
         "hidden_dropout_prob": hidden_dropout,
         "attention_probs_dropout_prob": attention_dropout,
         "max_position_embeddings": shapes.size("embedding.position_embeddings.weight", 0),
         "type_vocab_size": shapes.size("embedding.tokentype_embeddings.weight", 0),
-        "initializer_range": _number(arguments, "init_method_std", 0.02),
         "layer_norm_eps": _epsilon(arguments),
         **({} if head is None else {"num_labels": shapes.size(f"{head}.dense.weight", 0)}),
     }
@@ -318,27 +325,22 @@ def _no_family(combination: str) -> CheckpointError:
 
 
 def _gpt2(arguments: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
-    hidden = shapes.size("embedding.word_embeddings.weight", 1)
-    heads, inner = num_heads(arguments, shapes), shapes.size("mlp.linear_fc1.weight", 0)
-    tokens = vocab_size(arguments, shapes)[0]
+    sizes = _sizes(arguments, shapes)
     hidden_dropout, attention_dropout = _dropouts(arguments)
-    has_one_key = shapes.size("self_attention.linear_qkv.weight", 0) != 3 * hidden
-    end = min(_GPT2_VOCABULARY, tokens) - 1
+    has_one_key = shapes.size("self_attention.linear_qkv.weight", 0) != 3 * sizes["hidden_size"]
+    end = min(_GPT2_VOCABULARY, sizes["vocab_size"]) - 1
     return {
         "model_type": "gpt_bigcode" if has_one_key else "gpt2",
         "architectures": ["GPTBigCodeForCausalLM" if has_one_key else "GPT2LMHeadModel"],
-        "vocab_size": tokens,
+        "n_inner": sizes.pop("intermediate_size"),
+        **sizes,
+        "num_attention_heads": num_heads(arguments, shapes),
         "n_positions": shapes.size("embedding.position_embeddings.weight", 0),
-        "n_embd": hidden,
-        "n_layer": shapes.num_layers,
-        "n_head": heads,
-        "n_inner": inner,
         "activation_function": _gelu(arguments),
         "resid_pdrop": hidden_dropout,
         "embd_pdrop": hidden_dropout,
         "attn_pdrop": attention_dropout,
         "layer_norm_epsilon": _epsilon(arguments),
-        "initializer_range": _number(arguments, "init_method_std", 0.02),
         "bos_token_id": end,
         "eos_token_id": end,
         "tie_word_embeddings": is_tied(arguments, shapes),
@@ -357,10 +359,7 @@ def _llama(arguments: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
     groups = (shapes.size("self_attention.linear_qkv.weight", 0) // width - heads) // 2
     positions = arguments.get("max_position_embeddings") or arguments.get("seq_length") or 4096
     fields: dict[str, Any] = {
-        "vocab_size": vocab_size(arguments, shapes)[0],
-        "hidden_size": shapes.size("embedding.word_embeddings.weight", 1),
-        "intermediate_size": shapes.size("mlp.linear_fc2.weight", 1),
-        "num_hidden_layers": shapes.num_layers,
+        **_sizes(arguments, shapes),
         "num_attention_heads": heads,
         "num_key_value_heads": groups,
         "head_dim": width,
@@ -369,7 +368,6 @@ def _llama(arguments: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
         "hidden_act": "silu",
         "rope_parameters": _rope(arguments),
         "attention_dropout": _dropouts(arguments)[1],
-        "initializer_range": _number(arguments, "init_method_std", 0.02),
         "tie_word_embeddings": is_tied(arguments, shapes),
     }
     return _kind_of_llama(arguments, shapes, fields)

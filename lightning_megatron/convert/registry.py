@@ -1,4 +1,4 @@
-"""Which family is this model, and what is it in Megatron's words? From anything that Hugging Face calls a config."""
+"""Registry of model families, and ``ModelConfig`` from anything that Hugging Face calls a config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What do Hugging Face's ``rope_parameters`` say, in our words? One reader for all families with rotary positions."""
+"""Rotary position settings from Hugging Face's ``rope_parameters``, for all families that have them."""
 
 from __future__ import annotations
 

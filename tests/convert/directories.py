@@ -1,4 +1,4 @@
-"""Which model directories do the tests of conversion read? Tiny models, saved in every format there is."""
+"""Model directories that the tests of conversion read: tiny models, saved in every format there is."""
 
 from __future__ import annotations
 

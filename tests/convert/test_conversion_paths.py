@@ -210,15 +210,15 @@ _SLOW = """
 import sys, time
 from pathlib import Path
 from lightning_megatron.convert.convert import ConvertOptions, convert
-from lightning_megatron.convert.hugging_face import Directory
+from lightning_megatron.convert import hugging_face
 
-write = Directory.write
-def slow(self, name, tensors):
-    write(self, name, tensors)
+write = hugging_face._write_weights
+def slow(folder, name, tensors):
+    write(folder, name, tensors)
     print("half", flush=True)
     time.sleep(60)
 
-Directory.write = slow
+hugging_face._write_weights = slow
 convert(ConvertOptions(load_path=Path(sys.argv[1]), save_path=Path(sys.argv[2]), to="hf", max_shard_size="20KB"))
 """
 

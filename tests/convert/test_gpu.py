@@ -1,4 +1,4 @@
-"""Do weights get onto GPUs and back, over NCCL, in 16 bits?"""
+"""Weights get onto GPUs and back, over NCCL, in 16 bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are models found by their names on the hub: in its cache first, fetched once, or is it told how to get them?"""
+"""Models are found by their names on the hub: in its cache first, fetched once, or it is told how to get them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does Megatron-LM lay a model out in its files? Written here by hand from Hugging Face's weights, shard by shard.
+"""Megatron-LM's layouts, written by hand from Hugging Face's weights, shard by shard.
 
 Nothing of the package is used: names, row orders, folders and pickles are spelled out once more.
 """

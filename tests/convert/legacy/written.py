@@ -1,4 +1,4 @@
-"""What is in a legacy checkpoint that was written? Read with torch's own loader, which takes tensors and plain data."""
+"""Read a written legacy checkpoint with torch's own loader, which takes tensors and plain data."""
 
 from __future__ import annotations
 

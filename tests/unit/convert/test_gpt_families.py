@@ -1,4 +1,4 @@
-"""Does each GPT family's table account for every tensor and every config field of Hugging Face's model?"""
+"""Each GPT family's table accounts for every tensor and every config field of Hugging Face's model."""
 
 from __future__ import annotations
 

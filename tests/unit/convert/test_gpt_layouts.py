@@ -1,4 +1,4 @@
-"""Which splits of few key/value heads are refused before anything is built?"""
+"""Splits of few key/value heads that cannot be are refused before anything is built."""
 
 from __future__ import annotations
 
