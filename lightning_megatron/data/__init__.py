@@ -1,1 +1,1 @@
-"""With which tokens does a model learn: which documents, tokenizer, files, order of samples and loaders?"""
+"""Data: corpora to indexed files, indexed files and records to samples, samples to batches on every rank."""

@@ -266,7 +266,7 @@ def _weight(items: list[str | float], place: int) -> float:
     if number is None:
         raise ConfigError(f"data_path[{place}]={items[place]!r} stands where a weight belongs: {_RULE}")
     if isinstance(items[place], bool) or not (math.isfinite(number) and number >= 0):
-        raise ConfigError(f"data_path[{place}]={items[place]} is no weight, which is a number from 0 on; correct it")
+        raise ConfigError(f"data_path[{place}]={items[place]} is no weight: expected a finite number of at least 0")
     return number
 
 

@@ -1,4 +1,4 @@
-"""How does a Hugging Face dataset, or any map-style PyTorch dataset, become samples?
+"""Samples of a Hugging Face dataset, or of any map-style PyTorch dataset.
 
 Nothing is imported for it: what a dataset can do is seen from its methods.
 """

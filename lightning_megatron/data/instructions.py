@@ -352,7 +352,7 @@ class RowOptions:
             ConfigError: If one cannot work.
         """
         if self.pad_to_multiple_of is not None and self.pad_to_multiple_of < 1:
-            raise ConfigError(f"pad_to_multiple_of={self.pad_to_multiple_of} must be at least 1; correct it")
+            raise ConfigError(f"pad_to_multiple_of={self.pad_to_multiple_of} must be at least 1; 8 suits most GPUs")
         if self.packing and self.pad_to_multiple_of is not None:
             raise ConfigError(
                 f"pad_to_multiple_of={self.pad_to_multiple_of} is for rows of one sample, and packing=True fills rows"

@@ -1,4 +1,4 @@
-"""Which ids of a tokenizer are special, and which pieces begin a word?
+"""Special tokens of a tokenizer, and which of its pieces begin a word.
 
 A tokenizer marks words in one of three ways, seen from its vocabulary: WordPiece marks the pieces that continue a word
 (``##``); SentencePiece (Unigram, BPE) and byte-level BPE mark those that begin one (U+2581, and the letters that stand

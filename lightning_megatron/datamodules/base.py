@@ -1,4 +1,4 @@
-"""How does the Trainer get samples of any kind? Served on the ranks that read, at any layout, resumed exactly."""
+"""Base class of data modules: samples are read on one rank of each model copy, and resumed exactly at any layout."""
 
 from __future__ import annotations
 

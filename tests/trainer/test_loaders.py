@@ -1,4 +1,4 @@
-"""Does an ordinary DataLoader train and validate every layout on exactly the rows that it should?"""
+"""An ordinary DataLoader trains and validates every layout on exactly the rows that it should."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do data modules serve every layout the same samples, each once, whoever reads them and however often it stops?"""
+"""Data modules serve every layout the same samples, each once, whoever reads them and however often it stops."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A WordPiece tokenizer, and datasets of its tokens: ``sentences``, ``documents`` and ``more``."""
+    """A WordPiece tokenizer, and datasets of its tokens: ``sentences`` and ``documents``."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -59,11 +59,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokenizer_object=Tokenizer(model), **{f"{role}_token": piece for role, piece in roles.items()}
     ).save_pretrained(folder / "tokenizer")
     write_sentences(folder / "sentences", random_documents(60))
-    for name, seed in (("documents", 1), ("more", 2)):
-        documents = [
-            [[token for sentence in document for token in sentence]] for document in random_documents(40, seed)
-        ]
-        write_sentences(folder / name, documents)
+    documents = [[[token for sentence in document for token in sentence]] for document in random_documents(40, 1)]
+    write_sentences(folder / "documents", documents)
     return folder
 
 
@@ -168,24 +165,6 @@ def test_workers_and_pinned_memory_hand_the_same_samples_to_gpus(folder: Path, k
         # Not the losses: initial weights are drawn on the device.
         assert [step["rows"] for step in steps] == [step["rows"] for step in expected]
         assert _losses(steps) == _losses(on_gpu[0])
-
-
-def test_a_blend_takes_datasets_by_their_weights(folder: Path) -> None:
-    path = [0.75, str(folder / "documents"), 0.25, str(folder / "more")]
-    run = Run(folder=folder, kind="gpt", data={"data_path": path}, trainer={"max_steps": 4})
-    by_rank = _steps(replace(run, layout={"tp": 2}), 2)
-    alone = [
-        {
-            tuple(row)
-            for step in _steps(replace(run, data={"data_path": str(path[place])}), 1)[0]
-            for row in step["rows"]["text"]
-        }
-        for place in (1, 3)
-    ]
-
-    rows = [tuple(row) for step in by_rank[0] for row in step["rows"]["text"]]
-    assert by_rank[0] == by_rank[1]
-    assert [sum(row in of_one for row in rows) for of_one in alone] == [24, 8]
 
 
 def test_a_batch_that_grows_equals_one_rank_and_goes_on_after_an_interruption(folder: Path, tmp_path: Path) -> None:

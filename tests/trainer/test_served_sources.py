@@ -1,4 +1,4 @@
-"""Do instructions and datasets reach every layout as they reach one rank, pass after pass, and over an interruption?"""
+"""Instructions and datasets reach every layout as they reach one rank, and over an interruption."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are perplexity and last-word accuracy of texts those of transformers, row by row, on any layout?"""
+"""Perplexity and last-word accuracy of texts are those of transformers, row by row, on any layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the Trainer get each sample once, in Megatron's order, also when a run goes on in another layout?"""
+"""The Trainer gets each sample once, in Megatron's order, also when a run goes on in another layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is every run that cannot work refused before it begins, with the value, the rule and the fix?"""
+"""Runs that cannot work are refused before they begin, with the value, the rule and the fix."""
 
 from __future__ import annotations
 

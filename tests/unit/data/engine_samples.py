@@ -1,4 +1,4 @@
-"""What does Megatron-Core itself make of datasets? Its own classes, in one process and without caches."""
+"""Megatron-Core's own samples of datasets, in one process and without caches."""
 
 from __future__ import annotations
 

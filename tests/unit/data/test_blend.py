@@ -1,4 +1,4 @@
-"""Is a blend read as it is meant, taken in Megatron's order, and never short of samples where the engine is?"""
+"""Blends are read as they are meant, taken in Megatron's order, and never short of samples where the engine is."""
 
 from __future__ import annotations
 
@@ -40,11 +40,9 @@ SEQ_LENGTH = 16
         ("books", [("books", None)]),
         (["books"], [("books", None)]),
         (["books", "web"], [("books", None), ("web", None)]),
-        (["a", "b", "c"], [("a", None), ("b", None), ("c", None)]),
         ([0.7, "books", 0.3, "web"], [("books", 0.7), ("web", 0.3)]),
         (["70", "books", "3e1", "web"], [("books", 70), ("web", 30)]),
         ((1, "books"), [("books", 1)]),
-        (["./2020", "./2021"], [("./2020", None), ("./2021", None)]),
         ([1, "books", 0, "web", 2, "code"], [("books", 1), ("code", 2)]),
     ],
 )
@@ -58,10 +56,8 @@ def test_paths_and_weights_are_read(
     ("data_path", "message"),
     [
         ([], r"data_path=\[\] names no dataset"),
-        ("", "names no dataset"),
         (["a", " "], r"data_path\[1\]=' ' names no dataset"),
         ("30", r"data_path\[0\]='30' stands where a prefix belongs: .* write './30'"),
-        (["books", "30"], r"data_path\[1\]='30' stands where a prefix belongs"),
         (
             ["books", 0.5, "web", 0.5],
             r"data_path\[1\]=0.5 stands where a prefix belongs: weights and prefixes stand",
@@ -71,10 +67,7 @@ def test_paths_and_weights_are_read(
             "has 3 items, but weights and prefixes stand in turn, .* a weight or a prefix is missing",
         ),
         ([0.5, "books", "web", 0.5], r"data_path\[2\]='web' stands where a weight belongs"),
-        ([0.5, "books", 0.5, "1"], r"data_path\[3\]='1' stands where a prefix belongs"),
-        ([1, 2, "books", "web"], r"data_path\[2\]='books' stands where a weight belongs"),
         ([-1, "books", 2, "web"], r"data_path\[0\]=-1 is no weight"),
-        (["nan", "books", 2, "web"], r"data_path\[0\]=nan is no weight"),
         ([float("inf"), "books", 2, "web"], r"data_path\[0\]=inf is no weight"),
         ([True, "books", 2, "web"], r"data_path\[0\]=True is no weight"),
         ([0, "books", "0.0", "web"], "gives every dataset the weight 0"),

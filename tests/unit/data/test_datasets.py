@@ -1,4 +1,4 @@
-"""Do items of any map-style dataset become rows, and is what cannot become one refused?"""
+"""Items of any map-style dataset become rows; what cannot become one is refused."""
 
 from __future__ import annotations
 

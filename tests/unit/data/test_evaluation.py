@@ -1,4 +1,4 @@
-"""Is every token of a text asked for once, is a last word what comes behind the last space, and are mistakes named?"""
+"""Every token of a text is asked for once, a last word is what stands behind the last space, mistakes are named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is sample i of a GPT what Megatron's algorithm says, however short the documents, and where the engine miscounts?"""
+"""Sample i of a GPT is what Megatron's algorithm says, also where the engine miscounts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is an index built once however many jobs want it, never used half-built or stale, and is no job left waiting?"""
+"""An index is built once however many jobs want it, and never used half-built or stale."""
 
 from __future__ import annotations
 

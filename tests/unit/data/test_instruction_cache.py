@@ -1,4 +1,4 @@
-"""Are instructions tokenized once, and again when anything that matters has changed?"""
+"""Instructions are tokenized once, and again when anything that matters has changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are exactly the answers learned, whatever tokenizer and template, and do rows hold each sample once and alone?"""
+"""Exactly the answers are learned, whatever tokenizer and template; rows hold each sample once and alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do packed samples fit, is none lost, and are the rows as few as best-fit-decreasing finds?"""
+"""Packed samples fit, none is lost, and rows are as few as best-fit-decreasing finds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are words and special tokens of the tokenizers found that BERT, RoBERTa, T5 and mT5 use?"""
+"""Words and special tokens of the tokenizers that BERT, RoBERTa, T5 and mT5 use are found."""
 
 from __future__ import annotations
 

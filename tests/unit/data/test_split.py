@@ -1,4 +1,4 @@
-"""Is a split what the engine makes of it, and is what the engine misreads refused?"""
+"""A split is what the engine makes of it; what the engine misreads is refused."""
 
 from __future__ import annotations
 
