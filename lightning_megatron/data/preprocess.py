@@ -145,7 +145,7 @@ def preprocess(options: PreprocessOptions) -> PreprocessResult:
             for number, (writer, part) in enumerate(zip(writers, piece.keys, strict=True)):
                 writer.add_documents(part.tokens, part.lengths, part.sequences)
                 num_tokens[number] += sum(part.lengths)
-                num_empty += part.num_empty
+                num_empty += (part.sequences or []).count(0)
             num_documents += piece.num_documents
             bar.set_postfix(docs=f"{num_documents:,}", tokens=f"{sum(num_tokens):,}", refresh=False)
             bar.update(piece.num_bytes)
@@ -177,9 +177,7 @@ class EncodedKey:
     lengths: list[int]
     """Tokens of each sequence: of a document, or of a sentence."""
     sequences: list[int] | None
-    """Sequences of each document; None if every document is one."""
-    num_empty: int
-    """Documents without a token: they have no sequence."""
+    """Sequences of each document, none of one without a token; None if every document is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,7 +248,6 @@ class DocumentEncoder:
             tokens=flat.astype(self.dtype).tobytes(),
             lengths=lengths,
             sequences=None if counts.count(1) == len(counts) else counts,
-            num_empty=counts.count(0),
         )
 
 
