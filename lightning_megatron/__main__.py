@@ -1,4 +1,4 @@
-"""What does ``python -m lightning_megatron`` do? The same as the command ``lightning-megatron``."""
+"""``python -m lightning_megatron``: the same as the command ``lightning-megatron``."""
 
 from lightning_megatron.cli import program
 

@@ -1,4 +1,4 @@
-"""Do the constructors say what an option of another tool is called here, and does the table name what exists?"""
+"""Options of other tools: constructors and commands name ours, and the table names what exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is ``~`` a home in the paths of a YAML file, which no shell has read?"""
+"""``~`` in the paths of a YAML file, which no shell has read."""
 
 from __future__ import annotations
 

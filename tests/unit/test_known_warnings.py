@@ -1,4 +1,4 @@
-"""Is only that hidden which no user can change, and does the user have the last word?"""
+"""Hidden warnings: those that no user can change, unless the user's own filters say otherwise."""
 
 from __future__ import annotations
 

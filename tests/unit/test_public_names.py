@@ -1,4 +1,4 @@
-"""Does the package import in milliseconds, offer what it promises, and register its strategies in any import order?"""
+"""Public names and names of strategies: loaded in milliseconds, complete, registered in any order of imports."""
 
 from __future__ import annotations
 
