@@ -172,10 +172,10 @@ def _add_command(
     documented: Docstring = parse_from_object(owner) if kind else doc
     texts = {each.arg_name: each.description or "" for each in documented.params}
     flags = {each.name: each.metadata.get("flag") for each in dataclasses.fields(kind)} if kind else {}
-    parameters = inspect.signature(owner).parameters.values()
+    parameters, hints = inspect.signature(owner).parameters.values(), get_type_hints(owner)
     for parameter in parameters:
         flag = flags.get(parameter.name) or f"--{parameter.name.replace('_', '-')}"
-        _add_argument(parser, parameter, flag, get_type_hints(owner)[parameter.name], texts.get(parameter.name, ""))
+        _add_argument(parser, parameter, flag, hints[parameter.name], texts.get(parameter.name, ""))
 
     def run(parsed: argparse.Namespace) -> None:
         given = {parameter.name: getattr(parsed, parameter.name) for parameter in parameters}
@@ -199,8 +199,8 @@ def _add_argument(
         details["choices"] = choices
     else:
         details["type"] = next((each for each in (int, float, Path) if kinds == {each}), str)
-        last_word = parameter.name.rpartition("_")[2].rstrip("s").upper()
-        details["metavar"] = "PATH" if Path in kinds else "N" if int in kinds and str not in kinds else last_word
+        name_of = {int: "N", float: "X", Path: "PATH", str: parameter.name.rpartition("_")[2].rstrip("s").upper()}
+        details["metavar"] = "PATH" if Path in kinds else name_of[details["type"]]
     if any(get_origin(each) is Sequence for each in (hint, *get_args(hint))):
         details["nargs"] = "+"
     if not is_required:
