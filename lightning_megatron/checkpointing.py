@@ -22,7 +22,7 @@ from lightning_megatron.checkpoint.save import Saver
 from lightning_megatron.ckpt_path import find_checkpoint, is_of_requeue
 from lightning_megatron.data.loader import ResumableLoader
 from lightning_megatron.engine.collectives import on_all_ranks_alike, wait_for_all_ranks
-from lightning_megatron.errors import CheckpointError, NonFiniteError, ready
+from lightning_megatron.errors import CheckpointError, NonFiniteError
 from lightning_megatron.preemption import TERMINATED, DeferredSignals, last_of, preemption_checkpoint
 
 if TYPE_CHECKING:
@@ -62,8 +62,10 @@ class Checkpointing:
         self.is_preempted = False
         self._beginning: str | None = None
         """The checkpoint that the Trainer loads in this run."""
-        self._signals: DeferredSignals | None = None
+        self._signals: DeferredSignals
         self._is_delivering_signals = self._is_trained = False
+        self._asked_about: object = None
+        """The save that the ranks spoke of at the step before."""
         self._first_step: int | None = None
         """``global_step`` when training began; None before."""
         self._loader_state: dict[str, Any] | None = None
@@ -91,7 +93,7 @@ class Checkpointing:
 
     @property
     def _module(self) -> pl.LightningModule:
-        return ready(self._strategy.lightning_module, "connect")
+        return self._strategy._module
 
     def save(self, checkpoint: dict[str, Any], filepath: str | Path) -> None:
         """Save the run beside Lightning's dict; every rank must call.
@@ -129,16 +131,14 @@ class Checkpointing:
 
     def at_step_boundary(self) -> None:
         """What all ranks do together between two batches: act on signals, and complete a save that is written."""
-        signals = ready(self._signals, "setup_environment")
-
-        def agree(written: bool) -> bool:
-            self._is_delivering_signals = True
-            try:
-                return signals.deliver(written)
-            finally:
-                self._is_delivering_signals = False
-
-        if self.saver.is_written_everywhere(agree):
+        is_written = self.saver.saving is not None and self.saver.saving.is_written()
+        asked_about, self._asked_about = self._asked_about, self.saver.saving
+        self._is_delivering_signals = True
+        try:
+            all_written = self._signals.deliver(is_written)
+        finally:
+            self._is_delivering_signals = False
+        if all_written and asked_about is not None and asked_about is self.saver.saving:
             with self._strategy.engine():
                 self.saver.finish()
 
@@ -244,8 +244,8 @@ class Checkpointing:
             self.saver.finish()
             loaded = resume(run, path)
             _close_finished_epoch(loaded)
-            if begins_anew:
-                reload_masters(ready(self._strategy._megatron_optimizer, "configure_optimizers"))
+            if begins_anew and (optimizer := self._strategy._megatron_optimizer) is not None:
+                reload_masters(optimizer)
         if fitting and not begins_anew:
             _check_place_in_data(loaded, getattr(trainer, "datamodule", None), path)
             if 0 <= trainer.max_steps <= loaded["global_step"]:

@@ -74,7 +74,6 @@ def require_number(name: str, value: object, at_least: float = 0) -> None:
 
 
 Options = TypeVar("Options")
-T = TypeVar("T")
 
 
 def as_options(kind: type[Options], value: Options | Mapping[str, Any], name: str) -> Options:
@@ -114,17 +113,6 @@ def require_divides(divisor_name: str, divisor: int, dividend_name: str, dividen
         raise ConfigError(
             f"{divisor_name}={divisor} does not divide {dividend_name}={dividend}; choose {divisor_name} from {choices}"
         )
-
-
-def ready(value: T | None, hook: str) -> T:
-    """``value``, which Lightning sets in ``hook``.
-
-    Raises:
-        RuntimeError: If it is asked for too early.
-    """
-    if value is None:
-        raise RuntimeError(f"this is only known after {hook}; use it from within Trainer.fit, validate or test")
-    return value
 
 
 def host_memory() -> int:

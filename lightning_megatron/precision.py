@@ -1,4 +1,4 @@
-"""What does Lightning's ``precision=`` mean here? A plugin that names the engine's formats and does nothing twice."""
+"""Lightning's precision plugin for the engine: it names the formats, and does nothing twice."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class MegatronPrecision(Precision):
         self.precision = precision
 
     @classmethod
-    def adopt(cls, plugin: Precision | None) -> MegatronPrecision | None:
+    def adopt(cls, plugin: Precision | None) -> MegatronPrecision:
         """The engine's plugin for what Lightning made of ``Trainer(precision=...)``.
 
         Raises:
             ConfigError: If the engine has no such mode, or the plugin does more than name one.
         """
         if plugin is None or isinstance(plugin, cls):
-            return plugin
+            return plugin or cls()
         if type(plugin).__module__.split(".")[0] != "lightning":
             raise ConfigError(
                 f"precision plugin {type(plugin).__name__} does not work with MegatronStrategy; use "

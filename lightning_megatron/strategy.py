@@ -8,7 +8,7 @@ from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,7 @@ from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.engine.runtime import Runtime, seed_of_run
 from lightning_megatron.engine.schedule import Schedule, StepOutput, StepShape
 from lightning_megatron.engine.wrap import GradientReduction, freeze_alike, to_16bit, to_ddp
-from lightning_megatron.errors import ConfigError, NonFiniteError, ready
+from lightning_megatron.errors import ConfigError, NonFiniteError
 from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.models.transformer_config import EngineSettings, Recompute
 from lightning_megatron.precision import MegatronPrecision
@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
     from lightning_megatron.engine.schedule import Observer
     from lightning_megatron.engine.train_step import Batch, TrainStep
+
+T = TypeVar("T")
 
 _EVALUATING = (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING, RunningStage.TESTING, RunningStage.PREDICTING)
 
@@ -221,7 +223,7 @@ class MegatronStrategy(ParallelStrategy):
         """Everything but the model itself that Megatron's config depends on."""
         return EngineSettings(
             parallel=self.parallel,
-            dtypes=self.precision_plugin.dtypes,
+            dtypes=MegatronPrecision.adopt(self._precision_plugin).dtypes,
             device=self.root_device,
             reduction=self.reduction,
             recompute=self._recompute,
@@ -240,14 +242,9 @@ class MegatronStrategy(ParallelStrategy):
         """Where Megatron's modules may be called: slot fillers, random streams and CPU emulation are active."""
         return ready(self._runtime, "setup_environment").active()
 
-    @property
-    @override
-    def precision_plugin(self) -> MegatronPrecision:
-        plugin = self._precision_plugin
-        return plugin if isinstance(plugin, MegatronPrecision) else MegatronPrecision()
-
-    @precision_plugin.setter
+    @ParallelStrategy.precision_plugin.setter  # type: ignore[attr-defined, untyped-decorator]
     def precision_plugin(self, plugin: Precision | None) -> None:
+        """Lightning's plugin says no more than which formats the engine works in."""
         self._precision_plugin = MegatronPrecision.adopt(plugin)
 
     @property
@@ -640,3 +637,14 @@ class MegatronStrategy(ParallelStrategy):
 
 def _always() -> bool:
     return True
+
+
+def ready(value: T | None, hook: str) -> T:
+    """``value``, which Lightning sets in ``hook``.
+
+    Raises:
+        RuntimeError: If it is asked for too early.
+    """
+    if value is None:
+        raise RuntimeError(f"this is only known after {hook}; use it from within Trainer.fit, validate or test")
+    return value

@@ -93,8 +93,8 @@ class Saver:
         """
         self._asynchronous = asynchronous
         self._memory = HostMemory()
-        self._saving: Save | None = None
-        self._asked_about: Save | None = None
+        self.saving: Save | None = None
+        """The save that is under way."""
         self._removals: list[tuple[Path, tuple[Path, ...]]] = []
         self._written: set[Path] = set()
         self.failure: ConfigError | None = None
@@ -115,7 +115,7 @@ class Saver:
     @property
     def is_saving(self) -> bool:
         """Whether a save is under way."""
-        return self._saving is not None
+        return self.saving is not None
 
     def save(self, run: RunState, lightning_state: Mapping[str, Any], path: Path, *, is_final: bool) -> None:
         """Save to ``path``, after the save that is still under way.
@@ -133,22 +133,11 @@ class Saver:
         self._removals = [removal for removal in self._removals if removal[0] != path]
         meta = _on_rank_0(lambda: meta_of(run, lightning_state), f"checkpoint {path} is not written")
         with self._failures(is_final):
-            self._saving = Save(run, meta, path, self._memory)
+            self.saving = Save(run, meta, path, self._memory)
         if is_final or not self._asynchronous:
             self.finish(is_final=is_final)
         if is_final:
             self._memory.release()
-
-    def is_written_everywhere(self, agree: Callable[[bool], bool]) -> bool:
-        """Whether ``finish`` would not have to wait; costs no waiting itself, and is to be asked at every step.
-
-        Args:
-            agree: Tells the other ranks whether this one has written its files, and returns whether all ranks had said
-                so when they were asked at the step before.
-        """
-        asked_about, self._asked_about = self._asked_about, self._saving
-        all_written = agree(self._saving is not None and self._saving.is_written())
-        return all_written and asked_about is not None and asked_about is self._saving
 
     def finish(self, *, is_final: bool = False) -> None:
         """Complete the save that is under way, if there is one; waits for the files of all ranks.
@@ -156,7 +145,7 @@ class Saver:
         Raises:
             CheckpointError: As ``save`` does.
         """
-        saving, self._saving = self._saving, None
+        saving, self.saving = self.saving, None
         if saving is None:
             return
         with self._failures(is_final):
@@ -173,7 +162,7 @@ class Saver:
 
     def abandon(self) -> None:
         """Give the save that is under way up: other ranks may never come to complete it. Does not communicate."""
-        saving, self._saving = self._saving, None
+        saving, self.saving = self.saving, None
         if saving is not None:
             saving.abandon()
             rank_zero_warn(
@@ -205,7 +194,7 @@ class Saver:
             folders: Where checkpoints are kept. What is elsewhere stays unless this process has written it.
         """
         self._removals.append((path, tuple(folders)))
-        if self._saving is None and self.failure is None:
+        if self.saving is None and self.failure is None:
             self._remove_what_is_replaced()
 
     def _remove_what_is_replaced(self) -> None:

@@ -284,11 +284,16 @@ class GenerationOptions:
         return self.eos_token_ids[0] if self.eos_token_ids else 0
 
 
-def options_from(arguments: dict[str, Any]) -> GenerationOptions:
+def options_from(arguments: dict[str, Any], on_tokens: object = None) -> GenerationOptions:
     """Options from keyword arguments.
 
+    Args:
+        arguments: Fields of ``GenerationOptions``.
+        on_tokens: What shall be called with each new token, if anything.
+
     Raises:
-        ConfigError: If a name is unknown, or ``GenerationOptions`` refuses a value.
+        ConfigError: If a name is unknown, ``GenerationOptions`` refuses a value, or nothing can be shown while a text
+            grows.
     """
     defaults: dict[str, Any] = {field.name: field.default for field in fields(GenerationOptions)}
     for name in arguments:
@@ -296,9 +301,17 @@ def options_from(arguments: dict[str, Any]) -> GenerationOptions:
             raise ConfigError(f"generate has no option {name!r}; {advice(name, list(defaults))}")
     try:
         # As in Hugging Face's generate, None is what nobody has said anything about.
-        return GenerationOptions(**{k: defaults[k] if v is None else v for k, v in arguments.items()})
+        options = GenerationOptions(**{k: defaults[k] if v is None else v for k, v in arguments.items()})
     except TypeError as error:
         raise ConfigError(f"an option of generate has the wrong type: {error}") from error
+    if on_tokens is not None and not callable(on_tokens):
+        raise ConfigError(f"on_tokens must be callable, got {on_tokens!r}")
+    if on_tokens is not None and options.num_beams > 1:
+        raise ConfigError(
+            f"on_tokens shows texts while they grow, and a search with num_beams={options.num_beams} knows none before "
+            "its end; leave one of them out"
+        )
+    return options
 
 
 def _is_integer(value: Any) -> bool:

@@ -64,9 +64,9 @@ def _train_while_it_is_written(path: Path) -> list[Any]:
         patch.setattr(_ChecksummedFile, "write", lambda *args: let_go.wait(30) and original(*args))
         saver = begin_save(state, {}, path)
         change(state)
-        found = [saver._saving.is_written(), path.exists()]
+        found = [saver.saving.is_written(), path.exists()]
         let_go.set()
-        while not saver._saving.is_written():
+        while not saver.saving.is_written():
             time.sleep(0.01)
         found += [path.exists()]
         saver.finish()

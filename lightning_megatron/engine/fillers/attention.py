@@ -153,8 +153,7 @@ class SDPAttention(MegatronModule):
             if self.kv_cache.step is not None:
                 return self._attend_in_step(self.kv_cache.step, q, k, v)
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        causal = mask_type in _CAUSAL
-        pattern = pattern_of(sq, k.shape[2], causal=causal, window=self.sliding_window, cross=self.is_cross)
+        causal = mask_type in _CAUSAL and sq > 1
         mask = None if mask_type == AttnMaskType.no_mask else attention_mask
         if mask is not None and mask.dim() == 2 and mask.shape != (b, k.shape[2]):
             raise ConfigError(
@@ -164,18 +163,30 @@ class SDPAttention(MegatronModule):
         # Forking the tracker copies random states on the host: only where a mask is really drawn.
         fork = get_cuda_rng_tracker().fork() if dropout > 0.0 and self.forks_rng else contextlib.nullcontext()
         with fork:
-            if _is_plain(pattern, mask, attention_bias) and self.alibi is None:
+            if mask is None and attention_bias is None and self._is_plain(sq, k.shape[2], causal):
                 out = F.scaled_dot_product_attention(
-                    q, k, v, None, dropout, pattern.causal, scale=self.softmax_scale, enable_gqa=np != k.shape[1]
+                    q, k, v, None, dropout, causal, scale=self.softmax_scale, enable_gqa=np != k.shape[1]
                 )
-            elif dropout == 0.0 and attention_bias is None and _is_flat(mask) and can_use_flex(q, k):
-                out = self._attend_by_blocks(q, k, v, mask, pattern)
-            elif (found := self._runs(q, k, mask, pattern, attention_bias)) is not None:
-                out = attend_to_runs(q, k, v, found, causal=pattern.causal, dropout=dropout, scale=self.softmax_scale)
             else:
-                scores = self._scores(q, mask, pattern, attention_bias)
-                out = _attend_with_mask(q, k, v, scores, dropout, self.softmax_scale)
+                out = self._attend_to_some(q, k, v, mask, attention_bias, causal, dropout)
         return out.permute(2, 0, 1, 3).reshape(sq, b, np * hn)
+
+    def _is_plain(self, num_queries: int, num_keys: int, causal: bool) -> bool:
+        """Whether torch's kernels need no mask: nothing is hidden, or only the future, from the first key on."""
+        sees_all = self.sliding_window is None or num_keys <= self.sliding_window
+        return self.alibi is None and sees_all and (not causal or num_queries == num_keys)
+
+    def _attend_to_some(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, causal: bool, dropout: float
+    ) -> Tensor:
+        """Where a mask, a bias, a window or ALiBi has a say: [b, np, sq, hn]."""
+        pattern = pattern_of(q.shape[2], k.shape[2], causal=causal, window=self.sliding_window, cross=self.is_cross)
+        if dropout == 0.0 and bias is None and _is_flat(mask) and can_use_flex(q, k):
+            return self._attend_by_blocks(q, k, v, mask, pattern)
+        if (found := self._runs(q, k, mask, pattern, bias)) is not None:
+            return attend_to_runs(q, k, v, found, causal=pattern.causal, dropout=dropout, scale=self.softmax_scale)
+        scores = self._scores(q, mask, pattern, bias)
+        return _attend_with_mask(q, k, v, scores, dropout, self.softmax_scale)
 
     def _attend_in_step(self, step: TokenStep, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """From one token of each row, whose place only the device knows, to all slots: [1, b, np * hn]."""
@@ -253,12 +264,6 @@ def _sum_of(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 def _is_flat(mask: Tensor | None) -> bool:
     """Whether a mask, if any, is one of segments."""
     return mask is None or mask.dim() == 2
-
-
-def _is_plain(pattern: Pattern, mask: Tensor | None, bias: Tensor | None) -> bool:
-    """Whether torch's kernels need no mask: nothing is hidden, or only the future, from the first key on."""
-    is_square = pattern.num_queries == pattern.num_keys
-    return mask is None and bias is None and pattern.window is None and (not pattern.causal or is_square)
 
 
 def _tp_rank(config: TransformerConfig, pg_collection: ProcessGroupCollection | None) -> int:
