@@ -244,8 +244,8 @@ class Checkpointing:
             self.saver.finish()
             loaded = resume(run, path)
             _close_finished_epoch(loaded)
-            if begins_anew and (optimizer := self._strategy._megatron_optimizer) is not None:
-                reload_masters(optimizer)
+            if begins_anew and (trained := self._strategy._megatron_optimizer) is not None:
+                reload_masters(trained)
         if fitting and not begins_anew:
             _check_place_in_data(loaded, getattr(trainer, "datamodule", None), path)
             if 0 <= trainer.max_steps <= loaded["global_step"]:
