@@ -245,7 +245,8 @@ class MegatronStrategy(ParallelStrategy):
     @ParallelStrategy.precision_plugin.setter  # type: ignore[attr-defined, untyped-decorator]
     def precision_plugin(self, plugin: Precision | None) -> None:
         """Lightning's plugin says no more than which formats the engine works in."""
-        self._precision_plugin = MegatronPrecision.adopt(plugin)
+        # None stays: Lightning takes any other for the user's, whatever the Trainer's precision says.
+        self._precision_plugin = None if plugin is None else MegatronPrecision.adopt(plugin)
 
     @property
     @override

@@ -1,4 +1,4 @@
-"""Does the objective of examples/custom_train_step.py compute what its description says, however a batch is cut?"""
+"""The objective of examples/custom_train_step.py computes what its description says, however a batch is cut."""
 
 from __future__ import annotations
 

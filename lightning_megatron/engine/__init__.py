@@ -1,1 +1,1 @@
-"""How does it run? Everything that drives Megatron-Core; nothing here imports Lightning."""
+"""Everything that drives Megatron-Core: groups, schedule, optimizer, patches. Nothing here imports Lightning."""

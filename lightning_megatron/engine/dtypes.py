@@ -1,4 +1,4 @@
-"""In which number formats does the engine compute and keep weights, for each of Lightning's precision names?"""
+"""The number formats of weights and activations behind each of Lightning's precision names."""
 
 from __future__ import annotations
 

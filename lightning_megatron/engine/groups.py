@@ -1,4 +1,4 @@
-"""Which processes talk to each other? Creates Megatron's process groups and shows this rank's place in them."""
+"""Megatron's process groups, and this rank's place in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is one model split over ranks, and which splits are allowed? Every divisibility rule lives here."""
+"""Sizes of the parallel axes, and every rule of what they must divide."""
 
 from __future__ import annotations
 

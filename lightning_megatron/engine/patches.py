@@ -102,19 +102,9 @@ MEGATRON: tuple[Patch, ...] = (
         loss.loss_method,
         "it reads the logits often, its fused gradient is always bfloat16, ignored labels have a gradient",
     ),
-    _row(
-        _FACTORY,
-        "SGD",
-        _being(adam.FusedSGD),
-        "no SGD that the engine can choose has a state that its checkpoints can hold",
-    ),
-    _row(
-        _DISTRIBUTED,
-        "Adam",
-        # The engine uses this name for nothing but an isinstance() check, which takes a tuple as well.
-        lambda original: (original, adam.MasterOptimizer),
-        "the distributed optimizer asserts that it shards an Adam",
-    ),
+    _row(_FACTORY, "SGD", _being(adam.FusedSGD), "no SGD of the engine's has a state that its checkpoints can hold"),
+    # The engine uses this name for nothing but an isinstance() check, which takes a tuple as well.
+    _row(_DISTRIBUTED, "Adam", lambda original: (original, adam.MasterOptimizer), "it asserts that it shards an Adam"),
     _row(
         _DISTRIBUTED,
         "DistributedOptimizer._get_main_param_and_optimizer_states",
@@ -122,10 +112,7 @@ MEGATRON: tuple[Patch, ...] = (
         "its checkpoints hold exactly two moments per parameter; SGD has one or none",
     ),
     _row(
-        _OPTIMIZER,
-        "MegatronOptimizer.__init__",
-        adam.with_init_state,
-        "the factory passes init_state_fn=None for SGD, and loading calls it",
+        _OPTIMIZER, "MegatronOptimizer.__init__", adam.with_init_state, "SGD's init_state_fn is None, loading calls it"
     ),
     _row(
         _DISTRIBUTED,
@@ -134,10 +121,7 @@ MEGATRON: tuple[Patch, ...] = (
         "float32 shards are views with a grad_fn: torch warns whenever the optimizer reads their .grad",
     ),
     _row(
-        _OPTIMIZER,
-        "_multi_tensor_copy_this_to_that",
-        _being(kernels.copy),
-        "a loop with one kernel per bf16 parameter, with TE and Apex too",
+        _OPTIMIZER, "_multi_tensor_copy_this_to_that", _being(kernels.copy), "a loop with one kernel per bf16 parameter"
     ),
     _row(
         _DISTRIBUTED,
@@ -150,12 +134,7 @@ MEGATRON: tuple[Patch, ...] = (
 
 ADAM: tuple[Patch, ...] = (
     _row(_FACTORY, "Adam", _being(adam.FusedAdam), "without TE and Apex, Adam is torch's, unfused"),
-    _row(
-        _FACTORY,
-        "USING_PYTORCH_OPTIMIZER",
-        _being(False),
-        "if set, the factory takes torch.optim.AdamW whatever Adam is",
-    ),
+    _row(_FACTORY, "USING_PYTORCH_OPTIMIZER", _being(False), "if set, torch.optim.AdamW is taken whatever Adam is"),
     _row(
         _DISTRIBUTED,
         "HAVE_APEX_OR_TE",
@@ -168,26 +147,14 @@ ADAM: tuple[Patch, ...] = (
 
 MULTI_TENSOR: tuple[Patch, ...] = (
     _row(_CLIP, "l2_norm_impl", _being(kernels.l2_norm), "one device-to-host copy per parameter and step"),
-    _row(
-        _CLIP, "multi_tensor_scale_impl", _being(kernels.scale), "a loop with a temporary and two kernels per parameter"
-    ),
+    _row(_CLIP, "multi_tensor_scale_impl", _being(kernels.scale), "a loop with a temporary per parameter"),
     _row(_OPTIMIZER, "multi_tensor_scale_impl", _being(kernels.scale), "the same loop, used for fp16 weights"),
 )
 """Where neither TE nor Apex can be used."""
 
 WEIGHT_GRADIENTS: tuple[Patch, ...] = (
-    _row(
-        _LAYERS,
-        "fused_weight_gradient_mlp_cuda",
-        _being(kernels.WeightGradient),
-        "the backward of parallel linears calls Apex's extension by this name",
-    ),
-    _row(
-        _LAYERS,
-        "_grad_accum_fusion_available",
-        _being(True),
-        "ColumnParallelLinear refuses gradient_accumulation_fusion without Apex's extension",
-    ),
+    _row(_LAYERS, "fused_weight_gradient_mlp_cuda", _being(kernels.WeightGradient), "Apex's name, which linears call"),
+    _row(_LAYERS, "_grad_accum_fusion_available", _being(True), "linears refuse to fuse without Apex's extension"),
 )
 """Let ``gradient_accumulation_fusion=True`` work without Apex."""
 

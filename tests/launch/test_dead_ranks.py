@@ -1,4 +1,4 @@
-"""Does a run that Lightning launched end when one of its ranks is killed, whichever it is, and however early?"""
+"""A launched run ends when one of its ranks is killed, and waits for what others still do at a normal end."""
 
 from __future__ import annotations
 

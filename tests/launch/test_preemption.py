@@ -1,4 +1,4 @@
-"""Does a run that a scheduler stops go on where it was? SIGTERM, and SLURM's requeue signal."""
+"""A run that a scheduler stops goes on where it was: SIGTERM, and SLURM's requeue signal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a script train and save alike, however its processes are started? Without a ``__main__`` guard, too."""
+"""A script trains and saves alike, however its processes are started, without a ``__main__`` guard too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a program that is typed in run in one process, and say how it runs in several?"""
+"""A program that is typed in runs in one process, and says how it runs in several."""
 
 from __future__ import annotations
 

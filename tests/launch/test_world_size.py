@@ -1,4 +1,4 @@
-"""Are too many or too few processes refused on all of them, before one waits for another?"""
+"""Too many or too few processes are refused on all of them, before one waits for another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Can fit, validate and test come in any order, several Trainers in one process, and is the process left as it was?"""
+"""fit, validate and test in any order, several Trainers in one process, and what they leave behind."""
 
 from __future__ import annotations
 

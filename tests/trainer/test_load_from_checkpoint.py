@@ -1,4 +1,4 @@
-"""Does a checkpoint give a module back as it was made: to train on, and to ask, without a Trainer too?"""
+"""``load_from_checkpoint``: a module as it was made, to train on and to ask, without a Trainer too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do an objective's metrics count every row once, on whichever rank it is, and reach all ranks' logs?"""
+"""Metrics of objectives count every row once on any layout; gathers and averages between the copies of a model."""
 
 from __future__ import annotations
 

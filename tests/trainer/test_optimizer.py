@@ -1,4 +1,4 @@
-"""Do the optimizer's options, and Lightning's and torch's schedulers, reach the weights?"""
+"""Options of the optimizer, and Lightning's and torch's schedulers, on the way to the weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which numbers are kept in which format, and what happens when fp16 overflows?"""
+"""Formats of weights, gradients and moments in each precision, and overflows of fp16."""
 
 from __future__ import annotations
 

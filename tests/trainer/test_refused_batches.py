@@ -1,4 +1,4 @@
-"""Is a batch with wrong numbers refused on every rank that waits for it, with the same words, before it is used?"""
+"""Batches with wrong numbers are refused on every rank that waits for them, in the same words."""
 
 from __future__ import annotations
 

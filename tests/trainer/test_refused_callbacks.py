@@ -1,4 +1,4 @@
-"""Is a callback refused that would do something else here than it promises?"""
+"""Callbacks and settings that cannot take effect are refused before anything is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does every rank see the same numbers, and do Lightning's own callbacks and loggers work with them, each file once?"""
+"""The same metrics on every rank; Lightning's own callbacks and loggers under pipeline parallelism."""
 
 from __future__ import annotations
 

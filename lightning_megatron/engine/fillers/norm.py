@@ -1,4 +1,4 @@
-"""How does a layer normalize? LayerNorm and RMSNorm for every norm slot, also with sequence parallelism.
+"""LayerNorm and RMSNorm for every norm slot of Megatron-Core, also with sequence parallelism.
 
 Megatron-Core's ``WrappedTorchNorm`` (megatron-core 0.16.1, transformer/torch_norm.py) refuses sequence parallelism and
 zero-centred weights, and creates float32 weights, which keep torch from its fused kernels for bfloat16 inputs.

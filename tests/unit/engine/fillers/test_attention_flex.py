@@ -1,4 +1,4 @@
-"""Does attention by blocks compute what dense masks say, and is nothing as large as s x s ever stored?"""
+"""FlexAttention with block masks beside dense masks, and its memory."""
 
 from __future__ import annotations
 

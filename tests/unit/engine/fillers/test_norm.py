@@ -1,4 +1,4 @@
-"""Does the norm compute its formula in every variant that the engine's own norm refuses?"""
+"""LayerNorm and RMSNorm beside their formulas."""
 
 from __future__ import annotations
 

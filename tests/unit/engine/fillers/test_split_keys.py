@@ -1,4 +1,4 @@
-"""Do keys in parts give what all keys give at once, and are they cut only where it pays?"""
+"""Split-K attention of one query per row beside attention to all keys at once."""
 
 from __future__ import annotations
 

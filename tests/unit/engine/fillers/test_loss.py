@@ -1,4 +1,4 @@
-"""Is the loss of a token that of a dense softmax over the true vocabulary, however it is padded and split?"""
+"""Vocab-parallel cross-entropy beside a dense softmax over the vocabulary without padding."""
 
 from __future__ import annotations
 

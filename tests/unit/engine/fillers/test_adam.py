@@ -1,4 +1,4 @@
-"""Do the fused optimizers update like torch's own, and does their state survive the engine's checkpoints?"""
+"""Fused optimizers beside torch's own, and what Megatron's checkpoints still need of them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, S
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, distrib_optimizer, get_megatron_optimizer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule
 
@@ -102,10 +103,11 @@ class _Model(MegatronModule):
         self.narrow = ColumnParallelLinear(10, 3, config=config, init_method=torch.nn.init.normal_, bias=False)
 
 
-def _megatron(name: str, bf16: bool, distributed: bool) -> tuple[torch.nn.Module, Any]:
+def engine_of(name: str, bf16: bool, distributed: bool) -> tuple[torch.nn.Module, Any]:
+    """A small model in Megatron's DDP, and Megatron's optimizer of it."""
     dtype = torch.bfloat16 if bf16 else torch.float32
     config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1, params_dtype=dtype, bf16=bf16)
-    torch.manual_seed(0)
+    model_parallel_cuda_manual_seed(0, force_reset_rng=True)
     model = _Model(config)
     ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=distributed, grad_reduce_in_fp32=True)
     ddp = DistributedDataParallel(config, ddp_config, Float16Module(config, model) if bf16 else model)
@@ -123,12 +125,14 @@ def _megatron(name: str, bf16: bool, distributed: bool) -> tuple[torch.nn.Module
     return ddp, get_megatron_optimizer(options, [ddp])
 
 
-def _engine_step(model: torch.nn.Module, optimizer: Any, step: int) -> None:
+def engine_step(model: torch.nn.Module, optimizer: Any, step: int) -> float:
+    """One step of gradients that are drawn; returns their norm."""
     optimizer.zero_grad()
     generator = torch.Generator().manual_seed(step)
     for parameter in model.parameters():
         parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
-    optimizer.step()
+    norm: float = optimizer.step()[1]
+    return norm
 
 
 def _saved(part: Any) -> Any:
@@ -185,7 +189,7 @@ needs_plain_engine = pytest.mark.skipif(
 @needs_plain_engine
 @pytest.mark.usefixtures("one_rank")
 def test_upstream_still_cannot_save_a_fresh_optimizer() -> None:
-    model, optimizer = _megatron("adamw", False, True)
+    model, optimizer = engine_of("adamw", False, True)
     with pytest.raises(AssertionError):
         _checkpoint(model, optimizer)
 
@@ -194,8 +198,8 @@ def test_upstream_still_cannot_save_a_fresh_optimizer() -> None:
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_upstream_still_loses_the_step_of_a_loaded_optimizer() -> None:
-    model, optimizer = _megatron("adamw", False, True)
-    _engine_step(model, optimizer, 0)
+    model, optimizer = engine_of("adamw", False, True)
+    engine_step(model, optimizer, 0)
     checkpoint = _checkpoint(model, optimizer)
     with pytest.raises(KeyError, match="step"):
         _restore(model, optimizer, checkpoint)
@@ -204,12 +208,12 @@ def test_upstream_still_loses_the_step_of_a_loaded_optimizer() -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_upstream_still_refuses_to_shard_sgd() -> None:
     with pytest.raises(AssertionError, match="Only Adam"):
-        _megatron("sgd", False, True)
+        engine_of("sgd", False, True)
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_upstream_still_cannot_load_sgd() -> None:
-    model, optimizer = _megatron("momentum", False, False)
+    model, optimizer = engine_of("momentum", False, False)
     with pytest.raises(TypeError, match="NoneType"):
         _restore(model, optimizer, {})
 
@@ -221,9 +225,9 @@ def test_upstream_still_builds_an_unfused_adam() -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_upstream_still_shards_float32_weights_into_graph_nodes() -> None:
-    _, upstream = _megatron("adamw", False, True)
+    _, upstream = engine_of("adamw", False, True)
     with active(MEGATRON + ADAM):
-        _, ours = _megatron("adamw", False, True)
+        _, ours = engine_of("adamw", False, True)
     assert [p.is_leaf for g in upstream.param_groups for p in g["params"]] == [False] * 3
     assert [p.is_leaf for g in ours.param_groups for p in g["params"]] == [True] * 3
     assert all(p.tensor_model_parallel for g in ours.param_groups for p in g["params"])

@@ -1,4 +1,4 @@
-"""Does attention run by run compute what dense masks say, with dropout too?"""
+"""Variable-length FlashAttention beside dense masks, with dropout too."""
 
 from __future__ import annotations
 

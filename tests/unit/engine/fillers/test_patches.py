@@ -1,4 +1,4 @@
-"""Is every change to the engine listed, undone afterwards, and reported as what it is?"""
+"""The table of patches: each is made, undone, and chosen by what is installed."""
 
 from __future__ import annotations
 

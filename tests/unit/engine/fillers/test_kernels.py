@@ -1,0 +1,230 @@
+"""Kernels in place of Transformer Engine's and Apex's beside their formulas, and what upstream still does without."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions import fused_bias_swiglu
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.tensor_parallel import layers
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import local_multi_tensor_l2_norm
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_megatron.engine.fillers.kernels import (
+    MAX_SHAPES,
+    MAX_STEP_SHAPES,
+    CompiledRope,
+    accumulate_weight_gradient,
+    copy,
+    l2_norm,
+    scale,
+)
+from lightning_megatron.engine.patches import MEGATRON, MULTI_TENSOR, ROPE, SWIGLU, WEIGHT_GRADIENTS, active
+from lightning_megatron.engine.runtime import emulated_cuda
+from tests.unit.engine.fillers.test_adam import engine_of, engine_step
+
+FLAG = torch.zeros(1, dtype=torch.int)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def _assert_same_gradients(got: torch.Tensor, expected: torch.Tensor, x: torch.Tensor, tolerance: float) -> None:
+    """Values and gradients with respect to ``x``."""
+    weight = torch.randn_like(expected)
+    torch.testing.assert_close(got.float(), expected, rtol=tolerance, atol=tolerance)
+    (gradient,) = torch.autograd.grad((got.float() * weight).sum(), x)
+    (reference,) = torch.autograd.grad((expected * weight).sum(), x)
+    torch.testing.assert_close(gradient.float(), reference.float(), rtol=2 * tolerance, atol=4 * tolerance)
+
+
+# ---- many tensors at once -------------------------------------------------------------------------------------------
+
+
+class _Operations(TorchDispatchMode):
+    """Counts the operations that reach the device; ``_local_scalar_dense`` is a wait of the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _tensors() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(*s, generator=generator) for s in ((3, 4), (100,), (1,), (7, 2))]
+
+
+def test_the_norm_is_that_of_one_long_vector_and_the_engines_still_waits() -> None:
+    with _Operations() as ours:
+        norm, _ = l2_norm(65536, FLAG, [_tensors()], False)
+    torch.testing.assert_close(norm, torch.cat([t.flatten() for t in _tensors()]).norm()[None])
+    # It also waits in torch.tensor([scalars on the device]), which a dispatch mode does not see.
+    with emulated_cuda(), _Operations() as theirs:
+        local_multi_tensor_l2_norm(65536, FLAG, [_tensors()], False)
+    assert ours.count["aten::_local_scalar_dense"] == 0 < theirs.count["aten::_local_scalar_dense"]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_steps_of_the_engine_are_the_same_with_and_without(bf16: bool, distributed: bool) -> None:
+    def weights_and_norms() -> list[torch.Tensor]:
+        model, optimizer = engine_of("adamw", bf16, distributed)
+        norms = [engine_step(model, optimizer, step) for step in range(3)]
+        return [torch.tensor(norms), *(p.detach().clone() for p in model.parameters())]
+
+    expected = weights_and_norms()
+    with active(MULTI_TENSOR + MEGATRON):
+        for a, b in zip(weights_and_norms(), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_gpu() -> None:
+    tensors = [t.cuda() for t in _tensors()]
+    targets = [torch.empty_like(t, dtype=torch.bfloat16) for t in tensors]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        norm, _ = l2_norm(65536, FLAG, [tensors])
+        scale(65536, FLAG, [tensors, tensors], 0.5)
+        copy(tensors, targets)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(norm[0].cpu(), torch.cat([t.flatten() for t in _tensors()]).norm())
+    for target, original in zip(targets, _tensors(), strict=True):
+        assert torch.equal(target.cpu(), (0.5 * original).bfloat16())
+
+
+# ---- weight gradients -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("activation", "main"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_the_product_is_added(
+    activation: torch.dtype, main: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device == "cuda":
+        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    generator = torch.Generator().manual_seed(0)
+    x, dy, before = (torch.randn(*s, generator=generator) for s in ((40, 16), (40, 24), (24, 16)))
+    x, dy, before = x.to(activation), dy.to(activation), before.to(main)
+    main_grad = before.clone().to(device)
+    accumulate_weight_gradient(x.to(device), dy.to(device), main_grad)
+    expected = before.double() + torch.einsum("ko,ki->oi", dy.double(), x.double())
+    # The product is summed in float32; only a half-precision main gradient rounds it.
+    tolerance = 1e-5 if main is torch.float32 else 4 * torch.finfo(main).eps
+    torch.testing.assert_close(main_grad.cpu().double(), expected, rtol=tolerance, atol=10 * tolerance)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_linear_of_the_engine_accumulates_two_backwards_of_which_autograd_sees_none() -> None:
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, gradient_accumulation_fusion=True)
+    torch.manual_seed(0)
+    with active(WEIGHT_GRADIENTS):
+        linear = ColumnParallelLinear(8, 12, config=config, init_method=torch.nn.init.normal_, bias=False)
+        linear.weight.main_grad = torch.zeros(12, 8)
+        x, weight = torch.randn(5, 2, 8), torch.randn(5, 2, 12)
+        for _ in range(2):
+            (linear(x)[0] * weight).sum().backward()
+    expected = 2 * torch.einsum("sbo,sbi->oi", weight, x)
+    torch.testing.assert_close(linear.weight.main_grad, expected, rtol=1e-5, atol=1e-5)
+    assert linear.weight.grad is None
+    if not layers._grad_accum_fusion_available:  # upstream still refuses without Apex's extension
+        with pytest.raises(RuntimeError, match="fused_weight_gradient_mlp_cuda"):
+            ColumnParallelLinear(8, 12, config=config, init_method=torch.nn.init.normal_)
+
+
+# ---- RoPE -----------------------------------------------------------------------------------------------------------
+
+
+def _rotation(device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    t = torch.randn(6, 2, 3, 8, generator=generator)
+    angles = torch.arange(6.0)[:, None] * torch.tensor([1.0, 0.3, 0.1])  # the last two of eight channels stay
+    return t.to(device).requires_grad_(), torch.cat([angles, angles], -1)[:, None, None].to(device)
+
+
+def _rotated(t: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
+    """Rotation as multiplication of complex numbers."""
+    half = freqs.shape[-1] // 2
+    turned = torch.complex(t[..., :half], t[..., half : 2 * half]) * torch.exp(1j * freqs[..., :half])
+    return torch.cat([turned.real, turned.imag, t[..., 2 * half :]], -1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_rotation_is_that_of_complex_numbers(device: str) -> None:
+    t, freqs = _rotation(device)
+    with active(ROPE):
+        got = rope_utils._apply_rotary_pos_emb_bshd(t, freqs, rotary_interleaved=False)
+    _assert_same_gradients(got, _rotated(t, freqs), t, 1e-5)
+
+
+def test_many_prompts_are_not_all_compiled_and_use_up_neither_the_places_of_training_nor_those_of_steps() -> None:
+    calls: Counter[str] = Counter()
+    rope = CompiledRope(_rotated)
+    for name in ("eager", "compiled", "compiled_step"):
+        setattr(rope, name, lambda *args, name=name: calls.update([name]))
+
+    def rotate(length: int, rows: int = 1) -> None:
+        shape = torch.Size([length, rows, 1, 8])
+        fake: Any = SimpleNamespace(shape=shape, dtype=torch.float32, is_cuda=True)
+        rope(fake, fake)
+
+    with torch.no_grad():
+        for length in range(2, 40):
+            rotate(length)
+        for rows in [*range(20), *range(20)]:
+            rotate(1, rows)
+    assert calls["compiled"] == MAX_SHAPES
+    assert calls["compiled_step"] == 2 * MAX_STEP_SHAPES
+    for length in (64, 64, 1):
+        rotate(length)
+    assert calls["compiled"] == MAX_SHAPES + 3
+
+
+@pytest.mark.gpu
+def test_the_compiled_rotation_of_one_token_is_that_of_complex_numbers() -> None:
+    t, freqs = _rotation("cuda")
+    with active(ROPE), torch.no_grad():
+        for rows in range(1, MAX_STEP_SHAPES + 3):
+            token, angles = t[3:4, :1].expand(1, rows, 3, 8).contiguous(), freqs[3:4]
+            got = rope_utils._apply_rotary_pos_emb_bshd(token, angles, rotary_interleaved=False)
+            torch.testing.assert_close(got, _rotated(token, angles), rtol=1e-5, atol=1e-5)
+
+
+# ---- SwiGLU ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_swiglu_is_the_formula(dtype: torch.dtype) -> None:
+    pytest.importorskip("liger_kernel.megatron")
+    x = torch.randn(5, 2, 32, device="cuda").to(dtype).requires_grad_()
+    with active(SWIGLU):
+        got = fused_bias_swiglu.bias_swiglu_impl(x, None)
+    gate, up = x.float().chunk(2, -1)
+    _assert_same_gradients(got, F.silu(gate) * up, x, max(1e-5, 4 * torch.finfo(dtype).eps))
+
+
+def test_the_engine_still_rotates_eagerly_and_has_a_swiglu_of_its_own() -> None:
+    assert not hasattr(rope_utils._apply_rotary_pos_emb_bshd, "_torchdynamo_orig_callable")
+    assert issubclass(fused_bias_swiglu.SwiGLUFunction, torch.autograd.Function)
+    assert fused_bias_swiglu.SwiGLUFunction.__module__ == "megatron.core.fusions.fused_bias_swiglu"
