@@ -1,4 +1,4 @@
-"""Does each distance find the row of the table that Hugging Face's T5 finds? And on a GPU, its gradient."""
+"""Each distance finds the row of the table that Hugging Face's T5 finds; on a GPU its gradient is right."""
 
 from __future__ import annotations
 

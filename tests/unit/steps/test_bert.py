@@ -1,4 +1,4 @@
-"""Are BERT's targets, losses, refusals and metrics those of arithmetic by hand?"""
+"""BERT's targets, losses, refusals and metrics are those of arithmetic by hand."""
 
 from __future__ import annotations
 
@@ -232,42 +232,47 @@ def _copies_of_last_row(output: Any, number: int) -> Any:
     return output[-1:].expand(number, *output.shape[1:])
 
 
-def test_masked_tokens_are_measured_by_perplexity_and_order() -> None:
-    measured = _measured(_step("pretraining"), PRETRAINING, (TOKEN_LOSSES, ORDER_LOGITS))
-    assert measured == {"perplexity": pytest.approx(math.exp(7 / 3)), "sop_accuracy": 0.0}
+def _one_hot(places: list[int] | list[list[int]], width: int) -> torch.Tensor:
+    return torch.nn.functional.one_hot(torch.tensor(places), width).float()
 
 
-def test_classes_are_measured_by_accuracy_and_macro_f1() -> None:
-    ids = IDS.repeat(3, 1)
-    labels, guesses = [0, 1, 2, 2, 1, -100], [0, 2, 2, 1, 1, 0]
-    logits = torch.nn.functional.one_hot(torch.tensor(guesses), 3).float()
-    step = _step("sequence_classification", num_labels=3)
-    measured = _measured(step, {"input_ids": ids, "labels": torch.tensor(labels)}, logits)
-    assert measured == {"accuracy": pytest.approx(3 / 5), "f1": pytest.approx((1 + 1 / 2 + 1 / 2) / 3)}
-
-
-def test_classes_of_tokens_are_measured_where_there_are_any() -> None:
-    labels = torch.tensor([[-100, 1, 0], [0, -100, 1]])
-    logits = torch.nn.functional.one_hot(torch.tensor([[1, 1, 1], [0, 0, 1]]), 2).float()
-    measured = _measured(_step("token_classification"), {"input_ids": IDS, "labels": labels}, logits)
-    assert measured == {"accuracy": pytest.approx(3 / 4), "f1": pytest.approx((2 / 3 + 4 / 5) / 2)}
-
-
-def test_several_labels_are_measured_by_the_sign_of_their_logits() -> None:
+MEASURED: dict[str, tuple[str, dict[str, Any], dict[str, torch.Tensor], Any, dict[str, float]]] = {
+    "masked tokens and their order": (
+        "pretraining", {}, PRETRAINING, (TOKEN_LOSSES, ORDER_LOGITS),
+        {"perplexity": math.exp(7 / 3), "sop_accuracy": 0.0},
+    ),
+    "classes, of which the last does not count": (
+        "sequence_classification", {"num_labels": 3},
+        {"input_ids": IDS.repeat(3, 1), "labels": torch.tensor([0, 1, 2, 2, 1, -100])}, _one_hot([0, 2, 2, 1, 1, 0], 3),
+        {"accuracy": 3 / 5, "f1": (1 + 1 / 2 + 1 / 2) / 3},
+    ),
+    "classes of tokens": (
+        "token_classification", {},
+        {"input_ids": IDS, "labels": torch.tensor([[-100, 1, 0], [0, -100, 1]])}, _one_hot([[1, 1, 1], [0, 0, 1]], 2),
+        {"accuracy": 3 / 4, "f1": (2 / 3 + 4 / 5) / 2},
+    ),
     # All in 0..1: torchmetrics would take such logits for probabilities.
-    logits = torch.tensor([[0.1, -0.1], [0.2, 0.3]])
-    labels = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    measured = _measured(_step("sequence_classification"), {"input_ids": IDS, "labels": labels}, logits)
-    assert measured == {"accuracy": pytest.approx(3 / 4), "f1": pytest.approx((2 / 3 + 1) / 2)}
+    "several labels by the sign of their logits": (
+        "sequence_classification", {},
+        {"input_ids": IDS, "labels": torch.tensor([[1.0, 0.0], [0.0, 1.0]])}, torch.tensor([[0.1, -0.1], [0.2, 0.3]]),
+        {"accuracy": 3 / 4, "f1": (2 / 3 + 1) / 2},
+    ),
+    "values by their squared error": (
+        "sequence_classification", {"num_labels": 1},
+        {"input_ids": IDS, "labels": torch.tensor([0.5, -1.0])}, torch.tensor([[1.0], [1.0]]),
+        {"mse": 4.25 / 2},
+    ),
+    "answers of which both ends are right": (
+        "question_answering", {},
+        {"input_ids": IDS, "start_positions": torch.tensor([0, 0]), "end_positions": torch.tensor([2, 2])},
+        _one_hot([[0, 2], [1, 2]], 3).transpose(1, 2),
+        {"exact_match": 1 / 2},
+    ),
+}  # fmt: skip
+"""Task, fields of the model, batch, the model's output, and metrics."""
 
 
-def test_values_are_measured_by_their_squared_error() -> None:
-    step = _step("sequence_classification", num_labels=1)
-    measured = _measured(step, {"input_ids": IDS, "labels": torch.tensor([0.5, -1.0])}, torch.tensor([[1.0], [1.0]]))
-    assert measured == {"mse": pytest.approx(4.25 / 2)}
-
-
-def test_answers_are_right_if_both_their_ends_are() -> None:
-    logits = torch.nn.functional.one_hot(torch.tensor([[0, 2], [1, 2]]), 3).transpose(1, 2).float()
-    batch = {"input_ids": IDS, "start_positions": torch.tensor([0, 0]), "end_positions": torch.tensor([2, 2])}
-    assert _measured(_step("question_answering"), batch, logits) == {"exact_match": pytest.approx(1 / 2)}
+@pytest.mark.parametrize("case", MEASURED)
+def test_metrics_are_those_of_arithmetic_by_hand(case: str) -> None:
+    task, fields, batch, output, expected = MEASURED[case]
+    assert _measured(_step(task, **fields), batch, output) == {n: pytest.approx(x) for n, x in expected.items()}

@@ -1,4 +1,4 @@
-"""Does a GPT batch become the tokens, targets, segments and positions that Megatron and Hugging Face make of it?"""
+"""A GPT batch becomes the tokens, targets, segments and positions that Megatron and Hugging Face make of it."""
 
 from __future__ import annotations
 

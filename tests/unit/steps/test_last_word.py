@@ -1,4 +1,4 @@
-"""Is a row right exactly if every target is what argmax finds, wherever the vocabulary lies?"""
+"""A row is right exactly if every target is what argmax finds, wherever the vocabulary lies."""
 
 from __future__ import annotations
 

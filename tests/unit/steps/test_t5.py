@@ -1,4 +1,4 @@
-"""Are T5's inputs, targets, masks and losses those of arithmetic by hand, and what is refused?"""
+"""T5's inputs, targets, masks and refusals are those of arithmetic by hand."""
 
 from __future__ import annotations
 
