@@ -277,7 +277,7 @@ class IndexedDatasetWriter:
     """Writes one dataset, which appears under its name only when it is complete, whatever ends the process.
 
     Use as a context manager: leaving it normally publishes the files, leaving it by an exception removes them (see
-    ``files.staged``). ``.idx`` appears last, so it vouches for ``.bin``. All methods raise a DataError if nothing can
+    ``files.staged``). ``.idx`` appears last, so it vouches for ``.bin``. The context ends in a DataError if nothing can
     be written there, or another process does, or the disk is full.
     """
 
@@ -318,11 +318,12 @@ class IndexedDatasetWriter:
         Leaving the context does it too. Several datasets that belong together are completed one after the other before
         the first appears.
         """
+        if self._idx.tell() > 0:
+            return  # complete already
         code = next(code for code, dtype in _TYPES.items() if dtype == self._dtype)
         lengths = np.asarray(self._lengths)
         positions = (np.cumsum(lengths, dtype=np.int64) - lengths) * self._dtype.itemsize
         bounds = np.cumsum(np.asarray(self._counts), dtype=np.int64)
-        self._idx.seek(0)
         self._idx.write(MAGIC + struct.pack("<QBQQ", 1, code, len(lengths), len(bounds) + 1))
         for part in (lengths, positions, np.zeros(1, np.int64), bounds):
             self._idx.write(part.data)
