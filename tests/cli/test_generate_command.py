@@ -237,7 +237,7 @@ def test_a_checkpoint_that_does_not_say_its_model_is_told_by_a_config(checkpoint
     # As a run of a model_provider leaves it.
     torch.save({**meta, "hugging_face_config": None}, tmp_path / "own.ckpt/meta.pt")
     (tmp_path / "own.ckpt/checksums.json").unlink()
-    files = {file.name: checksums_of(file.read_bytes()) for file in (tmp_path / "own.ckpt").iterdir()}
+    files = {file.name: checksums_of(file.read_bytes()) for file in (tmp_path / "own.ckpt").iterdir() if file.is_file()}
     write_checksums(tmp_path / "own.ckpt", files)
     common = ("--checkpoint", tmp_path / "own.ckpt", "--tokenizer", checkpoints / "hf", "--max-new-tokens", 3)
     code, _, err = _generate(*common, "--prompt", *PROMPTS)
