@@ -48,12 +48,6 @@ class Tape(TorchDispatchMode):
                 elif old.data_ptr() != new.data_ptr():
                     old.copy_(new)
 
-    def description(self) -> list[str]:
-        """Each kernel with its shapes, strides and numbers: a GPU can replay it if this never changes."""
-        return [
-            f"{func}{tree_leaves((_described(args), _described(kwargs)))}" for func, args, kwargs, _ in self.kernels
-        ]
-
 
 class TapeRecorder:
     """Records on tapes; a test counts."""
@@ -80,14 +74,6 @@ class TapeRecorder:
         self.num_replayed += 1
         tape.replay()
         return output
-
-
-def _described(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_described(item) for item in value]
-    if isinstance(value, dict):
-        return {name: _described(item) for name, item in value.items()}
-    return (tuple(value.shape), value.stride(), str(value.dtype)) if isinstance(value, Tensor) else str(value)
 
 
 def _wait(result: Any) -> None:

@@ -1,4 +1,4 @@
-"""Do T5 and mT5 write what Hugging Face's write, wherever the pipeline is cut, and does the encoder read only once?"""
+"""T5 and mT5 write what Hugging Face's write, wherever the pipeline is cut, and the encoder reads only once."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.generate.decode import distribution_processors, drawn, uniform_numbers
 from lightning_megatron.generate.options import GenerationOptions
-from tests.families.parity import pretrained_module
 from tests.generate.models import ENCODER_DECODERS, Call, continued, hugging_face, prompts, run_with_models, set_up
-from tests.parity.training import Case, Layout, trainer_of
+from tests.parity.training import Case, Layout
 
 START = 2
 
@@ -124,51 +122,6 @@ def _logits_by_hand(call: Call, decoder_input_ids: torch.Tensor) -> torch.Tensor
             call.input_ids, attention_mask=call.attention_mask, decoder_input_ids=decoder_input_ids
         ).logits
     return logits
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2),
-        pytest.param(Layout(dp=3), marks=pytest.mark.exhaustive),
-    ],
-    ids=str,
-)
-def test_logits_and_predictions_equal_hugging_face(layout: Layout) -> None:
-    ids, mask = prompts("right")
-    calls = [Call(model=name, input_ids=ids, attention_mask=mask) for name in ("t5_1_1", "mt5")]
-    calls.append(Call(model="t5", input_ids=ids))
-    for answers, predicted, dp_rank in run_with_models(_logits_and_predictions, layout, calls):
-        for call, logits in zip(calls, answers, strict=True):
-            # As the families' tests: of size 1 to 10, out of four layers in another order of additions.
-            torch.testing.assert_close(logits, _logits_by_hand(call, _decoder_ids(call)), rtol=0.0, atol=5e-5)
-        expected = hugging_face("mt5").generate(
-            ids, attention_mask=mask, do_sample=False, use_cache=False, max_new_tokens=5, eos_token_id=-1
-        )
-        # A distributed sampler deals samples in turn.
-        assert predicted == expected[dp_rank :: layout.dp].tolist()
-
-
-def _decoder_ids(call: Call) -> torch.Tensor:
-    return call.input_ids.flip(1)[:, :5]
-
-
-def _logits_and_predictions(directory: str, case: Case, calls: list[Call]) -> tuple[list[torch.Tensor], Any, int]:
-    logits = []
-    for call in calls:
-        asked = set_up(directory, case, call.model)
-        logits.append(asked.logits(call.input_ids, call.attention_mask, _decoder_ids(call)))
-    module = pretrained_module(f"{directory}/mt5")
-    module.generation = GenerationOptions(max_new_tokens=5, eos_token_id=())
-    assert calls[0].attention_mask is not None
-    # A batch of Megatron's, whose answers are no part of the question.
-    rows = [
-        {"text_enc": i, "enc_mask": m.expand(7, 7), "text_dec": i, "labels": i, "dec_mask": m}
-        for i, m in zip(calls[0].input_ids, calls[0].attention_mask, strict=True)
-    ]
-    trainer = trainer_of(case)
-    predictions = trainer.predict(module, DataLoader(rows, batch_size=2))  # type: ignore[arg-type]
-    return logits, [text for batch in predictions for text in batch.tolist()], trainer.strategy.topology.dp_rank
 
 
 def test_the_encoder_reads_once_and_what_cannot_be_written_is_refused() -> None:

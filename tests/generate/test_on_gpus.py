@@ -1,8 +1,7 @@
-"""Do GPUs write, compute and count what Hugging Face's models do on a CPU, each kind of call as it comes by default?"""
+"""GPUs write, compute and count what Hugging Face's models do on a CPU, each kind of call as it comes by default."""
 
 from __future__ import annotations
 
-import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.generate.models import MODELS, Call, continued, hugging_face, prompts, run_with_models, set_up
-from tests.generate.test_encoder_decoders import _calls_and_answers, _decoder_ids, _logits_by_hand
+from tests.generate.models import MODELS, Call, continued, hugging_face, prompts
+from tests.generate.test_encoder_decoders import _calls_and_answers
 from tests.generate.test_predicted_logits import BERTS, LENGTHS, _expected, _predicted, _rows, _run
 from tests.parity.training import Case, Layout
 from tests.ranks import run_ranks
@@ -49,42 +48,16 @@ def test_every_t5_writes_what_hugging_face_writes(layout: Layout) -> None:
         assert actual.tolist() == hf.tolist(), (call.model, call.options)
 
 
-@pytest.mark.parametrize("layout", _on_gpus(Layout(), Layout(tp=2, sequence_parallel=True), Layout(pp=2)))
-def test_logits_are_those_of_hugging_face(layout: Layout) -> None:
-    ids, mask = prompts("right")
-    names = ("gpt2", "qwen3", "bloom", "mistral", "t5_1_1")
-    calls = [Call(model=name, input_ids=ids, attention_mask=mask) for name in names]
-    for answers in run_with_models(_logits, layout, calls, accelerator="gpu"):
-        for call, (actual, last) in zip(calls, answers, strict=True):
-            if call.model == "t5_1_1":
-                torch.testing.assert_close(actual, _logits_by_hand(call, _decoder_ids(call)), rtol=0.0, atol=ATOL)
-                continue
-            with torch.no_grad():
-                expected = hugging_face(call.model)(ids, attention_mask=mask).logits
-            torch.testing.assert_close(actual[mask == 1], expected[mask == 1], rtol=0.0, atol=ATOL)
-            assert last is None or torch.equal(last, actual)
-
-
-def _logits(directory: str, case: Case, calls: list[Call]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    answers = []
-    for call in calls:
-        module = set_up(directory, case, call.model)
-        decoder = {"decoder_input_ids": _decoder_ids(call)} if call.model == "t5_1_1" else {}
-        asked = functools.partial(module.logits, call.input_ids, call.attention_mask, **decoder)
-        whole, last = asked(), asked(last_stage_only=True)
-        answers.append((whole.cpu(), None if last is None else last.cpu()))
-    return answers
-
-
 @pytest.mark.parametrize("layout", _on_gpus(Layout(), Layout(tp=2), Layout(pp=2), Layout(dp=2)))
-def test_predicted_logits_come_back_in_order(layout: Layout) -> None:
-    names = ("gpt2", "t5", *BERTS[:3])
+def test_logits_are_those_of_hugging_face_and_come_back_in_order(layout: Layout) -> None:
+    names = ("gpt2", "qwen3", "bloom", "mistral", "t5", "t5_1_1", *BERTS[:3])
     for answers in _run(_predicted, layout, names, accelerator="gpu"):
-        for name, (_, together) in zip(names, answers, strict=True):
-            actual, expected = torch.stack(together).cpu(), _expected(name)
-            assert len(actual) == len(LENGTHS)
-            real = _rows(name)["attention_mask"] == 1 if name == "gpt2" else slice(None)
-            torch.testing.assert_close(actual[real], expected[real], rtol=0.0, atol=ATOL)
+        for name, (shared, together) in zip(names, answers, strict=True):
+            expected = _expected(name)
+            real = _rows(name)["attention_mask"] == 1 if name in MODELS else slice(None)
+            for actual in (shared.cpu(), torch.stack(together).cpu()):
+                assert len(actual) == len(LENGTHS)
+                torch.testing.assert_close(actual[real], expected[real], rtol=0.0, atol=ATOL)
 
 
 @pytest.mark.parametrize("layout", _on_gpus(Layout(), Layout(tp=2), Layout(dp=2)))

@@ -1,4 +1,4 @@
-"""Does ``Trainer.predict`` give Hugging Face's logits of every row, and do the copies' rows come back in order?"""
+"""Logits of every row are Hugging Face's, on every rank; what copies predict comes back in the dataset's order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.families.parity import VOCAB_SIZE, pretrained_module, tiny_model
-from tests.generate.models import hugging_face, prompts
+from tests.generate.models import ENCODER_DECODERS, MODELS, hugging_face, prompts
 from tests.parity.training import Case, Layout, trainer_of
 from tests.ranks import RankError, run_ranks
 
@@ -43,7 +43,7 @@ def _model(name: str) -> Any:
 def _rows(name: str) -> Batch:
     """What Hugging Face's model takes."""
     ids, mask = prompts("right", LENGTHS)
-    if name == "t5":
+    if name in ENCODER_DECODERS:
         labels = ids.roll(1, dims=1)[:, :4].clone()
         labels[1, 3:] = -100
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
@@ -80,7 +80,8 @@ def _loader(name: str, batch_size: int = 2) -> DataLoader[Any]:
     return DataLoader(rows, batch_size=batch_size)  # type: ignore[arg-type]
 
 
-def _predicted(directory: str, case: Case, names: tuple[str, ...]) -> list[tuple[list[Any], list[Any]]]:
+def _predicted(directory: str, case: Case, names: tuple[str, ...]) -> list[tuple[torch.Tensor, list[Any]]]:
+    """Of each model the logits of rows that all copies share, and of those that each predicts."""
     from lightning_megatron import gather_predictions
 
     answers = []
@@ -88,7 +89,10 @@ def _predicted(directory: str, case: Case, names: tuple[str, ...]) -> list[tuple
         module = pretrained_module(f"{directory}/{name}", return_logits=True)
         trainer = trainer_of(case)
         predictions = trainer.predict(module, _loader(name))
-        answers.append((predictions, gather_predictions(trainer, predictions)))
+        # A distributed sampler deals samples in turn, and none is there for a short last batch.
+        dp = case.layout.dp
+        assert sum(len(batch) for batch in predictions) in (len(LENGTHS) // dp, -(-len(LENGTHS) // dp))
+        answers.append((module(_rows(name)), gather_predictions(trainer, predictions)))
     return answers
 
 
@@ -96,25 +100,24 @@ def _predicted(directory: str, case: Case, names: tuple[str, ...]) -> list[tuple
     ("layout", "names"),
     [
         (Layout(), ("gpt2", "t5", *BERTS)),
-        (Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2), ("t5", *BERTS[:3])),
+        (Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2), ("t5", "t5_1_1", "bloom", *BERTS[:3])),
+        (Layout(pp=2, vpp=2, num_microbatches=2), ("qwen3",)),
         (Layout(tp=2, pp=2, dp=2, num_microbatches=2), ("gpt2",)),
         (Layout(dp=3), ("llama",)),
     ],
     ids=str,
 )
-def test_logits_of_all_rows_come_back_in_order(layout: Layout, names: tuple[str, ...]) -> None:
+def test_logits_equal_hugging_face_and_come_back_in_order(layout: Layout, names: tuple[str, ...]) -> None:
     for answers in _run(_predicted, layout, names):
-        for name, (own, together) in zip(names, answers, strict=True):
-            expected = _expected(name)
-            # A distributed sampler deals samples in turn, and none is there for a short last batch.
-            assert sum(len(batch) for batch in own) in (len(LENGTHS) // layout.dp, -(-len(LENGTHS) // layout.dp))
-            actual = torch.stack(together)
-            assert actual.shape == expected.shape
-            assert actual.dtype == torch.float32
-            if name in ("gpt2", "llama"):
-                real = _rows(name)["attention_mask"] == 1
-                actual, expected = actual[real], expected[real]
-            torch.testing.assert_close(actual, expected, rtol=0.0, atol=ATOL)
+        for name, (shared, together) in zip(names, answers, strict=True):
+            for actual in (shared, torch.stack(together)):
+                expected = _expected(name)
+                assert actual.shape == expected.shape
+                assert actual.dtype == torch.float32
+                if name in MODELS:
+                    real = _rows(name)["attention_mask"] == 1
+                    actual, expected = actual[real], expected[real]
+                torch.testing.assert_close(actual, expected, rtol=0.0, atol=ATOL)
 
 
 def _predicted_by_last_stage(directory: str, case: Case, names: tuple[str, ...]) -> tuple[bool, Any, Any]:
@@ -247,12 +250,17 @@ class _Stream(IterableDataset[Batch]):
         yield {"input_ids": torch.arange(3)}
 
 
+WRONG_ROWS = {"long": torch.ones(1, 41).long(), "large": torch.tensor([[1, 83]]), "flat": torch.tensor([1, 2])}
+
+
 def _refused(directory: str, case: Case, names: tuple[str, ...], what: str) -> Any:
     from lightning_megatron import gather_across_data_parallel_groups, gather_predictions
 
     module = pretrained_module(f"{directory}/{names[0]}", return_logits=True)
     trainer = trainer_of(case)
     rows = _loader(names[0]) if what != "stream" else DataLoader(_Stream(), batch_size=1)
+    if what in WRONG_ROWS:
+        return module.logits(WRONG_ROWS[what])
     if what == "labels":
         rows = DataLoader([{"input_ids": torch.arange(3)}], batch_size=1)  # type: ignore[arg-type]
     predictions = trainer.predict(module, rows)
@@ -265,6 +273,9 @@ def _refused(directory: str, case: Case, names: tuple[str, ...], what: str) -> A
 @pytest.mark.parametrize(
     ("what", "model", "layout", "says"),
     [
+        ("long", "gpt2", Layout(), "input_ids have 41 tokens per row, more than"),
+        ("large", "gpt2", Layout(), "token 83"),
+        ("flat", "gpt2", Layout(), "give a tensor of"),
         ("labels", "t5", Layout(), "batch keys input_ids have neither 'decoder_input_ids' nor 'labels'"),
         ("stream", "gpt2", Layout(), "a DataLoader does not tell which samples its batches are of"),
         ("rows", "gpt2", Layout(), r"a prediction has \[1\] rows, and its batch has 2 samples"),

@@ -1,4 +1,4 @@
-"""Do caches of a fixed size lead to the same texts, by steps that a GPU could replay? A tape stands for its graphs."""
+"""Static caches write the same texts by steps that a GPU could replay; a tape stands for its graphs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 from tests.families.parity import pretrained_module
 from tests.generate.models import Call, _answers, hugging_face, prompts, run_with_models, set_up
 from tests.generate.tape import Tape, TapeRecorder
-from tests.parity.training import Case, Layout, loader_of, module_of, trainer_of
-from tests.ranks import RankError, run_ranks
+from tests.parity.training import Case, Layout, trainer_of
+from tests.ranks import RankError
 
 NO_END: dict[str, Any] = {"eos_token_id": ()}
 TWO_BY_TWO = Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2, recompute="selective")
@@ -54,22 +54,6 @@ def test_recorded_steps_write_what_hugging_face_writes(layout: Layout, models: t
         # One step prepares, the eight that follow are replayed; each chunk and each group of rows has a recording.
         works = layout.vpp or layout.pp
         assert counts == [(works, works, 8 * works)] * len(calls)
-
-
-@pytest.mark.parametrize("layout", [pytest.param(Layout(), marks=pytest.mark.exhaustive), Layout(pp=2)], ids=str)
-def test_every_step_is_the_same_to_the_device(layout: Layout) -> None:
-    ids, mask = prompts()
-    options = {"max_new_tokens": 10, "static_cache": True} | NO_END
-    models = ("gpt2", "llama", "mistral", "bloom")
-    calls = [Call(model=name, input_ids=ids, attention_mask=mask, options=options) for name in models]
-    for of_calls in run_with_models(_kernels_of_steps, layout, calls):
-        for steps in of_calls:
-            assert len(steps) == layout.pp
-            for step in steps:
-                # The first one prepares: the engine keeps what it computes once, the angles of a place, say.
-                assert len(step) == 9
-                assert len(step[1]) > 50
-                assert all(other == step[1] for other in step[2:])
 
 
 def test_predict_which_lightning_runs_in_inference_mode_replays_steps() -> None:
@@ -137,31 +121,7 @@ def test_models_whose_steps_differ_are_refused(model: str, reason: str) -> None:
     assert reason in str(caught.value)
 
 
-def test_steps_of_others_models_are_recorded_on_request_alone() -> None:
-    assert run_ranks(_asked_of_providers, 1, Case(layout=Layout())) == [{False: None, True: False, "asked": True}]
-
-
 # ---- on the ranks ---------------------------------------------------------------------------------------------------
-
-
-def _asked_of_providers(case: Case) -> dict[Any, bool | None]:
-    """What a call that asks for nothing is taken to ask, of our own model and of a ``model_provider``'s."""
-    from lightning_megatron.generate import generator
-    from lightning_megatron.models.build import build_chunks
-
-    asked: list[bool | None] = []
-
-    def uses_static_cache(options: Any, model: Any, device: torch.device) -> bool:
-        asked.append(options.static_cache)
-        return False
-
-    generator.uses_static_cache = uses_static_cache
-    for provider in (None, build_chunks):
-        module = module_of(case, model_provider=provider)
-        trainer_of(case).validate(module, loader_of(case), verbose=False)
-        module.generate(torch.tensor([[1, 2]]), max_new_tokens=2)
-    module.generate(torch.tensor([[1, 2]]), max_new_tokens=2, static_cache=True)
-    return dict(zip((False, True, "asked"), asked, strict=True))
 
 
 def _recording() -> list[TapeRecorder]:
@@ -197,28 +157,6 @@ def _predicted(directory: str, case: Case, calls: list[Call]) -> Any:
     batch = {"input_ids": calls[0].input_ids, "attention_mask": calls[0].attention_mask}
     (texts,) = trainer_of(case).predict(module, DataLoader([batch], batch_size=None))  # type: ignore[arg-type]
     return texts, _counts(recorders)
-
-
-def _kernels_of_steps(directory: str, case: Case, calls: list[Call]) -> list[list[list[list[str]]]]:
-    """Of each call, of each piece of work on this rank, of each step: its kernels."""
-    from lightning_megatron.generate import pipeline
-
-    seen: dict[int, list[list[str]]] = {}
-    original = pipeline.Step.__call__
-
-    def watched(step: Any) -> torch.Tensor:
-        with Tape() as tape:
-            output = original(step)
-        seen.setdefault(step.group, []).append(tape.description())
-        return output
-
-    pipeline.Step.__call__ = watched  # type: ignore[method-assign]
-    found = []
-    for call in calls:
-        seen.clear()
-        _answers(directory, case, [call])
-        found.append(list(seen.values()))
-    return found
 
 
 def _times_of_waiting(directory: str, case: Case, calls: list[Call]) -> list[int]:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from lightning_megatron.convert.registry import model_config
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.generate.generator import LiveModel
+from lightning_megatron.generate.inputs import Inputs
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.generate.pipeline import uses_static_cache
+from lightning_megatron.generate.texts import EndTokens
+from lightning_megatron.models.config import ModelConfig
 from tests.generate.models import MODELS
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -38,7 +44,23 @@ def test_steps_that_differ_are_refused() -> None:
         _uses(GPU, "llama_dynamic", 64, True)
 
 
+@pytest.mark.parametrize(
+    ("is_own", "asked", "expected"), [(True, None, True), (False, None, False), (False, True, True)]
+)
+def test_steps_of_others_models_are_recorded_on_request_alone(is_own: bool, asked: bool | None, expected: bool) -> None:
+    topology: Any = None
+    model = LiveModel(chunks=(), config=_model("llama"), topology=topology, device=GPU, is_own=is_own)
+    options = GenerationOptions(max_new_tokens=64, static_cache=asked)
+    prompts = Inputs(input_ids=torch.ones(1, 2, dtype=torch.long))
+    _, _, rules = model._planned(prompts, options, EndTokens())
+    assert rules.options.static_cache is expected
+
+
 def _uses(device: torch.device, name: str, new_tokens: int, asked: bool | None) -> bool:
-    model_type, fields = MODELS[name]
     options = GenerationOptions(max_new_tokens=new_tokens, static_cache=asked)
-    return uses_static_cache(options, model_config({"model_type": model_type, **fields}), device)
+    return uses_static_cache(options, _model(name), device)
+
+
+def _model(name: str) -> ModelConfig:
+    model_type, fields = MODELS[name]
+    return model_config({"model_type": model_type, **fields})
