@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -244,31 +245,23 @@ def tokenize(tokenizer: Any, records: Sequence[RenderedRecord]) -> Iterator[Toke
         tokenizer: A fast transformers tokenizer, with an end-of-sequence token unless all records are chats.
         records: Some.
     """
-    # Only one of the two kinds at a time; files rarely mix them.
-    by_kind = {is_chat: [record for record in records if record.is_chat == is_chat] for is_chat in (False, True)}
-    encoded = {is_chat: _encode(tokenizer, part, is_chat) for is_chat, part in by_kind.items()}
-    for record in records:
-        ids, offsets = next(encoded[record.is_chat])
-        tokens = np.array(ids, dtype=np.int32)
-        is_answer = _lies_in(np.array(offsets, dtype=np.int64).reshape(-1, 2), record.answers)
-        if not record.is_chat:
-            tokens, is_answer = _with_end(tokens, is_answer, tokenizer.eos_token_id)
-        is_answer[:1] = False
-        yield tokens, is_answer
-
-
-def _encode(tokenizer: Any, records: Sequence[RenderedRecord], is_chat: bool) -> Iterator[tuple[list[int], list[Span]]]:
-    if not records:
-        return
-    encoded = tokenizer(
-        [without_surrogates(record.text) for record in records],
-        add_special_tokens=not is_chat,
-        return_offsets_mapping=True,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,
-    )
-    yield from zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+    for is_chat, group in groupby(records, key=lambda record: record.is_chat):
+        same = list(group)
+        encoded = tokenizer(
+            [without_surrogates(record.text) for record in same],
+            add_special_tokens=not is_chat,
+            return_offsets_mapping=True,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        for record, ids, offsets in zip(same, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+            tokens = np.array(ids, dtype=np.int32)
+            is_answer = _lies_in(np.array(offsets, dtype=np.int64).reshape(-1, 2), record.answers)
+            if not is_chat:
+                tokens, is_answer = _with_end(tokens, is_answer, tokenizer.eos_token_id)
+            is_answer[:1] = False
+            yield tokens, is_answer
 
 
 def _lies_in(offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[np.bool_]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias
 
 import numpy as np
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -277,23 +278,26 @@ def _build(path: Path, write: Callable[[str], SampleOrder]) -> SampleOrder:
 
 
 def _lock(file: Path, path: Path) -> AbstractContextManager[object]:
-    """Hold ``file``, the lock of the folder ``path``.
+    """Hold ``file``, the lock of the folder ``path``; where the file system has no locks, by creating it.
 
     Raises:
         DataError: If somebody else holds it for hours.
     """
-    lock = FileLock(file, mode=0o666)
-    try:
-        return lock.acquire(timeout=_QUIET_WAIT_S)
-    except Timeout:
-        _log.warning("Waiting for another process, which builds the index %s.", path)
-    try:
-        return lock.acquire(timeout=_LONGEST_WAIT_S)
-    except Timeout:
-        raise DataError(
-            f"the index {path} has been in the making by another process for more than {_LONGEST_WAIT_S:.0f} s; end"
-            " that process if it hangs, or set index_cache to another folder"
-        ) from None
+    lock: BaseFileLock = FileLock(file, mode=0o666)
+    for patience in (_QUIET_WAIT_S, _LONGEST_WAIT_S):
+        try:
+            return lock.acquire(timeout=patience)
+        except Timeout:
+            _log.warning("Waiting for another process, which builds the index %s.", path)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):  # as filelock does by itself for ENOSYS
+                raise
+            file.unlink(missing_ok=True)
+            lock = SoftFileLock(file)
+    raise DataError(
+        f"the index {path} has been in the making by another process for more than {_LONGEST_WAIT_S:.0f} s; end that"
+        f" process if it hangs, delete {file} if there is none, or set index_cache to another folder"
+    )
 
 
 def _read_order(folder: Path) -> SampleOrder | None:

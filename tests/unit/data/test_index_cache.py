@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import multiprocessing
 import os
 import shutil
@@ -147,6 +148,19 @@ def test_who_waits_says_so_and_gives_up(
     assert "Waiting for another process, which builds the index" in caplog.text
     assert not (tmp_path / "index").exists()
     assert build_once(str(tmp_path / "index"), _write(), "corpus") == ORDER
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP], ids=errno.errorcode.get)
+@pytest.mark.filterwarnings("ignore:flock not supported")
+def test_a_file_system_without_locks_has_an_index_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    assert build_once(str(tmp_path / "index"), _write(), "corpus") == ORDER
+    assert os.listdir(tmp_path) == ["index"]
 
 
 # ---- whole or not at all ------------------------------------------------------------------------------------------
