@@ -104,7 +104,7 @@ def outcomes(
         paths[name] = folder / f"{name.replace(' ', '_')}.ckpt"
         shutil.copytree(intact, paths[name])
         spoil(paths[name])
-        # As somebody would do who means harm; test_checksums.py is about those who do not.
+        # As somebody would do who means harm; test_files.py is about those who do not.
         damage.sum_up(paths[name])
     run = RUN.but(trainer={"max_steps": 2})
     return paths, run_ranks(_attempts, 2, run, {**paths, "intact": intact})

@@ -1,17 +1,32 @@
-"""Shards are copied and written as they are, by threads that leave no trace in torch."""
+"""Files of a checkpoint: written as they are, every changed byte found and named, and none of their code run."""
 
 from __future__ import annotations
 
 import io
-import zipfile
+import json
+import pickle
+import shutil
+import zlib
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from lightning_megatron.checkpoint.files import checksums_of
+from lightning_megatron.checkpoint import files
+from lightning_megatron.checkpoint.files import CHECKSUMS, checksums_of, read_table, verify_checksums
+from lightning_megatron.checkpoint.load import MCoreLoadPlanner, _LoadPlanner
 from lightning_megatron.checkpoint.save import FileWriter, HostMemory
+from lightning_megatron.errors import CheckpointError
+from tests.checkpoint.damage import sum_up
+from tests.checkpoint.engine_runs import RUN, attempts_to_load, save_once
+from tests.ranks import run_ranks
+
+# ---- writing --------------------------------------------------------------------------------------------------------
 
 TENSORS = [
     torch.arange(300, dtype=torch.float32).view(3, 100),
@@ -68,4 +83,180 @@ def test_files_hold_what_was_given_where_the_results_say(tmp_path: Path) -> None
     assert found.pop("bytes") == b"some state"
     for index, tensor in enumerate(TENSORS):
         assert torch.equal(torch.load(io.BytesIO(found[str(index)]), weights_only=True), tensor)
-    assert zipfile.ZipFile(io.BytesIO(found["0"])).namelist()
+
+
+# ---- checksums ------------------------------------------------------------------------------------------------------
+
+SEGMENT = 1000
+"""Instead of 64 MiB; three segments and a bit in the longest file."""
+LENGTHS = {"__0_0.distcp": 3210, "__0_1.distcp": 1000, ".metadata": 999, "common.pt": 1, "empty.pt": 0}
+
+
+def _content(name: str) -> bytes:
+    return bytes((index * 7 + len(name)) % 251 for index in range(LENGTHS[name]))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(files, "SEGMENT", SEGMENT)
+    path = tmp_path / "a.ckpt"
+    path.mkdir()
+    for name in LENGTHS:
+        (path / name).write_bytes(_content(name))
+    (path / "meta.pt").write_bytes(b"123456789")
+    sum_up(path)
+    return path
+
+
+def test_the_file_holds_zlibs_crc32_of_every_segment(folder: Path) -> None:
+    content = json.loads((folder / CHECKSUMS).read_text())
+
+    assert content["files"].keys() == {*LENGTHS, "meta.pt"}
+    for name, length in LENGTHS.items():
+        data = _content(name)
+        expected = [zlib.crc32(data[start : start + SEGMENT]) for start in range(0, length, SEGMENT)]
+        assert content["files"][name] == {"size": length, "segments": expected}
+    # The check value that every description of this CRC gives.
+    assert content["files"]["meta.pt"] == {"size": 9, "segments": [0xCBF43926]}
+    verify_checksums(folder)
+
+
+def test_a_flipped_bit_in_the_checksums_themselves_is_found_too(folder: Path) -> None:
+    original = (folder / CHECKSUMS).read_bytes()
+    for place in range(len(original)):
+        changed = bytearray(original)
+        changed[place] ^= 1 << place % 8
+        (folder / CHECKSUMS).write_bytes(changed)
+        with pytest.raises(CheckpointError, match="is damaged"):
+            verify_checksums(folder)
+
+
+CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut": (
+        lambda p: (p / "__0_0.distcp").write_bytes(_content("__0_0.distcp")[:-1]),
+        "has 3209 bytes and was .* 3210",
+    ),
+    "longer": (lambda p: (p / "__0_1.distcp").write_bytes(_content("__0_1.distcp") + b"\0"), "has 1001 bytes and was"),
+    "missing": (lambda p: (p / "common.pt").unlink(), "lacks its file common.pt"),
+    "meta": (lambda p: (p / "meta.pt").write_bytes(b"123456780"), "meta.pt differs from its checksum in bytes 0-9"),
+    "zeros": (lambda p: (p / "__0_0.distcp").write_bytes(bytes(3210)), "__0_0.distcp differs .* in bytes 0-1000"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_other_damage_is_named(folder: Path, name: str) -> None:
+    change, message = CHANGES[name]
+    change(folder)
+    with pytest.raises(CheckpointError, match=message):
+        verify_checksums(folder)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "a.ckpt"
+    run_ranks(save_once, 2, RUN, path)
+    return path
+
+
+def _flip_in_the_middle(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 16
+    file.write_bytes(data)
+
+
+def test_a_run_refuses_a_flipped_bit_in_any_file_alike_on_all_ranks(saved: Path, tmp_path: Path) -> None:
+    names = sorted(each.name for each in saved.iterdir())
+    paths = {name: tmp_path / f"{name.strip('.')}.ckpt" for name in names}
+    for name, path in paths.items():
+        shutil.copytree(saved, path)
+        _flip_in_the_middle(path / name)
+    stripped = tmp_path / "stripped.ckpt"
+    shutil.copytree(saved, stripped)
+    (stripped / CHECKSUMS).unlink()
+
+    first, second = run_ranks(attempts_to_load, 2, RUN, [*paths.values(), saved, stripped])
+
+    assert {"__0_0.distcp", "__1_0.distcp", ".metadata", "rng_00001.pt", "meta.pt", CHECKSUMS} <= set(names)
+    for name, path in paths.items():
+        for text in (first[path], second[path]):
+            assert text.startswith(f"checkpoint {path} is damaged: {name} "), text
+        assert first[path].removesuffix(" (on rank 1)") == second[path].removesuffix(" (on rank 0)")
+    assert first[saved] == second[saved] == ""
+    assert json.loads((saved / CHECKSUMS).read_text())["files"].keys() == {*names} - {CHECKSUMS}
+    assert f"lacks its file {CHECKSUMS}" in first[stripped]
+    assert first[stripped] == second[stripped]
+
+
+# ---- reading without running code -----------------------------------------------------------------------------------
+
+
+def test_the_engines_reader_gets_no_bytes_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It unpickles without restriction: whatever the check has missed must not reach it."""
+    given: list[bytes] = []
+    monkeypatch.setattr(
+        MCoreLoadPlanner, "load_bytes", lambda _, __, value: given.append(value.getvalue()), raising=False
+    )
+    stream = io.BytesIO()
+    torch.save([None, torch.ones(2)], stream, _use_new_zipfile_serialization=False)
+
+    _LoadPlanner().load_bytes(SimpleNamespace(dest_index=SimpleNamespace(fqn="x")), stream)
+
+    (value,) = given
+    assert value != stream.getvalue()
+    assert torch.load(io.BytesIO(value), weights_only=True)[1].tolist() == [1.0, 1.0]
+
+
+def _table() -> Any:
+    from torch.distributed.checkpoint import filesystem, metadata, planner
+
+    size, box = torch.Size([4, 6]), metadata.ChunkStorageMetadata(offsets=torch.Size([2, 0]), sizes=torch.Size([2, 6]))
+    properties = metadata.TensorProperties(dtype=torch.bfloat16)
+    index = metadata.MetadataIndex("w", box.offsets, 1)
+    table = metadata.Metadata(
+        {"w": metadata.TensorStorageMetadata(properties, size, [box]), "b": metadata.BytesStorageMetadata()},
+        storage_data={
+            index: filesystem._StorageInfo("__1_0.distcp", 3, 10),
+            metadata.MetadataIndex("b"): filesystem._StorageInfo("__0_0.distcp", 0, 3, ["zstd"]),
+        },
+        storage_meta=metadata.StorageMeta(checkpoint_id=Path("a.ckpt")),
+    )
+    item = planner.WriteItem(
+        index, planner.WriteItemType.SHARD, tensor_data=planner.TensorWriteData(box, properties, size)
+    )
+    table.all_local_plans = [planner.SavePlan([item])]  # type: ignore[attr-defined]  # as Megatron-Core's writer
+    return table
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_table_says_what_torch_reads_in_it(tmp_path: Path, protocol: int) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(_table(), protocol))
+    if protocol < 2:  # nobody has written them for decades; they name other functions
+        with pytest.raises(CheckpointError, match=r"it would run copy_reg._reconstructor when loaded"):
+            read_table(tmp_path)
+        return
+    found, expected = read_table(tmp_path), pickle.loads((tmp_path / ".metadata").read_bytes())
+    assert found.state_dict_metadata == expected.state_dict_metadata
+    assert found.storage_data == expected.storage_data
+
+
+_SIZE = b"ctorch\nSize\n"
+
+
+@pytest.mark.parametrize(
+    ("instructions", "message"),
+    [
+        (_SIZE + b"N}X\x01\x00\x00\x00xNs\x86b", "would change a class"),  # BUILD with (None, {"x": None})
+        (_SIZE + b"}X\x01\x00\x00\x00xNsb", "would change a class"),
+        (_SIZE + b")R}X\x06\x00\x00\x00append" + _SIZE + b"sbNa", "unreadable"),  # APPEND to an object
+        (_SIZE + b")R)R", "unreadable"),  # calls an object
+        (_SIZE + b")}X\x01\x00\x00\x00xNs\x92", "unreadable"),  # NEWOBJ_EX
+        (b"ctorch.distributed.checkpoint.filesystem\nos.system\n", "would run .*os.system"),
+        (b"ctorch\nload\n", "would run torch.load"),
+        (b"Px\n", "unreadable"),  # a persistent id
+        (b"\x82\x01", "unreadable"),  # an extension
+    ],
+)
+def test_instructions_of_a_table_reach_nothing(tmp_path: Path, instructions: bytes, message: str) -> None:
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04" + instructions + b".")
+    with pytest.raises(CheckpointError, match=message):
+        read_table(tmp_path)
