@@ -1,4 +1,4 @@
-"""Is what docs/generation.md shows true? Every block of code is run, as a reader would run it, on small models."""
+"""Every block of code in docs/generation.md is run, as a reader would run it, on small models."""
 
 from __future__ import annotations
 

@@ -278,26 +278,18 @@ def _check_tokens(name: str, input_ids: Any, mask: Any, model: ModelConfig, *, p
         model: What reads them.
         padding_counts: Whether padding is read and looked up like a token; else each row must have a token beside it.
     """
-    if not isinstance(input_ids, Tensor):
-        raise ConfigError(f"{name} are {_kind(input_ids)}; give a tensor of integers, [prompts, tokens]")
-    if input_ids.dim() != 2 or input_ids.dtype.is_floating_point or input_ids.dtype == torch.bool:
-        raise ConfigError(
-            f"{name} are {list(input_ids.shape)} {input_ids.dtype}; give a tensor of integers, [prompts, tokens]"
-        )
-    if input_ids.numel() == 0:
-        raise ConfigError(f"{name} have the shape {list(input_ids.shape)}; give at least one prompt of one token")
+    is_whole = isinstance(input_ids, Tensor) and not input_ids.is_floating_point() and input_ids.dtype != torch.bool
+    if not is_whole or input_ids.dim() != 2 or input_ids.numel() == 0:
+        raise ConfigError(f"{name}: expected a tensor of integers, [prompts, tokens], got {_kind(input_ids)}")
     real = input_ids
     if mask is not None:
         mask_name = name.replace("input_ids", "attention_mask")
-        if not isinstance(mask, Tensor):
-            raise ConfigError(f"{mask_name} is {_kind(mask)}; give a tensor of 0 and 1, [prompts, tokens]")
-        if mask.shape != input_ids.shape:
+        if not isinstance(mask, Tensor) or mask.shape != input_ids.shape:
             raise ConfigError(
-                f"{mask_name} has the shape {list(mask.shape)} and {name} {list(input_ids.shape)}; give each token one "
-                "number"
+                f"{mask_name}: expected a tensor {list(input_ids.shape)}, as {name} have it, got {_kind(mask)}"
             )
         if not bool(((mask == 0) | (mask == 1)).all()):
-            raise ConfigError(f"{mask_name} has other numbers than 0 and 1; give 1 for tokens and 0 for padding")
+            raise ConfigError(f"{mask_name}: expected 1 for tokens and 0 for padding, got other numbers")
         if not padding_counts:
             empty = (mask.sum(-1) == 0).nonzero().flatten().tolist()
             if empty:
@@ -332,7 +324,7 @@ def _positions(model: ModelConfig) -> int | None:
 
 
 def _kind(thing: object) -> str:
-    return "None" if thing is None else f"no tensor but a {type(thing).__name__}"
+    return f"{thing.dtype} {list(thing.shape)}" if isinstance(thing, Tensor) else f"a {type(thing).__name__}"
 
 
 # ---- layout ----------------------------------------------------------------------------------------------------------

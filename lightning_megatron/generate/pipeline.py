@@ -14,6 +14,7 @@ CUDA graph. What goes between stages and the choice of tokens are no part of it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -351,22 +352,12 @@ class Stages:
         return ranks[(self._topology.pp_rank + distance) % len(ranks)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """What one chunk does with the newest token of each row of one group, on buffers that stay where they are."""
-
-    chunk: CachedChunk
-    group: int
-    rows: NextTokens
-    hidden: Tensor | None
-    token_step: TokenStep
-
-    def __call__(self) -> Tensor:
-        """As ``CachedChunk.run``."""
-        try:
-            return self.chunk.run(self.hidden, self.rows, self.group).detach()
-        finally:
-            self.token_step.forget()
+def _step(chunk: CachedChunk, group: int, rows: NextTokens, hidden: Tensor | None, token_step: TokenStep) -> Tensor:
+    """What a chunk does with the newest token of each row of a group, on buffers that stay; as ``CachedChunk.run``."""
+    try:
+        return chunk.run(hidden, rows, group).detach()
+    finally:
+        token_step.forget()
 
 
 class StaticSteps:
@@ -439,8 +430,7 @@ class StaticSteps:
                 for cache in chunk.caches[group]:
                     cache.step = step
                 hidden = self._hidden[index][group]
-                work = Step(chunk=chunk, group=group, rows=rows, hidden=hidden, token_step=step)
-                self._works[index, group] = work
+                self._works[index, group] = functools.partial(_step, chunk, group, rows, hidden, step)
 
     def _record(self, agree: Callable[[bool], bool]) -> None:
         """Record every work, or none if one rank cannot: all of a copy then go on alike."""

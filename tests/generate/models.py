@@ -1,4 +1,4 @@
-"""Which models do the tests of generation ask, and how are the ranks of a layout asked?
+"""Models that the tests of generation ask, on the ranks of a layout.
 
 ``continued(calls, layout)`` starts the ranks of a layout, which load each model from a directory that Hugging Face has
 written and continue the prompts; what every rank got comes back, in the order of the calls.

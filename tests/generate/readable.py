@@ -1,4 +1,4 @@
-"""How do the tokens of a test's model read? As the test says, byte by byte."""
+"""A tokenizer whose tokens read as a test says, byte by byte."""
 
 from __future__ import annotations
 

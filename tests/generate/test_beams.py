@@ -1,4 +1,4 @@
-"""Are the texts that beams find those that Hugging Face finds, whatever ends a search and however texts are weighed?"""
+"""Beams find the texts that Hugging Face finds, whatever ends a search and however texts are weighed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do replayed CUDA graphs write what the same steps write kernel by kernel, and does their memory come back?"""
+"""Replayed CUDA graphs write what the same steps write kernel by kernel, and their memory comes back."""
 
 from __future__ import annotations
 

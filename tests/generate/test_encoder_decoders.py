@@ -135,7 +135,7 @@ def test_the_encoder_reads_once_and_what_cannot_be_written_is_refused() -> None:
             "bos_token_id=3 stands before texts that are continued, and a t5 starts its own with",
             "decoder_input_ids have 1 rows and input_ids 2",
             "the prompts [1] are empty (decoder_input_ids have padding only)",
-            "decoder_attention_mask has the shape [2, 2] and decoder_input_ids [2, 1]",
+            "decoder_attention_mask: expected a tensor [2, 1], as decoder_input_ids have it, got torch.float32 [2, 2]",
             "decoder_attention_mask has no decoder_input_ids",
             "logits of t5 need decoder_input_ids",
             "decoder_input_ids have 1 rows and input_ids 2",

@@ -1,4 +1,4 @@
-"""Do models write what Hugging Face's write, in every layout, with padding on either side and rows that end early?"""
+"""Texts are those that Hugging Face writes, for every family, in every layout, whatever ends them."""
 
 from __future__ import annotations
 

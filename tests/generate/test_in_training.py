@@ -1,4 +1,4 @@
-"""Does training go on as if no text had been generated, and is what is drawn the same in every layout?"""
+"""Training goes on as if no text had been generated, and what is drawn is the same in every layout."""
 
 from __future__ import annotations
 

@@ -275,7 +275,7 @@ def _refused(directory: str, case: Case, names: tuple[str, ...], what: str) -> A
     [
         ("long", "gpt2", Layout(), "input_ids have 41 tokens per row, more than"),
         ("large", "gpt2", Layout(), "token 83"),
-        ("flat", "gpt2", Layout(), "give a tensor of"),
+        ("flat", "gpt2", Layout(), "expected a tensor of integers"),
         ("labels", "t5", Layout(), "batch keys input_ids have neither 'decoder_input_ids' nor 'labels'"),
         ("stream", "gpt2", Layout(), "a DataLoader does not tell which samples its batches are of"),
         ("rows", "gpt2", Layout(), r"a prediction has \[1\] rows, and its batch has 2 samples"),

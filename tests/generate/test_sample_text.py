@@ -1,4 +1,4 @@
-"""Does ``SampleText`` write what the model says at that step, and is training the same with and without it?"""
+"""``SampleText`` writes what the model says at that step, and training is the same with and without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are the log-probabilities and the scores of texts those of Hugging Face, on every rank of every layout?"""
+"""Log-probabilities and scores of texts are those of Hugging Face, on every rank of every layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a text that ends rows end them where Hugging Face's generate ends them, on every rank of every layout?"""
+"""Stop strings end rows where Hugging Face's generate ends them, on every rank of every layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does who watches a text grow see each token once, in every layout, and nothing of rows that ended?"""
+"""``on_tokens`` gets each token once, in every layout, and nothing of rows that ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are options that cannot be meant refused before anything runs?"""
+"""Options that cannot be meant are refused before anything runs."""
 
 from __future__ import annotations
 
