@@ -31,6 +31,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.parity.comparison import relative_error
+from tests.parity.hugging_face import tensors_of
 from tests.parity.logits import keeping_outputs
 from tests.parity.sharding import Tensors, gradients_in_place_of_weights
 from tests.parity.training import Case, Layout, trainer_of
@@ -229,8 +230,6 @@ def answer_of_family(directory: str, case: Case, rows: Rows, task: str | None, t
     """Load ``directory/source``, answer the rows, train one step on them, and save as ``directory/saved``."""
     from lightning.pytorch import Callback
 
-    from lightning_megatron.convert.hugging_face import hugging_face_tensors
-
     class Recorder(Callback):
         """Saves the loaded weights and keeps the first gradients."""
 
@@ -241,8 +240,8 @@ def answer_of_family(directory: str, case: Case, rows: Rows, task: str | None, t
             pl_module.save_pretrained(Path(directory) / "saved")
 
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-            with gradients_in_place_of_weights(pl_module), pl_module.megatron.engine():
-                self.gradients = dict(hugging_face_tensors(pl_module.model_chunks, pl_module.model_config))
+            with gradients_in_place_of_weights(pl_module):
+                self.gradients = tensors_of(pl_module)
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             self.loss = outputs["loss"].item()

@@ -34,6 +34,14 @@ class Masks:
     """Of both kinds."""
 
 
+def independent(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether no mask says anything of the other: of the numbers dropped in one, ``PROBABILITY`` are in the other, too.
+
+    With thousands of numbers the share lies within 0.05 of it; at 1 if the masks are equal.
+    """
+    return abs(((a & b).sum() / a.sum()).item() - PROBABILITY) < 0.05
+
+
 def dropout_masks(case: Case, *, validate: bool = False) -> Masks:
     """The masks that this rank draws in one training step, or in one validation step."""
     masks, module = Masks(), module_of(case)

@@ -46,7 +46,7 @@ def tensors_of(module: Any) -> Tensors:
 
     tests/families compares what ``hugging_face_tensors`` gives with transformers.
     """
-    from lightning_megatron.convert.save import hugging_face_tensors
+    from lightning_megatron.convert.hugging_face import hugging_face_tensors
 
     with module.megatron.engine():
         tensors = hugging_face_tensors(module.model_chunks, module.model_config)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.parity.comparison import assert_same_run
-from tests.parity.dropout_masks import DROPOUT, PROBABILITY, Masks, dropout_masks
+from tests.parity.dropout_masks import DROPOUT, PROBABILITY, Masks, dropout_masks, independent
 from tests.parity.training import SEQ_LENGTH, Case, Layout, outcome
 from tests.ranks import run_ranks
 
@@ -21,16 +21,6 @@ def _masks(layout: Layout) -> list[Masks]:
     return run_ranks(dropout_masks, layout.world_size, replace(CASE, layout=layout))
 
 
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Of the numbers dropped in ``a``, the share that is dropped in ``b`` too."""
-    return ((a & b).sum() / a.sum()).item()
-
-
-def _independent(a: torch.Tensor, b: torch.Tensor) -> bool:
-    # Thousands of numbers: the share lies within 0.05 of PROBABILITY if the masks are independent, at 1 if equal.
-    return abs(_overlap(a, b) - PROBABILITY) < 0.05
-
-
 def _visible(mask: torch.Tensor) -> torch.Tensor:
     """The part of an attention mask that causality leaves."""
     return mask[..., torch.ones(SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool).tril()]
@@ -41,14 +31,14 @@ def test_tensor_parallel_ranks_drop_the_same_activations_and_different_attention
     assert len(first.activations) == len(second.activations) == 1 + 2 * NUM_LAYERS
     assert all(torch.equal(a, b) for a, b in zip(first.activations, second.activations, strict=True))
     assert len(first.attention) == len(second.attention) == NUM_LAYERS
-    assert all(_independent(_visible(a), _visible(b)) for a, b in zip(first.attention, second.attention, strict=True))
+    assert all(independent(_visible(a), _visible(b)) for a, b in zip(first.attention, second.attention, strict=True))
 
 
 def test_under_sequence_parallelism_each_rank_drops_its_own_part_of_the_activations() -> None:
     first, second = _masks(Layout(tp=2, sequence_parallel=True))
     assert all(mask.shape[0] == SEQ_LENGTH // 2 for mask in first.activations)
-    assert all(_independent(a, b) for a, b in zip(first.activations, second.activations, strict=True))
-    assert all(_independent(_visible(a), _visible(b)) for a, b in zip(first.attention, second.attention, strict=True))
+    assert all(independent(a, b) for a, b in zip(first.activations, second.activations, strict=True))
+    assert all(independent(_visible(a), _visible(b)) for a, b in zip(first.attention, second.attention, strict=True))
 
 
 def test_stages_and_microbatches_and_layers_drop_different_activations() -> None:
@@ -56,9 +46,9 @@ def test_stages_and_microbatches_and_layers_drop_different_activations() -> None
     per_microbatch = len(first.activations) // 2
     embedding, *blocks = first.activations[:per_microbatch]
     assert per_microbatch == 1 + NUM_LAYERS
-    assert _independent(blocks[0], blocks[1])
-    assert _independent(embedding, first.activations[per_microbatch])
-    assert all(_independent(a, b) for a, b in zip(blocks, second.activations, strict=False))
+    assert independent(blocks[0], blocks[1])
+    assert independent(embedding, first.activations[per_microbatch])
+    assert all(independent(a, b) for a, b in zip(blocks, second.activations, strict=False))
 
 
 def test_the_configured_share_is_dropped() -> None:
