@@ -31,7 +31,7 @@ from lightning_megatron.convert.hugging_face_files import copy_companions
 from lightning_megatron.convert.megatron_arguments import megatron_arguments
 from lightning_megatron.convert.megatron_lm import EMBEDDING, HEAD_COPY, rank_folder, split_axis, written_names
 from lightning_megatron.convert.rules import VOCABULARY
-from lightning_megatron.convert.shards import Filling, Key, Shard, Source, shards_of
+from lightning_megatron.convert.shards import Filling, Key, Shard, Source, progress_bar, shards_of
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError, divisors
 from lightning_megatron.models.config import ModelConfig
@@ -94,6 +94,7 @@ def save_megatron_lm(
     for shard in itertools.chain.from_iterable(shards.values()):
         sizes[shard.data.dtype] = sizes.get(shard.data.dtype, 0) + shard.data.nbytes
     arguments = megatron_arguments(source, model, layout, cut, max(sizes, key=lambda dtype: sizes[dtype]))
+    bar = progress_bar("saving weights", sum(sizes.values()))
     for tensor, stage in ranks:
         state: dict[str, Any] = {
             "args": arguments,
@@ -104,12 +105,15 @@ def save_megatron_lm(
         for number, chunk in enumerate(cut.stages[stage]):
             tensors: dict[str, Any] = {}
             for name, key in _held(shards, chunk, model):
-                _put(tensors, name, _part_of_rank(shards[key], model, layout.tp, tensor))
+                part = _part_of_rank(shards[key], model, layout.tp, tensor)
+                _put(tensors, name, part)
+                bar.update(part.nbytes)
             state["model" if layout.vpp is None else f"model{number}"] = tensors
         file = folder / _RELEASE / rank_folder(tensor, stage, layout.pp) / "model_optim_rng.pt"
         with failures_as_errors(f"{file} is not written"):
             file.parent.mkdir(parents=True, exist_ok=True)
             torch.save(state, file)
+    bar.close()
 
 
 def save_tracker(folder: Path, companions: Iterable[Path]) -> None:
