@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -34,6 +35,7 @@ def _write_model(directory: Path) -> tuple[int, int]:
         shapes = {name: tensor.shape for name, tensor in LlamaForCausalLM(config).state_dict().items()}
     tensors = {name: torch.full(shape, 0.01, dtype=torch.bfloat16) for name, shape in shapes.items()}
     config.architectures = ["LlamaForCausalLM"]
+    directory.mkdir(exist_ok=True)
     config.save_pretrained(directory)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return sum(4 * t.numel() for t in tensors.values()), max(2 * t.numel() for t in tensors.values())
@@ -82,3 +84,22 @@ def test_a_rank_holds_its_shard_and_little_more(tmp_path: Path) -> None:
         # Memory of new parameters becomes resident when it is written first, so the shard is part of the rise.
         assert rise < own + 2 * largest + _SLACK_BYTES < 0.6 * whole
         assert rise > 0.9 * own, "the parameters were resident before: this measures nothing"
+
+
+def memory_of_converting(directory: str, target: str) -> int:
+    """By how much the resident memory's peak rises while a model is converted."""
+    from lightning_megatron.convert.convert import ConvertOptions, convert
+
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    convert(ConvertOptions(load_path=Path(directory), save_path=Path(target), to="megatron"))
+    return _status("VmHWM") - before
+
+
+@pytest.mark.exhaustive
+def test_a_conversion_holds_one_copy_of_the_model(tmp_path: Path) -> None:
+    whole, largest = _write_model(tmp_path / "source")
+    (rise,) = run_ranks(memory_of_converting, 1, str(tmp_path / "source"), str(tmp_path / "a.ckpt"))
+    # The files are in bf16. Of a gated layer's matrix, which is stored as two tensors, both are copied to be written.
+    gates = _LAYERS * 2 * _FFN * _HIDDEN * 2
+    assert 0.9 * whole / 2 < rise < whole / 2 + gates + 2 * largest + 4 * _SLACK_BYTES
