@@ -92,7 +92,7 @@ class Saver:
             asynchronous: Whether training goes on while the files are written.
         """
         self._asynchronous = asynchronous
-        self._memory = HostMemory()
+        self._memory = HostMemory(in_place=not asynchronous)
         self.saving: Save | None = None
         """The save that is under way."""
         self._removals: list[tuple[Path, tuple[Path, ...]]] = []
@@ -364,7 +364,7 @@ def write_weights(chunks: list[Any], parent: Path) -> Path:
     dist.broadcast_object_list(folder, 0)
     finish_parameter_gathers(chunks)
     ShardWriter(
-        sharded_weights(chunks), Path(folder[0]), HostMemory(), f"weights are not written to {folder[0]}"
+        sharded_weights(chunks), Path(folder[0]), HostMemory(in_place=True), f"weights are not written to {folder[0]}"
     ).finish()
     return Path(folder[0])
 
@@ -631,8 +631,13 @@ class HostMemory:
     takes longer than copying. It is as large as the largest save so far: one copy of this rank's shards.
     """
 
-    def __init__(self) -> None:
-        """Nothing is allocated yet."""
+    def __init__(self, *, in_place: bool = False) -> None:
+        """Nothing is allocated yet.
+
+        Args:
+            in_place: Whether what is on a CPU does not change while the copies are used, and may be its own copy.
+        """
+        self._in_place = in_place
         self._block: mmap.mmap | None = None
         self._size = 0
         self._pinned: torch.Tensor | None = None
@@ -642,11 +647,14 @@ class HostMemory:
 
         Every copy has a storage of its own size, so that ``torch.save`` writes no neighbours.
         """
+        on_gpu = any(tensor.is_cuda for tensor in tensors)
+        if self._in_place and not on_gpu:
+            own = [tensor.detach() for tensor in tensors]
+            return [each if each.untyped_storage().nbytes() == each.nbytes else each.clone() for each in own]
         offsets, size = [], 0
         for tensor in tensors:
             offsets.append(size)
             size += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
-        on_gpu = any(tensor.is_cuda for tensor in tensors)
         self._reserve(size, pin=on_gpu)
         copies = [self._view(tensor, offset) for tensor, offset in zip(tensors, offsets, strict=True)]
         for copy, tensor in zip(copies, tensors, strict=True):

@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from importlib.metadata import version
@@ -407,13 +407,6 @@ def _save_megatron(chunks: list[Any], source: Source, runtime: Runtime, topology
     from lightning_megatron.checkpoint.save import HostMemory, Save  # not above, as in live_engine
     from lightning_megatron.checkpoint.state import RunState, meta_of
 
-    class InPlace(HostMemory):
-        """Nothing changes what is written, so that only parts of a tensor need memory of their own."""
-
-        def copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            details = ((tensor.detach(), tensor.untyped_storage().nbytes() == tensor.nbytes) for tensor in tensors)
-            return [tensor if is_whole else tensor.clone() for tensor, is_whole in details]
-
     model = source.model
     fields = json.loads(source.hf_config.to_json_string())
     fields["architectures"] = [family_of(model.family).architectures[model.task]]
@@ -432,4 +425,4 @@ def _save_megatron(chunks: list[Any], source: Source, runtime: Runtime, topology
         "pytorch-lightning_version": version("lightning"),
         "state_dict": {},
     }
-    Save(run, meta_of(run, lightning), folder, InPlace()).finish()
+    Save(run, meta_of(run, lightning), folder, HostMemory(in_place=True)).finish()

@@ -38,15 +38,16 @@ TENSORS = [
 ]
 
 
-def test_copies_are_equal_apart_and_no_larger_than_their_tensors() -> None:
-    originals = [tensor.clone() for tensor in TENSORS]
-    copies = HostMemory().copy(originals)
-    for original in originals:
+@pytest.mark.parametrize("in_place", [False, True])
+def test_copies_are_equal_apart_and_no_larger_than_their_tensors(in_place: bool) -> None:
+    originals = [tensor.clone() for tensor in TENSORS] if not in_place else TENSORS
+    copies = HostMemory(in_place=in_place).copy(originals)
+    for original in originals if not in_place else ():
         original.zero_()
     for copy, tensor in zip(copies, TENSORS, strict=True):
         assert copy.dtype == tensor.dtype
         assert torch.equal(copy, tensor)
-        assert copy.is_contiguous()
+        assert in_place or copy.is_contiguous()
         assert copy.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
