@@ -183,14 +183,14 @@ def check_predict_size(loader: object) -> None:
         raise ConfigError(_TOO_FEW)
 
 
-def told_predict_size(error: AssertionError) -> Exception:
+def told_predict_size(error: AssertionError) -> ConfigError | None:
     """The same error on the ranks that have no sample, where Lightning's sampler fails while it is made.
 
     lightning 2.6.6, overrides/distributed.py:UnrepeatedDistributedSampler asserts it without words, before a hook sees
-    the loader. Any other error is returned as it is.
+    the loader. None for any other error.
     """
     file = traceback.extract_tb(error.__traceback__)[-1].filename
-    return ConfigError(_TOO_FEW) if file == inspect.getfile(UnrepeatedDistributedSampler) else error
+    return ConfigError(_TOO_FEW) if file == inspect.getfile(UnrepeatedDistributedSampler) else None
 
 
 _TOO_FEW = (

@@ -165,7 +165,9 @@ class ScriptLauncher(_SubprocessScriptLauncher):
                 atexit.register(self._wait_for_other_ranks)
                 result = super().launch(function, *call.args, trainer=trainer, **call.kwargs)
         except AssertionError as error:
-            raise told_predict_size(error) from error.__cause__
+            if (told := told_predict_size(error)) is not None:
+                raise told from None
+            raise
         ScriptLauncher._has_failed = False
         return result
 

@@ -134,18 +134,13 @@ def test_what_cannot_be_continued_is_refused_before_the_first_step(
         run_ranks(_started, 1, Case(), folder, prompts)
 
 
-def test_a_model_that_writes_no_texts_is_refused(tokenizer: Path) -> None:
+def test_a_model_that_writes_no_texts_and_what_is_no_tokenizer_are_refused(tokenizer: Path) -> None:
     from lightning.pytorch import LightningModule, Trainer
 
     from lightning_megatron import ConfigError, SampleText
 
     with pytest.raises(ConfigError, match="SampleText shows texts of GPTs and T5s, and LightningModule has none"):
         SampleText(tokenizer, PROMPTS).setup(Trainer(barebones=True), LightningModule(), "fit")
-
-
-def test_what_is_no_tokenizer_is_refused() -> None:
-    from lightning_megatron import ConfigError, SampleText
-
     with pytest.raises(ConfigError, match="tokenizer=5: expected a folder, a name or a tokenizer"):
         SampleText(5, PROMPTS)
 
