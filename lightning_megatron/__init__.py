@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from lightning_megatron.callbacks import LossCurve, PerplexityReport, ProgressLine, SampleText, ThroughputMonitor
     from lightning_megatron.checkpoint.load import LoadFrom
     from lightning_megatron.data.masked import MaskingOptions
-    from lightning_megatron.datamodules.base import MegatronDataModule
-    from lightning_megatron.datamodules.sources import (
+    from lightning_megatron.datamodules import (
         DatasetDataModule,
         IndexedDataModule,
         InstructionDataModule,
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from lightning_megatron.engine.train_step import TrainStep
     from lightning_megatron.errors import CheckpointError, ConfigError, DataError
     from lightning_megatron.generate.options import GenerationOptions
+    from lightning_megatron.megatron_datamodule import MegatronDataModule
     from lightning_megatron.module import MegatronModule
     from lightning_megatron.precision import MegatronPrecision
     from lightning_megatron.predictions import gather_predictions
@@ -57,17 +57,17 @@ _HOMES = {
     "CheckpointError": "lightning_megatron.errors",
     "ConfigError": "lightning_megatron.errors",
     "DataError": "lightning_megatron.errors",
-    "DatasetDataModule": "lightning_megatron.datamodules.sources",
+    "DatasetDataModule": "lightning_megatron.datamodules",
     "GPTTrainStep": "lightning_megatron.steps.gpt",
     "GenerationOptions": "lightning_megatron.generate.options",
-    "IndexedDataModule": "lightning_megatron.datamodules.sources",
-    "InstructionDataModule": "lightning_megatron.datamodules.sources",
+    "IndexedDataModule": "lightning_megatron.datamodules",
+    "InstructionDataModule": "lightning_megatron.datamodules",
     "LRSchedule": "lightning_megatron.engine.lr_schedule",
     "LastWordTrainStep": "lightning_megatron.steps.gpt",
     "LoadFrom": "lightning_megatron.checkpoint.load",
     "LossCurve": "lightning_megatron.callbacks",
     "MaskingOptions": "lightning_megatron.data.masked",
-    "MegatronDataModule": "lightning_megatron.datamodules.base",
+    "MegatronDataModule": "lightning_megatron.megatron_datamodule",
     "MegatronModule": "lightning_megatron.module",
     "MegatronPrecision": "lightning_megatron.precision",
     "MegatronStrategy": "lightning_megatron.strategy",
@@ -76,7 +76,7 @@ _HOMES = {
     "ProgressLine": "lightning_megatron.callbacks",
     "SampleText": "lightning_megatron.callbacks",
     "T5TrainStep": "lightning_megatron.steps.t5",
-    "TextEvaluationDataModule": "lightning_megatron.datamodules.sources",
+    "TextEvaluationDataModule": "lightning_megatron.datamodules",
     "ThroughputMonitor": "lightning_megatron.callbacks",
     "TrainStep": "lightning_megatron.engine.train_step",
     "avg_losses_across_data_parallel_group": "lightning_megatron.engine.collectives",

@@ -316,7 +316,7 @@ def _check_place_in_data(lightning_state: dict[str, Any], datamodule: object, pa
     Raises:
         CheckpointError: If both have a data module, of different kinds.
     """
-    from lightning_megatron.datamodules.base import MegatronDataModule
+    from lightning_megatron.megatron_datamodule import MegatronDataModule
 
     here = type(datamodule).__qualname__ if isinstance(datamodule, MegatronDataModule) else None
     states = {name: state for name, state in lightning_state.items() if isinstance(state, Mapping)}

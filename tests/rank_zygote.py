@@ -50,7 +50,7 @@ _PRELOADED = (
     "lightning_megatron.strategy",
     "lightning_megatron.convert.hugging_face",
     "lightning_megatron.convert.registry",
-    "lightning_megatron.datamodules.sources",
+    "lightning_megatron.datamodules",
     "lightning_megatron.models.build",
 )
 _PR_SET_PDEATHSIG = 1

@@ -151,7 +151,7 @@ def fit(run: Run, *callbacks: Any, module_class: Any = None) -> tuple[Any, Trace
 def _data(run: Run, trainer: Any) -> dict[str, Any]:
     from torch.utils.data import DataLoader
 
-    from lightning_megatron.datamodules.sources import IndexedDataModule
+    from lightning_megatron.datamodules import IndexedDataModule
 
     dp = trainer.strategy.data_parallel_size
     rows = run.global_batch // dp

@@ -131,7 +131,7 @@ def test_a_legacy_dataset_is_refused_with_the_command_that_converts_it(
 ) -> None:
     from lightning_megatron import DataError, IndexedDataModule
     from lightning_megatron.data.loader import BatchShape
-    from lightning_megatron.datamodules.base import Run
+    from lightning_megatron.megatron_datamodule import Run
 
     shape = BatchShape(micro_batch_size=1, num_microbatches=1, data_parallel_size=1, data_parallel_rank=0)
     prefix = tmp_path / "a b" / "old"

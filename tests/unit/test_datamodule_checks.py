@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from lightning_megatron.convert.registry import model_config
 from lightning_megatron.data.loader import BatchShape
 from lightning_megatron.data.special_tokens import TokenizerFacts
-from lightning_megatron.datamodules.base import Run
-from lightning_megatron.datamodules.sources import DatasetDataModule
+from lightning_megatron.datamodules import DatasetDataModule
 from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.megatron_datamodule import Run
 from tests.unit.data.corpus import write_corpus
 from tests.unit.data.one_of_many_ranks import OneOfManyRanks, Recorder, make_data, make_documents, make_trainer
 from tests.unit.data.sentence_corpus import random_documents, word_pieces, write_sentences

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from numpy.typing import NDArray
 
-from lightning_megatron.datamodules.sources import IndexedDataModule
+from lightning_megatron.datamodules import IndexedDataModule
 from tests.unit.data.corpus import write_corpus
 
 SEQ_LENGTH = 8

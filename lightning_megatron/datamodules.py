@@ -30,7 +30,6 @@ from lightning_megatron.data.instructions import (
     cached_instructions,
     check_instructions,
 )
-from lightning_megatron.data.loader import Shuffling
 from lightning_megatron.data.masked import BertObjective, MaskingOptions, T5Format, T5Objective
 from lightning_megatron.data.samples import (
     Objective,
@@ -42,9 +41,9 @@ from lightning_megatron.data.samples import (
     whole_split,
 )
 from lightning_megatron.data.special_tokens import TokenizerFacts
-from lightning_megatron.datamodules.base import MegatronDataModule, Run
 from lightning_megatron.errors import ConfigError, DataError, as_options, require_number
 from lightning_megatron.foreign_names import explains_options
+from lightning_megatron.megatron_datamodule import MegatronDataModule, Run
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.steps.gpt import GPTTrainStep
 
@@ -365,12 +364,7 @@ class DatasetDataModule(MegatronDataModule):
         if not self._datasets:
             raise ConfigError("train=None, valid=None and test=None leave nothing to read; give at least one dataset")
         self._collate = collate
-        self._shuffling: Shuffling = "every pass" if shuffle else "never"
-
-    @property
-    def shuffling(self) -> Shuffling:  # type: ignore[override]
-        """As ``shuffle`` says."""
-        return self._shuffling
+        self.shuffling = "every pass" if shuffle else "never"
 
     @override
     def has_split(self, name: SplitName) -> bool:

@@ -65,7 +65,7 @@ class MegatronDataModule(LightningDataModule, ABC):
     ``num_microbatches`` and ``num_workers``: none is repeated or skipped within a pass.
     """
 
-    shuffling: ClassVar[Shuffling]
+    shuffling: Shuffling
     """Which passes over the training samples take them in another order than their own."""
     lays_out_whole_run: ClassVar[bool] = False
     """Whether samples depend on how many a run of ``max_steps`` takes."""

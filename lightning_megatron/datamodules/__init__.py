@@ -1,1 +1,0 @@
-"""Data modules of ``Trainer``: samples of each kind of source, served alike at any layout."""
