@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import torch
 
-from lightning_megatron.convert.family import activation
+from lightning_megatron.convert.family import Family, activation
 from lightning_megatron.convert.rope import read_rope
 from lightning_megatron.convert.rules import LAYER, POSITIONS, Rule, qkv_order
 from lightning_megatron.errors import ConfigError
@@ -253,3 +254,21 @@ def _head(model: ModelConfig) -> list[Rule]:
     if model.share_embeddings_and_output_weights:
         return []
     return [Rule(megatron="output_layer.weight", hugging_face=("lm_head.weight",))]
+
+
+def llama_family(
+    model_type: str,
+    architecture: str,
+    describe: Callable[[Any], ModelConfig],
+    required: Mapping[str, tuple[Any, ...]] | None = None,
+) -> Family:
+    """A family with Llama's names; the arguments are those of ``Family``, and the class with the head."""
+    return Family(
+        model_type=model_type,
+        describe=describe,
+        required=required or {},
+        rules=llama_rules,
+        architectures={"causal_lm": architecture},
+        base_prefix="model.",
+        buffers=("*.rotary_emb.inv_freq",),
+    )

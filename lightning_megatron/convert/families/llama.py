@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from lightning_megatron.convert.family import Family
-from lightning_megatron.convert.gpt_tables import llama_config, llama_rules
+from lightning_megatron.convert.gpt_tables import llama_config, llama_family
 from lightning_megatron.models.config import ModelConfig
 
 
@@ -19,12 +18,4 @@ def _describe(hf: Any) -> ModelConfig:
     )
 
 
-FAMILY = Family(
-    model_type="llama",
-    describe=_describe,
-    required={"pretraining_tp": (1, None)},
-    rules=llama_rules,
-    architectures={"causal_lm": "LlamaForCausalLM"},
-    base_prefix="model.",
-    buffers=("*.rotary_emb.inv_freq",),
-)
+FAMILY = llama_family("llama", "LlamaForCausalLM", _describe, {"pretraining_tp": (1, None)})

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from lightning_megatron.convert.family import Family
-from lightning_megatron.convert.gpt_tables import llama_config, llama_rules
+from lightning_megatron.convert.gpt_tables import llama_config, llama_family
 from lightning_megatron.models.config import ModelConfig
 
 
@@ -14,12 +13,4 @@ def _describe(hf: Any) -> ModelConfig:
     return replace(llama_config(hf, "mistral"), sliding_window=hf.sliding_window)
 
 
-FAMILY = Family(
-    model_type="mistral",
-    describe=_describe,
-    required={},
-    rules=llama_rules,
-    architectures={"causal_lm": "MistralForCausalLM"},
-    base_prefix="model.",
-    buffers=("*.rotary_emb.inv_freq",),
-)
+FAMILY = llama_family("mistral", "MistralForCausalLM", _describe)

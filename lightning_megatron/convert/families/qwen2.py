@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from lightning_megatron.convert.family import Family
-from lightning_megatron.convert.gpt_tables import llama_config, llama_rules, window_fields
+from lightning_megatron.convert.gpt_tables import llama_config, llama_family, window_fields
 from lightning_megatron.models.config import ModelConfig
 
 
@@ -14,12 +13,4 @@ def _describe(hf: Any) -> ModelConfig:
     return replace(llama_config(hf, "qwen2"), add_qkv_bias=True, **window_fields(hf))
 
 
-FAMILY = Family(
-    model_type="qwen2",
-    describe=_describe,
-    required={},
-    rules=llama_rules,
-    architectures={"causal_lm": "Qwen2ForCausalLM"},
-    base_prefix="model.",
-    buffers=("*.rotary_emb.inv_freq",),
-)
+FAMILY = llama_family("qwen2", "Qwen2ForCausalLM", _describe)
