@@ -42,6 +42,7 @@ from lightning_megatron.steps.checks import (
     check_beside_tokens,
     check_floats,
     check_integers,
+    check_keys,
     check_numbers,
     check_shape,
     check_tokens,
@@ -153,31 +154,11 @@ class BertTrainStep(TrainStep):
         return {"tokens": tokens, **inputs, **self.objective.targets(named, rows)}
 
     def _check_keys(self, batch: Batch) -> None:
-        """Raise if a key is missing, twofold or not understood.
-
-        Raises:
-            DataError: With the key, and what else there is.
-        """
-        known = {*_INPUTS, *self.objective.needed, *self.objective.optional}
-        aliases = {alias for alias, name in _MEGATRON_NAMES.items() if name in known}
-        found: set[str] = set()
-        for key in batch:
-            name = _MEGATRON_NAMES.get(key, key)
-            if name not in known:
-                raise DataError(
-                    f"batch key {key!r} is not understood by BertTrainStep for task {self.model.task!r}; use "
-                    f"{', '.join(sorted(known | aliases))}, or override prepare_batch"
-                )
-            if name in found:
-                raise DataError(f"batch keys {name!r} and {key!r} mean the same; leave one of them out")
-            found.add(name)
-        for name in ("input_ids", *self.objective.needed):
-            if name not in found:
-                hint = ", or use BertTrainStep(binary_head=False)" if name == "next_sentence_label" else ""
-                raise DataError(
-                    f"batch keys {', '.join(sorted(batch))} have no {name!r}, which task {self.model.task!r} needs; "
-                    f"add it{hint}"
-                )
+        needed = dict.fromkeys(("input_ids", *self.objective.needed), "")
+        if "next_sentence_label" in needed:
+            needed["next_sentence_label"] = ", or use BertTrainStep(binary_head=False)"
+        known = {*_INPUTS, *needed, *self.objective.optional}
+        check_keys(batch, known, needed, f"BertTrainStep for task {self.model.task!r}", _MEGATRON_NAMES)
 
     def pad_rows(self, batch: Batch, num_rows: int) -> Batch:
         """Repeat the last row without targets."""

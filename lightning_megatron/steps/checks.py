@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,41 @@ from lightning_megatron.models.config import ModelConfig
 
 IGNORED_LABELS = (-100, -1)
 """Hugging Face's and Megatron's labels for "no target here"."""
+
+
+def check_keys(
+    batch: Batch,
+    known: Collection[str],
+    needed: Mapping[str, str],
+    user: str,
+    aliases: Mapping[str, str] | None = None,
+) -> None:
+    """Raise unless a batch has what is needed, nothing else than what is known, and nothing twice.
+
+    Args:
+        batch: By the user's names.
+        known: Names that are understood.
+        needed: Names that must be there, with what an error adds that says that one is not.
+        user: Who understands them, for the error.
+        aliases: Other names for known ones.
+
+    Raises:
+        DataError: With the key, and what else there is.
+    """
+    names = {**{name: name for name in known}, **{alias: n for alias, n in (aliases or {}).items() if n in known}}
+    found: dict[str, str] = {}
+    for key in batch:
+        if key not in names:
+            raise DataError(
+                f"batch key {key!r} is not understood by {user}; use {', '.join(sorted(names))}, or override "
+                "prepare_batch"
+            )
+        if names[key] in found:
+            raise DataError(f"batch keys {found[names[key]]!r} and {key!r} mean the same; leave one of them out")
+        found[names[key]] = key
+    for name, hint in needed.items():
+        if name not in found:
+            raise DataError(f"batch keys {', '.join(sorted(batch))} have no {name!r}, which {user} needs; add it{hint}")
 
 
 def check_all(name: str, values: Tensor, right: Tensor, rule: str) -> None:

@@ -25,6 +25,7 @@ from lightning_megatron.steps.base import (
 from lightning_megatron.steps.checks import (
     check_beside_tokens,
     check_integers,
+    check_keys,
     check_numbers,
     check_shape,
     check_tokens,
@@ -125,15 +126,7 @@ class GPTTrainStep(TokenLossStep):
             del batch["attention_mask"]
 
     def _check_keys(self, batch: Batch) -> None:
-        for key in sorted(set(batch) - _KNOWN_KEYS):
-            raise DataError(
-                f"batch key {key!r} is not understood by GPTTrainStep; use {', '.join(sorted(_KNOWN_KEYS))}, or "
-                "override prepare_batch"
-            )
-        if "text" not in batch and "input_ids" not in batch:
-            raise DataError(
-                f"batch keys {', '.join(sorted(batch))} have no 'input_ids' (or 'text'); name the tokens so"
-            )
+        check_keys(batch, _KNOWN_KEYS, {} if "text" in batch else {"input_ids": " (or 'text')"}, "GPTTrainStep")
         for key in ("input_ids", "labels"):
             if "text" in batch and key in batch:
                 raise DataError(f"batch keys 'text' and {key!r} both say what is to be learned; leave one of them out")

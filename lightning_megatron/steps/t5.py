@@ -15,6 +15,7 @@ from lightning_megatron.steps.checks import (
     IGNORED_LABELS,
     check_all,
     check_integers,
+    check_keys,
     check_numbers,
     check_shape,
     check_tokens,
@@ -160,20 +161,8 @@ def _named(batch: Batch) -> Batch:
 
 
 def _check_keys(batch: Batch) -> None:
-    """Raise unless all keys are of one kind, and there is something to learn.
-
-    Raises:
-        DataError: With the key, and what else there is.
-    """
-    for key in batch:
-        if key not in _names(batch):
-            raise DataError(
-                f"batch key {key!r} is not understood by T5TrainStep; use {', '.join(_names(batch))} (or Megatron's "
-                "names, text_enc and so on), or override prepare_batch"
-            )
-    for name in ("text_enc", "text_dec", "labels") if "text_enc" in batch else ("input_ids", "labels"):
-        if name not in batch:
-            raise DataError(f"batch keys {', '.join(sorted(batch))} have no {name!r}, which a T5 learns from; add it")
+    needed = ("text_enc", "text_dec", "labels") if "text_enc" in batch else ("input_ids", "labels")
+    check_keys(batch, _names(batch), dict.fromkeys(needed, ""), "T5TrainStep")
 
 
 def _given_name(name: str, batch: Batch) -> str:
