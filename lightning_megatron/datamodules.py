@@ -150,7 +150,6 @@ class IndexedDataModule(MegatronDataModule):
                 f"objective={name!r} makes samples for another architecture than {run.model.family}'s; use"
                 f" objective={run.model.architecture!r} or leave it out"
             )
-        self.check_lengths(run)
         objective = self._objective(run.model)
         for split in self._sources:
             num_samples = check_request(self._request(split, run.model, None))
@@ -294,7 +293,6 @@ class InstructionDataModule(MegatronDataModule):
     @override
     def check(self, run: Run) -> None:
         _check_gpt(run.model, f"{type(self).__name__} makes samples for GPTs")
-        self.check_lengths(run)
         for options in {options for options, _ in self._sources.values()}:
             check_instructions(options)
         if run.whole_epochs and self.has_split("train"):
@@ -461,7 +459,6 @@ class TextEvaluationDataModule(MegatronDataModule):
                 "task=last_word asks how many last words are right, which train_step='gpt' does not count; set "
                 "train_step='last_word' of the model"
             )
-        self.check_lengths(run)
         _check_token(int(self._texts().tokens.max()), run.model, self.tokenizer)
 
     @override

@@ -26,9 +26,12 @@ import errno
 import fcntl
 import os
 import shutil
+import signal
 import threading
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from lightning_megatron.errors import ConfigError
 
@@ -73,6 +76,23 @@ class FolderLock:
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a forked worker may hold the descriptor as well
             os.close(self._descriptor)
             self._descriptor = None
+
+
+@contextlib.contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """A batch system ends jobs by SIGTERM, which would end this process without the removal of what it has begun."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

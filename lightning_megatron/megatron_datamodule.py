@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_megatron.data.loader import BatchRampup, BatchShape, PassLoader, PassOrder, Shuffling, TrainLoader
 from lightning_megatron.data.samples import SampleOrder, Samples, SplitName
-from lightning_megatron.errors import ConfigError, DataError, host_memory, require_divides, require_number
+from lightning_megatron.errors import ConfigError, DataError, host_memory, require_number
 from lightning_megatron.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -30,8 +30,6 @@ class Run:
 
     shape: BatchShape
     """How a step is dealt; the rank in it does not matter."""
-    length_multiple: int = 1
-    """What the lengths of rows must be multiples of: tp with sequence parallelism."""
     whole_epochs: bool = False
     """Whether a Lightning epoch is a pass over the training samples, which must then hold at least one step."""
     model: ModelConfig | None = None
@@ -217,11 +215,8 @@ class MegatronDataModule(LightningDataModule, ABC):
 
     def run(self, module: LightningModule, *, whole_epochs: bool = False) -> Run:
         """What this data module's Trainer is about to do with ``module``, known before any process is started."""
-        strategy = self._strategy()
-        multiple = strategy.tp if strategy.sequence_parallel else 1
         return Run(
             shape=self._shape(data_parallel_rank=0),
-            length_multiple=multiple,
             whole_epochs=whole_epochs,
             model=_config_of(module),
             train_step=getattr(module, "train_step", None),
@@ -257,16 +252,6 @@ class MegatronDataModule(LightningDataModule, ABC):
     def model(self) -> ModelConfig | None:
         """The model that the Trainer runs now, if it is one that tells; None without a Trainer."""
         return None if self.trainer is None else _config_of(self.trainer.lightning_module)
-
-    def check_lengths(self, run: Run) -> None:
-        """See to it that sequence parallelism can split every row.
-
-        Raises:
-            ConfigError: If it cannot.
-        """
-        if run.length_multiple > 1:
-            for name, length in self.lengths(run.model).items():
-                require_divides("tp", run.length_multiple, name, length)
 
     def _open_train(self, num_samples: int | None) -> tuple[PassOrder, Samples | None]:
         order, samples = self._open("train", num_samples)

@@ -114,7 +114,7 @@ def convert(options: ConvertOptions) -> None:
         lightning-megatron convert --load-path llama --save-path legacy --to megatron-legacy --tp 4 --pp 2
     """
     from lightning_megatron.convert.convert import convert
-    from lightning_megatron.data.indexed import exit_on_sigterm
+    from lightning_megatron.files import exit_on_sigterm
 
     with exit_on_sigterm():
         done = convert(options)

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_megatron.data.documents import without_surrogates
 from lightning_megatron.errors import DataError
 
 Answers: TypeAlias = Literal["all", "each", "last"]
@@ -227,11 +228,6 @@ def _check_nothing_is_left_out(chat: _Chat) -> None:
 
 TokenizedSample: TypeAlias = tuple[NDArray[np.int32], NDArray[np.bool_]]
 """Tokens of a sample, and which of them are learned."""
-
-
-def without_surrogates(text: str) -> str:
-    """``text`` without half characters, which JSON can spell and no tokenizer takes; as by ``preprocess``."""
-    return re.sub("[\ud800-\udfff]", "\ufffd", text)
 
 
 def tokenize(tokenizer: Any, records: Sequence[RenderedRecord]) -> Iterator[TokenizedSample]:

@@ -190,7 +190,7 @@ def check_keys(files: Sequence[Path], keys: Sequence[str]) -> None:
         if format_of(path).content == "text":
             raise DataError(
                 f"json keys {', '.join(keys)} cannot be read from {path}: a text file has only the key"
-                f" '{PLAIN_TEXT_KEY}'; give .jsonl or .parquet files, or leave --json-keys out"
+                f" '{PLAIN_TEXT_KEY}'; give .jsonl or .parquet files, or leave the json key out"
             )
 
 
@@ -289,32 +289,81 @@ def read_documents(piece: Piece, keys: Sequence[str], stop_at_bad: bool = True) 
         stop_at_bad: Leave out everything after the first bad document, as it ends the run.
     """
     found = PieceDocuments()
-    for document in _documents(piece, keys):
+    for place, document in _documents(piece, keys):
         if isinstance(document, tuple):
             found.documents.append(document)
             continue
         found.num_bad += 1
         if len(found.bad) < MAX_REPORTED:
-            found.bad.append(document)
+            found.bad.append(f"{place} {document}")
         if stop_at_bad:
             break
     return found
 
 
-def _documents(piece: Piece, keys: Sequence[str]) -> Iterator[tuple[str, ...] | str]:
-    """The texts of each document, one a key; or the place of what is none, what is wrong there and what to do."""
+def read_texts(path: str, key: str = PLAIN_TEXT_KEY) -> Iterator[tuple[str, str]]:
+    """Each text with its place: ``FILE, line N``, ``FILE, row N``, or ``FILE`` where the whole file is one text.
+
+    Args:
+        path: A file, a folder or a pattern.
+        key: What holds the text in .jsonl and .parquet files.
+
+    Raises:
+        DataError: With the place, if something is no text; if a file is missing or cannot be read.
+    """
+    files = find_files([path])
+    check_keys(files, [key])
+    for piece in cut_into_pieces(files, [key]):
+        for place, found in _documents(piece, [key]):
+            if isinstance(found, str):
+                raise DataError(f"{place} {found}")
+            yield place, found[0]
+
+
+def read_records(
+    files: Sequence[Path], on_bytes: Callable[[int], object] = lambda _: None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each JSON object with its place, ``FILE, line N``; blank lines are none.
+
+    Args:
+        files: JSON lines, also compressed, whatever their names.
+        on_bytes: Is told of progress, in bytes of the files on disk.
+
+    Raises:
+        DataError: With the place, if a line is no JSON object; if a file cannot be read.
+    """
+    for file in files:
+        try:
+            for piece in _lines(str(file), PIECE_BYTES):
+                on_bytes(piece.num_bytes)
+                for place, line in _numbered(piece):
+                    record = _parse_line(line)
+                    if isinstance(record, str):
+                        raise DataError(f"{place} {record}")
+                    yield place, record
+        except UnreadableFileError as error:
+            raise DataError(f"{file} {error}") from error
+
+
+def _documents(piece: Piece, keys: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...] | str]]:
+    """The place of each document with its texts, one a key; or with what is wrong there and what to do."""
     for path in piece.files:
-        text = _read_text(path)
-        yield text if isinstance(text, tuple) else f"{path} {text}"
-    for number, line in enumerate(piece.lines.split(b"\n"), piece.first):
-        if line and not line.isspace():
-            texts = _parse_line(line, keys)
-            yield texts if isinstance(texts, tuple) else f"{piece.path}, line {number} {texts}"
+        yield path, _read_text(path)
+    for place, line in _numbered(piece):
+        record = _parse_line(line)
+        yield place, record if isinstance(record, str) else _texts_of(record, keys)
     for number, row in enumerate(zip(*piece.columns, strict=True), piece.first):
         problem = f"has no text under '{keys[row.index(None)]}': null, or not UTF-8" if None in row else ""
-        yield f"{piece.path}, row {number} {problem}; store text there or remove that row" if problem else row
+        yield f"{piece.path}, row {number}", f"{problem}; store text there or remove that row" if problem else row
     if piece.problem:
-        yield f"{piece.path} {piece.problem}"
+        yield piece.path, piece.problem
+
+
+def _numbered(piece: Piece) -> Iterator[tuple[str, bytes]]:
+    """The lines of a piece that are not blank, with their places."""
+    for number, line in enumerate(piece.lines.split(b"\n"), piece.first):
+        if line and not line.isspace():
+            yield f"{piece.path}, line {number}", line
 
 
 def _read_text(path: str) -> tuple[str] | str:
@@ -327,7 +376,8 @@ def _read_text(path: str) -> tuple[str] | str:
     return (data.decode("utf-8-sig", errors="replace"),)
 
 
-def _parse_line(line: bytes, keys: Sequence[str]) -> tuple[str, ...] | str:
+def _parse_line(line: bytes) -> dict[str, Any] | str:
+    """The JSON object of a line, or what is wrong and what to do."""
     try:
         record = _loads(line)
     except (ValueError, RecursionError) as error:
@@ -336,19 +386,24 @@ def _parse_line(line: bytes, keys: Sequence[str]) -> tuple[str, ...] | str:
             reason = f"{error.msg} at column {error.colno}"
         return f"is not JSON ({reason}); correct or remove that line"
     if not isinstance(record, dict):
-        return f'holds {_JSON_TYPES[type(record)]}, not a JSON object; write {{"text": ...}}'
+        return f"holds {_JSON_TYPES[type(record)]}, not a JSON object; write one object a line"
+    return record
+
+
+def _texts_of(record: dict[str, Any], keys: Sequence[str]) -> tuple[str, ...] | str:
     texts = []
     for key in keys:
         text = record.get(key)
         if key not in record:
-            return f"has no key '{key}'; choose --json-keys from {', '.join(record) or 'none'}"
+            return f"has no key '{key}'; choose the json key from {', '.join(record) or 'none'}"
         if not isinstance(text, str):
             return f"has {_JSON_TYPES[type(text)]} under '{key}', not a string; store text there"
-        texts.append(text if text.isascii() else _without_surrogates(text))
+        texts.append(text if text.isascii() else without_surrogates(text))
     return tuple(texts)
 
 
-def _without_surrogates(text: str) -> str:
+def without_surrogates(text: str) -> str:
+    """``text`` with U+FFFD for half characters, which JSON can spell and no tokenizer takes."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -428,7 +483,7 @@ def _require_text_columns(schema: Any, keys: Sequence[str]) -> None:
     for key in keys:
         if (count := schema.names.count(key)) != 1:
             present = ", ".join(schema.names) or "none"
-            raise UnreadableFileError(f"has {count or 'no'} column '{key}'; choose --json-keys from {present}")
+            raise UnreadableFileError(f"has {count or 'no'} column '{key}'; choose the json key from {present}")
         kind = schema.field(key).type
         value = kind.value_type if is_dictionary(kind) else kind
         if str(value) not in ("string", "large_string", "string_view"):

@@ -11,24 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lightning_megatron.data.conversations import without_surrogates
-from lightning_megatron.data.documents import (
-    PLAIN_TEXT_KEY,
-    BadDocuments,
-    check_keys,
-    cut_into_pieces,
-    find_files,
-    format_of,
-    read_documents,
-)
-from lightning_megatron.data.instructions import read_records
+from lightning_megatron.data.documents import read_texts
 from lightning_megatron.data.samples import Rows
 from lightning_megatron.data.tokenizer import batch_encoder, load_tokenizer
 from lightning_megatron.errors import ConfigError, DataError
@@ -215,41 +204,3 @@ def _tokens_before_texts(tokenizer: Any) -> list[int]:
     whole: list[int] = tokenizer.encode("a")
     starts = [start for start in range(len(whole)) if whole[start : start + len(alone)] == alone]
     return whole[: starts[0]] if starts else []
-
-
-def read_texts(path: str, key: str = PLAIN_TEXT_KEY) -> Iterator[_Text]:
-    """Each text with its place, ``FILE, line N``, or ``FILE`` where the whole file is one text.
-
-    Args:
-        path: A file, a folder or a pattern, as for ``preprocess``.
-        key: What holds the text in .jsonl and .parquet files.
-
-    Raises:
-        DataError: With the place, if something is no text; if a file is missing or cannot be read.
-    """
-    files = find_files([path])
-    check_keys(files, [key])
-    for file in files:
-        yield from _lines(file, key) if format_of(file).content == "json lines" else _documents(file, key)
-
-
-def _lines(file: Path, key: str) -> Iterator[_Text]:
-    for place, record in read_records([file], example=f'{{"{key}": "..."}}'):
-        if key not in record:
-            names = ", ".join(map(repr, record)) or "none"
-            raise DataError(f"{place} has the keys {names}, and no {key!r}; name the text so, or set json_key")
-        text = record[key]
-        if not isinstance(text, str):
-            raise DataError(f"{place} has no string under {key!r} (but {type(text).__name__}); give the text as one")
-        yield place, without_surrogates(text)
-
-
-def _documents(file: Path, key: str) -> Iterator[_Text]:
-    is_table = format_of(file).content == "parquet"
-    bad, number = BadDocuments("fail", print), 0
-    for piece in cut_into_pieces([file], [key]):
-        found = read_documents(piece, [key])
-        bad.add(found)
-        for (text,) in found.documents:
-            number += 1
-            yield (f"{file}, row {number}" if is_table else str(file)), text

@@ -18,16 +18,14 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-import signal
 import struct
-import threading
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, NoReturn, Self
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -349,23 +347,6 @@ class IndexedDatasetWriter:
         else:
             with self._stack:
                 self.complete()
-
-
-@contextlib.contextmanager
-def exit_on_sigterm() -> Iterator[None]:
-    """A batch system ends jobs by SIGTERM, which would end this process without the removal of what it has begun."""
-
-    def leave(number: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _mapped(path: str) -> NDArray[np.uint8]:

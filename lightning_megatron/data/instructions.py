@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 from array import array
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeAlias, get_args
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_megatron.data.conversations import Answers, RecordRenderer, TokenizedSample, tokenize
-from lightning_megatron.data.documents import UnreadableFileError, find_files, format_of, read_parts
+from lightning_megatron.data.documents import find_files, format_of, read_records
 from lightning_megatron.data.samples import Rows, SampleOrder, build_once, open_array
 from lightning_megatron.data.tokenizer import load_tokenizer
 from lightning_megatron.errors import ConfigError, DataError, require_divides
-
-Record: TypeAlias = dict[str, Any]
 
 
 def record_files(path: str) -> list[Path]:
@@ -42,52 +39,6 @@ def record_files(path: str) -> list[Path]:
     if not files:
         raise DataError(f"{path} holds no .jsonl file; give the file, or a folder or pattern with some")
     return files
-
-
-_INSTRUCTION = '{"prompt": ..., "completion": ...} or {"messages": [...]}'
-
-
-def read_records(
-    files: Sequence[Path], on_bytes: Callable[[int], object] = lambda _: None, example: str = _INSTRUCTION
-) -> Iterator[tuple[str, Record]]:
-    """Each record with its place, ``FILE, line N``; blank lines are none.
-
-    Args:
-        files: JSON lines, also compressed.
-        on_bytes: Is told of progress, in bytes of the files on disk.
-        example: What a line should look like, for error messages.
-
-    Raises:
-        DataError: With the place, if a line is no JSON object; if a file cannot be read.
-    """
-    for file in files:
-        try:
-            for number, line in enumerate(_lines(file, on_bytes), 1):
-                if line and not line.isspace():
-                    place = f"{file}, line {number}"
-                    yield place, _parse(line, place, example)
-        except UnreadableFileError as error:
-            raise DataError(f"{file} {error}") from error
-
-
-def _lines(file: Path, on_bytes: Callable[[int], object]) -> Iterator[bytes]:
-    rest, told = b"", 0
-    for part, position in read_parts(file):
-        on_bytes(position - told)
-        told = position
-        *lines, rest = (rest + part).split(b"\n")
-        yield from lines
-    yield rest
-
-
-def _parse(line: bytes, place: str, example: str) -> Record:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{place} is not JSON ({error}); correct or remove that line") from error
-    if not isinstance(record, dict):
-        raise DataError(f"{place} holds a {type(record).__name__}, not a JSON object; write {example}")
-    return record
 
 
 _log = logging.getLogger(__name__)
@@ -221,7 +172,7 @@ class _Reader:
         self.padding_token: int = next(t for t in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if t is not None)
         self.largest_token: int = max(tokenizer.get_vocab().values())
 
-    def samples(self, records: Iterator[tuple[str, Record]]) -> Iterator[TokenizedSample]:
+    def samples(self, records: Iterator[tuple[str, dict[str, Any]]]) -> Iterator[TokenizedSample]:
         """Each record's tokens."""
         while batch := list(islice(records, _BATCH)):
             rendered = [(place, text) for place, record in batch for text in self._renderer.render(record, place)]
@@ -374,16 +325,12 @@ class InstructionSamples:
 
     Args:
         instructions: The samples.
-        options: How they become rows.
-
-    Raises:
-        ConfigError: If ``options.pad_to_multiple_of`` does not divide ``instructions.seq_length``.
+        options: How they become rows; checked for ``instructions.seq_length``.
     """
 
     def __init__(self, instructions: Instructions, options: RowOptions) -> None:
         self._instructions = instructions
         self._options = options
-        options.check_length(instructions.seq_length)
         num_samples = len(instructions)
         self._members, self._starts = (
             pack(instructions.lengths, instructions.seq_length, options.seed)

@@ -41,9 +41,10 @@ from lightning_megatron.data.documents import (
     read_documents,
     require_library,
 )
-from lightning_megatron.data.indexed import IndexedDatasetWriter, exit_on_sigterm, token_dtype
+from lightning_megatron.data.indexed import IndexedDatasetWriter, token_dtype
 from lightning_megatron.data.tokenizer import batch_encoder, largest_id, load_tokenizer
 from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.files import exit_on_sigterm
 
 PENDING_A_WORKER = 4
 """Pieces begun at a time: so many that a slow one does not stop the others, so few that memory stays constant."""

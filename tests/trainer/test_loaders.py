@@ -161,10 +161,7 @@ def _assert_val_loss(layout: Layout, rows: Rows, batch_size: int | None, same_ro
     ("layout", "batch_size"),
     [
         (Layout(num_microbatches=3), 3),
-        (Layout(dp=3), 2),
-        pytest.param(Layout(tp=2, dp=2, num_microbatches=2), 4, marks=pytest.mark.exhaustive),
         (Layout(pp=2, dp=2, num_microbatches=2), 4),
-        pytest.param(Layout(pp=2, vpp=2, num_microbatches=4), 4, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
@@ -172,20 +169,6 @@ def test_validation_is_the_mean_over_all_targets_of_all_rows(layout: Layout, bat
     # Rows have 0 to 15 targets; 11 of them fit none of the layouts.
     rows = list(Sentences(11, "uneven"))
     _assert_val_loss(layout, rows, batch_size, rows)
-
-
-def test_a_batch_that_is_repeated_for_the_other_rank_does_not_count_twice() -> None:
-    rows = list(Sentences(11, "uneven"))
-    batches = [
-        {name: torch.stack([row[name] for row in part]) for name in rows[0]} for part in (rows[:4], rows[4:8], rows[8:])
-    ]
-    _assert_val_loss(Layout(dp=2), batches, None, rows)
-
-
-def test_batches_without_a_target_do_not_count_in_validation() -> None:
-    rows = list(Sentences(8))
-    without_targets = [{**row, "labels": torch.full((SEQ_LENGTH,), -100)} for row in rows[4:]]
-    _assert_val_loss(Layout(dp=2), [*rows[:4], *without_targets], 2, rows[:4])
 
 
 def _train_with_a_ragged_last_batch(case: Case) -> RankOutcome:
@@ -219,7 +202,6 @@ def _train_on_batches_of_several_lengths(case: Case) -> RankOutcome:
     "layout",
     [
         Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2),
-        pytest.param(Layout(pp=2, vpp=2, num_microbatches=2), marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )

@@ -119,10 +119,6 @@ def _losses(steps: list[dict[str, Any]]) -> list[float]:
     return [step["loss"] for step in steps]
 
 
-def _texts(steps: list[dict[str, Any]]) -> list[tuple[int, ...]]:
-    return [tuple(row) for step in steps for row in step["rows"]["text"]]
-
-
 def _dataset(folder: Path, kind: str) -> dict[str, Any]:
     return {"data_path": str(folder / ("documents" if kind == "gpt" else "sentences"))}
 
@@ -180,43 +176,6 @@ def test_a_batch_that_grows_equals_one_rank_and_goes_on_after_an_interruption(fo
     for steps in zip(first, rest, strict=True):
         assert _losses(steps[0] + steps[1]) == pytest.approx(_losses(alone), rel=1e-5)
         assert [step["rows"] for step in steps[0] + steps[1]] == [step["rows"] for step in alone]
-
-
-@pytest.mark.exhaustive
-def test_three_interruptions_at_other_layouts_and_workers_take_each_sample_of_an_epoch_once(
-    folder: Path, tmp_path: Path
-) -> None:
-    run = Run(folder=folder, kind="gpt", data=_dataset(folder, "gpt"), trainer={"max_epochs": 1})
-    everything = _steps(replace(run, layout={"num_microbatches": 1}), 1)[0]
-    layouts: list[tuple[dict[str, Any], int, int]] = [
-        ({"tp": 2, "num_microbatches": 3}, 0, 4),
-        ({"pp": 2, "num_microbatches": 2}, 1, 4),
-        ({"tp": 2, "pp": 2, "num_microbatches": 2}, 2, 4),
-        ({"num_microbatches": 1}, 0, 2),
-    ]
-    taken: list[tuple[int, ...]] = []
-    checkpoint: Path | None = None
-    for number, (layout, num_workers, world_size) in enumerate(layouts):
-        part = replace(
-            run,
-            layout=layout,
-            data={**run.data, "num_workers": num_workers},
-            checkpoint=checkpoint,
-            saved_to=tmp_path / f"{number}.ckpt",
-            saved_after=2 * (number + 1),
-        )
-        is_last = number == len(layouts) - 1
-        by_copy = {steps[0]["copy"]: steps if is_last else steps[:2] for steps in _steps(part, world_size)}
-        for together in zip(*by_copy.values(), strict=True):
-            taken += [tuple(row) for step in together for row in step["rows"]["text"]]
-        checkpoint = part.saved_to
-
-    expected = _texts(everything)
-    assert len(expected) > 40
-    # The last global batch is incomplete, and of another size, at other layouts.
-    assert 0 <= len(expected) - len(taken) < 4
-    assert sorted(taken) == sorted(expected[: len(taken)])
-    assert len(set(taken)) == len(taken)
 
 
 def _fit_where_only_rank_0_has_the_data(run: Run, elsewhere: str) -> str:

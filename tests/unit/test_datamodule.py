@@ -49,18 +49,17 @@ def _expected(documents: list[NDArray[np.uint16]], num_samples: int | None, name
     return megatron_samples(documents[part.start : part.stop], SEQ_LENGTH, 1234, num_samples)
 
 
-@pytest.mark.parametrize("steps", [5, 40])
 def test_a_run_of_max_steps_takes_the_samples_in_megatrons_order(
-    tmp_path: Path, documents: list[NDArray[np.uint16]], steps: int
+    tmp_path: Path, documents: list[NDArray[np.uint16]]
 ) -> None:
-    rows = _rows_of_run(tmp_path, OneOfManyRanks(num_microbatches=3), max_steps=steps)
+    rows = _rows_of_run(tmp_path, OneOfManyRanks(num_microbatches=3), max_steps=40)
 
-    assert np.array_equal(rows, _expected(documents, steps * 6)[: steps * 6])
+    assert np.array_equal(rows, _expected(documents, 240)[:240])
 
 
 @pytest.mark.parametrize(
     ("saved_at", "layout", "early_question", "num_workers"),
-    [(3, (1, 6), False, 0), (3, (3, 2), True, 0), (7, (2, 3), False, 2), (10, (1, 6), True, 2)],
+    [(3, (3, 2), True, 0), (7, (2, 3), False, 2)],
 )
 def test_a_resumed_run_goes_on_with_the_next_sample(
     tmp_path: Path,
@@ -96,7 +95,7 @@ def test_a_resumed_run_goes_on_with_the_next_sample(
     assert np.array_equal(first.rows, whole)
 
 
-@pytest.mark.parametrize(("num_microbatches", "max_steps"), [(12, 9), (3, 10), (6, 20)])
+@pytest.mark.parametrize(("num_microbatches", "max_steps"), [(12, 9), (3, 10)])
 def test_a_run_resumed_with_another_batch_size_or_length_skips_and_repeats_nothing_in_a_pass(
     tmp_path: Path, documents: list[NDArray[np.uint16]], num_microbatches: int, max_steps: int
 ) -> None:
@@ -137,29 +136,7 @@ def test_going_on_in_another_order_is_said(
     assert bool(said) == bool(options)
 
 
-def _epoch_sets(rows: NDArray[np.int64], per_epoch: int) -> list[set[bytes]]:
-    return [{row.tobytes() for row in rows[begin : begin + per_epoch]} for begin in range(0, len(rows), per_epoch)]
-
-
-def test_epochs_are_passes_over_the_same_samples_in_other_orders(
-    tmp_path: Path, documents: list[NDArray[np.uint16]]
-) -> None:
-    expected = _expected(documents, None)
-    rows = _rows_of_run(tmp_path, OneOfManyRanks(), max_epochs=3)
-    per_epoch = len(expected) // 2 * 2
-
-    assert len(rows) == 3 * per_epoch
-    assert np.array_equal(rows[:per_epoch], expected[:per_epoch])
-    everything = {row.tobytes() for row in expected}
-    for epoch in _epoch_sets(rows, per_epoch):
-        assert len(epoch) == per_epoch
-        assert epoch <= everything
-    first, second, third = rows.reshape(3, per_epoch, -1)
-    assert not np.array_equal(first, second)
-    assert not np.array_equal(second, third)
-
-
-@pytest.mark.parametrize("saved_at", ["epoch=0-step=5", "epoch=1-step=29", "epoch=1-end"])
+@pytest.mark.parametrize("saved_at", ["epoch=1-step=29", "epoch=1-end"])
 def test_epochs_resume_at_the_next_sample(tmp_path: Path, documents: list[NDArray[np.uint16]], saved_at: str) -> None:
     per_epoch = len(_expected(documents, None)) // 4
     checkpoints = [
@@ -185,9 +162,7 @@ def test_epochs_resume_at_the_next_sample(tmp_path: Path, documents: list[NDArra
     assert np.array_equal(np.concatenate(parts, axis=1).reshape(-1, SEQ_LENGTH + 1), whole.rows[4 * step :])
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "saved_at", "early_question"), [(4, 2, 2, True), (2, 4, 4, False), (2, 4, 30, True)]
-)
+@pytest.mark.parametrize(("before", "after", "saved_at", "early_question"), [(4, 2, 2, True), (2, 4, 30, False)])
 def test_epochs_after_a_resume_with_another_batch_size_are_whole_and_validated(
     tmp_path: Path, documents: list[NDArray[np.uint16]], before: int, after: int, saved_at: int, early_question: bool
 ) -> None:
@@ -227,17 +202,6 @@ def test_epochs_after_a_resume_with_another_batch_size_are_whole_and_validated(
     assert len(np.unique(taken, axis=0)) == len(taken)  # the epoch of the resume repeats nothing
 
 
-def test_a_ramp_up_goes_on_in_the_next_epoch(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
-    module = Recorder()
-    options: dict[str, Any] = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}
-    trainer = make_trainer(tmp_path, OneOfManyRanks(num_microbatches=4), **options)
-    trainer.fit(module, datamodule=make_data(tmp_path, rampup_batch_size=[2, 2, 12]))
-
-    num_samples = len(_expected(documents, None))
-    sizes = [2, 2, 4, 6] + [8] * ((num_samples - 14) // 8) + [8] * (num_samples // 8)
-    assert [len(rows) for rows in module.train_rows] == sizes
-
-
 def test_epochs_of_other_lengths_need_a_loader_that_is_renewed(
     tmp_path: Path, documents: list[NDArray[np.uint16]]
 ) -> None:
@@ -259,34 +223,6 @@ def test_epochs_of_other_lengths_need_a_loader_that_is_renewed(
     with pytest.raises(ConfigError, match=r"set Trainer\(reload_dataloaders_every_n_epochs=1\)"):
         fit(4, 2, data={"rampup_batch_size": [2, 2, 12]})
     fit(4, 1, data={"rampup_batch_size": [2, 2, 12]})
-
-
-def test_a_second_run_without_a_checkpoint_begins_at_the_first_sample(
-    tmp_path: Path, documents: list[NDArray[np.uint16]]
-) -> None:
-    data = make_data(tmp_path)
-    rows = []
-    for _ in range(2):
-        module = Recorder()
-        make_trainer(tmp_path, OneOfManyRanks(), max_steps=3).fit(module, datamodule=data)
-        rows.append(module.rows)
-
-    assert np.array_equal(rows[0], rows[1])
-
-
-def test_validating_a_checkpoint_does_not_move_the_next_training_run(
-    tmp_path: Path, documents: list[NDArray[np.uint16]]
-) -> None:
-    trainer = make_trainer(tmp_path, OneOfManyRanks(), max_steps=3)
-    trainer.fit(Recorder(), datamodule=make_data(tmp_path))
-    trainer.save_checkpoint(tmp_path / "end.ckpt")
-
-    data, module = make_data(tmp_path), Recorder()
-    trainer = make_trainer(tmp_path, OneOfManyRanks(), max_steps=3, limit_val_batches=1.0)
-    trainer.validate(module, datamodule=data, ckpt_path=str(tmp_path / "end.ckpt"))
-    trainer.fit(module, datamodule=data)
-
-    assert np.array_equal(module.rows[:6], _expected(documents, 6)[:6])
 
 
 @pytest.mark.parametrize("name", ["valid", "test"])

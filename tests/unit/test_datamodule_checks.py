@@ -18,7 +18,6 @@ from lightning_megatron.data.special_tokens import TokenizerFacts
 from lightning_megatron.datamodules import DatasetDataModule
 from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.megatron_datamodule import Run
-from tests.unit.data.corpus import write_corpus
 from tests.unit.data.one_of_many_ranks import OneOfManyRanks, Recorder, make_data, make_documents, make_trainer
 from tests.unit.data.sentence_corpus import random_documents, word_pieces, write_sentences
 
@@ -49,53 +48,10 @@ def test_another_strategy_is_refused_by_name(tmp_path: Path, documents: list[NDA
         trainer.fit(Recorder(), datamodule=make_data(tmp_path))
 
 
-def test_settings_that_cannot_take_effect_are_refused(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
-    with pytest.raises(ConfigError, match="overfit_batches=2"):
-        make_trainer(tmp_path, OneOfManyRanks(), max_steps=1, overfit_batches=2).fit(
-            Recorder(), datamodule=make_data(tmp_path)
-        )
-
-
-def test_an_error_on_the_first_rank_is_raised_on_all(tmp_path: Path) -> None:
-    source = OneOfManyRanks()
-    with pytest.raises(DataError, match="missing: .*corpus.idx, .*corpus.bin") as first:
-        make_trainer(tmp_path, source, max_steps=1).fit(Recorder(), datamodule=make_data(tmp_path))
-
-    with pytest.raises(DataError) as other:
-        make_trainer(tmp_path, OneOfManyRanks(replay=list(source.sent)), max_steps=1).fit(
-            Recorder(), datamodule=make_data(tmp_path)
-        )
-    assert str(other.value) == str(first.value)
-
-
-def test_an_error_on_another_reading_rank_is_an_error_here(
-    tmp_path: Path, documents: list[NDArray[np.uint16]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    strategy = OneOfManyRanks()
-    asked: list[bool] = []
-
-    def another_rank_failed(decision: bool, all: bool = True) -> bool:
-        asked.append(decision)
-        return False
-
-    monkeypatch.setattr(strategy, "reduce_boolean_decision", another_rank_failed)
-
-    with pytest.raises(DataError, match="cannot be opened on another rank"):
-        make_trainer(tmp_path, strategy, max_steps=1).fit(Recorder(), datamodule=make_data(tmp_path))
-    assert asked == [True]
-
-
-def _run(tp: int = 1, whole_epochs: bool = False, vocab_size: int | None = None, micro_batch_size: int = 2) -> Run:
-    shape = BatchShape(
-        micro_batch_size=micro_batch_size, num_microbatches=2, data_parallel_size=2, data_parallel_rank=0
-    )
+def _run(vocab_size: int | None = None) -> Run:
+    shape = BatchShape(micro_batch_size=2, num_microbatches=2, data_parallel_size=2, data_parallel_rank=0)
     model = None if vocab_size is None else model_config({"model_type": "gpt2", "vocab_size": vocab_size})
-    return Run(shape=shape, length_multiple=tp, whole_epochs=whole_epochs, model=model)
-
-
-def test_check_refuses_a_sequence_that_tp_does_not_divide(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
-    with pytest.raises(ConfigError, match="tp=3 does not divide seq_length=8; choose tp from 1, 2, 4, 8"):
-        make_data(tmp_path).check(_run(tp=3))
+    return Run(shape=shape, model=model)
 
 
 def test_check_refuses_a_vocabulary_that_the_dataset_exceeds(
@@ -108,22 +64,11 @@ def test_check_refuses_a_vocabulary_that_the_dataset_exceeds(
         make_data(tmp_path).check(_run(vocab_size=largest))
 
 
-def test_check_refuses_an_epoch_without_a_whole_step(tmp_path: Path) -> None:
-    write_corpus(tmp_path / "corpus", 6, longest=20)
-    data = make_data(tmp_path, split="1", micro_batch_size=8)
-
-    data.check(_run(micro_batch_size=8))
-    with pytest.raises(DataError, match=r"one step takes 32 \(micro_batch_size=8 x num_microbatches=2 x"):
-        data.check(_run(whole_epochs=True, micro_batch_size=8))
-
-
 @pytest.mark.parametrize(
     ("option", "message"),
     [
         ({"seq_length": 0}, "seq_length=0 must be at least 1"),
-        ({"micro_batch_size": 0}, "micro_batch_size=0 must be at least 1"),
         ({"num_workers": -1}, "num_workers=-1 must be at least 0"),
-        ({"seed": -1}, "seed=-1 must be at least 0"),
         ({"split": "-1,1"}, "'-1' is not one"),
     ],
 )

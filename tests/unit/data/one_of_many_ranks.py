@@ -18,25 +18,14 @@ SEQ_LENGTH = 8
 
 
 class OneOfManyRanks(SingleDeviceStrategy):
-    """A single process that plays one rank of a layout. What rank 0 broadcasts is recorded and replayed."""
+    """A single process that plays one rank of a layout, and its first one where data are opened."""
 
-    def __init__(
-        self, dp: int = 1, dp_rank: int = 0, num_microbatches: int = 1, replay: list[Any] | None = None
-    ) -> None:
+    def __init__(self, dp: int = 1, dp_rank: int = 0, num_microbatches: int = 1) -> None:
         super().__init__("cpu")
         self.data_parallel_size, self.data_parallel_rank = dp, dp_rank
         self.num_microbatches = num_microbatches
         self.tp, self.sequence_parallel = 1, False
-        self.is_data_source = replay is None
-        self.sent: list[Any] = []
-        self._replay = replay
-        self.global_rank = 0 if replay is None else 1
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:  # type: ignore[override]
-        if self._replay is not None:
-            return self._replay.pop(0)
-        self.sent.append(obj)
-        return obj
+        self.is_data_source = True
 
 
 class Recorder(LightningModule):

@@ -1,14 +1,12 @@
-"""Blends are read as they are meant, taken in Megatron's order, and never short of samples where the engine is."""
+"""Blends and splits are read as they are meant, taken as Megatron takes them, and never short of samples."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -24,12 +22,10 @@ from lightning_megatron.data.blend import (
 )
 from lightning_megatron.data.gpt import GPTObjective
 from lightning_megatron.data.indexed import IndexedDatasetWriter
-from lightning_megatron.data.masked import BertObjective, T5Objective
-from lightning_megatron.data.samples import Objective, Samples, SplitName
+from lightning_megatron.data.samples import SPLIT_NAMES, Samples, SplitName, canonical_split, parse_split, split_ranges
 from lightning_megatron.errors import ConfigError, DataError
-from tests.unit.data.corpus import opened, write_corpus
+from tests.unit.data.corpus import write_corpus
 from tests.unit.data.engine_samples import engine_dataset, engine_rows
-from tests.unit.data.sentence_corpus import random_documents, word_pieces, write_sentences
 
 SEQ_LENGTH = 16
 
@@ -38,11 +34,9 @@ SEQ_LENGTH = 16
     ("data_path", "sources"),
     [
         ("books", [("books", None)]),
-        (["books"], [("books", None)]),
         (["books", "web"], [("books", None), ("web", None)]),
         ([0.7, "books", 0.3, "web"], [("books", 0.7), ("web", 0.3)]),
         (["70", "books", "3e1", "web"], [("books", 70), ("web", 30)]),
-        ((1, "books"), [("books", 1)]),
         ([1, "books", 0, "web", 2, "code"], [("books", 1), ("code", 2)]),
     ],
 )
@@ -62,17 +56,9 @@ def test_paths_and_weights_are_read(
             ["books", 0.5, "web", 0.5],
             r"data_path\[1\]=0.5 stands where a prefix belongs: weights and prefixes stand",
         ),
-        (
-            [0.5, "books", "web"],
-            "has 3 items, but weights and prefixes stand in turn, .* a weight or a prefix is missing",
-        ),
-        ([0.5, "books", "web", 0.5], r"data_path\[2\]='web' stands where a weight belongs"),
-        ([-1, "books", 2, "web"], r"data_path\[0\]=-1 is no weight"),
         ([float("inf"), "books", 2, "web"], r"data_path\[0\]=inf is no weight"),
-        ([True, "books", 2, "web"], r"data_path\[0\]=True is no weight"),
         ([0, "books", "0.0", "web"], "gives every dataset the weight 0"),
         (["books", "web", "./books"], r"has ./books twice; give it once"),
-        ([1, "books", 0, "x/../books"], r"has x/../books twice"),
     ],
 )
 def test_what_can_be_read_in_two_ways_or_none_is_refused(data_path: str | Sequence[str | float], message: str) -> None:
@@ -131,12 +117,6 @@ def test_a_blend_by_size_equals_the_engines(
     assert np.array_equal(_rows(samples), engine_rows(theirs))
 
 
-def _write(prefix: str, documents: list[NDArray[np.uint16]]) -> None:
-    with IndexedDatasetWriter(prefix, np.dtype("<u2")) as writer:
-        for tokens in documents:
-            writer.add_documents(tokens.tobytes(), [len(tokens)])
-
-
 @settings(max_examples=100, deadline=None)
 @given(
     datasets=st.lists(st.tuples(st.integers(1, 300), st.floats(1e-3, 1e3)), min_size=2, max_size=8),
@@ -164,35 +144,11 @@ def test_no_blend_takes_more_of_a_dataset_than_there_is(
         assert np.array_equal(mixture.sample_index[mixture.dataset_index == number], np.arange(count))
 
 
-@pytest.mark.parametrize("kind", ["bert", "t5"])
-@pytest.mark.parametrize("num_samples", [None, 300])
-def test_samples_of_sentences_blend_as_well(tmp_path: Path, kind: str, num_samples: int | None) -> None:
-    objective: Objective = BertObjective(seq_length=64, tokenizer=word_pieces())
-    if kind == "t5":
-        objective = T5Objective(seq_length=64, seq_length_decoder=32, tokenizer=word_pieces())
-    prefixes = [str(tmp_path / str(number)) for number in range(2)]
-    for number, prefix in enumerate(prefixes):
-        write_sentences(Path(prefix), random_documents(30 + 30 * number, seed=number))
-    request = replace(_request(prefixes, num_samples), objective=objective)
-
-    samples = open_samples(request, str(tmp_path))
-
-    rows = samples.rows(range(len(samples)))
-    assert len(samples) == (check_request(request) if num_samples is None else num_samples)
-    mixture = mix(request.sources, [objective.count(request.part(each, None)) for each in request.sources], num_samples)
-    for number, source in enumerate(request.sources):
-        part = request.part(source, int(mixture.part_samples[number]) or None)
-        places = np.flatnonzero(mixture.dataset_index == number)
-        own = opened(objective, part).rows(range(len(places)))
-        assert all(torch.equal(rows[key][places], own[key]) for key in own)
-
-
-@pytest.mark.parametrize("weighted", [True, False])
-def test_the_dataset_without_a_sample_is_named(tmp_path: Path, weighted: bool) -> None:
+def test_the_dataset_without_a_sample_is_named(tmp_path: Path) -> None:
     write_corpus(tmp_path / "large", 50)
-    _write(str(tmp_path / "small"), [np.zeros(SEQ_LENGTH, dtype=np.uint16)])
-    prefixes = [str(tmp_path / "large"), str(tmp_path / "small")]
-    data_path: list[str | float] = [1, prefixes[0], 2, prefixes[1]] if weighted else [*prefixes]
+    with IndexedDatasetWriter(str(tmp_path / "small"), np.dtype("<u2")) as writer:
+        writer.add_documents(bytes(2 * SEQ_LENGTH), [SEQ_LENGTH])
+    data_path = [1, str(tmp_path / "large"), 2, str(tmp_path / "small")]
 
     with pytest.raises(DataError, match=r"gives train 1 of 1 documents of .*small with 16 tokens, .* needs 17; lower"):
         check_request(_request(data_path, None, split="1"))
@@ -209,6 +165,46 @@ def test_every_dataset_of_a_blend_is_checked(tmp_path: Path) -> None:
 
     with pytest.raises(DataError, match=r"b.bin has .* bytes, b.idx accounts for"):
         check_request(_request(paths, None))
-    (tmp_path / "b.bin").unlink()
-    with pytest.raises(DataError, match=r"data_path=.*/b needs two files, missing: .*b.bin"):
-        check_request(_request(paths, None))
+
+
+# ---- splits ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "weights"),
+    [
+        (" 8 , 1.5, .5 ", (8, 1.5, 0.5)),
+        ("90", (90, 0, 0)),
+        ("0,1", (0, 1, 0)),
+    ],
+)
+def test_weights_are_read(text: str, weights: tuple[float, float, float]) -> None:
+    assert parse_split(text) == weights
+
+
+@pytest.mark.parametrize("text", ["-1,1", "1e-3,1", "", "1,2,nan", "1,1,1,1"])
+def test_what_is_not_a_weight_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="must be one to three weights like 949,50,1"):
+        parse_split(text)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    weights=st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1000)), min_size=1, max_size=3).filter(any),
+    num_sequences=st.integers(1, 10**9),
+)
+def test_bounds_equal_the_engines(weights: list[float], num_sequences: int) -> None:
+    from megatron.core.datasets.blended_megatron_dataset_config import (
+        convert_split_vector_to_split_matrix,
+        parse_and_normalize_split,
+    )
+
+    text = ",".join(np.format_float_positional(weight) for weight in weights)
+    matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(canonical_split(text)))
+
+    for name, bounds in zip(SPLIT_NAMES, matrix, strict=True):
+        ours = split_ranges(text, num_sequences)[name]
+        if bounds is None:
+            assert len(ours) == 0
+        else:
+            assert ours == range(*(int(round(bound * float(num_sequences))) for bound in bounds))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_megatron.data import describe
-from lightning_megatron.data.describe import MOST_TOKENS_SHOWN, as_text, dataset_prefix, describe_dataset
+from lightning_megatron.data.describe import MOST_TOKENS_SHOWN, as_text, describe_dataset
 from lightning_megatron.errors import DataError
 from tests.unit.data.indexed_files import Documents, build, write_legacy
 
@@ -93,15 +93,6 @@ def test_the_text_can_be_read(tmp_path: Path) -> None:
     ]
 
 
-def test_modes_and_documents_of_several_sequences_are_told(tmp_path: Path) -> None:
-    described = describe_dataset(build(tmp_path / "x", DOCUMENTS, modes=True))
-
-    assert described["modes"] == {"0": 3, "1": 1, "2": 1}
-    text = as_text(described)
-    assert "\n  modes      3 of mode 0, 1 of mode 1, 1 of mode 2\n" in text
-    assert "\n  sequences  5, 1.2 a document (0 to 2)\n" in text
-
-
 def test_a_tokenizer_of_another_dataset_is_refused(tmp_path: Path) -> None:
     prefix = _build(tmp_path / "x", DOCUMENTS)
     with pytest.raises(DataError, match=r"x holds token 8, the tokenizer has 0 to 7: it was made with another; give"):
@@ -121,10 +112,3 @@ def test_text_is_cut_and_cannot_command_the_terminal(tmp_path: Path) -> None:
     without = as_text(describe_dataset(prefix, 2))
     assert without.endswith(f"Document 1, 500 tokens\n  {' '.join('0' * 64)} …")
     assert as_text(describe_dataset(_build(tmp_path / "one", [[[7]]]), 1)).endswith("Document 0, 1 token\n  7")
-
-
-def test_a_dataset_is_recognised_by_prefix_and_files(tmp_path: Path) -> None:
-    prefix = _build(tmp_path / "x", DOCUMENTS)
-    assert [dataset_prefix(prefix + suffix) for suffix in ("", ".bin", ".idx")] == [prefix] * 3
-    assert dataset_prefix(str(tmp_path)) is None
-    assert dataset_prefix(str(tmp_path / "y.bin")) is None

@@ -6,20 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_megatron.data.gpt import GPTObjective, GPTSamples, build_gpt_index
 from lightning_megatron.data.indexed import IndexedDatasetWriter
 from lightning_megatron.data.samples import Part, SplitName
-from lightning_megatron.errors import DataError
-from tests.unit.data.corpus import opened, write_corpus
+from tests.unit.data.corpus import opened
 from tests.unit.data.engine_samples import engine_dataset, engine_rows
-
-SEQ_LENGTH = 16
-OBJECTIVE = GPTObjective(seq_length=SEQ_LENGTH)
-KEEP = GPTObjective(seq_length=SEQ_LENGTH, drop_last_partial_validation_sequence=False)
 
 
 def _part(prefix: Path, num_samples: int | None = None, name: SplitName = "train", split: str = "8,1,1") -> Part:
@@ -62,18 +56,6 @@ def test_rows_equal_the_engines(
     assert np.array_equal(_all_rows(samples), engine_rows(theirs))
 
 
-def test_a_kept_partial_sequence_is_the_rest_of_the_tokens_and_padding(tmp_path: Path) -> None:
-    # 40 tokens predict 39: two samples of 16 predictions and 7 predictions more.
-    _write(tmp_path / "corpus", [40])
-    part = _part(tmp_path / "corpus", name="valid", split="0,1,0")
-
-    rows = _all_rows(opened(KEEP, part))
-
-    assert KEEP.count(part) == len(rows) == 3
-    assert len(opened(OBJECTIVE, part)) == 2
-    assert [32, *range(33, 40), *[-1] * 9] in rows.tolist()
-
-
 @pytest.mark.parametrize(
     ("seq_length", "tokens"),
     [
@@ -94,30 +76,3 @@ def test_partial_sequences_are_counted_exactly_in_large_corpora(seq_length: int,
     places = begins[index.sample_index[:, 0]] + index.sample_index[:, 1]
     assert np.array_equal(places[:-1], np.arange(len(places) - 1) * seq_length)
     assert places[-1] == tokens - 1
-
-
-def test_rows_come_in_the_order_asked_for_whether_the_index_is_new_or_found(tmp_path: Path) -> None:
-    write_corpus(tmp_path / "corpus", 50)
-    (tmp_path / "index").mkdir()
-    alone = opened(OBJECTIVE, _part(tmp_path / "corpus"))
-    written = OBJECTIVE.open(_part(tmp_path / "corpus"), str(tmp_path / "index"))
-    read = OBJECTIVE.open(_part(tmp_path / "corpus"), str(tmp_path / "index"))
-
-    rows = alone.rows([5, 3, 5, 0])["text"]
-
-    assert rows.dtype == torch.int64
-    assert torch.equal(rows, alone.rows(range(6))["text"][[5, 3, 5, 0]])
-    for samples in (written, read):
-        assert torch.equal(samples.rows([5, 3, 5, 0])["text"], rows)
-        assert samples.fingerprint == alone.fingerprint
-
-
-def test_one_token_too_few_for_a_sample_is_refused_with_counts(tmp_path: Path) -> None:
-    _write(tmp_path / "corpus", [100, 8])
-    part = _part(tmp_path / "corpus", name="valid", split="1,1")
-
-    assert GPTObjective(seq_length=7).count(part) == 1
-    message = r"gives valid 1 of 2 documents of .*corpus with 8 tokens, one sample of seq_length=8 needs 9;"
-    for work in (GPTObjective(seq_length=8).count, lambda part: opened(GPTObjective(seq_length=8), part)):
-        with pytest.raises(DataError, match=message):
-            work(part)

@@ -1,30 +1,34 @@
-"""Exactly the answers are learned, whatever tokenizer and template; rows hold each sample once and alone."""
+"""Exactly the answers are learned, whatever tokenizer and template; rows are few; tokens are kept for the next run."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import logging
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lightning_megatron.data import instructions as records
-from lightning_megatron.data.documents import read_parts
 from lightning_megatron.data.instructions import (
     InstructionOptions,
     Instructions,
     InstructionSamples,
     RowOptions,
+    cached_instructions,
     check_instructions,
+    pack,
     read_instructions,
 )
 from lightning_megatron.data.tokenizer import load_tokenizer
-from lightning_megatron.errors import ConfigError, DataError
-from tests.ranks import ROOT
+from lightning_megatron.errors import DataError
 from tests.unit.data.chat_tokenizer import (
     END,
     FORGETFUL,
@@ -81,14 +85,6 @@ def test_a_completion_and_its_end_are_learned(tmp_path: Path, trim_offsets: bool
     assert _parts(parted, tokenizer, 1) == [(False, f"{begin}the question\n"), (True, f"the answer is: no!{END}")]
 
 
-def test_the_examples_are_instructions(tmp_path: Path) -> None:
-    tokenizer = make_tokenizer(tmp_path / "tokenizer", UNMARKED)
-    for name, lines in (("instructions.jsonl", 40), ("conversations.jsonl", 6)):
-        path = str(ROOT / "examples" / name)
-        got = read_instructions(InstructionOptions(path=path, tokenizer=tokenizer, seq_length=512, separator="\n"))
-        assert len(got) == lines
-
-
 def test_a_token_of_question_and_answer_is_learned_and_an_end_is_not_doubled(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     (joint,) = load_tokenizer(tokenizer)(" the")["input_ids"]
@@ -131,16 +127,8 @@ def test_answers_with_spaces_at_their_ends_are_learned_by_any_tokenizer(
     assert [text for learned, text in _parts(got, tokenizer) if learned] == [f" yes {end}", f"no{end}"]
 
 
-def test_a_token_of_answer_and_question_is_learned(tmp_path: Path) -> None:
-    template = MARKED.replace("+ '<|end|>' }}{% endgeneration %}", "}}{% endgeneration %}he")
-    tokenizer = make_tokenizer(tmp_path / "tokenizer", template)
-    got = _read(tmp_path, {"messages": [USER, {"role": "assistant", "content": "is t"}]}, tokenizer=tokenizer)
-    assert [text for learned, text in _parts(got, tokenizer) if learned] == ["is the"]
-
-
-@pytest.mark.parametrize("template", [MARKED, UNMARKED], ids=["marked", "unmarked"])
-def test_a_prompt_of_messages_is_not_learned(tmp_path: Path, template: str) -> None:
-    tokenizer = make_tokenizer(tmp_path / "tokenizer", template)
+def test_a_prompt_of_messages_is_not_learned(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path / "tokenizer", UNMARKED)
     got = _read(tmp_path, {"prompt": CHAT[:4], "completion": CHAT[4:]}, tokenizer=tokenizer)
     assert [text.strip() for learned, text in _parts(got, tokenizer) if learned] == [f"{CHAT[4]['content']}{END}"]
 
@@ -153,11 +141,8 @@ def test_tools_reach_the_template_and_a_turn_may_consist_of_calls(tmp_path: Path
     assert _parts(got, tokenizer)[0][1].startswith("[weather]<|user|>")
 
 
-def test_plain_and_compressed_files_and_blank_lines_give_the_same_samples(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plain_and_compressed_files_and_blank_lines_give_the_same_samples(tmp_path: Path) -> None:
     zstandard = pytest.importorskip("zstandard")
-    monkeypatch.setattr(records, "read_parts", lambda file: read_parts(file, 7))  # so that lines lie across reads
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     content = "\n".join(json.dumps(record) for record in QUESTIONS).encode() + b"\n\n"
     for name, data in (
@@ -235,25 +220,6 @@ def test_packed_samples_share_a_row() -> None:
     }
 
 
-def test_packed_rows_hold_every_sample_once_and_are_told_apart_by_their_fingerprint() -> None:
-    lengths = np.random.default_rng(5).integers(2, 9, 200).tolist()
-    packed = InstructionSamples(_instructions(*lengths), RowOptions(packing=True, seed=7))
-    rows = packed.rows(range(len(packed)))
-    is_token = rows["attention_mask"] > 0
-    assert sorted(rows["input_ids"][is_token].tolist()) == list(range(1, sum(lengths) + 1))
-    # Neighbours of one sample are neighbours in its row.
-    tokens, numbers = rows["input_ids"], rows["attention_mask"]
-    same = (numbers[:, 1:] == numbers[:, :-1]) & is_token[:, 1:]
-    assert bool((tokens[:, 1:] == tokens[:, :-1] + 1)[same].all())
-    assert bool((rows["labels"][rows["position_ids"] < 2] == -100).all())
-    again, other, alone = (
-        InstructionSamples(_instructions(*lengths), options)
-        for options in (RowOptions(packing=True, seed=7), RowOptions(packing=True, seed=8), RowOptions())
-    )
-    assert packed.fingerprint == again.fingerprint
-    assert len({packed.fingerprint, other.fingerprint, alone.fingerprint}) == 3
-
-
 # ---- wrong input ----------------------------------------------------------------------------------------------------
 
 
@@ -261,21 +227,15 @@ def test_packed_rows_hold_every_sample_once_and_are_told_apart_by_their_fingerpr
     ("record", "says"),
     [
         ({"question": "is it?", "answer": "yes"}, "has the keys 'question', 'answer', neither 'prompt' and 'compl"),
-        ({}, "has the keys none, neither"),
         (
             {"prompt": "is it?", "completion": 3},
             "a 'prompt' of type str and a 'completion' of type int; give two",
         ),
-        ({"prompt": "is it?", "completion": CHAT[4:]}, "a 'prompt' of type str and a 'completion' of type list"),
         ({"prompt": "is it?", "completion": " "}, "an empty 'completion', so there is nothing to learn"),
-        ({"messages": []}, "has no list of messages"),
         ({"messages": "is it?"}, "has no list of messages"),
         ({"messages": [{"from": "human", "value": "is it?"}]}, "message 1 has 'from', 'value' instead of 'role'"),
-        ({"messages": ["is it?"]}, "message 1 has the type str instead of 'role'"),
-        ({"messages": [{"role": "user", "content": 7}]}, "message 1 has a 'content' of type int"),
         ({"messages": [USER, {"role": "bot", "content": "yes"}]}, "no answer: its roles are 'user', 'bot', and only"),
         ({"messages": [USER, {"role": "assistant", "content": " "}]}, "empty answer in message 2"),
-        ({"prompt": CHAT[:3], "completion": CHAT[3:4]}, "no answer: its roles are"),
         ({"messages": [{"role": "assistant", "content": "yes"}]}, "begins with the assistant's turn"),
     ],
 )
@@ -292,10 +252,9 @@ def test_a_malformed_record_is_named_by_its_line(tmp_path: Path, record: dict[st
         (FORGETFUL, CHAT, "leaves out what the role 'system' says; use a role"),
         (UNMARKED[:-11] + "<think>{% endif %}", CHAT, "up to message 3, in another way than within the whole"),
         (REASONING, CHAT, "up to message 3, in another way .* put {% generation %} .*, or set answers=each"),
-        ("{{ messages[0]['content'].nothing.at_all }}", CHAT, "does not take a conversation of"),
         (None, CHAT, "the tokenizer has no chat template for them; use the tokenizer of a chat model"),
     ],
-    ids=["strict", "forgetful", "thinking", "reasoning", "broken", "none"],
+    ids=["strict", "forgetful", "thinking", "reasoning", "none"],
 )
 def test_a_template_that_cannot_render_or_hides_answers_is_named(
     tmp_path: Path, template: str | None, messages: Any, says: str
@@ -316,10 +275,8 @@ def test_each_answer_is_found_where_a_template_rewrites_the_earlier_ones(tmp_pat
     ("content", "says"),
     [
         (b'{"prompt": "a", "completion": "b"}\n{"prompt": \n', "line 2 is not JSON .*; correct or remove"),
-        (b"[1, 2]\n", "line 1 holds a list, not a JSON object"),
-        (b"\xff\xfe\n", "line 1 is not JSON"),
+        (b"[1, 2]\n", "line 1 holds an array, not a JSON object"),
         (b"", "has no records; give a file with at least one"),
-        (b"\n \n", "has no records"),
     ],
 )
 @pytest.mark.parametrize("read", [check_instructions, read_instructions])
@@ -331,40 +288,56 @@ def test_a_malformed_or_empty_file_is_named(tmp_path: Path, read: Any, content: 
         read(options)
 
 
-@pytest.mark.parametrize("read", [check_instructions, read_instructions])
-def test_what_is_wrong_before_the_first_record_is_said_at_once(tmp_path: Path, read: Any) -> None:
-    tokenizer = make_tokenizer(tmp_path / "tokenizer", eos=None)
-    path = _write(tmp_path, *QUESTIONS)
-    good = {"path": path, "tokenizer": tokenizer, "seq_length": 64}
-    (tmp_path / "empty").mkdir()
-    for wrong, says in (
-        ({}, "line 1 has a prompt and a completion, .* and the tokenizer has none; set eos_token"),
-        ({"path": str(tmp_path / "nowhere.jsonl")}, "does not exist"),
-        ({"path": str(tmp_path / "empty")}, "holds no"),
-        ({"tokenizer": str(tmp_path / "nowhere")}, "does not exist"),
-    ):
-        with pytest.raises(DataError, match=says):
-            read(InstructionOptions(**(good | wrong)))
-    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "a"}')[:-9])
-    with pytest.raises(DataError, match="cut off; make or fetch it again"):
-        read(InstructionOptions(path=str(tmp_path / "cut.jsonl.gz"), tokenizer=tokenizer, seq_length=64))
+# ---- packing and cache ----------------------------------------------------------------------------------------------
+
+CAPACITY = 20
 
 
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (
-            lambda: InstructionOptions(path="a", tokenizer="b", seq_length=8, answers="first"),  # type: ignore[arg-type]
-            "answers='first' is unknown; choose from all, each, last",
-        ),
-        (lambda: RowOptions(pad_to_multiple_of=0), "pad_to_multiple_of=0 must be at least 1"),
-        (lambda: RowOptions(packing=True, pad_to_multiple_of=8), "packing=True fills rows of seq_length; leave one"),
-        (
-            lambda: InstructionSamples(_instructions(3), RowOptions(pad_to_multiple_of=3)),
-            "pad_to_multiple_of=3 does not divide seq_length=8",
-        ),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(make: Any, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        make()
+def _best_fit_decreasing(lengths: list[int]) -> list[list[int]]:
+    """The lengths in each row, one sample at a time."""
+    rows: list[list[int]] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [row for row in rows if sum(row) + length <= CAPACITY]
+        if fitting:
+            max(fitting, key=sum).append(length)
+        else:
+            rows.append([length])
+    return rows
+
+
+@given(lengths=st.lists(st.integers(1, CAPACITY), max_size=60), seed=st.integers(0, 99))
+@settings(max_examples=150, deadline=None)
+def test_packed_rows_are_those_of_best_fit_decreasing(lengths: list[int], seed: int) -> None:
+    members, starts = pack(np.array(lengths, dtype=np.int64), CAPACITY, seed)
+    rows = [part.tolist() for part in np.split(members, starts[1:-1])][: len(starts) - 1]
+
+    assert sorted(member for row in rows for member in row) == list(range(len(lengths)))
+    # Which of several equally full rows comes first is free, and does not change the number of rows or their fill.
+    fill = [sum(lengths[member] for member in row) for row in rows]
+    assert sorted(fill) == sorted(map(sum, _best_fit_decreasing(lengths)))
+
+
+def test_tokens_are_kept_until_something_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[InstructionOptions] = []
+
+    def counted(options: InstructionOptions) -> Instructions:
+        reads.append(options)
+        return read_instructions(options)
+
+    monkeypatch.setattr(records, "read_instructions", counted)
+    tokenizer = make_tokenizer(tmp_path / "tokenizer", UNMARKED)
+    options = InstructionOptions(path=_write(tmp_path, {"messages": CHAT}), tokenizer=tokenizer, seq_length=64)
+
+    def fingerprint(changed: InstructionOptions) -> str:
+        return cached_instructions(changed, str(tmp_path / "cache")).fingerprint
+
+    first = fingerprint(options)
+    assert first == fingerprint(options) == read_instructions(options).fingerprint
+    assert len(reads) == 1
+    for changed in (replace(options, seq_length=32), replace(options, answers="last")):
+        assert fingerprint(changed) != first
+    make_tokenizer(Path(options.tokenizer), MARKED)
+    assert fingerprint(options) != first
+    os.utime(options.path, ns=(1, 1))
+    fingerprint(options)
+    assert len(reads) == 5

@@ -94,22 +94,17 @@ def _trained(kind: str) -> Any:
         return ByT5Tokenizer()
     corpus = ["the quick brown fox jumps over the lazy dogs " * 9]
     special = ["[UNK]", "[CLS]", "[SEP]"]
-    if kind == "WordPiece":
-        tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
-        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        trainer: Any = trainers.WordPieceTrainer(vocab_size=90, special_tokens=special)
-    else:
-        tokenizer = Tokenizer(models.Unigram())
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-        trainer = trainers.UnigramTrainer(vocab_size=60, unk_token="[UNK]", special_tokens=special)
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trainer: Any = trainers.WordPieceTrainer(vocab_size=90, special_tokens=special)
     tokenizer.train_from_iterator(corpus, trainer)
     ends = [("[CLS]", 1), ("[SEP]", 2)]
     tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-@pytest.mark.parametrize("kind", ["WordPiece", "Unigram", "Python"])
+@pytest.mark.parametrize("kind", ["WordPiece", "Python"])
 def test_ids_of_any_tokenizer_are_its_own_without_special_tokens(tmp_path: Path, kind: str) -> None:
     texts = ["the quick brown fox", "Jumps over ünïcödé dogs.", "the the  fox\n", "[SEP] unknown 漢字"]
     _trained(kind).save_pretrained(tmp_path)
@@ -123,13 +118,6 @@ def test_ids_of_any_tokenizer_are_its_own_without_special_tokens(tmp_path: Path,
     assert np.frombuffer(found.tokens, "<u2").tolist() == sum(expected, [])
     assert found.lengths == [len(ids) for ids in expected]
     assert tokenizer.encode(texts[0]) != expected[0]  # which does add some
-
-
-def test_a_tokenizer_that_gives_more_than_it_says_is_refused_and_nothing_wraps_around(tokenizer: Path) -> None:
-    encoder = DocumentEncoder(tokenizer=load_tokenizer(tokenizer), keys=["text"], dtype=np.dtype("i1"))
-
-    with pytest.raises(DataError, match=r"the tokenizer gave the id 2\d\d, .* the int8 that is stored"):
-        encoder(Piece(path="x", lines=b'{"text": "one two three"}', num_bytes=0))
 
 
 def test_the_output_does_not_depend_on_the_number_of_workers(
@@ -230,22 +218,6 @@ def test_sentences_are_sequences_and_the_files_are_those_of_the_engines_builder(
             assert Path(prefix + suffix).read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("language", "sentences"),
-    [
-        ("en", ["Dr. Smith went to Washington D.C. on Jan. 5th.", "He met Mr. Brown."]),
-        ("en", ['He said "Stop. Go away." and left.', "Then she cried.", "Version 2.0.1 is out."]),
-        ("en", ["What?!", "No...", "Really?", "At 5 p.m. he left.", "At 6 a.m. Mr. Lee came."]),
-        ("de", ["Das ist z.B. gut.", "Und das."]),
-        ("ja", ["吾輩は猫である。", "名前はまだ無い。"]),
-    ],
-)
-def test_sentences_end_where_a_reader_would_say(language: str, sentences: list[str]) -> None:
-    between = "" if language == "ja" else " "
-
-    assert SentenceSplitter(language, keep_newlines=False)(between.join(sentences)) == sentences
-
-
 @settings(max_examples=200, deadline=None)
 @given(st.text(alphabet="aB.!? \n\r\t\"'()1é。\u2029\u00a0\u3000\u200b🙂-", max_size=40), st.integers(1, 2))
 def test_no_character_of_a_sentence_is_lost_and_white_space_does_no_harm(text: str, times: int) -> None:
@@ -285,8 +257,6 @@ def test_what_cannot_work_is_refused(tmp_path: Path, tokenizer: Path, monkeypatc
     endless.save_pretrained(tmp_path / "endless")
     for options, message in (
         ({"workers": 0}, "workers=0 must be at least 1"),
-        ({"json_keys": ()}, "must name at least one key"),
-        ({"on_error": "ignore"}, "on_error=ignore is not known; choose skip or fail"),
         ({"input": [tmp_path / "empty.txt"]}, "no document has a token under 'text' in 1 files"),
         ({"tokenizer": tmp_path / "endless", "append_eod": True}, "needs an end-of-sequence token, .*endless has none"),
     ):
@@ -324,18 +294,6 @@ def test_a_worker_that_is_killed_ends_the_run(
     assert multiprocessing.active_children() == []
 
 
-def test_workers_that_cannot_be_started_are_a_mistake(
-    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise BlockingIOError(11, "Resource temporarily unavailable")
-
-    _write_inputs(tmp_path)
-    monkeypatch.setattr(preprocess, "_start", refuse)
-    with pytest.raises(ConfigError, match=r"workers=2 cannot all be started \(Resource .*\); choose fewer, e\.g\."):
-        _run(tmp_path, tokenizer, workers=2)
-
-
 RUN_FOREVER = """
 import sys
 from lightning_megatron.data import preprocess as module
@@ -354,10 +312,7 @@ module.preprocess(module.PreprocessOptions(
 
 @pytest.mark.parametrize(
     "sent",
-    [
-        signal.SIGINT,
-        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (signal.SIGKILL, signal.SIGTERM)),
-    ],
+    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)],
 )
 def test_an_interrupt_leaves_no_dataset_and_no_process(tmp_path: Path, tokenizer: Path, sent: signal.Signals) -> None:
     (tmp_path / "a.txt").write_text("one two three\n" * 100)
@@ -384,6 +339,4 @@ def test_an_interrupt_leaves_no_dataset_and_no_process(tmp_path: Path, tokenizer
 
     assert len(children) == 2
     assert not [child for child in children if os.path.exists(f"/proc/{child}")]
-    names = [path.name for path in (tmp_path / "out").iterdir()]
-    assert not [name for name in names if not name.startswith(".")]
-    assert sent == signal.SIGKILL or not names
+    assert not list((tmp_path / "out").iterdir())

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import gzip
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,6 @@ from lightning_megatron.data.tokenizer import (
     train_tokenizer,
 )
 from lightning_megatron.errors import ConfigError, DataError
-from tests.ranks import ROOT
 
 TEXT = "the cat sat on the mat; the dog sat on the log. " * 20
 
@@ -70,7 +66,6 @@ def test_a_vocabulary_that_cannot_be_is_refused(tmp_path: Path) -> None:
     for size, kind, message in (
         (256, "gpt", "vocab_size=256 must be from 257, which 256 bytes and .* need, to 16777216"),
         (300, "t5", "vocab_size=300 must be from 358, .* kind='t5' need"),
-        (10**10, "gpt", "vocab_size=10000000000 must be from 257"),
     ):
         with pytest.raises(ConfigError, match=message):
             _train(tmp_path, size, kind=kind)
@@ -86,28 +81,6 @@ def test_inputs_without_text_are_refused_and_nothing_is_written(tmp_path: Path) 
     assert not (tmp_path / "tokenizer").exists()
 
 
-def test_an_output_that_cannot_be_made_is_refused_before_training(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-
-    with pytest.raises(ConfigError, match=r"file/sub cannot be written \(.*file is no folder that can be written\)"):
-        TokenizerTrainingOptions(input=["absent"], vocab_size=300, output=tmp_path / "file" / "sub")
-
-
-@pytest.mark.parametrize(
-    "error", [OSError(errno.ENOSPC, "No space left on device"), Exception("No space left (os 28)")]
-)
-def test_a_tokenizer_that_cannot_be_saved_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    def fail(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", fail)
-    with pytest.raises(DataError, match=r"cannot be written \(.*No space left .*; (give|choose) a folder"):
-        _train(tmp_path)
-    assert list((tmp_path / "tokenizer").iterdir()) == []
-
-
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="tokenizer folder .*absent does not exist; train one with train-tokenizer"):
         load_tokenizer(tmp_path / "absent")
@@ -115,16 +88,11 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "other" / "readme.txt").write_text("x")
     with pytest.raises(DataError, match="other holds no tokenizer that transformers can load"):
         load_tokenizer(tmp_path / "other")
-    (tmp_path / "other" / "tokenizer.json").write_text("{broken")
-    with pytest.raises(DataError, match="other holds no tokenizer that transformers can load"):
-        load_tokenizer(tmp_path / "other")
 
 
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("tokenizer.json", "[]"),
-        ("tokenizer_config.json", "[]"),
         ("tokenizer_config.json", '{"eos_token": 5}'),
         ("tokenizer_config.json", '{"auto_map": {"AutoTokenizer": ["code.Tokenizer", null]}}'),
     ],
@@ -138,15 +106,6 @@ def test_whatever_is_wrong_with_a_tokenizer_is_told_and_nothing_asked(
     with pytest.raises(DataError, match="tokenizer holds no tokenizer that transformers can load"):
         load_tokenizer(tmp_path / "tokenizer")
     assert "Do you wish" not in capsys.readouterr().out
-
-
-def test_a_missing_folder_is_named_before_transformers_is_loaded() -> None:
-    code = (
-        "import sys; from lightning_megatron.data.tokenizer import load_tokenizer\n"
-        "try: load_tokenizer('absent')\n"
-        "except ValueError: sys.exit('transformers' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 @pytest.mark.parametrize("kind", ["bert", "t5"])
