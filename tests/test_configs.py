@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.cli.command import instantiate
 from tests.cli.corpus import make_corpus
 from tests.ranks import ROOT, run_ranks
 
@@ -15,13 +16,7 @@ CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
 def _instantiate(config: str, overrides: list[str]) -> dict[str, Any]:
-    import os
-
-    from lightning_megatron.cli.train import MegatronCLI
-
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
-        os.environ.pop(name, None)
-    cli = MegatronCLI(args=["--config", config, *overrides], run=False)
+    cli = instantiate(".", "--config", config, *overrides)
     strategy, model = cli.trainer.strategy, cli.model.model_config
     strategy.parallel.check_model(model)
     strategy.parallel.check_sequence(cli.datamodule.seq_length, model.max_position_embeddings)
@@ -49,9 +44,7 @@ def _with_model_directory(fields: dict[str, Any], folder: Path) -> list[str]:
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_a_config_can_be_instantiated_and_its_layout_fits_its_model(config: Path, tmp_path: Path) -> None:
     fields = yaml.safe_load(config.read_text())
-    # The machine of the tests has no GPU; everything else stays as it is written.
-    overrides = ["--trainer.accelerator", "cpu", *_with_model_directory(fields, tmp_path)]
-    (made,) = run_ranks(_instantiate, 1, str(config), overrides)
+    (made,) = run_ranks(_instantiate, 1, str(config), _with_model_directory(fields, tmp_path))
     trainer = fields["trainer"]
     layout = trainer["strategy"]["init_args"]
     assert made["world_size"] == trainer["devices"]

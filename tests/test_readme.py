@@ -4,76 +4,57 @@ from __future__ import annotations
 
 import ast
 import re
-import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from lightning_megatron.cli.commands import TRAINER_COMMANDS, _parser
+from tests.cli.command import instantiate
 from tests.cli.corpus import VOCAB_SIZE, make_corpus
+from tests.pages import blocks, commands, execute, token_loader
 from tests.ranks import ROOT, run_ranks
 
 README = (ROOT / "README.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 
 
-def _blocks(text: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+SHOWN = [*commands("README.md"), *commands("CONTRIBUTING.md")]
 
 
-def _commands(text: str) -> list[list[str]]:
-    """Every shell line of the document, without its comment."""
-    lines = [line for block in _blocks(text, "bash") for line in block.splitlines() if line.strip()]
-    return [shlex.split(line, comments=True) for line in lines]
-
-
-SHOWN = [*_commands(README), *_commands(CONTRIBUTING)]
-
-
-def _run_code(code: str, folder: str, prefix: str) -> int:
-    """Run the Python of the README with a small model, on one process, over a small dataset."""
-    import os
-
+def _global_step(folder: str) -> int:
+    """Run the Python of the README with a small model, over a small dataset."""
     import torch
 
-    os.chdir(folder)
     vocabulary = f'"vocab_size": {VOCAB_SIZE}'
-    small = {
+    smaller = {
         '"n_layer": 12, "n_embd": 768, "n_head": 12': f'"n_layer": 2, "n_embd": 16, "n_head": 2, {vocabulary}',
-        "corpus_text_document": prefix,
         "seq_length=1024, micro_batch_size=4": "seq_length=16, micro_batch_size=1, split='80,20,0'",
         "max_steps=1000": "max_steps=2, limit_val_batches=1, enable_progress_bar=False, logger=False",
     }
-    for shown, smaller in small.items():
-        assert shown in code, f"the README no longer shows {shown}"
-        code = code.replace(shown, smaller)
-    variables = {"__name__": "__main__"}
-    exec(compile(code, "README.md", "exec"), variables)
+    trainer = execute("README.md", 0, folder, smaller, __name__="__main__")["trainer"]
     assert torch.distributed.get_world_size() == 4
-    trainer = variables["trainer"]
-    return int(trainer.global_step)  # type: ignore[attr-defined]
+    return int(trainer.global_step)
 
 
-def _run_finetuning(code: str, folder: str) -> bool:
-    """Run the README's lines about Hugging Face weights with a small Llama, on two ranks."""
-    import os
+def test_the_python_of_the_readme_trains(tmp_path: Path) -> None:
+    make_corpus(tmp_path)
+    assert run_ranks(_global_step, 4, str(tmp_path)) == [2] * 4
 
+
+def _finetuned(folder: str) -> bool:
+    """Run the README's lines about Hugging Face weights on two ranks; whether the weights have moved."""
     import torch
     from lightning.pytorch import Trainer
-    from torch.utils.data import DataLoader
     from transformers import AutoModelForCausalLM
 
     from lightning_megatron import MegatronModule, MegatronStrategy
 
-    os.chdir(folder)
-    rows = [{name: torch.arange(8) for name in ("input_ids", "labels")} for _ in range(4)]
-    options = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    options: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
     trainer = Trainer(accelerator="cpu", devices=2, strategy=MegatronStrategy(tp=2), max_steps=1, **options)
-    exec(
-        compile(code, "README.md", "exec"),
-        {"MegatronModule": MegatronModule, "trainer": trainer, "loader": DataLoader(rows, batch_size=4)},  # type: ignore[arg-type]
-    )
+    given = {"MegatronModule": MegatronModule, "trainer": trainer, "loader": token_loader()}
+    execute("README.md", 1, folder, {}, **given)
     before, after = (AutoModelForCausalLM.from_pretrained(name) for name in ("path/to/llama", "tuned"))
     return not torch.equal(before.lm_head.weight, after.lm_head.weight)
 
@@ -83,51 +64,28 @@ def test_the_readme_goes_from_hugging_face_weights_and_back(tmp_path: Path) -> N
 
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     LlamaForCausalLM(LlamaConfig(vocab_size=50, **sizes)).save_pretrained(tmp_path / "path/to/llama")
-    _, code = _blocks(README, "python")
-    assert run_ranks(_run_finetuning, 2, code, str(tmp_path)) == [True, True]
-
-
-def test_the_python_of_the_readme_trains(tmp_path: Path) -> None:
-    code, _ = _blocks(README, "python")
-    prefix = make_corpus(tmp_path)
-    assert run_ranks(_run_code, 4, code, str(tmp_path), str(prefix)) == [2] * 4
+    assert len(blocks("README.md", "python")) == 2
+    assert run_ranks(_finetuned, 2, str(tmp_path)) == [True, True]
 
 
 def test_the_python_of_contributing_is_the_rank_pool_as_it_is() -> None:
-    (code,) = _blocks(CONTRIBUTING, "python")
+    (code,) = blocks("CONTRIBUTING.md", "python")
     names = {node.name for node in ast.walk(ast.parse(code)) if isinstance(node, ast.FunctionDef)}
     assert names == {"_world_size", "test_every_rank_sees_the_others"}
     assert "from tests.ranks import run_ranks" in code
 
 
-def _parse_configuration(text: str, folder: str) -> tuple[int, str]:
-    from pathlib import Path
-
-    from lightning_megatron.cli.train import MegatronCLI
-
-    path = Path(folder) / "model.json"
-    path.write_text('{"model_type": "gpt2"}')
-    shown = Path(folder) / "shown.yaml"
-    shown.write_text(text.replace("path/to/config.json", str(path)))
-    cli = MegatronCLI(
-        args=["--config", str(shown), "--trainer.accelerator", "cpu", "--trainer.logger", "false"], run=False
-    )
+def _instantiated(folder: str) -> tuple[int, str]:
+    cli = instantiate(folder, "--config", "shown.yaml", "--trainer.logger", "false")
     return cli.trainer.strategy.num_microbatches, type(cli.datamodule).__name__
 
 
 def test_the_yaml_of_the_readme_can_be_instantiated(tmp_path: Path) -> None:
-    (text,) = _blocks(README, "yaml")
+    (text,) = blocks("README.md", "yaml")
+    (tmp_path / "model.json").write_text('{"model_type": "gpt2"}')
+    (tmp_path / "shown.yaml").write_text(text.replace("path/to/config.json", "model.json"))
     expected = yaml.safe_load(text)["trainer"]["strategy"]["init_args"]["num_microbatches"]
-    (made,) = run_ranks(_instantiate_outside_torchrun, 1, text, str(tmp_path))
-    assert made == (expected, "IndexedDataModule")
-
-
-def _instantiate_outside_torchrun(text: str, folder: str) -> tuple[int, str]:
-    import os
-
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
-        os.environ.pop(name, None)
-    return _parse_configuration(text, folder)
+    assert run_ranks(_instantiated, 1, str(tmp_path)) == [(expected, "IndexedDataModule")]
 
 
 @pytest.mark.parametrize("command", SHOWN, ids=" ".join)
@@ -149,7 +107,7 @@ def test_every_shell_command_exists(command: list[str]) -> None:
 
 def test_the_quickstart_does_what_the_readme_says() -> None:
     noxfile = (ROOT / "noxfile.py").read_text()
-    for command in _commands(README):
+    for command in commands("README.md"):
         if command[0] == "lightning-megatron" and command[1] != "doctor":
             for word in command[1:]:
                 assert word in noxfile or word.isupper(), f"{word} of the README is not in the noxfile"

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import json
-import os
 import shutil
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_megatron.cli import main
+from tests.cli.command import run_all, run_cli
 from tests.cli.corpus import VOCAB_SIZE
-from tests.ranks import run_ranks
 
 PROMPTS = ("w1 w5", "w90 w7 w11 w3 w2")
 
@@ -52,23 +49,8 @@ def checkpoints(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_command(arguments: list[str], is_one_of_many: bool) -> tuple[int, str, str]:
-    """Run the command in a rank, where everything is imported already: alone, or as torchrun would start it."""
-    if not is_one_of_many:
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
-            os.environ.pop(name, None)
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        code = main(["generate", *arguments])
-    return code, out.getvalue(), err.getvalue()
-
-
 def _generate(*arguments: object, ranks: int = 1) -> tuple[int, str, str]:
-    """What the first rank ended with; the others must print nothing."""
-    results = run_ranks(run_command, ranks, [str(each) for each in arguments], ranks > 1)
-    assert all(out == "" for _, out, _ in results[1:])
-    result: tuple[int, str, str] = results[0]
-    return result
+    return run_cli(".", "generate", *arguments, ranks=ranks)
 
 
 def _by_hugging_face(folder: Path, **options: Any) -> list[str]:
@@ -122,14 +104,19 @@ def test_gpus_compute_in_the_dtype_of_the_weights(
         assert _own_precision(stored, "auto") == (on_gpu if has_gpu else "32-true")
 
 
-def test_beams_and_several_texts_per_prompt(checkpoints: Path) -> None:
-    code, out, err = _generate(
-        *("--checkpoint", checkpoints / "hf", "--num-beams", 4, "--num-return-sequences", 2),
-        *("--max-new-tokens", 5, "--length-penalty", 1.5, "--prompt", *PROMPTS),
-    )
+@pytest.mark.parametrize(
+    ("chosen", "options"),
+    [
+        (("--num-return-sequences", 2, "--length-penalty", 1.5), {"num_return_sequences": 2, "length_penalty": 1.5}),
+        (("--early-stopping", "true", "--length-penalty", -1.0), {"early_stopping": True, "length_penalty": -1.0}),
+    ],
+    ids=["two texts", "early stopping"],
+)
+def test_beams_are_hugging_faces(checkpoints: Path, chosen: tuple[Any, ...], options: dict[str, Any]) -> None:
+    common = ("--checkpoint", checkpoints / "hf", "--num-beams", 4, "--max-new-tokens", 5, "--prompt", *PROMPTS)
+    code, out, err = _generate(*common, *chosen)
     assert code == 0, err
-    options = {"num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 5, "length_penalty": 1.5}
-    assert out == "\n\n".join(_by_hugging_face(checkpoints / "hf", **options)) + "\n"
+    assert out == "\n\n".join(_by_hugging_face(checkpoints / "hf", num_beams=4, max_new_tokens=5, **options)) + "\n"
 
 
 def test_a_text_ends_behind_a_stop_text_and_the_seed_draws_it(checkpoints: Path) -> None:
@@ -181,50 +168,30 @@ def test_a_t5_answers_its_prompts(checkpoints: Path, streams: bool) -> None:
     assert out == f"{PROMPTS[0]}\n{text}\n"
 
 
-def test_beams_may_stop_early_and_tokens_be_drawn_from_the_whole_distribution(checkpoints: Path) -> None:
-    common = ("--checkpoint", checkpoints / "hf", "--prompt", *PROMPTS, "--max-new-tokens", 8)
-    for chosen, value in (("true", True), ("never", "never")):
-        options = {"num_beams": 3, "early_stopping": value, "length_penalty": -1.0, "max_new_tokens": 8}
-        arguments = ("--num-beams", 3, "--early-stopping", chosen, "--length-penalty", -1.0)
-        expected = "\n\n".join(_by_hugging_face(checkpoints / "hf", **options)) + "\n"
-        assert _generate(*common, *arguments)[1] == expected
-    _, drawn, _ = _generate(*common, "--sample")
-    _, greedy, _ = _generate(*common)
-    assert drawn != greedy
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ("--prompt x", "the following arguments are required: --checkpoint"),
-        ("--checkpoint {folder}/hf", "one of the arguments --prompt --prompt-file is required"),
-        ("--checkpoint {folder}/hf --prompt-file {folder}/none.txt", "none.txt cannot be read: No such file"),
-        ("--checkpoint {folder}/hf --prompt-file {folder}/hf/model.safetensors", "cannot be read: it is not UTF-8"),
-        ("--checkpoint {folder}/hf --prompt x y --stream", "--stream shows one text of one prompt"),
-        ("--checkpoint {folder}/hf --prompt x --stream --num-beams 2", "--stream shows one text of one prompt"),
-        ("--checkpoint {folder}/hf --prompt x --batch-size 0", "--batch-size 0 must be at least 1"),
-        ("--checkpoint {folder}/none --prompt x", "does not exist"),
-        ("--checkpoint {folder}/bare --prompt x", "/bare comes with no tokenizer; give --tokenizer DIR"),
-        ("--checkpoint {folder}/hf --prompt x --tokenizer {folder}/none", "/none comes with no tokenizer"),
-        ("--checkpoint {folder}/hf --prompt x --tokenizer {folder}/bare", "/bare comes with no tokenizer"),
-        ("--checkpoint {folder}/bert --prompt x", "bert is a megatron-bert, and generate needs a GPT or T5"),
-        ("--checkpoint {folder}/t5 --tokenizer {folder}/hf --prompt x --add-bos", "--add-bos is for texts that are"),
-        ("--checkpoint {folder}/hf --prompt x --top-k 3 --top-p 0.5", "--top-k 3 and --top-p 0.5 both say"),
-        ("--checkpoint {folder}/hf --prompt x --top-p 1.5", "--top-p 1.5 must be a number from 0 to 1"),
-        ("--checkpoint {folder}/hf --prompt x --num-beams 2 --top-k 3", "--num-beams 2 searches for the likeliest"),
-        ("--checkpoint {folder}/hf --prompt x --max-new-tokens 99", "need more positions than the model's"),
-        (
-            "--checkpoint {folder}/hf --prompt x --tp 3 --accelerator cpu",
-            "--tp 3 does not divide num_attention_heads=2",
-        ),
-    ],
+MISTAKES = (
+    ("--prompt x", "the following arguments are required: --checkpoint"),
+    ("--checkpoint {folder}/hf --prompt-file {folder}/none.txt", "none.txt cannot be read: No such file"),
+    ("--checkpoint {folder}/hf --prompt-file {folder}/hf/model.safetensors", "cannot be read: it is not UTF-8"),
+    ("--checkpoint {folder}/hf --prompt x --stream --num-beams 2", "--stream shows one text of one prompt"),
+    ("--checkpoint {folder}/none --prompt x", "does not exist"),
+    ("--checkpoint {folder}/bare --prompt x", "/bare comes with no tokenizer; give --tokenizer DIR"),
+    ("--checkpoint {folder}/bert --prompt x", "bert is a megatron-bert, and generate needs a GPT or T5"),
+    ("--checkpoint {folder}/t5 --tokenizer {folder}/hf --prompt x --add-bos", "--add-bos is for texts that are"),
+    ("--checkpoint {folder}/hf --prompt x --top-k 3 --top-p 0.5", "--top-k 3 and --top-p 0.5 both say"),
+    ("--checkpoint {folder}/hf --prompt x --max-new-tokens 99", "need more positions than the model's"),
+    (
+        "--checkpoint {folder}/hf --prompt x --tp 3 --accelerator cpu",
+        "--tp 3 does not divide num_attention_heads=2",
+    ),
 )
-def test_a_mistake_is_one_line_and_code_2(checkpoints: Path, arguments: str, says: str) -> None:
-    code, out, err = _generate(*arguments.format(folder=checkpoints).split())
-    assert code == 2
-    assert out == ""
-    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert says in line
+
+
+def test_a_mistake_is_one_line_and_code_2(checkpoints: Path) -> None:
+    commands = [("generate", *arguments.format(folder=checkpoints).split()) for arguments, _ in MISTAKES]
+    for (code, out, err), (_, says) in zip(run_all(".", commands), MISTAKES, strict=True):
+        assert (code, out) == (2, "")
+        (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+        assert says in line
 
 
 def test_a_checkpoint_that_does_not_say_its_model_is_told_by_a_config(checkpoints: Path, tmp_path: Path) -> None:

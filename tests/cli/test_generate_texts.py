@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.cli.generate import TextPrinter, TextStream, cut, read_prompts, show_what_can_be_shown
+from lightning_megatron.cli.generate import TextPrinter, TextStream, read_prompts, show_what_can_be_shown
 from lightning_megatron.errors import ConfigError
 
 
@@ -61,17 +61,6 @@ def test_a_stream_shows_whole_characters_and_nothing_behind_a_stop_text(
     assert _streamed(text, stop, monkeypatch) == pieces
 
 
-def test_texts_are_shown_batch_by_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    out = Written()
-    monkeypatch.setattr(sys, "stdout", out)
-    printer = TextPrinter(as_json=False, between="\n")
-    printer.show([("a", "b")])
-    assert out.getvalue() == "a\nb"
-    printer.show([("c", "d"), ("e", "f")])
-    printer.end()
-    assert out.getvalue() == "a\nb\n\nc\nd\n\ne\nf\n"
-
-
 @pytest.mark.parametrize(("encoding", "shown"), [("latin-1", "é ?\n"), ("utf-8", "é 🎉\n")])
 def test_characters_that_the_output_lacks_do_not_end_the_run(
     encoding: str, shown: str, monkeypatch: pytest.MonkeyPatch
@@ -91,13 +80,6 @@ def test_characters_that_the_output_lacks_do_not_end_the_run(
 class _Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-
-@pytest.mark.parametrize(
-    ("text", "stop", "expected"), [("a;b|c", ("|", ";"), "a;"), ("abc", (), "abc"), ("abc", ("d",), "abc")]
-)
-def test_a_text_is_cut_behind_the_first_stop_text(text: str, stop: tuple[str, ...], expected: str) -> None:
-    assert cut(text, stop) == expected
 
 
 def _printed(texts: list[tuple[str, str]], out: io.StringIO, monkeypatch: pytest.MonkeyPatch, *, as_json: bool) -> str:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import io
-import warnings
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.cli.command import run_all, run_cli
 from tests.cli.corpus import VOCAB_SIZE
-from tests.ranks import run_ranks
 
 
 def configuration(corpus: Path, folder: Path) -> dict[str, Any]:
@@ -29,40 +27,6 @@ def configuration(corpus: Path, folder: Path) -> dict[str, Any]:
         "model": {"class_path": "MegatronModule", "init_args": {"model": {"model_type": "gpt2", **shape}}},
         "data": {"class_path": "IndexedDataModule", "init_args": data},
     }
-
-
-def _main(folder: str, arguments: list[str]) -> tuple[int, str, str]:
-    """Run a command in a rank, where Lightning and the engine are loaded already; exit code, stdout and stderr."""
-    import os
-
-    from lightning_megatron.cli import main
-
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
-        os.environ.pop(name, None)
-    os.chdir(folder)
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err), warnings.catch_warnings():
-        _send_logs_to(err)
-        try:
-            code = main(arguments)
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-    return code, out.getvalue(), err.getvalue()
-
-
-def _send_logs_to(stream: io.StringIO) -> None:
-    """Lightning's handlers hold the stream that was stderr at import."""
-    import logging
-
-    for name in ("lightning", "lightning.fabric", "lightning.pytorch"):
-        for handler in logging.getLogger(name).handlers:
-            if isinstance(handler, logging.StreamHandler):
-                handler.setStream(stream)
-
-
-def run_cli(folder: Path, *arguments: str) -> tuple[int, str, str]:
-    (result,) = run_ranks(_main, 1, str(folder), list(arguments))
-    return result
 
 
 @pytest.fixture
@@ -116,49 +80,44 @@ def test_any_lightning_module_and_data_module_are_accepted(tmp_path: Path) -> No
     assert code == 0, err
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "expected"),
-    [
-        ("--trainer.max_stepps", "3", "max_stepps 3; did you mean --trainer.max_steps?"),
-        ("--modle.lrr", "3", "did you mean --model?"),
-        ("--trainer.max_steps", "many", "trainer.max_steps: Expected a <class 'int'>. Got value: many"),
-        ("--trainer.strategy.tp_degree", "3", "Option 'tp_degree' is not accepted; here it is --trainer.strategy.tp"),
-        ("--data.splits_string", "9,1,0", "Option 'splits_string' is not accepted; here it is --data.split"),
-        ("--min_lr", "3", "unrecognized arguments: --min_lr 3; here it is --model.lr_schedule.min_lr"),
-        ("--trainer.strategy.tpp", "3", "Option 'tpp' is not accepted; did you mean tp?"),
-        ("--model.optimizer.beta9", "3", "did you mean optimizer.beta2?"),
-        ("--data.seq_len", "8", "did you mean seq_length?"),
-        ("--model", "MegatronModul", "did you mean MegatronModule?"),
-        ("--model", "NoSuchModule", "NoSuchModule"),
-        ("--trainer.precision", "fp16", "expected one of 32-true, bf16-mixed, bf16-true, 16-mixed"),
-        ("--trainer.accelerator", "tpu", "torch_xla"),
-        ("--trainer.logger.save_dir", "/dev/null/x", "saved in /dev/null/x: /dev/null is no folder"),
-        ("--trainer.strategy", "megatron_tp3_pp1", "expected MegatronStrategy, megatron, megatron_tpN"),
-        ("--trainer.strategy", "megatron_tp2_pp1", "tp"),  # one device: that the size is refused shows it was read
-        ("--trainer.strategy.tp", "0", "tp=0"),
-        ("--trainer.strategy.num_microbatches", "100000000000", "the tokens of one step take"),
-        ("--trainer.accumulate_grad_batches", "2", "accumulate_grad_batches=2 does not work"),
-        ("--trainer.fast_dev_run", "-5", "fast_dev_run=-5"),
-        ("--model.lr", "-1", "lr=-1.0"),
-        ("--model.optimizer.weight_decay", "-1", "weight_decay=-1.0 must be at least 0"),
-        ("--model.model", "nowhere/config.json", "nowhere/config.json does not exist"),
-        ("--data.seq_length", "0", "seq_length=0 must be at least 1"),
-        ("--data.data_path", "nowhere", "nowhere"),
-        ("--ckpt_path", "nowhere.ckpt", "ckpt_path=nowhere.ckpt does not exist"),
-        ("--config", "nowhere.yaml", "nowhere.yaml"),
-    ],
-    ids=lambda value: value[:40].lstrip("-"),
+MISTAKES = (
+    ("--trainer.max_stepps", "3", "max_stepps 3; did you mean --trainer.max_steps?"),
+    ("--modle.lrr", "3", "did you mean --model?"),
+    ("--trainer.max_steps", "many", "trainer.max_steps: Expected a <class 'int'>. Got value: many"),
+    ("--trainer.strategy.tp_degree", "3", "Option 'tp_degree' is not accepted; here it is --trainer.strategy.tp"),
+    ("--min_lr", "3", "unrecognized arguments: --min_lr 3; here it is --model.lr_schedule.min_lr"),
+    ("--trainer.strategy.tpp", "3", "Option 'tpp' is not accepted; did you mean tp?"),
+    ("--model.optimizer.beta9", "3", "did you mean optimizer.beta2?"),
+    ("--model", "MegatronModul", "did you mean MegatronModule?"),
+    ("--trainer.precision", "fp16", "expected one of 32-true, bf16-mixed, bf16-true, 16-mixed"),
+    ("--trainer.accelerator", "tpu", "torch_xla"),
+    ("--trainer.logger.save_dir", "/dev/null/x", "saved in /dev/null/x: /dev/null is no folder"),
+    ("--trainer.strategy", "megatron_tp3_pp1", "expected MegatronStrategy, megatron, megatron_tpN"),
+    ("--trainer.strategy", "megatron_tp2_pp1", "tp"),  # one device: that the size is refused shows it was read
+    ("--trainer.strategy.num_microbatches", "100000000000", "the tokens of one step take"),
+    ("--trainer.accumulate_grad_batches", "2", "accumulate_grad_batches=2 does not work"),
+    ("--model.optimizer.weight_decay", "-1", "weight_decay=-1.0 must be at least 0"),
+    ("--model.model", "nowhere/config.json", "nowhere/config.json does not exist"),
+    ("--data.data_path", "nowhere", "nowhere"),
+    ("--ckpt_path", "nowhere.ckpt", "ckpt_path=nowhere.ckpt does not exist"),
+    ("--config", "nowhere.yaml", "nowhere.yaml"),
 )
-def test_a_users_mistake_is_one_line_exit_code_two_and_leaves_no_file(
-    option: str, value: str, expected: str, config: Path, tmp_path: Path
-) -> None:
+
+
+def _assert_one_line(results: list[tuple[int, str, str]], expected: Iterable[str]) -> None:
+    for (code, out, err), line in zip(results, expected, strict=True):
+        assert (code, out) == (2, ""), err
+        assert line in err
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1, err
+        assert err.rstrip("\n").isprintable()
+
+
+def test_a_users_mistake_is_one_line_exit_code_two_and_leaves_no_file(config: Path, tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
-    code, out, err = run_cli(tmp_path, "fit", "--config", str(config), option, value)
-    assert code == 2, err
-    assert expected in err
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1, err
-    assert out == ""
+    fit = ("fit", "--config", config)
+    results = run_all(tmp_path, [(*fit, option, value) for option, value, _ in MISTAKES])
+    _assert_one_line(results, [line for *_, line in MISTAKES])
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -171,10 +130,8 @@ def test_what_stands_alone_or_is_missing_is_told_with_the_option(tmp_path: Path)
         gpu = "error: accelerator=gpu: expected a GPU that torch can use, got none; give accelerator=cpu"
         boring = "--model lightning.pytorch.demos.boring_classes.BoringModel --data DatasetDataModule"
         cases.append((f"fit {boring} --data.train x --data.micro_batch_size 1 --trainer.accelerator gpu", gpu))
-    for arguments, expected in cases:
-        code, _, err = run_cli(tmp_path, *arguments.split())
-        assert code == 2
-        assert expected in err
+    results = run_all(tmp_path, [arguments.split() for arguments, _ in cases])
+    _assert_one_line(results, [expected for _, expected in cases])
 
 
 _ALIASES = "a0: &a0 [1,1,1,1,1,1,1,1,1,1]\n" + "".join(
@@ -182,35 +139,31 @@ _ALIASES = "a0: &a0 [1,1,1,1,1,1,1,1,1,1]\n" + "".join(
 )
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("trainer:\n\tmax_steps: 3", "bad.yaml:2: Problems parsing config: while scanning for the next token found"),
-        ("trainer:\n  max_stepps: 3", "bad.yaml:2: Subcommand 'fit' does not accept option 'trainer.max_stepps'; did"),
-        ("tariner:\n  max_steps: 3", "bad.yaml:2: Subcommand 'fit' does not accept option 'tariner.max_steps'; did"),
-        ("data:\n  class_path: IndexedDataModule\n  init_args:\n    seq_len: 3", "bad.yaml:4: data: Problem with"),
-        ("trainer:\n  max_steps: many", "bad.yaml:2: trainer.max_steps: Expected a <class 'int'>. Got value: many"),
-        (
-            'trainer:\n  max_steps: "\\e]0;mine\\a"',
-            r"bad.yaml:2: trainer.max_steps: Expected a <class 'int'>. Got value: \x1b]0",
-        ),
-        ("trainer.max_steps", "bad.yaml:1: Unexpected config: trainer.max_steps"),
-        (_ALIASES, "bad.yaml: expected at most 100,000 values, 100 in each other, got more"),
-        ("trainer: &a {logger: *a}", "bad.yaml: expected at most 100,000 values, 100 in each other, got more"),
-        (f"trainer: {'[' * 5000}{']' * 5000}", "bad.yaml: expected at most 100,000 values, 100 in each other, got"),
-        ("trainer: \xff", "bad.yaml is no text in UTF-8"),
-    ],
-    ids=["syntax", "key", "section", "class", "type", "control", "no map", "aliases", "itself", "deep", "UTF-8"],
+FILES = (
+    ("trainer:\n\tmax_steps: 3", "bad.yaml:2: Problems parsing config: while scanning for the next token found"),
+    ("trainer:\n  max_stepps: 3", "bad.yaml:2: Subcommand 'fit' does not accept option 'trainer.max_stepps'; did"),
+    ("data:\n  class_path: IndexedDataModule\n  init_args:\n    seq_len: 3", "bad.yaml:4: data: Problem with"),
+    ("trainer:\n  max_steps: many", "bad.yaml:2: trainer.max_steps: Expected a <class 'int'>. Got value: many"),
+    (
+        'trainer:\n  max_steps: "\\e]0;mine\\a"',
+        r"bad.yaml:2: trainer.max_steps: Expected a <class 'int'>. Got value: \x1b]0",
+    ),
+    ("trainer.max_steps", "bad.yaml:1: Unexpected config: trainer.max_steps"),
+    (_ALIASES, "bad.yaml: expected at most 100,000 values, 100 in each other, got more"),
+    ("trainer: &a {logger: *a}", "bad.yaml: expected at most 100,000 values, 100 in each other, got more"),
+    (f"trainer: {'[' * 5000}{']' * 5000}", "bad.yaml: expected at most 100,000 values, 100 in each other, got"),
+    ("trainer: \xff", "bad.yaml is no text in UTF-8"),
 )
-def test_a_mistake_in_a_file_is_one_line_with_the_file_and_the_line(
-    text: str, expected: str, config: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "bad.yaml").write_text(text, encoding="latin-1")
-    code, _, err = run_cli(tmp_path, "fit", "--config", str(config), "--config=bad.yaml")
-    assert code == 2
-    assert expected in err
-    assert err.count("\n") == 1, err
-    assert err.rstrip("\n").isprintable()
+
+
+def test_a_mistake_in_a_file_is_one_line_with_the_file_and_the_line(config: Path, tmp_path: Path) -> None:
+    commands = []
+    for number, (text, _) in enumerate(FILES):
+        file = tmp_path / str(number) / "bad.yaml"
+        file.parent.mkdir()
+        file.write_text(text, encoding="latin-1")
+        commands.append(("fit", "--config", config, f"--config={number}/bad.yaml"))
+    _assert_one_line(run_all(tmp_path, commands), [expected for _, expected in FILES])
 
 
 def test_help_of_a_class_says_what_the_fields_of_its_options_mean(tmp_path: Path) -> None:

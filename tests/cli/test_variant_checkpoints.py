@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lightning_megatron.cli import main
+from tests.cli.command import run_cli
 from tests.cli.corpus import VOCAB_SIZE
-from tests.cli.test_generate_command import run_command
 from tests.convert.weights import assert_same_weights, weights_of
 from tests.ranks import run_ranks
 
@@ -86,7 +86,7 @@ def test_a_variant_is_generated_from_converted_and_inspected(
     for path, tp in ((own, 1), (legacy, 2), (other, 1)):
         options = ["--checkpoint", str(path), "--tokenizer", str(corpus.parent / "tok"), "--accelerator", "cpu"]
         options += ["--tp", str(tp), "--prompt", prompt, "--max-new-tokens", "8", "--json"]
-        code, out, err = run_ranks(run_command, tp, options, tp > 1)[0]
+        code, out, err = run_cli(tmp_path, "generate", *options, ranks=tp)
         assert code == 0, err
         text = tokenizer.decode(trained[1][name], skip_special_tokens=True)
         assert json.loads(out) == {"prompt": prompt, "text": text}

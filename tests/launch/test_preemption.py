@@ -16,8 +16,8 @@ import yaml
 
 from tests.checkpoint.corpus import make_corpus
 from tests.checkpoint.runs import Run, Trace, checkpoints_at, differences, fit
+from tests.cli.command import run_cli
 from tests.cli.test_training import configuration as cli_configuration
-from tests.cli.test_training import run_cli
 from tests.launch.test_started_by import _environment
 from tests.ranks import run_ranks
 

@@ -1,0 +1,76 @@
+"""Commands run in ranks, where Lightning and the engine are loaded already."""
+
+from __future__ import annotations
+
+import io
+import os
+import warnings
+from collections.abc import Iterable
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from tests.ranks import run_ranks
+
+
+def run_cli(folder: Path | str, *arguments: object, ranks: int = 1) -> tuple[int, str, str]:
+    """Run a command in ``folder``, alone or as ``ranks`` processes of torchrun.
+
+    Returns:
+        Exit code, stdout and stderr of the first process. The others must print nothing to stdout.
+    """
+    first, *others = run_ranks(_each, ranks, str(folder), [[str(each) for each in arguments]])
+    assert all(out == "" for ((_, out, _),) in others)
+    result: tuple[int, str, str] = first[0]
+    return result
+
+
+def run_all(folder: Path | str, commands: Iterable[Iterable[object]]) -> list[tuple[int, str, str]]:
+    """What each of ``commands`` ends with, one after the other in one process: cheap, for those that are refused."""
+    (results,) = run_ranks(_each, 1, str(folder), [[str(each) for each in arguments] for arguments in commands])
+    return list(results)
+
+
+def _each(folder: str, commands: list[list[str]]) -> list[tuple[int, str, str]]:
+    if os.environ["WORLD_SIZE"] == "1":
+        leave_torchrun()
+    os.chdir(folder)
+    return [_main(arguments) for arguments in commands]
+
+
+def _main(arguments: list[str]) -> tuple[int, str, str]:
+    from lightning_megatron.cli import main
+
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), warnings.catch_warnings():
+        _send_logs_to(err)
+        try:
+            code = main(arguments)
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+    return code, out.getvalue(), err.getvalue()
+
+
+def leave_torchrun() -> None:
+    """Make this rank a process that a user has started by hand."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
+        os.environ.pop(name, None)
+
+
+def instantiate(folder: str, *arguments: str) -> Any:
+    """The ``MegatronCLI`` of ``arguments``, with its Trainer, module and data; nothing is run."""
+    from lightning_megatron.cli.train import MegatronCLI
+
+    leave_torchrun()
+    os.chdir(folder)
+    return MegatronCLI(args=[*arguments, "--trainer.accelerator", "cpu"], run=False)
+
+
+def _send_logs_to(stream: io.StringIO) -> None:
+    """Lightning's handlers hold the stream that was stderr at import."""
+    import logging
+
+    for name in ("lightning", "lightning.fabric", "lightning.pytorch"):
+        for handler in logging.getLogger(name).handlers:
+            if isinstance(handler, logging.StreamHandler):
+                handler.setStream(stream)
