@@ -36,7 +36,6 @@ def _at(key: str, steps: Any, schedule: LRSchedule, **settings: Any) -> dict[int
         (LRSchedule(warmup_steps=4, init_lr=4.0), {0: 4.0, 1: 5.0, 3: 7.0, 4: 8.0, 5: 8.0}),
         (LRSchedule(style="linear", warmup_steps=20), {0: 0.0, 10: 4.0, 20: 8.0, 60: 4.0, 100: 0.0}),
         (LRSchedule(style="cosine", warmup_fraction=0.2), {10: 4.0, 20: 8.0, 60: 4.0}),
-        (LRSchedule(style="cosine", decay_steps=50), {25: 4.0, 50: 0.0, 100: 0.0}),
         (LRSchedule(style="inverse-square-root", warmup_steps=4), {2: 4.0, 4: 8.0, 16: 4.0, 64: 2.0, 101: 0.0}),
         (LRSchedule(style="WSD", wsd_decay_steps=40, wsd_decay_style="linear"), {1: 8.0, 60: 8.0, 80: 4.0, 100: 0.0}),
         (LRSchedule(style="WSD", wsd_decay_steps=40), {60: 8.0, 80: 8.0 * (math.sqrt(2.0) - 1.0), 100: 0.0}),
@@ -51,7 +50,6 @@ def test_learning_rate_has_the_value_worked_out_by_hand(schedule: LRSchedule, ex
     ("schedule", "expected"),
     [
         (LRSchedule(start_weight_decay=0.0, weight_decay_incr_style="linear"), [0.0, 0.1, 0.2, 0.4, 0.4]),
-        (LRSchedule(end_weight_decay=0.8, weight_decay_incr_style="linear"), [0.4, 0.5, 0.6, 0.8, 0.8]),
         (
             LRSchedule(start_weight_decay=0.0, end_weight_decay=1.0, weight_decay_incr_style="cosine"),
             [0.0, (1.0 - math.sqrt(0.5)) / 2.0, 0.5, 1.0, 1.0],
@@ -67,14 +65,10 @@ def test_weight_decay_ramps_between_its_ends_over_the_whole_run(schedule: LRSche
     ("settings", "message"),
     [
         ({"style": "square"}, r"style='square' is unknown; choose from 'constant', 'linear', 'cosine'"),
-        ({"warmup_steps": -1}, r"warmup_steps=-1 must be at least 0; correct warmup_steps"),
         ({"warmup_steps": "10"}, r"warmup_steps='10' must be an integer, and is a str; correct warmup_steps"),
-        ({"decay_steps": 0}, r"decay_steps=0 must be at least 1"),
         ({"warmup_steps": 5, "warmup_fraction": 0.1}, r"warmup_steps=5 and warmup_fraction=0.1 .*leave one out"),
         ({"warmup_fraction": 1.0}, r"warmup_fraction=1.0 must be a fraction of the decay, in \[0, 1\)"),
-        ({"style": "WSD"}, r"set wsd_decay_steps"),
         ({"style": "cosine", "wsd_decay_steps": 5}, r"wsd_decay_steps=5 has no effect on style='cosine'"),
-        ({"end_weight_decay": 0.1}, r"end_weight_decay=0.1 have no effect on weight_decay_incr_style='constant'"),
         ({"weight_decay_incr_style": "linear"}, r"nothing to ramp between; set start_weight_decay or end_weight_decay"),
     ],
 )
@@ -89,18 +83,7 @@ def test_settings_that_contradict_themselves_are_refused(settings: dict[str, Any
         (LRSchedule(style="linear"), -1, r"style='linear' needs .* trainer.max_steps=-1 .*; set trainer.max_steps or"),
         (LRSchedule(warmup_steps=30), 30, r"warmup_steps=30 must be less than trainer.max_steps=30"),
         (LRSchedule(style="cosine", min_lr=0.5), 30, r"min_lr=0.5 is above the peak lr=0.1"),
-        (LRSchedule(warmup_steps=3, init_lr=0.5), 30, r"init_lr=0.5 is above the peak lr=0.1"),
         (LRSchedule(style="WSD", warmup_steps=21, wsd_decay_steps=10), 30, r"wsd_decay_steps=10 is more than the 9"),
-        (
-            LRSchedule(start_weight_decay=0.5, weight_decay_incr_style="linear"),
-            30,
-            r"start_weight_decay=0.5 is above end_weight_decay=0.01",
-        ),
-        (
-            LRSchedule(start_weight_decay=0.0, weight_decay_incr_style="cosine"),
-            -1,
-            r"weight_decay_incr_style='cosine' needs .*; set trainer.max_steps",
-        ),
     ],
 )
 def test_a_schedule_that_does_not_fit_its_run_is_refused(schedule: LRSchedule, total: int | None, message: str) -> None:
@@ -116,13 +99,6 @@ def _run(scheduler: MegatronLRScheduler, steps: int) -> list[tuple[float, ...]]:
         scheduler.optimizer.step()
         scheduler.step()
     return used
-
-
-def test_group_multipliers_scale_both_values() -> None:
-    optimizer = _optimizer({}, {"lr_mult": 0.5, "wd_mult": 0.0}, {"lr_mult": 2.0, "wd_mult": 3.0})
-    scheduler = MegatronLRScheduler(optimizer, schedule=LINEAR, lr=1.0, weight_decay=0.1, total_steps=6)
-    assert _run(scheduler, 2)[1] == pytest.approx((0.5, 0.25, 1.0))
-    assert [group["weight_decay"] for group in optimizer.param_groups] == pytest.approx([0.1, 0.0, 0.3])
 
 
 def test_the_settings_of_the_run_win_over_those_in_groups() -> None:

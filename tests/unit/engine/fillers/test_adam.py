@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -54,7 +54,9 @@ def _set_gradients(parameters: Parameters, step: int) -> None:
         parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.device)
 
 
-def _agree_over_steps(name: str, device: str) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", PAIRS)
+def test_updates_are_those_of_torch(name: str, device: str) -> None:
     ours, reference = _parameters(device), _parameters(device)
     fused, plain = PAIRS[name][0](ours), PAIRS[name][1](reference)
     for step in range(6):
@@ -65,17 +67,6 @@ def _agree_over_steps(name: str, device: str) -> None:
     for a, b in zip(ours, reference, strict=True):
         # Six float32 updates in another order of operations.
         torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
-
-
-@pytest.mark.parametrize("name", PAIRS)
-def test_updates_are_those_of_torch(name: str) -> None:
-    _agree_over_steps(name, "cpu")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", PAIRS)
-def test_updates_are_those_of_torch_on_cuda(name: str) -> None:
-    _agree_over_steps(name, "cuda")
 
 
 @pytest.mark.gpu
@@ -148,35 +139,14 @@ def _saved(part: Any) -> Any:
     return copy.deepcopy(part)
 
 
-def _checkpoint(model: Any, optimizer: Any) -> dict[str, Any]:
+def _sharded(model: Any, optimizer: Any, **options: Any) -> Any:
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    weights = {n.removeprefix("module."): p.detach().clone() for n, p in model.module.named_parameters()}
-    plain = model.module.module if isinstance(model.module, Float16Module) else model.module
-    sharded = optimizer.sharded_state_dict(plain.sharded_state_dict(metadata=metadata), metadata=metadata)
-    return {"weights": weights, "optimizer": _saved(sharded)}
-
-
-def _restore(model: Any, optimizer: Any, checkpoint: dict[str, Any]) -> None:
-    # As a loader does: the state is asked for with is_loading first, which creates it.
-    metadata = {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-    }
-    plain = model.module.module if isinstance(model.module, Float16Module) else model.module
-    optimizer.sharded_state_dict(plain.sharded_state_dict(metadata=metadata), is_loading=True, metadata=metadata)
-    with torch.no_grad():
-        for name, parameter in model.module.named_parameters():
-            parameter.copy_(checkpoint["weights"][name.removeprefix("module.")])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-
-
-@pytest.fixture
-def slots(one_rank: None) -> Iterator[None]:
-    with active(MEGATRON + ADAM):
-        yield
+    return optimizer.sharded_state_dict(
+        model.module.sharded_state_dict(metadata=metadata), metadata=metadata, **options
+    )
 
 
 # --- what upstream still gets wrong ---
@@ -191,7 +161,7 @@ needs_plain_engine = pytest.mark.skipif(
 def test_upstream_still_cannot_save_a_fresh_optimizer() -> None:
     model, optimizer = engine_of("adamw", False, True)
     with pytest.raises(AssertionError):
-        _checkpoint(model, optimizer)
+        _sharded(model, optimizer)
 
 
 @needs_plain_engine
@@ -200,9 +170,10 @@ def test_upstream_still_cannot_save_a_fresh_optimizer() -> None:
 def test_upstream_still_loses_the_step_of_a_loaded_optimizer() -> None:
     model, optimizer = engine_of("adamw", False, True)
     engine_step(model, optimizer, 0)
-    checkpoint = _checkpoint(model, optimizer)
+    saved = _saved(_sharded(model, optimizer))
+    _sharded(model, optimizer, is_loading=True)  # as a loader does, which creates the state
     with pytest.raises(KeyError, match="step"):
-        _restore(model, optimizer, checkpoint)
+        optimizer.load_state_dict(saved)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -215,7 +186,7 @@ def test_upstream_still_refuses_to_shard_sgd() -> None:
 def test_upstream_still_cannot_load_sgd() -> None:
     model, optimizer = engine_of("momentum", False, False)
     with pytest.raises(TypeError, match="NoneType"):
-        _restore(model, optimizer, {})
+        _sharded(model, optimizer, is_loading=True)
 
 
 def test_upstream_still_builds_an_unfused_adam() -> None:

@@ -17,7 +17,6 @@ from transformers.models.falcon import modeling_falcon
 
 from lightning_megatron.engine.fillers.attention import SDPAttention
 from lightning_megatron.engine.fillers.kv_cache import KeyValueCache
-from lightning_megatron.engine.fillers.masks import slopes
 from lightning_megatron.engine.runtime import emulated_cuda
 from lightning_megatron.errors import ConfigError
 
@@ -85,7 +84,7 @@ _HIDDEN = (SEGMENTS == 0)[:, None, None, :]
 _FUTURE = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]
 
 
-@pytest.mark.parametrize("groups", [HEADS, 3, 1])
+@pytest.mark.parametrize("groups", [HEADS, 3])
 @pytest.mark.parametrize(
     ("mask_type", "queries", "mask", "has_bias", "hidden"),
     [
@@ -95,7 +94,6 @@ _FUTURE = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]
         pytest.param(AttnMaskType.arbitrary, LENGTH, _FUTURE, False, _FUTURE, id="arbitrary"),
         pytest.param(AttnMaskType.padding, LENGTH, _HIDDEN, True, _HIDDEN, id="bias and padding"),
         pytest.param(AttnMaskType.causal, LENGTH, None, True, _FUTURE, id="bias and causal"),
-        pytest.param(AttnMaskType.causal, 1, None, False, _FUTURE[:, :, -1:], id="one new token"),
         pytest.param(AttnMaskType.causal, 2, None, False, _FUTURE[:, :, -2:], id="two new tokens"),
     ],
 )
@@ -110,18 +108,16 @@ def test_dense_masks_and_biases(
     _assert_equal(got, _formula(inputs, ~hidden, 0.0 if bias is None else bias.double()), inputs)
 
 
-@pytest.mark.parametrize("groups", [HEADS, 1])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
-def test_tokens_see_their_own_segment(dtype: torch.dtype, causal: bool, groups: int) -> None:
-    qkv, same = _qkv(groups=groups), _same_segment(SEGMENTS)
+@pytest.mark.parametrize(("causal", "dtype"), [(True, torch.int64), (False, torch.uint8)])
+def test_tokens_see_their_own_segment(dtype: torch.dtype, causal: bool) -> None:
+    qkv, same = _qkv(), _same_segment(SEGMENTS)
     expected = _formula(qkv, _visible(lambda b, i, j: same(b, i, j) and (j <= i or not causal)))
     layer = _layer(AttnMaskType.causal if causal else AttnMaskType.padding)
     _assert_equal(layer(*qkv, SEGMENTS.to(dtype)), expected, qkv)
 
 
 @pytest.mark.parametrize("segments", [None, SEGMENTS])
-@pytest.mark.parametrize("window", [1, 3, 11, 40])
+@pytest.mark.parametrize("window", [1, 3, 40])
 def test_a_window_is_that_of_hugging_face(window: int, segments: torch.Tensor | None) -> None:
     in_window: Any = sliding_window_causal_mask_function(window)
 
@@ -133,10 +129,9 @@ def test_a_window_is_that_of_hugging_face(window: int, segments: torch.Tensor | 
     _assert_equal(_layer(sliding_window=window)(*qkv, segments), _formula(qkv, _visible(sees)), qkv)
 
 
-@pytest.mark.parametrize("queries", [5, LENGTH])
-def test_in_cross_attention_every_number_but_zero_is_visible(queries: int) -> None:
-    qkv = _qkv(queries)
-    visible = (SEGMENTS != 0)[:, None, None].expand(-1, 1, queries, -1)
+def test_in_cross_attention_every_number_but_zero_is_visible() -> None:
+    qkv = _qkv(5)
+    visible = (SEGMENTS != 0)[:, None, None].expand(-1, 1, 5, -1)
     _assert_equal(_layer(AttnMaskType.padding, "cross")(*qkv, SEGMENTS), _formula(qkv, visible), qkv)
 
 
@@ -169,12 +164,6 @@ def test_alibi_is_that_of_hugging_face(kind: str, mask: torch.Tensor | None) -> 
     same = _same_segment(numbers)
     expected = _formula(qkv, _visible(lambda b, i, j: same(b, i, j) and j <= i), theirs)
     _assert_equal(_layer(alibi=kind)(*qkv, mask), expected, qkv)
-
-
-@pytest.mark.parametrize("num_heads", [1, 2, 3, 12, 16, 71])
-def test_slopes_are_those_of_hugging_face_for_any_number_of_heads(num_heads: int) -> None:
-    theirs = modeling_bloom._get_alibi_slopes(num_heads, torch.device("cpu"))
-    torch.testing.assert_close(slopes(num_heads), theirs, rtol=3e-7, atol=0)
 
 
 def test_biases_of_near_keys_are_exact_in_bf16_however_long_the_row_is() -> None:

@@ -75,8 +75,7 @@ def test_the_norm_is_that_of_one_long_vector_and_the_engines_still_waits() -> No
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
-@pytest.mark.parametrize("distributed", [False, True])
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize(("bf16", "distributed"), [(False, True), (True, False)])
 def test_steps_of_the_engine_are_the_same_with_and_without(bf16: bool, distributed: bool) -> None:
     def weights_and_norms() -> list[torch.Tensor]:
         model, optimizer = engine_of("adamw", bf16, distributed)
@@ -114,7 +113,6 @@ def test_nothing_waits_for_the_gpu() -> None:
     [
         (torch.float32, torch.float32),
         (torch.bfloat16, torch.float32),
-        (torch.float16, torch.float32),
         (torch.bfloat16, torch.bfloat16),
     ],
 )

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
-from lightning_megatron.engine.fillers.loss import (
-    token_losses,
-)
+from lightning_megatron.engine.fillers.loss import token_losses
 from lightning_megatron.engine.patches import MEGATRON, active
 from lightning_megatron.models.chunk import hide_padded_vocab_
 from tests.ranks import run_ranks
@@ -51,7 +52,7 @@ def _ours(
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("padded", [VOCAB, 12, 16])
+@pytest.mark.parametrize("padded", [VOCAB, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_one_rank_equals_a_dense_softmax(padded: int, dtype: torch.dtype) -> None:
     logits, labels, weights = _case(padded, dtype)
@@ -65,8 +66,7 @@ def test_one_rank_equals_a_dense_softmax(padded: int, dtype: torch.dtype) -> Non
     torch.testing.assert_close(gradient.double(), expected_gradient, rtol=tolerance, atol=tolerance)
     assert not gradient[..., VOCAB:].any()
     assert losses[0, 0] == losses[5, 2] == 0
-    assert not gradient[0, 0].any()
-    assert not gradient[5, 2].any()
+    assert not gradient[[0, 5], [0, 2]].any()
 
 
 def _split(padded: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,7 +83,7 @@ def _split(padded: int) -> tuple[torch.Tensor, torch.Tensor]:
         return _ours(shard, labels, weights, dist.get_rank())
 
 
-@pytest.mark.parametrize(("tp", "padded"), [(2, 12), (2, 16), (4, 32)])
+@pytest.mark.parametrize(("tp", "padded"), [(2, 12), (4, 32)])
 def test_a_split_vocabulary_equals_a_dense_softmax_also_where_a_whole_shard_is_padding(tp: int, padded: int) -> None:
     expected_losses, expected_gradient = _dense(*_case(padded))
     shards = run_ranks(_split, tp, padded)
@@ -92,12 +92,6 @@ def test_a_split_vocabulary_equals_a_dense_softmax_also_where_a_whole_shard_is_p
     gradient = torch.cat([shard for _, shard in shards], dim=-1)
     torch.testing.assert_close(gradient.double(), expected_gradient, rtol=1e-5, atol=1e-5)
     assert not gradient[..., VOCAB:].any()
-
-
-@pytest.mark.parametrize(("tp_rank", "hidden"), [(0, []), (1, [3, 4, 5, 6]), (2, [0, 1, 2, 3, 4, 5, 6])])
-def test_exactly_the_padding_is_hidden(tp_rank: int, hidden: list[int]) -> None:
-    logits = hide_padded_vocab_(torch.zeros(2, 7), 10, tp_rank)
-    assert logits[0].isneginf().nonzero().flatten().tolist() == hidden
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -125,13 +119,23 @@ def test_upstream_still_gives_padding_a_share_and_ignored_labels_a_gradient() ->
     assert gradient[0, 0].any()
 
 
-def _cuda_case(dtype: torch.dtype) -> None:
+@pytest.fixture
+def world() -> Iterator[Any]:
+    """A process group without the emulated CUDA of ``one_rank``."""
     import torch.distributed as dist
-    from megatron.core import parallel_state
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_compiled_loss_is_right_on_cuda(dtype: torch.dtype, world: Any) -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel()
     try:
-        parallel_state.initialize_model_parallel()
         logits, labels, weights = (x.cuda() for x in _case(16, dtype))
         losses, gradient = _ours(logits, labels, weights, 0)
         expected_losses, expected_gradient = _dense(logits, labels, weights)
@@ -140,26 +144,13 @@ def _cuda_case(dtype: torch.dtype) -> None:
         torch.testing.assert_close(gradient.double(), expected_gradient, rtol=tolerance, atol=tolerance)
         assert gradient.dtype == dtype
         assert not gradient[..., VOCAB:].any()
+    finally:
         parallel_state.destroy_model_parallel()
-    finally:
-        dist.destroy_process_group()
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_the_compiled_loss_is_right_on_cuda(dtype: torch.dtype) -> None:
-    _cuda_case(dtype)
-
-
-def test_the_compiled_loss_keeps_no_float32_copy_of_the_logits() -> None:
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        logits, labels, _ = _case(VOCAB, torch.bfloat16)
-        kept: list[torch.Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-            token_losses(logits.requires_grad_(), labels, dist.group.WORLD)
-    finally:
-        dist.destroy_process_group()
+def test_the_compiled_loss_keeps_no_float32_copy_of_the_logits(world: Any) -> None:
+    logits, labels, _ = _case(VOCAB, torch.bfloat16)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        token_losses(logits.requires_grad_(), labels, world)
     assert [x.dtype for x in kept if x.shape == logits.shape] == [torch.bfloat16]

@@ -46,12 +46,6 @@ def test_outputs_and_gradients_are_those_of_the_formula(kind: str, zero_centered
         torch.testing.assert_close(grad, reference, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_parameters_say_whether_their_gradients_are_partial(sequence_parallel: bool) -> None:
-    norm = Norm(_config(sequence_parallel=sequence_parallel, tensor_model_parallel_size=2), HIDDEN)
-    assert [p.sequence_parallel for p in norm.parameters()] == [sequence_parallel] * 2
-
-
 @pytest.mark.parametrize(
     "fields", [{"normalization": "L2Norm"}, {"persist_layer_norm": True}, {"memory_efficient_layer_norm": True}]
 )
