@@ -57,7 +57,7 @@ class GenerationOptions:
     top_k: int = 0
     """Draw from so many of the likeliest tokens only; 0 for all."""
     top_p: float = 0.0
-    """Draw from the likeliest tokens that together have at least this probability; 0 for all."""
+    """Draw from the likeliest tokens (after ``top_k``) that together have at least this probability; 0 for all."""
     top_p_decay: float = 0.0
     """After each token ``top_p`` is multiplied by this; 0 leaves it."""
     top_p_bound: float = 0.0
@@ -167,10 +167,6 @@ class GenerationOptions:
             (
                 whole is not None and least_whole > whole,
                 f"min_length={least_whole} is more than max_length={whole}; raise the latter",
-            ),
-            (
-                o.top_k > 0 and 0.0 < o.top_p < 1.0,
-                f"top_k={o.top_k} and top_p={o.top_p} both say what to draw from; give one of them",
             ),
             (o.top_p_decay > 0 and o.top_p == 0, f"top_p_decay={o.top_p_decay} has no top_p to shrink; give top_p"),
             (

@@ -177,7 +177,7 @@ MISTAKES = (
     ("--checkpoint {folder}/bare --prompt x", "/bare comes with no tokenizer; give --tokenizer DIR"),
     ("--checkpoint {folder}/bert --prompt x", "bert is a megatron-bert, and generate needs a GPT or T5"),
     ("--checkpoint {folder}/t5 --tokenizer {folder}/hf --prompt x --add-bos", "--add-bos is for texts that are"),
-    ("--checkpoint {folder}/hf --prompt x --top-k 3 --top-p 0.5", "--top-k 3 and --top-p 0.5 both say"),
+    ("--checkpoint {folder}/hf --prompt x --num-beams 2 --top-k 3", "--num-beams 2 searches for the likeliest"),
     ("--checkpoint {folder}/hf --prompt x --max-new-tokens 99", "need more positions than the model's"),
     (
         "--checkpoint {folder}/hf --prompt x --tp 3 --accelerator cpu",

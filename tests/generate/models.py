@@ -10,7 +10,7 @@ import copy
 import functools
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,12 @@ ENCODER_DECODERS: dict[str, Callable[[], Any]] = {"t5": t5, "t5_1_1": t5_1_1, "m
 """Tied and scaled; with an output layer of its own; of six layers."""
 
 
-@dataclass(frozen=True, kw_only=True)
+BERTS = ("ForMaskedLM", "ForPreTraining", "ForSequenceClassification", "ForQuestionAnswering")
+
+NO_END: dict[str, Any] = {"eos_token_id": ()}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
     """One call of ``generate``."""
 
@@ -72,7 +77,8 @@ def hugging_face(name: str) -> Any:
     torch.set_num_threads(1)
     if name in ENCODER_DECODERS:
         return _lively(ENCODER_DECODERS[name]())
-
+    if name in BERTS:
+        return _bert(name)
     model_type, fields = MODELS[name]
     config = AutoConfig.for_model(model_type, **fields)
     if model_type != "falcon":
@@ -80,6 +86,15 @@ def hugging_face(name: str) -> Any:
     from transformers import FalconForCausalLM
 
     return tiny_model(FalconForCausalLM, config)
+
+
+def _bert(head: str) -> Any:
+    import transformers
+
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+    labels = {"num_labels": 2 if head == "ForQuestionAnswering" else 5}
+    config = transformers.MegatronBertConfig(intermediate_size=48, max_position_embeddings=24, **sizes, **labels)
+    return tiny_model(getattr(transformers, f"MegatronBert{head}"), config)
 
 
 def _lively(model: Any) -> Any:
@@ -105,26 +120,52 @@ def prompts(side: str = "left", lengths: tuple[int, ...] = (7, 3, 1, 5), width: 
     return tokens, mask
 
 
-def continued(calls: list[Call], layout: Layout, **case: Any) -> list[torch.Tensor]:
+def asked(model: str, rows: tuple[torch.Tensor, ...] | None = None, **options: Any) -> Call:
+    """A call with these rows of tokens and mask, else with those of ``prompts``."""
+    ids, mask = rows or prompts("right" if model in ENCODER_DECODERS else "left")
+    return Call(model=model, input_ids=ids, attention_mask=mask, options=options)
+
+
+@functools.cache
+def by_hugging_face(call: Call) -> torch.Tensor:
+    """What transformers writes, without a cache for T5s: 5.23 makes one of as many layers as the encoder has."""
+    options = {"do_sample": False, "use_cache": call.model not in ENCODER_DECODERS, **call.options}
+    options.pop("static_cache", None)
+    eos = options.pop("eos_token_id", None)
+    if eos is not None:
+        options |= {"eos_token_id": list(eos)} if eos else {"pad_token_id": 0, **options, "eos_token_id": -1}
+    written: torch.Tensor = hugging_face(call.model).generate(
+        call.input_ids, attention_mask=call.attention_mask, **options
+    )
+    return written
+
+
+def compare(calls: Sequence[Call], layout: Layout, **case: Any) -> None:
+    """Every rank must get from each call what Hugging Face writes."""
+    for call, actual in zip(calls, continued(calls, layout, **case), strict=True):
+        assert actual.tolist() == by_hugging_face(call).tolist(), (call.model, call.options)
+
+
+def continued(calls: Sequence[Call], layout: Layout, **case: Any) -> list[torch.Tensor]:
     """What rank 0 got from each call; every rank must have got the same."""
-    return _of_all_ranks(run_with_models(_answers, layout, calls, **case))
+    first, *answers = run_with_models(written, layout, calls, **case)
+    for others in answers:
+        assert all(torch.equal(mine, other) for mine, other in zip(first, others, strict=True))
+    return first  # type: ignore[no-any-return]
 
 
-def run_with_models(function: Callable[..., Any], layout: Layout, calls: list[Call], **case: Any) -> list[Any]:
-    """``function(directory, case, calls)`` of every rank, where ``directory`` has the models that the calls name."""
+def run_with_models(
+    function: Callable[..., Any], layout: Layout, calls: Sequence[Call | str], *more: Any, **case: Any
+) -> list[Any]:
+    """``function(directory, case, calls, *more)`` of every rank; ``directory`` has the models that the calls name."""
     directory = Path(tempfile.mkdtemp(prefix="generate_"))
     try:
-        for name in {call.model for call in calls}:
+        for name in {call if isinstance(call, str) else call.model for call in calls}:
             hugging_face(name).save_pretrained(directory / name)
-        return run_ranks(function, layout.world_size, str(directory), Case(layout=layout, steps=1, **case), calls)
+        of_case = Case(layout=layout, steps=1, **case)
+        return run_ranks(function, layout.world_size, str(directory), of_case, list(calls), *more)
     finally:
         shutil.rmtree(directory)
-
-
-def _of_all_ranks(answers: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-    for others in answers[1:]:
-        assert all(torch.equal(mine, other) for mine, other in zip(answers[0], others, strict=True))
-    return answers[0]
 
 
 # ---- on the ranks ---------------------------------------------------------------------------------------------------
@@ -140,12 +181,11 @@ def set_up(directory: str, case: Case, name: str) -> Any:
     return module
 
 
-def _answers(directory: str, case: Case, calls: list[Call]) -> list[torch.Tensor]:
-    modules = dict.fromkeys(call.model for call in calls)
-    answers: dict[int, torch.Tensor] = {}
-    for name in modules:
-        module = set_up(directory, case, name)
-        for index, call in enumerate(calls):
-            if call.model == name:
-                answers[index] = module.generate(call.input_ids, call.attention_mask, **call.options)
-    return [answers[index] for index in range(len(calls))]
+def written(directory: str, case: Case, calls: list[Call]) -> list[torch.Tensor]:
+    modules = {}
+    answers = []
+    for call in calls:
+        if call.model not in modules:
+            modules[call.model] = set_up(directory, case, call.model)
+        answers.append(modules[call.model].generate(call.input_ids, call.attention_mask, **call.options))
+    return answers

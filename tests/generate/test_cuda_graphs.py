@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.generate.models import Call, prompts, run_with_models, set_up
+from tests.generate.models import NO_END, Call, asked, run_with_models, set_up
 from tests.parity.training import Case, Layout, loader_of, module_of, train_module
 from tests.ranks import run_ranks
 
-NO_END: dict[str, Any] = {"eos_token_id": ()}
 MODELS = ("gpt2", "gpt_bigcode", "llama", "mistral", "qwen3", "bloom", "falcon_40b", "falcon_alibi")
 WAYS: tuple[dict[str, Any], ...] = ({}, {"num_beams": 3, "num_return_sequences": 2}, {"top_p": 0.9, "seed": 7})
 
@@ -31,12 +30,7 @@ WAYS: tuple[dict[str, Any], ...] = ({}, {"num_beams": 3, "num_return_sequences":
     ids=str,
 )
 def test_graphs_write_what_their_kernels_write(layout: Layout, models: tuple[str, ...], precision: str) -> None:
-    ids, mask = prompts()
-    calls = [
-        Call(model=name, input_ids=ids, attention_mask=mask, options={"max_new_tokens": 12} | NO_END | way)
-        for name in models
-        for way in WAYS
-    ]
+    calls = [asked(name, max_new_tokens=12, **way, **NO_END) for name in models for way in WAYS]
     ranks = run_with_models(_three_ways, layout, calls, precision=precision, accelerator="gpu")
     works = layout.vpp or layout.pp
     for found in ranks:
@@ -51,9 +45,7 @@ def test_graphs_write_what_their_kernels_write(layout: Layout, models: tuple[str
 
 @pytest.mark.gpu(1)
 def test_memory_comes_back_and_texts_outgrow_what_steps_look_at() -> None:
-    ids, mask = prompts()
-    options = {"max_new_tokens": 20} | NO_END
-    calls = [Call(model=name, input_ids=ids, attention_mask=mask, options=options) for name in ("llama", "bloom")]
+    calls = [asked(name, max_new_tokens=20, **NO_END) for name in ("llama", "bloom")]
     (found,) = run_with_models(_memory_of_calls, Layout(), calls, accelerator="gpu")
     for same_text, num_recorded, allocated, reserved in found:
         assert same_text
@@ -65,8 +57,7 @@ def test_memory_comes_back_and_texts_outgrow_what_steps_look_at() -> None:
 
 @pytest.mark.gpu(1)
 def test_a_step_that_cannot_be_recorded_runs_kernel_by_kernel() -> None:
-    ids, mask = prompts()
-    call = Call(model="llama", input_ids=ids, attention_mask=mask, options={"max_new_tokens": 8} | NO_END)
+    call = asked("llama", max_new_tokens=8, **NO_END)
     (found,) = run_with_models(_steps_that_ask, Layout(), [call], accelerator="gpu")
     expected, actual, warned, after, num_recorded_after = found
     assert torch.equal(actual, expected)
@@ -185,13 +176,7 @@ def _losses(case: Case, generates: bool) -> list[float]:
 
 
 def _writer(module: Any, call: Call) -> Callable[[bool], torch.Tensor]:
-    def write(is_static: bool) -> torch.Tensor:
-        written: torch.Tensor = module.generate(
-            call.input_ids, call.attention_mask, static_cache=is_static, **call.options
-        )
-        return written
-
-    return write
+    return lambda static: module.generate(call.input_ids, call.attention_mask, static_cache=static, **call.options)
 
 
 def _about_graphs(caught: list[warnings.WarningMessage]) -> list[str]:

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.families.parity import pretrained_module
-from tests.generate.models import Call, hugging_face, prompts, run_with_models
+from tests.generate.models import NO_END, Call, asked, by_hugging_face, prompts, run_with_models
 from tests.parity.training import Case, Layout, trainer_of
 from tests.ranks import RankError
 
@@ -28,10 +28,9 @@ LENGTHS = (7, 3, 5, 6, 2)
     ids=str,
 )
 def test_every_prompt_is_continued_once(model: str, layout: Layout) -> None:
-    ids, mask = prompts("left" if model == "llama" else "right", LENGTHS)
-    common: dict[str, Any] = {"do_sample": False, "max_new_tokens": 5, "eos_token_id": -1, "pad_token_id": 1}
-    expected = hugging_face(model).generate(ids, attention_mask=mask, use_cache=model == "llama", **common)
-    answers = run_with_models(_predicted, layout, [Call(model=model, input_ids=ids, attention_mask=mask)])
+    call = asked(model, prompts("left" if model == "llama" else "right", LENGTHS), max_new_tokens=5, **NO_END)
+    expected = by_hugging_face(call)
+    answers = run_with_models(_predicted, layout, [call])
     of_copies: dict[int, list[list[int]]] = {}
     for dp_rank, texts in answers:
         assert of_copies.setdefault(dp_rank, texts) == texts
@@ -45,7 +44,7 @@ def _predicted(directory: str, case: Case, calls: list[Call]) -> tuple[int, list
 
     (call,) = calls
     module = pretrained_module(f"{directory}/{call.model}")
-    module.generation = GenerationOptions(max_new_tokens=5, eos_token_id=())
+    module.generation = GenerationOptions(**call.options)
     assert call.attention_mask is not None
     rows = [{"input_ids": i, "attention_mask": m} for i, m in zip(call.input_ids, call.attention_mask, strict=True)]
     if call.model == "mt5":  # a batch of Megatron's, whose answers are no part of the question
@@ -60,9 +59,9 @@ def _predicted(directory: str, case: Case, calls: list[Call]) -> tuple[int, list
 
 def test_batches_without_prompts_are_refused() -> None:
     with pytest.raises(RankError, match="batch keys text have no 'input_ids', which predict continues"):
-        run_with_models(_without_prompts, Layout(), [Call(model="llama", input_ids=torch.zeros(1, 1))])
+        run_with_models(_without_prompts, Layout(), ["llama"])
 
 
-def _without_prompts(directory: str, case: Case, calls: list[Call]) -> Any:
+def _without_prompts(directory: str, case: Case, _: Any) -> Any:
     rows = DataLoader([{"text": torch.arange(4)}], batch_size=1)  # type: ignore[arg-type, var-annotated]
     return trainer_of(case).predict(pretrained_module(f"{directory}/llama"), rows)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import functools
-import shutil
-import tempfile
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-from tests.families.parity import VOCAB_SIZE, pretrained_module, tiny_model
-from tests.generate.models import ENCODER_DECODERS, MODELS, hugging_face, prompts
+from tests.families.parity import pretrained_module
+from tests.generate.models import BERTS, ENCODER_DECODERS, MODELS, hugging_face, prompts, run_with_models
 from tests.parity.training import Case, Layout, trainer_of
-from tests.ranks import RankError, run_ranks
+from tests.ranks import RankError
 
 Batch = dict[str, torch.Tensor]
 
@@ -23,64 +20,35 @@ LENGTHS = (7, 3, 5, 6, 2)
 """No multiple of the copies or of a batch."""
 ATOL = 2e-5
 """As the families' tests: of size 1 to 10, out of four layers in another order of additions."""
-BERTS = ("ForMaskedLM", "ForPreTraining", "ForSequenceClassification", "ForQuestionAnswering")
 
 
-@functools.cache
-def _bert(head: str) -> Any:
-    import transformers
-
-    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
-    labels = {"num_labels": 2 if head == "ForQuestionAnswering" else 5}
-    config = transformers.MegatronBertConfig(intermediate_size=48, max_position_embeddings=24, **sizes, **labels)
-    return tiny_model(getattr(transformers, f"MegatronBert{head}"), config)
-
-
-def _model(name: str) -> Any:
-    return _bert(name) if name in BERTS else hugging_face(name)
-
-
-def _rows(name: str) -> Batch:
+def rows_of(name: str) -> Batch:
     """What Hugging Face's model takes."""
     ids, mask = prompts("right", LENGTHS)
+    rows = {"input_ids": ids, "attention_mask": mask}
     if name in ENCODER_DECODERS:
         labels = ids.roll(1, dims=1)[:, :4].clone()
         labels[1, 3:] = -100
-        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
-    if name in BERTS:
-        return {"input_ids": ids, "attention_mask": mask, "token_type_ids": ids % 2}
-    return {"input_ids": ids, "attention_mask": mask}
+        return {**rows, "labels": labels}
+    return {**rows, "token_type_ids": ids % 2} if name in BERTS else rows
 
 
 @functools.cache
-def _expected(name: str) -> torch.Tensor:
-    with torch.no_grad():
-        output = _model(name)(**_rows(name))
+@torch.no_grad()
+def expected_logits(name: str) -> torch.Tensor:
+    output = hugging_face(name)(**rows_of(name))
     if name == "ForQuestionAnswering":
         return torch.stack((output.start_logits, output.end_logits), dim=-1)
     logits: torch.Tensor = output.prediction_logits if name == "ForPreTraining" else output.logits
     return logits
 
 
-def _run(
-    function: Any, layout: Layout, names: tuple[str, ...], *arguments: Any, accelerator: Literal["cpu", "gpu"] = "cpu"
-) -> list[Any]:
-    directory = Path(tempfile.mkdtemp(prefix="logits_"))
-    try:
-        for name in names:
-            _model(name).save_pretrained(directory / name)
-        case = Case(layout=layout, steps=1, accelerator=accelerator)
-        return run_ranks(function, layout.world_size, str(directory), case, names, *arguments)
-    finally:
-        shutil.rmtree(directory)
-
-
 def _loader(name: str, batch_size: int = 2) -> DataLoader[Any]:
-    rows = [dict(zip(_rows(name), row, strict=True)) for row in zip(*_rows(name).values(), strict=True)]
+    rows = [dict(zip(rows_of(name), row, strict=True)) for row in zip(*rows_of(name).values(), strict=True)]
     return DataLoader(rows, batch_size=batch_size)  # type: ignore[arg-type]
 
 
-def _predicted(directory: str, case: Case, names: tuple[str, ...]) -> list[tuple[torch.Tensor, list[Any]]]:
+def predicted(directory: str, case: Case, names: tuple[str, ...]) -> list[tuple[torch.Tensor, list[Any]]]:
     """Of each model the logits of rows that all copies share, and of those that each predicts."""
     from lightning_megatron import gather_predictions
 
@@ -92,7 +60,7 @@ def _predicted(directory: str, case: Case, names: tuple[str, ...]) -> list[tuple
         # A distributed sampler deals samples in turn, and none is there for a short last batch.
         dp = case.layout.dp
         assert sum(len(batch) for batch in predictions) in (len(LENGTHS) // dp, -(-len(LENGTHS) // dp))
-        answers.append((module(_rows(name)), gather_predictions(trainer, predictions)))
+        answers.append((module(rows_of(name)), gather_predictions(trainer, predictions)))
     return answers
 
 
@@ -108,14 +76,14 @@ def _predicted(directory: str, case: Case, names: tuple[str, ...]) -> list[tuple
     ids=str,
 )
 def test_logits_equal_hugging_face_and_come_back_in_order(layout: Layout, names: tuple[str, ...]) -> None:
-    for answers in _run(_predicted, layout, names):
+    for answers in run_with_models(predicted, layout, names):
         for name, (shared, together) in zip(names, answers, strict=True):
             for actual in (shared, torch.stack(together)):
-                expected = _expected(name)
+                expected = expected_logits(name)
                 assert actual.shape == expected.shape
                 assert actual.dtype == torch.float32
                 if name in MODELS:
-                    real = _rows(name)["attention_mask"] == 1
+                    real = rows_of(name)["attention_mask"] == 1
                     actual, expected = actual[real], expected[real]
                 torch.testing.assert_close(actual, expected, rtol=0.0, atol=ATOL)
 
@@ -124,7 +92,7 @@ def _predicted_by_last_stage(directory: str, case: Case, names: tuple[str, ...])
     """Of rows that a data module serves, fewer than there are copies, as Megatron's samples have them."""
     from lightning_megatron import DatasetDataModule, gather_predictions
 
-    ids = _rows(names[0])["input_ids"]
+    ids = rows_of(names[0])["input_ids"]
     text = torch.cat((ids[:1], torch.full((1, 1), -1)), dim=1)
     module = pretrained_module(f"{directory}/{names[0]}", return_logits="last_stage")
     trainer = trainer_of(case)
@@ -136,10 +104,10 @@ def _predicted_by_last_stage(directory: str, case: Case, names: tuple[str, ...])
 
 
 def test_the_last_stage_may_keep_them_for_itself() -> None:
-    ids = _rows("gpt2")["input_ids"]
+    ids = rows_of("gpt2")["input_ids"]
     with torch.no_grad():
-        expected = _model("gpt2")(ids).logits
-    for is_last_stage, shared, together in _run(_predicted_by_last_stage, Layout(pp=2, dp=2), ("gpt2",)):
+        expected = hugging_face("gpt2")(ids).logits
+    for is_last_stage, shared, together in run_with_models(_predicted_by_last_stage, Layout(pp=2, dp=2), ("gpt2",)):
         if not is_last_stage:
             assert (shared, together) == (None, [None])
             continue
@@ -172,15 +140,8 @@ def _gathered(directory: str, case: Case, names: tuple[str, ...]) -> list[list[A
     return found
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(dp=3),
-    ],
-    ids=str,
-)
-def test_any_number_of_rows_comes_back_in_the_order_of_the_dataset(layout: Layout) -> None:
-    for found in _run(_gathered, layout, ("gpt2",)):
+def test_any_number_of_rows_comes_back_in_the_order_of_the_dataset() -> None:
+    for found in run_with_models(_gathered, Layout(dp=3), ("gpt2",)):
         for num_rows, *together in found:
             assert [int(each["number"]) for each in together] == list(range(num_rows))
             for number, each in enumerate(together):
@@ -198,46 +159,36 @@ def _shuffled(directory: str, case: Case, names: tuple[str, ...]) -> tuple[list[
     loader = DataLoader(rows, batch_size=2, shuffle=True)  # type: ignore[arg-type]
     together = gather_predictions(trainer, trainer.predict(module, loader))
     kept = trainer.predict(module, loader, return_predictions=False)
-    try:
+    with pytest.raises(ConfigError) as refusal:
         gather_predictions(trainer, kept)
-    except ConfigError as error:
-        return together, str(error)
-    return together, ""
+    return together, str(refusal.value)
 
 
 def test_ranks_of_one_copy_agree_on_the_order_that_one_of_them_has_drawn() -> None:
     with torch.no_grad():
-        expected = _model("gpt2")(torch.arange(12)[:, None].repeat(1, 3)).logits
-    for together, says in _run(_shuffled, Layout(tp=2), ("gpt2",)):
+        expected = hugging_face("gpt2")(torch.arange(12)[:, None].repeat(1, 3)).logits
+    for together, says in run_with_models(_shuffled, Layout(tp=2), ("gpt2",)):
         torch.testing.assert_close(torch.stack(together), expected, rtol=0.0, atol=ATOL)
         assert "predict was called with return_predictions=False" in says
 
 
 def _too_few(directory: str, case: Case, names: tuple[str, ...]) -> list[str]:
     """What each kind of loader is told that has fewer samples than there are copies."""
-    from torch.utils.data import BatchSampler, SequentialSampler
-
     from lightning_megatron import ConfigError
 
-    rows = [{"input_ids": torch.arange(3)}] * 2
+    rows: Any = [{"input_ids": torch.arange(3)}] * 2
     batch_sampler = BatchSampler(SequentialSampler(rows), 2, False)
-    loaders: list[DataLoader[Any]] = [
-        DataLoader(rows, batch_size=2),  # type: ignore[arg-type]
-        DataLoader(rows, batch_sampler=batch_sampler),  # type: ignore[arg-type]
-        DataLoader(_in_batches(rows, 1), batch_size=None),
-    ]
+    batches = DataLoader(_in_batches(rows, 1), batch_size=None)
     said = []
-    for loader in loaders:
-        try:
+    for loader in (DataLoader(rows, batch_size=2), DataLoader(rows, batch_sampler=batch_sampler), batches):
+        with pytest.raises(ConfigError) as refusal:
             trainer_of(case).predict(pretrained_module(f"{directory}/{names[0]}"), loader)
-        except ConfigError as error:
-            said.append(str(error))
+        said.append(str(refusal.value))
     return said
 
 
 def test_copies_without_a_sample_are_refused_on_all_ranks() -> None:
-    for said in _run(_too_few, Layout(dp=3), ("gpt2",)):
-        assert len(said) == 3
+    for said in run_with_models(_too_few, Layout(dp=3), ("gpt2",)):
         assert all("predict has fewer samples than there are copies" in each for each in said)
 
 
@@ -284,7 +235,7 @@ def _refused(directory: str, case: Case, names: tuple[str, ...], what: str) -> A
 )
 def test_what_cannot_be_gathered_is_refused(what: str, model: str, layout: Layout, says: str) -> None:
     with pytest.raises(RankError, match=says):
-        _run(_refused, layout, (model,), what)
+        run_with_models(_refused, layout, (model,), what)
 
 
 def test_other_words_than_last_stage_are_refused() -> None:

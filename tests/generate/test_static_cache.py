@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import warnings
@@ -15,23 +14,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.families.parity import pretrained_module
-from tests.generate.models import Call, _answers, hugging_face, prompts, run_with_models, set_up
+from tests.generate.models import NO_END, Call, asked, by_hugging_face, continued, run_with_models, set_up, written
 from tests.generate.tape import Tape, TapeRecorder
 from tests.parity.training import Case, Layout, trainer_of
 from tests.ranks import RankError
 
-NO_END: dict[str, Any] = {"eos_token_id": ()}
 TWO_BY_TWO = Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2, recompute="selective")
 EVERY = ("gpt2", "gpt_bigcode", "llama", "mistral", "qwen3", "bloom", "falcon_40b", "falcon_alibi")
-
-
-@functools.cache
-def _by_hugging_face(name: str) -> torch.Tensor:
-    """Greedy, ten tokens behind each of the padded prompts."""
-    ids, mask = prompts()
-    options = {"max_new_tokens": 10, "eos_token_id": -1, "pad_token_id": 0}
-    written: torch.Tensor = hugging_face(name).generate(ids, attention_mask=mask, do_sample=False, **options)
-    return written
 
 
 @pytest.mark.parametrize(
@@ -45,30 +34,26 @@ def _by_hugging_face(name: str) -> torch.Tensor:
     ids=str,
 )
 def test_recorded_steps_write_what_hugging_face_writes(layout: Layout, models: tuple[str, ...]) -> None:
-    ids, mask = prompts()
-    options = {"max_new_tokens": 10, "static_cache": True} | NO_END
-    calls = [Call(model=name, input_ids=ids, attention_mask=mask, options=options) for name in models]
+    calls = [asked(name, max_new_tokens=10, static_cache=True, **NO_END) for name in models]
     for answers, counts in run_with_models(_recorded_answers, layout, calls):
         for call, actual in zip(calls, answers, strict=True):
-            assert actual.tolist() == _by_hugging_face(call.model).tolist(), call.model
+            assert actual.tolist() == by_hugging_face(call).tolist(), call.model
         # One step prepares, the eight that follow are replayed; each chunk and each group of rows has a recording.
         works = layout.vpp or layout.pp
         assert counts == [(works, works, 8 * works)] * len(calls)
 
 
 def test_predict_which_lightning_runs_in_inference_mode_replays_steps() -> None:
-    ids, mask = prompts()
-    calls = [Call(model="llama", input_ids=ids, attention_mask=mask)]
-    ((texts, counts),) = run_with_models(_predicted, Layout(), calls)
-    assert texts.tolist() == _by_hugging_face("llama").tolist()
+    call = asked("llama", max_new_tokens=10, **NO_END)
+    ((texts, counts),) = run_with_models(_predicted, Layout(), [call])
+    assert texts.tolist() == by_hugging_face(call).tolist()
     assert counts == [(1, 1, 8)]
 
 
 def test_the_host_waits_no_oftener_for_more_tokens() -> None:
-    ids, mask = prompts()
     calls = [
-        Call(model="llama", input_ids=ids, attention_mask=mask, options={"max_new_tokens": n, "static_cache": True} | o)
-        for o in (NO_END, {"top_k": 20} | NO_END)
+        asked("llama", max_new_tokens=n, static_cache=True, **way, **NO_END)
+        for way in ({}, {"top_k": 20})
         for n in (3, 12)
     ]
     ((few, many, few_drawn, many_drawn),) = run_with_models(_times_of_waiting, Layout(), calls)
@@ -77,15 +62,8 @@ def test_the_host_waits_no_oftener_for_more_tokens() -> None:
 
 
 def test_texts_outgrow_what_steps_look_at_and_nothing_stays() -> None:
-    ids, mask = prompts()
-    options = {"max_new_tokens": 16} | NO_END
-    sampled = {**options, "top_p": 0.9, "seed": 5}
-    beams = {**options, "num_beams": 2}
-    plain = [
-        Call(model=name, input_ids=ids, attention_mask=mask, options=o)
-        for name in ("mistral", "bloom")
-        for o in (options, sampled, beams)
-    ]
+    ways: tuple[dict[str, Any], ...] = ({}, {"top_p": 0.9, "seed": 5}, {"num_beams": 2})
+    plain = [asked(name, max_new_tokens=16, **way, **NO_END) for name in ("mistral", "bloom") for way in ways]
     static = [replace(call, options={**call.options, "static_cache": True}) for call in plain]
     ((answers, recorders, alive),) = run_with_models(_answers_with_small_windows, Layout(), plain + static)
     for call, growing, fixed in zip(plain, answers[: len(plain)], answers[len(plain) :], strict=True):
@@ -96,10 +74,7 @@ def test_texts_outgrow_what_steps_look_at_and_nothing_stays() -> None:
 
 
 def test_a_rank_that_cannot_record_makes_all_go_on_without() -> None:
-    ids, mask = prompts()
-    options = {"max_new_tokens": 6} | NO_END
-    call = Call(model="llama", input_ids=ids, attention_mask=mask, options=options)
-    calls = [call, replace(call, options={**options, "static_cache": True})]
+    calls = [asked("llama", max_new_tokens=6, static_cache=static, **NO_END) for static in (False, True)]
     ranks = run_with_models(_answers_where_rank_1_cannot_record, Layout(tp=2), calls)
     for growing, static, _, _ in ranks:
         assert torch.equal(growing, static)
@@ -112,10 +87,8 @@ def test_a_rank_that_cannot_record_makes_all_go_on_without() -> None:
     ("model", "reason"), [("llama_dynamic", "frequencies (dynamic)"), ("t5", "attends to a source")]
 )
 def test_models_whose_steps_differ_are_refused(model: str, reason: str) -> None:
-    ids, _ = prompts()
-    call = Call(model=model, input_ids=ids, options={"max_new_tokens": 4, "static_cache": True})
     with pytest.raises(RankError) as caught:
-        run_with_models(_answers, Layout(tp=2), [call])
+        continued([asked(model, max_new_tokens=4, static_cache=True)], Layout(tp=2))
     assert caught.value.error_type == "ConfigError"
     assert "static_cache=True" in str(caught.value)
     assert reason in str(caught.value)
@@ -144,7 +117,7 @@ def _counts(recorders: list[TapeRecorder]) -> list[tuple[int, int, int]]:
 
 def _recorded_answers(directory: str, case: Case, calls: list[Call]) -> Any:
     recorders = _recording()
-    return _answers(directory, case, calls), _counts(recorders)
+    return written(directory, case, calls), _counts(recorders)
 
 
 def _predicted(directory: str, case: Case, calls: list[Call]) -> Any:
@@ -153,7 +126,6 @@ def _predicted(directory: str, case: Case, calls: list[Call]) -> Any:
     recorders = _recording()
     module = pretrained_module(f"{directory}/{calls[0].model}")
     module.generation = GenerationOptions(max_new_tokens=10, eos_token_id=(), static_cache=True)
-    assert calls[0].attention_mask is not None
     batch = {"input_ids": calls[0].input_ids, "attention_mask": calls[0].attention_mask}
     (texts,) = trainer_of(case).predict(module, DataLoader([batch], batch_size=None))  # type: ignore[arg-type]
     return texts, _counts(recorders)
@@ -186,21 +158,16 @@ def _answers_with_small_windows(directory: str, case: Case, calls: list[Call]) -
 
     pipeline.SMALLEST_WINDOW = 8
     made: list[weakref.ref[Any]] = []
+    for owner in (StaticCache, TokenStep, pipeline.StaticSteps, Tape):
 
-    def remembering(owner: type) -> None:
-        original = owner.__init__  # type: ignore[misc]
-
-        def remembered(self: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
+        def remembered(self: Any, *args: Any, _original: Any = owner.__init__, **kwargs: Any) -> None:
+            _original(self, *args, **kwargs)
             made.append(weakref.ref(self))
 
-        owner.__init__ = remembered  # type: ignore[misc]
-
-    for owner in (StaticCache, TokenStep, pipeline.StaticSteps, Tape):
-        remembering(owner)
+        owner.__init__ = remembered  # type: ignore[method-assign]
     recorders = _recording()
     gc.disable()
-    answers = _answers(directory, case, calls)
+    answers = written(directory, case, calls)
     alive = sum(ref() is not None for ref in made)
     assert len(made) > 10
     return answers, _counts(recorders), alive
@@ -218,6 +185,6 @@ def _answers_where_rank_1_cannot_record(directory: str, case: Case, calls: list[
         TapeRecorder.recorded = refuse  # type: ignore[method-assign]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        growing, static = _answers(directory, case, calls)
+        growing, static = written(directory, case, calls)
     warned = [str(warning.message) for warning in caught if "CUDA graph" in str(warning.message)]
     return growing, static, warned, sum(recorder.num_replayed for recorder in recorders)
