@@ -13,7 +13,7 @@ from lightning_megatron.generate.options import GenerationOptions, options_from
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"max_new_tokens": True}, "max_new_tokens=True must be an integer of at least 1"),
+        ({"max_new_tokens": True}, "max_new_tokens=True must be an integer, and is a bool"),
         ({"max_length": 1}, "max_length=1 must be an integer of at least 2"),
         ({"seed": 2**64}, "at most 64 bits"),
         ({"top_p": float("nan")}, "top_p=nan must be a number from 0 to 1"),
