@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -53,18 +52,10 @@ def _sleep_forever_here() -> None:
     time.sleep(600)
 
 
-def _start_a_child() -> int:
-    return subprocess.Popen(["sleep", "600"]).pid
-
-
 def _patch_cuda_and_forget() -> None:
     import torch
 
     torch.cuda.current_device = lambda: 0
-
-
-def _return_a_lambda() -> object:
-    return lambda: None
 
 
 def _random_numbers() -> list[float]:
@@ -123,13 +114,6 @@ def test_a_hanging_rank_is_killed_and_its_stack_is_shown() -> None:
         run_ranks(_sleep_forever_here, 2, timeout=1)
     assert "_sleep_forever_here" in str(caught.value).split("their stacks:")[1]
     assert time.monotonic() - started < 10
-
-
-def _state(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return "Z"
 
 
 def test_a_patch_that_a_rank_leaves_behind_fails_it() -> None:

@@ -76,13 +76,10 @@ def toy_trainer(folder: Path, callbacks: list[Any], **options: Any) -> Trainer:
 
 
 def test_impossible_numbers_are_refused() -> None:
-    for kind in (LossCurve, ThroughputMonitor):
-        with pytest.raises(ConfigError, match="every_n_steps=0 must be at least 1"):
-            kind(every_n_steps=0)
+    with pytest.raises(ConfigError, match="every_n_steps=0 must be at least 1"):
+        ThroughputMonitor(every_n_steps=0)
     with pytest.raises(ConfigError, match="max_points=1 must be at least 2"):
         LossCurve(max_points=1)
-    with pytest.raises(ConfigError, match="warmup_steps=0 must be at least 1"):
-        ThroughputMonitor(warmup_steps=0)
 
 
 # ---- LossCurve ------------------------------------------------------------------------------------------------------

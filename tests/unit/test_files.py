@@ -53,14 +53,6 @@ def test_the_new_folder_replaces_whatever_has_the_name(tmp_path: Path, old: str)
     assert (tmp_path / "b.ckpt" / "meta.pt").read_text() == "other"
 
 
-def test_this_kernel_and_file_system_exchange_names_in_one_step(tmp_path: Path) -> None:
-    a, b = _folder(tmp_path / "a", "a"), _folder(tmp_path / "b", "b")
-    assert files._exchange(a, b)
-    assert ((a / "meta.pt").read_text(), (b / "meta.pt").read_text()) == ("b", "a")
-    with pytest.raises(FileNotFoundError):
-        files._exchange(a, tmp_path / "c")
-
-
 def test_at_no_file_system_call_of_an_exchange_is_the_name_without_a_whole_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,11 +14,9 @@ import lightning_megatron
 from lightning_megatron import (
     ConfigError,
     GenerationOptions,
-    IndexedDataModule,
     LRSchedule,
     MegatronModule,
     MegatronStrategy,
-    OptimizerOptions,
 )
 from lightning_megatron.cli import main
 from lightning_megatron.cli.commands import PROG
@@ -31,23 +29,16 @@ _WORDS = ("", "CUDA_VISIBLE_DEVICES", "seed_everything")
     ("build", "options", "says"),
     [
         (MegatronStrategy, {"tensor_model_parallel_size": 2}, "MegatronStrategy has no option .*; here it is tp$"),
-        (MegatronStrategy, {"tp_degree": 2}, "here it is tp$"),
-        (MegatronStrategy, {"expert_model_parallel_size": 2}, "leave it out: there are no mixtures of experts"),
         (MegatronStrategy, {"gradient_clipping": 1.0}, r"here it is Trainer\(gradient_clip_val=\.\.\.\), 0 clips"),
         (MegatronStrategy, {"load_data_on_every_rank": True}, "leave it out: one rank of each copy of the model reads"),
-        (MegatronStrategy, {"process_group_backend": "gloo"}, "leave it out: NCCL on GPUs, gloo on CPUs$"),
-        (MegatronStrategy, {"on_save_failure": "raise"}, "leave it out: a save that fails is a warning"),
         (MegatronStrategy, {"tpp": 2}, r"did you mean tp\?$"),
         (
             MegatronStrategy,
             {"sequence_parallel": "false"},
             "sequence_parallel='false' must be True or False, and is a str",
         ),
-        (MegatronStrategy, {"x": 2}, "choose from tp, pp, vpp"),
-        (IndexedDataModule, {"splits_string": "9,1,0"}, "here it is split$"),
         (MegatronModule, {"model": {"model_type": "gpt2"}, "min_lr": 0.1}, r"here it is LRSchedule\(min_lr=\.\.\.\)"),
         (LRSchedule, {"lr_decay_style": "cosine"}, "here it is style,"),
-        (OptimizerOptions, {"adam_beta1": 0.9}, "here it is beta1$"),
         (GenerationOptions, {"add_BOS": True}, "here it is bos_token_id, the token"),
     ],
     ids=lambda value: next(reversed(value)) if isinstance(value, dict) else "",
@@ -66,10 +57,8 @@ def test_signatures_stay_readable_for_people_and_command_lines() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--add_BOS"], "unrecognized arguments: --add_BOS; did you mean --add-bos?; see"),
         (["--tokens_to_generate", "3"], "--tokens_to_generate 3; here it is --max-new-tokens; see"),
         (["--use_cache"], "; leave it out: keys and values are always kept; see"),
-        (["--nonsense"], "unrecognized arguments: --nonsense; see"),
     ],
 )
 def test_commands_tell_it_by_the_names_of_their_own(

@@ -24,10 +24,8 @@ def _shown(message: str, module: str, *filters: str) -> bool:
     ("message", "module", "is_shown"),
     [
         ("Apex is not installed. Falling back to Torch Norm", "megatron.core.models.backends", False),
-        ("`torch.distributed.all_gather_into_tensor` is deprecated. Please", "torch.distributed.c10d_logger", False),
         # What a user has set in transformer_config_overrides.
         ("enable_cuda_graph is deprecated", "megatron.core.transformer.transformer_config", True),
-        ("Apex is not installed", "megatron_of_the_user", True),
         ("`val_dataloader` has few workers", "lightning.pytorch.trainer", True),
     ],
 )
