@@ -270,3 +270,12 @@ def _is_being_written(folder: Path) -> bool:
     except ConfigError:
         return True
     return False
+
+
+def readable_size(num_bytes: float) -> str:
+    """A number of bytes for readers, three digits of it: ``12.3 MB``."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            break
+        num_bytes, unit = num_bytes / 1000, "TB"
+    return f"{num_bytes:,.0f} bytes" if unit == "bytes" else f"{num_bytes:,.3g} {unit}"

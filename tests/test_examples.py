@@ -106,18 +106,6 @@ def test_a_bert_is_pretrained_and_then_learns_to_tell_code_from_prose(tmp_path: 
     assert float(last["val_f1"]) > 0.65
 
 
-def test_lines_of_prose_are_told_from_code_without_their_marks() -> None:
-    from examples.classify_bert import labelled_lines
-
-    source = 'def f(number):\n    """Twice the number."""\n    # Not a string:\n    return 2 * number\n'
-    assert list(labelled_lines(source)) == [
-        ("def f(number):", 0),
-        ("Twice the number.", 1),
-        ("Not a string:", 1),
-        ("return 2 * number", 0),
-    ]
-
-
 def test_pretrain_t5_trains_on_a_pipeline_and_leaves_a_hugging_face_model(tmp_path: Path) -> None:
     from transformers import AutoTokenizer, T5ForConditionalGeneration
 

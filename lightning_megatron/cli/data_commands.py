@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from lightning_megatron.convert.options import ConvertOptions
 from lightning_megatron.data.preprocess import PreprocessOptions
 from lightning_megatron.data.tokenizer import TokenizerTrainingOptions
+from lightning_megatron.files import readable_size
 
 if TYPE_CHECKING:
     from lightning_megatron.data.merge import MergedDataset
@@ -121,17 +122,13 @@ def convert(options: ConvertOptions) -> None:
     if int(os.environ.get("RANK", 0)) > 0:  # of torchrun
         return
     print(
-        f"{done.path}: {done.target} ({done.num_files:,} files, {_size(done.num_bytes)}) from {done.source}"
-        f" {options.load_path}, in {done.seconds:.1f} s ({_size(done.num_bytes / max(done.seconds, 1e-9))}/s)"
+        f"{done.path}: {done.target} ({done.num_files:,} files, {readable_size(done.num_bytes)}) from {done.source}"
+        f" {options.load_path}, in {done.seconds:.1f} s ({readable_size(done.num_bytes / max(done.seconds, 1e-9))}/s)"
     )
     if options.to == "megatron":
         print(f"It holds weights only: begin a run with MegatronStrategy(load_from={str(done.path)!r})")
     elif options.to == "megatron-legacy":
         print("It holds weights only: Megatron-LM takes it as a release, and begins at iteration 0")
-
-
-def _size(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 10**9 else f"{num_bytes / 1e6:.2f} MB"
 
 
 def doctor() -> None:

@@ -145,15 +145,13 @@ def generate(options: GenerateOptions) -> None:
     input_ids, mask = encoded(prompts, tokenizer, add_bos=options.add_bos)
     check_prompts(Inputs(input_ids=input_ids, attention_mask=mask), stored.model, how)
     is_answer = stored.model.architecture == "t5"
-    between = "\n" if is_answer else ""
     show_what_can_be_shown()
-    show: TextStream | BatchTexts
+    show: TextStream | TextPrinter
     if streams:
-        given = [] if is_answer else input_ids[0].tolist()
-        show = TextStream(tokenizer, prompts[0] + between, given, options.stop_strings)
+        prompt, given = (f"{prompts[0]}\n", []) if is_answer else (prompts[0], input_ids[0].tolist())
+        show = TextStream(tokenizer, prompt, given, options.stop_strings)
     else:
-        printer = TextPrinter(as_json=options.json, between=between)
-        show = BatchTexts(printer, tokenizer, options.stop_strings, is_answer=is_answer)
+        show = TextPrinter(tokenizer, options.stop_strings, as_json=options.json, is_answer=is_answer)
     _predict(options, stored, how, list(zip(prompts, input_ids, mask, strict=True)), show)
 
 
@@ -162,7 +160,7 @@ def _predict(
     stored: Source,
     how: GenerationOptions,
     rows: list[tuple[str, torch.Tensor, torch.Tensor]],
-    show: TextStream | BatchTexts,
+    show: TextStream | TextPrinter,
 ) -> None:
     """Continue rows (text, tokens, mask) with the weights of any checkpoint; rank 0 shows the texts as they come."""
     import logging
@@ -340,43 +338,19 @@ def _standard_input(num_processes: int) -> bytes:
 
 
 class TextPrinter:
-    """Writes texts as soon as they are there: for readers, behind their prompts, or for programs, as lines of JSON."""
+    """Writes the texts of each batch of prompts: for readers, behind their prompts, or for programs, as JSON lines."""
 
-    def __init__(self, *, as_json: bool, between: str = "") -> None:
-        """Set how.
+    def __init__(self, tokenizer: Any, stop: Sequence[str], *, as_json: bool, is_answer: bool) -> None:
+        """Set how tokens become texts.
 
         Args:
+            tokenizer: Of transformers.
+            stop: Texts that end a text.
             as_json: A line for each text; else a blank line between two.
-            between: What stands between a prompt and its text.
+            is_answer: Whether they are an encoder-decoder's, which stand on a line of their own.
         """
-        self._as_json = as_json
-        self._between = between
+        self._tokenizer, self._stop, self._as_json, self._is_answer = tokenizer, stop, as_json, is_answer
         self._is_first = True
-
-    def show(self, texts: Iterable[tuple[str, str]]) -> None:
-        """Write some more prompts and texts that follow them."""
-        for prompt, text in texts:
-            if self._as_json:
-                line = json.dumps({"prompt": prompt, "text": text}, ensure_ascii=not _shows_everything(sys.stdout))
-                sys.stdout.write(line + "\n")
-                continue
-            sys.stdout.write(("" if self._is_first else "\n\n") + _marked(prompt, sys.stdout) + self._between + text)
-            self._is_first = False
-        sys.stdout.flush()
-
-    def end(self) -> None:
-        """There are no more."""
-        if not self._is_first:
-            sys.stdout.write("\n")
-
-
-class BatchTexts:
-    """Prints the texts of each batch of prompts."""
-
-    def __init__(self, printer: TextPrinter, tokenizer: Any, stop: Sequence[str], *, is_answer: bool) -> None:
-        """Set how tokens become texts; answers are an encoder-decoder's."""
-        self._printer, self._tokenizer, self._stop, self._is_answer = printer, tokenizer, stop, is_answer
-        self.end = printer.end
 
     def add(self, rows: Sequence[tuple[str, torch.Tensor, torch.Tensor]], written: torch.Tensor) -> None:
         """Print what was written, as many texts for each of the rows (prompt, tokens, mask)."""
@@ -387,7 +361,24 @@ class BatchTexts:
                 texts = decoder_texts(self._tokenizer, own)
             else:
                 texts = new_texts(self._tokenizer, own, tokens[None], mask[None])
-            self._printer.show((prompt, cut(text, self._stop)) for text in texts)
+            self.show((prompt, cut(text, self._stop)) for text in texts)
+
+    def show(self, texts: Iterable[tuple[str, str]]) -> None:
+        """Write some more prompts and texts that follow them."""
+        for prompt, text in texts:
+            if self._as_json:
+                line = json.dumps({"prompt": prompt, "text": text}, ensure_ascii=not _shows_everything(sys.stdout))
+                sys.stdout.write(line + "\n")
+                continue
+            begin, between = "" if self._is_first else "\n\n", "\n" if self._is_answer else ""
+            sys.stdout.write(begin + _marked(prompt, sys.stdout) + between + text)
+            self._is_first = False
+        sys.stdout.flush()
+
+    def end(self) -> None:
+        """There are no more."""
+        if not self._is_first:
+            sys.stdout.write("\n")
 
 
 def cut(text: str, stop: Sequence[str]) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_megatron.cli.errors import printable
 from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.files import readable_size
 
 if TYPE_CHECKING:
     from lightning_megatron.convert.contents import CheckpointContents, TensorEntry
@@ -131,7 +132,7 @@ def _as_text(contents: CheckpointContents) -> str:
     """Facts, totals, and weights; those that differ only in a number of their name share a line."""
     rows = [("kind", contents.kind)]
     rows += [(name.replace("_", " "), _fact(name, value)) for name, value in contents.facts.items()]
-    rows += [("files", f"{contents.num_files:,}, {_size(contents.stored_bytes)}")]
+    rows += [("files", f"{contents.num_files:,}, {readable_size(contents.stored_bytes)}")]
     weights = [each for each in contents.tensors if not each.is_optimizer]
     state = [each for each in contents.tensors if each.is_optimizer]
     if weights:
@@ -158,7 +159,7 @@ def _weights(tensors: list[TensorEntry]) -> Iterator[tuple[str, str, str, str]]:
     ordered = sorted(tensors, key=lambda each: _NUMBER.sub("#", each.name))  # stable: numbers stay in order
     for _, group in groupby(ordered, pattern):
         alike = list(group)
-        size = _size(sum(each.num_bytes for each in alike))
+        size = readable_size(sum(each.num_bytes for each in alike))
         yield _name([each.name for each in alike]), str(list(alike[0].shape)), alike[0].dtype, size
 
 
@@ -177,7 +178,7 @@ def _name(names: list[str]) -> str:
 def _total(tensors: list[TensorEntry]) -> str:
     numbers, num_bytes = sum(math.prod(each.shape) for each in tensors), sum(each.num_bytes for each in tensors)
     dtypes = ", ".join(dict.fromkeys(each.dtype for each in tensors))
-    return f"{len(tensors):,} tensors, {numbers:,} numbers, {_size(num_bytes)} of {dtypes}"
+    return f"{len(tensors):,} tensors, {numbers:,} numbers, {readable_size(num_bytes)} of {dtypes}"
 
 
 def _fact(name: str, value: Any) -> str:
@@ -187,11 +188,3 @@ def _fact(name: str, value: Any) -> str:
         value = {field: value[field] for field in _SHAPE_OF_A_MODEL if value.get(field) is not None}
     shown = ((field, f"({_fact('', each)})" if isinstance(each, Mapping) else each) for field, each in value.items())
     return ", ".join(f"{field} {each}" for field, each in shown)
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            break
-        num_bytes, unit = num_bytes / 1000, "TB"
-    return f"{num_bytes:,.0f} bytes" if unit == "bytes" else f"{num_bytes:,.3g} {unit}"

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from lightning_megatron.data.indexed import CHUNK, IndexedDataset
 from lightning_megatron.data.merge import check_any_dataset
 from lightning_megatron.errors import DataError
+from lightning_megatron.files import readable_size
 
 MOST_TOKENS_SHOWN = 256
 """Tokens of a document that a preview decodes; a document may be a book."""
@@ -134,9 +135,7 @@ def _a_document(sequences: dict[str, Any] | None) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    power = min((len(str(num_bytes)) - 1) // 3, 5)
-    rounded = f" ({num_bytes / 1000**power:.3g} {('', 'kB', 'MB', 'GB', 'TB', 'PB')[power]})" if power else ""
-    return f"{num_bytes:,} bytes{rounded}"
+    return f"{num_bytes:,} bytes" + (f" ({readable_size(num_bytes)})" if num_bytes >= 1000 else "")
 
 
 def _beginning(document: dict[str, Any]) -> list[str]:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lightning_megatron.errors import ConfigError, divisors, require_divides
+from lightning_megatron.errors import ConfigError, divisors, require_divides, require_kind, require_number
 
 if TYPE_CHECKING:
     from lightning_megatron.models.config import ModelConfig
@@ -35,12 +35,10 @@ class ParallelConfig:
         Raises:
             ConfigError: If a size is not a positive integer, cp > 1, or the interleaved schedule cannot run.
         """
-        for name in ("tp", "pp", "vpp", "cp", "num_microbatches"):
-            value = getattr(self, name)
-            if name == "vpp" and value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name}={value!r} must be an integer of at least 1; correct {name}")
+        for name in ("tp", "pp", "cp", "num_microbatches"):
+            require_kind(name, getattr(self, name), "int")
+            require_number(name, getattr(self, name), at_least=1)
+        require_kind("vpp", self.vpp, "int | None")
         if self.cp > 1:
             raise ConfigError(
                 f"cp={self.cp} needs an attention that splits the sequence (Transformer Engine's), and the one in "

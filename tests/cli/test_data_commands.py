@@ -16,6 +16,7 @@ import pytest
 
 from lightning_megatron.cli import main
 from lightning_megatron.data.indexed import IndexedDatasetWriter
+from lightning_megatron.files import readable_size
 from tests.convert.directories import save_as, tiny_llama
 from tests.unit.data.indexed_files import write_legacy
 
@@ -224,10 +225,10 @@ def test_weights_go_there_and_back_again(
     )
     assert main(["convert", "--load-path", there, "--save-path", back, "--to", "hf", "--max-shard-size", "20KB"]) == 0
     shown, files = capfd.readouterr(), list(Path(back).iterdir())
-    size = sum(file.stat().st_size for file in files) / 1e6
+    size = readable_size(sum(file.stat().st_size for file in files))
     assert re.fullmatch(
-        rf"{re.escape(back)}: Hugging Face model directory \({len(files)} files, {size:.2f} MB\) from .+"
-        rf" {re.escape(there)}, in \d+\.\d s \(\d+\.\d\d [MG]B/s\)\n",
+        rf"{re.escape(back)}: Hugging Face model directory \({len(files)} files, {size}\) from .+"
+        rf" {re.escape(there)}, in \d+\.\d s \([\d.]+ [kMG]B/s\)\n",
         shown.out,
     )
     assert "converting" not in shown.err, "a progress bar, and standard error is no terminal"

@@ -69,7 +69,7 @@ def test_characters_that_the_output_lacks_do_not_end_the_run(
         raw = io.BytesIO()
         monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding=encoding))
         show_what_can_be_shown()
-        printer = TextPrinter(as_json=as_json)
+        printer = TextPrinter(Bytes(), (), as_json=as_json, is_answer=False)
         printer.show([("é ", "🎉")])
         printer.end()
         sys.stdout.flush()
@@ -84,7 +84,7 @@ class _Terminal(io.StringIO):
 
 def _printed(texts: list[tuple[str, str]], out: io.StringIO, monkeypatch: pytest.MonkeyPatch, *, as_json: bool) -> str:
     monkeypatch.setattr("sys.stdout", out)
-    printer = TextPrinter(as_json=as_json)
+    printer = TextPrinter(Bytes(), (), as_json=as_json, is_answer=False)
     printer.show(texts)
     printer.end()
     return out.getvalue()

@@ -51,7 +51,7 @@ def _nothing_but_the_source(source: Path) -> bool:
         ({"make_vocab_size_divisible_by": 8}, "make_vocab_size_divisible_by=8 would do nothing with to=hf"),
         ({"to": "megatron", "max_shard_size": "1GB"}, "max_shard_size=1GB would do nothing with to=megatron"),
         ({"to": "megatron", "make_vocab_size_divisible_by": 0}, "make_vocab_size_divisible_by=0 must be at least 1"),
-        ({"to": "megatron", "tp": 0}, "tp=0 must be an integer of at least 1"),
+        ({"to": "megatron", "tp": 0}, "tp=0 must be at least 1"),
         ({"to": "megatron", "tp": 3}, "tp=3 does not divide num_attention_heads=4; choose tp from 1, 2, 4"),
         ({"to": "megatron", "vpp": 2}, "vpp=2 interleaves pipeline stages, but pp=1"),
         ({"to": "megatron", "pp": 5}, "pp=5 x vpp=1 = 5 stages are more than the 4 layers"),
