@@ -152,9 +152,7 @@ class IndexedDataModule(MegatronDataModule):
             )
         objective = self._objective(run.model)
         for split in self._sources:
-            num_samples = check_request(self._request(split, run.model, None))
-            if split == "train":
-                run.check_steps(num_samples)
+            check_request(self._request(split, run.model, None))
         if run.model is None:
             return
         _check_token(objective.largest_token, run.model, self.tokenizer)
@@ -295,8 +293,6 @@ class InstructionDataModule(MegatronDataModule):
         _check_gpt(run.model, f"{type(self).__name__} makes samples for GPTs")
         for options in {options for options, _ in self._sources.values()}:
             check_instructions(options)
-        if run.whole_epochs and self.has_split("train"):
-            run.check_steps(len(self.open("train", None)))
 
     @override
     def order_of(self, name: SplitName, num_samples: int | None) -> SampleOrder:
@@ -375,9 +371,7 @@ class DatasetDataModule(MegatronDataModule):
     @override
     def check(self, run: Run) -> None:
         for name in self._datasets:
-            num_samples = len(self.open(name, None))
-            if name == "train":
-                run.check_steps(num_samples)
+            self.open(name, None)
 
     @override
     def open(self, name: SplitName, num_samples: int | None) -> DatasetSamples:

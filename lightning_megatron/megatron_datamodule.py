@@ -30,23 +30,10 @@ class Run:
 
     shape: BatchShape
     """How a step is dealt; the rank in it does not matter."""
-    whole_epochs: bool = False
-    """Whether a Lightning epoch is a pass over the training samples, which must then hold at least one step."""
     model: ModelConfig | None = None
     """The model, if it is one that tells."""
     train_step: object = None
     """Its objective, likewise."""
-
-    def check_steps(self, num_samples: int) -> None:
-        """See to it that an epoch is at least one step, and that every step can be dealt to the ranks.
-
-        Raises:
-            ConfigError: If the ramp-up does not fit the batch.
-            DataError: If one pass over the training samples is less than a step and an epoch is one pass.
-        """
-        _ = self.shape.stages
-        if self.whole_epochs:
-            self.shape.check_epoch(num_samples)
 
 
 class MegatronDataModule(LightningDataModule, ABC):
@@ -143,8 +130,7 @@ class MegatronDataModule(LightningDataModule, ABC):
             # Not in teardown(): a checkpoint may be saved after the run.
             self._train_loader = None
             self._restored = None
-        module = self._trainer().lightning_module
-        run = self.run(module, whole_epochs=stage == "fit" and self._trains_whole_epochs())
+        run = self.run(self._trainer().lightning_module)
         self._on_first_rank(lambda: self.check(run))
 
     @override
@@ -213,11 +199,10 @@ class MegatronDataModule(LightningDataModule, ABC):
 
     # ---- for the Trainer's side -------------------------------------------------------------------------------------
 
-    def run(self, module: LightningModule, *, whole_epochs: bool = False) -> Run:
+    def run(self, module: LightningModule) -> Run:
         """What this data module's Trainer is about to do with ``module``, known before any process is started."""
         return Run(
             shape=self._shape(data_parallel_rank=0),
-            whole_epochs=whole_epochs,
             model=_config_of(module),
             train_step=getattr(module, "train_step", None),
         )

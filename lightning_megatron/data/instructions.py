@@ -148,14 +148,41 @@ def read_instructions(options: InstructionOptions) -> Instructions:
     """
     from tqdm import tqdm
 
-    reader, files = _Reader(options), record_files(options.path)
-    collected = _Collected(options)
+    reader, files, limit = _Reader(options), record_files(options.path), options.seq_length
+    # Bytes grow in place; a list of a million small arrays would take more memory than what is in them.
+    tokens, is_answer, lengths = bytearray(), bytearray(), array("q")
+    num_cut, left_out = 0, list[int]()  # of those without an answer, the tokens that one would need
     total = sum(file.stat().st_size for file in files)
     # A short file is read before anybody wonders.
     with tqdm(total=total, unit="B", unit_scale=True, desc="Tokenizing instructions", delay=3) as bar:
-        for tokens, is_answer in reader.samples(read_records(files, bar.update)):
-            collected.add(tokens, is_answer)
-    return collected.instructions(reader.padding_token)
+        for ids, learned in reader.samples(read_records(files, bar.update)):
+            num_cut += len(ids) > limit
+            if not learned[:limit].any():
+                left_out.append(int(learned.argmax()) + 1)
+                continue
+            tokens += ids[:limit].tobytes()
+            is_answer += learned[:limit].tobytes()
+            lengths.append(min(limit, len(ids)))
+    if not lengths and not left_out:
+        raise _no_records(options)
+    if not lengths:
+        raise DataError(
+            f"seq_length={limit} leaves nothing of the answers of any of the {len(left_out)} samples of {options.path};"
+            f" raise it, to {min(left_out)} at the very least"
+        )
+    if num_cut:
+        _log.warning(
+            "%d of %d samples of %s have more than seq_length=%d tokens: %d lost their end, and %d are left out, as"
+            " nothing of their answers was left. Raise seq_length to keep them whole.",
+            *(num_cut, len(lengths) + len(left_out), options.path, limit, num_cut - len(left_out), len(left_out)),
+        )
+    return Instructions(
+        tokens=np.frombuffer(tokens, dtype=np.int32),
+        is_answer=np.frombuffer(is_answer, dtype=np.bool_),
+        starts=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]),
+        seq_length=limit,
+        padding_token=reader.padding_token,
+    )
 
 
 class _Reader:
@@ -181,52 +208,6 @@ class _Reader:
                 if not sample[1].any():
                     raise DataError(f"{place} has an answer without a token to learn; remove or complete it")
                 yield sample
-
-
-class _Collected:
-    """Samples cut to ``seq_length``, and how many were."""
-
-    def __init__(self, options: InstructionOptions) -> None:
-        self._options = options
-        # Bytes grow in place; a list of a million small arrays would take more memory than what is in them.
-        self._tokens, self._is_answer, self._lengths = bytearray(), bytearray(), array("q")
-        self._num_cut = self._num_left_out = self._least_length = 0
-
-    def add(self, tokens: NDArray[np.int32], is_answer: NDArray[np.bool_]) -> None:
-        limit = self._options.seq_length
-        self._num_cut += len(tokens) > limit
-        if is_answer[:limit].any():
-            self._tokens += tokens[:limit].tobytes()
-            self._is_answer += is_answer[:limit].tobytes()
-            self._lengths.append(min(limit, len(tokens)))
-        else:
-            self._num_left_out += 1
-            needed = int(is_answer.argmax()) + 1
-            self._least_length = min(self._least_length or needed, needed)
-
-    def instructions(self, padding_token: int) -> Instructions:
-        options, num_left_out, num_kept = self._options, self._num_left_out, len(self._lengths)
-        if not num_kept and not num_left_out:
-            raise _no_records(options)
-        if not num_kept:
-            raise DataError(
-                f"seq_length={options.seq_length} leaves nothing of the answers of any of the {num_left_out} samples of"
-                f" {options.path}; raise it, to {self._least_length} at the very least"
-            )
-        if self._num_cut:
-            _log.warning(
-                "%d of %d samples of %s have more than seq_length=%d tokens: %d lost their end, and %d are left out, as"
-                " nothing of their answers was left. Raise seq_length to keep them whole.",
-                *(self._num_cut, num_kept + num_left_out, options.path, options.seq_length),
-                *(self._num_cut - num_left_out, num_left_out),
-            )
-        return Instructions(
-            tokens=np.frombuffer(self._tokens, dtype=np.int32),
-            is_answer=np.frombuffer(self._is_answer, dtype=np.bool_),
-            starts=np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)]),
-            seq_length=options.seq_length,
-            padding_token=padding_token,
-        )
 
 
 def _no_records(options: InstructionOptions) -> DataError:

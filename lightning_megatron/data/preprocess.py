@@ -49,7 +49,6 @@ from lightning_megatron.files import exit_on_sigterm
 PENDING_A_WORKER = 4
 """Pieces begun at a time: so many that a slow one does not stop the others, so few that memory stays constant."""
 
-_LARGEST_STORED_ID = 2**31 - 1
 # sentencex 1.0.32 panics at white space of several bytes between an initial and a period; with spaces it never does.
 _WIDE_SPACE = re.compile("[\u0085\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]")
 
@@ -242,8 +241,8 @@ class DocumentEncoder:
         flat = np.fromiter(chain.from_iterable(sequences), dtype=np.int64, count=sum(lengths))
         if len(flat) and flat.max() > np.iinfo(self.dtype).max:
             raise DataError(
-                f"the tokenizer gave the id {flat.max()}, beyond its own vocabulary and the {self.dtype.name} that is"
-                " stored; its files do not belong together: save it again"
+                f"the tokenizer gave the id {flat.max()}, beyond its own vocabulary or what a dataset can hold"
+                f" ({self.dtype.name}); number its tokens anew, and save it again"
             )
         return EncodedKey(
             tokens=flat.astype(self.dtype).tobytes(),
@@ -304,16 +303,10 @@ def _encoder(options: PreprocessOptions) -> DocumentEncoder:
             f"append_eod needs an end-of-sequence token, {options.tokenizer} has none; set eos_token in its"
             " tokenizer_config.json or leave --append-eod out"
         )
-    largest = largest_id(tokenizer)
-    if largest > _LARGEST_STORED_ID:
-        raise DataError(
-            f"{options.tokenizer} has the token id {largest}, the largest that a dataset can hold is"
-            f" {_LARGEST_STORED_ID}; number its tokens anew"
-        )
     return DocumentEncoder(
         tokenizer=tokenizer,
         keys=tuple(options.json_keys),
-        dtype=token_dtype(largest + 1),
+        dtype=token_dtype(largest_id(tokenizer) + 1),
         end_of_document=tokenizer.eos_token_id if options.append_eod else None,
         split=splitter,
         stop_at_bad=options.on_error == "fail",

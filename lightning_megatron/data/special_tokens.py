@@ -8,7 +8,6 @@ has a mark each is a word.
 
 from __future__ import annotations
 
-import hashlib
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
@@ -32,11 +31,11 @@ _WITHOUT_SPACES = ("CJK", "HIRAGANA", "KATAKANA", "BOPOMOFO", "THAI", "LAO", "KH
 """First words of the Unicode names of letters whose scripts put no spaces between words."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TokenizerFacts:
     """What masking needs to know of a tokenizer; an id is None if the tokenizer has no such token."""
 
-    source: str = field(compare=False)
+    source: str
     """The tokenizer's folder, for messages."""
     cls: int | None = None
     """Begins a row of a BERT."""
@@ -52,18 +51,10 @@ class TokenizerFacts:
     """Ends a document."""
     sentinels: tuple[int, ...] = ()
     """``<extra_id_0>``, ``<extra_id_1>``, ...: stand for masked spans."""
-    begins_word: NDArray[np.bool_] = field(repr=False, compare=False)
+    begins_word: NDArray[np.bool_] = field(repr=False)
     """Whether an id begins a word: [largest id + 1]; special tokens do."""
-    ids: NDArray[np.int64] = field(repr=False, compare=False)
+    ids: NDArray[np.int64] = field(repr=False)
     """All ids in ascending order: any of them may take the place of a masked token."""
-    digest: str = field(init=False, repr=False)
-    """Equal for equal facts."""
-
-    def __post_init__(self) -> None:
-        """Compute the digest."""
-        facts = (*(getattr(self, role) for role in _ROLES), self.sentinels)
-        digest = hashlib.sha256(repr(facts).encode() + self.begins_word.tobytes() + self.ids.tobytes())
-        object.__setattr__(self, "digest", digest.hexdigest()[:16])
 
     @classmethod
     def read(cls, folder: str | Path) -> TokenizerFacts:

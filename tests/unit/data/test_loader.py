@@ -62,6 +62,12 @@ def _loader_of_one_row(epoch: int) -> TrainLoader:
     return loader
 
 
+def test_an_epoch_smaller_than_a_step_is_refused() -> None:
+    _loader(_shape(), num_samples=6)
+    with pytest.raises(DataError, match=r"has 5 samples, one step takes 6 \(micro_batch_size=2 x num_microbatches=3"):
+        _loader(_shape(), num_samples=5)
+
+
 @pytest.mark.parametrize("state", [{}, {"consumed_samples": 3}, {"epoch": 0, "consumed_samples": -1, "steps": 0}])
 def test_a_foreign_position_is_refused(state: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match="needs whole numbers epoch, consumed_samples, steps"):
