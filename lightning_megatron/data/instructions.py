@@ -124,11 +124,8 @@ class Instructions:
         return replace(self, starts=self.starts[samples.start : samples.stop + 1])
 
 
-def check_instructions(options: InstructionOptions) -> int:
+def check_instructions(options: InstructionOptions) -> None:
     """Check files, tokenizer and the first records, in a moment.
-
-    Returns:
-        The largest token of the tokenizer.
 
     Raises:
         DataError: If files or tokenizer are missing, or unfit for each other.
@@ -136,7 +133,6 @@ def check_instructions(options: InstructionOptions) -> int:
     reader = _Reader(options)
     if next(reader.samples(islice(read_records(record_files(options.path)), 8)), None) is None:
         raise _no_records(options)
-    return reader.largest_token
 
 
 def read_instructions(options: InstructionOptions) -> Instructions:
@@ -197,7 +193,6 @@ class _Reader:
             )
         self._renderer = RecordRenderer(tokenizer, answers=options.answers, separator=options.separator)
         self.padding_token: int = next(t for t in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if t is not None)
-        self.largest_token: int = max(tokenizer.get_vocab().values())
 
     def samples(self, records: Iterator[tuple[str, dict[str, Any]]]) -> Iterator[TokenizedSample]:
         """Each record's tokens."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from tests.cli.corpus import make_corpus
 from tests.ranks import run_ranks
 from tests.unit.data.sentence_corpus import NUM_PIECES, random_documents, write_sentences
 
@@ -38,8 +41,6 @@ class Run:
     accelerator: str = "cpu"
     checkpoint: Path | None = None
     saved_to: Path | None = None
-    saved_after: int | None = None
-    """A step; None for the end."""
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,13 @@ def _run(run: Run) -> list[dict[str, Any]]:
 
     import lightning.pytorch as pl
 
-    from lightning_megatron import IndexedDataModule, MegatronModule, MegatronStrategy
+    from lightning_megatron import (
+        DatasetDataModule,
+        IndexedDataModule,
+        InstructionDataModule,
+        MegatronModule,
+        MegatronStrategy,
+    )
 
     steps: list[dict[str, Any]] = []
 
@@ -81,17 +88,20 @@ def _run(run: Run) -> list[dict[str, Any]]:
             steps.append({"loss": float(loss), "rows": rows, "copy": self.megatron.data_parallel_rank})
             return loss
 
-    class Saving(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            if trainer.global_step == run.saved_after:
-                trainer.save_checkpoint(run.saved_to)
-
     pl.seed_everything(3, verbose=False)
-    options: dict[str, Any] = {"seq_length": SEQ_LENGTH, "split": "1", "micro_batch_size": 2, "seed": 5}
-    if run.kind != "gpt":
-        options |= {"tokenizer": str(run.folder / "tokenizer"), "seq_length_decoder": 24}
-    data = IndexedDataModule(**(options | run.data))
-    module = Watching(model={**MODELS[run.kind], "vocab_size": 107 + NUM_PIECES}, lr=1e-2)
+    options: dict[str, Any] = {"micro_batch_size": 2, "seed": 5}
+    data: pl.LightningDataModule
+    if run.kind == "dataset":
+        data = DatasetDataModule(**options, **run.data)
+    elif run.kind == "instructions":
+        data = InstructionDataModule(**options, **run.data)
+    else:
+        options |= {"seq_length": SEQ_LENGTH, "split": "1"}
+        if run.kind != "gpt":
+            options |= {"tokenizer": str(run.folder / "tokenizer"), "seq_length_decoder": 24}
+        data = IndexedDataModule(**options, **run.data)
+    model = MODELS.get(run.kind, MODELS["gpt"])
+    module = Watching(model={**model, "vocab_size": 107 + NUM_PIECES}, lr=1e-2)
     trainer = pl.Trainer(
         accelerator=run.accelerator,
         devices=int(os.environ["WORLD_SIZE"]),
@@ -101,11 +111,10 @@ def _run(run: Run) -> list[dict[str, Any]]:
         enable_model_summary=False,
         enable_checkpointing=False,
         limit_val_batches=0,
-        callbacks=[Saving()],
         **run.trainer,
     )
     trainer.fit(module, datamodule=data, ckpt_path=run.checkpoint)
-    if run.saved_to is not None and run.saved_after is None:
+    if run.saved_to is not None:
         trainer.save_checkpoint(run.saved_to)
     return steps
 
@@ -199,3 +208,73 @@ def test_data_on_the_first_node_only_is_an_error_on_all_ranks(folder: Path) -> N
 
     assert "cannot be opened on another rank" in messages[0]
     assert f"data_path={folder}/nowhere needs two files" in messages[1]
+
+
+# ---- instructions and map-style datasets ----------------------------------------------------------------------------
+
+NUM_ITEMS = 22
+
+
+class Numbered(torch.utils.data.Dataset[dict[str, Any]]):
+    """Each item begins with its number."""
+
+    def __len__(self) -> int:
+        return NUM_ITEMS
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": [index, *((index * 7 + place) % 50 for place in range(11))]}
+
+
+@pytest.fixture(scope="module")
+def instructions(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Prompts and completions of words of a tokenizer."""
+    folder = tmp_path_factory.mktemp("instructions")
+    make_corpus(folder)
+    records = [{"prompt": f"w{n} w{n + 1} ", "completion": " ".join(["w3"] * (1 + n % 4))} for n in range(30)]
+    (folder / "pairs.jsonl").write_text("\n".join(json.dumps(record) for record in records))
+    files = {"data_path": str(folder / "pairs.jsonl"), "tokenizer": str(folder / "tok")}
+    data = {**files, "split": "8,2", "seq_length": SEQ_LENGTH}
+    return Run(folder=folder, kind="instructions", data=data, layout={"num_microbatches": 2}, trainer={"max_steps": 6})
+
+
+@pytest.mark.parametrize("rows", [{"packing": True}, {"pad_to_multiple_of": 4}], ids=str)
+def test_instructions_teach_every_layout_the_same(instructions: Run, rows: dict[str, Any]) -> None:
+    run = replace(instructions, data={**instructions.data, **rows})
+    (alone,) = _steps(run, 1)
+    assert alone[-1]["loss"] < alone[0]["loss"]
+
+    for steps in _steps(replace(run, layout={"tp": 2, "pp": 2, "sequence_parallel": True, "num_microbatches": 2}), 4):
+        assert [step["rows"] for step in steps] == [step["rows"] for step in alone]
+        # The same sums in another order, in fp32.
+        assert _losses(steps) == pytest.approx(_losses(alone), rel=1e-5)
+
+
+def test_rows_that_sequence_parallelism_cannot_split_are_refused(instructions: Run) -> None:
+    data = {**instructions.data, "seq_length": 30, "pad_to_multiple_of": 3}
+
+    with pytest.raises(Exception, match=r"pad_to_multiple_of=3 is not a multiple of tp=2"):
+        _steps(replace(instructions, data=data, layout={"tp": 2, "sequence_parallel": True}), 2)
+
+
+@pytest.mark.parametrize("source", [pytest.param("torch", marks=pytest.mark.exhaustive), "hugging_face"])
+def test_each_pass_takes_every_item_once_over_interruptions_at_other_layouts(source: str, tmp_path: Path) -> None:
+    train: Any = Numbered()
+    if source == "hugging_face":
+        datasets = pytest.importorskip("datasets")
+        columns = {"input_ids": [train[index]["input_ids"] for index in range(NUM_ITEMS)]}
+        train = str(tmp_path / "saved")
+        datasets.Dataset.from_dict(columns).save_to_disk(train)
+    two = {"num_microbatches": 2}
+    run = Run(folder=tmp_path, kind="dataset", data={"train": train}, layout=two, trainer={"max_steps": 13})
+    (alone,) = _steps(run, 1)
+    taken = [row[0] for step in alone for row in step["rows"]["input_ids"]]
+    passes = [taken[begin : begin + NUM_ITEMS] for begin in range(0, len(taken) - NUM_ITEMS + 1, NUM_ITEMS)]
+    assert len(passes) == 2
+    assert all(sorted(each) == list(range(NUM_ITEMS)) for each in passes)
+    assert passes[0] != passes[1]
+
+    first = replace(run, layout={"tp": 2, **two}, trainer={"max_steps": 5}, saved_to=tmp_path / "a.ckpt")
+    second = replace(run, layout={"pp": 2, **two}, data={**run.data, "num_workers": 1}, checkpoint=tmp_path / "a.ckpt")
+    steps = _steps(first, 2)[0] + _steps(second, 2)[0]
+    assert [step["rows"] for step in steps] == [step["rows"] for step in alone]
+    assert _losses(steps) == pytest.approx(_losses(alone), rel=1e-5)
