@@ -187,27 +187,28 @@ def test_a_batch_that_grows_equals_one_rank_and_goes_on_after_an_interruption(fo
         assert [step["rows"] for step in steps[0] + steps[1]] == [step["rows"] for step in alone]
 
 
-def _fit_where_only_rank_0_has_the_data(run: Run, elsewhere: str) -> str:
+def _fit_with_data_of_its_own(run: Run, data_paths: list[str]) -> str:
     import os
 
     from lightning_megatron.errors import DataError
 
-    if os.environ["RANK"] != "0":
-        run = replace(run, data={"data_path": elsewhere})
     try:
-        _run(run)
+        _run(replace(run, data={"data_path": data_paths[int(os.environ["RANK"])]}))
     except DataError as error:
         return str(error)
     return "no error"
 
 
-def test_data_on_the_first_node_only_is_an_error_on_all_ranks(folder: Path) -> None:
-    run = Run(folder=folder, kind="gpt", data=_dataset(folder, "gpt"), layout={"num_microbatches": 2})
+def test_data_that_one_rank_does_not_see_are_an_error_on_all_ranks(folder: Path) -> None:
+    run = Run(folder=folder, kind="gpt", layout={"num_microbatches": 2})
+    there, nowhere = str(folder / "documents"), str(folder / "nowhere")
 
-    messages = run_ranks(_fit_where_only_rank_0_has_the_data, 2, run, str(folder / "nowhere"))
-
+    messages = run_ranks(_fit_with_data_of_its_own, 2, run, [there, nowhere])
     assert "cannot be opened on another rank" in messages[0]
-    assert f"data_path={folder}/nowhere needs two files" in messages[1]
+    assert f"data_path={nowhere} needs two files" in messages[1]
+    first, other = run_ranks(_fit_with_data_of_its_own, 2, run, [nowhere, there])
+    assert f"data_path={nowhere} needs two files" in first
+    assert other == first
 
 
 # ---- instructions and map-style datasets ----------------------------------------------------------------------------
