@@ -12,16 +12,13 @@ from pathlib import Path
 import pytest
 
 from tests.launch.test_started_by import _environment
+from tests.ranks import RankError, run_ranks
 
 _SCRIPT = """
-import os, sys
+import os
 from pathlib import Path
 
 Path(f"pid_{os.environ.get('LOCAL_RANK', '0')}").write_text(str(os.getpid()))
-if sys.argv[1] == "importing" and "LOCAL_RANK" in os.environ:
-    while Path("wait").exists():
-        pass
-
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning_megatron import MegatronModule, MegatronStrategy
@@ -57,15 +54,15 @@ def _ends(pid: int, seconds: float) -> bool:
     return not os.path.exists(f"/proc/{pid}")
 
 
-def _start(folder: Path, moment: str) -> subprocess.Popen[bytes]:
+def _start(folder: Path) -> subprocess.Popen[bytes]:
     (folder / "train.py").write_text(_SCRIPT)
-    return subprocess.Popen([sys.executable, "train.py", moment], cwd=folder, env=_environment())
+    return subprocess.Popen([sys.executable, "train.py"], cwd=folder, env=_environment())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_the_other_rank_ends_when_one_is_killed_in_training(tmp_path: Path, killed: int) -> None:
-    first = _start(tmp_path, "training")
+    first = _start(tmp_path)
     try:
         _wait_for(tmp_path / "trains_0")
         _wait_for(tmp_path / "trains_1")
@@ -81,20 +78,17 @@ def test_the_other_rank_ends_when_one_is_killed_in_training(tmp_path: Path, kill
         first.kill()
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_a_rank_whose_launcher_died_while_it_imported_does_not_go_on(tmp_path: Path) -> None:
-    (tmp_path / "wait").touch()
-    first = _start(tmp_path, "importing")
-    try:
-        _wait_for(tmp_path / "pid_1")
-        first.kill()
-        first.wait()
-        second = int((tmp_path / "pid_1").read_text())
-        (tmp_path / "wait").unlink()
-        assert _ends(second, seconds=60)  # it imports first
-    finally:
-        first.kill()
+def _orphan() -> None:
+    from lightning_megatron.preemption import die_with_launcher
+
+    os.environ["LIGHTNING_MEGATRON_LAUNCHER"] = str(2**22 + 1)  # beyond every process id
+    die_with_launcher()
+
+
+def test_a_rank_whose_launcher_died_while_it_imported_does_not_go_on() -> None:
+    with pytest.raises(RankError, match="died|exit") as caught:
+        run_ranks(_orphan, 1)
+    assert caught.value.error_type is None
 
 
 _ENDS = """

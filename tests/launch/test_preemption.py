@@ -77,13 +77,6 @@ NEVER = {"every_n_train_steps": 100}
             ["last.ckpt", "preempted.ckpt", "step=2.ckpt"],
             id="both, twice, link",
         ),
-        pytest.param(
-            {"ranks": (0,)},
-            {"save_last": "link", "save_top_k": 1, "every_n_train_steps": 1},
-            ["last.ckpt", "step=3.ckpt"],
-            id="this step is saved already",
-            marks=pytest.mark.exhaustive,
-        ),
     ],
 )
 def test_sigterm_saves_at_the_next_step_and_the_run_goes_on_exactly(

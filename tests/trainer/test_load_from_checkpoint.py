@@ -141,7 +141,6 @@ def _loaded_with(folder: str, kind: str, overrides: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("kind", "overrides", "message"),
     [
-        ("none", {"map_location": "cpu"}, "MegatronModule has no option 'map_location'; "),
         ("none", {"lr": "3e-4"}, "lr='3e-4' must be a number, and is a str"),
         ("none", {"optimizer": {"beta3": 1}}, "OptimizerOptions has no option 'beta3'; did you mean beta2"),
         ("own step", {}, r"a run with train_step=.*Weighted, and has only its name; give it"),

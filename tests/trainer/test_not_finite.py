@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from tests.parity.sharding import shards
 from tests.parity.training import Case, Layout, Sentences, module_of, trainer_of
@@ -25,7 +24,6 @@ PLACES = {
     # Rank 3 is stage 1 of copy 1, whose rows 6 to 11 are three microbatches of two.
     STAGES_AND_COPIES: "microbatch 1 on rank 3 (data-parallel row 1)",
     Layout(tp=2, dp=2, distributed_optimizer=False): "microbatch 0 on rank 2 (data-parallel row 1)",
-    Layout(pp=2, vpp=2, tp=2, num_microbatches=2): "microbatch 1 on rank 2 (data-parallel row 0)",
     Layout(pp=2, num_microbatches=3): "microbatch 2 on rank 1 (data-parallel row 0)",
     Layout(dp=2, num_microbatches=3): "microbatch 1 on rank 1 (data-parallel row 1)",
 }
@@ -50,16 +48,6 @@ def _bad_step(kind: Kind | None) -> Any:
             return {"lm_loss": LossTerm(total, term.targets)}
 
     return BadStep()
-
-
-class Given(IterableDataset[dict[str, torch.Tensor]]):
-    """Batches in their order."""
-
-    def __init__(self, batches: list[dict[str, torch.Tensor]]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        return iter(self.batches)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,11 +87,11 @@ def _run(case: Case, kind: Kind | None, on_nan: str, *, leave_out: bool = False,
     copy = int(os.environ["RANK"]) // case.layout.tp % dp
     batches = [part.chunk(dp)[copy] for part in tokens.split(12)]
     given = [{"input_ids": rows} for step, rows in enumerate(batches) if not (leave_out and step == BAD_STEP)]
-    loader = DataLoader(Given(given), batch_size=None)
+    loader = DataLoader(given, batch_size=None)  # type: ignore[arg-type]
     module = module_of(case, train_step=_bad_step(kind), lr_schedule=LRSchedule(warmup_steps=3, init_lr=case.lr / 10))
     ckpt_path = options.pop("ckpt_path", None)
     options["callbacks"] = [Watch(), *options.pop("callbacks", [])]
-    trainer = trainer_of(replace(case, steps=len(given)), **options)
+    trainer = trainer_of(replace(case, steps=len(given)), use_distributed_sampler=False, **options)
     trainer.strategy.on_nan = on_nan
     error = ""
     with warnings.catch_warnings(record=True) as caught:
@@ -139,7 +127,6 @@ def _without_the_step(case: Case) -> tuple[Run, Run]:
     [
         (STAGES_AND_COPIES, 0.5, "adamw", "cpu"),
         (Layout(tp=2, dp=2, distributed_optimizer=False), None, "sgd", "cpu"),
-        (Layout(pp=2, vpp=2, tp=2, num_microbatches=2), None, "adamw", "cpu"),
         pytest.param(Layout(pp=2, num_microbatches=3), 0.5, "adamw", "gpu", marks=pytest.mark.gpu(2)),
         pytest.param(Layout(dp=2, num_microbatches=3), 0.5, "adamw", "gpu", marks=pytest.mark.gpu(2)),
     ],

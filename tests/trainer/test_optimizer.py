@@ -128,9 +128,11 @@ def _torch_rates() -> list[float]:
     return rates
 
 
-def _rates(case: Case, kind: str, epochs: int) -> list[float]:
-    """The learning rate that each step used."""
+def _rates(case: Case, kind: str, epochs: int) -> tuple[list[float], float]:
+    """The learning rate that each step used, and the one logged last."""
     from lightning.pytorch import Callback
+
+    from lightning_megatron import LRSchedule
 
     rates = []
 
@@ -139,43 +141,27 @@ def _rates(case: Case, kind: str, epochs: int) -> list[float]:
             (rate,) = {group["lr"] for group in trainer.strategy.optimizers[0].inner.param_groups}
             rates.append(rate)
 
-    trainer = trainer_of(case, callbacks=[Watch()], max_steps=-1, max_epochs=epochs)
-    trainer.fit(_module_with_scheduler(case, kind), loader_of(case), loader_of(replace(case, steps=1)))
-    return rates
+    own = kind != "linear"
+    schedule = LRSchedule(style="linear", warmup_steps=2, min_lr=LR / 10)
+    module = _module_with_scheduler(case, kind) if own else module_of(case, lr_schedule=schedule)
+    limits = {"max_steps": -1, "max_epochs": epochs} if own else {}
+    trainer = trainer_of(case, callbacks=[Watch()], **limits)
+    trainer.fit(module, loader_of(case), loader_of(replace(case, steps=1)))
+    return rates, trainer.callback_metrics["lr"].item()
 
 
 def test_a_torch_scheduler_does_what_it_does_to_a_torch_optimizer() -> None:
-    for rates in run_ranks(_rates, 2, Case(layout=TWO_STAGES, steps=4, lr=LR), "one_cycle", 1):
+    for rates, _ in run_ranks(_rates, 2, Case(layout=TWO_STAGES, steps=4, lr=LR), "one_cycle", 1):
         assert rates == pytest.approx(_torch_rates())
 
 
 def test_the_rate_is_reduced_on_a_plateau_on_all_ranks() -> None:
-    for rates in run_ranks(_rates, 2, Case(layout=TWO_STAGES, steps=1, lr=LR), "plateau", 4):
+    for rates, _ in run_ranks(_rates, 2, Case(layout=TWO_STAGES, steps=1, lr=LR), "plateau", 4):
         assert rates == pytest.approx([LR, LR, 0.1 * LR, 0.01 * LR])
-
-
-def _rates_of_megatron_schedule(case: Case) -> tuple[list[float], list[float]]:
-    from lightning.pytorch import Callback
-
-    from lightning_megatron import LRSchedule
-
-    used, logged = [], []
-
-    class Watch(Callback):
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            used.append([group["lr"] for group in trainer.strategy.optimizers[0].inner.param_groups][0])
-
-        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            logged.append(trainer.callback_metrics["lr"].item())
-
-    module = module_of(case, lr_schedule=LRSchedule(style="linear", warmup_steps=2, min_lr=LR / 10))
-    trainer_of(case, callbacks=[Watch()]).fit(module, loader_of(case))
-    return used, logged
 
 
 def test_the_schedule_of_the_module_ends_at_max_steps() -> None:
     # Warm-up 0, 1/2, then from 1 to a tenth in the 4 steps that max_steps=6 leaves; the last value is for a step 7.
     expected = [LR * share for share in (0, 0.5, 1, 0.775, 0.55, 0.325, 0.1)]
-    for used, logged in run_ranks(_rates_of_megatron_schedule, 2, Case(layout=TWO_STAGES, steps=6, lr=LR)):
-        assert used == pytest.approx(expected[:-1])
-        assert logged == pytest.approx(expected[-1:])
+    for used, logged in run_ranks(_rates, 2, Case(layout=TWO_STAGES, steps=6, lr=LR), "linear", 1):
+        assert [*used, logged] == pytest.approx(expected)

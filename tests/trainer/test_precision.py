@@ -14,7 +14,6 @@ from tests.ranks import run_ranks
 
 Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed"]
 FOUR_RANKS = Layout(tp=2, pp=2, num_microbatches=2)
-TWO_COPIES = Layout(tp=2, dp=2, sequence_parallel=True)
 
 
 def _trainer(case: Case, precision: Precision, **options: Any) -> Any:
@@ -42,21 +41,23 @@ def _formats(layout: Layout, precision: Precision) -> dict[str, set[torch.dtype]
     }
 
 
-@pytest.mark.parametrize(
-    ("precision", "weights"),
-    [
-        ("32-true", torch.float32),
-        ("bf16-mixed", torch.bfloat16),
-        ("bf16-true", torch.bfloat16),
-        ("16-mixed", torch.float16),
-    ],
-)
-def test_gradients_master_weights_and_moments_are_fp32_in_every_mode(
-    precision: Precision, weights: torch.dtype
-) -> None:
+WEIGHTS = {
+    "32-true": torch.float32,
+    "bf16-mixed": torch.bfloat16,
+    "bf16-true": torch.bfloat16,
+    "16-mixed": torch.float16,
+}
+
+
+def _formats_of_all(layout: Layout) -> dict[str, Any]:
+    return {precision: _formats(layout, precision) for precision in WEIGHTS}  # type: ignore[arg-type]
+
+
+def test_gradients_master_weights_and_moments_are_fp32_in_every_mode() -> None:
     fp32 = {torch.float32}
-    for formats in run_ranks(_formats, 2, Layout(dp=2), precision):
-        assert formats == {"weights": {weights}, "main gradients": fp32, "master weights": fp32, "moments": fp32}
+    others = {"main gradients": fp32, "master weights": fp32, "moments": fp32}
+    for formats in run_ranks(_formats_of_all, 2, Layout(dp=2)):
+        assert formats == {precision: {"weights": {dtype}, **others} for precision, dtype in WEIGHTS.items()}
 
 
 def test_bf16_trains_as_fp32_up_to_its_rounding() -> None:
@@ -74,14 +75,11 @@ class Step:
     """What one optimizer step of a 16-mixed run did."""
 
     skipped: bool
-    loss: float
     loss_scale: float
     """After the step."""
     lr: float
     """For the next step."""
-    grad_norm: float
     weights_changed: bool
-    logged: dict[str, float]
 
 
 def _steps_in_fp16(
@@ -122,12 +120,9 @@ def _steps_in_fp16(
             steps.append(
                 Step(
                     skipped=report.skipped,
-                    loss=outputs["loss"].item(),
                     loss_scale=report.loss_scale,
                     lr=trainer.optimizers[0].param_groups[0]["lr"],
-                    grad_norm=report.grad_norm,
                     weights_changed=any(not torch.equal(a, b) for a, b in zip(before, self.weights, strict=True)),
-                    logged={name: float(value) for name, value in trainer.callback_metrics.items()},
                 )
             )
 
@@ -158,11 +153,9 @@ def _loss_scales(initial: float, skipped: list[bool]) -> list[float]:
     return scales
 
 
-@pytest.mark.parametrize("layout", [Layout(), pytest.param(TWO_COPIES, marks=pytest.mark.exhaustive)], ids=str)
-def test_steps_that_overflow_change_nothing_but_the_loss_scale(layout: Layout) -> None:
+def test_steps_that_overflow_change_nothing_but_the_loss_scale() -> None:
     # Times 2**22 the gradients are beyond fp16's 65504, times 2**16 they are not.
-    ranks = run_ranks(_steps_in_fp16, layout.world_size, layout, 2.0**22)
-    steps = ranks[0]
+    (steps,) = run_ranks(_steps_in_fp16, 1, Layout(), 2.0**22)
     assert [step.skipped for step in steps[:2]] == [True, True]
     assert not all(step.skipped for step in steps)
     assert [step.loss_scale for step in steps] == _loss_scales(2.0**22, [step.skipped for step in steps])
@@ -171,21 +164,11 @@ def test_steps_that_overflow_change_nothing_but_the_loss_scale(layout: Layout) -
         updates += not step.skipped
         assert step.weights_changed == (not step.skipped)
         assert step.lr == pytest.approx(_lr_after(updates))
-    for rank in ranks[1:]:
-        assert [(s.skipped, s.loss_scale, s.lr) for s in rank] == [(s.skipped, s.loss_scale, s.lr) for s in steps]
 
 
-@pytest.mark.parametrize(
-    ("layout", "accelerator"),
-    [
-        (FOUR_RANKS, "cpu"),
-        pytest.param(TWO_COPIES, "cpu", marks=pytest.mark.exhaustive),
-        pytest.param(FOUR_RANKS, "gpu", marks=pytest.mark.gpu(4)),
-    ],
-    ids=str,
-)
-def test_an_overflow_on_one_rank_is_skipped_by_all(layout: Layout, accelerator: str) -> None:
-    for steps in run_ranks(_steps_in_fp16, 4, layout, 2.0**10, 2, accelerator):
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu(4))])
+def test_an_overflow_on_one_rank_is_skipped_by_all(accelerator: str) -> None:
+    for steps in run_ranks(_steps_in_fp16, 4, FOUR_RANKS, 2.0**10, 2, accelerator):
         assert [step.skipped for step in steps] == [False, False, True] + [False] * 7
         assert [step.weights_changed for step in steps] == [not step.skipped for step in steps]
         assert [step.loss_scale for step in steps] == [2.0**10] * 6 + [2.0**11] * 4

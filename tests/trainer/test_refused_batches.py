@@ -14,72 +14,51 @@ from tests.ranks import run_ranks
 FOUR_RANKS = Layout(tp=2, pp=2, num_microbatches=2)
 
 
-def _message(case: Case, key: str, value: Any) -> str:
+def _message(case: Case, rows: Any, batch_size: int | None, picky: bool = False) -> str:
     """Why the first batch is refused on this rank."""
-    rows = [dict(row) for row in Sentences(4)]  # type: ignore[attr-defined]
-    rows[2][key] = rows[2][key].clone() if key in rows[2] else torch.zeros(16, dtype=torch.long)
-    rows[2][key][5] = value
-    if key not in ("input_ids", "labels"):
-        rows = [{key: torch.zeros(16, dtype=torch.long), **row} for row in rows]
-    from lightning_megatron import DataError
-
-    try:
-        trainer_of(case).fit(module_of(case), DataLoader(rows, batch_size=4))  # type: ignore[arg-type]
-    except DataError as error:
-        return str(error)
-    return "nothing was raised"
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "words"),
-    [
-        ("input_ids", 83, ("input_ids", "83", "vocab")),
-        ("labels", -7, ("labels", "-7", "-100")),
-        ("token_types", 0, ("token_types", "input_ids, ")),
-    ],
-)
-def test_every_rank_says_what_is_wrong(key: str, value: int, words: tuple[str, ...]) -> None:
-    messages = run_ranks(_message, FOUR_RANKS.world_size, Case(layout=FOUR_RANKS), key, value)
-    assert len(set(messages)) == 1
-    for word in words:
-        assert word in messages[0]
-
-
-def _own_check_fails(case: Case) -> str:
-    from lightning_megatron import GPTTrainStep
+    from lightning_megatron import DataError, GPTTrainStep
 
     class Picky(GPTTrainStep):
         def check_batch(self, batch: dict[str, torch.Tensor]) -> None:
             raise KeyError("mine")
 
+    step = {"train_step": Picky()} if picky else {}
     try:
-        trainer_of(case).fit(module_of(case, train_step=Picky()), DataLoader(Sentences(4), batch_size=4))
-    except Exception as error:
+        trainer_of(case).fit(module_of(case, **step), DataLoader(rows, batch_size=batch_size))
+    except (DataError, KeyError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"
 
 
+def _rows(key: str, value: int) -> list[dict[str, torch.Tensor]]:
+    """Four rows, in the third of which a number is wrong."""
+    rows = [{key: torch.zeros(16, dtype=torch.long), **row} for row in Sentences(4)]  # type: ignore[attr-defined]
+    rows[2][key] = rows[2][key].clone()
+    rows[2][key][5] = value
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch_size", "words"),
+    [
+        (_rows("input_ids", 83), 4, ("input_ids", "83", "vocab")),
+        (_rows("labels", -7), 4, ("labels", "-7", "-100")),
+        (_rows("token_types", 0), 4, ("token_types", "input_ids, ")),
+        ([{"input_ids": torch.arange(16)[None].repeat(n, 1)} for n in (4, 0)], None, ("a batch has no rows",)),
+    ],
+    ids=["token", "label", "key", "no rows"],
+)
+def test_every_rank_says_what_is_wrong(rows: Any, batch_size: int | None, words: tuple[str, ...]) -> None:
+    first, *others = run_ranks(_message, FOUR_RANKS.world_size, Case(layout=FOUR_RANKS), rows, batch_size)
+    assert others == [first] * 3
+    assert all(word in first for word in words)
+
+
 def test_a_defect_in_a_check_of_ones_own_ends_all_ranks_of_the_copy() -> None:
-    first, *others = run_ranks(_own_check_fails, FOUR_RANKS.world_size, Case(layout=FOUR_RANKS))
+    case, rows = Case(layout=FOUR_RANKS), Sentences(4)
+    first, *others = run_ranks(_message, FOUR_RANKS.world_size, case, rows, 4, True)
     assert first == "KeyError: 'mine'"
     assert set(others) == {"DataError: KeyError('mine')"}
-
-
-def _without_rows(case: Case) -> str:
-    rows = [{"input_ids": torch.arange(16)[None].repeat(number, 1)} for number in (4, 0)]
-
-    from lightning_megatron import DataError
-
-    try:
-        trainer_of(case).fit(module_of(case), DataLoader(rows, batch_size=None))  # type: ignore[arg-type]
-    except DataError as error:
-        return str(error)
-    return "nothing was raised"
-
-
-def test_a_batch_without_rows_is_refused() -> None:
-    for message in run_ranks(_without_rows, FOUR_RANKS.world_size, Case(layout=FOUR_RANKS)):
-        assert "a batch has no rows" in message
 
 
 def _warnings_without_labels(case: Case) -> list[str]:

@@ -15,8 +15,8 @@ from tests.ranks import run_ranks
 CASE = Case(layout=Layout(pp=2, num_microbatches=2), steps=2, global_batch_size=4)
 
 
-def _losses(case: Case, part: str) -> list[float]:
-    """The losses of a run in which ``part`` is replaced."""
+def _losses(case: Case, parts: tuple[str, ...]) -> list[list[float]]:
+    """The losses of runs in each of which one part is replaced."""
     from lightning_megatron import GPTTrainStep
     from lightning_megatron.models.build import build_chunks
     from lightning_megatron.models.config import ModelConfig
@@ -46,25 +46,15 @@ def _losses(case: Case, part: str) -> list[float]:
         "forward_step": {"train_step": Unmasked()},
         "model": {"model_provider": with_relu},
     }
-    return train_module(module_of(case, **options[part]), case, loader_of(case)).losses
+    return [train_module(module_of(case, **options[part]), case, loader_of(case)).losses for part in parts]
 
 
-@pytest.fixture(scope="module")
-def original() -> list[float]:
-    losses: list[float] = run_ranks(_losses, 2, CASE, "nothing")[0]
-    return losses
-
-
-@pytest.mark.parametrize("part", ["get_batch", "forward_step"])
-def test_the_batch_or_the_forward_pass_alone(part: str, original: list[float]) -> None:
-    on_two = run_ranks(_losses, 2, CASE, part)
-    (on_one,) = run_ranks(_losses, 1, CASE.on_one_process, part)
-    assert on_one[0] != pytest.approx(original[0], rel=1e-3)
-    for losses in on_two:
-        assert losses == pytest.approx(on_one, rel=1.5e-6)
-
-
-def test_the_model_alone(original: list[float]) -> None:
+def test_the_batch_the_forward_pass_or_the_model_alone() -> None:
+    original, *on_two, with_relu = run_ranks(_losses, 2, CASE, ("nothing", "get_batch", "forward_step", "model"))[1]
+    (on_one,) = run_ranks(_losses, 1, CASE.on_one_process, ("get_batch", "forward_step"))
+    for ours, alone in zip(on_two, on_one, strict=True):
+        assert ours == pytest.approx(alone, rel=1.5e-6)
+        assert ours[0] != pytest.approx(original[0], rel=1e-3)
     relu = replace(CASE, model_fields=(("activation_function", "relu"),))
-    assert run_ranks(_losses, 2, CASE, "model") == run_ranks(_losses, 2, relu, "nothing")
-    assert run_ranks(_losses, 2, relu, "nothing")[0] != original
+    assert run_ranks(_losses, 2, relu, ("nothing",)) == [[with_relu]] * 2
+    assert with_relu != original

@@ -177,29 +177,18 @@ def test_biases_of_near_keys_are_exact_in_bf16_however_long_the_row_is() -> None
 # ---- token by token -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mask", [None, (SEGMENTS[:1] != 0).long().repeat(ROWS, 1)], ids=["no mask", "padding"])
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 3}, {"alibi": "bloom"}, {"alibi": "falcon"}], ids=str)
-def test_token_by_token_equals_all_at_once(mask: torch.Tensor | None, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{"sliding_window": 3}, {"alibi": "bloom"}, {"alibi": "falcon"}], ids=str)
+def test_token_by_token_equals_all_at_once(options: dict[str, Any]) -> None:
+    mask = (SEGMENTS[:1] != 0).long().repeat(ROWS, 1)
     q, k, v = (x.detach() for x in _qkv(groups=1))
     layer = _layer(**options)
     whole = layer(q, k, v, mask)
     layer.kv_cache = KeyValueCache(LENGTH + 2)
     bounds = [(0, 8), (8, 9), (9, 10), (10, LENGTH)]
-    parts = [layer(*(x[a:b] for x in (q, k, v)), None if mask is None else mask[:, :b]) for a, b in bounds]
-    real = torch.ones(LENGTH, ROWS, dtype=torch.bool) if mask is None else mask.t() == 1
+    parts = [layer(*(x[a:b] for x in (q, k, v)), mask[:, :b]) for a, b in bounds]
+    real = mask.t() == 1
     # fp32, numbers of size 1, another order of additions.
     torch.testing.assert_close(torch.cat(parts)[real], whole[real], rtol=0.0, atol=1e-6)
-
-
-def test_selected_rows_of_a_cache_go_on_as_what_they_were() -> None:
-    q, k, v = (x.detach() for x in _qkv())
-    layer, rows = _layer(), torch.tensor([2, 0, 0, 1, 3])
-    whole = layer(q, k, v, None)
-    layer.kv_cache = cache = KeyValueCache(LENGTH)
-    layer(q[:5], k[:5], v[:5], None)
-    cache.select(rows)
-    out = layer(q[5:6, rows], k[5:6, rows], v[5:6, rows], None)
-    torch.testing.assert_close(out, whole[5:6, rows], rtol=0.0, atol=1e-6)
 
 
 # ---- beside the engine's --------------------------------------------------------------------------------------------

@@ -26,9 +26,8 @@ from lightning_megatron.engine.fillers.kernels import (
     l2_norm,
     scale,
 )
-from lightning_megatron.engine.patches import MEGATRON, MULTI_TENSOR, ROPE, SWIGLU, WEIGHT_GRADIENTS, active
+from lightning_megatron.engine.patches import ROPE, SWIGLU, WEIGHT_GRADIENTS, active
 from lightning_megatron.engine.runtime import emulated_cuda
-from tests.unit.engine.fillers.test_adam import engine_of, engine_step
 
 FLAG = torch.zeros(1, dtype=torch.int)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -71,21 +70,6 @@ def test_the_norm_is_that_of_one_long_vector_and_the_engines_still_waits() -> No
     with emulated_cuda(), _Operations() as theirs:
         local_multi_tensor_l2_norm(65536, FLAG, [_tensors()], False)
     assert ours.count["aten::_local_scalar_dense"] == 0 < theirs.count["aten::_local_scalar_dense"]
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.filterwarnings("ignore:The .grad attribute")
-@pytest.mark.parametrize(("bf16", "distributed"), [(False, True), (True, False)])
-def test_steps_of_the_engine_are_the_same_with_and_without(bf16: bool, distributed: bool) -> None:
-    def weights_and_norms() -> list[torch.Tensor]:
-        model, optimizer = engine_of("adamw", bf16, distributed)
-        norms = [engine_step(model, optimizer, step) for step in range(3)]
-        return [torch.tensor(norms), *(p.detach().clone() for p in model.parameters())]
-
-    expected = weights_and_norms()
-    with active(MULTI_TENSOR + MEGATRON):
-        for a, b in zip(weights_and_norms(), expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.gpu

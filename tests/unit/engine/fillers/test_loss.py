@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
 from lightning_megatron.engine.fillers.loss import token_losses
-from lightning_megatron.engine.patches import MEGATRON, active
 from lightning_megatron.models.chunk import hide_padded_vocab_
 from tests.ranks import run_ranks
 
@@ -92,21 +90,6 @@ def test_a_split_vocabulary_equals_a_dense_softmax_also_where_a_whole_shard_is_p
     gradient = torch.cat([shard for _, shard in shards], dim=-1)
     torch.testing.assert_close(gradient.double(), expected_gradient, rtol=1e-5, atol=1e-5)
     assert not gradient[..., VOCAB:].any()
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_a_language_model_of_the_engine_computes_this_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer import TransformerConfig
-
-    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):  # the engine exports them
-        monkeypatch.setenv(name, "1")
-    config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1)
-    model = LanguageModule(config, ProcessGroupCollection.use_mpu_process_groups())
-    logits, labels, weights = _case(VOCAB)
-    with active(MEGATRON):
-        losses = model.compute_language_model_loss(labels.T.contiguous(), logits.clone())
-    torch.testing.assert_close(losses.T.double(), _dense(logits, labels, weights)[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("one_rank")
