@@ -79,25 +79,6 @@ def test_bad_lines_end_the_run_or_are_skipped_as_asked(
     assert len(_documents(tmp_path / "out" / "x_text_sentence")) == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["--keep-newlines"], "--keep-newlines needs --split-sentences"),
-        (["--split-sentences", "--language", "english"], "--language english is no ISO 639 code"),
-        (["--json-keys", "title"], "json keys title cannot be read from"),
-    ],
-)
-def test_options_that_cannot_work_are_one_line(
-    corpus: Path, tmp_path: Path, arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "a.txt").write_text("w1")
-    assert _preprocess(corpus, tmp_path, "--input", str(tmp_path / "a.txt"), *arguments) == 2
-    printed = capsys.readouterr().err
-    assert printed.startswith(f"error: {line}")
-    assert printed.count("\n") == 1
-    assert not (tmp_path / "out").exists()
-
-
 # ---- datasets -------------------------------------------------------------------------------------------------------
 
 
@@ -170,32 +151,6 @@ def test_terminals_without_unicode_are_no_error(folder: Path, monkeypatch: pytes
     assert written.getvalue().decode("ascii").endswith("0 0 ?\n")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        ("inspect nowhere", "path=nowhere does not exist, nor do nowhere.bin and .idx; give the prefix of a dataset"),
-        ("inspect .", "path=. is a folder, and neither a dataset nor a checkpoint that is read; give one of"),
-        ("inspect notes.txt", "path=notes.txt is no indexed dataset (.bin and .idx) and no checkpoint; give the"),
-        ("inspect new --documents -1", "--documents -1 must be at least 0; correct it"),
-        ("inspect new --tokenizer t", "tokenizer folder t does not exist; train one with train-tokenizer"),
-        ("merge --input new --output-prefix old", "--output-prefix old would overwrite old.idx, old.bin;"),
-        ("merge --input new nowhere --output-prefix x", "--input nowhere needs two files, missing: now"),
-        ("merge --input new --output-prefix notes.txt/x", "notes.txt/x cannot be written ([Errno 20] Not a directory:"),
-        ("train-tokenizer --input nowhere --vocab-size 300 --output y", "nowhere does not exist"),
-    ],
-)
-def test_a_mistake_is_one_line_and_leaves_nothing(
-    folder: Path, arguments: str, line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    assert main(arguments.split()) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith(f"error: {line}")
-    assert printed.err.count("\n") == 1
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-
-
 # ---- weights --------------------------------------------------------------------------------------------------------
 
 
@@ -240,28 +195,44 @@ def test_weights_go_there_and_back_again(
     assert all(found[name].dtype is t.dtype and torch.equal(found[name], t) for name, t in expected.items())
 
 
+PREPROCESS = "preprocess --input notes.txt --output-prefix out/x --tokenizer {tok}"
+CONVERT = "convert --load-path {source} --save-path sub/x --to"
+
+
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "line"),
     [
-        ("", "the following arguments are required: --load-path, --save-path, --to"),
-        ("--load-path {source} --save-path {new} --to onnx", "invalid choice: 'onnx'"),
-        ("--load-path {source} --save-path {new} --to hf --tp 2", "--tp 2 would do nothing with --to hf"),
-        ("--load-path {source} --save-path {new} --to megatron --tp 3", "--tp 3 does not divide num_attention_heads=4"),
-        ("--load-path {source} --save-path {source} --to hf", "is not empty"),
-        ("--load-path {source} --save-path /proc/x --to hf", "--save-path /proc/x"),
-        ("--load-path {source}/config.json --save-path {new} --to hf", "is a file of another kind"),
+        (f"{PREPROCESS} --keep-newlines", "--keep-newlines needs --split-sentences"),
+        (f"{PREPROCESS} --split-sentences --language english", "--language english is no ISO 639 code"),
+        (f"{PREPROCESS} --json-keys title", "json keys title cannot be read from"),
+        ("inspect nowhere", "path=nowhere does not exist, nor do nowhere.bin and .idx; give the prefix of a dataset"),
+        ("inspect .", "path=. is a folder, and neither a dataset nor a checkpoint that is read; give one of"),
+        ("inspect notes.txt", "path=notes.txt is no indexed dataset (.bin and .idx) and no checkpoint; give the"),
+        ("inspect new --documents -1", "--documents -1 must be at least 0; correct it"),
+        ("inspect new --tokenizer t", "tokenizer folder t does not exist; train one with train-tokenizer"),
+        ("merge --input new --output-prefix old", "--output-prefix old would overwrite old.idx, old.bin;"),
+        ("merge --input new nowhere --output-prefix x", "--input nowhere needs two files, missing: now"),
+        ("merge --input new --output-prefix notes.txt/x", "notes.txt/x cannot be written ([Errno 20] Not a directory:"),
+        ("train-tokenizer --input nowhere --vocab-size 300 --output y", "nowhere does not exist"),
+        ("convert", "the following arguments are required: --load-path, --save-path, --to"),
+        (f"{CONVERT} onnx", "argument --to: invalid choice: 'onnx'"),
+        (f"{CONVERT} hf --tp 2", "--tp 2 would do nothing with --to hf"),
+        (f"{CONVERT} megatron --tp 3", "--tp 3 does not divide num_attention_heads=4"),
+        ("convert --load-path {source} --save-path {source} --to hf", "--save-path {source} is not empty"),
+        ("convert --load-path {source} --save-path /proc/x --to hf", "--save-path /proc/x"),
+        ("convert --load-path {source}/config.json --save-path x --to hf", "{source}/config.json is a file of another"),
     ],
 )
-def test_a_conversion_that_cannot_work_is_one_line(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, says: str
+def test_a_mistake_is_one_line_and_leaves_nothing(
+    folder: Path, source: Path, corpus: Path, arguments: str, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["convert", *arguments.format(source=source, new=tmp_path / "new").split()]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    (line,) = shown.err.splitlines()
-    assert line.startswith("error: ")
-    assert says in line
-    assert not list(tmp_path.iterdir())
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert main(arguments.format(source=source, tok=corpus.parent / "tok").split()) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert printed.err.startswith("error: ")
+    assert line.format(source=source) in printed.err
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
 def test_sigterm_leaves_nothing_of_a_conversion(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

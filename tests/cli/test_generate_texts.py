@@ -119,6 +119,8 @@ def _standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_lines_with_text_are_prompts_whatever_ends_them(tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_bytes(LINES)
     assert read_prompts(None, tmp_path / "prompts.txt", 2) == ["é 日本", " second line "]
+    assert read_prompts(None, Path("-"), 1) == ["é 日本", " second line "]
+    assert "LIGHTNING_MEGATRON_PROMPTS" not in os.environ  # there is nobody to leave a copy to
     assert read_prompts(["a", ""], None, 1) == ["a", ""]
 
 
@@ -131,12 +133,6 @@ def test_processes_that_are_started_read_what_the_first_one_has_read(monkeypatch
     copy = Path(os.environ["LIGHTNING_MEGATRON_PROMPTS"])
     assert copy.stat().st_mode & 0o077 == 0  # nobody else's business
     copy.unlink()
-
-
-@pytest.mark.usefixtures("_standard_input")
-def test_one_process_leaves_no_copy() -> None:
-    assert read_prompts(None, Path("-"), 1) == ["é 日本", " second line "]
-    assert "LIGHTNING_MEGATRON_PROMPTS" not in os.environ
 
 
 @pytest.mark.usefixtures("_standard_input")
