@@ -1,14 +1,14 @@
-"""Token-by-token decoding, greedy or sampling: the prompts once, then a token of each row until all are finished.
+"""Token-by-token decoding, greedy, sampling or by beam search: the prompts once, then a token of each text.
 
-Logits processors are transformers' own, and ours for what they lack. Neither they nor the criteria that end rows make
-the host wait for the device, and every rank that sees the same tokens finds the same.
+One rank of each copy of the model chooses the tokens and tells the others. Logits processors are transformers' own, and
+ours for what they lack. Neither they nor the criteria that end rows make the host wait for the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ from lightning_megatron.generate.texts import StopStrings
 STEPS_BETWEEN_LOOKS = 8
 """After how many tokens the host asks the device whether all rows are finished; asking makes it wait."""
 
+_HOPELESS = -1.0e9
+"""Score of what must not be chosen; finite, so that sums of it stay comparable."""
+
 ENDED = -1
 """What whoever watches the tokens gets for rows that are finished."""
 
@@ -46,6 +49,11 @@ class Rules:
     strings: StopStrings | None = None
     """What finds the texts that end rows."""
 
+    @property
+    def can_end(self) -> bool:
+        """Whether a row can end before it is full."""
+        return bool(self.options.eos_token_ids or self.options.stop_sequences or self.strings)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Continuations:
@@ -60,6 +68,28 @@ class Continuations:
     end of a row."""
     scores: Tensor
     """[b], fp32: by what a search has ranked the rows; else their sums of log-probabilities."""
+
+
+class _Texts(Protocol):
+    """What has been written so far, on the one rank that chooses."""
+
+    def advance(self, logits: Tensor, step: int) -> Tensor:
+        """Let the texts grow by a token.
+
+        Args:
+            logits: Of all n = b * num_beams texts, [n, padded vocabulary].
+            step: Which new token it is, from 0.
+
+        Returns:
+            [2 * n + 1], int64: which of the former texts the next ones continue, their last tokens (``ENDED`` of rows
+            that were finished before), and 1 if nothing will change any more.
+        """
+
+    def best(self) -> Tensor:
+        """The texts of the result, best first: [b * num_return_sequences, max_new_tokens + 1]; last, their lengths."""
+
+    def best_numbers(self) -> Tensor:
+        """Of each new token the log-probability, and last the text's score: [as ``best``, max_new_tokens + 1], fp32."""
 
 
 def decode(
@@ -80,63 +110,204 @@ def decode(
         uniform: What decides about each token if rules sample: [max_new_tokens, b].
         on_tokens: Gets the new token of each row as soon as it is chosen, [b]; ``ENDED`` for finished rows.
     """
-    rows, device = len(prompts.tokens), prompts.tokens.device
-    options, most, filling = rules.options, rules.options.num_new_tokens, rules.options.filling
+    options, device, count = rules.options, prompts.tokens.device, rules.options.num_beams
+    most, rows = options.num_new_tokens, len(prompts.tokens) * count
     stages = Stages(models, topology, prompts, most, static=bool(options.static_cache))
-    chooser = _Chooser(prompts, rules, uniform.to(device)) if stages.chooses else None
-    stops = Stops(options, prompts, rules.strings)
-    written = torch.full((rows, most), filling, dtype=torch.long, device=device)
-    lengths = torch.full((rows,), most, dtype=torch.long, device=device)
-    finished = torch.zeros(rows, dtype=torch.bool, device=device)
+    texts: _Texts | None = None
+    if stages.chooses:
+        texts = Beams(prompts, rules) if count > 1 else _Rows(prompts, rules, uniform.to(device))
+    parents = torch.arange(len(prompts.tokens), device=device).repeat_interleave(count)
     logits = stages.first()
+    if count > 1:
+        stages.select(parents)
+        logits = None if logits is None else logits[parents]
     for step in range(most):
-        chosen = torch.empty_like(lengths) if chooser is None else chooser.choose(logits, step)
-        chosen = stages.told(chosen).masked_fill(finished, filling)
-        written[:, step] = chosen
+        message = torch.empty(2 * rows + 1, dtype=torch.long, device=device)
+        if texts is not None:
+            assert logits is not None
+            message = texts.advance(logits, step)
+        message = stages.told(message)
+        parents, chosen = message[:rows], message[rows:-1]
         if on_tokens is not None:
-            on_tokens(chosen.masked_fill(finished, ENDED))
-        if stops.can_end:
-            ends = stops.at(written[:, : step + 1]) & ~finished
-            lengths.masked_fill_(ends, step + 1)
-            finished |= ends
-            if (step + 1) % STEPS_BETWEEN_LOOKS == 0 and bool(finished.all()):
-                break
-        if step + 1 < most:
-            # What fills finished rows need not be a token of the vocabulary.
-            logits = stages.next(chosen.clamp(0, rules.vocab_size - 1))
-    found = stages.told(torch.zeros(rows, most, device=device) if chooser is None else chooser.log_probabilities)
-    found = found.masked_fill(torch.arange(most, device=device) >= lengths[:, None], 0.0)
-    return Continuations(tokens=written, lengths=lengths, log_probabilities=found, scores=found.sum(-1))
+            on_tokens(chosen.clone())
+        looks = (rules.can_end or count > 1) and (step + 1) % STEPS_BETWEEN_LOOKS == 0
+        if step + 1 == most or (looks and bool(message[-1])):
+            break
+        if count > 1:
+            stages.select(parents)
+        # Finished rows read any token.
+        logits = stages.next(chosen.clamp(min=0))
+    returned = len(prompts.tokens) * (options.num_return_sequences if count > 1 else 1)
+    numbers = torch.empty(returned, most + 1, device=device)
+    found = stages.told(numbers.long() if texts is None else texts.best())
+    numbers = stages.told(numbers if texts is None else texts.best_numbers())
+    return Continuations(
+        tokens=found[:, :-1], lengths=found[:, -1], log_probabilities=numbers[:, :-1], scores=numbers[:, -1]
+    )
 
 
-class _Chooser:
-    """Chooses tokens, on the one rank that does."""
+class _Rows:
+    """Greedy decoding and sampling: each row on its own."""
 
     def __init__(self, prompts: NextTokens, rules: Rules, uniform: Tensor) -> None:
-        options = rules.options
+        options = self._options = rules.options
         rows, self._width = prompts.tokens.shape
         self._vocab_size = rules.vocab_size
         self._uniform = uniform if options.samples else None
         self._processors = token_processors(options, prompts)
         if options.samples:
             self._processors += distribution_processors(options, self._width)
+        self._stops = Stops(options, prompts, rules.strings) if rules.can_end else None
         new = prompts.tokens.new_zeros(rows, options.num_new_tokens)
+        # What was chosen behind the end of a row, too.
         self._texts = torch.cat((readable(prompts), new), dim=-1)
-        """[b, s + max_new_tokens]: what was chosen behind the end of a row, too."""
-        self.log_probabilities = torch.zeros(new.shape, device=new.device)
-        """[b, max_new_tokens], fp32: of the tokens chosen so far, before anything made them likelier or rarer."""
+        # Before anything made them likelier or rarer.
+        self._log_probabilities = torch.zeros(new.shape, device=new.device)
+        self._parents = torch.arange(rows, device=new.device)
+        self._lengths = torch.full_like(self._parents, options.num_new_tokens)
+        self._finished = torch.zeros_like(self._parents, dtype=torch.bool)
 
-    def choose(self, logits: Tensor | None, step: int) -> Tensor:
-        """The new token number ``step`` of each row, [b]."""
-        assert logits is not None
+    def advance(self, logits: Tensor, step: int) -> Tensor:
         given = scores = logits[:, : self._vocab_size]
         place = self._width + step
         for processor in self._processors:
             scores = processor(self._texts[:, :place], scores)
         chosen = scores.argmax(-1) if self._uniform is None else drawn(scores, self._uniform[step])
         self._texts[:, place] = chosen
-        self.log_probabilities[:, step] = given.gather(-1, chosen[:, None])[:, 0] - given.logsumexp(-1)
-        return chosen
+        self._log_probabilities[:, step] = given.gather(-1, chosen[:, None])[:, 0] - given.logsumexp(-1)
+        shown = chosen.masked_fill(self._finished, ENDED)
+        if self._stops is not None:
+            ends = self._stops.at(self._texts[:, self._width : place + 1]) & ~self._finished
+            self._lengths.masked_fill_(ends, step + 1)
+            self._finished |= ends
+        return torch.cat((self._parents, shown, self._finished.all()[None].long()))
+
+    def best(self) -> Tensor:
+        new = self._texts[:, self._width :].masked_fill(self._behind(), self._options.filling)
+        return torch.cat((new, self._lengths[:, None]), dim=-1)
+
+    def best_numbers(self) -> Tensor:
+        numbers = self._log_probabilities.masked_fill(self._behind(), 0.0)
+        return torch.cat((numbers, numbers.sum(-1, keepdim=True)), dim=-1)
+
+    def _behind(self) -> Tensor:
+        """[b, max_new_tokens]: whether a place is behind the end of its row."""
+        places = torch.arange(self._options.num_new_tokens, device=self._lengths.device)
+        return places >= self._lengths[:, None]
+
+
+class Beams:
+    """Beam search: the best beginnings of each text, and the complete texts that they have become.
+
+    The rules are those of Hugging Face's ``generate`` (transformers 5.23, generation/utils.py, ``_beam_search``), so
+    that the same texts come out: of all continuations of a row's beams the best are candidates, more of them than there
+    are beams, so that enough are left when some of them end; only those among the best ``num_beams`` may end a text.
+    """
+
+    def __init__(self, prompts: NextTokens, rules: Rules) -> None:
+        """One beam per row, the prompt; the others are copies of it that must not be chosen.
+
+        Args:
+            prompts: On the device.
+            rules: What decides about the tokens.
+        """
+        options = self._options = rules.options
+        self._vocab_size = rules.vocab_size
+        rows, count, device = len(prompts.tokens), options.num_beams, prompts.tokens.device
+        self._first_beams = torch.arange(rows, device=device)[:, None] * count
+        self._stops = Stops(options, prompts, rules.strings)
+        self._num_candidates = max(2, 1 + len(options.eos_token_ids)) * count
+        self._processors = token_processors(options, prompts, copies=count)
+        self._prompts = readable(prompts).repeat_interleave(count, dim=0)
+        shape = (rows, count, options.num_new_tokens)
+        self._growing = torch.full(shape, options.filling, dtype=torch.long, device=device)
+        self._growing_logs = torch.zeros(shape, device=device)
+        self._growing_scores = torch.full((rows, count), _HOPELESS, device=device)
+        self._growing_scores[:, 0] = 0.0
+        self._complete, self._complete_logs = self._growing.clone(), self._growing_logs.clone()
+        self._complete_scores = torch.full((rows, count), _HOPELESS, device=device)
+        self._complete_lengths = torch.zeros((rows, count), dtype=torch.long, device=device)
+        self._is_complete = torch.zeros((rows, count), dtype=torch.bool, device=device)
+        self._can_improve = torch.ones((rows, 1), dtype=torch.bool, device=device)
+
+    def advance(self, logits: Tensor, step: int) -> Tensor:
+        """Let the beams grow by a token."""
+        count = self._options.num_beams
+        given = logits[:, : self._vocab_size].float().log_softmax(-1)
+        changed = given
+        if self._processors:
+            so_far = torch.cat((self._prompts, self._growing[:, :, :step].flatten(0, 1)), dim=-1)
+            for processor in self._processors:
+                changed = processor(so_far, changed)
+        scores, places = self._candidates(changed)
+        beams, tokens = places // self._vocab_size, places % self._vocab_size
+        texts = self._growing.take_along_dim(beams[..., None], dim=1)
+        texts[:, :, step] = tokens
+        logs = self._growing_logs.take_along_dim(beams[..., None], dim=1)
+        logs[:, :, step] = given.view(len(beams), -1).gather(1, places)
+        ends = self._stops.at(texts[:, :, : step + 1].flatten(0, 1)).view_as(tokens)
+        if step + 1 == self._options.num_new_tokens:
+            ends = torch.ones_like(ends)
+        self._complete_texts(texts, logs, scores, ends, step + 1)
+        self._growing_scores, chosen = (scores + ends * _HOPELESS).topk(count)
+        self._growing = texts.take_along_dim(chosen[..., None], dim=1)
+        self._growing_logs = logs.take_along_dim(chosen[..., None], dim=1)
+        parents = (self._first_beams + beams.take_along_dim(chosen, dim=1)).flatten()
+        tokens = tokens.take_along_dim(chosen, dim=1).flatten()
+        self._look_ahead(step + 1)
+        # With every candidate at its end there is nothing left to grow.
+        self._can_improve &= ~ends.all()
+        return torch.cat((parents, tokens, self._is_over().long()[None]))
+
+    def best(self) -> Tensor:
+        """The best complete texts of each row."""
+        number = self._options.num_return_sequences
+        found = torch.cat((self._complete, self._complete_lengths[..., None]), dim=-1)
+        return found[:, :number].flatten(0, 1)
+
+    def best_numbers(self) -> Tensor:
+        """What ranks them."""
+        found = torch.cat((self._complete_logs, self._complete_scores[..., None]), dim=-1)
+        return found[:, : self._options.num_return_sequences].flatten(0, 1)
+
+    def _candidates(self, log_probabilities: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores of each row's best continuations, best first, and their places in beams x vocabulary: [b, n] each."""
+        rows, count = self._growing_scores.shape
+        sums = log_probabilities.view(rows, count, -1) + self._growing_scores[..., None]
+        scores, places = sums.flatten(1).topk(min(self._num_candidates, count * self._vocab_size))
+        return scores, places
+
+    def _complete_texts(self, texts: Tensor, logs: Tensor, scores: Tensor, ends: Tensor, length: int) -> None:
+        """Keep the best of the complete texts and of those that ``ends`` just now."""
+        count = self._options.num_beams
+        among_best = torch.arange(ends.shape[1], device=ends.device) < count
+        completes = ends & among_best
+        is_closed = ~self._can_improve
+        if self._options.early_stopping is True:
+            is_closed = is_closed | self._is_complete.all(dim=-1, keepdim=True)
+        scores = scores / length**self._options.length_penalty
+        scores = scores + (~completes) * _HOPELESS + is_closed * _HOPELESS
+        lengths = torch.full_like(self._complete_lengths[:, :1], length).expand_as(scores)
+        self._complete_scores, chosen = torch.cat((self._complete_scores, scores), dim=1).topk(count)
+        self._complete = torch.cat((self._complete, texts), dim=1).take_along_dim(chosen[..., None], dim=1)
+        self._complete_logs = torch.cat((self._complete_logs, logs), dim=1).take_along_dim(chosen[..., None], dim=1)
+        self._complete_lengths = torch.cat((self._complete_lengths, lengths), dim=1).take_along_dim(chosen, dim=1)
+        self._is_complete = torch.cat((self._is_complete, completes), dim=1).take_along_dim(chosen, dim=1)
+
+    def _look_ahead(self, length: int) -> None:
+        """Whether the best beam of a row may still become better than the worst of its complete texts."""
+        options = self._options
+        longest = options.early_stopping == "never" and options.length_penalty > 0.0
+        best = self._growing_scores[:, :1] / (options.num_new_tokens if longest else length) ** options.length_penalty
+        worst = torch.where(self._is_complete, self._complete_scores.amin(dim=1, keepdim=True), _HOPELESS)
+        self._can_improve = self._can_improve & (best > worst).any(dim=-1, keepdim=True)
+
+    def _is_over(self) -> Tensor:
+        """[], bool: whether no row's complete texts will change."""
+        is_over = ~self._can_improve
+        if self._options.early_stopping is True:
+            is_over = is_over | self._is_complete.all(dim=-1, keepdim=True)
+        return is_over.all()
 
 
 # ---- how tokens are chosen -------------------------------------------------------------------------------------------
@@ -281,8 +452,6 @@ class Stops:
             torch.tensor(sequence, device=device)
             for sequence in (*((token,) for token in options.eos_token_ids), *options.stop_sequences)
         ]
-        self.can_end = bool(self._sequences) or strings is not None
-        """Whether a row can end before it is full."""
         self._min_new_tokens = options.min_new_tokens
         self._strings = strings
         if strings is not None:

@@ -17,7 +17,6 @@ from torch import Tensor
 from lightning_megatron.engine.collectives import on_all_ranks_alike
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.generate.beam import search
 from lightning_megatron.generate.decode import Continuations, Rules, decode, uniform_numbers
 from lightning_megatron.generate.inputs import (
     Inputs,
@@ -175,8 +174,6 @@ class LiveModel:
             tokens = none.long()
             return Continuations(tokens=tokens, lengths=tokens[:, 0], log_probabilities=none, scores=none[:, 0])
         own = prompts.rows(rows.start, rows.stop).each(lambda tensor: tensor.to(self.device))
-        if options.num_beams > 1:
-            return search(models, self.topology, own, rules)
         uniform = uniform_numbers(options.seed, options.num_new_tokens, len(prompts.tokens))[:, rows]
         return decode(models, self.topology, own, rules, uniform, on_tokens)
 

@@ -176,22 +176,15 @@ def check_prompts(inputs: Inputs, model: ModelConfig, options: GenerationOptions
             vocabulary, the text would outgrow the table of positions or what the options allow, or a model is given
             what its kind does not read.
     """
-    _check_decoder(inputs, model)
     _check_tokens("input_ids", inputs.input_ids, inputs.attention_mask, model, padding_counts=False)
+    _check_decoder(inputs, model, padding_counts=False)
     if model.architecture != "t5":
         check_length(inputs.input_ids, inputs.attention_mask, model, options)
-        return
-    if options.bos_token_id is not None:
+    elif options.bos_token_id is not None:
         raise ConfigError(
             f"bos_token_id={options.bos_token_id} stands before texts that are continued, and a {model.family} starts "
             "its own with decoder_start_token_id; leave it out, or give decoder_input_ids"
         )
-    if inputs.decoder_input_ids is not None:
-        decoder = inputs.decoder_input_ids, inputs.decoder_attention_mask
-        _check_tokens("decoder_input_ids", *decoder, model, padding_counts=False)
-        _check_as_many(inputs)
-    elif inputs.decoder_attention_mask is not None:
-        raise ConfigError("decoder_attention_mask has no decoder_input_ids that it says something about; give them")
 
 
 def check_rows(inputs: Inputs, model: ModelConfig) -> None:
@@ -200,17 +193,11 @@ def check_rows(inputs: Inputs, model: ModelConfig) -> None:
     Raises:
         ConfigError: With the name, the value, the rule and the fix.
     """
-    _check_decoder(inputs, model)
     mask: Any = inputs.attention_mask
     if model.architecture == "gpt" and isinstance(mask, Tensor):  # numbers of segments
         mask = (mask != 0).long()
     _check_tokens("input_ids", inputs.input_ids, mask, model, padding_counts=True)
-    if model.architecture == "t5":
-        if inputs.decoder_input_ids is None:
-            raise ConfigError(f"logits of {model.family} need decoder_input_ids, what its decoder reads; give them")
-        decoder = inputs.decoder_input_ids, inputs.decoder_attention_mask
-        _check_tokens("decoder_input_ids", *decoder, model, padding_counts=True)
-        _check_as_many(inputs)
+    _check_decoder(inputs, model, padding_counts=True)
     limits = {
         "token_type_ids": (max(model.num_tokentypes, 1), "type_vocab_size"),
         "position_ids": (_positions(model), "max_position_embeddings"),
@@ -303,19 +290,24 @@ def _check_tokens(name: str, input_ids: Any, mask: Any, model: ModelConfig, *, p
         )
 
 
-def _check_decoder(inputs: Inputs, model: ModelConfig) -> None:
-    for name in ("decoder_input_ids", "decoder_attention_mask"):
-        if model.architecture != "t5" and getattr(inputs, name) is not None:
-            raise ConfigError(f"{name} are for encoder-decoders, which {model.family} is not; leave them out")
-
-
-def _check_as_many(inputs: Inputs) -> None:
-    assert inputs.decoder_input_ids is not None
-    if len(inputs.decoder_input_ids) != len(inputs):
-        raise ConfigError(
-            f"decoder_input_ids have {len(inputs.decoder_input_ids)} rows and input_ids {len(inputs)}; give each row "
-            "of the encoder one of the decoder"
-        )
+def _check_decoder(inputs: Inputs, model: ModelConfig, *, padding_counts: bool) -> None:
+    """What the decoder of a T5 reads, which logits need; nothing of the kind for other models."""
+    tokens, mask = inputs.decoder_input_ids, inputs.decoder_attention_mask
+    if model.architecture != "t5":
+        for name, given in (("decoder_input_ids", tokens), ("decoder_attention_mask", mask)):
+            if given is not None:
+                raise ConfigError(f"{name} are for encoder-decoders, which {model.family} is not; leave them out")
+    elif tokens is not None:
+        _check_tokens("decoder_input_ids", tokens, mask, model, padding_counts=padding_counts)
+        if len(tokens) != len(inputs):
+            raise ConfigError(
+                f"decoder_input_ids have {len(tokens)} rows and input_ids {len(inputs)}; give each row of the encoder "
+                "one of the decoder"
+            )
+    elif padding_counts:
+        raise ConfigError(f"logits of {model.family} need decoder_input_ids, what its decoder reads; give them")
+    elif mask is not None:
+        raise ConfigError("decoder_attention_mask has no decoder_input_ids that it says something about; give them")
 
 
 def _positions(model: ModelConfig) -> int | None:

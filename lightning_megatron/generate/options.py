@@ -112,26 +112,22 @@ class GenerationOptions:
     def _check_numbers(self) -> None:
         for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value is None and name in ("max_new_tokens", "max_length"):
-                continue
-            if not _is_integer(value) or value < least:
+            if value is not None and value < least:
                 raise ConfigError(f"{name}={value!r} must be an integer of at least {least}")
-        if not _is_integer(self.seed) or not -(2**63) <= self.seed < 2**64:
+        if not -(2**63) <= self.seed < 2**64:
             raise ConfigError(f"seed={self.seed!r} must be an integer of at most 64 bits")
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
+            if not low <= value <= high:
                 raise ConfigError(f"{name}={value!r} must be a number from {low:g} to {high:g}")
         if self.early_stopping not in (True, False, "never"):
             raise ConfigError(f"early_stopping={self.early_stopping!r} must be True, False or 'never'")
 
     def _check_ends(self) -> None:
-        for name in ("eos_token_id", "pad_token_id", "bos_token_id"):
-            value = getattr(self, name)
-            several = name == "eos_token_id" and isinstance(value, Sequence) and not isinstance(value, str)
-            if value is not None and not all(map(_is_integer, value if several else (value,))):
-                kind = "an integer, or a tuple of them" if name == "eos_token_id" else "an integer"
-                raise ConfigError(f"{name}={value!r} must be {kind}")
+        eos = self.eos_token_id
+        several = isinstance(eos, Sequence) and not isinstance(eos, str)
+        if eos is not None and not all(map(_is_integer, eos if several else (eos,))):
+            raise ConfigError(f"eos_token_id={eos!r} must be an integer, or a tuple of them")
         sequences = self.stop_sequences
         are_sequences = isinstance(sequences, Sequence) and all(
             isinstance(x, Sequence) and not isinstance(x, str) and len(x) > 0 and all(map(_is_integer, x))
@@ -295,11 +291,8 @@ def options_from(arguments: dict[str, Any], on_tokens: object = None) -> Generat
     for name in arguments:
         if name not in defaults:
             raise ConfigError(f"generate has no option {name!r}; {advice(name, list(defaults))}")
-    try:
-        # As in Hugging Face's generate, None is what nobody has said anything about.
-        options = GenerationOptions(**{k: defaults[k] if v is None else v for k, v in arguments.items()})
-    except TypeError as error:
-        raise ConfigError(f"an option of generate has the wrong type: {error}") from error
+    # As in Hugging Face's generate, None is what nobody has said anything about.
+    options = GenerationOptions(**{k: defaults[k] if v is None else v for k, v in arguments.items()})
     if on_tokens is not None and not callable(on_tokens):
         raise ConfigError(f"on_tokens must be callable, got {on_tokens!r}")
     if on_tokens is not None and options.num_beams > 1:

@@ -7,6 +7,7 @@ import torch
 
 from lightning_megatron.generate.decode import (
     DecayingTopP,
+    Rules,
     Stops,
     distribution_processors,
     drawn,
@@ -98,9 +99,9 @@ def test_rows_end_with_any_of_the_tokens_or_the_whole_of_a_sequence() -> None:
     new = torch.tensor([[5, 1, 2, 3], [5, 5, 2, 3], [1, 2, 3, 7], [1, 2, 3, 4], [0, 0, 7, 8]])
     prompts = aligned(new, None)
     stops = Stops(options, prompts)
-    assert stops.can_end
+    assert Rules(options=options, vocab_size=VOCAB_SIZE).can_end
     assert stops.at(new).tolist() == [True, False, True, False, True]
     assert stops.at(new[:, 1:]).tolist() == [True, False, True, False, True]
     assert stops.at(new[:, 2:]).tolist() == [False, False, True, False, True]
     assert not Stops(GenerationOptions(min_new_tokens=5, eos_token_id=7), prompts).at(new).any()
-    assert not Stops(GenerationOptions(), prompts).can_end
+    assert not Rules(options=GenerationOptions(), vocab_size=VOCAB_SIZE).can_end
