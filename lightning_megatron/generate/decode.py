@@ -55,21 +55,6 @@ class Rules:
         return bool(self.options.eos_token_ids or self.options.stop_sequences or self.strings)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Continuations:
-    """What was added to each row."""
-
-    tokens: Tensor
-    """[b, max_new_tokens], int64; behind the end of a row the padding token."""
-    lengths: Tensor
-    """[b], int64: tokens of each row, the one that ended it included."""
-    log_probabilities: Tensor
-    """[b, max_new_tokens], fp32: what the model gives to each new token, before temperature and the like; 0 behind the
-    end of a row."""
-    scores: Tensor
-    """[b], fp32: by what a search has ranked the rows; else their sums of log-probabilities."""
-
-
 class _Texts(Protocol):
     """What has been written so far, on the one rank that chooses."""
 
@@ -99,7 +84,7 @@ def decode(
     rules: Rules,
     uniform: Tensor,
     on_tokens: Callable[[Tensor], None] | None = None,
-) -> Continuations:
+) -> tuple[Tensor, Tensor]:
     """Continue the rows of one copy of the model; all its ranks must call alike, and get the same.
 
     Args:
@@ -109,6 +94,11 @@ def decode(
         rules: What decides about the tokens.
         uniform: What decides about each token if rules sample: [max_new_tokens, b].
         on_tokens: Gets the new token of each row as soon as it is chosen, [b]; ``ENDED`` for finished rows.
+
+    Returns:
+        The new tokens, the padding token behind the end of a row, and last the number of tokens up to it:
+        [b * num_return_sequences, max_new_tokens + 1], int64. And what the model gives to each of them before
+        temperature and the like (log-probability; 0 behind the end), and last the row's score: the same shape, fp32.
     """
     options, device, count = rules.options, prompts.tokens.device, rules.options.num_beams
     most, rows = options.num_new_tokens, len(prompts.tokens) * count
@@ -140,10 +130,7 @@ def decode(
     returned = len(prompts.tokens) * (options.num_return_sequences if count > 1 else 1)
     numbers = torch.empty(returned, most + 1, device=device)
     found = stages.told(numbers.long() if texts is None else texts.best())
-    numbers = stages.told(numbers if texts is None else texts.best_numbers())
-    return Continuations(
-        tokens=found[:, :-1], lengths=found[:, -1], log_probabilities=numbers[:, :-1], scores=numbers[:, -1]
-    )
+    return found, stages.told(numbers if texts is None else texts.best_numbers())
 
 
 class _Rows:

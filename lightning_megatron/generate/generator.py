@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_megatron.engine.collectives import on_all_ranks_alike
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.generate.decode import Continuations, Rules, decode, uniform_numbers
+from lightning_megatron.generate.decode import Rules, decode, uniform_numbers
 from lightning_megatron.generate.inputs import (
     Inputs,
     NextTokens,
@@ -109,16 +109,15 @@ class LiveModel:
         counts = self._dealt(len(prompts.tokens))
         rows = self._own(counts) if is_shared else slice(0, len(prompts.tokens))
         with inference_mode(self.chunks) as models:
-            own = self._continued(models, prompts, rules, rows, on_tokens)
-            found = [own.tokens, own.lengths, own.scores, own.log_probabilities]
+            found = self._continued(models, prompts, rules, rows, on_tokens)
             if is_shared:
                 found = [self._gathered(tensor, [count * repeats for count in counts]) for tensor in found]
-        written, lengths, scores, log_probabilities = (tensor.to(device) for tensor in found)
-        longest = int(lengths.max())
+        written, numbers = (tensor.to(device) for tensor in found)
+        longest = int(written[:, -1].max())
         return Generated(
             sequences=torch.cat((before, written[:, :longest]), dim=-1),
-            scores=scores,
-            log_probabilities=log_probabilities[:, :longest],
+            scores=numbers[:, -1],
+            log_probabilities=numbers[:, :longest],
         )
 
     def _planned(self, given: Inputs, options: GenerationOptions, ends: EndTokens) -> tuple[Tensor, NextTokens, Rules]:
@@ -166,13 +165,12 @@ class LiveModel:
         rules: Rules,
         rows: slice,
         on_tokens: Callable[[Tensor], None] | None,
-    ) -> Continuations:
-        """What this copy of the model adds to its rows."""
+    ) -> Sequence[Tensor]:
+        """What this copy of the model adds to its rows, as from ``decode``."""
         options = rules.options
         if rows.stop == rows.start:
-            none = torch.empty((0, options.num_new_tokens), device=self.device)
-            tokens = none.long()
-            return Continuations(tokens=tokens, lengths=tokens[:, 0], log_probabilities=none, scores=none[:, 0])
+            none = torch.empty((0, options.num_new_tokens + 1), device=self.device)
+            return none.long(), none
         own = prompts.rows(rows.start, rows.stop).each(lambda tensor: tensor.to(self.device))
         uniform = uniform_numbers(options.seed, options.num_new_tokens, len(prompts.tokens))[:, rows]
         return decode(models, self.topology, own, rules, uniform, on_tokens)

@@ -124,7 +124,7 @@ class GenerationOptions:
             raise ConfigError(f"early_stopping={self.early_stopping!r} must be True, False or 'never'")
 
     def _check_ends(self) -> None:
-        eos = self.eos_token_id
+        eos: Any = self.eos_token_id
         several = isinstance(eos, Sequence) and not isinstance(eos, str)
         if eos is not None and not all(map(_is_integer, eos if several else (eos,))):
             raise ConfigError(f"eos_token_id={eos!r} must be an integer, or a tuple of them")
@@ -205,14 +205,10 @@ class GenerationOptions:
         return " and ".join(f"{name}={getattr(self, name)}" for name in given)
 
     @property
-    def shapes_distribution(self) -> bool:
-        """Whether something says how tokens are drawn."""
-        return self.temperature != 1.0 or self.top_k > 0 or self.top_p > 0.0 or self.min_p > 0.0
-
-    @property
     def samples(self) -> bool:
         """Whether tokens are drawn at random."""
-        return self.shapes_distribution if self.do_sample is None else self.do_sample
+        shapes = self.temperature != 1.0 or self.top_k > 0 or self.top_p > 0.0 or self.min_p > 0.0
+        return shapes if self.do_sample is None else self.do_sample
 
     def settled(self, width: int, room: int | None = None) -> GenerationOptions:
         """The same with every length counted in new tokens.

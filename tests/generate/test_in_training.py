@@ -99,10 +99,8 @@ def _switches(module: Any) -> list[Any]:
     ("calls", "says"),
     [
         ([{"stop_strings": "a", "tokenizer": byte_level_tokenizer({83: b"a"})}], "tokenizer has tokens up to 83, and"),
-        ([{}, {"no_such_option": 3}], "generate has no option 'no_such_option'; choose from max_new_tokens"),
         ([{}, {"on_tokens": 3}], "on_tokens must be callable, got 3"),
         ([{"decoder_input_ids": torch.ones(1, 1)}], "decoder_input_ids are for encoder-decoders, which gpt2 is not"),
-        ([{"max_new_tokens": 40}], "need more positions than the model's max_position_embeddings=16"),
         ([{"tokens": [[83]]}], "token 83, and the model's vocabulary is 0..82"),
         ([{}, {"tokens": [[2]]}], "rank 1 asks with other prompts or options than rank 0"),
         ([{}, {"top_k": -3}], "top_k=-3 must be an integer of at least 0"),

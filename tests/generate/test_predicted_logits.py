@@ -43,9 +43,9 @@ def expected_logits(name: str) -> torch.Tensor:
     return logits
 
 
-def _loader(name: str, batch_size: int = 2) -> DataLoader[Any]:
+def _loader(name: str) -> DataLoader[Any]:
     rows = [dict(zip(rows_of(name), row, strict=True)) for row in zip(*rows_of(name).values(), strict=True)]
-    return DataLoader(rows, batch_size=batch_size)  # type: ignore[arg-type]
+    return DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
 
 
 def predicted(directory: str, case: Case, names: tuple[str, ...]) -> list[tuple[torch.Tensor, list[Any]]]:
