@@ -1,1 +1,1 @@
-"""How does a trained model write? Decoding on any layout."""
+"""Generation: decoding with a trained model on any layout."""

@@ -1,1 +1,1 @@
-"""What is computed? Model descriptions in Megatron's words and the builders that turn them into layers."""
+"""Models: their description in Megatron's words and the builders that turn it into layers."""

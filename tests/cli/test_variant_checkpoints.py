@@ -1,4 +1,4 @@
-"""Do the commands take the checkpoints of GPTs that no Hugging Face config describes, as Python does?"""
+"""Commands take checkpoints of GPTs that no Hugging Face config describes, as Python does."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,30 +14,23 @@ from tests.ranks import ROOT
 PACKAGE = ROOT / "lightning_megatron"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# A folder may import from folders of its own level and below, never from above.
-LEVELS = {
-    "errors": 0,
-    "files": 0,
-    "foreign_names": 0,
-    "hub": 0,
-    "known_warnings": 0,
-    "engine": 2,
-    "models": 3,
-    "data": 3,
-    "accounting": 3,
-    "checkpoint": 3,
-    "steps": 4,
-    "convert": 4,
-    "generate": 4,
-    "": 5,  # strategy.py, module.py and the other files of the root
-    "datamodules": 5,
-    "cli": 6,
-    "__main__": 7,
-    "__init__": 7,
-}
-# models/config.py is what the pure formulas and the engine's checks are about; it imports nothing but errors.
-DESCRIPTIONS = {"lightning_megatron.models.config"}
-MAY_IMPORT_LIGHTNING = ("", "datamodules", "cli")
+# Folders and files of the root, lowest first. Imports go from a later line to earlier ones only.
+LAYERS = (
+    ("errors",),
+    ("files", "foreign_names", "hub", "known_warnings"),
+    ("engine",),
+    ("models", "data", "checkpoint", "precision"),
+    ("steps", "convert", "accounting", "predictions", "ckpt_path", "megatron_datamodule"),
+    ("generate", "datamodules", "preemption", "model_summary"),
+    ("checkpointing", "callbacks"),
+    ("strategy",),
+    ("module",),
+    ("__init__",),
+    ("cli",),
+    ("__main__",),
+)
+LEVELS = {place: level for level, places in enumerate(LAYERS) for place in places}
+MUST_NOT_IMPORT_LIGHTNING = ("engine", "models", "data", "checkpoint", "steps", "convert", "accounting", "generate")
 MAY_IMPORT_TRANSFORMERS = ("convert", "data", "generate")
 
 MAX_CODE_LINES = 450  # of a file: neither blank, comment nor docstring
@@ -58,40 +52,36 @@ def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def _place(path: Path) -> str:
-    """The folder of a file below the package, or the name of a file of the root that has a level of its own."""
-    relative = path.relative_to(PACKAGE)
-    if len(relative.parts) > 1:
-        return relative.parts[0]
-    return relative.stem if relative.stem in LEVELS else ""
+def _module(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _place_of_module(module: str) -> str:
-    parts = module.split(".")[1:]
-    if not parts:
-        return "__init__"
-    if (PACKAGE / parts[0]).is_dir():
-        return parts[0]
-    return parts[0] if parts[0] in LEVELS else ""
+MODULES = {_module(path): path for path in FILES}
 
 
-def _imports(tree: ast.AST) -> Iterator[tuple[str, bool]]:
-    """Every imported module, and whether only a type checker sees the import."""
-    checked = {
+def _place(module: str) -> str:
+    """The folder below the package that a module lies in, or the name of a file of the root."""
+    return (module.split(".") + ["__init__"])[1]
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """Every module that a file imports, in functions too; not what only a type checker sees."""
+    tree = _tree(path)
+    only_for_types = {
         id(child)
         for node in ast.walk(tree)
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         for child in ast.walk(node)
     }
     for node in ast.walk(tree):
+        if id(node) in only_for_types:
+            continue
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name, id(node) in checked
-        elif isinstance(node, ast.ImportFrom) and node.module == "lightning_megatron":
-            for alias in node.names:  # a module of the root, or a public name, which is above everything
-                yield f"lightning_megatron.{alias.name}", id(node) in checked
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module, id(node) in checked
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from (name if name in MODULES else node.module for name in names)
 
 
 def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
@@ -127,22 +117,27 @@ def _name(path: Path) -> str:
     return str(path.relative_to(PACKAGE))
 
 
-def test_a_file_imports_only_from_its_level_and_below() -> None:
+def test_imports_go_down_only() -> None:
     wrong = [
-        f"{_name(path)} imports {module}"
-        for path in FILES
-        for module, only_for_types in _imports(_tree(path))
-        if module.startswith("lightning_megatron") and not only_for_types and module not in DESCRIPTIONS
-        if LEVELS[_place_of_module(module)] > LEVELS[_place(path)]
+        f"{_name(path)} imports {imported}"
+        for module, path in MODULES.items()
+        for imported in _imports(path)
+        if imported in MODULES and _place(module) != _place(imported)
+        if LEVELS[_place(imported)] >= LEVELS[_place(module)]
     ]
     assert wrong == []
 
 
+def test_no_imports_go_in_circles() -> None:
+    graph = {module: {each for each in _imports(path) if each in MODULES} for module, path in MODULES.items()}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
 def test_lightning_and_transformers_are_imported_only_where_they_belong() -> None:
-    for path in FILES:
-        tops = {module.split(".")[0] for module, only_types in _imports(_tree(path)) if not only_types}
-        assert "lightning" not in tops or _place(path) in MAY_IMPORT_LIGHTNING, _name(path)
-        assert "transformers" not in tops or _place(path) in MAY_IMPORT_TRANSFORMERS, _name(path)
+    for module, path in MODULES.items():
+        tops = {imported.split(".")[0] for imported in _imports(path)}
+        assert "lightning" not in tops or _place(module) not in MUST_NOT_IMPORT_LIGHTNING, module
+        assert "transformers" not in tops or _place(module) in MAY_IMPORT_TRANSFORMERS, module
 
 
 def test_files_functions_and_parameter_lists_are_short() -> None:
@@ -159,8 +154,9 @@ def test_files_functions_and_parameter_lists_are_short() -> None:
     assert wrong == []
 
 
-def test_every_module_says_what_it_is() -> None:
-    assert [_name(path) for path in FILES if not ast.get_docstring(_tree(path))] == []
+def test_every_module_states_what_it_is() -> None:
+    first = {_name(path): (ast.get_docstring(_tree(path)) or "").split("\n\n")[0] for path in FILES}
+    assert [name for name, statement in first.items() if not statement or "?" in statement] == []
 
 
 def test_every_exception_to_the_rules_is_still_needed() -> None:
