@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from lightning_megatron.accounting import Precision, model_flops, peak_flops_per_s
 from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.errors import ConfigError, require_number
 from lightning_megatron.generate.inputs import Inputs, check_prompts, with_first_token
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.generate.texts import decoder_texts, encoded, new_texts
@@ -35,8 +35,8 @@ __all__ = ["LossCurve", "PerplexityReport", "ProgressLine", "SampleText", "Throu
 
 
 def _check_interval(every_n_steps: int | None) -> None:
-    if every_n_steps is not None and every_n_steps < 1:
-        raise ConfigError(f"every_n_steps={every_n_steps} must be at least 1; correct it or leave it out")
+    if every_n_steps is not None:
+        require_number("every_n_steps", every_n_steps, at_least=1)
 
 
 def _is_due(trainer: Trainer, every_n_steps: int | None) -> bool:
@@ -79,8 +79,7 @@ class ThroughputMonitor(Callback):
             ConfigError: If a number is out of range.
         """
         _check_interval(every_n_steps)
-        if warmup_steps < 1:
-            raise ConfigError(f"warmup_steps={warmup_steps} must be at least 1, the first step; correct warmup_steps")
+        require_number("warmup_steps", warmup_steps, at_least=1)
         self.every_n_steps = every_n_steps
         self.warmup_steps = warmup_steps
         self._clock = StepClock(torch.device("cpu"))
@@ -258,8 +257,7 @@ class LossCurve(Callback):
             ConfigError: If a number is out of range.
         """
         _check_interval(every_n_steps)
-        if max_points < 2:
-            raise ConfigError(f"max_points={max_points} must be at least 2; correct max_points")
+        require_number("max_points", max_points, at_least=2)
         self.filename = filename
         self.every_n_steps = every_n_steps
         self.log_scale = log_scale

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from lightning_megatron.cli.errors import UsageError
-from lightning_megatron.errors import CheckpointError, ConfigError
+from lightning_megatron.errors import CheckpointError, ConfigError, require_number
 from lightning_megatron.generate.options import GenerationOptions
 
 if TYPE_CHECKING:
@@ -133,8 +133,7 @@ def generate(options: GenerateOptions) -> None:
     how = options.generation()
     prompts = read_prompts(options.prompt, options.prompt_file, options.tp * options.pp)
     streams = _streams(options, len(prompts))
-    if options.batch_size < 1:
-        raise ConfigError(f"batch_size={options.batch_size} must be at least 1")
+    require_number("batch_size", options.batch_size, at_least=1)
     stored = _opened(options)
     tokenizer = _tokenizer(options.tokenizer, stored)
     how = _with_ends(how, options.stop_strings, stored, tokenizer)

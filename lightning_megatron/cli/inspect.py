@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_megatron.cli.errors import printable
-from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.errors import ConfigError, DataError, require_number
 from lightning_megatron.files import readable_size
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ def inspect_path(
         ConfigError: If ``documents`` is negative, or an option is for datasets and a checkpoint is there.
         DataError: If nothing is there, or something that is neither or that is damaged.
     """
-    if documents is not None and documents < 0:
-        raise ConfigError(f"documents={documents} must be at least 0; correct it")
+    if documents is not None:
+        require_number("documents", documents)
     report = _dataset(str(path), tokenizer, documents, json)
     if report is None and os.path.exists(path):
         report = _checkpoint(Path(path), json)
