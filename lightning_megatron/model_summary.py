@@ -71,7 +71,7 @@ class WholeModelSummary(ModelSummary):
             ],
             total_parameters=sums["", "params"],
             trainable_parameters=sums["", "trainable"],
-            model_size=sums["", "params"] * module.megatron.settings.dtypes.params.itemsize * 1e-6,
+            model_size=sums["", "params"] * module.megatron.settings.params_dtype.itemsize * 1e-6,
             total_training_modes={"train": modes.count(True), "eval": modes.count(False)},
             total_flops=int(forward_flops(model, lengths, padded) / sum(lengths)),
             **self._summarize_kwargs,

@@ -211,7 +211,7 @@ class MegatronModule(pl.LightningModule):
         if strategy.root_device.type == "cpu":
             count, ranks = total_parameters(self.model_config), strategy.num_processes
             weights = count // strategy.parallel.model_parallel_size * ranks
-            needed, there = weights * strategy.settings.dtypes.params.itemsize, host_memory()
+            needed, there = weights * strategy.settings.params_dtype.itemsize, host_memory()
             if needed > there:
                 raise ConfigError(
                     f"the weights of this model ({count:,} parameters) take {needed / 2**30:,.0f} GiB on the {ranks} "
@@ -359,7 +359,7 @@ class MegatronModule(pl.LightningModule):
             rank_zero_warn("a whole batch had no label to learn from (all are -100); look at labels and loss masks")
         if math.isfinite(report.grad_norm):
             self.log("grad_norm", _on_host(report.grad_norm), batch_size=1)
-        if self.megatron.settings.dtypes.dynamic_loss_scale:
+        if self.megatron.settings.params_dtype is torch.float16:
             self.log("loss_scale", report.loss_scale, batch_size=1)
         if self.megatron.on_nan == "skip":
             self.log("skipped_steps", _on_host(float(report.skipped_steps)), batch_size=1)

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
+import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_megatron.engine.dtypes import DtypePolicy, PrecisionName, dtype_policy
 from lightning_megatron.errors import ConfigError
+
+PrecisionName = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed"]
+_PARAMS_DTYPES: dict[str, torch.dtype] = {
+    "32-true": torch.float32,
+    "bf16-mixed": torch.bfloat16,
+    # Megatron's bf16 is one mode: bf16 weights in the layers, fp32 masters in the optimizer. Lightning's two names
+    # differ only where autocast exists.
+    "bf16-true": torch.bfloat16,
+    "16-mixed": torch.float16,
+}
 
 
 class MegatronPrecision(Precision):
@@ -36,7 +46,13 @@ class MegatronPrecision(Precision):
     """
 
     def __init__(self, precision: PrecisionName = "32-true") -> None:  # noqa: D107 (described on the class)
-        self.dtypes: DtypePolicy = dtype_policy(precision)
+        if precision not in _PARAMS_DTYPES:
+            raise ConfigError(
+                f"precision={precision!r} is not a mode of the Megatron engine; choose from "
+                f"{', '.join(get_args(PrecisionName))}"
+            )
+        self.params_dtype = _PARAMS_DTYPES[precision]
+        """Of weights and activations; master weights, main gradients and moments are fp32 in every mode."""
         self.precision = precision
 
     @classmethod

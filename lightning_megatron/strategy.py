@@ -55,14 +55,11 @@ T = TypeVar("T")
 
 _EVALUATING = (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING, RunningStage.TESTING, RunningStage.PREDICTING)
 
-_AVERAGES = (
-    "copies the module before its weights exist, and would average nothing; remove it, and average checkpoints instead"
-)
-_REFUSED_CALLBACKS: dict[type, str] = {
+_REFUSED_CALLBACKS: dict[type | tuple[type, ...], str] = {
     callbacks.GradientAccumulationScheduler: "does not work with MegatronStrategy, whose batches are whole optimizer "
     "steps; use MegatronStrategy(num_microbatches=...) and a larger batch_size",
-    callbacks.StochasticWeightAveraging: _AVERAGES,
-    callbacks.WeightAveraging: _AVERAGES,
+    (callbacks.StochasticWeightAveraging, callbacks.WeightAveraging): "copies the module before its weights exist, and "
+    "would average nothing; remove it, and average checkpoints instead",
     callbacks.BaseFinetuning: "adds parameters to the optimizer while training, and Megatron's buffers are laid out "
     "once; freeze with requires_grad_(False) in configure_model, and unfreeze between two runs of fit, instead",
 }
@@ -223,7 +220,7 @@ class MegatronStrategy(ParallelStrategy):
         """Everything but the model itself that Megatron's config depends on."""
         return EngineSettings(
             parallel=self.parallel,
-            dtypes=MegatronPrecision.adopt(self._precision_plugin).dtypes,
+            params_dtype=MegatronPrecision.adopt(self._precision_plugin).params_dtype,
             device=self.root_device,
             reduction=self.reduction,
             recompute=self._recompute,
@@ -322,7 +319,7 @@ class MegatronStrategy(ParallelStrategy):
             )
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             for kind, reason in _REFUSED_CALLBACKS.items():
-                if isinstance(callback, kind) and getattr(callback, "going_to_accumulate_grad_batches", _always)():
+                if isinstance(callback, kind) and getattr(callback, "going_to_accumulate_grad_batches", lambda: True)():
                     raise ConfigError(f"{type(callback).__name__} {reason}")
 
     @override
@@ -386,7 +383,7 @@ class MegatronStrategy(ParallelStrategy):
             if self._weights_of_other_layout is not None:
                 read_weights(self._chunks, self._weights_of_other_layout)
                 self._weights_of_other_layout = None
-            module.model_chunks = to_16bit(module.model_chunks, self.settings.dtypes)  # type: ignore[arg-type]
+            module.model_chunks = to_16bit(module.model_chunks, self.settings.params_dtype)  # type: ignore[arg-type]
             if fitting:
                 freeze_alike(self._chunks, groups.host_group(self._timeout))
                 module.model_chunks = to_ddp(module.model_chunks, self.reduction)
@@ -411,7 +408,7 @@ class MegatronStrategy(ParallelStrategy):
         module = self._module
         clip = module.trainer.gradient_clip_val
         context = OptimizerContext(
-            dtypes=self.settings.dtypes,
+            params_dtype=self.settings.params_dtype,
             distributed_optimizer=self.distributed_optimizer,
             overlap_param_gather=self.reduction.overlap and self.distributed_optimizer,
             clip_grad=None if clip is None else float(clip),
@@ -634,10 +631,6 @@ class MegatronStrategy(ParallelStrategy):
         ready(self.cluster_environment, "the Trainer").teardown()
         self.precision_plugin.teardown()
         ready(self.accelerator, "the Trainer").teardown()
-
-
-def _always() -> bool:
-    return True
 
 
 def ready(value: T | None, hook: str) -> T:

@@ -41,10 +41,10 @@ from lightning_megatron import (
 )
 from lightning_megatron.checkpoint.find import check_writable
 from lightning_megatron.cli.errors import UsageError, one_line, users_mistake
-from lightning_megatron.engine.dtypes import PrecisionName
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.foreign_names import advice
 from lightning_megatron.module import MegatronModule
+from lightning_megatron.precision import PrecisionName
 from lightning_megatron.strategy import MegatronStrategy
 
 DATA_MODULES = (IndexedDataModule, InstructionDataModule, DatasetDataModule, TextEvaluationDataModule)

@@ -379,12 +379,11 @@ def live_engine(layout: ParallelConfig) -> Iterator[tuple[Runtime, Topology]]:
 
 def build_on_cpu(model: ModelConfig, layout: ParallelConfig) -> list[Any]:
     """This process's chunks, whose weights take no memory before they are filled."""
-    from lightning_megatron.engine.dtypes import dtype_policy
     from lightning_megatron.engine.runtime import unchanged_environment
     from lightning_megatron.models.build import build_chunks
     from lightning_megatron.models.transformer_config import EngineSettings
 
-    settings = EngineSettings(parallel=layout, dtypes=dtype_policy("32-true"), device=torch.device("cpu"))
+    settings = EngineSettings(parallel=layout, params_dtype=torch.float32, device=torch.device("cpu"))
     with unchanged_environment():
         return list(build_chunks(model, settings))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -65,11 +65,9 @@ def initialize(parallel: ParallelConfig, timeout: timedelta) -> Topology:
     global _current
     world = dist.group.WORLD
     if _current is not None and _current[1] is world and parallel_state.model_parallel_is_initialized():
-        topology = _current[0]
-        if _same_groups(topology.parallel, parallel):
-            if topology.parallel != parallel:
-                topology = _view(parallel, topology.mp_header_group)
-                _current = (topology, world)
+        before, topology = _current[0].parallel, replace(_current[0], parallel=parallel)
+        if (before.tp, before.pp, before.vpp, before.cp) == (parallel.tp, parallel.pp, parallel.vpp, parallel.cp):
+            _current = (topology, world)
             return topology
     destroy()
     minutes = max(1, round(timeout.total_seconds() / 60))
@@ -80,18 +78,8 @@ def initialize(parallel: ParallelConfig, timeout: timedelta) -> Topology:
         context_parallel_size=parallel.cp,
         distributed_timeout_minutes=minutes,
     )
-    topology = _view(parallel, _model_parallel_header_group(parallel, timeout))
-    _current = (topology, world)
-    return topology
-
-
-def _same_groups(a: ParallelConfig, b: ParallelConfig) -> bool:
-    return (a.tp, a.pp, a.vpp, a.cp) == (b.tp, b.pp, b.vpp, b.cp)
-
-
-def _view(parallel: ParallelConfig, mp_header_group: dist.ProcessGroup) -> Topology:
     mp_group = parallel_state.get_model_parallel_group()
-    return Topology(
+    topology = Topology(
         parallel=parallel,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
@@ -101,13 +89,15 @@ def _view(parallel: ParallelConfig, mp_header_group: dist.ProcessGroup) -> Topol
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(),
         mp_group=mp_group,
-        mp_header_group=mp_header_group,
+        mp_header_group=_model_parallel_header_group(timeout),
         mp_source=min(dist.get_process_group_ranks(mp_group)),
         last_stage=parallel_state.get_pipeline_model_parallel_last_rank(),
     )
+    _current = (topology, world)
+    return topology
 
 
-def _model_parallel_header_group(parallel: ParallelConfig, timeout: timedelta) -> dist.ProcessGroup:
+def _model_parallel_header_group(timeout: timedelta) -> dist.ProcessGroup:
     """A gloo group over the same ranks as ``mp_group``; gloo never waits for work that is queued on a GPU."""
     mp_group: dist.ProcessGroup = parallel_state.get_model_parallel_group()
     if dist.get_backend(mp_group) == "gloo":

@@ -18,7 +18,6 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 
-from lightning_megatron.engine.dtypes import DtypePolicy
 from lightning_megatron.errors import ConfigError, as_options, require_number
 from lightning_megatron.foreign_names import explains_options
 
@@ -147,7 +146,7 @@ def _group_name(lr_mult: float, wd_mult: float) -> str:
 class OptimizerContext:
     """What the run, not the user's options, decides about the optimizer."""
 
-    dtypes: DtypePolicy
+    params_dtype: torch.dtype
     distributed_optimizer: bool
     overlap_param_gather: bool
     clip_grad: float | None
@@ -198,9 +197,9 @@ class MegatronOptimizer(torch.optim.Optimizer):
             adam_beta2=options.beta2,
             adam_eps=options.eps,
             sgd_momentum=options.momentum,
-            params_dtype=context.dtypes.params,
-            bf16=context.dtypes.params is torch.bfloat16,
-            fp16=context.dtypes.params is torch.float16,
+            params_dtype=context.params_dtype,
+            bf16=context.params_dtype is torch.bfloat16,
+            fp16=context.params_dtype is torch.float16,
             initial_loss_scale=options.initial_loss_scale,
             min_loss_scale=options.min_loss_scale,
             loss_scale_window=options.loss_scale_window,

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.module import Float16Module
 
-from lightning_megatron.engine.dtypes import DtypePolicy
 from lightning_megatron.errors import ConfigError
 
 
@@ -38,9 +37,9 @@ def unwrap(chunk: torch.nn.Module) -> Any:
     return chunk
 
 
-def to_16bit(chunks: torch.nn.ModuleList, dtypes: DtypePolicy) -> torch.nn.ModuleList:
-    """Chunks that compute in 16 bits and return fp32 from the last stage, if ``dtypes`` says so; needed to evaluate."""
-    if not dtypes.is_16bit:
+def to_16bit(chunks: torch.nn.ModuleList, dtype: torch.dtype) -> torch.nn.ModuleList:
+    """Chunks that compute in 16 bits and return fp32 from the last stage, if ``dtype`` says so; needed to evaluate."""
+    if dtype is torch.float32:
         return chunks
     return torch.nn.ModuleList([c if _is_wrapped(c) else Float16Module(unwrap(c).config, c) for c in chunks])
 

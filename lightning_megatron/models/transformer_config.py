@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 
-from lightning_megatron.engine.dtypes import DtypePolicy
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.engine.wrap import GradientReduction
 from lightning_megatron.errors import ConfigError
@@ -49,7 +48,7 @@ class EngineSettings:
     """Everything about a run that shapes the engine but not the model's mathematics; other settings, other chunks."""
 
     parallel: ParallelConfig
-    dtypes: DtypePolicy
+    params_dtype: torch.dtype
     device: torch.device
     reduction: GradientReduction = field(default_factory=GradientReduction)
     recompute: Recompute = field(default_factory=Recompute)
@@ -101,7 +100,7 @@ def transformer_config(model: ModelConfig, settings: EngineSettings) -> Transfor
             )
     arguments = {
         **_architecture(model, settings.device),
-        **_layout(settings.parallel, settings.dtypes.params),
+        **_layout(settings.parallel, settings.params_dtype),
         **_numerics(model, settings),
         **_recompute(settings.recompute),
         **settings.overrides,
@@ -156,7 +155,7 @@ def _layout(parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _numerics(model: ModelConfig, settings: EngineSettings) -> dict[str, Any]:
-    dtype, on_gpu = settings.dtypes.params, settings.device.type == "cuda"
+    dtype, on_gpu = settings.params_dtype, settings.device.type == "cuda"
     return {
         "params_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
