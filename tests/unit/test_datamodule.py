@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 
 from lightning_megatron.convert.registry import model_config
 from lightning_megatron.data.loader import BatchShape
-from lightning_megatron.data.samples import split_ranges
 from lightning_megatron.data.special_tokens import TokenizerFacts
 from lightning_megatron.datamodules import DatasetDataModule
 from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.megatron_datamodule import Run
-from tests.unit.data.corpus import megatron_samples
+from tests.unit.data.engine_samples import engine_dataset, engine_rows
 from tests.unit.data.one_of_many_ranks import (
     SEQ_LENGTH,
     OneOfManyRanks,
@@ -52,9 +51,10 @@ def _rows_of_run(tmp_path: Path, strategy: OneOfManyRanks, **options: Any) -> ND
     return module.rows
 
 
-def _expected(documents: list[NDArray[np.uint16]], num_samples: int | None, name: str = "train") -> NDArray[np.int64]:
-    part = split_ranges("8,1,1", len(documents))[name]  # type: ignore[index]
-    return megatron_samples(documents[part.start : part.stop], SEQ_LENGTH, 1234, num_samples)
+def _expected(tmp_path: Path, num_samples: int | None, name: str = "train") -> NDArray[np.int64]:
+    """The engine's own samples."""
+    blend = ([str(tmp_path / "corpus")], None)
+    return engine_rows(engine_dataset(blend, split="8,1,1", name=name, num_samples=num_samples, seq_length=SEQ_LENGTH))
 
 
 def test_a_run_of_max_steps_takes_the_samples_in_megatrons_order(
@@ -62,7 +62,7 @@ def test_a_run_of_max_steps_takes_the_samples_in_megatrons_order(
 ) -> None:
     rows = _rows_of_run(tmp_path, OneOfManyRanks(num_microbatches=3), max_steps=40)
 
-    assert np.array_equal(rows, _expected(documents, 240)[:240])
+    assert np.array_equal(rows, _expected(tmp_path, 240)[:240])
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_resumed_run_goes_on_with_the_next_sample(
         assert trainer.global_step == 12
         resumed.append(module.rows.reshape(12 - saved_at, num_microbatches, 1, 2, -1))
 
-    whole = _expected(documents, 12 * 12)[: 12 * 12]
+    whole = _expected(tmp_path, 12 * 12)[: 12 * 12]
     assert np.array_equal(np.concatenate(resumed, axis=2).reshape(-1, SEQ_LENGTH + 1), whole[saved_at * 12 :])
     assert np.array_equal(first.rows, whole)
 
@@ -118,7 +118,7 @@ def test_a_run_resumed_with_another_batch_size_or_length_skips_and_repeats_nothi
     trainer.fit(module, datamodule=make_data(tmp_path), ckpt_path=str(tmp_path / "step=3.ckpt"))
 
     assert trainer.global_step == max_steps
-    order = _expected(documents, 36)
+    order = _expected(tmp_path, 36)
     taken = np.concatenate((first.rows, module.rows))
     assert np.array_equal(taken[: len(order)], order[: len(taken)])
     for begin in range(len(order), len(taken), len(order)):
@@ -146,7 +146,7 @@ def test_going_on_in_another_order_is_said(
 
 @pytest.mark.parametrize("saved_at", ["epoch=1-step=29", "epoch=1-end"])
 def test_epochs_resume_at_the_next_sample(tmp_path: Path, documents: list[NDArray[np.uint16]], saved_at: str) -> None:
-    per_epoch = len(_expected(documents, None)) // 4
+    per_epoch = len(_expected(tmp_path, None)) // 4
     checkpoints = [
         ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=1, filename="{epoch}-{step}"),
         ModelCheckpoint(
@@ -198,7 +198,7 @@ def test_epochs_after_a_resume_with_another_batch_size_are_whole_and_validated(
     first = fit(before)
     rest = fit(after, ckpt_path=str(tmp_path / f"step={saved_at}.ckpt"))
 
-    num_samples = len(_expected(documents, None))
+    num_samples = len(_expected(tmp_path, None))
     old, new = num_samples // (2 * before), num_samples // (2 * after)  # steps of an epoch
     epoch, done = divmod(saved_at, old)
     ends = [saved_at + (num_samples - done * 2 * before) // (2 * after)]
@@ -237,7 +237,7 @@ def test_epochs_of_other_lengths_need_a_loader_that_is_renewed(
 def test_evaluation_takes_each_sample_once_and_pads_the_rest(
     tmp_path: Path, documents: list[NDArray[np.uint16]], name: str
 ) -> None:
-    expected = _expected(documents, None, name)
+    expected = _expected(tmp_path, None, name)
     seen = []
     for rank in range(2):
         module = Recorder()

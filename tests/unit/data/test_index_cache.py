@@ -25,7 +25,8 @@ from lightning_megatron.data.blend import Source, SplitRequest, build, open_samp
 from lightning_megatron.data.gpt import GPTObjective
 from lightning_megatron.data.samples import Part, SampleOrder, Samples, build_once
 from lightning_megatron.errors import DataError
-from tests.unit.data.corpus import megatron_samples, write_corpus
+from tests.unit.data.corpus import write_corpus
+from tests.unit.data.engine_samples import engine_dataset, engine_rows
 
 SEQ_LENGTH = 16
 ORDER = SampleOrder(num_samples=3, fingerprint="f")
@@ -243,11 +244,12 @@ def test_a_dataset_written_again_under_the_same_name_gets_a_new_index(tmp_path: 
     request = _request(tmp_path / "corpus")
     write_corpus(tmp_path / "corpus", 50, seed=0)
     build(request, None)
-    documents = write_corpus(tmp_path / "corpus", 50, seed=1)
+    write_corpus(tmp_path / "corpus", 50, seed=1)
 
     rows = _rows(open_samples(request, None))
 
-    assert np.array_equal(rows, megatron_samples(documents[:40], SEQ_LENGTH, 1234, None))
+    blend = ([str(tmp_path / "corpus")], None)
+    assert np.array_equal(rows, engine_rows(engine_dataset(blend, split="8,1,1", name="train", num_samples=None)))
 
 
 def test_an_index_that_is_removed_while_a_run_lasts_is_named(tmp_path: Path) -> None:

@@ -86,18 +86,6 @@ def test_tokens_are_widened_to_the_smallest_type_that_holds_all(
     ]
 
 
-def test_older_formats_are_converted_on_the_way(tmp_path: Path) -> None:
-    write_legacy(tmp_path / "b", SECOND)
-    without_documents(write_legacy(tmp_path / "c", [[[77], [], [78]]]))
-    inputs = [build(tmp_path / "a", FIRST, "int32"), str(tmp_path / "b"), str(tmp_path / "c")]
-    build(tmp_path / "theirs", [*FIRST, *SECOND, [[77], []], [[78]]], "int32")
-
-    (note,) = merge_datasets(inputs, str(tmp_path / "ours")).notes
-
-    _assert_same_files(tmp_path / "ours", tmp_path / "theirs")
-    assert "c.idx names no documents (fairseq, or Megatron before November 2019)" in note
-
-
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0]}-of-{kind[1]}")
 def test_every_type_of_token_of_older_formats_is_converted_to_what_it_holds(
     tmp_path: Path, kind: tuple[int, int, str, int, str]

@@ -71,16 +71,6 @@ def test_a_vocabulary_that_cannot_be_is_refused(tmp_path: Path) -> None:
             _train(tmp_path, size, kind=kind)
 
 
-def test_inputs_without_text_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
-    (tmp_path / "empty.txt").write_text("")
-
-    with pytest.raises(DataError, match="the 1 input files hold no text"):
-        _train(tmp_path, input=[tmp_path / "empty.txt"])
-    with pytest.raises(DataError, match=r"absent\.txt does not exist"):
-        _train(tmp_path, input=[tmp_path / "absent.txt"])
-    assert not (tmp_path / "tokenizer").exists()
-
-
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="tokenizer folder .*absent does not exist; train one with train-tokenizer"):
         load_tokenizer(tmp_path / "absent")
