@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
 from torch.utils.data import DataLoader
 
 from tests.families.parity import pretrained_module
 from tests.generate.models import NO_END, Call, asked, by_hugging_face, prompts, run_with_models
 from tests.parity.training import Case, Layout, trainer_of
-from tests.ranks import RankError
 
 LENGTHS = (7, 3, 5, 6, 2)
 """No multiple of the copies or of a batch."""
@@ -55,13 +51,3 @@ def _predicted(directory: str, case: Case, calls: list[Call]) -> tuple[int, list
     trainer = trainer_of(case)
     predictions = trainer.predict(module, DataLoader(rows, batch_size=2))  # type: ignore[arg-type]
     return trainer.strategy.topology.dp_rank, [text for batch in predictions for text in batch.tolist()]
-
-
-def test_batches_without_prompts_are_refused() -> None:
-    with pytest.raises(RankError, match="batch keys text have no 'input_ids', which predict continues"):
-        run_with_models(_without_prompts, Layout(), ["llama"])
-
-
-def _without_prompts(directory: str, case: Case, _: Any) -> Any:
-    rows = DataLoader([{"text": torch.arange(4)}], batch_size=1)  # type: ignore[arg-type, var-annotated]
-    return trainer_of(case).predict(pretrained_module(f"{directory}/llama"), rows)
