@@ -102,4 +102,6 @@ def test_a_conversion_holds_one_copy_of_the_model(tmp_path: Path) -> None:
     (rise,) = run_ranks(memory_of_converting, 1, str(tmp_path / "source"), str(tmp_path / "a.ckpt"))
     # The files are in bf16. Of a gated layer's matrix, which is stored as two tensors, both are copied to be written.
     gates = _LAYERS * 2 * _FFN * _HIDDEN * 2
-    assert 0.9 * whole / 2 < rise < whole / 2 + gates + 2 * largest + 4 * _SLACK_BYTES
+    # Libraries that are imported on the way and arenas of the threads that write take 30 to 75 MB; a second copy of the
+    # model would take 360.
+    assert 0.9 * whole / 2 < rise < whole / 2 + gates + 2 * largest + 6 * _SLACK_BYTES
