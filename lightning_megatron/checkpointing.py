@@ -23,6 +23,7 @@ from lightning_megatron.ckpt_path import find_checkpoint, is_of_requeue
 from lightning_megatron.data.loader import ResumableLoader
 from lightning_megatron.engine.collectives import on_all_ranks_alike, wait_for_all_ranks
 from lightning_megatron.errors import CheckpointError, NonFiniteError
+from lightning_megatron.megatron_datamodule import MegatronDataModule
 from lightning_megatron.preemption import TERMINATED, DeferredSignals, last_of, preemption_checkpoint
 
 if TYPE_CHECKING:
@@ -316,8 +317,6 @@ def _check_place_in_data(lightning_state: dict[str, Any], datamodule: object, pa
     Raises:
         CheckpointError: If both have a data module, of different kinds.
     """
-    from lightning_megatron.megatron_datamodule import MegatronDataModule
-
     here = type(datamodule).__qualname__ if isinstance(datamodule, MegatronDataModule) else None
     states = {name: state for name, state in lightning_state.items() if isinstance(state, Mapping)}
     # A conversion writes the state of each of our data modules, without an order.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import timedelta
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -71,6 +71,21 @@ def require_number(name: str, value: object, at_least: float = 0) -> None:
     require_kind(name, value, "float")
     if not value >= at_least:  # type: ignore[operator]  # "not >=" instead of "<": it catches NaN as well
         raise ConfigError(f"{name}={value} must be at least {at_least}; correct {name}")
+
+
+def require_choice(name: str, value: object, choices: Collection[str]) -> None:
+    """Raise unless ``value`` is one of ``choices``.
+
+    Args:
+        name: The setting, as the user spells it.
+        value: What it was set to.
+        choices: What it may be, in the order in which a message names them.
+
+    Raises:
+        ConfigError: "task='cloze' is unknown; choose from perplexity, last_word".
+    """
+    if value not in choices:
+        raise ConfigError(f"{name}={value!r} is unknown; choose from {', '.join(choices)}")
 
 
 Options = TypeVar("Options")

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from lightning_megatron.data.documents import read_texts
 from lightning_megatron.data.samples import Rows
 from lightning_megatron.data.tokenizer import batch_encoder, load_tokenizer
-from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.errors import ConfigError, DataError, require_choice
 
 EvaluationTask: TypeAlias = Literal["perplexity", "last_word"]
 """How well every token is predicted, or the last word of each text."""
@@ -56,8 +56,7 @@ class EvaluationOptions:
         Raises:
             ConfigError: If a value cannot work.
         """
-        if self.task not in get_args(EvaluationTask):
-            raise ConfigError(f"task={self.task!r} is unknown; choose from {', '.join(get_args(EvaluationTask))}")
+        require_choice("task", self.task, get_args(EvaluationTask))
         if self.seq_length < 1:
             raise ConfigError(f"seq_length={self.seq_length} must be at least 1; it is what the model reads in a row")
         if self.stride is None:

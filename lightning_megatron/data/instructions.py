@@ -22,24 +22,7 @@ from lightning_megatron.data.conversations import Answers, RecordRenderer, Token
 from lightning_megatron.data.documents import find_files, format_of, read_records
 from lightning_megatron.data.samples import Rows, SampleOrder, build_once, open_array
 from lightning_megatron.data.tokenizer import load_tokenizer
-from lightning_megatron.errors import ConfigError, DataError, require_divides
-
-
-def record_files(path: str) -> list[Path]:
-    """The files of JSON lines that ``path`` stands for, in order; a file named by itself is one whatever its name.
-
-    Raises:
-        ConfigError: If one needs a library that is not installed.
-        DataError: If there is none.
-    """
-    files = find_files([path])
-    if Path(path).expanduser().is_file():
-        return files
-    files = [file for file in files if format_of(file).content == "json lines"]
-    if not files:
-        raise DataError(f"{path} holds no .jsonl file; give the file, or a folder or pattern with some")
-    return files
-
+from lightning_megatron.errors import ConfigError, DataError, require_choice, require_divides
 
 _log = logging.getLogger(__name__)
 
@@ -72,8 +55,7 @@ class InstructionOptions:
         Raises:
             ConfigError: If a value cannot work.
         """
-        if self.answers not in get_args(Answers):
-            raise ConfigError(f"answers={self.answers!r} is unknown; choose from {', '.join(get_args(Answers))}")
+        require_choice("answers", self.answers, get_args(Answers))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -122,6 +104,22 @@ class Instructions:
     def part(self, samples: range) -> Instructions:
         """Consecutive samples, e.g. a range of ``split_ranges(split, len(instructions))``; shares memory."""
         return replace(self, starts=self.starts[samples.start : samples.stop + 1])
+
+
+def record_files(path: str) -> list[Path]:
+    """The files of JSON lines that ``path`` stands for, in order; a file named by itself is one whatever its name.
+
+    Raises:
+        ConfigError: If one needs a library that is not installed.
+        DataError: If there is none.
+    """
+    files = find_files([path])
+    if Path(path).expanduser().is_file():
+        return files
+    files = [file for file in files if format_of(file).content == "json lines"]
+    if not files:
+        raise DataError(f"{path} holds no .jsonl file; give the file, or a folder or pattern with some")
+    return files
 
 
 def check_instructions(options: InstructionOptions) -> None:

@@ -17,7 +17,7 @@ from lightning_megatron.data.documents import (
     find_files,
     read_documents,
 )
-from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.errors import ConfigError, DataError, require_choice
 from lightning_megatron.files import staged
 from lightning_megatron.hub import local_folder
 
@@ -66,8 +66,7 @@ class TokenizerTrainingOptions:
             ConfigError: If ``vocab_size`` cannot hold all bytes or is beyond reason, or ``output`` is a file or cannot
                 be made.
         """
-        if self.kind not in ROLES:
-            raise ConfigError(f"kind={self.kind!r} is unknown; choose from {', '.join(ROLES)}")
+        require_choice("kind", self.kind, ROLES)
         least = 256 + len(special_tokens(self.kind))
         if not least <= self.vocab_size <= LARGEST_VOCABULARY:
             raise ConfigError(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeAlias
 
-from lightning_megatron.errors import ConfigError, require_divides
+from lightning_megatron.errors import ConfigError, require_choice, require_divides
 
 Activation = Literal["gelu", "gelu_tanh", "relu", "silu"]
 Architecture = Literal["gpt", "bert", "t5"]
@@ -223,20 +223,14 @@ def with_variant(
             f"{model.architecture.upper()}; leave them out"
         )
     if position_embedding_type is not None:
-        if position_embedding_type not in _POSITIONS:
-            raise ConfigError(
-                f"position_embedding_type={position_embedding_type!r} is unknown; choose from {', '.join(_POSITIONS)}"
-            )
+        require_choice("position_embedding_type", position_embedding_type, _POSITIONS)
         positions = _POSITIONS[position_embedding_type]
         # The scaling of rotary frequencies is nobody else's.
         scaling = model.rope_scaling if positions == "rope" else None
         model = replace(model, position_embedding_type=positions, rope_scaling=scaling)
     if attention_head_type is not None:
         groups = {"multihead": model.num_attention_heads, "multiquery": 1}
-        if attention_head_type not in groups:
-            raise ConfigError(
-                f"attention_head_type={attention_head_type!r} is unknown; choose from {', '.join(groups)}"
-            )
+        require_choice("attention_head_type", attention_head_type, groups)
         model = replace(model, num_query_groups=groups[attention_head_type])
     return model
 
