@@ -15,7 +15,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -23,99 +23,69 @@ from typing import TYPE_CHECKING, Any
 from lightning_megatron.known_warnings import hide_known_warnings
 
 if TYPE_CHECKING:
-    from lightning_megatron.callbacks import LossCurve, PerplexityReport, ProgressLine, SampleText, ThroughputMonitor
-    from lightning_megatron.checkpoint.load import LoadFrom
-    from lightning_megatron.data.masked import MaskingOptions
-    from lightning_megatron.datamodules import (
-        DatasetDataModule,
-        IndexedDataModule,
-        InstructionDataModule,
-        TextEvaluationDataModule,
+    from lightning_megatron.callbacks import LossCurve as LossCurve
+    from lightning_megatron.callbacks import PerplexityReport as PerplexityReport
+    from lightning_megatron.callbacks import ProgressLine as ProgressLine
+    from lightning_megatron.callbacks import SampleText as SampleText
+    from lightning_megatron.callbacks import ThroughputMonitor as ThroughputMonitor
+    from lightning_megatron.checkpoint.load import LoadFrom as LoadFrom
+    from lightning_megatron.data.masked import MaskingOptions as MaskingOptions
+    from lightning_megatron.datamodules import DatasetDataModule as DatasetDataModule
+    from lightning_megatron.datamodules import IndexedDataModule as IndexedDataModule
+    from lightning_megatron.datamodules import InstructionDataModule as InstructionDataModule
+    from lightning_megatron.datamodules import TextEvaluationDataModule as TextEvaluationDataModule
+    from lightning_megatron.engine.collectives import (
+        avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
     )
     from lightning_megatron.engine.collectives import (
-        avg_losses_across_data_parallel_group,
-        gather_across_data_parallel_groups,
+        gather_across_data_parallel_groups as gather_across_data_parallel_groups,
     )
-    from lightning_megatron.engine.lr_schedule import LRSchedule
-    from lightning_megatron.engine.optimizer import OptimizerOptions
-    from lightning_megatron.engine.train_step import TrainStep
-    from lightning_megatron.errors import CheckpointError, ConfigError, DataError
-    from lightning_megatron.generate.options import GenerationOptions
-    from lightning_megatron.megatron_datamodule import MegatronDataModule
-    from lightning_megatron.module import MegatronModule
-    from lightning_megatron.precision import MegatronPrecision
-    from lightning_megatron.predictions import gather_predictions
-    from lightning_megatron.steps.bert import BertTrainStep
-    from lightning_megatron.steps.gpt import GPTTrainStep, LastWordTrainStep
-    from lightning_megatron.steps.t5 import T5TrainStep
-    from lightning_megatron.strategy import MegatronStrategy
+    from lightning_megatron.engine.lr_schedule import LRSchedule as LRSchedule
+    from lightning_megatron.engine.optimizer import OptimizerOptions as OptimizerOptions
+    from lightning_megatron.engine.train_step import TrainStep as TrainStep
+    from lightning_megatron.errors import CheckpointError as CheckpointError
+    from lightning_megatron.errors import ConfigError as ConfigError
+    from lightning_megatron.errors import DataError as DataError
+    from lightning_megatron.generate.options import GenerationOptions as GenerationOptions
+    from lightning_megatron.megatron_datamodule import MegatronDataModule as MegatronDataModule
+    from lightning_megatron.module import MegatronModule as MegatronModule
+    from lightning_megatron.precision import MegatronPrecision as MegatronPrecision
+    from lightning_megatron.predictions import gather_predictions as gather_predictions
+    from lightning_megatron.steps.bert import BertTrainStep as BertTrainStep
+    from lightning_megatron.steps.gpt import GPTTrainStep as GPTTrainStep
+    from lightning_megatron.steps.gpt import LastWordTrainStep as LastWordTrainStep
+    from lightning_megatron.steps.t5 import T5TrainStep as T5TrainStep
+    from lightning_megatron.strategy import MegatronStrategy as MegatronStrategy
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "BertTrainStep": "lightning_megatron.steps.bert",
-    "CheckpointError": "lightning_megatron.errors",
-    "ConfigError": "lightning_megatron.errors",
-    "DataError": "lightning_megatron.errors",
-    "DatasetDataModule": "lightning_megatron.datamodules",
-    "GPTTrainStep": "lightning_megatron.steps.gpt",
-    "GenerationOptions": "lightning_megatron.generate.options",
-    "IndexedDataModule": "lightning_megatron.datamodules",
-    "InstructionDataModule": "lightning_megatron.datamodules",
-    "LRSchedule": "lightning_megatron.engine.lr_schedule",
-    "LastWordTrainStep": "lightning_megatron.steps.gpt",
-    "LoadFrom": "lightning_megatron.checkpoint.load",
-    "LossCurve": "lightning_megatron.callbacks",
-    "MaskingOptions": "lightning_megatron.data.masked",
-    "MegatronDataModule": "lightning_megatron.megatron_datamodule",
-    "MegatronModule": "lightning_megatron.module",
-    "MegatronPrecision": "lightning_megatron.precision",
-    "MegatronStrategy": "lightning_megatron.strategy",
-    "OptimizerOptions": "lightning_megatron.engine.optimizer",
-    "PerplexityReport": "lightning_megatron.callbacks",
-    "ProgressLine": "lightning_megatron.callbacks",
-    "SampleText": "lightning_megatron.callbacks",
-    "T5TrainStep": "lightning_megatron.steps.t5",
-    "TextEvaluationDataModule": "lightning_megatron.datamodules",
-    "ThroughputMonitor": "lightning_megatron.callbacks",
-    "TrainStep": "lightning_megatron.engine.train_step",
-    "avg_losses_across_data_parallel_group": "lightning_megatron.engine.collectives",
-    "gather_across_data_parallel_groups": "lightning_megatron.engine.collectives",
-    "gather_predictions": "lightning_megatron.predictions",
+    name: f"lightning_megatron.{module}"
+    for module, names in {
+        "callbacks": "LossCurve PerplexityReport ProgressLine SampleText ThroughputMonitor",
+        "checkpoint.load": "LoadFrom",
+        "data.masked": "MaskingOptions",
+        "datamodules": "DatasetDataModule IndexedDataModule InstructionDataModule TextEvaluationDataModule",
+        "engine.collectives": "avg_losses_across_data_parallel_group gather_across_data_parallel_groups",
+        "engine.lr_schedule": "LRSchedule",
+        "engine.optimizer": "OptimizerOptions",
+        "engine.train_step": "TrainStep",
+        "errors": "CheckpointError ConfigError DataError",
+        "generate.options": "GenerationOptions",
+        "megatron_datamodule": "MegatronDataModule",
+        "module": "MegatronModule",
+        "precision": "MegatronPrecision",
+        "predictions": "gather_predictions",
+        "steps.bert": "BertTrainStep",
+        "steps.gpt": "GPTTrainStep LastWordTrainStep",
+        "steps.t5": "T5TrainStep",
+        "strategy": "MegatronStrategy",
+    }.items()
+    for name in names.split()
 }
 """Public name -> the module that defines it."""
 
-__all__ = [
-    "BertTrainStep",
-    "CheckpointError",
-    "ConfigError",
-    "DataError",
-    "DatasetDataModule",
-    "GPTTrainStep",
-    "GenerationOptions",
-    "IndexedDataModule",
-    "InstructionDataModule",
-    "LRSchedule",
-    "LastWordTrainStep",
-    "LoadFrom",
-    "LossCurve",
-    "MaskingOptions",
-    "MegatronDataModule",
-    "MegatronModule",
-    "MegatronPrecision",
-    "MegatronStrategy",
-    "OptimizerOptions",
-    "PerplexityReport",
-    "ProgressLine",
-    "SampleText",
-    "T5TrainStep",
-    "TextEvaluationDataModule",
-    "ThroughputMonitor",
-    "TrainStep",
-    "avg_losses_across_data_parallel_group",
-    "gather_across_data_parallel_groups",
-    "gather_predictions",
-]
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
@@ -174,34 +144,21 @@ class _AfterImport(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Say nothing about any module but one; for that, what the other finders say, with a loader around theirs."""
+        """Say nothing about any module but one; for that, what the other finders say, with a step after its loading."""
         if fullname != _REGISTRY_MODULE:
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _RegisteringLoader(spec.loader)
+        if (spec := importlib.util.find_spec(fullname)) is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module: ModuleType) -> None:
+            execute(module)
+            _register_in(module)
+
+        # The loader stays the original one: inspect and importlib.resources ask a module's for its source and files.
+        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec
-
-
-class _RegisteringLoader(Loader):
-    """Loads a module as the original loader does and registers afterwards."""
-
-    def __init__(self, original: Loader) -> None:
-        self._original = original
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Do as the original loader."""
-        return self._original.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Run the module, give it its own loader back, and register."""
-        # Given back first: inspect and importlib.resources ask a module's loader for its source and files.
-        module.__loader__ = self._original
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._original
-        self._original.exec_module(module)
-        _register_in(module)
 
 
 register_strategies()

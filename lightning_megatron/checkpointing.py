@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 import warnings
 from collections.abc import Mapping
@@ -12,19 +14,31 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_megatron.checkpoint.find import check_local, check_writable
+from lightning_megatron.checkpoint.find import (
+    Found,
+    broken_names,
+    check_local,
+    check_writable,
+    find_newest,
+    found_at,
+    found_in,
+    is_own_within,
+    newest,
+    preferred,
+)
 from lightning_megatron.checkpoint.load import LoadFrom, as_load_from, load_initial_weights, reload_masters, resume
 from lightning_megatron.checkpoint.save import Saver
-from lightning_megatron.ckpt_path import find_checkpoint, is_of_requeue
 from lightning_megatron.data.loader import ResumableLoader
 from lightning_megatron.engine.collectives import on_all_ranks_alike, wait_for_all_ranks
 from lightning_megatron.errors import CheckpointError, NonFiniteError
+from lightning_megatron.launch import TERMINATED, DeferredSignals
 from lightning_megatron.megatron_datamodule import MegatronDataModule
-from lightning_megatron.preemption import TERMINATED, DeferredSignals, last_of, preemption_checkpoint
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -35,6 +49,10 @@ if TYPE_CHECKING:
 
 _PATIENCE = timedelta(seconds=30)
 """How long a rank that has failed waits for the others to fail, too, where a callback then saves."""
+
+LAST = ModelCheckpoint.CHECKPOINT_NAME_LAST + ModelCheckpoint.FILE_EXTENSION
+_REQUEUED = "hpc_ckpt_*.ckpt*"
+"""What Lightning names the checkpoints of SLURM's requeue signal (2.6.6, connectors/checkpoint_connector.py)."""
 
 modules_with_weights: WeakSet[torch.nn.Module] = WeakSet()
 """Modules of this process that were trained, or have loaded a checkpoint: a later run goes on with what they have."""
@@ -156,7 +174,6 @@ class Checkpointing:
         self._is_trained, self._first_step = True, None
         with self._strategy.engine():
             self.saver.finish(is_final=True)
-        self.saver.raise_failure()
 
     def on_exception(self, exception: BaseException) -> None:
         """Save before the exit that SIGTERM asks for; give up a save under way where other ranks may never come."""
@@ -165,7 +182,7 @@ class Checkpointing:
         if not isinstance(exception, (SIGTERMException, NonFiniteError)):
             self.saver.abandon()
             return
-        if self.saver.is_saving:
+        if self.saver.saving is not None:
             with self._strategy.engine():
                 self.saver.finish(is_final=True)
         if isinstance(exception, NonFiniteError):
@@ -175,22 +192,15 @@ class Checkpointing:
         self.is_preempted = True
 
     def _save_before_exit(self) -> None:
-        """Save what was trained, unless the last checkpoint is of this very step; every rank must call."""
+        """Save what was trained; every rank must call."""
         trainer = self._module.trainer
         news = f"SIGTERM at step {trainer.global_step}: the run ends with code {TERMINATED}"
-        refuge = preemption_checkpoint(trainer) if self._first_step is not None else None
-        if refuge is None or trainer.global_step == self._first_step:
+        path = None if self._first_step in (None, trainer.global_step) else preemption_path(trainer)
+        if path is None:
             rank_zero_info(f"{news}, with nothing to save")
             return
-        # Rank 0 looks alone: it is the one that removes what newer checkpoints have replaced, perhaps at this moment.
-        is_saved = refuge.is_found_beside_others and self._strategy.broadcast(
-            self._strategy.is_global_zero and self.saver.is_newest(last_of(trainer), trainer.global_step)
-        )
-        if not is_saved:
-            trainer.save_checkpoint(refuge.path)
-            on_all_ranks_alike(refuge.renew_link if self._strategy.is_global_zero else lambda: None)
-        where = self.saver.newest if is_saved else refuge.path
-        rank_zero_info(f"{news}; its checkpoint is {where}, go on with ckpt_path='last'")
+        trainer.save_checkpoint(path)
+        rank_zero_info(f"{news}; its checkpoint is {path}, go on with ckpt_path='last'")
 
     def begin_with(self, trainer: pl.Trainer, ckpt_path: str | Path | None) -> str | Path | None:
         """The checkpoint that a run begins with; called by the launcher before there are other processes.
@@ -285,6 +295,142 @@ def _check_same(mine: str | None, of_rank_0: str | None) -> None:
             f"this rank would begin with {mine or 'no checkpoint'} and rank 0 with {of_rank_0 or 'none'}; keep "
             "checkpoints on a file system that all nodes share"
         )
+
+
+# ---- which checkpoint a run begins with ---------------------------------------------------------------------------
+
+
+def find_checkpoint(trainer: pl.Trainer, ckpt_path: str | Path | None) -> str | Path | None:
+    """What Lightning shall take for ``ckpt_path``.
+
+    Args:
+        trainer: About to fit, validate, test or predict.
+        ckpt_path: The user's argument: a checkpoint, a folder of checkpoints (the newest counts), a word of
+            Lightning's, or None.
+
+    Returns:
+        The path of a complete checkpoint; None or the word itself if there is nothing to begin with.
+
+    Raises:
+        CheckpointError: If a checkpoint is asked for that is missing, was never finished, or is another program's.
+    """
+    fitting = trainer.state.fn == TrainerFn.FITTING
+    saves_on_failure = any(isinstance(callback, OnExceptionCheckpoint) for callback in trainer.checkpoint_callbacks)
+    if ckpt_path is None and fitting and saves_on_failure:
+        ckpt_path = "last"
+    requeued = None
+    if ckpt_path == "hpc" or SLURMEnvironment.detect():
+        requeued = _find_requeued(Path(trainer.default_root_dir))
+    if ckpt_path in (None, "hpc"):
+        return ckpt_path if requeued is None else str(requeued.path)
+    if ckpt_path == "best" or str(ckpt_path).startswith("registry"):
+        return ckpt_path
+    if ckpt_path == "last":
+        found = find_last(trainer)
+    else:
+        found = find_newest(check_local(str(ckpt_path)), to_resume=_resumes(trainer))
+    was_requeued = fitting and os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    if requeued is not None and was_requeued and (ckpt_path != "last" or found is None or requeued.step >= found.step):
+        rank_zero_info(f"this job was requeued: it goes on from {requeued.path}, not from ckpt_path={ckpt_path}")
+        return str(requeued.path)
+    return ckpt_path if found is None else str(found.path)
+
+
+def find_last(trainer: pl.Trainer) -> Found | None:
+    """What ``ckpt_path="last"`` means: the newest of what the Trainer's callbacks have left; None before the first.
+
+    Of each callback that is its ``last.ckpt`` if it keeps one and has saved nothing with more steps since, otherwise
+    the checkpoint with most steps in its folder. A run that shall go on takes one with only weights if there is no
+    other.
+
+    Raises:
+        CheckpointError: If there are checkpoints and none is complete.
+    """
+    resumes = _resumes(trainer)
+    found = [found_at(Path(trainer.default_root_dir) / LAST)]  # of SIGTERM
+    broken: list[str] = []
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, OnExceptionCheckpoint):
+            found.append(found_at(Path(callback.ckpt_path)))
+        if not isinstance(callback, ModelCheckpoint):
+            continue
+        folder = folder_of(callback, trainer)
+        complete = preferred(found_in(folder), resumes)
+        lasts = [each for each in complete if re.match(callback.CHECKPOINT_NAME_LAST, each.path.name)]
+        if lasts and callback.save_last:
+            last = max(lasts, key=lambda each: each.time)
+            # What has more steps and is older is of an earlier run.
+            found.append(newest([last, *(each for each in complete if each.time >= last.time)]))
+        elif complete:
+            most = newest(complete)
+            found.append(most)
+            tell = rank_zero_warn if callback.save_last else rank_zero_info
+            tell(
+                f"{folder} keeps no complete {LAST} to begin with; {most.path.name} has most steps and takes its place"
+            )
+        else:
+            broken += [str(folder / name) for name in broken_names(folder)]
+    every = [each for each in found if each is not None]
+    if not every and broken:
+        raise CheckpointError(
+            f"ckpt_path='last' finds no complete checkpoint, but {', '.join(broken)}; give ckpt_path another one, or "
+            "remove them to begin anew"
+        )
+    return max(preferred(every, resumes), key=lambda each: each.time, default=None)
+
+
+def preemption_path(trainer: pl.Trainer) -> Path | None:
+    """Where a run that is stopped saves, and ``ckpt_path="last"`` looks; None for a Trainer that keeps no checkpoints.
+
+    Every rank must call.
+    """
+    keepers = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+    # Lightning's debugging setup gives the Trainer the attribute, where no type checker sees it.
+    if not keepers or bool(getattr(trainer, "fast_dev_run", False)):
+        return None
+    keeper = next((each for each in keepers if each.save_last), keepers[0])
+    folder = Path(str(keeper.dirpath))
+    log_dir = trainer.log_dir if trainer.loggers else None
+    if log_dir is not None and folder.is_relative_to(Path(log_dir).absolute()):
+        # A folder of this one run's logs, where the next run will not look.
+        return Path(trainer.default_root_dir).absolute() / LAST
+    last = Path(keeper.last_model_path or folder / LAST)
+    if not is_own_within(last, [folder]):  # a loaded state may name anything
+        last = folder / LAST
+    keeper.last_model_path = str(last)  # so that the run that goes on replaces it
+    return last
+
+
+def is_of_requeue(path: Path) -> bool:
+    """Whether SLURM's requeue signal has caused the checkpoint, so that a run goes on from it in every respect."""
+    return path.match(_REQUEUED)
+
+
+def folder_of(callback: ModelCheckpoint, trainer: pl.Trainer) -> Path:
+    """Where ``callback`` keeps its checkpoints; known to itself only after its ``setup``."""
+    if callback.dirpath is not None:
+        return Path(callback.dirpath)
+    if not trainer.loggers:
+        return Path(trainer.default_root_dir) / "checkpoints"
+    logger = trainer.loggers[0]
+    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+    return Path(logger.save_dir or trainer.default_root_dir) / str(logger.name) / version / "checkpoints"
+
+
+def _resumes(trainer: pl.Trainer) -> bool:
+    """Whether the run wants the optimizer's state, too."""
+    return trainer.state.fn == TrainerFn.FITTING and not getattr(trainer.strategy, "load_weights_only", False)
+
+
+def _find_requeued(root: Path) -> Found | None:
+    found = [each for each in found_in(root) if is_of_requeue(each.path)]
+    if found:
+        return newest(found)
+    if left := sorted(path.name for path in root.glob(_REQUEUED)):
+        raise CheckpointError(
+            f"{root} has no complete checkpoint of a requeued job, but {', '.join(left)}; remove it and give ckpt_path"
+        )
+    return None
 
 
 # ---- Lightning's dict -----------------------------------------------------------------------------------------------

@@ -40,10 +40,10 @@ from lightning_megatron.engine.schedule import Schedule, StepOutput, StepShape
 from lightning_megatron.engine.wrap import GradientReduction, freeze_alike, to_16bit, to_ddp
 from lightning_megatron.errors import ConfigError, NonFiniteError
 from lightning_megatron.foreign_names import explains_options
+from lightning_megatron.launch import ScriptLauncher, check_world_size, deferred_signums, die_with_launcher, meeting
 from lightning_megatron.models.transformer_config import EngineSettings, Recompute
 from lightning_megatron.precision import MegatronPrecision
 from lightning_megatron.predictions import check_predict_size
-from lightning_megatron.preemption import ScriptLauncher, check_world_size, deferred_signums, die_with_launcher, meeting
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -141,7 +141,7 @@ class MegatronStrategy(ParallelStrategy):
         self._loader_tells_steps = False
         self._shared_batches: float = math.inf
         self.load_weights_only = load_weights_only
-        self._checkpointing = Checkpointing(self, load_from=load_from, async_save=async_save)
+        self.checkpointing = Checkpointing(self, load_from=load_from, async_save=async_save)
         if on_nan not in ("raise", "skip"):
             raise ConfigError(f"on_nan={on_nan!r} is unknown; choose 'raise' or 'skip'")
         self.on_nan = on_nan
@@ -342,7 +342,7 @@ class MegatronStrategy(ParallelStrategy):
         self._runtime.hold()
         self._runtime.seed(seed_of_run(), self._topology.pp_rank)
         self._shared_batches = math.inf
-        self._checkpointing.begin(deferred_signums(environment), groups.host_group(self._timeout))
+        self.checkpointing.begin(deferred_signums(environment), groups.host_group(self._timeout))
 
     def _keep_weights(self) -> Path | None:
         """Weights of a module that another Trainer has built for another layout, before its groups are gone."""
@@ -391,7 +391,7 @@ class MegatronStrategy(ParallelStrategy):
             if fitting:
                 self._reset_optimizers_and_schedulers()
                 self.setup_optimizers(trainer)
-            self._checkpointing.load_initial_weights(fitting=fitting)
+            self.checkpointing.load_initial_weights(fitting=fitting)
         self.setup_precision_plugin()
         self.barrier()
 
@@ -427,7 +427,7 @@ class MegatronStrategy(ParallelStrategy):
         loader = self._resumable(dataloader) if is_map_style(dataloader) else dataloader
         self._loader_tells_steps = isinstance(loader, (ResumableLoader, TrainLoader))
         if isinstance(loader, (ResumableLoader, TrainLoader)):
-            loader.before_batch = self._checkpointing.at_step_boundary
+            loader.before_batch = self.checkpointing.at_step_boundary
         return loader
 
     def _resumable(self, dataloader: DataLoader[Any]) -> ResumableLoader:
@@ -435,7 +435,7 @@ class MegatronStrategy(ParallelStrategy):
         loader = ResumableLoader(
             dataloader, self.topology.dp, lambda: trainer.num_training_batches, first_epoch=trainer.current_epoch
         )
-        if (state := self._checkpointing.take_loader_state()) is not None:
+        if (state := self.checkpointing.take_loader_state()) is not None:
             loader.load_state_dict(state)
         return loader
 
@@ -445,7 +445,7 @@ class MegatronStrategy(ParallelStrategy):
         if stage == RunningStage.PREDICTING:
             self._shared_batches -= 1
         if (stage in _EVALUATING or not self._loader_tells_steps) and self._shared_batches >= 0:
-            self._checkpointing.at_step_boundary()
+            self.checkpointing.at_step_boundary()
         check = getattr(self.lightning_module, "check_batch", None)
         with torch.inference_mode(False):
             return broadcast_batch(batch, self.topology, device or self.root_device, check)
@@ -460,7 +460,7 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def on_train_start(self) -> None:
-        self._checkpointing.on_train_start()
+        self.checkpointing.on_train_start()
         on_all_ranks_alike(ready(self._schedule, "setup").check_frozen)
 
     # ---- steps ----------------------------------------------------------------------------------------------------
@@ -532,18 +532,6 @@ class MegatronStrategy(ParallelStrategy):
     def lightning_restore_optimizer(self) -> bool:
         return False
 
-    def begin_with(self, trainer: pl.Trainer, ckpt_path: str | Path | None) -> str | Path | None:
-        """The checkpoint that a run begins with; called by the launcher before there are other processes.
-
-        Args:
-            trainer: About to run.
-            ckpt_path: As the user gave it.
-
-        Raises:
-            CheckpointError: If a checkpoint is missing or not complete, or would be saved where there are no folders.
-        """
-        return self._checkpointing.begin_with(trainer, ckpt_path)
-
     def _run_state(self, *, with_optimizer: bool) -> RunState:
         module = self._module
         return RunState(
@@ -578,15 +566,15 @@ class MegatronStrategy(ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        self._checkpointing.save(checkpoint, filepath)
+        self.checkpointing.save(checkpoint, filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        return self._checkpointing.load(checkpoint_path)
+        return self.checkpointing.load(checkpoint_path)
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        self._checkpointing.remove(Path(filepath))
+        self.checkpointing.remove(Path(filepath))
 
     # ---- collectives over all ranks -------------------------------------------------------------------------------
 
@@ -613,18 +601,18 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def on_train_end(self) -> None:
-        self._checkpointing.on_train_end()
+        self.checkpointing.on_train_end()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self._checkpointing.on_exception(exception)
+        self.checkpointing.on_exception(exception)
 
     @override
     def teardown(self) -> None:
         # Not super().teardown(): it would move the module and the optimizer to the CPU, out of Megatron's buffers.
         # The process groups stay for the next fit or validate.
-        self._checkpointing.end()
-        if self._checkpointing.is_preempted:
+        self.checkpointing.end()
+        if self.checkpointing.is_preempted:
             self.barrier()  # a rank that ends earlier would have Lightning's launcher kill the others (code 137)
         if self._runtime is not None:
             self._runtime.release()

@@ -105,25 +105,19 @@ def find_newest(path: Path, step: int | None = None, *, to_resume: bool = False)
     """
     path = Path(os.path.expanduser(path)).absolute()  # no shell has read what stands in a YAML file
     own = recover(path)
-    if (own / META).is_file() or not own.is_dir():
+    is_one = (own / META).is_file() or not own.is_dir()
+    if is_one:
         check_complete(own)
-        own_found = _described(path)
-        if step not in (None, own_found.step):
-            raise CheckpointError(f"checkpoint {path} is of step {own_found.step}, not of step={step}; leave step out")
-        return own_found
-    found = preferred(found_in(path), to_resume)
-    if step is not None:
-        of_step = [each for each in found if each.step == step]
-        if not of_step:
-            steps = ", ".join(str(step) for step in sorted({each.step for each in found})) or "none"
-            raise CheckpointError(f"{path} has no complete checkpoint of step={step}; those it has: {steps}")
+    found = [_described(path)] if is_one else preferred(found_in(path), to_resume)
+    if of_step := [each for each in found if step in (None, each.step)]:
         return newest(of_step)
     if found:
-        return newest(found)
+        steps = ", ".join(str(step) for step in sorted({each.step for each in found}))
+        raise CheckpointError(f"{path} has no complete checkpoint of step={step}; those it has: {steps}")
     if (program := _other_program(path)) is not None:
         raise CheckpointError(f"{path} is {program}; convert it with `lightning-megatron convert`")
     if broken := broken_names(path):
-        raise CheckpointError(f"none of the checkpoints in {path} is complete: {', '.join(broken)}")
+        raise CheckpointError(f"none of the checkpoints in {path} is complete: {', '.join(broken)}; give another path")
     check_complete(path)
     return _described(path)
 

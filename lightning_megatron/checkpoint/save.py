@@ -63,7 +63,7 @@ from lightning_megatron.checkpoint.files import (
     failures_as_errors,
     write_checksums,
 )
-from lightning_megatron.checkpoint.find import Found, is_own_within
+from lightning_megatron.checkpoint.find import is_own_within
 from lightning_megatron.checkpoint.state import SHARDING, RunState, meta_of, rng_file, sharded_state, sharded_weights
 from lightning_megatron.engine.collectives import on_all_ranks_alike
 from lightning_megatron.engine.wrap import finish_parameter_gathers
@@ -99,8 +99,6 @@ class Saver:
         self._written: set[Path] = set()
         self.failure: ConfigError | None = None
         """Why the last save has failed; None if it has not."""
-        self.newest: Path | None = None
-        """The last checkpoint that a run can go on from; None before the first."""
 
     def begin(self) -> None:
         """Forget what became of the saves of an earlier run; its checkpoints stay."""
@@ -111,11 +109,6 @@ class Saver:
         self.abandon()
         wait_for_deletions()
         self._memory.release()
-
-    @property
-    def is_saving(self) -> bool:
-        """Whether a save is under way."""
-        return self.saving is not None
 
     def save(self, run: RunState, lightning_state: Mapping[str, Any], path: Path, *, is_final: bool) -> None:
         """Save to ``path``, after the save that is still under way.
@@ -142,11 +135,16 @@ class Saver:
     def finish(self, *, is_final: bool = False) -> None:
         """Complete the save that is under way, if there is one; waits for the files of all ranks.
 
+        Args:
+            is_final: Whether the run ends here.
+
         Raises:
-            CheckpointError: As ``save`` does.
+            CheckpointError: As ``save`` does; if the run ends and its last save has failed before.
         """
         saving, self.saving = self.saving, None
         if saving is None:
+            if is_final and self.failure is not None:
+                raise self.failure
             return
         with self._failures(is_final):
             saving.finish(in_background=self._asynchronous)
@@ -154,10 +152,6 @@ class Saver:
                 rank_zero_info(saving.report())
             self.failure = None
             self._written.add(saving.path)
-            if saving.has_optimizer:
-                self.newest = saving.path
-            elif saving.path == self.newest:
-                self.newest = None
             self._remove_what_is_replaced()
 
     def abandon(self) -> None:
@@ -169,22 +163,6 @@ class Saver:
                 f"checkpoint {saving.path} is not written: the run failed before all ranks had finished it. Older "
                 "checkpoints stay"
             )
-
-    def raise_failure(self) -> None:
-        """Say at the end of a run that its last save has failed.
-
-        Raises:
-            CheckpointError: If it has.
-        """
-        failure, self.failure = self.failure, None
-        if failure is not None:
-            raise failure
-
-    def is_newest(self, found: Found | None, step: int) -> bool:
-        """Whether ``found`` is the last checkpoint of these saves, and of ``step``."""
-        if found is None or self.newest is None or found.step != step:
-            return False
-        return found.path.resolve() == self.newest.resolve()
 
     def remove(self, path: Path, folders: Iterable[Path]) -> None:
         """Remove ``path``, as soon as no save that may replace it is under way or has failed.
@@ -243,7 +221,6 @@ class Save:
             CheckpointError: On all ranks alike if the files cannot be written; ``path`` is then as it was.
         """
         self.path = path
-        self.has_optimizer = run.optimizer is not None
         self._meta = meta
         self._refusal = f"checkpoint {path} is not written"
         self._partial = path.with_name(path.name + PARTIAL)

@@ -143,7 +143,7 @@ def _abandon(path: Path) -> list[Any]:
         start = time.monotonic()
         module._abandon_all()
         seconds = time.monotonic() - start
-        assert saver.is_saving
+        assert saver.saving is not None
         return [names, content_of(path)["save"], seconds]
 
 

@@ -40,7 +40,7 @@ def _find(
     import lightning.pytorch as pl
     from lightning.pytorch.trainer.states import TrainerFn
 
-    from lightning_megatron.ckpt_path import find_checkpoint
+    from lightning_megatron.checkpointing import find_checkpoint
 
     keeper = pl.callbacks.ModelCheckpoint(folder, **{"save_last": "link", **options})
     trainer = pl.Trainer(
@@ -228,7 +228,7 @@ def test_an_address_is_no_folder(tmp_path: Path) -> None:
     strategy = MegatronStrategy()
     trainer = pl.Trainer(accelerator="cpu", devices=2, logger=False, callbacks=[keeper], strategy=strategy)
     with pytest.raises(CheckpointError, match=message):
-        strategy.begin_with(trainer, None)
+        strategy.checkpointing.begin_with(trainer, None)
 
 
 @pytest.fixture

@@ -130,7 +130,7 @@ def _steps_during_which_a_save_was_under_way(run: Run, folder: Path) -> tuple[li
 
     class Watch(pl.Callback):
         def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-            if trainer.strategy._checkpointing.saver.is_saving:
+            if trainer.strategy.checkpointing.saver.saving is not None:
                 seen.append(trainer.global_step)
                 names.extend(path.name for path in folder.iterdir() if path.suffix == ".ckpt")
 

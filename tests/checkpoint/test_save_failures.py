@@ -31,7 +31,7 @@ def _full_disk(victim: int, first: int, last: int, seen: dict[int, list[str]], f
         def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
             with trainer.strategy.engine():
                 # Else it would depend on the clock which save meets the limit.
-                trainer.strategy._checkpointing.saver.finish()
+                trainer.strategy.checkpointing.saver.finish()
             trainer.strategy.barrier()
             seen[trainer.global_step] = _names(folder)
             trainer.strategy.barrier()
@@ -263,7 +263,7 @@ def _left_by(run: Run, folder: Path) -> dict[str, Any]:
     trainer, _ = fit(run, checkpoints_at(folder, save_top_k=1))
     trainer.save_checkpoint(folder / "by_hand.ckpt")
     return {
-        "host memory": trainer.strategy._checkpointing.saver._memory._size,
+        "host memory": trainer.strategy.checkpointing.saver._memory._size,
         "threads": [each.name for each in threading.enumerate() if "rmtree" in each.name or "_run" in each.name],
         "folder": sorted(path.name for path in folder.iterdir()),
         "open files": [name for name in map(os.path.realpath, Path("/proc/self/fd").iterdir()) if str(folder) in name],

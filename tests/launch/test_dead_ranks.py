@@ -79,7 +79,7 @@ def test_the_other_rank_ends_when_one_is_killed_in_training(tmp_path: Path, kill
 
 
 def _orphan() -> None:
-    from lightning_megatron.preemption import die_with_launcher
+    from lightning_megatron.launch import die_with_launcher
 
     os.environ["LIGHTNING_MEGATRON_LAUNCHER"] = str(2**22 + 1)  # beyond every process id
     die_with_launcher()

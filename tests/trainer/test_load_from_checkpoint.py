@@ -72,7 +72,7 @@ def _asked(folder: str) -> dict[str, Any]:
     from lightning.fabric.plugins.environments import LightningEnvironment
 
     from lightning_megatron import ConfigError, MegatronModule
-    from lightning_megatron.preemption import check_world_size
+    from lightning_megatron.launch import check_world_size
 
     sys.argv = [__file__]
     module = MegatronModule.load_from_checkpoint(folder)  # the newest of the folder

@@ -1,7 +1,7 @@
-"""How ranks start and end: the launcher, deferred signals, and the checkpoint of a run that a scheduler stops.
+"""How ranks start and end: the launcher, and signals that wait until all ranks can act on them.
 
 Lightning ends a run on SIGTERM with code 0 and without a checkpoint (2.6.6: ``SIGTERMException`` is a ``SystemExit``).
-Here it ends with a checkpoint that ``ckpt_path="last"`` finds, and exit code 143.
+Here it ends with a checkpoint that ``ckpt_path="last"`` finds (``checkpointing.py``), and exit code 143.
 
 A signal handler runs wherever the program happens to be, which on a Megatron rank is nearly always in the middle of
 some communication. Lightning's handlers communicate themselves (trainer/connectors/signal_connector.py: SIGTERM
@@ -20,37 +20,24 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_megatron.checkpoint.find import Found, is_own_within
-from lightning_megatron.ckpt_path import LAST, find_last
-from lightning_megatron.errors import CheckpointError, ConfigError
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.predictions import told_predict_size
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
-
-    from lightning_megatron.strategy import MegatronStrategy
 
 TERMINATED = 128 + signal.SIGTERM
 """The exit code of a process that SIGTERM ended; schedulers take it for a preemption, not for a failure."""
-
-_PREEMPTED = "preempted.ckpt"
-"""Beside ``last.ckpt`` where that is a link."""
 
 _LAUNCHER = "LIGHTNING_MEGATRON_LAUNCHER"
 """Environment variable: process id of the rank that started the others of its machine."""
@@ -61,12 +48,20 @@ _PR_SET_PDEATHSIG = 1
 
 
 def check_world_size(environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> None:
-    """Compare the processes that torchrun or a scheduler has started with those of the run.
+    """Compare the processes that there are, or can be, with those of the run.
 
     Raises:
-        ConfigError: If they differ: some ranks would have no device, and the others wait for them; or none can start.
+        ConfigError: If torchrun or a scheduler has started another number: some ranks would have no device, and the
+            others wait for them; or the other ranks could not run what this process runs, since it was typed in.
     """
-    check_has_script(environment, num_processes)
+    is_typed = hasattr(sys, "ps1") or bool(sys.flags.interactive)
+    has_script = not is_typed and (sys.modules["__main__"].__spec__ is not None or os.path.isfile(sys.argv[0]))
+    if num_processes > 1 and not has_script and not environment.creates_processes_externally:
+        raise ConfigError(
+            f"devices={num_processes} needs a script, which each process runs, and this program is typed in (a "
+            "notebook, python -i, python -c or standard input); save it as a file and run python FILE.py or "
+            f"torchrun --nproc-per-node {num_processes} FILE.py; devices=1 works here"
+        )
     if dist.is_initialized() and dist.get_world_size() != num_processes * num_nodes:
         raise ConfigError(
             f"this process is one of {dist.get_world_size()} already (a module that answers without a Trainer, or an "
@@ -106,23 +101,6 @@ def meeting(environment: ClusterEnvironment, num_nodes: int, timeout: timedelta)
         ) from error
 
 
-def check_has_script(environment: ClusterEnvironment, num_processes: int) -> None:
-    """Raise where the other ranks could not run what this process runs: a program that is typed in has no file.
-
-    Raises:
-        ConfigError: In a notebook, ``python -i``, ``python -`` and ``python -c``, if there is more than one process.
-    """
-    if num_processes == 1 or environment.creates_processes_externally:
-        return
-    is_typed = hasattr(sys, "ps1") or bool(sys.flags.interactive)
-    if is_typed or (sys.modules["__main__"].__spec__ is None and not os.path.isfile(sys.argv[0])):
-        raise ConfigError(
-            f"devices={num_processes} needs a script, which each process runs, and this program is typed in (a "
-            "notebook, python -i, python -c or standard input); save it as a file and run python FILE.py or "
-            f"torchrun --nproc-per-node {num_processes} FILE.py; devices=1 works here"
-        )
-
-
 class ScriptLauncher(_SubprocessScriptLauncher):
     """Lightning's launcher, which runs the script again for each rank; here the ranks know who started them.
 
@@ -135,7 +113,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     @property
     @override
     def is_interactive_compatible(self) -> bool:
-        return True  # with one process; more are refused by check_has_script
+        return True  # with one process; more are refused by check_world_size
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
@@ -154,8 +132,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         call = inspect.signature(function).bind(*args, **kwargs)
         if trainer is not None and "ckpt_path" in call.signature.parameters:
             call.apply_defaults()
-            strategy: MegatronStrategy = trainer.strategy
-            call.arguments["ckpt_path"] = strategy.begin_with(trainer, call.arguments["ckpt_path"])
+            checkpointing = trainer.strategy.checkpointing
+            call.arguments["ckpt_path"] = checkpointing.begin_with(trainer, call.arguments["ckpt_path"])
         ScriptLauncher._has_failed = True  # until it returns
         try:
             if self.cluster_environment.creates_processes_externally:
@@ -235,13 +213,21 @@ class DeferredSignals:
         Returns:
             Whether all ranks said ``done`` at the call before.
         """
-        self.stand_in_for_handlers()
-        all_done, signums = self._agreed(done)
-        for signum in signums:
-            self._handlers[signum](signum, None)
-        return all_done
+        self._stand_in_for_handlers()
+        some_not_done, *noted = [True, *(False for _ in self._signums)]
+        if self._question is not None:
+            work, flags = self._question
+            work.wait()
+            some_not_done, *noted = flags.tolist()
+        flags = torch.tensor([not done, *(signum in self._noted for signum in self._signums)], dtype=torch.uint8)
+        self._noted.clear()
+        self._question = (dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True), flags)
+        for signum, is_noted in zip(self._signums, noted, strict=True):
+            if is_noted and signum in self._handlers:
+                self._handlers[signum](signum, None)
+        return not some_not_done
 
-    def stand_in_for_handlers(self) -> None:
+    def _stand_in_for_handlers(self) -> None:
         """Take the place of handlers that Lightning has registered since; it puts back what was there before itself."""
         if threading.current_thread() is not threading.main_thread():
             return
@@ -253,72 +239,3 @@ class DeferredSignals:
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self._noted.add(signum)
-
-    def _agreed(self, done: bool) -> tuple[bool, list[int]]:
-        all_done, signums = False, []
-        if self._question is not None:
-            work, flags = self._question
-            work.wait()
-            some_not_done, *noted = flags.tolist()
-            all_done = not some_not_done
-            signums = [signum for signum, flag in zip(self._signums, noted, strict=True) if flag]
-        flags = torch.tensor([not done, *(signum in self._noted for signum in self._signums)], dtype=torch.uint8)
-        self._noted.clear()
-        work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        self._question = (work, flags)
-        return all_done, [signum for signum in signums if signum in self._handlers]
-
-
-# ---- the checkpoint of a run that is stopped -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreemptionCheckpoint:
-    """Where a run that is stopped leaves its checkpoint."""
-
-    path: Path
-    """Of the checkpoint."""
-    link: Path | None = None
-    """What points to it afterwards."""
-    is_found_beside_others: bool = True
-    """Whether other checkpoints of this run will be found where it is, so that one of them may do."""
-
-    def renew_link(self) -> None:
-        """Have ``link`` point to ``path``, in one step; on one rank."""
-        if self.link is not None:
-            new = self.link.with_name(self.link.name + ".new")
-            new.unlink(missing_ok=True)
-            new.symlink_to(self.path.name)
-            os.replace(new, self.link)
-
-
-def preemption_checkpoint(trainer: pl.Trainer) -> PreemptionCheckpoint | None:
-    """Where ``ckpt_path="last"`` will look, in the next process too; None for a Trainer that keeps no checkpoints.
-
-    Every rank must call.
-    """
-    keepers = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
-    # Lightning's debugging setup gives the Trainer the attribute, where no type checker sees it.
-    if not keepers or bool(getattr(trainer, "fast_dev_run", False)):
-        return None
-    keeper = next((each for each in keepers if each.save_last), keepers[0])
-    folder = Path(str(keeper.dirpath))
-    log_dir = trainer.log_dir if trainer.loggers else None
-    if log_dir is not None and folder.is_relative_to(Path(log_dir).absolute()):
-        # A folder of this one run's logs, where the next run will not look.
-        return PreemptionCheckpoint(path=Path(trainer.default_root_dir).absolute() / LAST, is_found_beside_others=False)
-    last = Path(keeper.last_model_path or folder / LAST)
-    if not is_own_within(last, [folder]):  # a loaded state may name anything
-        last = folder / LAST
-    keeper.last_model_path = str(last)  # so that the run that goes on replaces it
-    if keeper.save_last == "link" and (last.is_symlink() or not last.exists()):
-        return PreemptionCheckpoint(path=folder / _PREEMPTED, link=last)
-    return PreemptionCheckpoint(path=last)
-
-
-def last_of(trainer: pl.Trainer) -> Found | None:
-    """What ``ckpt_path="last"`` would find now."""
-    try:
-        return find_last(trainer)
-    except CheckpointError:
-        return None
