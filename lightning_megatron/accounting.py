@@ -160,22 +160,43 @@ def forward_flops(
         attention: ``causal`` counts the keys that a query sees, on average s / 2, ``full`` all s, or its whole window.
             The queries of a BERT and of a T5's encoder see all keys, and count so either way.
     """
+    layers = range(model.num_layers + model.num_decoder_layers)
+    stack = sum(sum(layer_flops(model, lengths, layer, attention)) for layer in layers)
+    return stack + head_flops(model, lengths, padded_vocab_size)
+
+
+def layer_flops(
+    model: ModelConfig, lengths: Sequence[int], layer: int, attention: AttentionCount = "causal"
+) -> tuple[float, float]:
+    """Operations of one layer's forward pass on one row: of the products with weights, and of attention.
+
+    Args:
+        model: Its shape.
+        lengths: As for ``forward_flops``.
+        layer: Counted from 0, those of a T5's decoder after its encoder's.
+        attention: As for ``forward_flops``.
+    """
     h, q = model.hidden_size, model.num_attention_heads * model.kv_channels
     projections = 2 * h * (q + model.num_query_groups * model.kv_channels)
     mlp = h * model.ffn_hidden_size * (3 if model.gated_linear_unit else 2)
-    if model.architecture == "t5":
-        s_e, s_d = lengths
-        own_keys = s_d / 2 if attention == "causal" else s_d
-        encoder = s_e * (projections + mlp + 2 * q * s_e)
-        decoder = s_d * (projections + 2 * h * q + mlp + 2 * q * own_keys + 2 * q * s_e) + 2 * s_e * h * q
-        multiply_adds = model.num_layers * encoder + model.num_decoder_layers * decoder + s_d * h * padded_vocab_size
-        return 2.0 * multiply_adds
-    (s,) = lengths
-    keys = sum(_keys_per_query(model, layer, s, attention) for layer in range(model.num_layers))
-    head = s * h * padded_vocab_size
+    is_decoder = layer >= model.num_layers
+    s = lengths[-1 if is_decoder else 0]
+    if model.architecture != "t5":
+        keys = _keys_per_query(model, layer, s, attention)
+    else:
+        keys = s / 2 if is_decoder and attention == "causal" else s
+    products, scores = s * (projections + mlp), 2 * s * q * keys
+    if is_decoder:  # queries and outputs of the decoder's tokens, keys and values of the encoder's
+        products += (s + lengths[0]) * 2 * h * q
+        scores += 2 * s * q * lengths[0]
+    return 2.0 * products, 2.0 * scores
+
+
+def head_flops(model: ModelConfig, lengths: Sequence[int], padded_vocab_size: int) -> float:
+    """Operations of what follows the last layer, forward, on one row."""
     if model.architecture == "bert":
-        head = _bert_head_multiply_adds(model, s, padded_vocab_size)
-    return 2.0 * (s * (model.num_layers * (projections + mlp) + 2 * q * keys) + head)
+        return 2.0 * _bert_head_multiply_adds(model, lengths[0], padded_vocab_size)
+    return 2.0 * lengths[-1] * model.hidden_size * padded_vocab_size
 
 
 def model_flops(

@@ -27,14 +27,15 @@ from tests.cli.test_config_command import OLD
 from tests.pages import blocks, commands, execute, token_loader
 from tests.ranks import ROOT, run_ranks
 
-CHECKPOINTS, EVALUATION, FROM_ACCELERATE, GENERATION, OPTIONS = (
-    f"docs/{name}.md" for name in ("checkpoints", "evaluation", "from_accelerate", "generation", "options")
+CHECKPOINTS, EVALUATION, FROM_ACCELERATE, GENERATION, OPTIONS, PLANNER = (
+    f"docs/{name}.md" for name in ("checkpoints", "evaluation", "from_accelerate", "generation", "options", "planner")
 )
 BLOCKS = {
     CHECKPOINTS: ["python", "yaml", "bash"],
     EVALUATION: ["python", "bash", "python"],
     FROM_ACCELERATE: ["bash", "python", "python"],
     GENERATION: ["bash", "python", "python", "yaml"],
+    PLANNER: ["bash"],  # by tests/cli/test_plan_command.py
 }
 PROMPTS = ("Once upon a time", "The house")
 

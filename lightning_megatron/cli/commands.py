@@ -23,6 +23,7 @@ from lightning_megatron.cli import data_commands, errors
 from lightning_megatron.cli.config import config
 from lightning_megatron.cli.generate import generate
 from lightning_megatron.cli.inspect import inspect_path
+from lightning_megatron.cli.plan import plan
 from lightning_megatron.foreign_names import advice
 
 PROG = "lightning-megatron"
@@ -42,6 +43,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "convert": data_commands.convert,
     "generate": generate,
     "config": config,
+    "plan": plan,
     "doctor": data_commands.doctor,
 }
 

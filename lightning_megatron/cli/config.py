@@ -99,7 +99,7 @@ def config(
             origin = f"made from {from_accelerate.name}, which says nothing of model and data: change those"
             told = f"Edit model and data in it, then run\n\n{_how_to_run(output, settings, launch)}"
         text = f"# {' '.join(origin.split())}.\n#\n#   lightning-megatron fit --config {shlex.quote(str(output))}\n"
-        text += _as_yaml(settings)
+        text += as_yaml(settings)
     try:
         output.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -193,7 +193,7 @@ def _layout(settings: Mapping[str, Any]) -> ParallelConfig:
     return parallel
 
 
-def _as_yaml(settings: Mapping[str, Any]) -> str:
+def as_yaml(settings: Mapping[str, Any]) -> str:
     """The YAML for ``fit``, each line with its meaning."""
     lines = []
     for place, text, match in _lines():
@@ -289,15 +289,20 @@ class _Interview:
         parallel.check_sequence(self.settings.get("data.seq_length", parallel.tp), self._longest)
 
     def _read_model(self, answer: str) -> str | dict[str, str]:
-        """A path, or the type of a model from scratch, with transformers' default sizes."""
-        from lightning_megatron.convert.registry import known_families, model_config
-        from lightning_megatron.hub import local_folder
-
-        path = Path(answer).expanduser()
-        given = {"model_type": answer} if answer in known_families() and not path.exists() else str(path)
-        model = self._model = model_config(given if isinstance(given, dict) else str(local_folder(given, "config")))
+        given, model = described_model(answer)
+        self._model = model
         self._longest = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else None
         return given
+
+
+def described_model(answer: str) -> tuple[str | dict[str, str], ModelConfig]:
+    """What a configuration says of a path, or of a type with transformers' default sizes; and the model itself."""
+    from lightning_megatron.convert.registry import known_families, model_config
+    from lightning_megatron.hub import local_folder
+
+    path = Path(answer).expanduser()
+    given = {"model_type": answer} if answer in known_families() and not path.exists() else str(path)
+    return given, model_config(given if isinstance(given, dict) else str(local_folder(given, "config")))
 
 
 # ---- Accelerate's file ----------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from tests.ranks import ROOT, RankError, run_ranks
 
 COMMANDS = (
     *TRAINER_COMMANDS,
-    *("train-tokenizer", "preprocess", "convert-dataset", "merge", "inspect", "convert", "generate", "config"),
+    *("train-tokenizer", "preprocess", "convert-dataset", "merge", "inspect", "convert", "generate", "config", "plan"),
     "doctor",
 )
 _ALL_HELP = """

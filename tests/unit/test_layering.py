@@ -21,7 +21,7 @@ LAYERS = (
     ("engine",),
     ("models", "data", "checkpoint", "precision"),
     ("steps", "convert", "accounting", "predictions", "megatron_datamodule"),
-    ("generate", "datamodules", "launch", "model_summary"),
+    ("generate", "datamodules", "launch", "planner", "model_summary"),
     ("checkpointing", "callbacks"),
     ("strategy",),
     ("module",),

@@ -1,0 +1,193 @@
+"""The command ``plan``: the layouts that fit a model onto GPUs, with memory and speed, as table, YAML and picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightning_megatron.cli.config import as_yaml, described_model
+from lightning_megatron.cli.errors import UsageError
+from lightning_megatron.errors import require_number
+
+if TYPE_CHECKING:
+    from lightning_megatron.planner import Device, Plan
+
+_PRECISIONS = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true"}
+DeviceName = Literal["b200", "h200", "h100", "a100", "a100-40gb"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What ``plan`` is asked for."""
+
+    model: str
+    """Folder or config.json of Hugging Face, org/name, or a model_type with its usual sizes."""
+    gpus: int
+    """How many there are in all."""
+    memory: str | None = None
+    """Of each GPU, e.g. 80GB; that of the device if left out."""
+    device: DeviceName = "h200"
+    """Whose speed is estimated."""
+    seq_length: int = 4096
+    """Tokens of a row; of the encoder for a T5."""
+    decoder_seq_length: int = 128
+    """Tokens of a row of a T5's decoder."""
+    global_batch_size: int = 256
+    """Rows of a step over all GPUs."""
+    precision: Literal["bf16-mixed", "16-mixed", "32-true"] = "bf16-mixed"
+    """Of the Trainer."""
+    dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    """Short for --precision: bf16-mixed, 16-mixed or 32-true."""
+    top: int = 10
+    """How many layouts to list."""
+    output: Path | None = None
+    """Where to write a configuration for fit with the best layout."""
+    picture: Path | None = None
+    """Where to draw the memory of each layout and the best one's pipeline, e.g. plan.png."""
+    overwrite: bool = False
+    """Replace these files if they exist."""
+
+
+def plan(options: PlanOptions) -> None:
+    """List the layouts that fit, the fastest first, with memory and speed.
+
+    Estimates are arithmetic, fitted on runs on H200s: memory within 10 %, time within 15 % of what was measured there.
+    Other devices are scaled by their datasheets. mb x m is micro_batch_size x num_microbatches; tp comes with sequence
+    parallelism, and recomputing is left out wherever memory suffices.
+
+    Examples:
+        lightning-megatron plan --model path/to/llama --gpus 8 --memory 80GB --device h100
+        lightning-megatron plan --model gpt2 --gpus 4 --seq-length 1024 --global-batch-size 48 --output fit.yaml
+    """
+    from lightning_megatron import planner
+    from lightning_megatron.convert.hugging_face import size_in_bytes
+
+    for name in ("gpus", "seq_length", "decoder_seq_length", "global_batch_size", "top"):
+        require_number(name, getattr(options, name), at_least=1)
+    for path in filter(None, (options.output, options.picture)):
+        if path.exists() and not options.overwrite:
+            raise UsageError(f"{path} exists; give another name, or --overwrite")
+    device: Device = planner.DEVICES[options.device]
+    if options.memory is not None:
+        device = replace(device, memory=float(size_in_bytes(options.memory)))
+    given, model = described_model(options.model)
+    is_t5 = model.architecture == "t5"
+    batch = planner.Batch(
+        world_size=options.gpus,
+        global_batch_size=options.global_batch_size,
+        lengths=(options.seq_length, options.decoder_seq_length) if is_t5 else (options.seq_length,),
+        precision=_PRECISIONS.get(options.dtype or "", options.precision),
+    )
+    found = planner.plans(model, batch, device)[: options.top]
+    print("\n".join(_table(found, device)))
+    if options.output is not None:
+        options.output.write_text(_yaml(found[0], given, options), encoding="utf-8")
+        print(f"\n{options.output} is written: edit its data, then lightning-megatron fit --config {options.output}")
+    if options.picture is not None:
+        _draw(found, device).savefig(options.picture)
+        print(f"\n{options.picture} is drawn")
+
+
+_PARTS = ("weights", "gradients", "optimizer", "activations", "logits")
+
+
+def _table(found: Sequence[Plan], device: Device) -> Iterator[str]:
+    from lightning_megatron.accounting import model_flops, peak_flops_per_s
+    from lightning_megatron.cli.inspect import columns
+    from lightning_megatron.planner import GIB
+
+    first = found[0].run
+    yield (
+        f"{first.model.family} on {first.world_size} x {device.name} of {device.memory / GIB:.1f} GiB: "
+        f"{first.tokens // sum(first.lengths):,} rows of {' + '.join(map(str, first.lengths))} tokens a step, "
+        f"{first.precision}; GiB are of the fullest GPU"
+    )
+    yield ""
+    layout = ("tp", "pp", "vpp", "dp", "mb x m", "recompute")
+    rows: list[Sequence[str]] = [
+        (*layout, "GiB", *_PARTS, "s/step", "bubble", "comm.", "tok/s/GPU", "MFU"),
+    ]
+    peak = peak_flops_per_s(device.name, "tf32" if first.precision == "32-true" else "bf16")
+    for each in found:
+        run, time, memory = each.run, each.time, each.memory
+        parallel = run.parallel
+        row_flops = model_flops(run.model, run.lengths, run.model.padded_vocab_size(parallel.tp))
+        flops_per_s = each.tokens_per_s_per_device / sum(run.lengths) * row_flops
+        rows.append((
+            *map(str, (parallel.tp, parallel.pp, parallel.vpp or "-", run.dp)),
+            f"{run.micro_batch_size} x {parallel.num_microbatches}",
+            run.recompute or "-",
+            f"{memory.total / GIB:.1f}",
+            *(f"{getattr(memory, part) / GIB:.1f}" for part in _PARTS),
+            f"{time.total:.3f}",
+            f"{time.bubble / time.total:.1%}",
+            f"{time.communication / time.total:.1%}",
+            f"{each.tokens_per_s_per_device:,.0f}",
+            f"{flops_per_s / (peak or 1):.1%}",
+        ))  # fmt: skip
+    yield from columns(rows)
+
+
+def _yaml(best: Plan, given: str | dict[str, str], options: PlanOptions) -> str:
+    """A configuration for ``fit`` with the best layout; data are a placeholder."""
+    run = best.run
+    strategy = {
+        "tp": run.parallel.tp,
+        "pp": run.parallel.pp,
+        "sequence_parallel": run.parallel.sequence_parallel,
+        "num_microbatches": run.parallel.num_microbatches,
+        "recompute": run.recompute,
+        **({"vpp": run.parallel.vpp} if run.parallel.vpp else {}),
+    }
+    settings: dict[str, Any] = {f"trainer.strategy.{name}": value for name, value in strategy.items()}
+    settings |= {"trainer.devices": min(options.gpus, 8), "trainer.num_nodes": max(1, options.gpus // 8)}
+    settings |= {"trainer.precision": run.precision, "model.model": given}
+    settings |= {"data.seq_length": options.seq_length, "data.micro_batch_size": run.micro_batch_size}
+    told = f"{best.memory.total / 2**30:.1f} GiB of each GPU and {best.time.total:.3f} s a step are estimated"
+    title = f"# For {options.gpus} x {options.device}; {told}.\n#\n"
+    return f"{title}#   lightning-megatron fit --config {options.output}\n{as_yaml(settings)}"
+
+
+def _draw(found: Sequence[Plan], device: Device) -> Any:
+    """A figure: bars of each layout's memory, and below them what each stage of the best does when."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    from lightning_megatron.planner import GIB, timeline
+
+    figure = Figure(figsize=(10.0, 8.0), dpi=130, layout="constrained")
+    bars, stages = figure.subplots(2, 1, height_ratios=(len(found) + 3, found[0].run.parallel.pp + 3))
+    names = [_name(each) for each in found]
+    left = [0.0] * len(found)
+    for part in _PARTS:
+        sizes = [getattr(each.memory, part) / GIB for each in found]
+        bars.barh(names, sizes, left=left, label=part)
+        left = [before + size for before, size in zip(left, sizes, strict=True)]
+    bars.axvline(device.memory / GIB, color="black", linestyle="--", label=f"a GPU's {device.memory / GIB:.0f} GiB")
+    for index, each in enumerate(found):
+        bars.text(left[index], index, f" {each.tokens_per_s_per_device:,.0f} tok/s/GPU", va="center", fontsize=8)
+    bars.set(xlabel="GiB of the fullest GPU", title="Memory of each layout, the fastest first")
+    bars.set_xlim(0, max(device.memory / GIB, *left) * 1.15)
+    bars.invert_yaxis()
+    for rank, slots in enumerate(timeline(found[0].run, device)):
+        for slot in slots:
+            colour = ("C0" if slot.is_forward else "C2", 1 - 0.6 * slot.chunk / found[0].run.parallel.num_model_chunks)
+            stages.barh(rank, slot.seconds, left=slot.start, color=colour, edgecolor="white", linewidth=0.3)
+    stages.set(xlabel="seconds", ylabel="pipeline stage", title=f"One step of {names[0]}, before the optimizer")
+    stages.set_yticks(range(found[0].run.parallel.pp))
+    stages.invert_yaxis()
+    directions = [Patch(color="C0", label="forward"), Patch(color="C2", label="backward")]
+    figure.legend(handles=bars.get_legend_handles_labels()[0], loc="outside upper center", ncols=6, fontsize=8)
+    figure.legend(handles=directions, loc="outside lower center", ncols=2, fontsize=8)
+    return figure
+
+
+def _name(each: Plan) -> str:
+    run, parallel = each.run, each.run.parallel
+    vpp = f" vpp{parallel.vpp}" if parallel.vpp else ""
+    return (
+        f"tp{parallel.tp} pp{parallel.pp}{vpp} dp{run.dp}, {run.micro_batch_size} x {parallel.num_microbatches}"
+        f"{', recompute' if run.recompute else ''}"
+    )

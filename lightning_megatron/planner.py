@@ -1,0 +1,500 @@
+"""Memory, step time and the layouts that fit: arithmetic on a model's shape, a layout, a batch and a device.
+
+Memory follows Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198), section 4, for what this package's layers
+keep (attention without a matrix of scores). Time is matrix products at
+the rate that the power limit leaves (not the datasheet's), attention, memory traffic of everything else, exposed
+communication, and the bubble of the schedule (Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, section 2.2).
+The constants below were fitted on some runs on H200s and judged on others: ``tests/unit/test_planner.py`` has them all.
+Peak memory of the runs that were not fitted is within 10 %, the time of their steps within 15 %.
+
+Other devices are scaled from an H200's by datasheet: matrix products and attention by the peak in bf16, the rest by
+memory and link bandwidth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from lightning_megatron.accounting import even_layout, head_flops, layer_flops, peak_flops_per_s, rank_parameters
+from lightning_megatron.engine.parallel import ParallelConfig
+from lightning_megatron.errors import ConfigError, divisors
+from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.models.t5_layout import t5_layout
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What a layout is planned for; bandwidths by datasheet."""
+
+    name: str
+    """As ``torch.cuda.get_device_name`` says it."""
+    memory: float
+    """Bytes that a process can allocate."""
+    memory_bandwidth: float
+    """Bytes/s of its own memory."""
+    link_bandwidth: float
+    """Bytes/s to the other GPUs of a host, one direction."""
+
+
+DEVICES = {
+    "b200": Device(name="NVIDIA B200", memory=178 * GIB, memory_bandwidth=8.0e12, link_bandwidth=900e9),
+    "h200": Device(name="NVIDIA H200", memory=139 * GIB, memory_bandwidth=4.8e12, link_bandwidth=450e9),
+    "h100": Device(name="NVIDIA H100 80GB HBM3", memory=79 * GIB, memory_bandwidth=3.35e12, link_bandwidth=450e9),
+    "a100": Device(name="NVIDIA A100-SXM4-80GB", memory=79 * GIB, memory_bandwidth=2.04e12, link_bandwidth=300e9),
+    "a100-40gb": Device(name="NVIDIA A100-SXM4-40GB", memory=39 * GIB, memory_bandwidth=1.56e12, link_bandwidth=300e9),
+}
+"""Devices by the word of ``plan --device``."""
+
+# Fitted constants, of an H200 where they are rates.
+_PRODUCTS_SHARE, _PRODUCTS_LOSS = 0.694, 100
+"""Share of the datasheet's peak that matrix products reach under the power limit, times n / (n + second), n being the
+model's width, and again with n the tokens of a microbatch."""
+_ATTENTION_SHARE, _DROPPED_ATTENTION_SHARE = 0.39, 0.0031
+"""Share of the peak that attention reaches; with dropout, where FlashAttention-2 serves, for each channel of a head."""
+_GLUE_TRAFFIC = 5.5
+"""Bytes that norms, activations, residuals and rotations move, forward and backward, for each byte kept."""
+_LOSS_TRAFFIC, _LOSS_BYTES = 11.0, 4.5
+"""Bytes moved, and bytes held, for each logit of the cross-entropy, its gradient included."""
+_STEP_TRAFFIC, _GRADIENT_TRAFFIC = 56.0, 12.0
+"""Bytes that the optimizer moves for each parameter it steps, and that gradients' zeroing and adding move for each."""
+_MEMORY_SHARE, _LINK_SHARE = 0.89, {2: 0.48}
+"""Share of the bandwidths that is reached; of links by ranks of a group, 0.66 for more than named."""
+_TP_EXPOSED, _DP_EXPOSED = 8, 0.25
+"""Collectives of a layer (of 10, forward and backward) and the share of the gradients' that compute does not hide."""
+_IDLE = 0.016
+"""Seconds a step in which the device waits: Trainer, data, first and last launches."""
+_INTERLEAVED = 0.7e-3
+"""Seconds that each chunk of an interleaved stage adds to a microbatch: messages that are not hidden, and Python."""
+_HOST, _HOST_DECODER, _HOST_TP = 3.0e-3, 1.6, 1.3
+"""Seconds in which Python launches the kernels of a layer's microbatch, forward and backward: no layer is faster. How
+much longer it takes for a decoder's layer with two attentions, and with collectives of tp."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a step computes and how it is split."""
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    micro_batch_size: int
+    """Rows of a microbatch."""
+    lengths: tuple[int, ...]
+    """Tokens of a row; of a T5 those of the encoder and of the decoder."""
+    world_size: int
+    """GPUs."""
+    distributed_optimizer: bool = True
+    """Whether data-parallel ranks share the optimizer's state."""
+    recompute: Literal["full"] | None = None
+    """Whether layers are computed again in the backward pass instead of being kept."""
+    precision: str = "bf16-mixed"
+    """Of the Trainer."""
+    layout: tuple[int, ...] = field(default=())
+    """Layers of each chunk; empty for the even one."""
+
+    @property
+    def dp(self) -> int:
+        """Copies of the model."""
+        return self.parallel.data_parallel_size(self.world_size)
+
+    @property
+    def bytes_per_number(self) -> int:
+        """Of weights and activations."""
+        return 4 if self.precision == "32-true" else 2
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step over all ranks, padding included."""
+        return self.tokens_per_microbatch * self.parallel.num_microbatches * self.dp
+
+    @property
+    def tokens_per_microbatch(self) -> int:
+        """Tokens, padding included."""
+        return self.micro_batch_size * sum(self.lengths)
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Layers of each chunk in the order of the pipeline."""
+        if self.layout:
+            return self.layout
+        if self.model.architecture == "t5":
+            return t5_layout(self.model, self.parallel, None)
+        return even_layout(self.model, self.parallel.pp * self.parallel.num_model_chunks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of the fullest rank, by what holds them."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of one optimizer step on the slowest stage, by what takes them."""
+
+    products: float
+    attention: float
+    other: float
+    """Norms, activations, residuals, cross-entropy."""
+    optimizer: float
+    communication: float
+    """What compute does not hide."""
+    bubble: float
+    """Waiting for other stages."""
+    idle: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        busy = self.products + self.attention + self.other + self.optimizer
+        return busy + self.communication + self.bubble + self.idle
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+def activation_bytes(model: ModelConfig, *, cross_attention_ratio: float | None = None) -> float:
+    """Bytes that one layer keeps for one token, in bf16, before any split over tp.
+
+    Residual stream and norms 8 h, projections 2 (q + k + v), the rotated queries or T5's copy 2 q, the attention's
+    output 2 q, the MLP 4 f or gated 6 f, and a byte for each element that may be dropped.
+
+    Args:
+        model: Its shape.
+        cross_attention_ratio: Of a T5's decoder: tokens of the encoder for each of its own.
+    """
+    h, f, q = model.hidden_size, model.ffn_hidden_size, model.num_attention_heads * model.kv_channels
+    kv = 2 * model.num_query_groups * model.kv_channels
+    size = 8.0 * h + 2 * (q + kv) + 2 * q + (6 if model.gated_linear_unit else 4) * f
+    if model.position_embedding_type == "rope":
+        size += 2 * q
+    size += 2 * h * (model.hidden_dropout > 0) + f * (model.activation_dropout > 0)
+    if cross_attention_ratio is not None:
+        size += 4.0 * h + 4 * q + 2 * kv * cross_attention_ratio + h * (model.hidden_dropout > 0)
+    return size
+
+
+def memory(run: Run) -> Memory:
+    """Peak bytes of the rank that holds most, without what CUDA and NCCL take for themselves."""
+    return max((_stage_memory(run, rank) for rank in range(run.parallel.pp)), key=lambda each: each.total)
+
+
+def _stage_memory(run: Run, pp_rank: int) -> Memory:
+    parallel, model = run.parallel, run.model
+    parameters = rank_parameters(model, run.chunks, tp=parallel.tp, pp=parallel.pp, pp_rank=pp_rank)
+    is_last = pp_rank == parallel.pp - 1 and model.has_output_layer
+    sharded = run.dp if run.distributed_optimizer else 1
+    logits = run.micro_batch_size * run.lengths[-1] * model.padded_vocab_size(parallel.tp) / parallel.tp
+    return Memory(
+        weights=run.bytes_per_number * parameters,
+        gradients=4.0 * parameters,
+        # Adam's two moments, and a master copy of weights that are not fp32 themselves.
+        optimizer=(8.0 if run.bytes_per_number == 4 else 12.0) * parameters / sharded,
+        activations=_kept_layers(run, pp_rank),
+        logits=_LOSS_BYTES * run.bytes_per_number / 2 * logits * is_last,
+    )
+
+
+def _kept_layers(run: Run, pp_rank: int) -> float:
+    """Bytes of activations at the moment when most microbatches are under way on a stage."""
+    parallel = run.parallel
+    pp, m = parallel.pp, parallel.num_microbatches
+    mine = [chunk for chunk in range(len(run.chunks)) if chunk % pp == pp_rank]
+    under_way: float = min(pp - pp_rank, m)
+    if len(mine) > 1:  # the warm-up of megatron-core 0.16.1, schedules.py, and the forward pass that follows it
+        under_way = min((pp - pp_rank - 1) * 2 + (len(mine) - 1) * pp + 1, m * len(mine)) / len(mine)
+    layers = sum(run.chunks[chunk] for chunk in mine)
+    kept = sum(_chunk_bytes(run, chunk) for chunk in mine)
+    if run.recompute != "full":
+        return under_way * kept
+    inputs = run.bytes_per_number * run.tokens_per_microbatch * run.model.hidden_size * layers
+    return under_way * inputs / (parallel.tp if parallel.uses_sequence_parallel else 1) + kept / layers
+
+
+def _chunk_bytes(run: Run, chunk: int) -> float:
+    model, tp = run.model, run.parallel.tp
+    whole = 0.0
+    for layer in range(sum(run.chunks[:chunk]), sum(run.chunks[: chunk + 1])):
+        is_decoder = model.architecture == "t5" and layer >= model.num_layers
+        ratio = run.lengths[0] / run.lengths[-1] if is_decoder else None
+        tokens = run.micro_batch_size * run.lengths[-1 if is_decoder else 0]
+        size = activation_bytes(model, cross_attention_ratio=ratio)
+        replicated = 0.0 if run.parallel.uses_sequence_parallel else (12.0 if is_decoder else 8.0) * model.hidden_size
+        whole += tokens * ((size - replicated) / tp + replicated)
+    return whole * run.bytes_per_number / 2
+
+
+# ---- time -----------------------------------------------------------------------------------------------------------
+
+
+def step_time(run: Run, device: Device) -> StepTime:
+    """Seconds of one optimizer step of the slowest rank.
+
+    The first microbatch goes through all chunks, then the slowest stage is busy with the others (1F1B); with v chunks a
+    stage the others wait only a v-th of that (interleaved).
+
+    Raises:
+        ConfigError: If the device's peak is not known.
+    """
+    parallel, m = run.parallel, run.parallel.num_microbatches
+    stages = [_microbatch_time(run, rank, device) for rank in range(parallel.pp)]
+    slowest = max(stages, key=lambda each: each.total)
+    waiting = (sum(each.total for each in stages) - slowest.total) / parallel.num_model_chunks
+    parameters = max(
+        rank_parameters(run.model, run.chunks, tp=parallel.tp, pp=parallel.pp, pp_rank=rank)
+        for rank in range(parallel.pp)
+    )
+    sharded = run.dp if run.distributed_optimizer else 1
+    bandwidth = _MEMORY_SHARE * device.memory_bandwidth
+    reduced = 6.0 * parameters * (run.dp - 1) / run.dp / _link(device, run.dp)
+    return StepTime(
+        products=m * slowest.products,
+        attention=m * slowest.attention,
+        other=m * slowest.other,
+        optimizer=parameters * (_STEP_TRAFFIC / sharded + _GRADIENT_TRAFFIC) / bandwidth,
+        communication=m * slowest.communication + _DP_EXPOSED * reduced,
+        bubble=waiting + m * slowest.idle,
+        idle=_IDLE,
+    )
+
+
+def _microbatch_time(run: Run, pp_rank: int, device: Device) -> StepTime:
+    """Seconds that one stage takes for one microbatch, forward and backward."""
+    model, parallel, rows = run.model, run.parallel, run.micro_batch_size
+    peak = peak_flops_per_s(device.name, "tf32" if run.precision == "32-true" else "bf16")
+    if peak is None:
+        raise ConfigError(
+            f"precision={run.precision}: expected a device whose peak in it is known, got {device.name}; choose from "
+            f"{', '.join(name for name, each in DEVICES.items() if each != device)}"
+        )
+    mine = [chunk for chunk in range(len(run.chunks)) if chunk % parallel.pp == pp_rank]
+    layers = [layer for chunk in mine for layer in range(sum(run.chunks[:chunk]), sum(run.chunks[: chunk + 1]))]
+    flops = [layer_flops(model, run.lengths, layer) for layer in layers]
+    products, scores = 3.0 * sum(each[0] for each in flops), 3.5 * sum(each[1] for each in flops)
+    repeated = 0.0
+    if run.recompute == "full":
+        products, scores, repeated = products * 4 / 3, scores * 4.5 / 3.5, 1 / 3
+    logits = 0
+    if pp_rank == parallel.pp - 1:
+        padded = model.padded_vocab_size(parallel.tp)
+        products += 3 * head_flops(model, run.lengths, padded)
+        logits = run.lengths[-1] * padded if model.has_output_layer else 0
+    rate = _PRODUCTS_SHARE * peak
+    for size in (model.hidden_size, run.tokens_per_microbatch):
+        rate *= size / (size + _PRODUCTS_LOSS)
+    traffic = _GLUE_TRAFFIC * (1 + repeated) * sum(_chunk_bytes(run, chunk) for chunk in mine)
+    traffic += _LOSS_TRAFFIC * rows * logits / parallel.tp
+    share = _DROPPED_ATTENTION_SHARE * model.kv_channels if model.attention_dropout > 0 else _ATTENTION_SHARE
+    message = (
+        float(run.bytes_per_number)
+        * rows
+        * sum(run.lengths)
+        / len(run.lengths)
+        * model.hidden_size
+        * (parallel.tp - 1)
+        / parallel.tp
+    )
+    busy = StepTime(
+        products=rows * products / parallel.tp / rate,
+        attention=rows * scores / parallel.tp / (share * peak),
+        other=traffic / (_MEMORY_SHARE * device.memory_bandwidth),
+        optimizer=0.0,
+        communication=len(layers) * _TP_EXPOSED * message / _link(device, parallel.tp)
+        + _INTERLEAVED * parallel.num_model_chunks * (parallel.num_model_chunks > 1),
+        bubble=0.0,
+        idle=0.0,
+    )
+    launches = sum(_HOST_DECODER if layer >= model.num_layers else 1.0 for layer in layers)
+    host = _HOST * launches * (_HOST_TP if parallel.tp > 1 else 1.0)
+    return replace(busy, idle=max(0.0, host - busy.total))
+
+
+def _link(device: Device, ranks: int) -> float:
+    """Bytes/s of a collective of so many ranks."""
+    return device.link_bandwidth * _LINK_SHARE.get(ranks, 0.66)
+
+
+# ---- the layouts that fit -------------------------------------------------------------------------------------------
+
+_RESERVED = 0.04
+"""Share of a device's memory that a layout leaves for CUDA, NCCL and what falls between two tensors."""
+_RANKS_OF_A_HOST = 8
+_MAX_MICRO_BATCH_SIZE = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A layout with what it is estimated to take."""
+
+    run: Run
+    memory: Memory
+    time: StepTime
+
+    @property
+    def tokens_per_s_per_device(self) -> float:
+        """Padding included."""
+        return self.run.tokens / self.time.total / self.run.world_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """What one step trains on, and where."""
+
+    world_size: int
+    """GPUs."""
+    global_batch_size: int
+    """Rows of a step over all GPUs."""
+    lengths: tuple[int, ...]
+    """Tokens of a row; of a T5 those of the encoder and of the decoder."""
+    precision: str = "bf16-mixed"
+    """Of the Trainer."""
+
+
+def plan(run: Run, device: Device) -> Plan:
+    """The estimates of one run."""
+    return Plan(run=run, memory=memory(run), time=step_time(run, device))
+
+
+def plans(model: ModelConfig, batch: Batch, device: Device) -> list[Plan]:
+    """The layouts that fit, the fastest first: for each tp and pp the best of all others, with vpp and without.
+
+    Tensor parallelism stays within a host of eight; it comes with sequence parallelism wherever it can.
+
+    Raises:
+        ConfigError: If none fits; it says what the smallest needs.
+    """
+    best: dict[tuple[int, int, bool], Plan] = {}
+    smallest: Plan | None = None
+    for run in _runs(model, batch):
+        found = plan(run, device)
+        if smallest is None or found.memory.total < smallest.memory.total:
+            smallest = found
+        key = (run.parallel.tp, run.parallel.pp, run.parallel.vpp is None)
+        if found.memory.total <= (1 - _RESERVED) * device.memory and (
+            key not in best or found.time.total < best[key].time.total
+        ):
+            best[key] = found
+    if smallest is None:
+        raise ConfigError(
+            f"global_batch_size={batch.global_batch_size}: expected one that {batch.world_size} GPUs can share by a "
+            "layout of this model, got none; choose a multiple of the number of GPUs"
+        )
+    if not best:
+        needed, parallel = smallest.memory.total / (1 - _RESERVED) / GIB, smallest.run.parallel
+        raise ConfigError(
+            f"memory: expected at least {needed:.1f} GiB a GPU (tp={parallel.tp} pp={parallel.pp}, recomputing "
+            f"{smallest.run.recompute or 'nothing'}), got {device.memory / GIB:.1f} GiB; use more GPUs or shorter rows"
+        )
+    return sorted(best.values(), key=lambda each: each.time.total)
+
+
+def _runs(model: ModelConfig, batch: Batch) -> Iterator[Run]:
+    """Every layout and microbatch that the model and the batch allow."""
+    for tp in (each for each in divisors(batch.world_size) if each <= _RANKS_OF_A_HOST):
+        for pp in divisors(batch.world_size // tp):
+            dp = batch.world_size // (tp * pp)
+            if batch.global_batch_size % dp != 0:
+                continue
+            rows = batch.global_batch_size // dp
+            for size in (each for each in divisors(rows) if each <= _MAX_MICRO_BATCH_SIZE):
+                for vpp in (
+                    None,
+                    *(
+                        range(2, (model.num_layers + model.num_decoder_layers) // pp + 1)
+                        if pp > 1 and rows // size % pp == 0
+                        else ()
+                    ),
+                ):
+                    parallel = ParallelConfig(
+                        tp=tp, pp=pp, vpp=vpp, num_microbatches=rows // size,
+                        sequence_parallel=tp > 1 and all(length % tp == 0 for length in batch.lengths),
+                    )  # fmt: skip
+                    if _is_allowed(model, parallel):
+                        run = Run(
+                            model=model,
+                            parallel=parallel,
+                            micro_batch_size=size,
+                            lengths=batch.lengths,
+                            world_size=batch.world_size,
+                            precision=batch.precision,
+                        )
+                        yield from (run, replace(run, recompute="full"))
+
+
+def _is_allowed(model: ModelConfig, parallel: ParallelConfig) -> bool:
+    try:
+        parallel.check_model(model)
+    except ConfigError:
+        return False
+    return True
+
+
+# ---- the timeline of a pipeline -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """A stage's work on one microbatch in one direction."""
+
+    chunk: int
+    """Virtual stage, from 0."""
+    microbatch: int
+    is_forward: bool
+    start: float
+    """Seconds from the beginning of the step."""
+    seconds: float
+
+
+def timeline(run: Run, device: Device) -> list[list[Slot]]:
+    """When each stage works on which microbatch, by megatron-core's 1F1B or interleaved schedule.
+
+    A backward pass takes twice as long as a forward pass; the chunks of a stage share its time evenly.
+    """
+    pp, chunks = run.parallel.pp, run.parallel.num_model_chunks
+    seconds = [_microbatch_time(run, rank, device).total / chunks for rank in range(pp)]
+    orders = [_order(run.parallel, rank) for rank in range(pp)]
+    ends: dict[tuple[int, int, bool], float] = {}
+    slots: list[list[Slot]] = [[] for _ in range(pp)]
+    while any(len(slots[rank]) < len(orders[rank]) for rank in range(pp)):
+        for rank in range(pp):
+            for chunk, microbatch, is_forward in orders[rank][len(slots[rank]) :]:
+                place = chunk * pp + rank  # of the chunk in the whole model
+                before = place - 1 if is_forward else place + 1
+                needed = (before, microbatch, is_forward)
+                if before == pp * chunks:  # the loss: the last chunk turns round
+                    needed = (place, microbatch, True)
+                if before >= 0 and needed not in ends:
+                    break
+                free = slots[rank][-1].start + slots[rank][-1].seconds if slots[rank] else 0.0
+                start, takes = max(free, ends.get(needed, 0.0)), seconds[rank] * (1 if is_forward else 2) / 3
+                slots[rank].append(
+                    Slot(chunk=chunk, microbatch=microbatch, is_forward=is_forward, start=start, seconds=takes)
+                )
+                ends[place, microbatch, is_forward] = start + takes
+    return slots
+
+
+def _order(parallel: ParallelConfig, pp_rank: int) -> list[tuple[int, int, bool]]:
+    """Chunk, microbatch and direction of all that a stage does, as in megatron-core 0.16.1's schedules.py."""
+    pp, v, m = parallel.pp, parallel.num_model_chunks, parallel.num_microbatches
+    forward = [(chunk, first + i) for first in range(0, m, pp) for chunk in range(v) for i in range(min(pp, m - first))]
+    backward = [(v - 1 - chunk, microbatch) for chunk, microbatch in forward]
+    warm_up = (pp - pp_rank - 1) * 2 + (v - 1) * pp if v > 1 else pp - pp_rank - 1
+    warm_up = min(warm_up, len(forward))
+    order = [(*each, True) for each in forward[:warm_up]]
+    for ahead, behind in zip(forward[warm_up:], backward, strict=False):
+        order += [(*ahead, True), (*behind, False)]
+    return order + [(*each, False) for each in backward[len(forward) - warm_up :]]

@@ -1,0 +1,51 @@
+"""``plan``: the table, the configuration that ``fit`` takes, the picture, and mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from benchmarks.cases import LLAMA_8B
+from tests.cli.command import instantiate, run_all, run_cli
+from tests.pages import commands
+from tests.ranks import run_ranks
+
+
+def test_the_best_layout_becomes_a_configuration_and_a_picture(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    ((_, *words),) = commands("docs/planner.md")
+    code, out, err = run_cli(tmp_path, *("config.json" if word == "path/to/llama" else word for word in words))
+    assert (code, err) == (0, "")
+    head, _, columns, *rows = out.split("\n\nbest.yaml")[0].splitlines()
+    assert head.startswith("llama on 8 x NVIDIA H100 80GB HBM3 of 55.9 GiB: 16 rows of 4096 tokens a step, bf16-mixed")
+    assert columns.split()[:5] == ["tp", "pp", "vpp", "dp", "mb"]
+    assert len(rows) == 3
+    tp, pp, vpp, _, size, _, count = rows[0].split()[:7]
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    (strategy,) = run_ranks(_layout_of, 1, str(tmp_path))
+    assert strategy == (int(tp), int(pp), None if vpp == "-" else int(vpp), int(count), int(size))
+
+
+def _layout_of(folder: str) -> tuple[int, int, int | None, int, int]:
+    """What ``fit`` makes of the configuration."""
+    made = instantiate(folder, "--config", "best.yaml")
+    strategy = made.trainer.strategy
+    return strategy.tp, strategy.pp, strategy.vpp, strategy.num_microbatches, made.datamodule.micro_batch_size
+
+
+def test_mistakes_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    (tmp_path / "there.yaml").touch()
+    given = ("plan", "--model", "config.json", "--gpus")
+    mistakes = {
+        (*given, "8", "--memory", "lots"): "'lots' is not a size",
+        (*given, "8", "--memory", "10GB"): "error: memory: expected at least ",
+        (*given, "0"): "error: --gpus",
+        (*given, "8", "--output", "there.yaml"): "error: there.yaml exists; give another name, or --overwrite",
+        ("plan", "--model", "nowhere/at/all", "--gpus", "8"): "nowhere/at/all",
+    }
+    for (arguments, told), (code, out, err) in zip(mistakes.items(), run_all(tmp_path, mistakes), strict=True):
+        assert (code, out) == (2, ""), arguments
+        assert told in err, arguments
+        assert err.startswith("error: "), arguments
+        assert err.count("\n") == 1, arguments
