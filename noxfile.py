@@ -22,7 +22,7 @@ TORCH = "torch>=2.10" if HAS_GPU else "torch==2.13.0"
 # A file's tests stay in one process: those of many files share what is slow to make. In the order of their names, as
 # files of few long tests would come last otherwise, when the other process has nothing left to do.
 PYTEST = ("pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
-CODE = ("lightning_megatron", "tests", "benchmarks", "examples", "noxfile.py")
+CODE = ("lightning_megatron", "tests", "benchmarks", "examples", "docs", "noxfile.py")
 
 
 def install(session: nox.Session, *extras: str) -> None:
@@ -81,6 +81,21 @@ def convert_peers(session: nox.Session) -> None:
     work = Path(session.create_tmp()) / "peers"
     shutil.rmtree(work, ignore_errors=True)
     session.run("python", "-W", "ignore", "-m", "tests.peers", "--work", str(work), *peers)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The documentation as a site, in site/: the pages of this repository and the reference; warnings are errors."""
+    session.install("mkdocs-material>=9.6,<10", "mkdocstrings[python]>=1,<2")
+    pages = Path(session.create_tmp()) / "pages"
+    shutil.rmtree(pages, ignore_errors=True)
+    pages.mkdir()
+    for name in ("docs", "configs", "examples", "benchmarks"):
+        shutil.copytree(ROOT / name, pages / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE"):
+        shutil.copy(ROOT / name, pages)
+    site = str(ROOT / "site")
+    session.run("mkdocs", "build", "--strict", "--site-dir", site, *session.posargs, env={"DOCS_DIR": str(pages)})
 
 
 @nox.session

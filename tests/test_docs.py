@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import yaml
 
+import lightning_megatron
 from lightning_megatron.foreign_names import ForeignName, foreign_names
 from tests.cli.command import instantiate, run_cli
 from tests.cli.corpus import make_corpus
@@ -44,6 +45,12 @@ def test_every_block_is_one_that_is_run_below() -> None:
     pages = {f"docs/{path.name}": path.read_text() for path in (ROOT / "docs").glob("*.md")}
     shown = {page: re.findall(r"^```(\w+)$", text, flags=re.MULTILINE) for page, text in pages.items()}
     assert {page: languages for page, languages in shown.items() if languages} == BLOCKS
+
+
+def test_the_reference_has_every_public_name() -> None:
+    page = (ROOT / "docs/reference.md").read_text()
+    shown = re.findall(r"^::: lightning_megatron\.([\w.]+)\.(\w+)$", page, flags=re.MULTILINE)
+    assert {name: f"lightning_megatron.{module}" for module, name in shown} == lightning_megatron._HOMES
 
 
 @pytest.fixture(scope="module")
