@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -33,10 +34,12 @@ from lightning_megatron.checkpoint.find import (
     preferred,
 )
 from lightning_megatron.checkpoint.load import LoadFrom, as_load_from, load_initial_weights, reload_masters, resume
-from lightning_megatron.checkpoint.save import Saver
+from lightning_megatron.checkpoint.save import HostMemory, Save, on_rank_0
+from lightning_megatron.checkpoint.state import meta_of
 from lightning_megatron.data.loader import ResumableLoader
 from lightning_megatron.engine.collectives import on_all_ranks_alike, wait_for_all_ranks
-from lightning_megatron.errors import CheckpointError, NonFiniteError
+from lightning_megatron.errors import CheckpointError, ConfigError, NonFiniteError
+from lightning_megatron.files import remove, wait_for_deletions
 from lightning_megatron.launch import TERMINATED, DeferredSignals
 from lightning_megatron.megatron_datamodule import MegatronDataModule
 
@@ -59,7 +62,12 @@ modules_with_weights: WeakSet[torch.nn.Module] = WeakSet()
 
 
 class Checkpointing:
-    """The checkpoints of a strategy's runs: which one a run begins with, what it saves, and when it must save."""
+    """The checkpoints of a strategy's runs: which one a run begins with, what it saves, and when it must save.
+
+    Saves are one at a time. A checkpoint that replaces an older one is worth nothing before it is complete, so what
+    Lightning asks to remove in the meantime stays until then. A save that fails costs nothing but itself: older
+    checkpoints are still there, and the next save is tried as if nothing had happened.
+    """
 
     def __init__(
         self,
@@ -77,21 +85,29 @@ class Checkpointing:
         """
         self._strategy = strategy
         self._load_from = as_load_from(load_from)
-        self.saver = Saver(asynchronous=async_save)
+        self._asynchronous = async_save
         self.is_preempted = False
         self._beginning: str | None = None
         """The checkpoint that the Trainer loads in this run."""
         self._signals: DeferredSignals
         self._is_delivering_signals = self._is_trained = False
-        self._asked_about: object = None
-        """The save that the ranks spoke of at the step before."""
         self._first_step: int | None = None
         """``global_step`` when training began; None before."""
         self._loader_state: dict[str, Any] | None = None
         """Where the training data goes on, until its loader is made."""
+        self._memory = HostMemory(in_place=not async_save)
+        self.saving: Save | None = None
+        """The save that is under way."""
+        self._asked_about: Save | None = None
+        """The save that the ranks spoke of at the step before."""
+        self._failure: ConfigError | None = None
+        """Why the last save has failed; None if it has not."""
+        self._removals: list[Path] = []
+        """What Lightning has asked to remove."""
+        self._written: set[Path] = set()
 
     def begin(self, signums: list[int], group: dist.ProcessGroup) -> None:
-        """Forget the run before; every rank must call.
+        """Forget the run before, whose checkpoints stay; every rank must call.
 
         Args:
             signums: Signals that are acted on between two steps.
@@ -99,11 +115,13 @@ class Checkpointing:
         """
         self._signals = DeferredSignals(signums, group)
         self._is_trained, self._first_step = False, None
-        self.saver.begin()
+        self._failure, self._removals = None, []
 
     def end(self) -> None:
         """Give up a save that is under way, and what saves have taken. Does not communicate."""
-        self.saver.end()
+        self._abandon()
+        wait_for_deletions()
+        self._memory.release()
 
     def take_loader_state(self) -> dict[str, Any] | None:
         """Where the training data goes on, once; None if it begins."""
@@ -114,17 +132,97 @@ class Checkpointing:
     def _module(self) -> pl.LightningModule:
         return self._strategy._module
 
+    # ---- saving -----------------------------------------------------------------------------------------------------
+
     def save(self, checkpoint: dict[str, Any], filepath: str | Path) -> None:
-        """Save the run beside Lightning's dict; every rank must call.
+        """Save the run beside Lightning's dict, after the save that is still under way; every rank must call.
 
         Raises:
-            CheckpointError: If the run ends with this save, and it fails.
+            CheckpointError: If the dict holds more than plain data; if the run ends with this save, and it fails.
         """
         self._end_unless_all_ranks_save(filepath)
         path = check_local(self._strategy.broadcast(str(filepath)))
         run = self._strategy._run_state(with_optimizer="optimizer_states" in checkpoint)
-        with self._strategy.engine():
-            self.saver.save(run, checkpoint, path, is_final=self._is_ending)
+        is_final = self._is_ending
+        self.finish()
+        self._removals = [each for each in self._removals if each != path]
+        meta = on_rank_0(lambda: meta_of(run, checkpoint), f"checkpoint {path} is not written")
+        with self._failures(is_final), self._strategy.engine():
+            self.saving = Save(run, meta, path, self._memory)
+        if is_final or not self._asynchronous:
+            self.finish(is_final=is_final)
+        if is_final:
+            self._memory.release()
+
+    def finish(self, *, is_final: bool = False) -> None:
+        """Complete the save that is under way, if there is one; waits for the files of all ranks.
+
+        Args:
+            is_final: Whether the run ends here.
+
+        Raises:
+            CheckpointError: If the run ends, and its last save fails or has failed before.
+        """
+        saving, self.saving = self.saving, None
+        if saving is None:
+            if is_final and self._failure is not None:
+                raise self._failure
+            return
+        with self._failures(is_final), self._strategy.engine():
+            saving.finish(in_background=self._asynchronous)
+            if self._asynchronous:
+                rank_zero_info(saving.report())
+            self._failure = None
+            self._written.add(saving.path)
+            self._remove_what_is_replaced()
+
+    @contextlib.contextmanager
+    def _failures(self, is_final: bool) -> Iterator[None]:
+        """Warn of what goes wrong, unless the run ends with it."""
+        try:
+            yield
+        except ConfigError as error:
+            if is_final:
+                raise
+            self._failure = error
+            rank_zero_warn(f"{error}. The run goes on, older checkpoints stay, and the next save is tried as usual")
+
+    def _abandon(self) -> None:
+        """Give the save that is under way up: other ranks may never come to complete it. Does not communicate."""
+        saving, self.saving = self.saving, None
+        if saving is not None:
+            saving.abandon()
+            rank_zero_warn(
+                f"checkpoint {saving.path} is not written: the run failed before all ranks had finished it. Older "
+                "checkpoints stay"
+            )
+
+    def remove(self, path: Path) -> None:
+        """Remove a checkpoint that a newer one replaces, as soon as none that may is under way or has failed."""
+        self._removals.append(path)
+        if self.saving is None and self._failure is None:
+            self._remove_what_is_replaced()
+
+    def _remove_what_is_replaced(self) -> None:
+        removals, self._removals = self._removals, []
+        folders = self._checkpoint_folders
+        for path in removals if self._strategy.is_global_zero else ():
+            try:
+                # Lightning may know the path from a state that it has loaded.
+                if path in self._written or is_own_within(path, folders):
+                    remove(path, in_background=self._asynchronous)
+                elif os.path.lexists(path):
+                    where = " or ".join(map(str, folders))
+                    rank_zero_warn(f"{path} stays: it is no complete checkpoint within {where}; remove it by hand")
+            except OSError as error:
+                rank_zero_warn(f"checkpoint {path} could not be removed: {error}; remove it by hand")
+
+    @property
+    def _checkpoint_folders(self) -> list[Path]:
+        """Where the Trainer's callbacks keep checkpoints, once they are set up."""
+        callbacks = self._module.trainer.checkpoint_callbacks
+        folders = (getattr(callback, "dirpath", None) for callback in callbacks)
+        return [Path(folder) for folder in folders if folder is not None]
 
     def _end_unless_all_ranks_save(self, path: str | Path) -> None:
         """Go on with the failure that callbacks like ``OnExceptionCheckpoint`` save after, if it is not all ranks'.
@@ -136,7 +234,7 @@ class Checkpointing:
         if failure is None or not is_after_failure or isinstance(failure, SIGTERMException):
             return
         if not wait_for_all_ranks(_PATIENCE):
-            self.saver.abandon()
+            self._abandon()
             reason = f"not all ranks have failed within {_PATIENCE.seconds} s, and one alone cannot save"
             warnings.warn(f"checkpoint {path} is not written: {reason}", stacklevel=2)
             raise failure
@@ -150,16 +248,15 @@ class Checkpointing:
 
     def at_step_boundary(self) -> None:
         """What all ranks do together between two batches: act on signals, and complete a save that is written."""
-        is_written = self.saver.saving is not None and self.saver.saving.is_written()
-        asked_about, self._asked_about = self._asked_about, self.saver.saving
+        is_written = self.saving is not None and self.saving.is_written()
+        asked_about, self._asked_about = self._asked_about, self.saving
         self._is_delivering_signals = True
         try:
             all_written = self._signals.deliver(is_written)
         finally:
             self._is_delivering_signals = False
-        if all_written and asked_about is not None and asked_about is self.saver.saving:
-            with self._strategy.engine():
-                self.saver.finish()
+        if all_written and asked_about is not None and asked_about is self.saving:
+            self.finish()
 
     def on_train_start(self) -> None:
         """Note the step that training begins with."""
@@ -172,24 +269,21 @@ class Checkpointing:
             CheckpointError: If it has failed, or an earlier one has and none after it has been tried.
         """
         self._is_trained, self._first_step = True, None
-        with self._strategy.engine():
-            self.saver.finish(is_final=True)
+        self.finish(is_final=True)
 
     def on_exception(self, exception: BaseException) -> None:
         """Save before the exit that SIGTERM asks for; give up a save under way where other ranks may never come."""
         # These are raised on all ranks at the same place. After any other one, also of ours (one rank alone may have
         # read a bad sample), the ranks cannot be told to meet again.
         if not isinstance(exception, (SIGTERMException, NonFiniteError)):
-            self.saver.abandon()
+            self._abandon()
             return
-        if self.saver.saving is not None:
-            with self._strategy.engine():
-                self.saver.finish(is_final=True)
-        if isinstance(exception, NonFiniteError):
-            return
-        self._save_before_exit()
-        exception.code = TERMINATED
-        self.is_preempted = True
+        if self.saving is not None:
+            self.finish(is_final=True)
+        if isinstance(exception, SIGTERMException):
+            self._save_before_exit()
+            exception.code = TERMINATED
+            self.is_preempted = True
 
     def _save_before_exit(self) -> None:
         """Save what was trained; every rank must call."""
@@ -201,6 +295,8 @@ class Checkpointing:
             return
         trainer.save_checkpoint(path)
         rank_zero_info(f"{news}; its checkpoint is {path}, go on with ckpt_path='last'")
+
+    # ---- beginning --------------------------------------------------------------------------------------------------
 
     def begin_with(self, trainer: pl.Trainer, ckpt_path: str | Path | None) -> str | Path | None:
         """The checkpoint that a run begins with; called by the launcher before there are other processes.
@@ -251,8 +347,8 @@ class Checkpointing:
         modules_with_weights.add(self._module)
         begins_anew = fitting and self._strategy.load_weights_only and not is_of_requeue(path)
         run = self._strategy._run_state(with_optimizer=fitting and not begins_anew)
+        self.finish()
         with self._strategy.engine():
-            self.saver.finish()
             loaded = resume(run, path)
             _close_finished_epoch(loaded)
             if begins_anew and (trained := self._strategy._megatron_optimizer) is not None:
@@ -276,17 +372,6 @@ class Checkpointing:
             loader.load_state_dict(state)  # someone asked for it already, as for trainer.estimated_stepping_batches
         else:
             self._loader_state = state
-
-    def remove(self, path: Path) -> None:
-        """Remove a checkpoint that a newer one has replaced."""
-        self.saver.remove(path, self._checkpoint_folders)
-
-    @property
-    def _checkpoint_folders(self) -> list[Path]:
-        """Where the Trainer's callbacks keep checkpoints, once they are set up."""
-        callbacks = self._module.trainer.checkpoint_callbacks
-        folders = (getattr(callback, "dirpath", None) for callback in callbacks)
-        return [Path(folder) for folder in folders if folder is not None]
 
 
 def _check_same(mine: str | None, of_rank_0: str | None) -> None:

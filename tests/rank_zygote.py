@@ -49,7 +49,6 @@ _PRELOADED = (
     "lightning_megatron.module",
     "lightning_megatron.strategy",
     "lightning_megatron.convert.hugging_face",
-    "lightning_megatron.convert.registry",
     "lightning_megatron.datamodules",
     "lightning_megatron.models.build",
 )
@@ -76,11 +75,9 @@ def _run_rank(rank: int, folder: Path) -> None:
     os.chdir(request["cwd"])
     sys.path[:] = request["path"]
     try:
-        result = {"value": _call(request["call"], rank)}
-        payload = pickle.dumps(result)
+        payload = pickle.dumps({"value": _call(request["call"], rank)})
     except BaseException as error:  # SystemExit too: a rank that exits has not returned a result
-        result = {"traceback": traceback.format_exc(), "error_type": type(error).__name__}
-        payload = pickle.dumps(result)
+        payload = pickle.dumps({"traceback": traceback.format_exc(), "error_type": type(error).__name__})
     sys.stdout.flush()
     sys.stderr.flush()
     unfinished = folder / f"unfinished_{rank}"
@@ -125,20 +122,6 @@ def _fork_rank(rank: int, folder: Path) -> int:
         os._exit(1)
 
 
-def _preload() -> None:
-    for name in _PRELOADED:
-        with contextlib.suppress(Exception):
-            importlib.import_module(name)
-
-
-def _import_families() -> None:
-    """Which a first question for one does."""
-    with contextlib.suppress(Exception):
-        from lightning_megatron.convert.registry import known_families
-
-        known_families()
-
-
 def _check_fork_safety() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
@@ -161,8 +144,11 @@ def main() -> None:
     # Imports print warnings; stdout is for answers only.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    _preload()
-    _import_families()
+    for name in _PRELOADED:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    with contextlib.suppress(Exception):
+        importlib.import_module("lightning_megatron.convert.registry").known_families()  # imports each family
     # A collection would visit every imported object again in each rank (0.3 s); saving a checkpoint collects.
     gc.freeze()
     _check_fork_safety()

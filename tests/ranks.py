@@ -27,7 +27,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,66 +48,79 @@ class RankError(AssertionError):
         """Name of the exception's class, e.g. ``ConfigError``; None if the process died or was too slow."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Outcome:
-    """How one rank ended."""
-
-    rank: int
-    value: Any = None
-    traceback: str | None = None
-    error_type: str | None = None
-
-    @property
-    def failed(self) -> bool:
-        return self.traceback is not None
-
-
-@dataclass(kw_only=True)
 class _Job:
     """One call of ``run_ranks``: a folder with the function, and for each rank a log and a result."""
 
-    folder: Path
-    pids: list[int]
-    outcomes: dict[int, _Outcome] = field(default_factory=dict)
+    def __init__(self, folder: Path, fn: Callable[..., Any], pids: list[int]) -> None:
+        self.folder, self._fn, self._pids = folder, fn, pids
+        self._results: dict[int, dict[str, Any]] = {}
+        """Of the ranks that have ended: ``value``, or ``traceback`` and ``error_type``."""
 
-    def collect(self) -> _Outcome | None:
-        """Read what has arrived since the last call; the first failure among it, if any."""
-        first_failure = None
-        for rank, pid in enumerate(self.pids):
-            if rank in self.outcomes:
-                continue
-            # Whether it lives is asked before the file is looked for: a rank writes its result before it ends.
-            alive = _is_alive(pid)
-            path = self.folder / f"result_{rank}.pickle"
-            if path.exists():
-                self.outcomes[rank] = _Outcome(rank=rank, **pickle.loads(path.read_bytes()))
-            elif not alive:
-                self.outcomes[rank] = _Outcome(rank=rank, traceback=f"rank {rank} (pid {pid}) died without a result\n")
-            if rank in self.outcomes and self.outcomes[rank].failed and first_failure is None:
-                first_failure = self.outcomes[rank]
-        return first_failure
-
-    @property
-    def finished(self) -> bool:
-        return len(self.outcomes) == len(self.pids)
-
-    def logs(self) -> str:
-        """The end of what each rank printed."""
-        parts = []
-        for rank in range(len(self.pids)):
-            text = (self.folder / f"log_{rank}.txt").read_text(errors="replace").strip()
-            if text:
-                parts.append(f"---- output of rank {rank} ----\n{text[-_LOG_TAIL_CHARACTERS:]}\n")
-        return "".join(parts)
+    def wait(self, timeout: float) -> list[Any]:
+        """What the ranks return; after a first failure the others have a moment to report theirs."""
+        deadline = time.monotonic() + timeout
+        while len(self._results) < len(self._pids) and time.monotonic() < deadline:
+            had_failed = self._failed()
+            self._collect()
+            if self._failed() and not had_failed:
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+            time.sleep(_POLL_SECONDS)
+        if failed := self._failed():
+            raise self._failure(failed)
+        if len(self._results) < len(self._pids):
+            raise RankError(self._timeout(timeout))
+        return [self._results[rank]["value"] for rank in range(len(self._pids))]
 
     def kill(self) -> None:
         """End every rank and what it started; each rank leads a process group of its own."""
-        for pid in self.pids:
+        for pid in self._pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
         deadline = time.monotonic() + 5
-        while any(_is_alive(pid) for pid in self.pids) and time.monotonic() < deadline:
+        while any(_is_alive(pid) for pid in self._pids) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
+
+    def _collect(self) -> None:
+        for rank in self._unfinished():
+            # Whether it lives is asked before the file is looked for: a rank writes its result before it ends.
+            alive = _is_alive(self._pids[rank])
+            path = self.folder / f"result_{rank}.pickle"
+            if path.exists():
+                self._results[rank] = pickle.loads(path.read_bytes())
+            elif not alive:
+                self._results[rank] = {"traceback": f"rank {rank} (pid {self._pids[rank]}) died without a result\n"}
+
+    def _unfinished(self) -> list[int]:
+        return [rank for rank in range(len(self._pids)) if rank not in self._results]
+
+    def _failed(self) -> list[int]:
+        """The ranks that failed, the first one first."""
+        return [rank for rank, result in self._results.items() if "traceback" in result]
+
+    def _failure(self, failed: list[int]) -> RankError:
+        first, *others = failed
+        told = self._results[first]
+        lines = [f"{self._fn.__name__} failed on rank {first} of {len(self._pids)}\n", told["traceback"]]
+        for rank in others:
+            if self._results[rank]["traceback"] != told["traceback"]:
+                lines.append(f"---- rank {rank} failed too ----\n{self._results[rank]['traceback']}")
+        if self._unfinished():
+            lines.append(f"---- killed while still running: ranks {', '.join(map(str, self._unfinished()))} ----\n")
+        return RankError("".join([*lines, self._logs()]), rank=first, error_type=told.get("error_type"))
+
+    def _timeout(self, seconds: float) -> str:
+        for rank in self._unfinished():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pids[rank], signal.SIGUSR2)  # faulthandler writes the stacks to the rank's log
+        time.sleep(0.5)
+        names = ", ".join(map(str, self._unfinished()))
+        return f"{self._fn.__name__} did not end within {seconds:g} s on ranks {names}; their stacks:\n{self._logs()}"
+
+    def _logs(self) -> str:
+        """The end of what each rank printed."""
+        texts = [(self.folder / f"log_{rank}.txt").read_text(errors="replace") for rank in range(len(self._pids))]
+        ends = [text.strip()[-_LOG_TAIL_CHARACTERS:] for text in texts]
+        return "".join(f"---- output of rank {rank} ----\n{end}\n" for rank, end in enumerate(ends) if end)
 
 
 def _is_alive(pid: int) -> bool:
@@ -128,17 +140,12 @@ class RankPool:
         self._folder: Path | None = None
         self._jobs = 0
 
-    @property
-    def pid(self) -> int | None:
-        """Process id of the warm process; None before first use."""
-        return self._zygote.pid if self._zygote else None
-
     def run(self, fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout: float) -> list[Any]:
         """Do one call of ``run_ranks``."""
         self._start_if_needed()
         job = self._submit(fn, world_size, args)
         try:
-            return self._wait(job, fn, timeout)
+            return job.wait(timeout)
         finally:
             job.kill()
             shutil.rmtree(job.folder, ignore_errors=True)
@@ -146,11 +153,8 @@ class RankPool:
     def close(self) -> None:
         """End the warm process, and with it whatever it forked."""
         if self._zygote is not None:
-            self._zygote.kill()
-            self._zygote.wait()
-            for stream in (self._zygote.stdin, self._zygote.stdout):
-                if stream is not None:
-                    stream.close()
+            with self._zygote as zygote:
+                zygote.kill()
             self._zygote = None
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -181,12 +185,9 @@ class RankPool:
         )
 
     def _submit(self, fn: Callable[..., Any], world_size: int, args: tuple[Any, ...]) -> _Job:
-        assert self._zygote is not None
-        assert self._zygote.stdin is not None
-        assert self._zygote.stdout is not None
-        assert self._folder is not None
+        zygote: Any = self._zygote
         self._jobs += 1
-        folder = self._folder / f"job_{self._jobs}"
+        folder = Path(str(self._folder)) / f"job_{self._jobs}"
         folder.mkdir()
         request = {
             "environment": {**os.environ, **_torchrun_environment(world_size)},
@@ -196,31 +197,12 @@ class RankPool:
             "call": pickle.dumps((fn, args)),
         }
         (folder / "request.pickle").write_bytes(pickle.dumps(request))
-        self._zygote.stdin.write(f"{world_size} {folder}\n")
-        self._zygote.stdin.flush()
-        reply = self._zygote.stdout.readline()
+        zygote.stdin.write(f"{world_size} {folder}\n")
+        zygote.stdin.flush()
+        reply = zygote.stdout.readline()
         if not reply:
             raise RankError("the process that ranks are forked from died; run `python -m tests.rank_zygote` to see why")
-        return _Job(folder=folder, pids=[int(pid) for pid in reply.split()])
-
-    def _wait(self, job: _Job, fn: Callable[..., Any], timeout: float) -> list[Any]:
-        deadline = time.monotonic() + timeout
-        failure: _Outcome | None = None
-        while not job.finished:
-            found = job.collect()
-            if failure is None and found is not None:
-                failure = found
-                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-            if job.finished:
-                break
-            if time.monotonic() > deadline:
-                if failure is not None:
-                    break
-                raise RankError(_timeout_message(job, fn, timeout))
-            time.sleep(_POLL_SECONDS)
-        if failure is None:
-            return [job.outcomes[rank].value for rank in range(len(job.pids))]
-        raise RankError(_failure_message(job, fn, failure), rank=failure.rank, error_type=failure.error_type)
+        return _Job(folder, fn, [int(pid) for pid in reply.split()])
 
 
 def _free_port() -> int:
@@ -246,27 +228,6 @@ def _torchrun_environment(world_size: int) -> dict[str, str]:
     }
 
 
-def _failure_message(job: _Job, fn: Callable[..., Any], first: _Outcome) -> str:
-    lines = [f"{fn.__name__} failed on rank {first.rank} of {len(job.pids)}\n", first.traceback or ""]
-    for outcome in job.outcomes.values():
-        if outcome.failed and outcome is not first and outcome.traceback != first.traceback:
-            lines.append(f"---- rank {outcome.rank} failed too ----\n{outcome.traceback}")
-    unfinished = [str(rank) for rank in range(len(job.pids)) if rank not in job.outcomes]
-    if unfinished:
-        lines.append(f"---- killed while still running: ranks {', '.join(unfinished)} ----\n")
-    return "".join([*lines, job.logs()])
-
-
-def _timeout_message(job: _Job, fn: Callable[..., Any], timeout: float) -> str:
-    unfinished = [rank for rank in range(len(job.pids)) if rank not in job.outcomes]
-    for rank in unfinished:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(job.pids[rank], signal.SIGUSR2)  # faulthandler writes the stacks to the rank's log
-    time.sleep(0.5)
-    names = ", ".join(str(rank) for rank in unfinished)
-    return f"{fn.__name__} did not end within {timeout:g} s on ranks {names}; their stacks:\n{job.logs()}"
-
-
 _pool = RankPool()
 atexit.register(_pool.close)
 
@@ -289,8 +250,3 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
 def close_pool() -> None:
     """End the warm process; the next ``run_ranks`` starts another."""
     _pool.close()
-
-
-def pool_pid() -> int | None:
-    """Process id of the warm process, which stays the same for a whole session."""
-    return _pool.pid

@@ -10,17 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import RankError, pool_pid, run_ranks
-
-
-def _sum_over_ranks(scale: float) -> tuple[int, float]:
-    import torch
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    tensor = torch.tensor([scale * (dist.get_rank() + 1)])
-    dist.all_reduce(tensor)
-    return dist.get_world_size(), tensor.item()
+from tests.ranks import RankError, run_ranks
 
 
 def _environment_and_tensor() -> tuple[dict[str, str], str, object]:
@@ -50,23 +40,6 @@ def _die_on_rank_one() -> None:
 
 def _sleep_forever_here() -> None:
     time.sleep(600)
-
-
-def _patch_cuda_and_forget() -> None:
-    import torch
-
-    torch.cuda.current_device = lambda: 0
-
-
-def _random_numbers() -> list[float]:
-    import torch
-
-    return torch.rand(3).tolist()
-
-
-@pytest.mark.parametrize(("world_size", "expected"), [(1, 2.0), (4, 20.0), (2, 6.0)])
-def test_any_world_size_communicates(world_size: int, expected: float) -> None:
-    assert run_ranks(_sum_over_ranks, world_size, 2.0) == [(world_size, expected)] * world_size
 
 
 def test_each_rank_has_the_environment_of_torchrun_and_of_the_test(
@@ -114,26 +87,6 @@ def test_a_hanging_rank_is_killed_and_its_stack_is_shown() -> None:
         run_ranks(_sleep_forever_here, 2, timeout=1)
     assert "_sleep_forever_here" in str(caught.value).split("their stacks:")[1]
     assert time.monotonic() - started < 10
-
-
-def test_a_patch_that_a_rank_leaves_behind_fails_it() -> None:
-    with pytest.raises(RankError, match=r"torch\.cuda\.current_device is patched"):
-        run_ranks(_patch_cuda_and_forget, 1)
-
-
-def test_ranks_start_from_the_same_random_state_whatever_ran_before() -> None:
-    first = run_ranks(_random_numbers, 2)
-    assert first[0] == first[1]
-    assert run_ranks(_random_numbers, 1) == first[:1]
-
-
-def test_one_warm_process_serves_the_session_and_ranks_start_within_a_second() -> None:
-    run_ranks(_random_numbers, 1)
-    warm = pool_pid()
-    started = time.monotonic()
-    run_ranks(_random_numbers, 4)
-    assert time.monotonic() - started < 3  # importing torch alone takes as long in each process
-    assert pool_pid() == warm
 
 
 def test_what_is_imported_once_for_all_ranks_exists() -> None:

@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
@@ -30,7 +30,6 @@ from typing import Any, BinaryIO, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
@@ -63,140 +62,15 @@ from lightning_megatron.checkpoint.files import (
     failures_as_errors,
     write_checksums,
 )
-from lightning_megatron.checkpoint.find import is_own_within
-from lightning_megatron.checkpoint.state import SHARDING, RunState, meta_of, rng_file, sharded_state, sharded_weights
+from lightning_megatron.checkpoint.state import SHARDING, RunState, rng_file, sharded_state, sharded_weights
 from lightning_megatron.engine.collectives import on_all_ranks_alike
 from lightning_megatron.engine.wrap import finish_parameter_gathers
-from lightning_megatron.errors import CheckpointError, ConfigError
-from lightning_megatron.files import PARTIAL, FolderLock, publish, remove, remove_leftovers, sync, wait_for_deletions
+from lightning_megatron.errors import CheckpointError
+from lightning_megatron.files import PARTIAL, FolderLock, publish, remove_leftovers, sync, wait_for_deletions
 
 T = TypeVar("T")
 
 _GIGABYTE = 1e9
-
-# ---- the saves of a run ---------------------------------------------------------------------------------------------
-
-
-class Saver:
-    """The saves of one run, one at a time, and the removals that wait for them. Every rank makes the same calls.
-
-    A checkpoint that replaces an older one is worth nothing before it is complete, so what Lightning asks to remove in
-    the meantime stays until then. A save that fails costs nothing but itself: older checkpoints are still there, and
-    the next save is tried as if nothing had happened.
-    """
-
-    def __init__(self, *, asynchronous: bool) -> None:
-        """Begin without any.
-
-        Args:
-            asynchronous: Whether training goes on while the files are written.
-        """
-        self._asynchronous = asynchronous
-        self._memory = HostMemory(in_place=not asynchronous)
-        self.saving: Save | None = None
-        """The save that is under way."""
-        self._removals: list[tuple[Path, tuple[Path, ...]]] = []
-        self._written: set[Path] = set()
-        self.failure: ConfigError | None = None
-        """Why the last save has failed; None if it has not."""
-
-    def begin(self) -> None:
-        """Forget what became of the saves of an earlier run; its checkpoints stay."""
-        self.failure, self._removals = None, []
-
-    def end(self) -> None:
-        """Give up what is still under way, and give back what saves have taken. Does not communicate."""
-        self.abandon()
-        wait_for_deletions()
-        self._memory.release()
-
-    def save(self, run: RunState, lightning_state: Mapping[str, Any], path: Path, *, is_final: bool) -> None:
-        """Save to ``path``, after the save that is still under way.
-
-        Args:
-            run: The live model, and the optimizer unless only weights are saved.
-            lightning_state: Lightning's dict.
-            path: The final name, by convention ``*.ckpt``, the same on all ranks; what has it is replaced at the end.
-            is_final: Whether the run ends with this save, so that a failure would never be made good.
-
-        Raises:
-            CheckpointError: If the dict holds more than plain data; if the save fails and would not be tried again.
-        """
-        self.finish()
-        self._removals = [removal for removal in self._removals if removal[0] != path]
-        meta = _on_rank_0(lambda: meta_of(run, lightning_state), f"checkpoint {path} is not written")
-        with self._failures(is_final):
-            self.saving = Save(run, meta, path, self._memory)
-        if is_final or not self._asynchronous:
-            self.finish(is_final=is_final)
-        if is_final:
-            self._memory.release()
-
-    def finish(self, *, is_final: bool = False) -> None:
-        """Complete the save that is under way, if there is one; waits for the files of all ranks.
-
-        Args:
-            is_final: Whether the run ends here.
-
-        Raises:
-            CheckpointError: As ``save`` does; if the run ends and its last save has failed before.
-        """
-        saving, self.saving = self.saving, None
-        if saving is None:
-            if is_final and self.failure is not None:
-                raise self.failure
-            return
-        with self._failures(is_final):
-            saving.finish(in_background=self._asynchronous)
-            if self._asynchronous:
-                rank_zero_info(saving.report())
-            self.failure = None
-            self._written.add(saving.path)
-            self._remove_what_is_replaced()
-
-    def abandon(self) -> None:
-        """Give the save that is under way up: other ranks may never come to complete it. Does not communicate."""
-        saving, self.saving = self.saving, None
-        if saving is not None:
-            saving.abandon()
-            rank_zero_warn(
-                f"checkpoint {saving.path} is not written: the run failed before all ranks had finished it. Older "
-                "checkpoints stay"
-            )
-
-    def remove(self, path: Path, folders: Iterable[Path]) -> None:
-        """Remove ``path``, as soon as no save that may replace it is under way or has failed.
-
-        Args:
-            path: A checkpoint, which Lightning may know from a state that it has loaded.
-            folders: Where checkpoints are kept. What is elsewhere stays unless this process has written it.
-        """
-        self._removals.append((path, tuple(folders)))
-        if self.saving is None and self.failure is None:
-            self._remove_what_is_replaced()
-
-    def _remove_what_is_replaced(self) -> None:
-        removals, self._removals = self._removals, []
-        for path, folders in removals if dist.get_rank() == 0 else ():
-            try:
-                if path in self._written or is_own_within(path, folders):
-                    remove(path, in_background=self._asynchronous)
-                elif os.path.lexists(path):
-                    where = " or ".join(map(str, folders))
-                    rank_zero_warn(f"{path} stays: it is no complete checkpoint within {where}; remove it by hand")
-            except OSError as error:
-                rank_zero_warn(f"checkpoint {path} could not be removed: {error}; remove it by hand")
-
-    @contextlib.contextmanager
-    def _failures(self, is_final: bool) -> Iterator[None]:
-        """Warn of what goes wrong, unless the run ends with it."""
-        try:
-            yield
-        except ConfigError as error:
-            if is_final:
-                raise
-            self.failure = error
-            rank_zero_warn(f"{error}. The run goes on, older checkpoints stay, and the next save is tried as usual")
 
 
 # ---- one save -------------------------------------------------------------------------------------------------------
@@ -226,7 +100,7 @@ class Save:
         self._partial = path.with_name(path.name + PARTIAL)
         self._writer: ShardWriter | None = None
         self._begin = time.monotonic()
-        self._lock = _on_rank_0(lambda: _start_partial(path), self._refusal)
+        self._lock = on_rank_0(lambda: _start_partial(path), self._refusal)
         try:
             finish_parameter_gathers(run.chunks)
             has_copies = run.topology.dp * run.topology.parallel.cp > 1
@@ -263,7 +137,7 @@ class Save:
         assert self._writer is not None
         try:
             checksums = self._writer.finish()
-            _on_rank_0(lambda: self._complete(checksums, in_background), self._refusal)
+            on_rank_0(lambda: self._complete(checksums, in_background), self._refusal)
         except BaseException:
             self.abandon()
             raise
@@ -413,7 +287,7 @@ class ShardWriter:
         """
         results, checksums = _on_all_ranks(self.files.wait, self._refusal)
         gathered = _gathered((results, checksums))
-        _on_rank_0(lambda: self._write_table([results for results, _ in gathered]), self._refusal)
+        on_rank_0(lambda: self._write_table([results for results, _ in gathered]), self._refusal)
         checksums = {name: each for _, of_rank in gathered for name, each in of_rank.items()}
         if checksums:
             checksums[TABLE] = checksums_of((self._folder / TABLE).read_bytes())
@@ -455,7 +329,7 @@ def _on_all_ranks(work: Callable[[], T], refusal: str) -> T:
     return on_all_ranks_alike(with_refusal)
 
 
-def _on_rank_0(work: Callable[[], T], refusal: str) -> T:
+def on_rank_0(work: Callable[[], T], refusal: str) -> T:
     """The result of ``work`` on rank 0 (None elsewhere); what it raises there is raised on all ranks."""
     return _on_all_ranks(work if dist.get_rank() == 0 else lambda: None, refusal)  # type: ignore[return-value]
 

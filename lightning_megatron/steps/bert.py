@@ -38,11 +38,11 @@ from lightning_megatron.steps.base import (
 )
 from lightning_megatron.steps.checks import (
     IGNORED_LABELS,
+    by_known_names,
     check_all,
     check_beside_tokens,
     check_floats,
     check_integers,
-    check_keys,
     check_numbers,
     check_shape,
     check_tokens,
@@ -118,8 +118,7 @@ class BertTrainStep(TrainStep):
         """
         if has_own_batches(self, BertTrainStep):
             return
-        self._check_keys(batch)
-        named = _named(batch)
+        named = self._named(batch)
         tokens = named["input_ids"]
         check_tokens("input_ids", tokens, self.model)
         check_beside_tokens(named, tokens.shape[0], tokens.shape[1], self.model)
@@ -143,22 +142,21 @@ class BertTrainStep(TrainStep):
         """``tokens`` [b, s] int64, the user's mask, token types and positions, and the targets with their masks.
 
         Raises:
-            DataError: If a subclass that prepares batches itself hands on keys that this one does not understand.
+            DataError: If there are keys that it does not understand.
         """
-        if has_own_batches(self, BertTrainStep):
-            self._check_keys(batch)  # else they were checked where the batch was read
-        named = _named(batch)
+        named = self._named(batch)
         tokens = named["input_ids"].long()
         rows = named.get("sample_mask", tokens.new_ones(tokens.shape[0])).float()
         inputs: Batch = {n: named[n].long() for n in ("attention_mask", "token_type_ids", "position_ids") if n in named}
         return {"tokens": tokens, **inputs, **self.objective.targets(named, rows)}
 
-    def _check_keys(self, batch: Batch) -> None:
+    def _named(self, batch: Batch) -> Batch:
+        """The batch by Hugging Face's names."""
         needed = dict.fromkeys(("input_ids", *self.objective.needed), "")
         if "next_sentence_label" in needed:
             needed["next_sentence_label"] = ", or use BertTrainStep(binary_head=False)"
         known = {*_INPUTS, *needed, *self.objective.optional}
-        check_keys(batch, known, needed, f"BertTrainStep for task {self.model.task!r}", _MEGATRON_NAMES)
+        return by_known_names(batch, known, needed, f"BertTrainStep for task {self.model.task!r}", _MEGATRON_NAMES)
 
     def pad_rows(self, batch: Batch, num_rows: int) -> Batch:
         """Repeat the last row without targets."""
@@ -207,11 +205,6 @@ class BertTrainStep(TrainStep):
     def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Output) -> None:
         """Take in the targets of one microbatch; what carries no loss does not count."""
         self.objective.update_metrics(metrics, batch, output)
-
-
-def _named(batch: Batch) -> Batch:
-    """The batch by Hugging Face's names."""
-    return {_MEGATRON_NAMES.get(key, key): tensor for key, tensor in batch.items()}
 
 
 # ---- what the labels of a task mean ---------------------------------------------------------------------------------

@@ -15,14 +15,14 @@ IGNORED_LABELS = (-100, -1)
 """Hugging Face's and Megatron's labels for "no target here"."""
 
 
-def check_keys(
+def by_known_names(
     batch: Batch,
     known: Collection[str],
     needed: Mapping[str, str],
     user: str,
     aliases: Mapping[str, str] | None = None,
-) -> None:
-    """Raise unless a batch has what is needed, nothing else than what is known, and nothing twice.
+) -> Batch:
+    """The batch by the names that are understood; raise unless it has what is needed, nothing else, and nothing twice.
 
     Args:
         batch: By the user's names.
@@ -48,6 +48,7 @@ def check_keys(
     for name, hint in needed.items():
         if name not in found:
             raise DataError(f"batch keys {', '.join(sorted(batch))} have no {name!r}, which {user} needs; add it{hint}")
+    return {name: batch[key] for name, key in found.items()}
 
 
 def check_all(name: str, values: Tensor, right: Tensor, rule: str) -> None:

@@ -23,9 +23,9 @@ from lightning_megatron.steps.base import (
     predicted_tokens,
 )
 from lightning_megatron.steps.checks import (
+    by_known_names,
     check_beside_tokens,
     check_integers,
-    check_keys,
     check_numbers,
     check_shape,
     check_tokens,
@@ -126,7 +126,7 @@ class GPTTrainStep(TokenLossStep):
             del batch["attention_mask"]
 
     def _check_keys(self, batch: Batch) -> None:
-        check_keys(batch, _KNOWN_KEYS, {} if "text" in batch else {"input_ids": " (or 'text')"}, "GPTTrainStep")
+        by_known_names(batch, _KNOWN_KEYS, {} if "text" in batch else {"input_ids": " (or 'text')"}, "GPTTrainStep")
         for key in ("input_ids", "labels"):
             if "text" in batch and key in batch:
                 raise DataError(f"batch keys 'text' and {key!r} both say what is to be learned; leave one of them out")
@@ -139,10 +139,9 @@ class GPTTrainStep(TokenLossStep):
         """``tokens``, ``targets`` int64, ``loss_mask`` fp32 and, if any, segments and positions int64: [b, s] each.
 
         Raises:
-            DataError: If a subclass that prepares batches itself hands on keys that this one does not understand.
+            DataError: If there are keys that it does not understand.
         """
-        if has_own_batches(self, GPTTrainStep):
-            self._check_keys(batch)  # else they were checked where the batch was read
+        self._check_keys(batch)
         given: Batch = {name: batch[name].long() for name in ("attention_mask", "position_ids") if name in batch}
         tokens, targets = _tokens_and_targets(batch, given.get("attention_mask"))
         # No token is negative, so neither is a label that nobody has checked.

@@ -13,25 +13,25 @@ from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.steps.base import IGNORE_INDEX, TokenLossStep, check_trains, has_own_batches
 from lightning_megatron.steps.checks import (
     IGNORED_LABELS,
+    by_known_names,
     check_all,
     check_integers,
-    check_keys,
     check_numbers,
     check_shape,
     check_tokens,
 )
 
-_EITHER = {name: name for name in ("labels", "loss_mask", "sample_mask")}
-_HUGGING_FACE = {name: name for name in ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")}
-_MEGATRON = {
+_MEGATRON_NAMES = {
     "text_enc": "input_ids",
     "text_dec": "decoder_input_ids",
     "enc_mask": "attention_mask",
     "dec_mask": "decoder_attention_mask",
     "enc_dec_mask": "cross_mask",
-    "truncated": "truncated",
 }
-"""What Megatron's samples call what Hugging Face calls otherwise; whether a sample was cut short changes nothing."""
+"""What Megatron's samples call what Hugging Face calls otherwise."""
+
+_KNOWN = (*_MEGATRON_NAMES.values(), "labels", "loss_mask", "sample_mask", "truncated")
+"""Whether a sample was cut short (``truncated``) changes nothing."""
 
 
 class T5TrainStep(TokenLossStep):
@@ -69,7 +69,6 @@ class T5TrainStep(TokenLossStep):
         """
         if has_own_batches(self, T5TrainStep):
             return
-        _check_keys(batch)
         named = _named(batch)
         for name in ("input_ids", "decoder_input_ids"):
             if name in named:
@@ -98,10 +97,8 @@ class T5TrainStep(TokenLossStep):
         """``encoder_ids``, ``decoder_ids``, ``targets`` int64, ``loss_mask`` fp32, and the masks [b, s] that there are.
 
         Raises:
-            DataError: If a subclass that prepares batches itself hands on keys that this one does not understand.
+            DataError: If there are keys that it does not understand.
         """
-        if has_own_batches(self, T5TrainStep):
-            _check_keys(batch)  # else they were checked where the batch was read
         named = _named(batch)
         labels = named["labels"].long()
         # Megatron's -1, too: no token is negative.
@@ -149,25 +146,14 @@ class T5TrainStep(TokenLossStep):
         return output, partial(self.loss_func, batch)
 
 
-def _names(batch: Batch) -> dict[str, str]:
-    """Hugging Face's names by those of the kind that ``batch`` is of."""
-    return {**(_MEGATRON if "text_enc" in batch else _HUGGING_FACE), **_EITHER}
-
-
 def _named(batch: Batch) -> Batch:
     """The batch by Hugging Face's names."""
-    names = _names(batch)
-    return {names[key]: tensor for key, tensor in batch.items()}
-
-
-def _check_keys(batch: Batch) -> None:
-    needed = ("text_enc", "text_dec", "labels") if "text_enc" in batch else ("input_ids", "labels")
-    check_keys(batch, _names(batch), dict.fromkeys(needed, ""), "T5TrainStep")
+    return by_known_names(batch, _KNOWN, {"input_ids": "", "labels": ""}, "T5TrainStep", _MEGATRON_NAMES)
 
 
 def _given_name(name: str, batch: Batch) -> str:
     """What the user calls it."""
-    return next(key for key in (name, *(k for k, v in _MEGATRON.items() if v == name)) if key in batch)
+    return next(key for key in batch if _MEGATRON_NAMES.get(key, key) == name)
 
 
 def _check_shapes(named: Batch) -> None:

@@ -102,32 +102,21 @@ def _dict(items: dict[bytes, bytes]) -> bytes:
 _LAYOUT = _global("torch.serialization", "_get_layout")
 
 
-def malicious_entry(path: Path) -> None:
-    """One of the entries that are not tensors leads to another pickle, behind the end of a data file."""
-    table = _table(path)
-    index = next(each for each in table.storage_data if "_extra_state" in each.fqn)
-    payload = io.BytesIO()
-    torch.save(Evil(marker_of(path)), payload)
-    place = table.storage_data[index]
-    file = path / place.relative_path
-    place.offset, place.length = file.stat().st_size, len(payload.getvalue())
-    with file.open("ab") as stream:
-        stream.write(payload.getvalue())
-    _write_table(path, table)
+def malicious_data(name: str) -> Damage:
+    """What should be a tensor, or another object, of that name leads to another pickle, behind the end of a file."""
 
+    def damage(path: Path) -> None:
+        table, payload = _table(path), io.BytesIO()
+        torch.save(Evil(marker_of(path)), payload)
+        index = min((each for each in table.storage_data if name in each.fqn), key=lambda each: len(each.fqn))
+        place = table.storage_data[index]
+        file = path / place.relative_path
+        place.offset, place.length = file.stat().st_size, len(payload.getvalue())
+        with file.open("ab") as stream:
+            stream.write(payload.getvalue())
+        _write_table(path, table)
 
-def malicious_tensor(path: Path) -> None:
-    """The same for an entry that should be a tensor."""
-    table = _table(path)
-    index = next(each for each in table.storage_data if each.fqn == "decoder.final_layernorm.weight")
-    payload = io.BytesIO()
-    torch.save(Evil(marker_of(path)), payload)
-    place = table.storage_data[index]
-    file = path / place.relative_path
-    place.offset, place.length = file.stat().st_size, len(payload.getvalue())
-    with file.open("ab") as stream:
-        stream.write(payload.getvalue())
-    _write_table(path, table)
+    return damage
 
 
 def pointing_outside(path: Path) -> None:

@@ -43,18 +43,15 @@ def change(state: Any) -> None:
 
 def save(state: Any, content: dict[str, Any], path: Path) -> None:
     """Write a checkpoint of ``state`` with ``content`` in place of Lightning's dict."""
-    from lightning_megatron.checkpoint.save import Saver
-
-    Saver(asynchronous=False).save(state, content, path, is_final=True)
+    begin_save(state, content, path, in_place=True).finish()
 
 
-def begin_save(state: Any, content: dict[str, Any], path: Path) -> Any:
-    """Begin to write one beside training; returns its ``Saver``."""
-    from lightning_megatron.checkpoint.save import Saver
+def begin_save(state: Any, content: dict[str, Any], path: Path, *, in_place: bool = False) -> Any:
+    """Begin to write one beside training; returns the ``Save``."""
+    from lightning_megatron.checkpoint.save import HostMemory, Save
+    from lightning_megatron.checkpoint.state import meta_of
 
-    saver = Saver(asynchronous=True)
-    saver.save(state, content, path, is_final=False)
-    return saver
+    return Save(state, meta_of(state, content), path, HostMemory(in_place=in_place))
 
 
 def content_of(path: Path) -> Any:

@@ -148,6 +148,16 @@ def fit(run: Run, *callbacks: Any, module_class: Any = None) -> tuple[Any, Trace
     return trainer, Trace(steps=recorder.steps, state=live_state(trainer))
 
 
+def train(run: Run) -> Trace:
+    return fit(run)[1]
+
+
+def train_and_save(run: Run, path: Path) -> Trace:
+    trainer, trace = fit(run)
+    trainer.save_checkpoint(path)
+    return trace
+
+
 def _data(run: Run, trainer: Any) -> dict[str, Any]:
     from torch.utils.data import DataLoader
 

@@ -24,14 +24,11 @@ from tests.checkpoint.runs import (
     fit,
     rows_dataset,
     shuffled_loader,
+    train,
 )
 from tests.ranks import run_ranks
 
 STEPS_PER_EPOCH = 5
-
-
-def _train(run: Run) -> Trace:
-    return fit(run)[1]
 
 
 def _train_and_keep(run: Run, folder: Path, options: dict[str, Any]) -> Trace:
@@ -56,7 +53,7 @@ def _resume_each(run: Run, stops: list[int], folder: Path) -> list[Trace]:
 
 
 def _assert_each_goes_on(run: Run, stops: list[int], folder: Path) -> None:
-    whole = run_ranks(_train, 1, run)
+    whole = run_ranks(train, 1, run)
     run_ranks(_train_and_save, 1, run, stops, folder)
     resumed = run_ranks(_resume_each, 1, run, stops, folder)
     for index, stop in enumerate(stops):
@@ -104,7 +101,7 @@ def test_a_run_resumed_in_mid_epoch_is_exactly_the_same(tmp_path: Path, world_si
     run = run.but(trainer={"max_steps": 7}, module={"lr_schedule": schedule})
     whole = run_ranks(_train_and_keep, world_size, run, tmp_path, {"every_n_train_steps": 3})
 
-    resumed = run_ranks(_train, world_size, run.but(ckpt_path=str(tmp_path / "step=3.ckpt")))
+    resumed = run_ranks(train, world_size, run.but(ckpt_path=str(tmp_path / "step=3.ckpt")))
 
     _assert_goes_on_as(whole, resumed, after=3)
 
@@ -116,18 +113,9 @@ def test_a_run_on_indexed_data_goes_on_exactly(tmp_path: Path, corpus: str, stra
     run = Run(strategy=strategy, indexed=corpus, trainer={"max_steps": 7})
     whole = run_ranks(_train_and_keep, 2, run, tmp_path, {"every_n_train_steps": 3})
 
-    resumed = run_ranks(_train, 2, run.but(ckpt_path=str(tmp_path / "step=3.ckpt")))
+    resumed = run_ranks(train, 2, run.but(ckpt_path=str(tmp_path / "step=3.ckpt")))
 
     _assert_goes_on_as(whole, resumed, after=3)
-
-
-def test_saving_changes_nothing(tmp_path: Path) -> None:
-    run = Run(trainer={"max_steps": 4})
-    (undisturbed,) = run_ranks(_train, 1, run)
-    (saving,) = run_ranks(_train_and_keep, 1, run, tmp_path, {"every_n_train_steps": 2})
-
-    assert saving.steps == undisturbed.steps
-    assert differences(undisturbed.state, saving.state) == []
 
 
 def test_a_resumed_run_has_the_settings_that_it_was_started_with(tmp_path: Path) -> None:
@@ -140,7 +128,7 @@ def test_a_resumed_run_has_the_settings_that_it_was_started_with(tmp_path: Path)
         optimizer={"weight_decay": 0.5, "beta1": 0.75, "eps": 0.25},
         ckpt_path=str(tmp_path / "2.ckpt"),
     )
-    (trace,) = run_ranks(_train, 1, changed)
+    (trace,) = run_ranks(train, 1, changed)
     assert trace.steps[3]["lr"] == [0.125, 0.125]
     assert sorted(trace.steps[3]["weight_decay"]) == [0, 0.5]
     group = "optimizer.0.param_groups.{}.{}"
@@ -156,18 +144,12 @@ def test_a_run_that_max_steps_ended_goes_on_with_a_larger_max_steps(tmp_path: Pa
 
 def test_a_run_that_max_epochs_ended_goes_on_with_more_epochs(tmp_path: Path) -> None:
     run = Run(trainer={"max_epochs": 2})
-    whole = run_ranks(_train, 1, run)
+    whole = run_ranks(train, 1, run)
     run_ranks(_train_one_epoch_and_save, 1, run, tmp_path / "a.ckpt")
 
-    resumed = run_ranks(_train, 1, run.but(ckpt_path=str(tmp_path / "a.ckpt")))
+    resumed = run_ranks(train, 1, run.but(ckpt_path=str(tmp_path / "a.ckpt")))
 
     _assert_goes_on_as(whole, resumed, after=STEPS_PER_EPOCH)
-
-
-@pytest.mark.exhaustive
-def test_limit_train_batches_ends_the_same_epochs_after_a_resume(tmp_path: Path) -> None:
-    run = Run(trainer={"max_steps": 7, "limit_train_batches": 0.6})
-    _assert_each_goes_on(run, [3, 4], tmp_path)
 
 
 class _Noisy:
@@ -196,15 +178,6 @@ def _loader_of_random_order(dp: int) -> Any:
     return DataLoader(_Noisy(rows_dataset()), batch_size=GLOBAL_BATCH // dp, shuffle=True)
 
 
-def _loader_with_generator(dp: int) -> Any:
-    """The order comes from a stream of the user's own."""
-    import torch
-    from torch.utils.data import DataLoader
-
-    generator = torch.Generator().manual_seed(5)
-    return DataLoader(_Noisy(rows_dataset()), batch_size=GLOBAL_BATCH // dp, shuffle=True, generator=generator)
-
-
 def _loader_with_worker(dp: int) -> Any:
     from torch.utils.data import DataLoader
 
@@ -225,7 +198,6 @@ def _loader_of_whole_batches(dp: int) -> Any:
     "loader",
     [
         _loader_of_random_order,
-        pytest.param(_loader_with_generator, marks=pytest.mark.exhaustive),
         _loader_with_worker,
         _loader_of_whole_batches,
     ],
@@ -238,7 +210,7 @@ def test_a_run_with_validation_goes_on(tmp_path: Path) -> None:
     run = Run(validate=True, trainer={"max_steps": 8, "val_check_interval": 2})
     whole = run_ranks(_train_and_keep, 1, run, tmp_path, {"every_n_train_steps": None, "monitor": "val_loss"})
 
-    resumed = run_ranks(_train, 1, run.but(ckpt_path=str(tmp_path / "step=4.ckpt")))
+    resumed = run_ranks(train, 1, run.but(ckpt_path=str(tmp_path / "step=4.ckpt")))
 
     _assert_goes_on_as(whole, resumed, after=4)
 

@@ -2,88 +2,25 @@
 
 from __future__ import annotations
 
-import io
 import json
 import pickle
 import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from lightning_megatron.checkpoint import files
-from lightning_megatron.checkpoint.files import CHECKSUMS, checksums_of, read_table, verify_checksums
-from lightning_megatron.checkpoint.load import MCoreLoadPlanner, _LoadPlanner
-from lightning_megatron.checkpoint.save import FileWriter, HostMemory
+from lightning_megatron.checkpoint.files import CHECKSUMS, read_table, verify_checksums
 from lightning_megatron.errors import CheckpointError
 from tests.checkpoint.damage import sum_up
 from tests.checkpoint.engine_runs import RUN, attempts_to_load, save_once
 from tests.ranks import run_ranks
 
 # ---- writing --------------------------------------------------------------------------------------------------------
-
-TENSORS = [
-    torch.arange(300, dtype=torch.float32).view(3, 100),
-    torch.arange(10, dtype=torch.bfloat16)[2:7],
-    torch.tensor(4.5),
-    torch.empty(0, 3),
-    torch.arange(12).view(3, 4).t(),
-    torch.tensor([True, False]),
-]
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_copies_are_equal_apart_and_no_larger_than_their_tensors(in_place: bool) -> None:
-    originals = [tensor.clone() for tensor in TENSORS] if not in_place else TENSORS
-    copies = HostMemory(in_place=in_place).copy(originals)
-    for original in originals if not in_place else ():
-        original.zero_()
-    for copy, tensor in zip(copies, TENSORS, strict=True):
-        assert copy.dtype == tensor.dtype
-        assert torch.equal(copy, tensor)
-        assert in_place or copy.is_contiguous()
-        assert copy.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-
-
-def test_memory_is_reused_and_grows() -> None:
-    memory = HostMemory()
-    places = [memory.copy([torch.ones(size)])[0].data_ptr() for size in (5000, 4000, 5000)]
-    assert len(set(places)) == 1
-    assert torch.equal(memory.copy([torch.ones(50_000), torch.full((3,), 2.0)])[1], torch.full((3,), 2.0))
-    memory.release()
-    assert torch.equal(memory.copy([torch.full((3,), 2.0)])[0], torch.full((3,), 2.0))
-
-
-def _item(name: str, kind: WriteItemType) -> WriteItem:
-    return WriteItem(index=MetadataIndex(name), type=kind)
-
-
-def test_files_hold_what_was_given_where_the_results_say(tmp_path: Path) -> None:
-    tensors = [(_item(str(i), WriteItemType.SHARD), tensor) for i, tensor in enumerate(TENSORS)]
-    blob = (_item("bytes", WriteItemType.BYTE_IO), io.BytesIO(b"some state"))
-    before = torch.serialization.get_crc32_options()
-
-    writer = FileWriter(tmp_path, {"a": tensors[:3], "b": [blob, *tensors[3:]]}, {"rng": b"random"})
-    results, checksums = writer.wait()
-
-    assert writer.is_done
-    assert torch.serialization.get_crc32_options() == before
-    assert (tmp_path / "rng").read_bytes() == b"random"
-    assert checksums == {name: checksums_of((tmp_path / name).read_bytes()) for name in ("a", "b", "rng")}
-    found = {}
-    for result in results:
-        place = result.storage_data
-        data = (tmp_path / place.relative_path).read_bytes()[place.offset : place.offset + place.length]
-        found[result.index.fqn] = data
-    assert found.pop("bytes") == b"some state"
-    for index, tensor in enumerate(TENSORS):
-        assert torch.equal(torch.load(io.BytesIO(found[str(index)]), weights_only=True), tensor)
 
 
 # ---- checksums ------------------------------------------------------------------------------------------------------
@@ -189,22 +126,6 @@ def test_a_run_refuses_a_flipped_bit_in_any_file_alike_on_all_ranks(saved: Path,
 
 
 # ---- reading without running code -----------------------------------------------------------------------------------
-
-
-def test_the_engines_reader_gets_no_bytes_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It unpickles without restriction: whatever the check has missed must not reach it."""
-    given: list[bytes] = []
-    monkeypatch.setattr(
-        MCoreLoadPlanner, "load_bytes", lambda _, __, value: given.append(value.getvalue()), raising=False
-    )
-    stream = io.BytesIO()
-    torch.save([None, torch.ones(2)], stream, _use_new_zipfile_serialization=False)
-
-    _LoadPlanner().load_bytes(SimpleNamespace(dest_index=SimpleNamespace(fqn="x")), stream)
-
-    (value,) = given
-    assert value != stream.getvalue()
-    assert torch.load(io.BytesIO(value), weights_only=True)[1].tolist() == [1.0, 1.0]
 
 
 def _table() -> Any:

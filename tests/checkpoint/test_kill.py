@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.engine_runs import RUN, begin_save, change, engine_run, save
-from tests.checkpoint.runs import differences, read_tensors
+from tests.checkpoint.runs import Run, differences, fit, read_tensors
 from tests.ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
@@ -88,7 +88,7 @@ def _act(kind: str, state: Any, path: Path, name: str) -> None:
         if int(os.environ["RANK"]) == 0:  # as in a run
             files.remove(path)
     elif kind == "save beside training":
-        begin_save(state, {"name": name}, path).finish(is_final=True)
+        begin_save(state, {"name": name}, path).finish()
     else:
         if kind == "save without exchange":
             files._exchange = lambda a, b: False
@@ -170,3 +170,43 @@ def test_there_is_always_a_whole_checkpoint(
     assert sorted(each.name for each in tmp_path.iterdir()) == ["kept.ckpt", "last.ckpt"]
     remove(path)
     assert [each.name for each in tmp_path.iterdir()] == ["kept.ckpt"]
+
+
+def _train(run: Run, path: Path, *, dies: bool = False) -> int:
+    """Save after each step to the same name, and die in the second save; returns the first step."""
+    import lightning.pytorch as pl
+
+    from lightning_megatron import files
+
+    rename = Path.rename
+
+    def die_between_the_renames(self: Path, target: Path) -> Path:
+        if target == path:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return rename(self, target)
+
+    class SaveEachStep(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if dies and trainer.global_step == 2:
+                files._exchange = lambda a, b: False
+                Path.rename = die_between_the_renames  # type: ignore[method-assign]
+            trainer.save_checkpoint(path)
+
+    return min(fit(run, SaveEachStep())[1].steps)
+
+
+def _save_interrupted_twice(run: Run, path: Path) -> None:
+    """Over what a crash between the renames left: the old one aside, the new one not yet named."""
+    _train(run.but(trainer={"max_steps": 1}), path)
+    path.rename(path.with_name(path.name + ".replaced"))
+    _train(run.but(ckpt_path=str(path)), path, dies=True)
+
+
+def test_a_run_goes_on_from_the_only_whole_checkpoint_after_a_second_crash(tmp_path: Path) -> None:
+    run, path = Run(trainer={"max_steps": 3}), tmp_path / "last.ckpt"
+    with pytest.raises(RankError, match="died without a result"):
+        run_ranks(_save_interrupted_twice, 1, run, path)
+
+    assert not path.exists()
+    assert run_ranks(_train, 1, run.but(ckpt_path=str(path)), path) == [2]
+    assert [each.name for each in tmp_path.iterdir()] == ["last.ckpt"]

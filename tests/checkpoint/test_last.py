@@ -6,7 +6,6 @@ The folders are made by hand, and no process is started: what ``ckpt_path`` mean
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -278,24 +277,6 @@ def test_ranks_that_find_different_checkpoints_do_not_wait_for_each_other(tmp_pa
     _complete(tmp_path / "last.ckpt", 3)
     with pytest.raises(RankError, match="would begin with no checkpoint and rank 0 with .*last.ckpt; keep checkpoints"):
         run_ranks(_resume_from_a_folder_of_its_own, 2, tmp_path, timeout=60)
-
-
-def test_a_checkpoint_that_is_removed_meanwhile_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 of this or of another run removes old checkpoints while somebody looks for the newest one."""
-    from lightning_megatron.checkpoint import find
-
-    _complete(tmp_path / "step=2.ckpt", 2)
-    _complete(tmp_path / "step=4.ckpt", 4)
-    read = find.load_plain
-
-    def read_and_remove(meta: Path) -> Any:
-        state = read(meta)
-        if meta.parent.name == "step=4.ckpt":
-            shutil.rmtree(meta.parent)
-        return state
-
-    monkeypatch.setattr(find, "load_plain", read_and_remove)
-    assert _find(tmp_path, tmp_path) == str(tmp_path / "step=2.ckpt")
 
 
 def test_a_checkpoint_that_cannot_be_read_is_not_passed_over_in_silence(tmp_path: Path) -> None:

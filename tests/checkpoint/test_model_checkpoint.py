@@ -118,36 +118,6 @@ def test_a_new_trainer_finds_the_last_checkpoint_and_old_ones_are_deleted(
     assert (tmp_path / "last.ckpt").is_symlink() == (save_last == "link")
 
 
-def _steps_during_which_a_save_was_under_way(run: Run, folder: Path) -> tuple[list[int], list[str]]:
-    """Its files are written only when somebody waits for them; which checkpoints there are by then."""
-    import lightning.pytorch as pl
-
-    from lightning_megatron.checkpoint.save import Save
-
-    Save.is_written = lambda self: False  # type: ignore[method-assign]
-    seen: list[int] = []
-    names: list[str] = []
-
-    class Watch(pl.Callback):
-        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-            if trainer.strategy.checkpointing.saver.saving is not None:
-                seen.append(trainer.global_step)
-                names.extend(path.name for path in folder.iterdir() if path.suffix == ".ckpt")
-
-    fit(run, Watch(), checkpoints_at(folder, save_top_k=1, every_n_train_steps=2))
-    return seen, names
-
-
-def test_training_goes_on_while_a_save_is_under_way_and_the_older_one_stays_until_then(tmp_path: Path) -> None:
-    run = Run(strategy={"tp": 2, "async_save": True}, trainer={"max_steps": 7})
-
-    results = run_ranks(_steps_during_which_a_save_was_under_way, 2, run, tmp_path)
-
-    # Before step 7 the third save, of step 6, is under way; the second was completed when the third began.
-    assert results == [([2, 3, 4, 5, 6], ["step=2.ckpt", "step=2.ckpt", "step=4.ckpt"])] * 2
-    assert [path.name for path in tmp_path.iterdir()] == ["step=6.ckpt"]
-
-
 @pytest.mark.parametrize(
     ("name", "is_own"),
     [

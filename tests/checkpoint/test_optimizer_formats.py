@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.checkpoint.runs import LLAMA, Run, Trace, differences, fit, read_plain_state, read_tensors
+from tests.checkpoint.runs import LLAMA, Run, differences, fit, read_plain_state, read_tensors, train_and_save
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
@@ -17,12 +17,6 @@ UNSHARDED: dict[str, Any] = {"distributed_optimizer": False}
 BF16: dict[str, Any] = {"precision": "bf16-mixed"}
 RUN = Run(model=LLAMA, module={"make_vocab_size_divisible_by": 4}, trainer={"max_steps": 2})
 """Without rows that pad the vocabulary."""
-
-
-def _save(run: Run, path: Path) -> Trace:
-    trainer, trace = fit(run)
-    trainer.save_checkpoint(path)
-    return trace
 
 
 def _save_and_gather(run: Run, now: Path, before: Path) -> None:
@@ -37,38 +31,6 @@ def _save_and_gather(run: Run, now: Path, before: Path) -> None:
     trainer.save_checkpoint(now)
     with patch.object(module, "sharded_optimizer_state", gathered):
         trainer.save_checkpoint(before)
-
-
-def _resume_as_before_and_save(run: Run, path: Path) -> None:
-    """Read the checkpoint that ``run`` resumes from as Megatron does, and write another one as we do."""
-    from lightning_megatron.checkpoint import load
-    from lightning_megatron.checkpoint import state as module
-    from lightning_megatron.checkpoint.optimizer_state import sharded_optimizer_state
-
-    def whole(optimizer: Any, models: Any, *, is_loading: bool, **options: Any) -> dict[str, Any]:
-        if not is_loading:
-            return sharded_optimizer_state(optimizer, models)
-        metadata = dict(module.SHARDING)
-        state: dict[str, Any] = optimizer.inner.sharded_state_dict(models, is_loading=True, metadata=metadata)
-        return state
-
-    with (
-        patch.object(module, "sharded_optimizer_state", whole),
-        patch.object(load, "restore_optimizer_state", lambda optimizer, state: optimizer.inner.load_state_dict(state)),
-    ):
-        trainer, _ = fit(run)
-        trainer.save_checkpoint(path)
-
-
-@pytest.mark.exhaustive
-def test_megatron_reads_what_a_sharded_optimizer_writes(tmp_path: Path) -> None:
-    ours, again = tmp_path / "ours.ckpt", tmp_path / "again.ckpt"
-    run_ranks(_save, 3, RUN, ours)
-
-    run_ranks(_resume_as_before_and_save, 2, RUN.but(ckpt_path=str(ours)), again)
-
-    assert differences(read_tensors(ours), read_tensors(again)) == []
-    assert differences(read_plain_state(ours), read_plain_state(again)) == []
 
 
 def test_a_sharded_optimizer_writes_what_megatron_gathers(tmp_path: Path) -> None:
@@ -90,9 +52,9 @@ def test_masters_become_the_weights_of_a_32_bit_run_and_the_other_way_round(
     tmp_path: Path, optimizer: dict[str, Any]
 ) -> None:
     in_16_bits, in_32_bits, back = (tmp_path / f"{name}.ckpt" for name in ("a", "b", "c"))
-    run_ranks(_save, 2, RUN.but(trainer=BF16), in_16_bits)
-    first, *others = run_ranks(_save, 3, RUN.but(strategy=optimizer, ckpt_path=str(in_16_bits)), in_32_bits)
-    run_ranks(_save, 2, RUN.but(trainer=BF16, ckpt_path=str(in_32_bits)), back)
+    run_ranks(train_and_save, 2, RUN.but(trainer=BF16), in_16_bits)
+    first, *others = run_ranks(train_and_save, 3, RUN.but(strategy=optimizer, ckpt_path=str(in_16_bits)), in_32_bits)
+    run_ranks(train_and_save, 2, RUN.but(trainer=BF16, ckpt_path=str(in_32_bits)), back)
 
     source, copy = read_tensors(in_16_bits), read_tensors(in_32_bits)
     weights = [name for name in source if not name.startswith("optimizer.")]

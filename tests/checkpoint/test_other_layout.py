@@ -15,12 +15,13 @@ from tests.checkpoint.corpus import make_corpus
 from tests.checkpoint.runs import (
     VOCAB_SIZE,
     Run,
-    Trace,
     differences,
     fit,
     read_plain_state,
     read_tensors,
     rows_dataset,
+    train,
+    train_and_save,
 )
 from tests.parity.training import MODELS
 from tests.ranks import run_ranks
@@ -83,16 +84,6 @@ def _loader_of_targets(dp: int) -> Any:
     return DataLoader(rows, batch_size=BATCH // dp, shuffle=True)  # type: ignore[arg-type]
 
 
-def _train(run: Run) -> Trace:
-    return fit(run)[1]
-
-
-def _train_and_save(run: Run, path: Path) -> Trace:
-    trainer, trace = fit(run)
-    trainer.save_checkpoint(path)
-    return trace
-
-
 SIX_LAYERS = {"n_layer": 6}
 BERT: dict[str, Any] = {
     "model_type": "megatron-bert",
@@ -143,7 +134,7 @@ def test_weights_and_moments_pass_through_other_layouts_unchanged(
     for index, (world_size, strategy) in enumerate(layouts):
         # From the second on, max_steps is reached already: what was loaded is saved again.
         resumed_from = str(paths[index - 1]) if index else None
-        run_ranks(_train_and_save, world_size, run.but(strategy=strategy, ckpt_path=resumed_from), paths[index])
+        run_ranks(train_and_save, world_size, run.but(strategy=strategy, ckpt_path=resumed_from), paths[index])
 
     original, plain = read_tensors(paths[0]), read_plain_state(paths[0])
     for path, (_, strategy) in zip(paths[1:], layouts[1:], strict=True):
@@ -178,7 +169,7 @@ def _messages_of(run: Run) -> list[str]:
 def test_rank_0_says_when_random_states_stay_behind(tmp_path: Path) -> None:
     run = Run(trainer={"max_steps": 1})
     path = tmp_path / "a.ckpt"
-    run_ranks(_train_and_save, 1, run, path)
+    run_ranks(train_and_save, 1, run, path)
     resumed = run.but(trainer={"max_steps": 2}, ckpt_path=str(path))
 
     assert run_ranks(_messages_of, 1, resumed) == [[]]
@@ -189,9 +180,9 @@ def test_rank_0_says_when_random_states_stay_behind(tmp_path: Path) -> None:
 
 def test_each_sample_of_the_epoch_is_taken_once_though_dp_changes(tmp_path: Path) -> None:
     run = Run(loader=_loader, trainer={"max_steps": 4})
-    first = run_ranks(_train_and_save, 3, run.but(trainer={"max_steps": 2}), tmp_path / "a.ckpt")
+    first = run_ranks(train_and_save, 3, run.but(trainer={"max_steps": 2}), tmp_path / "a.ckpt")
 
-    second = run_ranks(_train, 2, run.but(ckpt_path=str(tmp_path / "a.ckpt")))
+    second = run_ranks(train, 2, run.but(ckpt_path=str(tmp_path / "a.ckpt")))
 
     rows = [tuple(row) for trace in first + second for numbers in trace.steps.values() for row in numbers["tokens"]]
     assert sorted(rows) == sorted(tuple(each["input_ids"].tolist()) for each in rows_dataset(SAMPLES))
@@ -199,10 +190,10 @@ def test_each_sample_of_the_epoch_is_taken_once_though_dp_changes(tmp_path: Path
 
 def test_indexed_data_goes_on_with_the_next_sample_though_dp_changes(tmp_path: Path) -> None:
     run = Run(indexed=make_corpus(tmp_path), global_batch=BATCH, trainer={"max_steps": 5})
-    (whole,) = run_ranks(_train, 1, run)
-    run_ranks(_train_and_save, 3, run.but(trainer={"max_steps": 2}), tmp_path / "a.ckpt")
+    (whole,) = run_ranks(train, 1, run)
+    run_ranks(train_and_save, 3, run.but(trainer={"max_steps": 2}), tmp_path / "a.ckpt")
 
-    resumed = run_ranks(_train, 4, run.but(strategy={"tp": 2}, ckpt_path=str(tmp_path / "a.ckpt")))
+    resumed = run_ranks(train, 4, run.but(strategy={"tp": 2}, ckpt_path=str(tmp_path / "a.ckpt")))
 
     for step in range(3, 6):
         rows = [row for trace in resumed[::2] for row in trace.steps[step]["tokens"]]

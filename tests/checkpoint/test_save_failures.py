@@ -29,9 +29,8 @@ def _full_disk(victim: int, first: int, last: int, seen: dict[int, list[str]], f
         """A limit on the size of files stands in for a disk without room, for the saves of some steps."""
 
         def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-            with trainer.strategy.engine():
-                # Else it would depend on the clock which save meets the limit.
-                trainer.strategy.checkpointing.saver.finish()
+            # Else it would depend on the clock which save meets the limit.
+            trainer.strategy.checkpointing.finish()
             trainer.strategy.barrier()
             seen[trainer.global_step] = _names(folder)
             trainer.strategy.barrier()
@@ -119,29 +118,6 @@ def test_a_folder_that_cannot_be_made_from_the_start_is_noticed_before_the_first
         run_ranks(_train_and_keep, 2, RUN, folder / "below")
     assert caught.value.error_type == "CheckpointError"
     assert "step=1.ckpt" not in str(caught.value)
-
-
-def _fail_while_saving(run: Run, folder: Path) -> None:
-    import lightning.pytorch as pl
-
-    from lightning_megatron.checkpoint.save import Save
-
-    Save.is_written = lambda self: False  # type: ignore[method-assign]
-
-    class Fails(pl.Callback):
-        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-            if trainer.global_step == 3:
-                raise RuntimeError("something else")
-
-    fit(run, Fails(), checkpoints_at(folder, save_top_k=1))
-
-
-def test_a_run_that_fails_gives_the_save_under_way_up_and_keeps_the_older_one(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="something else") as caught:
-        run_ranks(_fail_while_saving, 2, RUN.but(strategy={"async_save": True}), tmp_path)
-    assert caught.value.error_type == "RuntimeError"
-    assert "step=3.ckpt is not written: the run failed before" in str(caught.value)
-    assert [path.name for path in tmp_path.iterdir()] == ["step=2.ckpt"]
 
 
 def _fail_on_one_rank(run: Run, folder: Path) -> None:
@@ -254,24 +230,3 @@ def test_hosts_that_share_no_disk_do_not_complete_a_checkpoint(tmp_path: Path) -
         assert re.match(expected, message), message
         assert "on a file system that all hosts share" in message
     assert not list(tmp_path.glob("*/a.ckpt"))
-
-
-def _left_by(run: Run, folder: Path) -> dict[str, Any]:
-    """What a process still has after a run with saves beside it."""
-    import threading
-
-    trainer, _ = fit(run, checkpoints_at(folder, save_top_k=1))
-    trainer.save_checkpoint(folder / "by_hand.ckpt")
-    return {
-        "host memory": trainer.strategy.checkpointing.saver._memory._size,
-        "threads": [each.name for each in threading.enumerate() if "rmtree" in each.name or "_run" in each.name],
-        "folder": sorted(path.name for path in folder.iterdir()),
-        "open files": [name for name in map(os.path.realpath, Path("/proc/self/fd").iterdir()) if str(folder) in name],
-    }
-
-
-def test_saves_leave_no_memory_threads_or_open_files_behind(tmp_path: Path) -> None:
-    run = RUN.but(strategy={"tp": 1, "async_save": True})
-    assert run_ranks(_left_by, 1, run, tmp_path) == [
-        {"host memory": 0, "threads": [], "folder": ["by_hand.ckpt", "step=4.ckpt"], "open files": []}
-    ]

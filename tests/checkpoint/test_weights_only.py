@@ -10,25 +10,21 @@ import pytest
 from tests.checkpoint.corpus import make_corpus
 from tests.checkpoint.runs import (
     GLOBAL_BATCH,
-    NO_DROPOUT,
     Run,
-    Trace,
     fit,
     live_state,
     make_module,
     make_trainer,
     read_tensors,
     rows_dataset,
+    train,
+    train_and_save,
 )
 from tests.ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 
 UNSHARDED: dict[str, Any] = {"distributed_optimizer": False}
-
-
-def _train(run: Run) -> Trace:
-    return fit(run)[1]
 
 
 def _evaluation_loader(rank_rows: int) -> Any:
@@ -68,7 +64,7 @@ def test_resuming_from_weights_is_refused_on_all_ranks(tmp_path: Path) -> None:
     run_ranks(_train_and_save_both_ways, 1, run, tmp_path)
 
     with pytest.raises(RankError, match="holds only weights .* so training cannot resume from it") as caught:
-        run_ranks(_train, 2, run.but(ckpt_path=str(tmp_path / "weights.ckpt")))
+        run_ranks(train, 2, run.but(ckpt_path=str(tmp_path / "weights.ckpt")))
 
     assert caught.value.error_type == "CheckpointError"
     assert "load_weights_only=True" in str(caught.value)
@@ -77,61 +73,15 @@ def test_resuming_from_weights_is_refused_on_all_ranks(tmp_path: Path) -> None:
     assert all(tensor.equal(full[name]) for name, tensor in weights.items())
 
 
-def _ordered_loader(dp: int) -> Any:
-    from torch.utils.data import DataLoader
-
-    return DataLoader(rows_dataset(12)[:GLOBAL_BATCH], batch_size=GLOBAL_BATCH // dp)
-
-
-def _loss_of_ordered_loader(run: Run, path: Path) -> float:
-    trainer, module = make_trainer(run), make_module(run)
-    loader = _ordered_loader(trainer.strategy.data_parallel_size)
-    (metrics,) = trainer.validate(module, loader, ckpt_path=path, verbose=False)
-    return float(metrics["val_loss"])
-
-
-@pytest.mark.parametrize(
-    ("name", "world_size", "strategy"),
-    [("full.ckpt", 2, {"tp": 2}), pytest.param("weights.ckpt", 1, UNSHARDED, marks=pytest.mark.exhaustive)],
-)
-def test_load_weights_only_begins_a_new_run_from_the_weights(
-    tmp_path: Path, name: str, world_size: int, strategy: dict[str, Any]
-) -> None:
-    from lightning_megatron.engine.lr_schedule import LRSchedule
-
-    schedule = LRSchedule(warmup_steps=2, init_lr=1e-3)
-    run = Run(model=NO_DROPOUT, trainer={"max_steps": 4}, module={"lr_schedule": schedule})
-    run_ranks(_train_and_save_both_ways, 1, run, tmp_path)
-    (loss,) = run_ranks(_loss_of_ordered_loader, 1, run, tmp_path / name)
-
-    fresh = run.but(
-        strategy={**strategy, "load_weights_only": True},
-        trainer={"max_steps": 3},
-        loader=_ordered_loader,
-        ckpt_path=str(tmp_path / name),
-    )
-    for trace in run_ranks(_train, world_size, fresh):
-        assert list(trace.steps) == [1, 2, 3]
-        assert trace.steps[1]["loss"] == pytest.approx(loss, rel=1e-6)
-        # Recorded after the step, so it is the next one's.
-        assert [trace.steps[step]["lr"][0] for step in (1, 2)] == pytest.approx([5.5e-3, 1e-2])
-        assert trace.state["optimizer.0.param_groups.0.step"] == 3
-
-
 def test_load_weights_only_begins_at_the_first_sample_of_indexed_data(tmp_path: Path) -> None:
     run = Run(indexed=make_corpus(tmp_path), trainer={"max_steps": 3})
-    (first,) = run_ranks(_train, 1, run)
-    run_ranks(_train_and_save_indexed, 1, run, tmp_path / "a.ckpt")
+    (first,) = run_ranks(train, 1, run)
+    run_ranks(train_and_save, 1, run, tmp_path / "a.ckpt")
 
     fresh = run.but(strategy={"load_weights_only": True}, ckpt_path=str(tmp_path / "a.ckpt"))
-    (second,) = run_ranks(_train, 1, fresh)
+    (second,) = run_ranks(train, 1, fresh)
 
     assert [n["tokens"] for n in second.steps.values()] == [n["tokens"] for n in first.steps.values()]
-
-
-def _train_and_save_indexed(run: Run, path: Path) -> None:
-    trainer, _ = fit(run)
-    trainer.save_checkpoint(path)
 
 
 def _weights_around_a_step_at_rate_zero(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,1 +1,1 @@
-"""Files that commit 25d5a27 wrote, and what it did with them; see make.py."""
+"""Files that commit 25d5a27 wrote, and what it did with them."""

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.launch.test_started_by import _environment
-from tests.ranks import RankError, run_ranks
 
 _SCRIPT = """
 import os
@@ -76,19 +75,6 @@ def test_the_other_rank_ends_when_one_is_killed_in_training(tmp_path: Path, kill
             assert first.wait(timeout=30) != 0
     finally:
         first.kill()
-
-
-def _orphan() -> None:
-    from lightning_megatron.launch import die_with_launcher
-
-    os.environ["LIGHTNING_MEGATRON_LAUNCHER"] = str(2**22 + 1)  # beyond every process id
-    die_with_launcher()
-
-
-def test_a_rank_whose_launcher_died_while_it_imported_does_not_go_on() -> None:
-    with pytest.raises(RankError, match="died|exit") as caught:
-        run_ranks(_orphan, 1)
-    assert caught.value.error_type is None
 
 
 _ENDS = """

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from tests.checkpoint.corpus import make_corpus
-from tests.checkpoint.runs import Run, Trace, checkpoints_at, differences, fit
+from tests.checkpoint.runs import Run, Trace, checkpoints_at, differences, fit, train_and_save
 from tests.cli.command import run_cli
 from tests.cli.test_training import configuration as cli_configuration
 from tests.launch.test_started_by import _environment
@@ -136,17 +136,13 @@ def test_slurms_signal_saves_between_steps_and_the_requeued_run_goes_on_exactly(
 def test_a_requeued_run_does_not_begin_anew_from_the_weights_it_was_given(tmp_path: Path) -> None:
     root = _fake_scontrol(tmp_path / "job")
     pretrained = tmp_path / "pretrained.ckpt"
-    run_ranks(_train_and_save, 2, SIX_STEPS.but(trainer={"max_steps": 2}), pretrained)
+    run_ranks(train_and_save, 2, SIX_STEPS.but(trainer={"max_steps": 2}), pretrained)
     run = SIX_STEPS.but(strategy={"load_weights_only": True}, ckpt_path=str(pretrained))
 
     expected = run_ranks(_in_slurm, 2, run, root, True, 0)
 
     assert [min(trace.steps) for trace in expected] == [1, 1]
     _goes_on_exactly(expected, run_ranks(_in_slurm, 2, run, root, False, 1), first=4)
-
-
-def _train_and_save(run: Run, path: Path) -> None:
-    fit(run)[0].save_checkpoint(path)
 
 
 def test_sigterm_while_validating_saves_the_step_before(tmp_path: Path) -> None:

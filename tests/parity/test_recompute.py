@@ -55,9 +55,3 @@ def _callback() -> type:
 )
 def test_a_mode_repeats_what_it_names(layout: Layout, layer_calls: int, attention_calls: int) -> None:
     assert run_ranks(_count_calls, 1, layout) == [(layer_calls, attention_calls)]
-
-
-def test_blocks_are_counted_on_each_stage() -> None:
-    layout = Layout(pp=2, num_microbatches=2, recompute="full", recompute_method="block")
-    per_microbatch = NUM_LAYERS // 2 + 1
-    assert run_ranks(_count_calls, 2, layout) == [(2 * per_microbatch, 2 * per_microbatch)] * 2

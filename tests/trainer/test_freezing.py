@@ -213,14 +213,3 @@ def test_freezing_holds_from_fit_to_fit_and_is_refused_once_the_optimizer_is_mad
         assert "expected requires_grad=True as when the optimizer was made" in at_start
         assert "expected requires_grad=True as when the optimizer was made" in late
         assert "every weight is frozen" in everything
-
-
-def test_torch_still_refuses_to_save_moments_with_gaps() -> None:
-    """Else ``ShardWriter`` may leave the global plan to the planner."""
-    from torch.distributed.checkpoint.default_planner import _validate_global_plan
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
-    from torch.distributed.checkpoint.planner import SavePlan, TensorProperties
-
-    chunk = ChunkStorageMetadata(offsets=torch.Size([0]), sizes=torch.Size([2]))
-    entry = TensorStorageMetadata(TensorProperties(), torch.Size([4]), [chunk])
-    assert _validate_global_plan([SavePlan([]), SavePlan([])], Metadata({"optimizer.state.exp_avg.w": entry}))

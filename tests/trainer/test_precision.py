@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.parity.sharding import shards
-from tests.parity.training import Case, Layout, loader_of, module_of, outcome, trainer_of
+from tests.parity.training import Case, Layout, loader_of, module_of, trainer_of
 from tests.ranks import run_ranks
 
 Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed"]
@@ -58,13 +58,6 @@ def test_gradients_master_weights_and_moments_are_fp32_in_every_mode() -> None:
     others = {"main gradients": fp32, "master weights": fp32, "moments": fp32}
     for formats in run_ranks(_formats_of_all, 2, Layout(dp=2)):
         assert formats == {precision: {"weights": {dtype}, **others} for precision, dtype in WEIGHTS.items()}
-
-
-def test_bf16_trains_as_fp32_up_to_its_rounding() -> None:
-    exact, rounded = outcome(Case(labels="uneven")), outcome(Case(labels="uneven", precision="bf16-true"))
-    # bf16 keeps 8 bits: 0.4 % for each number, less for the mean of a hundred losses.
-    torch.testing.assert_close(rounded.losses, exact.losses, rtol=4e-3, atol=0)
-    assert rounded.losses != exact.losses
 
 
 # ---- fp16 -----------------------------------------------------------------------------------------------------------

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lightning_megatron import files
 from lightning_megatron.checkpoint.save import _start_partial
 from lightning_megatron.errors import CheckpointError, DataError
-from lightning_megatron.files import FolderLock, publish, recover, remove, staged, wait_for_deletions
+from lightning_megatron.files import FolderLock, publish, recover, remove, staged
 
 
 def _folder(path: Path, content: str) -> Path:
@@ -51,27 +48,6 @@ def test_the_new_folder_replaces_whatever_has_the_name(tmp_path: Path, old: str)
     assert not path.is_symlink()
     assert (path / "meta.pt").read_text() == "new"
     assert (tmp_path / "b.ckpt" / "meta.pt").read_text() == "other"
-
-
-def test_at_no_file_system_call_of_an_exchange_is_the_name_without_a_whole_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = _folder(tmp_path / "a.ckpt", "old")
-    partial = _folder(tmp_path / "a.ckpt.partial", "new")
-    seen: list[str] = []
-    for name in ("fsync", "rename", "unlink", "rmdir", "open"):
-        original = getattr(os, name)
-
-        def watched(*args: object, _original: object = original, **kwargs: object) -> object:
-            seen.append((path / "meta.pt").read_text())
-            return _original(*args, **kwargs)  # type: ignore[operator]
-
-        monkeypatch.setattr(os, name, watched)
-
-    publish(partial, path)
-
-    assert seen == sorted(seen, reverse=True)
-    assert set(seen) == {"old", "new"}
 
 
 def test_what_an_interrupted_swap_left_is_found_and_stays_until_there_is_another(tmp_path: Path) -> None:
@@ -114,29 +90,6 @@ def test_two_programs_cannot_write_one_checkpoint(tmp_path: Path) -> None:
     lock.release()
     _start_partial(path).release()
     assert _names(partial) == []
-
-
-def test_a_thread_deletes_the_files_of_what_was_replaced_or_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    let_go, rmtree = threading.Event(), shutil.rmtree
-
-    def slow(*args: Any, **kwargs: Any) -> None:
-        let_go.wait(10)
-        rmtree(*args, **kwargs)
-
-    monkeypatch.setattr(shutil, "rmtree", slow)
-    a, b = _folder(tmp_path / "a.ckpt", "old"), tmp_path / "b.ckpt"
-
-    publish(_folder(tmp_path / "a.ckpt.partial", "new"), a, in_background=True)
-
-    assert (a / "meta.pt").read_text() == "new"
-    assert _names(tmp_path) == ["a.ckpt", "a.ckpt.removed"]
-    let_go.set()
-    _folder(b, "old")
-    remove(b, in_background=True)
-    wait_for_deletions()
-    assert _names(tmp_path) == ["a.ckpt"]
 
 
 # ---- staged ---------------------------------------------------------------------------------------------------------

@@ -106,26 +106,6 @@ def test_the_first_batch_tells_the_kind_of_labels_for_all() -> None:
         step.check_batch({"input_ids": IDS, "labels": torch.zeros(2, 3)})
 
 
-@pytest.mark.parametrize(
-    ("task", "labels"),
-    [
-        ("pretraining", {"labels": LABELS, "next_sentence_label": torch.tensor([1, 1])}),
-        ("sequence_classification", {"labels": torch.tensor([1, 0])}),
-        ("token_classification", {"labels": torch.tensor([[0, 1, 0], [1, 1, 1]])}),
-        ("question_answering", {"start_positions": torch.tensor([0, 1]), "end_positions": torch.tensor([2, 2])}),
-    ],
-)
-def test_rows_that_fill_up_a_batch_have_no_targets(task: str, labels: dict[str, torch.Tensor]) -> None:
-    step = _step(task)
-    prepared = step.prepare_batch({"input_ids": IDS, "attention_mask": torch.ones_like(IDS), **labels})
-    before = dict(step.counts(prepared))
-    padded = step.pad_rows(prepared, 5)
-    assert all(tensor.shape[0] == 5 for tensor in padded.values())
-    assert step.counts(padded) == before
-    assert torch.equal(padded["tokens"][2:], IDS[1:].expand(3, 3))
-    assert (padded["attention_mask"] == 1).all()
-
-
 # ---- refusals -------------------------------------------------------------------------------------------------------
 
 LM = {"input_ids": IDS, "labels": LABELS}

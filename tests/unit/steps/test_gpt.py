@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from jsonargparse import ArgumentParser
 from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
 
 from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.models.config import ModelConfig
-from lightning_megatron.steps.base import Batch, TrainStep
+from lightning_megatron.steps.base import Batch
 from lightning_megatron.steps.gpt import GPTTrainStep
 
 VOCAB, EOD, LENGTH = 11, 3, 24
@@ -120,18 +118,6 @@ def test_a_model_that_is_no_gpt_and_an_end_outside_of_the_vocabulary_are_refused
         _step(eod_token=50256)
 
 
-@pytest.mark.filterwarnings("ignore")  # newer versions call instantiate_classes deprecated
-def test_options_can_be_set_by_name() -> None:
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_subclass_arguments(TrainStep, "step")
-    options = {"eod_token": EOD, "reset_position_ids": True, "eod_mask_loss": True}
-    spec = {"class_path": "lightning_megatron.GPTTrainStep", "init_args": options}
-    step = parser.instantiate_classes(parser.parse_object({"step": spec})).step
-    assert isinstance(step, GPTTrainStep)
-    assert {name: getattr(step, name) for name in options} == options
-    assert step.reset_attention_mask is False
-
-
 IDS = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(5))
 
 
@@ -178,22 +164,3 @@ def test_given_positions_cannot_be_reset() -> None:
     batch = {"input_ids": IDS, "position_ids": ONES}
     with pytest.raises(DataError, match="reset_position_ids=True would replace them"):
         _step(eod_token=EOD, reset_position_ids=True).check_batch(batch)
-
-
-def test_perplexity_is_of_the_targets_alone_over_all_batches() -> None:
-    step = _step()
-    metrics = step.metrics()
-    logits = torch.randn(2, 2, LENGTH, VOCAB, generator=torch.Generator().manual_seed(6))
-    losses, weights = [], []
-    for i, labels in enumerate((_with(-100), _with(-100, (0, 3)))):
-        prepared = step.prepare_batch({"input_ids": IDS, "labels": labels})
-        prepared = step.pad_rows(prepared, 5)
-        output = F.cross_entropy(logits[i].transpose(1, 2), prepared["targets"][:2], reduction="none")
-        output = torch.cat([output, torch.full((3, LENGTH), 100.0)])
-        step.update_metrics(metrics, prepared, output)
-        losses.append(output[:2])
-        weights.append(prepared["loss_mask"][:2])
-    loss, weight = torch.cat(losses), torch.cat(weights)
-    assert weight.sum() == 2 * (2 * (LENGTH - 1) - 1)
-    expected = torch.exp((loss * weight).sum() / weight.sum())
-    torch.testing.assert_close(metrics["perplexity"].compute().float(), expected)

@@ -38,12 +38,6 @@ def test_shifted_labels_are_those_of_hugging_face() -> None:
     assert _prepared()["decoder_ids"].equal(model._shift_right(LABELS))
 
 
-def test_added_rows_carry_no_loss() -> None:
-    padded = _step().pad_rows(_prepared(attention_mask=torch.ones_like(IDS)), 4)
-    assert all(tensor.shape[0] == 4 for tensor in padded.values())
-    assert padded["loss_mask"].sum(1).tolist() == [2, 2, 0, 0]
-
-
 # ---- Megatron's samples ---------------------------------------------------------------------------------------------
 
 ENCODER_MASK = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
@@ -120,7 +114,7 @@ def test_the_decoder_must_see_what_the_encoder_sees() -> None:
         ({"decoder_attention_mask": torch.ones(2, 4)}, r"must have \[2, 3\] or \[2, 3, 3\]"),
         ({"sample_mask": torch.ones(2, 1)}, r"sample_mask has the shape \[2, 1\]"),
         ({"position_ids": IDS}, "batch key 'position_ids' is not understood by T5TrainStep"),
-        ({"text_enc": IDS}, "batch key 'input_ids' is not understood"),
+        ({"text_enc": IDS}, "batch keys 'input_ids' and 'text_enc' mean the same"),
     ],
 )
 def test_wrong_batches_are_refused_by_name(changes: dict[str, torch.Tensor], message: str) -> None:
