@@ -25,7 +25,7 @@ from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
 from lightning_megatron.errors import ConfigError, require_number
 from lightning_megatron.generate.inputs import Inputs, check_prompts, with_first_token
 from lightning_megatron.generate.options import GenerationOptions
-from lightning_megatron.generate.texts import decoder_texts, encoded, new_texts
+from lightning_megatron.generate.texts import encoded, new_texts
 from lightning_megatron.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -575,10 +575,7 @@ class SampleText(Callback):
             if isinstance(callback, ThroughputMonitor):
                 callback.interrupt()
         if trainer.is_global_zero:
-            if self._is_answer:
-                texts = decoder_texts(self._tokenizer, written)
-            else:
-                texts = new_texts(self._tokenizer, written, *self._rows)
+            texts = new_texts(self._tokenizer, written, *self._rows, is_answer=self._is_answer)
             copies = self._options.num_return_sequences
             self._keep(trainer, [(self.prompts[index // copies], text) for index, text in enumerate(texts)])
 

@@ -520,7 +520,7 @@ class MegatronModule(pl.LightningModule):
         with self.megatron.engine():
             if self.return_logits:
                 last_stage_only = self.return_logits == "last_stage"
-                return self._live_model().logits_of_own_rows(rows, last_stage_only=last_stage_only)
+                return self._live_model().logits(rows, is_shared=False, last_stage_only=last_stage_only)
             if len(rows) == 0:
                 return rows.input_ids.long()
             # What torch makes of a negative seed, too.
@@ -536,7 +536,7 @@ class MegatronModule(pl.LightningModule):
             return self.logits(batch)
         model = self._live_model()
         with self.megatron.engine():
-            return model.logits_of_shared_rows(inputs_of_batch(batch, self.model_config, to_continue=False))
+            return model.logits(inputs_of_batch(batch, self.model_config, to_continue=False))
 
     def logits(
         self,
@@ -579,7 +579,7 @@ class MegatronModule(pl.LightningModule):
         )
         model = self._live_model()
         with self.megatron.engine():
-            return model.logits_of_shared_rows(rows, last_stage_only=last_stage_only)
+            return model.logits(rows, last_stage_only=last_stage_only)
 
     def _writing_model(self) -> LiveModel:
         """The model, which must be a GPT or T5.

@@ -152,50 +152,53 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
 def _add_command(
     commands: argparse._SubParsersAction[_OneLineErrorParser], name: str, function: Callable[..., None]
 ) -> None:
-    """Add a command whose options are the parameters of ``function``, or the fields of the one that is a dataclass.
+    """Add a command whose options are the parameters of ``function``, or the fields of those that are dataclasses.
 
     Help is their docstrings: summary, description and examples of the function, ``Args:`` of it or what stands under
-    each field. A parameter that can be given by position is no option, but an argument.
+    each field. A parameter that can be given by position is no option, but an argument. The metadata ``flag`` of a
+    field is another name for it, or "" for none: then it cannot be given here.
     """
     doc = parse(function.__doc__ or "", DocstringStyle.GOOGLE)
     summary = (doc.short_description or "").rstrip(".")
-    description = "\n\n".join(filter(None, (doc.short_description, doc.long_description)))
     examples = "\n".join(dedent(example.description or "") for example in doc.examples)
     parser = commands.add_parser(
         name,
         help=summary[:1].lower() + summary[1:],
-        description=description,
+        description="\n\n".join(filter(None, (doc.short_description, doc.long_description))),
         epilog=f"examples:\n{indent(examples, '  ')}" if examples else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    hints = get_type_hints(function)
-    kind: Any = next((hint for hint in hints.values() if dataclasses.is_dataclass(hint)), None)
-    owner = kind or function
-    documented: Docstring = parse_from_object(owner) if kind else doc
-    texts = {each.arg_name: each.description or "" for each in documented.params}
-    flags = {each.name: each.metadata.get("flag") for each in dataclasses.fields(kind)} if kind else {}
-    parameters, hints = inspect.signature(owner).parameters.values(), get_type_hints(owner)
-    for parameter in parameters:
-        flag = flags.get(parameter.name) or f"--{parameter.name.replace('_', '-')}"
-        _add_argument(parser, parameter, flag, hints[parameter.name], texts.get(parameter.name, ""))
+    hints: dict[str, Any] = get_type_hints(function)
+    kinds: dict[str, Any] = {key: hint for key, hint in hints.items() if dataclasses.is_dataclass(hint)}
+    options: dict[str, list[inspect.Parameter]] = {}
+    for key, owner in (kinds or {"": function}).items():
+        documented: Docstring = parse_from_object(owner) if kinds else doc
+        texts, hints = {each.arg_name: each.description for each in documented.params}, get_type_hints(owner)
+        flags = {each.name: each.metadata.get("flag") for each in dataclasses.fields(owner)} if kinds else {}
+        options[key] = [each for each in inspect.signature(owner).parameters.values() if flags.get(each.name) != ""]
+        for each in options[key]:
+            _add_argument(parser, each, flags.get(each.name), hints[each.name], texts.get(each.name) or "")
 
     def run(parsed: argparse.Namespace) -> None:
-        given = {parameter.name: getattr(parsed, parameter.name) for parameter in parameters}
-        return function(kind(**given)) if kind else function(**given)
+        given = {key: {each.name: getattr(parsed, each.name) for each in own} for key, own in options.items()}
+        function(**({key: kind(**given[key]) for key, kind in kinds.items()} if kinds else given[""]))
 
     parser.set_defaults(run=run)
 
 
 def _add_argument(
-    parser: argparse.ArgumentParser, parameter: inspect.Parameter, flag: str, hint: Any, text: str
+    parser: argparse.ArgumentParser, parameter: inspect.Parameter, flag: str | None, hint: Any, text: str
 ) -> None:
-    kinds = _kinds(hint)
+    kinds, default = _kinds(hint), parameter.default
     text = " ".join(text.split()).replace("``", "").replace("%", "%%").rstrip(".")
-    is_required, default = parameter.default is parameter.empty, parameter.default
     details: dict[str, Any] = {"help": text[:1].lower() + text[1:] if not text[1:2].isupper() else text}
+    is_positional = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    names = [parameter.name] if is_positional else [flag or f"--{parameter.name.replace('_', '-')}"]
+    if not is_positional:
+        details |= {"dest": parameter.name, "required": default is parameter.empty}
     if kinds == {bool}:
         action = "store_true" if hint is bool else argparse.BooleanOptionalAction
-        parser.add_argument(flag, dest=parameter.name, action=action, **details)
+        parser.add_argument(*names, action=action, **details)
         return
     if choices := [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]:
         details["choices"] = choices
@@ -203,23 +206,19 @@ def _add_argument(
         details["type"] = next((each for each in (int, float, Path) if kinds == {each}), str)
         name_of = {int: "N", float: "X", Path: "PATH", str: parameter.name.rpartition("_")[2].rstrip("s").upper()}
         details["metavar"] = "PATH" if Path in kinds else name_of[details["type"]]
-    if any(get_origin(each) is Sequence for each in (hint, *get_args(hint))):
+    if any(get_origin(each) in (Sequence, tuple) for each in (hint, *get_args(hint))):
         details["nargs"] = "+"
-    if not is_required:
+    if default is not parameter.empty:
         details["default"] = list(default) if isinstance(default, tuple) else default
         if default not in (None, ()):
-            shown = " ".join(default) if isinstance(default, tuple) else default
-            details["help"] += f" (default: {shown})"
-    if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
-        parser.add_argument(parameter.name, **details)
-    else:
-        parser.add_argument(flag, dest=parameter.name, required=is_required, **details)
+            details["help"] += f" (default: {' '.join(default) if isinstance(default, tuple) else default})"
+    parser.add_argument(*names, **details)
 
 
 def _kinds(hint: Any) -> set[Any]:
     """The types of which a value may be, or those of its items."""
     arguments = () if get_origin(hint) is Literal else get_args(hint)
-    return {kind for each in arguments for kind in _kinds(each)} if arguments else {hint} - {type(None)}
+    return {kind for each in arguments for kind in _kinds(each)} if arguments else {hint} - {type(None), Ellipsis}
 
 
 def _run_trainer_command(command: str, options: list[str]) -> None:

@@ -8,11 +8,9 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import select
 import sys
 import time
-from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from lightning_megatron.errors import ConfigError
 
@@ -74,13 +72,12 @@ def in_typed_words(message: str, parser: argparse.ArgumentParser) -> str:
     begin = r"(?<![\w./=-])"  # not within a path or another name
     for action in parser._actions:
         name, flag = action.dest, next((each for each in action.option_strings if each.startswith("--")), "--help")
-        if flag == "--help":
-            continue
-        if action.nargs == 0:
-            message = re.sub(rf"{begin}{name}=True\b", flag, message)
-        message = re.sub(rf"{begin}{name}=(?=\S)", f"{flag} ", message)
-        if "_" in name:
-            message = re.sub(rf"{begin}{name}(?![\w/=]|\.\w)", flag, message)
+        if flag != "--help":
+            if action.nargs == 0:
+                message = re.sub(rf"{begin}{name}=True\b", flag, message)
+            message = re.sub(rf"{begin}{name}=(?=\S)", f"{flag} ", message)
+            if "_" in name:
+                message = re.sub(rf"{begin}{name}(?![\w/=]|\.\w)", flag, message)
     return message
 
 
@@ -91,16 +88,11 @@ def expand_home(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> 
         parser: Whose options with the metavars of paths are meant.
         parsed: Changed in place.
     """
-
-    def expanded(value: Any) -> Any:
-        if isinstance(value, list):
-            return [expanded(each) for each in value]
-        is_path = isinstance(value, (str, Path))
-        return type(value)(os.path.expanduser(value)) if is_path else value  # as it is where no user has that name
-
     for action in parser._actions:
-        if action.metavar in _PATH_METAVARS and hasattr(parsed, action.dest):
-            setattr(parsed, action.dest, expanded(getattr(parsed, action.dest)))
+        value = getattr(parsed, action.dest, None)
+        if action.metavar in _PATH_METAVARS and value is not None:
+            paths = [type(each)(os.path.expanduser(each)) for each in (value if isinstance(value, list) else [value])]
+            setattr(parsed, action.dest, paths if isinstance(value, list) else paths[0])
 
 
 def report(message: str) -> int:
@@ -128,17 +120,13 @@ def report_interrupt() -> int:
 
 def is_unread(output: TextIO) -> bool:
     """Whether the program behind a pipe has ended, as ``head`` does; then what is still to come goes nowhere."""
-    poll = select.poll()
     try:
-        poll.register(output.fileno(), 0)
-    except OSError:  # no file
-        return False
-    if not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
-        return False
-    # Or the interpreter would try once more at its end, and complain.
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), output.fileno())
-    return True
+        output.flush()  # what could not be written is still there
+    except BrokenPipeError:
+        with open(os.devnull, "w") as nowhere:  # or the interpreter would try once more at its end, and complain
+            os.dup2(nowhere.fileno(), output.fileno())
+        return True
+    return False
 
 
 def _local_rank() -> int:

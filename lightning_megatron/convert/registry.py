@@ -100,7 +100,7 @@ def config_fields(model: HFConfigLike) -> dict[str, Any]:
     from transformers import PretrainedConfig
 
     if isinstance(model, (str, Path)):
-        fields = _read_json(Path(model))
+        fields = read_json(Path(model))
     elif isinstance(model, Mapping):
         fields = dict(model)
     elif isinstance(model, PretrainedConfig):
@@ -115,7 +115,12 @@ def config_fields(model: HFConfigLike) -> dict[str, Any]:
     return fields
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The fields of a JSON file of a model directory, of which ``config.json`` if it is the directory that is given.
+
+    Raises:
+        ConfigError: If there is none, or it holds no JSON object.
+    """
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"model config {file} does not exist; give a model directory, a config.json, or the fields")

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers import StopStringCriteria
 from transformers.generation.logits_process import (
     LogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
@@ -26,7 +27,6 @@ from lightning_megatron.engine.groups import Topology
 from lightning_megatron.generate.inputs import NextTokens
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.generate.pipeline import Stages
-from lightning_megatron.generate.texts import StopStrings
 
 STEPS_BETWEEN_LOOKS = 8
 """After how many tokens the host asks the device whether all rows are finished; asking makes it wait."""
@@ -46,7 +46,7 @@ class Rules:
     """Settled, and with the model's own tokens filled in."""
     vocab_size: int
     """Without padding."""
-    strings: StopStrings | None = None
+    strings: StopStringCriteria | None = None
     """What finds the texts that end rows."""
 
     @property
@@ -144,7 +144,7 @@ class _Rows:
         self._processors = token_processors(options, prompts)
         if options.samples:
             self._processors += distribution_processors(options, self._width)
-        self._stops = Stops(options, prompts, rules.strings) if rules.can_end else None
+        self._stops = Stops(rules, prompts) if rules.can_end else None
         new = prompts.tokens.new_zeros(rows, options.num_new_tokens)
         # What was chosen behind the end of a row, too.
         self._texts = torch.cat((readable(prompts), new), dim=-1)
@@ -202,7 +202,7 @@ class Beams:
         self._vocab_size = rules.vocab_size
         rows, count, device = len(prompts.tokens), options.num_beams, prompts.tokens.device
         self._first_beams = torch.arange(rows, device=device)[:, None] * count
-        self._stops = Stops(options, prompts, rules.strings)
+        self._stops = Stops(rules, prompts)
         self._num_candidates = max(2, 1 + len(options.eos_token_ids)) * count
         self._processors = token_processors(options, prompts, copies=count)
         self._prompts = readable(prompts).repeat_interleave(count, dim=0)
@@ -426,15 +426,14 @@ def uniform_numbers(seed: int, steps: int, rows: int) -> Tensor:
 class Stops:
     """Finds rows that end: with a token that ends them, with a run of tokens that does, or with a stop string."""
 
-    def __init__(self, options: GenerationOptions, prompts: NextTokens, strings: StopStrings | None = None) -> None:
+    def __init__(self, rules: Rules, prompts: NextTokens) -> None:
         """Copy the tokens to the device once.
 
         Args:
-            options: With the model's own tokens filled in.
+            rules: What decides about the tokens.
             prompts: On the device.
-            strings: Those of the options.
         """
-        device = prompts.tokens.device
+        options, strings, device = rules.options, rules.strings, prompts.tokens.device
         self._sequences = [
             torch.tensor(sequence, device=device)
             for sequence in (*((token,) for token in options.eos_token_ids), *options.stop_sequences)
@@ -443,8 +442,8 @@ class Stops:
         self._strings = strings
         if strings is not None:
             # A text may begin in the prompt; padding says nothing.
-            endings = prompts.tokens.masked_fill(prompts.is_token == 0, strings.no_token)
-            self._endings = endings[:, -strings.num_tokens :]
+            endings = prompts.tokens.masked_fill(prompts.is_token == 0, len(strings.embedding_vec) - 1)
+            self._endings = endings[:, -strings.maximum_token_len :]
 
     def at(self, new_tokens: Tensor) -> Tensor:
         """Which rows end with their last token: [b * n], bool.
@@ -460,6 +459,6 @@ class Stops:
                     ends |= (new_tokens[:, length - len(sequence) :] == sequence).all(dim=-1)
         if self._strings is not None:
             endings = self._endings.repeat_interleave(rows // len(self._endings), dim=0)
-            texts = torch.cat((endings, new_tokens[:, -self._strings.num_tokens :]), dim=-1)
-            ends |= self._strings.at(texts, None)
+            texts = torch.cat((endings, new_tokens[:, -self._strings.maximum_token_len :]), dim=-1)
+            ends |= self._strings(texts, None)
         return ends

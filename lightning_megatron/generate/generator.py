@@ -99,7 +99,9 @@ class LiveModel:
         on_host = given.each(Tensor.cpu)
         if is_shared:
             before, prompts, rules = on_all_ranks_alike(lambda: self._planned(on_host, options, ends))
-            _check_agreement(options, *vars(on_host).values(), None if rules.strings is None else rules.strings.table)
+            _check_agreement(
+                options, *vars(on_host).values(), None if rules.strings is None else rules.strings.embedding_vec
+            )
         else:
             before, prompts, rules = self._planned(on_host, options, ends)
         repeats = options.num_return_sequences
@@ -138,11 +140,8 @@ class LiveModel:
         for sequence in options.stop_sequences:
             check_in_vocabulary("stop_sequences", sequence, model.vocab_size)
         strings = stop_strings(options.stop_texts, options.tokenizer) if options.stop_texts else None
-        if strings is not None and strings.no_token > model.vocab_size:
-            raise ConfigError(
-                f"tokenizer has tokens up to {strings.no_token - 1}, and the model's vocabulary ends at "
-                f"{model.vocab_size - 1}; give the tokenizer of this model"
-            )
+        if strings is not None:  # its last row stands for no token
+            check_in_vocabulary("tokenizer", (len(strings.embedding_vec) - 2,), model.vocab_size)
         if model.architecture == "t5":
             before, mask = decoder_start(given, model.decoder_start_token_id if ends.start is None else ends.start)
             prompts = with_source(aligned(before, mask), given)
@@ -177,40 +176,30 @@ class LiveModel:
 
     # ---- logits ------------------------------------------------------------------------------------------------------
 
-    def logits_of_shared_rows(self, given: Inputs, *, last_stage_only: bool = False) -> Tensor | None:
-        """Logits of rows that all copies of the model have and share: fp32, on the device of the weights.
+    def logits(self, rows: Inputs, *, is_shared: bool = True, last_stage_only: bool = False) -> Tensor | None:
+        """Logits of rows: fp32, on the device of the weights.
 
         They are ``[b, s, vocab_size]``; s is the length of the decoder's rows if there is a decoder. Those of a BERT's
         other heads are ``[b, num_labels]`` (``sequence_classification``) or ``[b, s, num_labels]``.
 
         Args:
-            given: The same on every rank.
+            rows: The same on every rank; or none, perhaps, of a copy.
+            is_shared: As for ``generate``.
             last_stage_only: Give them to the ranks of the last pipeline stage alone, which have them anyway, and None
                 to the others.
 
         Raises:
-            ConfigError: On all ranks alike, before anything runs, if the model cannot read a row.
+            ConfigError: On all these ranks alike, before anything runs, if the model cannot read a row.
         """
-        rows = given.each(Tensor.cpu)
-        on_all_ranks_alike(lambda: check_rows(rows, self.config))
-        _check_agreement("logits", *vars(rows).values())
-        counts = self._dealt(len(rows))
-        own = self._own(counts)
-        logits = self._logits(rows.each(lambda tensor: tensor[own]), last_stage_only=last_stage_only)
-        # A data-parallel group lies within one stage.
-        return None if logits is None else self._gathered(logits, counts)
-
-    def logits_of_own_rows(self, rows: Inputs, *, last_stage_only: bool = False) -> Tensor | None:
-        """Logits of rows that only this copy of the model has, perhaps none; all its ranks must call alike.
-
-        Raises:
-            ConfigError: On all these ranks, if the model cannot read a row.
-        """
-        if len(rows) > 0:
-            check_rows(rows.each(Tensor.cpu), self.config)
-        return self._logits(rows, last_stage_only=last_stage_only)
-
-    def _logits(self, rows: Inputs, *, last_stage_only: bool) -> Tensor | None:
+        on_host, counts = rows.each(Tensor.cpu), [0]
+        if is_shared:
+            on_all_ranks_alike(lambda: check_rows(on_host, self.config))
+            _check_agreement("logits", *vars(on_host).values())
+            counts = self._dealt(len(rows))
+            own = self._own(counts)
+            rows = rows.each(lambda tensor: tensor[own])
+        elif len(rows) > 0:
+            check_rows(on_host, self.config)
         is_kept = self.topology.is_last_stage or not last_stage_only
         model, shape = self.config, [len(rows), rows.length]
         predicts_tokens = model.architecture != "bert" or model.has_output_layer
@@ -227,7 +216,8 @@ class LiveModel:
                     logits = (computed[..., : model.vocab_size] if predicts_tokens else computed).contiguous()
                 if self.topology.parallel.pp > 1 and not last_stage_only:
                     dist.broadcast(logits, self.topology.last_stage, group=self.topology.pp_group)
-            return logits if is_kept else None
+            # A data-parallel group lies within one stage.
+            return self._gathered(logits, counts) if is_kept else None
 
     # ---- rows of the copies ------------------------------------------------------------------------------------------
 

@@ -176,8 +176,7 @@ def check_prompts(inputs: Inputs, model: ModelConfig, options: GenerationOptions
             vocabulary, the text would outgrow the table of positions or what the options allow, or a model is given
             what its kind does not read.
     """
-    _check_tokens("input_ids", inputs.input_ids, inputs.attention_mask, model, padding_counts=False)
-    _check_decoder(inputs, model, padding_counts=False)
+    check_rows(inputs, model, to_continue=True)
     if model.architecture != "t5":
         check_length(inputs.input_ids, inputs.attention_mask, model, options)
     elif options.bos_token_id is not None:
@@ -187,30 +186,43 @@ def check_prompts(inputs: Inputs, model: ModelConfig, options: GenerationOptions
         )
 
 
-def check_rows(inputs: Inputs, model: ModelConfig) -> None:
-    """Refuse rows that the model cannot read, padding included. Reads the tensors, which should be on the host.
+def check_rows(inputs: Inputs, model: ModelConfig, *, to_continue: bool = False) -> None:
+    """Refuse rows that the model cannot read. Reads the tensors, which should be on the host.
+
+    Args:
+        inputs: The rows.
+        model: What reads them.
+        to_continue: Whether these are prompts, each with a token beside the padding, rather than rows of which logits
+            are asked, whose padding is read and looked up like a token.
 
     Raises:
         ConfigError: With the name, the value, the rule and the fix.
     """
     mask: Any = inputs.attention_mask
-    if model.architecture == "gpt" and isinstance(mask, Tensor):  # numbers of segments
+    if model.architecture == "gpt" and not to_continue and isinstance(mask, Tensor):  # numbers of segments
         mask = (mask != 0).long()
-    _check_tokens("input_ids", inputs.input_ids, mask, model, padding_counts=True)
-    _check_decoder(inputs, model, padding_counts=True)
+    _check_tokens("input_ids", inputs.input_ids, mask, model, to_continue=to_continue)
+    given = {name: tensor for name, tensor in vars(inputs).items() if tensor is not None}
+    for name in given:
+        if name not in _READ[model.architecture]:
+            raise ConfigError(f"{name} are nothing that {model.family} reads; leave them out")
+    if "decoder_input_ids" in given:
+        tokens = given["decoder_input_ids"]
+        _check_tokens("decoder_input_ids", tokens, inputs.decoder_attention_mask, model, to_continue=to_continue)
+        if len(tokens) != len(inputs):
+            raise ConfigError(
+                f"decoder_input_ids: expected as many rows as input_ids, {len(inputs)}, got {len(tokens)}"
+            )
+    elif model.architecture == "t5" and (not to_continue or "decoder_attention_mask" in given):
+        raise ConfigError(f"{model.family} needs decoder_input_ids here, what its decoder reads; give them")
     limits = {
         "token_type_ids": (max(model.num_tokentypes, 1), "type_vocab_size"),
         "position_ids": (_positions(model), "max_position_embeddings"),
     }
-    for name, (limit, rule) in limits.items():
-        tensor = getattr(inputs, name)
-        if tensor is None:
-            continue
-        if name not in _READ[model.architecture]:
-            raise DataError(f"{name} are nothing that {model.family} reads; leave them out")
-        check_shape(name, tensor, tuple(inputs.input_ids.shape), "as input_ids")
-        check_integers(name, tensor, "they number rows of a table")
-        check_numbers(name, tensor, limit, rule)
+    for name in given.keys() & limits.keys():
+        check_shape(name, given[name], tuple(inputs.input_ids.shape), "as input_ids")
+        check_integers(name, given[name], "they number rows of a table")
+        check_numbers(name, given[name], *limits[name])
 
 
 def check_length(
@@ -227,18 +239,14 @@ def check_length(
     longest = width if attention_mask is None else int(attention_mask.sum(-1).max())
     room = limit + 1 - longest  # the last new token is not read again
     settled = options.settled(width, room)
-    if settled.num_new_tokens <= room:
-        return settled
-    if room < 1:
+    if settled.num_new_tokens > room:
+        name, most = ("max_new_tokens", room) if options.max_length is None else ("max_length", width + room)
+        fix = f"cut the prompts to {limit} tokens" if room < 1 else f"use {name} of at most {most}"
         raise ConfigError(
-            f"a prompt of {longest} tokens needs more positions than the model's max_position_embeddings={limit}; cut "
-            f"the prompts to {limit} tokens"
+            f"a prompt of {longest} tokens and {name}={getattr(options, name)} need more positions than the model's "
+            f"max_position_embeddings={limit}; {fix}"
         )
-    name, most = ("max_new_tokens", room) if options.max_length is None else ("max_length", width + room)
-    raise ConfigError(
-        f"a prompt of {longest} tokens and {name}={getattr(options, name)} need more positions than the model's "
-        f"max_position_embeddings={limit}; use {name} of at most {most}"
-    )
+    return settled
 
 
 def check_in_vocabulary(name: str, tokens: tuple[int, ...], vocab_size: int) -> None:
@@ -255,16 +263,8 @@ def check_in_vocabulary(name: str, tokens: tuple[int, ...], vocab_size: int) -> 
             )
 
 
-def _check_tokens(name: str, input_ids: Any, mask: Any, model: ModelConfig, *, padding_counts: bool) -> None:
-    """Rows of tokens and their mask.
-
-    Args:
-        name: What the caller calls the tokens.
-        input_ids: Should be [b, s], integers.
-        mask: Should be [b, s] of 0 and 1, or None for no padding.
-        model: What reads them.
-        padding_counts: Whether padding is read and looked up like a token; else each row must have a token beside it.
-    """
+def _check_tokens(name: str, input_ids: Any, mask: Any, model: ModelConfig, *, to_continue: bool) -> None:
+    """Rows of tokens, which should be [b, s] integers, and their mask, [b, s] of 0 and 1 or None for no padding."""
     is_whole = isinstance(input_ids, Tensor) and not input_ids.is_floating_point() and input_ids.dtype != torch.bool
     if not is_whole or input_ids.dim() != 2 or input_ids.numel() == 0:
         raise ConfigError(f"{name}: expected a tensor of integers, [prompts, tokens], got {_kind(input_ids)}")
@@ -277,37 +277,16 @@ def _check_tokens(name: str, input_ids: Any, mask: Any, model: ModelConfig, *, p
             )
         if not bool(((mask == 0) | (mask == 1)).all()):
             raise ConfigError(f"{mask_name}: expected 1 for tokens and 0 for padding, got other numbers")
-        if not padding_counts:
-            empty = (mask.sum(-1) == 0).nonzero().flatten().tolist()
-            if empty:
+        if to_continue:
+            if empty := (mask.sum(-1) == 0).nonzero().flatten().tolist():
                 raise ConfigError(f"the prompts {empty} are empty ({name} have padding only); give each a token")
             real = input_ids[mask == 1]
     check_in_vocabulary(name, (int(real.min()), int(real.max())), model.vocab_size)
     limit, length = _positions(model), input_ids.shape[1]
-    if padding_counts and limit is not None and length > limit:
+    if not to_continue and limit is not None and length > limit:
         raise ConfigError(
             f"{name} have {length} tokens per row, more than the model's max_position_embeddings={limit}; cut them"
         )
-
-
-def _check_decoder(inputs: Inputs, model: ModelConfig, *, padding_counts: bool) -> None:
-    """What the decoder of a T5 reads, which logits need; nothing of the kind for other models."""
-    tokens, mask = inputs.decoder_input_ids, inputs.decoder_attention_mask
-    if model.architecture != "t5":
-        for name, given in (("decoder_input_ids", tokens), ("decoder_attention_mask", mask)):
-            if given is not None:
-                raise ConfigError(f"{name} are for encoder-decoders, which {model.family} is not; leave them out")
-    elif tokens is not None:
-        _check_tokens("decoder_input_ids", tokens, mask, model, padding_counts=padding_counts)
-        if len(tokens) != len(inputs):
-            raise ConfigError(
-                f"decoder_input_ids have {len(tokens)} rows and input_ids {len(inputs)}; give each row of the encoder "
-                "one of the decoder"
-            )
-    elif padding_counts:
-        raise ConfigError(f"logits of {model.family} need decoder_input_ids, what its decoder reads; give them")
-    elif mask is not None:
-        raise ConfigError("decoder_attention_mask has no decoder_input_ids that it says something about; give them")
 
 
 def _positions(model: ModelConfig) -> int | None:
@@ -332,18 +311,18 @@ def aligned(input_ids: Tensor, attention_mask: Tensor | None) -> NextTokens:
         attention_mask: [b, s], 1 for tokens and 0 for padding; None for no padding.
     """
     tokens = input_ids.long()
-    rows, width = tokens.shape
-    if attention_mask is None:
-        positions = torch.arange(width, device=tokens.device).expand(rows, width)
-        return NextTokens(tokens=tokens, positions=positions, mask=None, longest=width)
-    mask = attention_mask.long()
+    mask = torch.ones_like(tokens) if attention_mask is None else attention_mask.long()
     lengths = mask.sum(-1)
     longest, shortest = int(lengths.max()), int(lengths.min())
-    tokens_last = mask.argsort(dim=-1, stable=True)[:, width - longest :]
     # What stands for padding need not be a token of the vocabulary, and the embedding is asked for it.
-    tokens, mask = (tokens * mask).gather(-1, tokens_last), mask.gather(-1, tokens_last)
+    tokens, mask = (each[:, -longest:] for each in _padded_left(tokens * mask, mask))
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     return NextTokens(tokens=tokens, positions=positions, mask=mask if shortest < longest else None, longest=longest)
+
+
+def _padded_left(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    order = mask.argsort(dim=-1, stable=True)
+    return tokens.gather(-1, order), mask.gather(-1, order)
 
 
 def with_first_token(input_ids: Tensor, attention_mask: Tensor | None, token: int) -> tuple[Tensor, Tensor | None]:
@@ -355,20 +334,15 @@ def with_first_token(input_ids: Tensor, attention_mask: Tensor | None, token: in
         token: What texts begin with.
 
     Returns:
-        Tokens and mask, [b, s + 1]; of a row that begins with ``token`` the new column is padding. Or what was given.
+        Tokens and mask, [b, s + 1] with the padding on the left, of which a row that begins with ``token`` has one
+        more. Or what was given.
     """
-    rows, width = input_ids.shape
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    first = mask.argmax(dim=-1, keepdim=True)
-    begins = input_ids.gather(-1, first) == token
+    begins = input_ids.gather(-1, mask.argmax(dim=-1, keepdim=True)) == token
     if bool(begins.all()):
         return input_ids, attention_mask
-    places = torch.arange(width + 1, device=input_ids.device).expand(rows, -1)
-    sources = (places - (places > first).long()).clamp(max=width - 1)
-    tokens, mask = input_ids.gather(-1, sources), mask.gather(-1, sources)
-    tokens.scatter_(-1, first, token)
-    mask.scatter_(-1, first, (~begins).to(mask.dtype))
-    return tokens, mask
+    tokens = torch.cat((torch.full_like(input_ids[:, :1], token), input_ids), dim=-1)
+    return _padded_left(tokens, torch.cat(((~begins).to(mask.dtype), mask), dim=-1))
 
 
 def decoder_start(inputs: Inputs, token: int) -> tuple[Tensor, Tensor | None]:

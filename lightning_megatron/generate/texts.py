@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import functools
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lightning_megatron.convert.hugging_face_files import GENERATION_CONFIG_FILE
-from lightning_megatron.convert.registry import HFConfigLike, config_object
+from lightning_megatron.convert.registry import HFConfigLike, config_object, read_json
 from lightning_megatron.data.tokenizer import load_tokenizer
-from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import StopStringCriteria
 
 
 def encoded(texts: Sequence[str], tokenizer: Any, *, add_bos: bool = False) -> tuple[Tensor, Tensor]:
@@ -54,32 +56,27 @@ def continuation(tokenizer: Any, prompt: Sequence[int], new: Sequence[int]) -> s
     return whole[len(before) :]
 
 
-def new_texts(tokenizer: Any, written: Tensor, input_ids: Tensor, attention_mask: Tensor | None) -> list[str]:
-    """What follows each prompt, special tokens left out.
+def new_texts(
+    tokenizer: Any, written: Tensor, input_ids: Tensor, attention_mask: Tensor | None, *, is_answer: bool = False
+) -> list[str]:
+    """What was written to each prompt, special tokens left out.
 
     Args:
         tokenizer: Of transformers.
-        written: What ``generate`` of a GPT returned, [b * n, s + new]: n texts of each prompt.
+        written: What ``generate`` returned, [b * n, s + new]: n texts of each prompt.
         input_ids: The prompts that it was given, [b, s].
         attention_mask: [b, s]; None for no padding.
+        is_answer: Whether it is the decoder of a T5 that has written: [b * n, 1 + new], without the prompts.
     """
+    if is_answer:
+        texts: list[str] = tokenizer.batch_decode(written[:, 1:], skip_special_tokens=True)
+        return texts
     copies, width = len(written) // len(input_ids), input_ids.shape[1]
     masks = (torch.ones_like(input_ids) if attention_mask is None else attention_mask).bool().cpu()
     return [
         continuation(tokenizer, row[:width][masks[index // copies]].tolist(), row[width:].tolist())
         for index, row in enumerate(written.cpu())
     ]
-
-
-def decoder_texts(tokenizer: Any, written: Tensor) -> list[str]:
-    """What an encoder-decoder wrote, special tokens left out.
-
-    Args:
-        tokenizer: Of transformers.
-        written: What ``generate`` returned, [b, 1 + new].
-    """
-    texts: list[str] = tokenizer.batch_decode(written[:, 1:], skip_special_tokens=True)
-    return texts
 
 
 # ---- special tokens --------------------------------------------------------------------------------------------------
@@ -111,7 +108,7 @@ def end_tokens(model: HFConfigLike) -> EndTokens:
     file = Path(model) / GENERATION_CONFIG_FILE if isinstance(model, (str, Path)) else None
     start: int | None = None
     if file is not None and file.is_file():
-        fields = _read(file)
+        fields = read_json(file)
         # In Hugging Face's order of precedence (transformers 5.23, generation/utils.py, _prepare_special_tokens).
         start = fields.get("decoder_start_token_id")
         start = fields.get("bos_token_id") if start is None else start
@@ -122,56 +119,26 @@ def end_tokens(model: HFConfigLike) -> EndTokens:
     return EndTokens(eos=several, pad=fields.get("pad_token_id"), start=start)
 
 
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{file} is not JSON ({error}); correct the file") from None
-    if not isinstance(fields, dict):
-        raise ConfigError(f"{file} holds a {type(fields).__name__}, not an object; correct the file")
-    return fields
-
-
 # ---- stop strings ----------------------------------------------------------------------------------------------------
 
 
-class StopStrings:
-    """Says of rows of tokens whether their last token completes one of some texts, however they are spelled.
+@functools.lru_cache(maxsize=8)
+def _criteria(strings: tuple[str, ...], tokenizer: Any, size: int) -> StopStringCriteria:
+    """Takes a second or two for 128,000 tokens; ``size`` changes when tokens are added."""
+    from transformers import StopStringCriteria
 
-    The rules are those of transformers' ``StopStringCriteria``, which does the work, with tensors alone: the device
-    never waits for the host.
-    """
-
-    def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:
-        """Lay out what each token of the vocabulary has in common with the texts.
-
-        Args:
-            strings: The texts.
-            tokenizer: Of transformers.
-
-        Raises:
-            ConfigError: If the tokenizer knows no token that could end one of the texts.
-        """
-        from transformers import StopStringCriteria
-
-        try:
-            criteria = StopStringCriteria(tokenizer, list(strings))
-        except ValueError as error:
-            raise ConfigError(
-                f"stop_strings={list(strings)!r} can be written with no token of the tokenizer; correct them"
-            ) from error
-        self.at: Callable[[Tensor, None], Tensor] = criteria
-        """Of [b, s] int64 tokens (and None): whether the last one of each row completes a text, [b] bool."""
-        self.table: Tensor = criteria.embedding_vec
-        """[vocabulary, n], int32: what each token has in common with the texts; equal for equal tokenizers."""
-        self.num_tokens: int = criteria.maximum_token_len
-        """Of how many of its last tokens a row consists that is asked about: one for each letter of the longest."""
-        self.no_token = len(self.table) - 1
-        """A number that stands for no text at all: one more than the tokenizer's last token."""
+    try:
+        return StopStringCriteria(tokenizer, list(strings))
+    except ValueError as error:
+        raise ConfigError(f"stop_strings={strings!r} can be written with no token of the tokenizer") from error
 
 
-def stop_strings(strings: Sequence[str], tokenizer: Any) -> StopStrings:
-    """What finds these texts; found out once for each tokenizer, or its folder.
+def stop_strings(strings: Sequence[str], tokenizer: Any) -> StopStringCriteria:
+    """What says of rows of tokens whether their last token completes one of the texts, however they are spelled.
+
+    It works with tensors alone: the device never waits for the host. It asks about the last ``maximum_token_len``
+    tokens of a row, one for each letter of the longest text. The last row of its ``embedding_vec``, [vocabulary, n]
+    int32, stands for no token at all.
 
     Args:
         strings: The texts.
@@ -183,22 +150,12 @@ def stop_strings(strings: Sequence[str], tokenizer: Any) -> StopStrings:
     from transformers import PreTrainedTokenizerBase
 
     if isinstance(tokenizer, (str, Path)):
-        try:
-            tokenizer = _loaded(tokenizer)
-        except DataError as error:
-            raise ConfigError(str(error)) from error
+        tokenizer = _loaded(tokenizer)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ConfigError(
-            f"tokenizer={tokenizer!r} is a {type(tokenizer).__name__}, and stop_strings need a tokenizer of "
-            "transformers, or the folder of one; give that"
+            f"tokenizer={tokenizer!r}: stop_strings need a tokenizer of transformers, or the folder of one; give that"
         )
-    return _laid_out(tuple(strings), tokenizer, len(tokenizer))
+    return _criteria(tuple(strings), tokenizer, len(tokenizer))
 
 
 _loaded = functools.lru_cache(maxsize=4)(load_tokenizer)
-
-
-@functools.lru_cache(maxsize=8)
-def _laid_out(strings: tuple[str, ...], tokenizer: Any, size: int) -> StopStrings:
-    """Takes a second or two for 128,000 tokens; ``size`` changes when tokens are added."""
-    return StopStrings(strings, tokenizer)

@@ -105,18 +105,20 @@ def test_an_interrupt_is_one_line_and_what_shells_expect(
 def test_output_that_nobody_reads_ends_the_command_without_a_word(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken() -> str:
-        raise BrokenPipeError
+    def report() -> str:
+        if not pipes:
+            raise BrokenPipeError  # another pipe's: a defect
+        os.close(pipes.pop())
+        return "to nowhere"
 
-    monkeypatch.setattr("lightning_megatron.cli.doctor.report_installation", broken)
+    monkeypatch.setattr("lightning_megatron.cli.doctor.report_installation", report)
     end, beginning = os.pipe()
+    pipes = [end]
     with open(beginning, "w") as output:
         monkeypatch.setattr(sys, "stdout", output)
-        with pytest.raises(BrokenPipeError):  # another pipe's: a defect
-            main(["doctor"])
-        os.close(end)
         assert main(["doctor"]) == 141
-        output.write("to nowhere")
+        with pytest.raises(BrokenPipeError):
+            main(["doctor"])
     assert capsys.readouterr().err == ""
 
 

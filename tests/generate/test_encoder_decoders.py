@@ -113,7 +113,11 @@ def _drawn_by_hand(call: Call, options: GenerationOptions) -> torch.Tensor:
 
 REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("generate", {"bos_token_id": 3}, "bos_token_id=3 stands before texts that are continued, and a t5 starts its own"),
-    ("generate", {"decoder_input_ids": torch.ones(1, 2).long()}, "decoder_input_ids have 1 rows and input_ids 2"),
+    (
+        "generate",
+        {"decoder_input_ids": torch.ones(1, 2).long()},
+        "decoder_input_ids: expected as many rows as input_ids, 2, got 1",
+    ),
     (
         "generate",
         {"decoder_input_ids": torch.tensor([[0], [2]]), "decoder_attention_mask": torch.tensor([[1], [0]])},
@@ -124,8 +128,8 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
         {"decoder_input_ids": torch.tensor([[0], [2]]), "decoder_attention_mask": torch.ones(2, 2)},
         "decoder_attention_mask: expected a tensor [2, 1], as decoder_input_ids have it, got torch.float32 [2, 2]",
     ),
-    ("generate", {"decoder_attention_mask": torch.ones(2, 1)}, "decoder_attention_mask has no decoder_input_ids"),
-    ("logits", {}, "logits of t5 need decoder_input_ids"),
+    ("generate", {"decoder_attention_mask": torch.ones(2, 1)}, "t5 needs decoder_input_ids here"),
+    ("logits", {}, "t5 needs decoder_input_ids here"),
     ("logits", {"decoder_input_ids": torch.full((2, 1), 83)}, "decoder_input_ids has the token 83"),
 )
 

@@ -98,12 +98,12 @@ def _switches(module: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("calls", "says"),
     [
-        ([{"stop_strings": "a", "tokenizer": byte_level_tokenizer({83: b"a"})}], "tokenizer has tokens up to 83, and"),
+        ([{"stop_strings": "a", "tokenizer": byte_level_tokenizer({83: b"a"})}], "tokenizer has the token 83, and"),
         ([{}, {"on_tokens": 3}], "on_tokens must be callable, got 3"),
-        ([{"decoder_input_ids": torch.ones(1, 1)}], "decoder_input_ids are for encoder-decoders, which gpt2 is not"),
+        ([{"decoder_input_ids": torch.ones(1, 1)}], "decoder_input_ids are nothing that gpt2 reads"),
         ([{"tokens": [[83]]}], "token 83, and the model's vocabulary is 0..82"),
         ([{}, {"tokens": [[2]]}], "rank 1 asks with other prompts or options than rank 0"),
-        ([{}, {"top_k": -3}], "top_k=-3 must be an integer of at least 0"),
+        ([{}, {"top_k": -3}], "top_k=-3 must be a number at least 0"),
     ],
 )
 def test_wrong_input_is_refused_on_all_ranks_and_leaves_the_model_as_it_was(calls: Any, says: str) -> None:

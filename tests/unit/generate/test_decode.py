@@ -85,23 +85,13 @@ def test_drawn_tokens_are_as_frequent_as_they_are_probable() -> None:
     assert chi_square < 18.47
 
 
-def test_the_seed_alone_decides_about_the_numbers() -> None:
-    torch.manual_seed(1)
-    before = torch.get_rng_state()
-    first = uniform_numbers(3, 4, 5)
-    assert torch.equal(before, torch.get_rng_state())
-    assert torch.equal(first, uniform_numbers(3, 4, 5))
-    assert not torch.equal(first, uniform_numbers(4, 4, 5))
-
-
 def test_rows_end_with_any_of_the_tokens_or_the_whole_of_a_sequence() -> None:
     options = GenerationOptions(eos_token_id=(7, 8), stop_sequences=((1, 2, 3),))
     new = torch.tensor([[5, 1, 2, 3], [5, 5, 2, 3], [1, 2, 3, 7], [1, 2, 3, 4], [0, 0, 7, 8]])
     prompts = aligned(new, None)
-    stops = Stops(options, prompts)
-    assert Rules(options=options, vocab_size=VOCAB_SIZE).can_end
+    stops = Stops(Rules(options=options, vocab_size=VOCAB_SIZE), prompts)
     assert stops.at(new).tolist() == [True, False, True, False, True]
     assert stops.at(new[:, 1:]).tolist() == [True, False, True, False, True]
     assert stops.at(new[:, 2:]).tolist() == [False, False, True, False, True]
-    assert not Stops(GenerationOptions(min_new_tokens=5, eos_token_id=7), prompts).at(new).any()
-    assert not Rules(options=GenerationOptions(), vocab_size=VOCAB_SIZE).can_end
+    later = Rules(options=GenerationOptions(min_new_tokens=5, eos_token_id=7), vocab_size=VOCAB_SIZE)
+    assert not Stops(later, prompts).at(new).any()

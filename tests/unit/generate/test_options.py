@@ -14,8 +14,8 @@ from lightning_megatron.generate.options import GenerationOptions, options_from
     ("arguments", "says"),
     [
         ({"max_new_tokens": True}, "max_new_tokens=True must be an integer, and is a bool"),
-        ({"max_length": 1}, "max_length=1 must be an integer of at least 2"),
-        ({"seed": 2**64}, "at most 64 bits"),
+        ({"max_length": 1}, "max_length=1 must be a number at least 2"),
+        ({"seed": 2**64}, "must be a number from"),
         ({"top_p": float("nan")}, "top_p=nan must be a number from 0 to 1"),
         ({"top_p": "high"}, "top_p='high' must be a number"),
         ({"temperature": 0.0}, r"temperature=0\.0 must be a number from 1e-30 to 100"),
@@ -23,12 +23,9 @@ from lightning_megatron.generate.options import GenerationOptions, options_from
         ({"early_stopping": "soon", "num_beams": 2}, "early_stopping='soon'"),
         ({"max_length": 20, "max_new_tokens": 20}, "max_new_tokens=20 and max_length=20 both say"),
         ({"min_length": 20, "min_new_tokens": 2}, "min_new_tokens=2 and min_length=20 both say"),
-        ({"min_length": 21, "max_length": 20}, "min_length=21 is more than max_length=20"),
-        ({"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens=9 is more than max_new_tokens=8"),
-        ({"stop_strings": "x"}, "stop_strings='x' cannot be found without a tokenizer"),
-        ({"stop_strings": ("x", ""), "tokenizer": "a"}, "stop_strings has an empty text"),
-        ({"stop_strings": (3,)}, r"stop_strings=\(3,\) are no texts"),
-        ({"stop_sequences": ("ab",)}, "must be tuples of integers .* none of them empty .texts are stop_strings"),
+        ({"stop_strings": ("x", "")}, "must be a text or a tuple of texts, not empty"),
+        ({"stop_strings": 3}, "stop_strings=3 must be a text"),
+        ({"stop_sequences": ("ab",)}, "tuples of integers in a tuple, none of them empty .texts are stop_strings"),
         ({"eos_token_id": "2"}, "eos_token_id='2' must be an integer"),
         ({"top_p_decay": 0.5}, r"top_p_decay=0\.5 has no top_p"),
         ({"top_p": 0.5, "top_p_bound": 0.1}, r"top_p_bound=0\.1 bounds no decay"),
@@ -63,12 +60,6 @@ def test_tokens_are_drawn_when_something_says_how(arguments: dict[str, Any]) -> 
     assert not GenerationOptions().samples
 
 
-def test_ended_rows_are_filled_with_the_padding_token_or_the_one_that_ends() -> None:
-    assert GenerationOptions(eos_token_id=5).filling == 5
-    assert GenerationOptions(eos_token_id=(5, 6), pad_token_id=0).filling == 0
-    assert GenerationOptions(eos_token_id=()).filling == 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "room", "lengths"),
     [
@@ -90,11 +81,12 @@ def test_lengths_are_counted_behind_the_prompts(arguments: dict[str, Any], room:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"max_length": 10}, "max_length=10 leaves nothing for new tokens behind prompts of 10"),
-        ({"min_new_tokens": 21}, "min_new_tokens=21 asks for 21 new tokens .* gets 20 at most; give a larger max_new"),
-        ({"min_length": 31, "max_new_tokens": 20}, "min_length=31 asks for 21 new tokens"),
-        ({"max_length": 12, "min_new_tokens": 3}, "min_new_tokens=3 asks for 3 .* give a larger max_length"),
-        ({"num_beams": 2, "length_penalty": -30.0}, "length_penalty=-30.0 weighs texts of up to 20 .* at most 28 of"),
+        (
+            {"max_length": 10},
+            "max_length=10 leaves rows of 10 .* at least 1 and at most 0 new tokens; give a larger max_l",
+        ),
+        ({"min_new_tokens": 21}, "min_new_tokens=21 leaves .* at least 21 and at most 20 new .* give a larger max_new"),
+        ({"min_length": 31, "max_new_tokens": 20}, "min_length=31 and max_new_tokens=20 leaves"),
     ],
 )
 def test_lengths_that_the_prompts_do_not_leave_are_refused(arguments: dict[str, Any], says: str) -> None:

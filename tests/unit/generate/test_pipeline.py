@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from lightning_megatron.convert.registry import model_config
-from lightning_megatron.errors import ConfigError
 from lightning_megatron.generate.generator import LiveModel
 from lightning_megatron.generate.inputs import Inputs
 from lightning_megatron.generate.options import GenerationOptions
@@ -28,7 +27,6 @@ GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
         # Fewer tokens gain nothing.
         (GPU, "llama", 7, None, False),
         (GPU, "llama", 8, None, True),
-        (GPU, "llama", 2, True, True),
         (CPU, "llama", 64, True, True),
         (GPU, "llama", 64, False, False),
     ],
@@ -36,12 +34,8 @@ GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 def test_gpus_replay_every_model_whose_steps_are_alike(
     device: torch.device, model: str, new_tokens: int, asked: bool | None, expected: bool
 ) -> None:
-    assert _uses(device, model, new_tokens, asked) is expected
-
-
-def test_steps_that_differ_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"frequencies \(dynamic\)"):
-        _uses(GPU, "llama_dynamic", 64, True)
+    options = GenerationOptions(max_new_tokens=new_tokens, static_cache=asked)
+    assert uses_static_cache(options, _model(model), device) is expected
 
 
 @pytest.mark.parametrize(
@@ -54,11 +48,6 @@ def test_steps_of_others_models_are_recorded_on_request_alone(is_own: bool, aske
     prompts = Inputs(input_ids=torch.ones(1, 2, dtype=torch.long))
     _, _, rules = model._planned(prompts, options, EndTokens())
     assert rules.options.static_cache is expected
-
-
-def _uses(device: torch.device, name: str, new_tokens: int, asked: bool | None) -> bool:
-    options = GenerationOptions(max_new_tokens=new_tokens, static_cache=asked)
-    return uses_static_cache(options, _model(name), device)
 
 
 def _model(name: str) -> ModelConfig:

@@ -33,7 +33,7 @@ def test_the_generation_config_comes_before_the_config(tmp_path: Path, generatio
     assert end_tokens(tmp_path) == expected
 
 
-@pytest.mark.parametrize(("text", "says"), [("{", "is not JSON"), ("[]", "holds a list, not an object")])
+@pytest.mark.parametrize(("text", "says"), [("{", "cannot be read as JSON"), ("[]", "holds a list, not an object")])
 def test_a_generation_config_that_is_none_is_refused(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(_CONFIG))
     (tmp_path / "generation_config.json").write_text(text)
@@ -62,23 +62,23 @@ def test_a_text_ends_with_the_token_that_completes_it() -> None:
             text, before = b"".join(said), len(b"".join(said[:-1]))
             # Ended by the last token: some place of the text ends behind all the tokens before.
             expected.append(any(text.find(s.encode(), max(0, before - len(s.encode()) + 1)) >= 0 for s in strings))
-        assert stops.at(rows, None).tolist() == expected, strings
+        assert stops(rows, None).tolist() == expected, strings
         seen.update(expected)
-        assert stops.at(torch.full((1, 3), stops.no_token), None).tolist() == [False]
+        assert stops(torch.full((1, 3), len(stops.embedding_vec) - 1), None).tolist() == [False]
     assert seen == {True, False}
 
 
 @pytest.mark.parametrize("tokenizer", [3, "no/such/folder"])
 def test_what_is_no_tokenizer_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(ConfigError, match="no/such/folder|tokenizer=3 is a int, and stop_strings need"):
+    with pytest.raises(ConfigError, match="no/such/folder|tokenizer=3: stop_strings need"):
         stop_strings(["a"], tokenizer)
 
 
 def test_a_tokenizer_may_be_a_folder_and_must_know_the_letters(tmp_path: Path) -> None:
     byte_level_tokenizer({0: b"a", 1: b"b"}).save_pretrained(tmp_path)
     stops = stop_strings(["ab"], tmp_path)
-    assert stops.at(torch.tensor([[0, 1], [1, 0]]), None).tolist() == [True, False]
+    assert stops(torch.tensor([[0, 1], [1, 0]]), None).tolist() == [True, False]
     assert stop_strings(["ab"], tmp_path) is stops
-    assert stop_strings(["ba"], tmp_path).at(torch.tensor([[0, 1], [1, 0]]), None).tolist() == [False, True]
-    with pytest.raises(ConfigError, match=r"stop_strings=\['x'\] can be written with no token"):
+    assert stop_strings(["ba"], tmp_path)(torch.tensor([[0, 1], [1, 0]]), None).tolist() == [False, True]
+    with pytest.raises(ConfigError, match=r"stop_strings=\('x',\) can be written with no token"):
         stop_strings(["x"], str(tmp_path))
