@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -114,33 +114,25 @@ class ThroughputMonitor(Callback):
         if _is_due(trainer, self.every_n_steps):
             self._report(trainer, pl_module)
 
-    def interrupt(self) -> None:
+    def interrupt(self, *_: Any) -> None:
         """Do not count the step under way: it does more than train."""
         self._clock.interrupt()
 
-    @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Do not count the time of a validation."""
-        self.interrupt()
-
-    @override
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Do not count the time of a checkpoint."""
-        self.interrupt()
+    on_validation_start = on_save_checkpoint = interrupt  # type: ignore[assignment]
 
     def _report(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        window = self._clock.take()
-        if window is None:
+        times, tokens, flops = self._clock.take()
+        if not times:
             return
-        seconds, device = sum(window.seconds), trainer.strategy.root_device
+        seconds, device = sum(times), trainer.strategy.root_device
         metrics = {
-            "tokens_per_s": window.tokens / seconds,
-            "tokens_per_s_per_device": window.tokens / seconds / trainer.world_size,
-            "step_seconds": statistics.median(window.seconds),
-            "step_seconds_mean": seconds / len(window.seconds),
+            "tokens_per_s": tokens / seconds,
+            "tokens_per_s_per_device": tokens / seconds / trainer.world_size,
+            "step_seconds": statistics.median(times),
+            "step_seconds_mean": seconds / len(times),
         }
-        if window.flops > 0:
-            flops_per_s_per_device = window.flops / seconds / trainer.world_size
+        if flops > 0:
+            flops_per_s_per_device = flops / seconds / trainer.world_size
             metrics["model_tflops_per_s_per_device"] = flops_per_s_per_device / 1e12
             if (peak := _device_peak(device, str(trainer.precision))) is not None:
                 metrics["mfu"] = flops_per_s_per_device / peak
@@ -149,17 +141,6 @@ class ThroughputMonitor(Callback):
             metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
         for name, value in metrics.items():
             pl_module.log(name, value, prog_bar=name == "tokens_per_s", on_step=True, on_epoch=False)
-
-
-class Window(NamedTuple):
-    """What was measured since the last report."""
-
-    seconds: list[float]
-    """Of each step."""
-    tokens: int
-    """Of those steps, over all ranks."""
-    flops: float
-    """Model FLOPs of those steps over all ranks; 0 if unknown."""
 
 
 class StepClock:
@@ -189,18 +170,15 @@ class StepClock:
         """Something else than training happens now: the step under way does not count."""
         self._last = None
 
-    def take(self) -> Window | None:
-        """Everything measured since the last call, or None if that is nothing. Waits for the device."""
-        if not self._steps:
-            return None
-        starts, ends, tokens, flops = zip(*self._steps, strict=True)
-        self._steps = []
-        if self._device.type == "cuda":
-            ends[-1].synchronize()
-            seconds = [start.elapsed_time(end) / 1e3 for start, end in zip(starts, ends, strict=True)]
+    def take(self) -> tuple[list[float], int, float]:
+        """Seconds of each step since the last call, and all their tokens and FLOPs. Waits for the device."""
+        steps, self._steps = self._steps, []
+        if self._device.type == "cuda" and steps:
+            steps[-1][1].synchronize()
+            seconds = [start.elapsed_time(end) / 1e3 for start, end, *_ in steps]
         else:
-            seconds = [end - start for start, end in zip(starts, ends, strict=True)]
-        return Window(seconds, sum(tokens), sum(flops))
+            seconds = [end - start for start, end, *_ in steps]
+        return seconds, sum(tokens for *_, tokens, _ in steps), sum(flops for *_, flops in steps)
 
 
 def _step_flops(trainer: Trainer, pl_module: LightningModule, shape: StepShape) -> float:
@@ -296,14 +274,13 @@ class LossCurve(Callback):
             self.validation.add(trainer.global_step, trainer.callback_metrics.get(self.val_name))
 
     @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the picture on rank 0."""
-        self._write(trainer)
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Write the picture on rank 0, also of a run that has failed."""
+        if self._folder is not None and trainer.is_global_zero and self.train.points:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._draw().savefig(self._folder / self.filename)
 
-    @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Write what there is on rank 0."""
-        self._write(trainer)
+    on_exception = on_train_end  # type: ignore[assignment]
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -318,11 +295,6 @@ class LossCurve(Callback):
         self.validation.load_state_dict(state_dict["validation"])
         self.resumed_at = list(state_dict["resumed_at"])
         self._was_loaded = True
-
-    def _write(self, trainer: Trainer) -> None:
-        if self._folder is not None and trainer.is_global_zero and self.train.points:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._draw().savefig(self._folder / self.filename)
 
     def _draw(self) -> Any:
         """A figure of the losses over the steps, with the perplexity on the right-hand axis."""

@@ -92,7 +92,7 @@ def config(
     told = f"{template}. Edit it, and run what its first lines say."
     if template is None:
         if from_accelerate is None:
-            settings, origin = _Interview().run(), "made by lightning-megatron config"
+            settings, origin = _interview(), "made by lightning-megatron config"
             told = f"Run\n\n{_how_to_run(output, settings, {})}"
         else:
             settings, launch = _imported(from_accelerate)
@@ -209,92 +209,84 @@ def as_yaml(settings: Mapping[str, Any]) -> str:
 # ---- questions ------------------------------------------------------------------------------------------------------
 
 
-class _Interview:
-    """Asks the questions of ``accelerate config``, and checks each answer against those before it."""
+def _interview() -> Settings:
+    """The answers to the questions of ``accelerate config``, each checked against those before it.
 
-    def __init__(self) -> None:
-        self.settings: Settings = {}
-        self._model: ModelConfig | None = None
-        self._longest: int | None = None
-
-    def run(self) -> Settings:
-        """The answers.
-
-        Raises:
-            ConfigError: If an answer that comes from a pipe is wrong, or there are too few.
-        """
-        for place, default in self._questions():
-            while place not in self.settings:
-                try:
-                    self._ask(place, default)
-                except EOFError:
-                    raise UsageError(
-                        f"{place}: expected an answer, got the end of the input; an empty line is {default}"
-                    ) from None
-                except ConfigError as error:
-                    if not sys.stdin.isatty():
-                        raise
-                    self.settings.pop(place, None)
-                    print(f"  {error}")
-        return self.settings
-
-    def _questions(self) -> Iterator[tuple[str, Any]]:
-        """What to ask next, and what no answer means; in the order of ``accelerate config``."""
-        strategy, given = "trainer.strategy", self.settings
-        yield "model.model", "gpt2"
-        assert self._model is not None
-        is_gpt = self._model.architecture == "gpt"
-        named = given["model.model"] if isinstance(given["model.model"], str) else ""  # a folder, a file or a name
-        folder = Path(named)
-        if named and (not folder.exists() or any((*folder.glob("*.safetensors"), *folder.glob("*.bin")))):
-            yield "model.pretrained", "yes"
-        yield "trainer.accelerator", "gpu" if shutil.which("nvidia-smi") else "cpu"
-        yield "trainer.num_nodes", 1
-        yield f"{strategy}.tp", 1
-        if given[f"{strategy}.tp"] > 1:
-            yield f"{strategy}.sequence_parallel", "yes"
-        yield f"{strategy}.pp", 1
-        if given[f"{strategy}.pp"] > 1:
-            yield f"{strategy}.num_microbatches", given[f"{strategy}.pp"]
-        yield f"{strategy}.recompute", "selective"
-        yield f"{strategy}.distributed_optimizer", "yes"
-        yield "trainer.gradient_clip_val", 1.0
-        size = given[f"{strategy}.tp"] * given[f"{strategy}.pp"]
-        yield "trainer.devices", -(-size // given["trainer.num_nodes"])
-        yield "trainer.precision", "bf16-mixed" if given["trainer.accelerator"] == "gpu" else "32-true"
-        yield "data.data_path", f"data/corpus_text_{'document' if is_gpt else 'sentence'}"
-        if (is_text := given["data.data_path"].endswith(".jsonl")) or not is_gpt:
-            yield "data.tokenizer", "data/tokenizer" if folder.is_file() or not named else named
-        given["data.class_path"] = "InstructionDataModule" if is_text else "IndexedDataModule"
-        yield "data.seq_length", min(1024, self._longest or 1024)
-        yield "data.micro_batch_size", 4
-        yield "model.lr", 2e-5 if given.get("model.pretrained") else 3e-4
-        yield "trainer.max_steps", 10000
-
-    def _ask(self, place: str, default: Any) -> None:
-        match = next(match for each, _, match in _lines() if each == place)
-        assert match is not None
-        kind = match["name"] if match["name"] in _CHOICES else type(yaml.safe_load(match["default"])).__name__
-        text = input(f"{match['name']}: {match['meaning']} [{default}]: ")
-        if not sys.stdin.isatty():
-            print(text)  # as a terminal shows it
-        try:
-            answer = _read(kind, text.strip() or default)
-        except ConfigError as error:
-            raise UsageError(f"{place}: {error}") from None
-        self.settings[place] = self._read_model(answer) if place == "model.model" else answer
-        parallel = _layout(self.settings)
-        if self._model is not None:
-            parallel.check_model(self._model)
-        parallel.check_sequence(self.settings.get("data.seq_length", parallel.tp), self._longest)
-
-    def _read_model(self, answer: str) -> str | dict[str, str]:
-        given, model = described_model(answer)
-        self._model = model
-        self._longest = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else None
-        return given
+    Raises:
+        ConfigError: If an answer that comes from a pipe is wrong, or there are too few.
+    """
+    settings: Settings = {}
+    for place, default in _questions(settings):
+        while place not in settings:
+            try:
+                settings[place] = _answer(place, default)
+                _, model = described_model(settings["model.model"])
+                parallel = _layout(settings)
+                parallel.check_model(model)
+                parallel.check_sequence(settings.get("data.seq_length", parallel.tp), _longest(model))
+            except EOFError:
+                raise UsageError(
+                    f"{place}: expected an answer, got the end of the input; an empty line is {default}"
+                ) from None
+            except ConfigError as error:
+                if not sys.stdin.isatty():
+                    raise
+                settings.pop(place, None)
+                print(f"  {error}")
+    settings["model.model"], _ = described_model(settings["model.model"])
+    return settings
 
 
+def _questions(given: Settings) -> Iterator[tuple[str, Any]]:
+    """What to ask next, and what no answer means; in the order of ``accelerate config``."""
+    strategy = "trainer.strategy"
+    yield "model.model", "gpt2"
+    named, model = described_model(given["model.model"])
+    folder = Path(named) if isinstance(named, str) else None  # or a file, or a name
+    if folder and (not folder.exists() or any((*folder.glob("*.safetensors"), *folder.glob("*.bin")))):
+        yield "model.pretrained", "yes"
+    yield "trainer.accelerator", "gpu" if shutil.which("nvidia-smi") else "cpu"
+    yield "trainer.num_nodes", 1
+    yield f"{strategy}.tp", 1
+    if given[f"{strategy}.tp"] > 1:
+        yield f"{strategy}.sequence_parallel", "yes"
+    yield f"{strategy}.pp", 1
+    if given[f"{strategy}.pp"] > 1:
+        yield f"{strategy}.num_microbatches", given[f"{strategy}.pp"]
+    yield f"{strategy}.recompute", "selective"
+    yield f"{strategy}.distributed_optimizer", "yes"
+    yield "trainer.gradient_clip_val", 1.0
+    yield "trainer.devices", -(-given[f"{strategy}.tp"] * given[f"{strategy}.pp"] // given["trainer.num_nodes"])
+    yield "trainer.precision", "bf16-mixed" if given["trainer.accelerator"] == "gpu" else "32-true"
+    yield "data.data_path", f"data/corpus_text_{'document' if model.architecture == 'gpt' else 'sentence'}"
+    if (is_text := given["data.data_path"].endswith(".jsonl")) or model.architecture != "gpt":
+        yield "data.tokenizer", "data/tokenizer" if folder is None or folder.is_file() else str(folder)
+    given["data.class_path"] = "InstructionDataModule" if is_text else "IndexedDataModule"
+    yield "data.seq_length", min(1024, _longest(model) or 1024)
+    yield "data.micro_batch_size", 4
+    yield "model.lr", 2e-5 if given.get("model.pretrained") else 3e-4
+    yield "trainer.max_steps", 10000
+
+
+def _answer(place: str, default: Any) -> Any:
+    match = next(match for each, _, match in _lines() if each == place)
+    assert match is not None
+    kind = match["name"] if match["name"] in _CHOICES else type(yaml.safe_load(match["default"])).__name__
+    text = input(f"{match['name']}: {match['meaning']} [{default}]: ")
+    if not sys.stdin.isatty():
+        print(text)  # as a terminal shows it
+    try:
+        return _read(kind, text.strip() or default)
+    except ConfigError as error:
+        raise UsageError(f"{place}: {error}") from None
+
+
+def _longest(model: ModelConfig) -> int | None:
+    """Tokens of a row for which it has positions; None for any number."""
+    return model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else None
+
+
+@functools.cache
 def described_model(answer: str) -> tuple[str | dict[str, str], ModelConfig]:
     """What a configuration says of a path, or of a type with transformers' default sizes; and the model itself."""
     from lightning_megatron.convert.registry import known_families, model_config

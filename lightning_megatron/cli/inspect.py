@@ -91,19 +91,15 @@ def _is_weights(path: Path) -> bool:
 
 
 def _unknown(path: str) -> str:
+    is_what = "is neither a dataset (.bin and .idx) nor a checkpoint that is read"
     if not os.path.exists(path):
-        return f"path={path} does not exist, nor do {path}.bin and .idx; give the prefix of a dataset, or a checkpoint"
-    if not os.path.isdir(path):
-        return (
-            f"path={path} is no indexed dataset (.bin and .idx) and no checkpoint; give the prefix of a dataset, one of"
-            " its files, a *.ckpt or a model directory"
-        )
-    found = sorted({str(each.with_suffix("")) for each in Path(path).glob("*.idx")})
-    found += sorted(map(str, Path(path).glob("*.ckpt")))
-    fix = "the prefix of a dataset, e.g. data/corpus_document, a *.ckpt or a model directory"
+        is_what = f"does not exist, nor do {path}.bin and .idx"
+    folder = Path(path)
+    found = sorted({str(each.with_suffix("")) for each in folder.glob("*.idx")} | set(map(str, folder.glob("*.ckpt"))))
+    fix = "the prefix of a dataset, e.g. data/corpus_document, one of its files, a *.ckpt or a model directory"
     if found:
         fix = f"one of these in it: {', '.join(found[:_MOST_NAMED])}{', …' if len(found) > _MOST_NAMED else ''}"
-    return f"path={path} is a folder, and neither a dataset nor a checkpoint that is read; give {fix}"
+    return f"path={path} {is_what}; give {fix}"
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import pairwise
@@ -20,7 +20,7 @@ from typing import Any, get_args, get_type_hints
 
 import torch
 import yaml
-from jsonargparse import ArgumentError, get_loader, set_loader, set_parsing_settings
+from jsonargparse import ArgumentError, set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, callbacks, loggers
 from lightning.pytorch.callbacks import ProgressBar
@@ -55,13 +55,8 @@ SHORT_NAMES = (
 """Classes that a configuration may name without their module, because they are imported here."""
 DEFAULT_SEED = 1234
 _CHECKPOINT_WORDS = ("last", "best", "hpc")
-_MOST_VALUES, _DEEPEST = 100_000, 100
-_OF_CLASS = re.compile(
-    r"class_path '([\w.]+)\.(\w+)': "
-    r"(?:Group '(\w+)' does not accept option '|Option '|unrecognized arguments: --)([\w.]+)"
-)
-"""How jsonargparse says that a class has no such option."""
-_load = get_loader("yaml")
+_REFUSED = re.compile(r"(?:[Oo]ption '|arguments: (?:--)?|import path string: )([\w./-]+)")
+"""How jsonargparse names an option or a class that there is not."""
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -127,7 +122,6 @@ class MegatronCLI(LightningCLI):
         if not isinstance(args, list):
             super().parse_arguments(parser, args)
             return
-        set_loader("yaml", _load_checked, (yaml.YAMLError,))
         try:
             self.config = parser.parse_args(args)
         except (ArgumentError, UnicodeDecodeError) as error:
@@ -228,8 +222,7 @@ class HeldMessages:
             self._undo.callback(handler.removeFilter, hold)
         show = warnings.showwarning
         self._undo.callback(setattr, warnings, "showwarning", show)
-        # The signature of warnings.showwarning, which is called by position and by keyword.
-        warnings.showwarning = lambda *args, **keywords: self._waiting.append(lambda: show(*args, **keywords))
+        warnings.showwarning = lambda *args, **keywords: self._waiting.append(partial(show, *args, **keywords))
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if error is not None and users_mistake(error) is not None:
@@ -239,43 +232,15 @@ class HeldMessages:
     def release(self) -> None:
         """Show what has waited, in order, and hold back nothing more."""
         self._undo.close()
-        for show in self._waiting:
-            show()
-        self._waiting.clear()
+        while self._waiting:
+            self._waiting.pop(0)()
 
     def _hold(self, handle: Callable[[logging.LogRecord], object], record: logging.LogRecord) -> bool:
-        self._waiting.append(lambda: handle(record))
+        self._waiting.append(partial(handle, record))
         return False
 
 
 # ---- mistakes in options and YAML -----------------------------------------------------------------------------------
-
-
-def _load_checked(text: str, path: str = "") -> Any:
-    """Load YAML unless it expands to more, or is deeper, than any configuration.
-
-    jsonargparse gives the path, if there is one, to a loader that has a parameter of this name.
-    """
-    sizes: dict[str | None, float] = {}
-    above: list[tuple[str | None, float]] = []
-    size = 0.0
-    for event in yaml.parse(text, Loader=yaml.CSafeLoader):
-        if isinstance(event, yaml.CollectionStartEvent):
-            sizes[event.anchor] = _MOST_VALUES  # if it contains itself
-            above.append((event.anchor, size))
-            size = 1
-        elif isinstance(event, yaml.CollectionEndEvent):
-            anchor, before = above.pop()
-            sizes[anchor] = size
-            size += before
-        elif isinstance(event, yaml.NodeEvent):
-            size += sizes.get(event.anchor, 1) if isinstance(event, yaml.AliasEvent) else 1
-        if size > _MOST_VALUES or len(above) > _DEEPEST:
-            raise ConfigError(
-                f"{path or text[:40]}: expected at most {_MOST_VALUES:,} values, {_DEEPEST} in each other, got more "
-                "(aliases are counted as what they stand for); write out what is meant"
-            )
-    return _load(text)
 
 
 def _explained(error: Exception, arguments: Sequence[str], options: Iterable[str]) -> str:
@@ -294,28 +259,29 @@ def _explained(error: Exception, arguments: Sequence[str], options: Iterable[str
             return f"--config {file} is a configuration of accelerate's; {make}"
     if isinstance(error, UnicodeDecodeError):
         return f"--config {', '.join(map(str, files))} is no text in UTF-8 ({error.reason}); give a YAML file"
-    message = users_mistake(error) or _without_parser_noise(str(error))
+    if told := users_mistake(error):
+        return told
+    message = _without_parser_noise(str(error))
+    path, hint = message.partition(":")[0], ""
     if not files and "arguments are required" in message:
         return f"{message}; give --config FILE, or model and data as options: see --help"
-    path, hint = message.partition(":")[0], ""
     if path == "trainer.precision":
         message = f"{path}: expected one of {', '.join(get_args(PrecisionName))}"
-    elif match := re.match(r"unrecognized arguments: (\S+)", message):
-        if Path(match[1]).suffix in (".yaml", ".yml"):
-            return f"{match[1]} stands alone; did you mean --config {match[1]}?"
-        hint = _meant(match[1].partition("=")[0], options)
-    elif match := _OF_CLASS.search(message):
-        module, name, group, option = match.groups()
-        option = f"{group}.{option}" if group else option
-        path = f"{path}.{option}"
-        hint = _meant(option, _options_of(getattr(importlib.import_module(module), name)))
-    elif match := re.search(r"import path string: (\w+)$", message):
-        hint = _meant(match[1], [*(each.__name__ for each in SHORT_NAMES), *callbacks.__all__, *loggers.__all__])
-    elif match := re.search(r"does not accept option '([^']+)'", message):
-        path, hint = match[1], _meant(f"--{match[1]}", options)
-    is_told = "; here it is " in message or "; leave it out" in message  # the name is another tool's
+    elif match := _REFUSED.search(message):
+        wrong, known = match[1], options
+        if Path(wrong).suffix in (".yaml", ".yml"):
+            return f"{wrong} stands alone; did you mean --config {wrong}?"
+        if of_class := re.search(r"class_path '([\w.]+)\.(\w+)': (?:Group '(\w+)')?", message):
+            module, name, group = of_class.groups()
+            wrong = f"{group}.{wrong}" if group else wrong
+            path, known = f"{path}.{wrong}", _options_of(getattr(importlib.import_module(module), name))
+        elif "import path" in message:
+            known = (*(each.__name__ for each in SHORT_NAMES), *callbacks.__all__, *loggers.__all__)
+        else:
+            path, wrong = wrong, f"--{wrong}"
+        hint = advice(match[1].rpartition(".")[2], typed=True) or _meant(wrong, list(known))
     is_typed = any(each.startswith(f"--{path}") for each in typed)
-    return ("" if is_typed else _where(path, files)) + message + ("" if is_told else hint)
+    return ("" if is_typed else _where(path, files)) + message + (hint and f"; {hint}")
 
 
 def _without_parser_noise(text: str) -> str:
@@ -330,14 +296,10 @@ def _without_parser_noise(text: str) -> str:
         found = [" ".join(reason.split()) for reason in reasons if reason.strip()]
         telling = [reason for reason in found if not reason.startswith(("Expected a <", "Does not validate"))]
         if telling:
-            option = head.split("\n")[0]
-            text = f"{option} {'; '.join(telling)}"
-    refused = re.search(r"(?:[Oo]ption '|arguments: --)([\w.-]+)", text)
-    hint = advice(refused[1].rpartition(".")[2], typed=True) if refused else ""
+            text = f"{head.partition(chr(10))[0]} {'; '.join(telling)}"
     text = re.sub(r'^Parser key "(\S+)":', r"\1:", text.strip())
     # The place within a string is that within the file, which is told, too.
-    text = re.sub(r'\s+in "<\w+ string>", line \d+, column \d+', "", text)
-    return one_line(f"{text}; {hint}" if hint else text)
+    return one_line(re.sub(r'\s+in "<\w+ string>", line \d+, column \d+', "", text))
 
 
 def _options_of(cls: type) -> Iterator[str]:
@@ -345,18 +307,15 @@ def _options_of(cls: type) -> Iterator[str]:
     hints = get_type_hints(cls.__init__)  # type: ignore[misc]
     for name in inspect.signature(cls).parameters:
         yield name
-        for kind in (hints[name], *get_args(hints[name])):
-            if is_dataclass(kind):
-                yield from (f"{name}.{field.name}" for field in fields(kind))
+        for kind in filter(is_dataclass, (hints[name], *get_args(hints[name]))):
+            yield from (f"{name}.{field.name}" for field in fields(kind))
 
 
-def _meant(wrong: str, known: Iterable[str]) -> str:
+def _meant(wrong: str, known: Collection[str]) -> str:
     """The known name that is nearest; of names with dots the one of the same section, or else the section."""
-    known = list(known)
     sections, section = {each.partition(".")[0] for each in known}, wrong.partition(".")[0]
-    names = known if section in sections else sections
-    close = difflib.get_close_matches(wrong if names is known else section, names, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    close = difflib.get_close_matches(*((wrong, known) if section in sections else (section, sections)), n=1)
+    return f"did you mean {close[0]}?" if close else ""
 
 
 def _where(path: str, files: list[Path]) -> str:

@@ -70,11 +70,8 @@ class _Texts(Protocol):
             that were finished before), and 1 if nothing will change any more.
         """
 
-    def best(self) -> Tensor:
-        """The texts of the result, best first: [b * num_return_sequences, max_new_tokens + 1]; last, their lengths."""
-
-    def best_numbers(self) -> Tensor:
-        """Of each new token the log-probability, and last the text's score: [as ``best``, max_new_tokens + 1], fp32."""
+    def best(self) -> tuple[Tensor, Tensor]:
+        """The texts of the result, best first, as ``decode`` returns them."""
 
 
 def decode(
@@ -129,8 +126,8 @@ def decode(
         logits = stages.next(chosen.clamp(min=0))
     returned = len(prompts.tokens) * (options.num_return_sequences if count > 1 else 1)
     numbers = torch.empty(returned, most + 1, device=device)
-    found = stages.told(numbers.long() if texts is None else texts.best())
-    return found, stages.told(numbers if texts is None else texts.best_numbers())
+    found, numbers = (numbers.long(), numbers) if texts is None else texts.best()
+    return stages.told(found), stages.told(numbers)
 
 
 class _Rows:
@@ -169,18 +166,13 @@ class _Rows:
             self._finished |= ends
         return torch.cat((self._parents, shown, self._finished.all()[None].long()))
 
-    def best(self) -> Tensor:
-        new = self._texts[:, self._width :].masked_fill(self._behind(), self._options.filling)
-        return torch.cat((new, self._lengths[:, None]), dim=-1)
-
-    def best_numbers(self) -> Tensor:
-        numbers = self._log_probabilities.masked_fill(self._behind(), 0.0)
-        return torch.cat((numbers, numbers.sum(-1, keepdim=True)), dim=-1)
-
-    def _behind(self) -> Tensor:
-        """[b, max_new_tokens]: whether a place is behind the end of its row."""
+    def best(self) -> tuple[Tensor, Tensor]:
         places = torch.arange(self._options.num_new_tokens, device=self._lengths.device)
-        return places >= self._lengths[:, None]
+        is_behind = places >= self._lengths[:, None]
+        new = self._texts[:, self._width :].masked_fill(is_behind, self._options.filling)
+        numbers = self._log_probabilities.masked_fill(is_behind, 0.0)
+        with_lengths = torch.cat((new, self._lengths[:, None]), dim=-1)
+        return with_lengths, torch.cat((numbers, numbers.sum(-1, keepdim=True)), dim=-1)
 
 
 class Beams:
@@ -226,7 +218,9 @@ class Beams:
             so_far = torch.cat((self._prompts, self._growing[:, :, :step].flatten(0, 1)), dim=-1)
             for processor in self._processors:
                 changed = processor(so_far, changed)
-        scores, places = self._candidates(changed)
+        sums = changed.view(*self._growing_scores.shape, -1) + self._growing_scores[..., None]
+        # The best continuations of each row, best first.
+        scores, places = sums.flatten(1).topk(min(self._num_candidates, count * self._vocab_size))
         beams, tokens = places // self._vocab_size, places % self._vocab_size
         texts = self._growing.take_along_dim(beams[..., None], dim=1)
         texts[:, :, step] = tokens
@@ -246,23 +240,12 @@ class Beams:
         self._can_improve &= ~ends.all()
         return torch.cat((parents, tokens, self._is_over().long()[None]))
 
-    def best(self) -> Tensor:
-        """The best complete texts of each row."""
-        number = self._options.num_return_sequences
-        found = torch.cat((self._complete, self._complete_lengths[..., None]), dim=-1)
-        return found[:, :number].flatten(0, 1)
-
-    def best_numbers(self) -> Tensor:
-        """What ranks them."""
-        found = torch.cat((self._complete_logs, self._complete_scores[..., None]), dim=-1)
-        return found[:, : self._options.num_return_sequences].flatten(0, 1)
-
-    def _candidates(self, log_probabilities: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores of each row's best continuations, best first, and their places in beams x vocabulary: [b, n] each."""
-        rows, count = self._growing_scores.shape
-        sums = log_probabilities.view(rows, count, -1) + self._growing_scores[..., None]
-        scores, places = sums.flatten(1).topk(min(self._num_candidates, count * self._vocab_size))
-        return scores, places
+    def best(self) -> tuple[Tensor, Tensor]:
+        """The best complete texts of each row, and what ranks them."""
+        texts = torch.cat((self._complete, self._complete_lengths[..., None]), dim=-1)
+        numbers = torch.cat((self._complete_logs, self._complete_scores[..., None]), dim=-1)
+        count = self._options.num_return_sequences
+        return texts[:, :count].flatten(0, 1), numbers[:, :count].flatten(0, 1)
 
     def _complete_texts(self, texts: Tensor, logs: Tensor, scores: Tensor, ends: Tensor, length: int) -> None:
         """Keep the best of the complete texts and of those that ``ends`` just now."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -99,22 +98,26 @@ class LiveModel:
         on_host = given.each(Tensor.cpu)
         if is_shared:
             before, prompts, rules = on_all_ranks_alike(lambda: self._planned(on_host, options, ends))
-            _check_agreement(
-                options, *vars(on_host).values(), None if rules.strings is None else rules.strings.embedding_vec
-            )
+            _check_agreement(options, *vars(on_host).values(), rules.strings and rules.strings.embedding_vec)
         else:
             before, prompts, rules = self._planned(on_host, options, ends)
-        repeats = options.num_return_sequences
+        repeats, options = options.num_return_sequences, rules.options
         before = before.repeat_interleave(repeats, dim=0).to(device)
         if options.num_beams == 1:
             prompts, repeats = prompts.each(lambda tensor: tensor.repeat_interleave(repeats, dim=0)), 1
         counts = self._dealt(len(prompts.tokens))
         rows = self._own(counts) if is_shared else slice(0, len(prompts.tokens))
+        numbers = torch.empty((0, options.num_new_tokens + 1), device=self.device)
+        written = numbers.long()
         with inference_mode(self.chunks) as models:
-            found = self._continued(models, prompts, rules, rows, on_tokens)
+            if rows.stop > rows.start:
+                own = prompts.rows(rows.start, rows.stop).each(lambda tensor: tensor.to(self.device))
+                uniform = uniform_numbers(options.seed, options.num_new_tokens, len(prompts.tokens))[:, rows]
+                written, numbers = decode(models, self.topology, own, rules, uniform, on_tokens)
             if is_shared:
-                found = [self._gathered(tensor, [count * repeats for count in counts]) for tensor in found]
-        written, numbers = (tensor.to(device) for tensor in found)
+                of_copies = [count * repeats for count in counts]
+                written, numbers = self._gathered(written, of_copies), self._gathered(numbers, of_copies)
+        written, numbers = written.to(device), numbers.to(device)
         longest = int(written[:, -1].max())
         return Generated(
             sequences=torch.cat((before, written[:, :longest]), dim=-1),
@@ -156,23 +159,6 @@ class LiveModel:
             options = replace(options, static_cache=False)
         options = replace(options, static_cache=uses_static_cache(options, model, self.device))
         return before, prompts, Rules(options=options, vocab_size=model.vocab_size, strings=strings)
-
-    def _continued(
-        self,
-        models: list[Any],
-        prompts: NextTokens,
-        rules: Rules,
-        rows: slice,
-        on_tokens: Callable[[Tensor], None] | None,
-    ) -> Sequence[Tensor]:
-        """What this copy of the model adds to its rows, as from ``decode``."""
-        options = rules.options
-        if rows.stop == rows.start:
-            none = torch.empty((0, options.num_new_tokens + 1), device=self.device)
-            return none.long(), none
-        own = prompts.rows(rows.start, rows.stop).each(lambda tensor: tensor.to(self.device))
-        uniform = uniform_numbers(options.seed, options.num_new_tokens, len(prompts.tokens))[:, rows]
-        return decode(models, self.topology, own, rules, uniform, on_tokens)
 
     # ---- logits ------------------------------------------------------------------------------------------------------
 

@@ -242,8 +242,9 @@ def check_length(
     if settled.num_new_tokens > room:
         name, most = ("max_new_tokens", room) if options.max_length is None else ("max_length", width + room)
         fix = f"cut the prompts to {limit} tokens" if room < 1 else f"use {name} of at most {most}"
+        given = getattr(options, name) or settled.num_new_tokens
         raise ConfigError(
-            f"a prompt of {longest} tokens and {name}={getattr(options, name)} need more positions than the model's "
+            f"a prompt of {longest} tokens and {name}={given} need more positions than the model's "
             f"max_position_embeddings={limit}; {fix}"
         )
     return settled

@@ -206,8 +206,11 @@ CONVERT = "convert --load-path {source} --save-path sub/x --to"
         (f"{PREPROCESS} --split-sentences --language english", "--language english is no ISO 639 code"),
         (f"{PREPROCESS} --json-keys title", "json keys title cannot be read from"),
         ("inspect nowhere", "path=nowhere does not exist, nor do nowhere.bin and .idx; give the prefix of a dataset"),
-        ("inspect .", "path=. is a folder, and neither a dataset nor a checkpoint that is read; give one of"),
-        ("inspect notes.txt", "path=notes.txt is no indexed dataset (.bin and .idx) and no checkpoint; give the"),
+        ("inspect .", "path=. is neither a dataset (.bin and .idx) nor a checkpoint that is read; give one of"),
+        (
+            "inspect notes.txt",
+            "path=notes.txt is neither a dataset (.bin and .idx) nor a checkpoint that is read; give the",
+        ),
         ("inspect new --documents -1", "--documents -1 must be at least 0; correct"),
         ("inspect new --tokenizer t", "tokenizer folder t does not exist; train one with train-tokenizer"),
         ("merge --input new --output-prefix old", "--output-prefix old would overwrite old.idx, old.bin;"),

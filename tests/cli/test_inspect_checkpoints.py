@@ -110,7 +110,7 @@ def test_a_file_of_a_model_means_its_folder(tmp_path: Path, capsys: pytest.Captu
     whole = _json(tmp_path / "bin", capsys)
     assert _json(tmp_path / "bin" / "pytorch_model.bin", capsys) == whole  # a dataset's file ends in .bin, too
     assert _json(tmp_path / "sharded_bin" / "pytorch_model-00002-of-00003.bin", capsys)["tensors"] == whole["tensors"]
-    assert "no checkpoint" in _refusal(capsys, tmp_path / "bin" / "config.json")
+    assert "nor a checkpoint" in _refusal(capsys, tmp_path / "bin" / "config.json")
 
 
 def test_a_distributed_checkpoint_of_megatron_below_its_tracker(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_megatron.generate.graphs import Work
+from lightning_megatron.generate.pipeline import Work
 
 _ASKS_THE_DEVICE = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero", "aten::unique")
 

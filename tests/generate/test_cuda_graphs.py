@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from tests.generate.models import NO_END, Call, asked, run_with_models, set_up
-from tests.parity.training import Case, Layout, loader_of, module_of, train_module
-from tests.ranks import run_ranks
+from tests.parity.training import Case, Layout
 
 MODELS = ("gpt2", "gpt_bigcode", "llama", "mistral", "qwen3", "bloom", "falcon_40b", "falcon_alibi")
 WAYS: tuple[dict[str, Any], ...] = ({}, {"num_beams": 3, "num_return_sequences": 2}, {"top_p": 0.9, "seed": 7})
@@ -68,22 +67,12 @@ def test_a_step_that_cannot_be_recorded_runs_kernel_by_kernel() -> None:
     assert num_recorded_after == 1
 
 
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2)], ids=str)
-def test_training_goes_on_as_if_nothing_had_been_recorded(layout: Layout) -> None:
-    # With dropout: a random number drawn while recording would change the next mask.
-    dropout = (("embd_pdrop", 0.1), ("resid_pdrop", 0.1))
-    case = Case(layout=layout, steps=3, model_fields=dropout, precision="bf16-mixed", accelerator="gpu")
-    undisturbed = run_ranks(_losses, 2, case, False)
-    assert run_ranks(_losses, 2, case, True) == undisturbed
-
-
 # ---- on the ranks ---------------------------------------------------------------------------------------------------
 
 
 def _counted() -> list[int]:
     """Appended to: how many graphs each recording made."""
-    from lightning_megatron.generate.graphs import CudaGraphs
+    from lightning_megatron.generate.pipeline import CudaGraphs
 
     counts: list[int] = []
     original = CudaGraphs.recorded
@@ -161,18 +150,6 @@ def _steps_that_ask(directory: str, case: Case, calls: list[Call]) -> Any:
     counts = _counted()
     after = write(True)
     return expected, actual, _about_graphs(caught), after, sum(counts)
-
-
-def _losses(case: Case, generates: bool) -> list[float]:
-    from lightning_megatron import MegatronModule
-
-    class Writing(MegatronModule):
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            super().on_train_batch_end(outputs, batch, batch_idx)
-            if generates:
-                self.generate(torch.tensor([[1, 2], [3, 4], [5, 6]]), max_new_tokens=6, static_cache=True)
-
-    return train_module(module_of(case, Writing), case, loader_of(case)).losses
 
 
 def _writer(module: Any, call: Call) -> Callable[[bool], torch.Tensor]:

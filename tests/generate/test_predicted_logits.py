@@ -236,10 +236,3 @@ def _refused(directory: str, case: Case, names: tuple[str, ...], what: str) -> A
 def test_what_cannot_be_gathered_is_refused(what: str, model: str, layout: Layout, says: str) -> None:
     with pytest.raises(RankError, match=says):
         run_with_models(_refused, layout, (model,), what)
-
-
-def test_other_words_than_last_stage_are_refused() -> None:
-    from lightning_megatron import ConfigError, MegatronModule
-
-    with pytest.raises(ConfigError, match="return_logits='first_stage' is unknown"):
-        MegatronModule(model={"model_type": "gpt2"}, return_logits="first_stage")  # type: ignore[arg-type]

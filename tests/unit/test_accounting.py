@@ -94,36 +94,12 @@ def test_total_equals_that_of_transformers_models() -> None:
         assert total_parameters(model) == sum(parameter.numel() for parameter in theirs.parameters()), model.task
 
 
-def _ranks(model: ModelConfig, layout: tuple[int, ...], pp: int) -> int:
-    return sum(rank_parameters(model, layout, tp=1, pp=pp, pp_rank=rank) for rank in range(pp))
-
-
 def test_ranks_of_gpt2_large_hold_what_accelerates_guide_prints_for_megatron_lm() -> None:
     # Hugging Face Accelerate, docs/source/usage_guides/megatron_lm.md: tp=2, pp=2, vocabulary padded to 50432.
     layout = even_layout(GPT2_LARGE, 2)
     assert GPT2_LARGE.padded_vocab_size(2) == 50432
     assert rank_parameters(GPT2_LARGE, layout, tp=2, pp=2, pp_rank=0) == 210_753_280
     assert rank_parameters(GPT2_LARGE, layout, tp=2, pp=2, pp_rank=1) == 209_445_120
-
-
-def test_stages_sum_to_the_whole_plus_copies_of_a_tied_embedding_and_padding() -> None:
-    for model, copies in ((LLAMA_3_8B, 0), (LLAMA_3_2_1B, 1)):
-        held = _ranks(model, even_layout(model, 4), 4)
-        assert held == total_parameters(model) + copies * model.vocab_size * model.hidden_size
-    model = replace(bert(4, 32, 4, "pretraining"), vocab_size=29056 - 100)
-    padding = 100 * (32 + 1)  # a row in the embedding and in the output layer's bias
-    assert _ranks(model, (2, 2), 2) == total_parameters(model) + padding + model.padded_vocab_size(1) * 32
-    classifier = replace(model, task="sequence_classification")
-    assert _ranks(classifier, (2, 2), 2) == total_parameters(classifier) + 100 * 32
-
-
-@pytest.mark.parametrize(
-    ("layout", "tables", "pp"),
-    [((2, 5), 3, 2), ((0, 7), 2, 2), ((1, 1, 1, 4), 4, 4)],
-)
-def test_stages_of_a_t5_sum_to_the_whole_plus_copies_of_tables(layout: tuple[int, ...], tables: int, pp: int) -> None:
-    padding = (ODD_T5.padded_vocab_size(1) - ODD_T5.vocab_size) * ODD_T5.hidden_size
-    assert _ranks(ODD_T5, layout, pp) == total_parameters(ODD_T5) + 2 * padding + (tables - 2) * 8 * 16
 
 
 @pytest.mark.parametrize(
