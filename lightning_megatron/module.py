@@ -219,13 +219,18 @@ class MegatronModule(pl.LightningModule):
                     "or use more hosts"
                 )
         strategy.parallel.check_model(self.model_config)
-        if self.trainer.state.fn is None or self.trainer.state.fn.value == "fit":
+        is_fit = self.trainer.state.fn is None or self.trainer.state.fn.value == "fit"
+        if is_fit and self.trainer.max_steps > 0:  # epochs are counted when there is data: configure_optimizers checks
             scheduler_settings(self.lr_schedule, self.lr, self.optimizer_options.weight_decay, self._total_steps)
 
     @property
     def _total_steps(self) -> int | None:
-        """The Trainer's ``max_steps``; None if it counts epochs instead."""
-        return None if self.trainer.max_steps in (None, -1) else self.trainer.max_steps
+        """The Trainer's ``max_steps``, or the steps of its epochs; None if training has no end."""
+        trainer = self.trainer
+        if trainer.max_steps > 0 or trainer.max_epochs == -1 or not self.lr_schedule.follows_run:
+            return trainer.max_steps
+        steps = trainer.estimated_stepping_batches  # makes the loader; a dataset without a length has no end
+        return int(steps) if math.isfinite(steps) else None
 
     def check_batch(self, batch: dict[str, torch.Tensor]) -> None:
         """Refuse a batch with wrong numbers; called on the rank that has read it, before the others get it.

@@ -6,6 +6,7 @@ import contextlib
 import csv
 import io
 import math
+import re
 import runpy
 import sys
 import sysconfig
@@ -51,6 +52,29 @@ def test_pretrain_gpt_trains_in_four_processes_and_leaves_a_checkpoint(corpus: P
     assert list(tmp_path.rglob("last.ckpt"))
     losses = _train_losses(tmp_path)
     assert losses[-1] < losses[0]
+
+
+def test_pretrain_clm_trains_in_epochs_goes_on_and_leaves_a_hugging_face_model(corpus: Path, tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"{number} bottles of beer on the wall" for number in range(800)))
+    given = ("--dataset", text, "--tokenizer", corpus.parent / "tok", "--block-size", 64, "--output", tmp_path / "out")
+    printed = _run("pretrain_clm.py", 4, *given, "--epochs", 2, "--with-tracking", "--report-to", "csv")
+    examples, steps = (int(re.search(rf"{what} = (\d+)", printed)[1]) for what in ("Examples", "Optimization steps"))  # type: ignore[index]
+    assert steps == 2 * (examples // 8)
+    losses = _train_losses(tmp_path / "out")
+    assert losses[-1] < losses[0] / 2
+    printed = _run("pretrain_clm.py", 4, *given, "--epochs", 3, "--resume")
+    assert f"Optimization steps = {3 * (examples // 8)}" in printed
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model", device_map="auto")
+    parts = {"transformer.wte": "cpu", "transformer.wpe": "cpu", "transformer.h": "disk", "transformer.ln_f": "cpu"}
+    on_disk = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out" / "model", device_map=parts | {"lm_head": "cpu"}, offload_folder=tmp_path / "offloaded"
+    )
+    prompt = torch.arange(32)[None]
+    assert torch.equal(model(prompt).logits, on_disk(prompt).logits)
 
 
 def test_custom_train_step_trains_with_its_own_loss(corpus: Path, tmp_path: Path) -> None:

@@ -43,13 +43,13 @@ class LRSchedule:
         warmup_fraction: The same as a fraction of the decay's length, in [0, 1); instead of ``warmup_steps``.
         init_lr: Learning rate of the first optimizer step, where the warm-up begins; no effect without warm-up.
         min_lr: Learning rate at the end of the decay and ever after; no effect on ``constant``.
-        decay_steps: Optimizer steps, warm-up included, after which ``min_lr`` is reached. None takes
-            ``trainer.max_steps``. Set it if a run is trained in parts with a growing ``max_steps``: the curve would be
-            stretched otherwise.
+        decay_steps: Optimizer steps, warm-up included, after which ``min_lr`` is reached. None takes those of the run,
+            by the Trainer's ``max_steps`` or ``max_epochs``. Set it if a run is trained in parts with a growing
+            ``max_steps``: the curve would be stretched otherwise.
         wsd_decay_steps: Optimizer steps of WSD's final decay; required for WSD, refused elsewhere.
         wsd_decay_style: Shape of WSD's final decay.
         start_weight_decay: Weight decay of the first step, for a ramp; None is the optimizer's ``weight_decay``.
-        end_weight_decay: Weight decay at ``trainer.max_steps`` and ever after, for a ramp; None is the optimizer's
+        end_weight_decay: Weight decay at the run's last step and ever after, for a ramp; None is the optimizer's
             ``weight_decay``.
         weight_decay_incr_style: Shape of the ramp from ``start_weight_decay`` to ``end_weight_decay``; ``constant`` is
             no ramp.
@@ -66,6 +66,12 @@ class LRSchedule:
     start_weight_decay: float | None = None
     end_weight_decay: float | None = None
     weight_decay_incr_style: WeightDecayStyle = "constant"
+
+    @property
+    def follows_run(self) -> bool:
+        """Whether the curves depend on how many steps the whole run has."""
+        has_length = self.style != "constant" or bool(self.warmup_fraction)
+        return (has_length and self.decay_steps is None) or self.weight_decay_incr_style != "constant"
 
     def __post_init__(self) -> None:
         """Check the rules that need neither the peak learning rate nor the number of steps.
@@ -123,7 +129,7 @@ def scheduler_settings(
         schedule: What the user asked for.
         lr: Peak learning rate.
         weight_decay: The optimizer's weight decay: the value without a ramp, and the default of its two ends.
-        total_steps: ``trainer.max_steps``; -1 or None if it is not known.
+        total_steps: Of the whole run; -1 or None if it has no end.
 
     Raises:
         ConfigError: If a needed number of steps is unknown, the warm-up or WSD's decay does not fit into the decay, or
@@ -134,8 +140,8 @@ def scheduler_settings(
     if decay is None and (schedule.style != "constant" or schedule.warmup_fraction):
         what = f"style={schedule.style!r}" if schedule.style != "constant" else "warmup_fraction"
         raise ConfigError(
-            f"{what} needs the number of optimizer steps, and trainer.max_steps={total_steps} does not say it; set "
-            "trainer.max_steps or lr_schedule.decay_steps"
+            f"{what} needs the number of optimizer steps, and training has no end; set trainer.max_steps, "
+            "trainer.max_epochs or lr_schedule.decay_steps"
         )
     # A fraction need not be whole steps, as in Megatron.
     warmup = schedule.warmup_fraction * (decay or 0) if schedule.warmup_fraction else schedule.warmup_steps
@@ -154,7 +160,7 @@ def scheduler_settings(
     if schedule.weight_decay_incr_style != "constant" and known_steps is None:
         raise ConfigError(
             f"weight_decay_incr_style={schedule.weight_decay_incr_style!r} needs the number of optimizer steps, and "
-            f"trainer.max_steps={total_steps} does not say it; set trainer.max_steps"
+            "training has no end; set trainer.max_steps or trainer.max_epochs"
         )
     return {
         # Megatron refuses what is above the peak, also where it has no effect.
@@ -210,7 +216,7 @@ class MegatronLRScheduler(OptimizerParamScheduler):
             schedule: Shape of the curves.
             lr: Peak learning rate.
             weight_decay: Weight decay; both ends of the ramp unless ``schedule`` sets them.
-            total_steps: ``trainer.max_steps``; -1 or None if it is not known.
+            total_steps: Of the whole run; -1 or None if it has no end.
 
         Raises:
             ConfigError: See ``scheduler_settings``.

@@ -144,7 +144,7 @@ def _rates(case: Case, kind: str, epochs: int) -> tuple[list[float], float]:
     own = kind != "linear"
     schedule = LRSchedule(style="linear", warmup_steps=2, min_lr=LR / 10)
     module = _module_with_scheduler(case, kind) if own else module_of(case, lr_schedule=schedule)
-    limits = {"max_steps": -1, "max_epochs": epochs} if own else {}
+    limits = {"max_steps": -1, "max_epochs": epochs} if own or epochs > 1 else {}
     trainer = trainer_of(case, callbacks=[Watch()], **limits)
     trainer.fit(module, loader_of(case), loader_of(replace(case, steps=1)))
     return rates, trainer.callback_metrics["lr"].item()
@@ -160,8 +160,9 @@ def test_the_rate_is_reduced_on_a_plateau_on_all_ranks() -> None:
         assert rates == pytest.approx([LR, LR, 0.1 * LR, 0.01 * LR])
 
 
-def test_the_schedule_of_the_module_ends_at_max_steps() -> None:
-    # Warm-up 0, 1/2, then from 1 to a tenth in the 4 steps that max_steps=6 leaves; the last value is for a step 7.
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_the_schedule_of_the_module_ends_with_the_run(epochs: int) -> None:
+    # Warm-up 0, 1/2, then from 1 to a tenth in the 4 steps that are left of 6; the last value is for a step 7.
     expected = [LR * share for share in (0, 0.5, 1, 0.775, 0.55, 0.325, 0.1)]
-    for used, logged in run_ranks(_rates, 2, Case(layout=TWO_STAGES, steps=6, lr=LR), "linear", 1):
+    for used, logged in run_ranks(_rates, 2, Case(layout=TWO_STAGES, steps=6 // epochs, lr=LR), "linear", epochs):
         assert [*used, logged] == pytest.approx(expected)

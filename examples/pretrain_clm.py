@@ -1,0 +1,128 @@
+"""Train a GPT-2 from scratch on plain text or a Hugging Face dataset: tokenized, cut into blocks, in epochs.
+
+    python examples/pretrain_clm.py --dataset corpus.txt --tokenizer path/to/tokenizer --epochs 3 --with-tracking
+    python examples/pretrain_clm.py --dataset corpus.txt --tokenizer path/to/tokenizer --epochs 5 --resume
+
+``--dataset`` is a text file, JSON lines with ``text``, or the name of a dataset on the hub. The learning rate warms up
+and then falls linearly to 0 over all epochs. At the end --output has the checkpoints, and a Hugging Face model. Or by
+configuration: lightning-megatron fit --config configs/pretrain_clm.yaml --data.dataset corpus.txt
+"""
+
+import argparse
+from itertools import chain
+from pathlib import Path
+
+import lightning.pytorch as pl
+from datasets import DatasetDict, load_dataset
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from transformers import AutoTokenizer
+
+from lightning_megatron import DatasetDataModule, LRSchedule, MegatronModule, MegatronStrategy, PerplexityReport
+
+LOGGERS = {"csv": CSVLogger, "tensorboard": TensorBoardLogger, "wandb": WandbLogger}
+
+
+class TextBlocks(DatasetDataModule):
+    """Texts, tokenized, joined, and cut into blocks of equal length; prepared once into a folder."""
+
+    def __init__(
+        self,
+        dataset: str,
+        tokenizer: str,
+        folder: str = "runs/pretrain_clm/blocks",
+        seq_length: int = 128,
+        validation_share: float = 0.05,
+        micro_batch_size: int = 4,
+    ) -> None:
+        super().__init__(train=f"{folder}/train", valid=f"{folder}/test", micro_batch_size=micro_batch_size)
+        self.dataset, self.tokenizer, self.folder = dataset, tokenizer, Path(folder)
+        self.seq_length, self.validation_share = seq_length, validation_share
+
+    def prepare_data(self) -> None:
+        """Lightning's hook, called on one process of each host before any reads."""
+        if (self.folder / "dataset_dict.json").exists():
+            return
+        if Path(self.dataset).exists():
+            texts = load_dataset("json" if ".json" in self.dataset else "text", data_files=self.dataset, split="train")
+        else:
+            texts = load_dataset(self.dataset, split="train")
+        tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
+
+        def tokenized(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+            return {"input_ids": tokenizer([f"{text}\n" for text in rows["text"]])["input_ids"]}
+
+        def blocks(rows: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+            tokens, size = list(chain.from_iterable(rows["input_ids"])), self.seq_length
+            cut = [tokens[start : start + size] for start in range(0, len(tokens) - size + 1, size)]
+            return {"input_ids": cut, "labels": cut}
+
+        columns = texts.column_names
+        made = texts.map(tokenized, batched=True, remove_columns=columns).map(blocks, batched=True)
+        splits: DatasetDict = made.train_test_split(self.validation_share, seed=1234)
+        splits.with_format("torch").save_to_disk(self.folder)
+
+
+class RunningTraining(pl.Callback):
+    """Says how long training will be, as the scripts of transformers do."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        data, strategy = trainer.datamodule, trainer.strategy
+        size = data.micro_batch_size * strategy.num_microbatches
+        if trainer.is_global_zero:
+            print(
+                "***** Running training *****\n"
+                f"  Examples = {len(data.open('train', None))}\n"
+                f"  Epochs = {trainer.max_epochs}\n"
+                f"  Batch size of each copy of the model = {size} ({strategy.num_microbatches} microbatches)\n"
+                f"  Total batch size = {size * strategy.data_parallel_size}\n"
+                f"  Optimization steps = {trainer.estimated_stepping_batches}"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dataset", required=True, help="text file, .jsonl, or the name of a dataset on the hub")
+    parser.add_argument("--tokenizer", required=True, help="folder or name")
+    parser.add_argument("--block-size", type=int, default=128)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--accelerator", default="cpu", choices=("cpu", "gpu"))
+    parser.add_argument("--with-tracking", action="store_true", help="log to --report-to")
+    parser.add_argument("--report-to", default="tensorboard", choices=LOGGERS)
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output")
+    parser.add_argument("--output", default="runs/pretrain_clm", help="folder for data, logs, checkpoints and model")
+    arguments = parser.parse_args()
+
+    pl.seed_everything(1234, workers=True)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
+    sizes = {"n_positions": arguments.block_size, "n_embd": 64, "n_layer": 2, "n_head": 2}
+    model = MegatronModule(
+        model={"model_type": "gpt2", "vocab_size": len(tokenizer), **sizes},
+        lr=3e-3,
+        lr_schedule=LRSchedule(style="linear", warmup_fraction=0.1),  # over all epochs
+    )
+    folder = f"{arguments.output}/blocks-{arguments.block_size}"
+    data = TextBlocks(arguments.dataset, arguments.tokenizer, folder, arguments.block_size)
+    logger: Logger | bool = False
+    if arguments.with_tracking:
+        logger = LOGGERS[arguments.report_to](save_dir=arguments.output, name="log")
+    trainer = pl.Trainer(
+        accelerator=arguments.accelerator,
+        devices=4,
+        strategy=MegatronStrategy(tp=2, pp=2, num_microbatches=2),
+        precision="32-true" if arguments.accelerator == "cpu" else "bf16-mixed",
+        max_epochs=arguments.epochs,
+        gradient_clip_val=1.0,
+        log_every_n_steps=5,
+        default_root_dir=arguments.output,
+        logger=logger,
+        callbacks=[PerplexityReport(), RunningTraining(), ModelCheckpoint(arguments.output, save_last=True)],
+    )
+    trainer.fit(model, datamodule=data, ckpt_path="last" if arguments.resume else None)
+    model.save_pretrained(f"{arguments.output}/model")  # AutoModelForCausalLM.from_pretrained loads it
+    if trainer.is_global_zero:
+        tokenizer.save_pretrained(f"{arguments.output}/model")
+
+
+if __name__ == "__main__":  # Lightning starts the other processes by running this file again
+    main()
