@@ -219,17 +219,16 @@ class MegatronModule(pl.LightningModule):
                     "or use more hosts"
                 )
         strategy.parallel.check_model(self.model_config)
-        is_fit = self.trainer.state.fn is None or self.trainer.state.fn.value == "fit"
-        if is_fit and self.trainer.max_steps > 0:  # epochs are counted when there is data: configure_optimizers checks
+        # Epochs are counted when there is data: configure_optimizers checks those.
+        if self.trainer.state.fn in (None, "fit") and self.trainer.max_steps > 0:
             scheduler_settings(self.lr_schedule, self.lr, self.optimizer_options.weight_decay, self._total_steps)
 
     @property
     def _total_steps(self) -> int | None:
         """The Trainer's ``max_steps``, or the steps of its epochs; None if training has no end."""
-        trainer = self.trainer
-        if trainer.max_steps > 0 or trainer.max_epochs == -1 or not self.lr_schedule.follows_run:
-            return trainer.max_steps
-        steps = trainer.estimated_stepping_batches  # makes the loader; a dataset without a length has no end
+        trainer, follows_epochs = self.trainer, self.trainer.max_steps < 0 and self.lr_schedule.follows_run
+        # Asking Lightning makes the loader; a dataset without a length has no end.
+        steps = trainer.estimated_stepping_batches if follows_epochs else trainer.max_steps
         return int(steps) if math.isfinite(steps) else None
 
     def check_batch(self, batch: dict[str, torch.Tensor]) -> None:
