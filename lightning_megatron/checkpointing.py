@@ -351,7 +351,7 @@ class Checkpointing:
         with self._strategy.engine():
             loaded = resume(run, path)
             _close_finished_epoch(loaded)
-            if begins_anew and (trained := self._strategy._megatron_optimizer) is not None:
+            if begins_anew and (trained := self._strategy.megatron_optimizer) is not None:
                 reload_masters(trained)
         if fitting and not begins_anew:
             _check_place_in_data(loaded, getattr(trainer, "datamodule", None), path)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_megatron.accounting import total_parameters
 from lightning_megatron.checkpoint.files import META, load_plain
@@ -125,7 +125,6 @@ class MegatronModule(pl.LightningModule):
         self.model_chunks: torch.nn.ModuleList | None = None
         self.built_for: EngineSettings | None = None
         self._begins_frozen = False
-        self._num_targets: torch.Tensor | int = 0
         self._metrics: dict[tuple[str, int], dict[str, Metric]] = {}
         self._model = model
         fields = config_fields(model)
@@ -312,7 +311,6 @@ class MegatronModule(pl.LightningModule):
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """One optimizer step's gradients; returns the loss, the same on every rank."""
         output = self.megatron.forward_backward(batch, self.train_step)
-        self._num_targets = sum(output.num_targets.values())
         self._log_losses("train", output, on_step=True)
         return output.loss
 
@@ -346,27 +344,24 @@ class MegatronModule(pl.LightningModule):
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
         """Lightning's, except that a step which was skipped (see ``OptimizerReport``) does not move the schedule."""
-        report = self.megatron.optimizer_report
-        if metric is None and report is not None and report.skipped:
+        optimizer = self.megatron.megatron_optimizer
+        if metric is None and optimizer is not None and optimizer.has_skipped:
             return
         super().lr_scheduler_step(scheduler, metric)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log what the optimizer did; the host has these numbers already, the same on every rank."""
-        report = self.megatron.optimizer_report
-        optimizer = self.optimizers()
-        rates = [group["lr"] for group in optimizer.param_groups]  # type: ignore[union-attr]
+        """Log what the optimizer did, the same on every rank; nothing here waits for the device."""
+        rates = [group["lr"] for group in self.optimizers().param_groups]  # type: ignore[union-attr]
         self.log("lr", _on_host(max(rates)), batch_size=1)
-        if report is None:
+        optimizer = self.megatron.megatron_optimizer
+        if optimizer is None or optimizer.grad_norm is None:
             return
-        if report.grad_norm == 0 and not self._num_targets:  # only then, because to read a number of the device waits
-            rank_zero_warn("a whole batch had no label to learn from (all are -100); look at labels and loss masks")
-        if math.isfinite(report.grad_norm):
-            self.log("grad_norm", _on_host(report.grad_norm), batch_size=1)
+        if not optimizer.has_skipped:
+            self.log("grad_norm", optimizer.grad_norm, batch_size=1)
         if self.megatron.settings.params_dtype is torch.float16:
-            self.log("loss_scale", report.loss_scale, batch_size=1)
+            self.log("loss_scale", optimizer.inner.get_loss_scale(), batch_size=1)
         if self.megatron.on_nan == "skip":
-            self.log("skipped_steps", _on_host(float(report.skipped_steps)), batch_size=1)
+            self.log("skipped_steps", _on_host(float(optimizer.skipped_steps)), batch_size=1)
 
     # ---- logging --------------------------------------------------------------------------------------------------
 

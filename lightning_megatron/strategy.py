@@ -7,6 +7,7 @@ import os
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -19,7 +20,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -38,7 +39,7 @@ from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.engine.runtime import Runtime, seed_of_run
 from lightning_megatron.engine.schedule import Schedule, StepOutput, StepShape
 from lightning_megatron.engine.wrap import GradientReduction, freeze_alike, to_16bit, to_ddp
-from lightning_megatron.errors import ConfigError, NonFiniteError
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.launch import ScriptLauncher, check_world_size, deferred_signums, die_with_launcher, meeting
 from lightning_megatron.models.transformer_config import EngineSettings, Recompute
@@ -81,7 +82,8 @@ class MegatronStrategy(ParallelStrategy):
         sequence_parallel: Split activations along the sequence between the tp ranks; saves memory at no cost.
         num_microbatches: Microbatches per optimizer step; more of them keep a pipeline busier.
         distributed_optimizer: Shard the optimizer state over the data-parallel ranks (ZeRO-1).
-        recompute: Recompute activations in the backward pass: ``selective`` (core attention) or ``full`` (layers).
+        recompute: Recompute activations in the backward pass: ``selective`` (norms and the MLP's activation: a third of
+            a layer's memory for 2 % of its time) or ``full`` (layers).
         recompute_method: For ``full``: ``uniform`` (all layers) or ``block`` (the first ones of each stage).
         recompute_num_layers: For ``full``: layers per group (uniform) or per stage (block).
         overlap_communication: Reduce gradients and gather parameters while computing; None: on GPUs with dp > 1.
@@ -91,8 +93,9 @@ class MegatronStrategy(ParallelStrategy):
         transformer_config_overrides: Fields of Megatron's ``TransformerConfig`` to set by hand.
         timeout: How long a collective may wait for other ranks before the run is given up.
         on_nan: What a step does whose loss or gradients are NaN or infinite: ``raise`` ends the run before the weights
-            change, ``skip`` leaves the step out on all ranks, and learning rates stay where they are, as after an
-            overflow of ``16-mixed`` (which is none of these); ``skipped_steps`` is logged.
+            change (on GPUs, which are not waited for, one step later), ``skip`` leaves the step out on all ranks, and
+            learning rates stay where they are, as after an overflow of ``16-mixed`` (which is none of these);
+            ``skipped_steps`` is logged.
 
     Raises:
         ConfigError: If the sizes do not fit together.
@@ -200,11 +203,12 @@ class MegatronStrategy(ParallelStrategy):
 
     @property
     def optimizer_report(self) -> OptimizerReport | None:
-        """Gradient norm, overflow and loss scale of the last optimizer step; None before the first."""
-        return None if self._megatron_optimizer is None else self._megatron_optimizer.report
+        """Gradient norm, overflow and loss scale of the last optimizer step, which it may wait for; None before any."""
+        return None if self.megatron_optimizer is None else self.megatron_optimizer.report
 
     @property
-    def _megatron_optimizer(self) -> MegatronOptimizer | None:
+    def megatron_optimizer(self) -> MegatronOptimizer | None:
+        """The engine's optimizer; None before ``configure_optimizers``."""
         return next((o for o in self.optimizers if isinstance(o, MegatronOptimizer)), None)
 
     @property
@@ -413,7 +417,7 @@ class MegatronStrategy(ParallelStrategy):
             overlap_param_gather=self.reduction.overlap and self.distributed_optimizer,
             clip_grad=None if clip is None else float(clip),
             engine=self.engine,
-            refuse_step=self._refuse_step,
+            may_skip=self.on_nan == "skip",
         )
         with self.engine():
             return MegatronOptimizer.build(self._chunks, options, lr, context)
@@ -475,29 +479,28 @@ class MegatronStrategy(ParallelStrategy):
         Returns:
             The losses, the same on every rank, without a graph.
         """
-        if (optimizer := self._megatron_optimizer) is None:
+        if (optimizer := self.megatron_optimizer) is None:
             raise ConfigError(
                 "configure_optimizers returned no Megatron optimizer; make one with strategy.build_optimizer(...)"
             )
         with self.engine():
             output = ready(self._schedule, "setup").train(batch, train_step, optimizer, self._ramped_micro_batch_size)
         optimizer.loss, self.step_shape = output.loss, output.shape
+        optimizer.judge = partial(self._judge_step, self._module.trainer.global_step, output)
         return output
 
-    def _refuse_step(self) -> None:
-        """Say which rank has made this step's loss or gradients NaN or infinite; every rank must call.
+    def _judge_step(self, step: int, output: StepOutput, grad_norm: float) -> None:
+        schedule, group = ready(self._schedule, "setup"), groups.host_group(self._timeout)
+        schedule.judge(output, grad_norm, step=step, may_skip=self.on_nan == "skip", group=group)
+
+    def settle_step(self) -> None:
+        """Act on the outcome of the last optimizer step, if that is still open. Every rank must call.
 
         Raises:
-            NonFiniteError: Unless such steps are skipped.
+            NonFiniteError: If it was not finite, unless such steps are skipped.
         """
-        culprit = ready(self._schedule, "setup").culprit(groups.host_group(self._timeout))
-        what = f"step {self._module.trainer.global_step}: {culprit}"
-        if self.on_nan == "raise":
-            raise NonFiniteError(
-                f"{what}; expected finite numbers. The weights are as before the step: look at that batch and the "
-                'learning rate, or leave such steps out with MegatronStrategy(on_nan="skip")'
-            )
-        rank_zero_warn(f"{what}; the step is skipped")
+        if (optimizer := self.megatron_optimizer) is not None:
+            optimizer.settle()
 
     def forward_only(self, batch: Batch, train_step: TrainStep, observe: Observer | None = None) -> StepOutput:
         """The losses of one local batch without gradients. Every rank must call; ragged batches are filled up.
@@ -536,7 +539,7 @@ class MegatronStrategy(ParallelStrategy):
         module = self._module
         return RunState(
             chunks=self._chunks,
-            optimizer=self._megatron_optimizer if with_optimizer else None,
+            optimizer=self.megatron_optimizer if with_optimizer else None,
             rng=ready(ready(self._runtime, "setup_environment").rng, "setup_environment"),
             topology=self.topology,
             model_description=getattr(module, "model_description", {}),
@@ -566,6 +569,7 @@ class MegatronStrategy(ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
+        self.settle_step()
         self.checkpointing.save(checkpoint, filepath)
 
     @override
@@ -601,6 +605,7 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def on_train_end(self) -> None:
+        self.settle_step()
         self.checkpointing.on_train_end()
 
     @override

@@ -1,7 +1,13 @@
 """Megatron's optimizer as a torch optimizer: options, parameter groups, and the wrapper for Lightning.
 
 Lightning and torch's learning-rate schedulers want a ``torch.optim.Optimizer``; Megatron's is not one. The wrapper here
-shows Megatron's parameter groups and leaves gradients, clipping, loss scaling and state to Megatron.
+shows Megatron's parameter groups and leaves gradients, loss scaling and state to Megatron.
+
+On a GPU the host does not wait for the gradient norm: clipping, and whether there is an update at all, are decided on
+the device (``grad_scale`` and ``found_inf`` of the fused optimizers, torch's names), and the norm is copied beside it.
+Where steps may be skipped the host reads it behind the update it has queued, because learning rates depend on it;
+otherwise when the next step's gradients are queued, so that Python and data are prepared while the GPU works. A step
+that is not finite never reaches the weights either way.
 """
 
 from __future__ import annotations
@@ -11,13 +17,16 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 
+from lightning_megatron.engine.fillers.adam import MasterOptimizer
+from lightning_megatron.engine.fillers.kernels import l2_norm
 from lightning_megatron.errors import ConfigError, as_options, require_number
 from lightning_megatron.foreign_names import explains_options
 
@@ -153,8 +162,25 @@ class OptimizerContext:
     """Largest global gradient norm; None for no clipping (the norm is computed all the same)."""
     engine: Callable[[], AbstractContextManager[None]]
     """Opens the surroundings in which Megatron may be called."""
-    refuse_step: Callable[[], None]
-    """Called on all ranks where the loss or a gradient is not finite; returns if the step shall be skipped."""
+    may_skip: bool
+    """Whether training goes on behind a step that was left out, so that its outcome must be known before the next."""
+
+
+class _Outcome(NamedTuple):
+    """What is on its way to the host."""
+
+    squared_norm: torch.Tensor
+    """[1], fp32, on the host."""
+    arrived: torch.cuda.Event | None
+    """When it can be read; None for now."""
+    judge: Callable[[float], None]
+    """Of the same step."""
+
+    def norm(self) -> float:
+        """The gradient norm; waits for the device."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return math.sqrt(self.squared_norm)
 
 
 class MegatronOptimizer(torch.optim.Optimizer):
@@ -173,9 +199,14 @@ class MegatronOptimizer(torch.optim.Optimizer):
         self._context = context
         # OneCycleLR and CyclicLR look here whether the optimizer has a momentum that they can move in the groups.
         self.defaults: dict[str, Any] = dict(self.parts[0].optimizer.defaults)
-        self.report: OptimizerReport | None = None
         self.loss = torch.zeros(())
         """[], fp32, on the device: what the gradients are of, the same on every rank."""
+        self.judge: Callable[[float], None] = lambda grad_norm: None
+        """Called on all ranks with the step's gradient norm; NaN or infinite if the loss is. Raises to end the run."""
+        self.grad_norm: torch.Tensor | None = None
+        """[], fp32: the last step's gradient norm, maybe still on the device; None before the first."""
+        self._report: OptimizerReport | None = None
+        self._outcome: _Outcome | None = None
         self.skipped_steps = 0
 
     @classmethod
@@ -233,44 +264,112 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run ``closure`` (forward and backward), then clip, update and gather. Every rank must call.
-
-        Reading the gradient norm is the one time per step that the host waits for the GPU.
-        """
+        """Run ``closure`` (forward and backward), then clip, update and gather. Every rank must call."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         with self._context.engine():
+            self.settle()  # the step before; this one's gradients are queued by now
             overflow = self.inner.prepare_grads()
-            grad_norm = math.nan if overflow else self._gradient_norm()
-            # Gradients that are too large only with the loss scale are 16-mixed's everyday business.
-            is_wrong = not math.isfinite(self.loss if overflow else grad_norm)
-            if is_wrong:
-                self._context.refuse_step()
-                self.skipped_steps += 1
-            elif not overflow:
-                self._clip(grad_norm)
-                self.inner.step_with_ready_grads()
-            self.report = OptimizerReport(
-                grad_norm=math.nan if is_wrong else grad_norm,
-                skipped=is_wrong or overflow,
-                skipped_steps=self.skipped_steps,
-                loss_scale=self.inner.get_loss_scale().detach().clone(),
-            )
+            if not overflow and self._decides_on_device:
+                self._outcome = self._masked_update()
+                if self._context.may_skip:
+                    self.settle()
+            else:
+                self._update(overflow=overflow)
         return loss
 
-    def _gradient_norm(self) -> float:
-        """Of all ranks together; NaN or infinite also if the loss is, which so travels with what is read anyway."""
-        gradients = [gradient for part in self.parts for gradient in part.get_main_grads_for_grad_norm()]
-        zero = 0.0 * self.loss.reshape(1)
-        group = self.inner.get_grad_stats_parallel_group()
-        return float(get_grad_norm_fp32([*gradients, zero], grad_stats_parallel_group=group))
+    @property
+    def report(self) -> OptimizerReport | None:
+        """What the last step did, None before the first. Waits for the device, and never communicates."""
+        if self._outcome is None:
+            return self._report
+        return self._reported(self._outcome.norm())
 
-    def _clip(self, grad_norm: float) -> None:
-        for part in self.parts:
-            if parameters := part.get_parameters():
-                clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, grad_norm)
+    @property
+    def has_skipped(self) -> bool:
+        """Whether the last step was left out, and training goes on. Does not wait for the device."""
+        return self._outcome is None and self._report is not None and self._report.skipped
+
+    def settle(self) -> None:
+        """Learn what became of the last step. Every rank must call at the same place; does nothing the second time.
+
+        Raises:
+            NonFiniteError: If it was not finite, and ``judge`` says so.
+        """
+        if self._outcome is None:
+            return
+        outcome, self._outcome = self._outcome, None
+        norm = outcome.norm()
+        if not math.isfinite(norm):
+            for optimizer in self._masters:
+                optimizer.uncount_step()
+        self._finish(norm, outcome.judge)
+
+    def _update(self, *, overflow: bool) -> None:
+        """Update the weights if the gradient norm, read by the host, is finite."""
+        norm = math.nan if overflow else float(self._squared_norm()) ** 0.5
+        if math.isfinite(norm):
+            for part in self.parts:
+                if parameters := part.get_parameters():
+                    clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
+            self.inner.step_with_ready_grads()
+        self.grad_norm = torch.tensor(norm)
+        self._finish(norm, self.judge, overflow=overflow)
+
+    def _masked_update(self) -> _Outcome:
+        """Queue the update, which the device leaves out if the gradient norm is not finite."""
+        squared = self._squared_norm()
+        self.grad_norm = squared.sqrt().squeeze()
+        found_inf, clip = (~squared.isfinite()).float(), self._context.clip_grad
+        for optimizer in self._masters:
+            optimizer.found_inf = found_inf
+            optimizer.grad_scale = ((self.grad_norm + 1e-6) / clip).clamp(min=1.0) if clip else None
+        # Copied before the update, behind which the host then need not wait.
+        arrived = torch.cuda.Event() if squared.is_cuda else None
+        outcome = _Outcome(squared.to("cpu", non_blocking=True), arrived, self.judge)
+        if arrived is not None:
+            arrived.record()
+        self.inner.step_with_ready_grads()
+        return outcome
+
+    def _squared_norm(self) -> torch.Tensor:
+        """[1], fp32, over all ranks; NaN or infinite also if the loss is, which so travels with what is read anyway.
+
+        megatron-core 0.16.1, optimizer/clip_grads.py:get_grad_norm_fp32, without its wait for the device.
+        """
+        gradients = [gradient for part in self.parts for gradient in part.get_main_grads_for_grad_norm()]
+        norm, _ = l2_norm(0, self.loss, [[*gradients, 0.0 * self.loss.reshape(1)]])
+        squared = norm**2.0
+        dist.all_reduce(squared, group=self.inner.get_grad_stats_parallel_group())
+        return squared
+
+    @property
+    def _masters(self) -> list[MasterOptimizer]:
+        """The optimizers inside that can leave a step out by themselves."""
+        return [part.optimizer for part in self.parts if isinstance(part.optimizer, MasterOptimizer)]
+
+    @property
+    def _decides_on_device(self) -> bool:
+        """Whether the host would have to wait, and need not."""
+        return self.loss.is_cuda and all(isinstance(p.optimizer, MasterOptimizer | None) for p in self.parts)
+
+    def _finish(self, norm: float, judge: Callable[[float], None], *, overflow: bool = False) -> None:
+        # Gradients that are too large only with the loss scale are 16-mixed's everyday business.
+        is_wrong = not math.isfinite(self.loss if overflow else norm)
+        if is_wrong or not overflow:
+            judge(norm)
+        self.skipped_steps += is_wrong
+        self._report = self._reported(norm)
+
+    def _reported(self, norm: float) -> OptimizerReport:
+        return OptimizerReport(
+            grad_norm=norm if math.isfinite(norm) else math.nan,
+            skipped=not math.isfinite(norm),
+            skipped_steps=self.skipped_steps,
+            loss_scale=self.inner.get_loss_scale().detach().clone(),
+        )
 
     @property
     def parts(self) -> list[Any]:

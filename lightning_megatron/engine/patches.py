@@ -1,4 +1,4 @@
-"""The one table of functions of Megatron-Core and torch that are replaced while the engine runs, and how it is applied.
+"""The one table of functions of Megatron-Core, Lightning and torch that are replaced in a run, and how it is applied.
 
 Each row names the upstream version, file and function and the reason, so that the list of all patches can be read and
 tested: a test of the stand-in fails when upstream no longer needs it. Classes that a layer's spec plugs in
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lightning_megatron.engine import cpu
-from lightning_megatron.engine.fillers import adam, kernels, loss
+from lightning_megatron.engine.fillers import adam, kernels, loss, recompute
 from lightning_megatron.engine.fillers.choice import DeviceType, fillers
 
 _MISSING = object()
@@ -62,10 +62,11 @@ def _restore(owner: Any, name: str, original: Any) -> None:
 
 
 def patches(device_type: DeviceType) -> tuple[Patch, ...]:
-    """Every change to Megatron on ``device_type``, from the construction of the model to the last optimizer step."""
+    """Every change while the engine is held on ``device_type``, from the model's construction to the last step."""
     choice = fillers(device_type)
     return (
         *MEGATRON,
+        *LIGHTNING,
         *(ADAM if choice.native_optimizer else ()),
         *(MULTI_TENSOR if choice.native_optimizer else ()),
         *(WEIGHT_GRADIENTS if choice.native_wgrad else ()),
@@ -128,6 +129,30 @@ MEGATRON: tuple[Patch, ...] = (
         "DistributedOptimizer._copy_main_params_to_model_params",
         kernels.copies_shards,
         "a loop with one kernel per parameter, for fp32 parameters onto themselves",
+    ),
+    _row(
+        "megatron.core.tensor_parallel",
+        "CheckpointWithoutOutput",
+        _being(recompute.WithoutOutput),
+        "it needs Transformer Engine, and saves and restores random streams that norms do not draw from",
+    ),
+    _row(
+        "megatron.core.transformer.mlp",
+        "MLP.forward",
+        recompute.recomputes_activation,
+        "it recomputes the whole MLP, matrix products too, or nothing (it warns of a subclass in a layer's spec)",
+    ),
+)
+"""Whatever is installed."""
+
+LIGHTNING: tuple[Patch, ...] = (
+    Patch(
+        module="lightning.pytorch.loops.training_epoch_loop",
+        attribute="_TrainingEpochLoop._broadcast_sigterm_tensor",
+        replacement=_returning(lambda: None),
+        reason="before each batch it asks rank 0 for a SIGTERM over the GPU, and waits for all that is queued there; "
+        "preemption.py has asked every rank by then, beside the step (there is no hook around it)",
+        engine="lightning 2.6.6",
     ),
 )
 """Whatever is installed."""

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.wrap import add_replicas, unwrap
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.errors import ConfigError, NonFiniteError
 
 if TYPE_CHECKING:
     from lightning_megatron.engine.optimizer import MegatronOptimizer
@@ -66,6 +67,8 @@ class StepOutput:
     num_targets: Mapping[str, torch.Tensor]
     """[], fp32 each: how many targets that was."""
     shape: StepShape
+    microbatch_losses: torch.Tensor
+    """[num_microbatches], fp32: what each adds to the sum on this rank; empty before the last stage."""
 
 
 def split_rows(batch: Batch, num_microbatches: int) -> list[Batch]:
@@ -90,8 +93,6 @@ class Schedule:
         self._weights = [(n, p, p.requires_grad) for chunk in chunks for n, p in chunk.named_parameters()]
         self._denominators: dict[str, torch.Tensor] | None = None
         self._targets_seen: list[torch.Tensor] = []
-        self._microbatch_losses = torch.zeros(0)
-        """[num_microbatches], fp32: what each adds to the last step's sum on this rank; empty before the last stage."""
         self._observe: Observer | None = None
 
     def train(
@@ -157,14 +158,43 @@ class Schedule:
                     f"{weight.requires_grad}; freeze and unfreeze before fit, in setup or in configure_model"
                 )
 
-    def culprit(self, group: dist.ProcessGroup) -> str:
-        """Where the last step's loss was not finite, for an error; every rank of ``group``, all ranks, must call."""
+    def judge(
+        self, output: StepOutput, grad_norm: float, *, step: int, may_skip: bool, group: dist.ProcessGroup
+    ) -> None:
+        """Warn of a step without targets; say who has made its loss or gradients NaN or infinite.
+
+        Every rank must call, with the same ``grad_norm``.
+
+        Args:
+            output: Of ``train``.
+            grad_norm: Of its gradients; NaN or infinite if the loss is.
+            step: Its number.
+            may_skip: Whether training goes on without it.
+            group: All ranks, on the hosts.
+
+        Raises:
+            NonFiniteError: If ``grad_norm`` is not finite, unless the step may be skipped.
+        """
+        if grad_norm == 0 and not sum(output.num_targets.values()):
+            rank_zero_warn("a whole batch had no label to learn from (all are -100); look at labels and loss masks")
+        if math.isfinite(grad_norm):
+            return
+        what = f"step {step}: {self._culprit(output.microbatch_losses, group)}"
+        if not may_skip:
+            raise NonFiniteError(
+                f"{what}; expected finite numbers. The weights are as before the step: look at that batch and the "
+                'learning rate, or leave such steps out with MegatronStrategy(on_nan="skip")'
+            )
+        rank_zero_warn(f"{what}; the step is skipped")
+
+    def _culprit(self, losses: torch.Tensor, group: dist.ProcessGroup) -> str:
+        """Where a step's loss was not finite; every rank of ``group`` must call with its microbatches' losses."""
         dp_rank = self._topology.dp_rank
-        mine = [(loss, number, dp_rank) for number, loss in enumerate(self._microbatch_losses.tolist())]
+        mine = [(loss, number, dp_rank) for number, loss in enumerate(losses.tolist())]
         of_ranks = [mine] * dist.get_world_size()
         dist.all_gather_object(of_ranks, mine, group=group)
-        for rank, losses in enumerate(of_ranks):
-            for loss, number, row in losses:
+        for rank, found in enumerate(of_ranks):
+            for loss, number, row in found:
                 if not math.isfinite(loss):
                     return f"the loss of microbatch {number} on rank {rank} (data-parallel row {row}) is {loss}"
         return "a gradient is NaN or infinite (the loss is not) on a rank or data-parallel row that cannot be told"
@@ -261,13 +291,13 @@ class Schedule:
             dist.all_reduce(total, group=self._topology.dp_group)
         if self._topology.parallel.pp > 1:
             dist.broadcast(total, self._topology.last_stage, group=self._topology.pp_group)
-        self._microbatch_losses = of_microbatches[..., 0].sum(1)
         means = total[:, 0] / total[:, 1].clamp(min=1.0)
         return StepOutput(
             loss=means.sum(),
             terms=dict(zip(names, means.unbind(), strict=True)),
             num_targets=dict(zip(names, total[:, 1].unbind(), strict=True)),
             shape=shape,
+            microbatch_losses=of_microbatches[..., 0].sum(1),
         )
 
     def _finalize_gradients(

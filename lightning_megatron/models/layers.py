@@ -27,6 +27,7 @@ from typing_extensions import override
 
 from lightning_megatron.engine.fillers.attention import SDPAttention
 from lightning_megatron.engine.fillers.norm import Norm
+from lightning_megatron.engine.fillers.recompute import WithoutOutput
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig
 
@@ -176,11 +177,11 @@ class ParallelTransformerLayer(TransformerLayer):
             ConfigError: If parts of the layer are to be recomputed that this one does not recompute.
         """
         super().__init__(*args, **kwargs)
-        modules = set(self.config.recompute_modules or ()) - {"core_attn"}
+        modules = set(self.config.recompute_modules or ()) - {"core_attn", "layernorm"}
         if self.config.recompute_granularity == "selective" and modules:
             raise ConfigError(
                 f"recompute_modules={sorted(self.config.recompute_modules)} is not supported by a layer with parallel "
-                "attention and MLP; use ['core_attn'], or recompute='full'"
+                "attention and MLP; use 'core_attn' and 'layernorm', or recompute='full'"
             )
 
     @override
@@ -206,7 +207,8 @@ class ParallelTransformerLayer(TransformerLayer):
         Returns:
             Of ``hidden_states``' shape, and ``context``.
         """
-        attention_input = self.input_layernorm(hidden_states)
+        attention_norm, mlp_norm = WithoutOutput(), WithoutOutput()
+        attention_input = attention_norm.checkpoint(self.input_layernorm, hidden_states)
         attended, attention_output_bias = self.self_attention(
             attention_input,
             attention_mask=attention_mask,
@@ -217,8 +219,11 @@ class ParallelTransformerLayer(TransformerLayer):
         )
         shares_norm = isinstance(self.pre_mlp_layernorm, IdentityOp)
         transformed, mlp_output_bias = self.mlp(
-            attention_input if shares_norm else self.pre_mlp_layernorm(hidden_states)
+            attention_input if shares_norm else mlp_norm.checkpoint(self.pre_mlp_layernorm, hidden_states)
         )
         biases = [bias for bias in (attention_output_bias, mlp_output_bias) if bias is not None]
         summed = (attended + transformed, sum(biases[1:], start=biases[0]) if biases else None)
+        if self.recompute_input_layernorm:
+            for norm in (attention_norm,) if shares_norm else (attention_norm, mlp_norm):
+                norm.discard_output_and_register_recompute(summed[0])
         return self._forward_post_mlp(summed, hidden_states), context

@@ -57,10 +57,10 @@ def t5_chunks(model: ModelConfig, settings: EngineSettings) -> Callable[[int | N
     Raises:
         ConfigError: If the model cannot be split as ``settings.parallel`` says, or core attention should be recomputed.
     """
-    if settings.recompute.granularity == "selective":
+    if settings.recompute.granularity == "selective" and "core_attn" in settings.overrides.get("recompute_modules", ()):
         raise ConfigError(
-            "recompute='selective' cannot train T5's attention bias: the engine would walk through its graph once per "
-            "layer (and the attention in use keeps no scores that recomputing could save); use recompute='full' or None"
+            "recompute_modules with 'core_attn' cannot train T5's attention bias: the engine would walk through its "
+            "graph once per layer (and the attention in use keeps no scores that recomputing could save); leave it out"
         )
     overrides = dict(settings.overrides)
     layout = t5_layout(model, settings.parallel, overrides.pop(OVERRIDE, None))

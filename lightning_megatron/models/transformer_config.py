@@ -23,7 +23,7 @@ class Recompute:
     """Which activations are computed again in the backward pass instead of being kept."""
 
     granularity: Literal["selective", "full"] | None = None
-    """``selective`` recomputes core attention, ``full`` whole layers, None keeps everything."""
+    """``selective`` recomputes norms and activations of MLPs, ``full`` whole layers, None keeps everything."""
     method: Literal["uniform", "block"] = "uniform"
     """For ``full``: all layers in groups (uniform), or only the first ``num_layers`` of each stage (block)."""
     num_layers: int = 1
@@ -194,7 +194,7 @@ def _recompute(recompute: Recompute) -> dict[str, Any]:
     if recompute.granularity is None:
         return {}
     if recompute.granularity == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+        return {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
     return {
         "recompute_granularity": "full",
         "recompute_method": recompute.method,

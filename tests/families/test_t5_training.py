@@ -264,7 +264,11 @@ def _fit(layout: dict[str, Any], lengths: tuple[int, int] = (8, 8)) -> None:
 @pytest.mark.parametrize(
     ("layout", "lengths", "message"),
     [
-        ({"recompute": "selective"}, (8, 8), "recompute='selective' cannot train T5's attention bias"),
+        (
+            {"recompute": "selective", "transformer_config_overrides": {"recompute_modules": ["core_attn"]}},
+            (8, 8),
+            "recompute_modules with 'core_attn' cannot train T5's attention bias",
+        ),
         ({"pp": 4, "vpp": 2, "num_microbatches": 4}, (8, 8), "8 chunks are more than the 7 layers"),
         ({"tp": 2, "sequence_parallel": True}, (9, 7), "length of input_ids=9 is not a multiple of tp=2"),
         ({"tp": 2, "sequence_parallel": True}, (8, 7), "length of labels=7 is not a multiple of tp=2"),

@@ -9,16 +9,15 @@ import pytest
 from tests.parity.training import Case, Layout, loader_of, module_of, trainer_of
 from tests.ranks import run_ranks
 
-NUM_LAYERS = 4
 
-
-def _count_calls(layout: Layout) -> tuple[int, int]:
-    """How often a step calls layers, and core attentions."""
+def _count_calls(layout: Layout) -> tuple[int, int, int]:
+    """How often a step calls layers, core attentions and norms, of which one is behind all layers."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     from lightning_megatron.engine.fillers.attention import SDPAttention
+    from lightning_megatron.engine.fillers.norm import Norm
 
-    case, calls = Case(layout=layout, steps=1), {TransformerLayer: 0, SDPAttention: 0}
+    case, calls = Case(layout=layout, steps=1), {TransformerLayer: 0, SDPAttention: 0, Norm: 0}
     module = module_of(case)
 
     class Counter(_callback()):  # type: ignore[misc]
@@ -32,7 +31,7 @@ def _count_calls(layout: Layout) -> tuple[int, int]:
             calls[type(part)] += 1
 
     trainer_of(case, callbacks=[Counter()]).fit(module, loader_of(case))
-    return calls[TransformerLayer], calls[SDPAttention]
+    return calls[TransformerLayer], calls[SDPAttention], calls[Norm]
 
 
 def _callback() -> type:
@@ -42,16 +41,17 @@ def _callback() -> type:
 
 
 @pytest.mark.parametrize(
-    ("layout", "layer_calls", "attention_calls"),
+    ("layout", "layer_calls", "attention_calls", "norm_calls"),
     [
-        (Layout(), NUM_LAYERS, NUM_LAYERS),
-        (Layout(recompute="selective"), NUM_LAYERS, 2 * NUM_LAYERS),
-        (Layout(recompute="full"), 2 * NUM_LAYERS, 2 * NUM_LAYERS),
-        (Layout(recompute="full", recompute_num_layers=2), 2 * NUM_LAYERS, 2 * NUM_LAYERS),
-        (Layout(recompute="full", recompute_method="block"), NUM_LAYERS + 1, NUM_LAYERS + 1),
-        (Layout(recompute="full", recompute_method="block", recompute_num_layers=3), NUM_LAYERS + 3, NUM_LAYERS + 3),
+        (Layout(), 4, 4, 8),
+        (Layout(recompute="selective"), 4, 4, 16),
+        (Layout(recompute="selective", transformer_config_overrides=(("recompute_modules", ["core_attn"]),)), 4, 8, 8),
+        (Layout(recompute="full"), 8, 8, 16),
+        (Layout(recompute="full", recompute_num_layers=2), 8, 8, 16),
+        (Layout(recompute="full", recompute_method="block"), 5, 5, 10),
+        (Layout(recompute="full", recompute_method="block", recompute_num_layers=3), 7, 7, 14),
     ],
     ids=str,
 )
-def test_a_mode_repeats_what_it_names(layout: Layout, layer_calls: int, attention_calls: int) -> None:
-    assert run_ranks(_count_calls, 1, layout) == [(layer_calls, attention_calls)]
+def test_a_mode_repeats_what_it_names(layout: Layout, layer_calls: int, attention_calls: int, norm_calls: int) -> None:
+    assert run_ranks(_count_calls, 1, layout) == [(layer_calls, attention_calls, norm_calls + 1)]

@@ -22,6 +22,16 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     state_names: tuple[str, ...]
     """Of the per-parameter tensors, each in the parameter's shape and dtype."""
+    grad_scale: Tensor | None = None
+    """[] or [1], fp32: what the next step divides gradients by; as torch's GradScaler tells fused optimizers."""
+    found_inf: Tensor | None = None
+    """[1], fp32: not 0 for the next step to change nothing but its count."""
+
+    def uncount_step(self) -> None:
+        """Take back the count of a step that ``found_inf`` has left out."""
+        for group in self.param_groups:
+            if "step" in group:
+                group["step"] -= 1
 
     def materialize_state(self) -> None:
         """Create the state of every parameter that has none, as zeros."""
@@ -112,6 +122,8 @@ class FusedAdam(MasterOptimizer):
                 eps=group["eps"],
                 amsgrad=False,
                 maximize=False,
+                grad_scale=self.grad_scale,
+                found_inf=self.found_inf,
             )
 
 
@@ -149,6 +161,8 @@ class FusedSGD(MasterOptimizer):
                 maximize=False,
                 # A momentum of zeros makes the first step what torch's SGD makes of it.
                 is_first_step=False,
+                grad_scale=self.grad_scale,
+                found_inf=self.found_inf,
             )
 
 

@@ -7,10 +7,11 @@ import importlib
 from typing import Any
 
 import pytest
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 
 from lightning_megatron.engine.fillers import choice
 from lightning_megatron.engine.fillers.choice import DeviceType, slot_report
-from lightning_megatron.engine.patches import Patch, active, patches
+from lightning_megatron.engine.patches import LIGHTNING, Patch, active, patches
 
 
 def _value(patch: Patch) -> Any:
@@ -34,6 +35,11 @@ def test_every_change_is_made_and_undone(device_type: DeviceType, monkeypatch: p
         during = [_value(row) for row in rows]
     assert all(a is not b for a, b in zip(before, during, strict=True))
     assert all(a is b for a, b in zip(before, [_value(row) for row in rows], strict=True))
+
+
+def test_lightning_still_asks_for_sigterm_before_each_batch() -> None:
+    (row,) = LIGHTNING
+    assert row.attribute.split(".")[1] in _TrainingEpochLoop.advance.__code__.co_names
 
 
 def _changed(device_type: DeviceType) -> set[str]:
