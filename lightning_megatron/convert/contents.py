@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -27,15 +27,8 @@ from lightning_megatron.checkpoint.files import (
 from lightning_megatron.convert.distributed import OF_MEGATRON_CORE, OF_STRATEGY, read_common, stored_tensors
 from lightning_megatron.convert.hugging_face_files import CONFIG_FILE, directory_of, has_weights, open_weights
 from lightning_megatron.convert.megatron_arguments import HUGGING_FACE_CONFIG, arguments_of, own_config
-from lightning_megatron.convert.megatron_lm import (
-    OF_MEGATRON_LM,
-    Ranks,
-    architecture_of,
-    is_legacy,
-    read_ranks,
-    stack,
-    whole_shape,
-)
+from lightning_megatron.convert.megatron_lm import OF_MEGATRON_LM, is_legacy, read_ranks, stack
+from lightning_megatron.convert.shards import Stored
 from lightning_megatron.engine.pickles import StandIn
 from lightning_megatron.errors import CheckpointError, ConfigError
 
@@ -61,7 +54,8 @@ def iteration_folder(path: Path, iteration: int | None = None) -> Path:
         CheckpointError: If there is no such iteration, or several and nothing says which.
         ConfigError: If ``iteration`` is given, and ``path`` does not hold several.
     """
-    found = _iterations(path)
+    names = [each.name for each in path.iterdir() if each.is_dir()] if path.is_dir() else []
+    found = sorted(name for name in names if name == _RELEASE or _ITERATION.fullmatch(name))
     tracker = path / TRACKER_FILE
     if not found and not tracker.is_file():
         if iteration is not None:
@@ -69,44 +63,42 @@ def iteration_folder(path: Path, iteration: int | None = None) -> Path:
                 f"iteration={iteration} would do nothing: {path} has no folders iter_{iteration:07}; leave it out"
             )
         return path
-    there = named(found) or "none"
     if iteration is not None:
         wanted, origin = f"iter_{iteration:07}", f"iteration={iteration} is not there:"
     elif tracker.is_file():
-        text = tracker.read_text(errors="replace").strip()
-        wanted, origin = _tracked(tracker, text), f"{tracker} names iteration {text[:_LONGEST_TEXT]!r}, and"
+        text = tracker.read_text(errors="replace").strip()[:_LONGEST_TEXT]
+        wanted, origin = text, f"{tracker} names iteration {text!r}, and"
+        if text.isascii() and text.isdecimal():
+            wanted = f"iter_{text.lstrip('0').zfill(7)}"
     elif len(found) == 1:
         return path / found[0]
     else:
-        raise CheckpointError(f"{path} has several iterations and no {TRACKER_FILE}; give the folder of one: {there}")
+        wanted, origin = "", f"{path} has several iterations and no {TRACKER_FILE}; give the folder of one:"
     if wanted not in found:
-        raise CheckpointError(f"{origin} there is no folder {wanted[:_LONGEST_TEXT]} in {path}; there are: {there}")
+        raise CheckpointError(f"{origin} there is no folder {wanted} in {path}; there are: {named(found) or 'none'}")
     return path / wanted
+
+
+def find_checkpoint(
+    path: Path, iteration: int | None = None
+) -> tuple[Path, Literal["distributed", "hugging_face", "legacy"] | None]:
+    """The folder or file of the checkpoint at ``path``, and its kind; None if it is of no known one.
+
+    Raises:
+        CheckpointError: As ``iteration_folder``.
+        ConfigError: Likewise.
+    """
+    path = iteration_folder(directory_of(path) or path, iteration)
+    if path.is_dir() and ((path / META).is_file() or is_distributed(path)):
+        return path, "distributed"
+    if path.is_dir() and has_weights(path):
+        return path, "hugging_face"
+    return path, "legacy" if is_legacy(path) else None
 
 
 def named(names: list[str]) -> str:
     """The first of the names of files, for messages."""
     return ", ".join(names[:_MOST_NAMED]) + (", …" if len(names) > _MOST_NAMED else "")
-
-
-def _iterations(path: Path) -> list[str]:
-    if not path.is_dir():
-        return []
-    return sorted(
-        each.name
-        for each in path.iterdir()
-        if each.is_dir() and (each.name == _RELEASE or _ITERATION.fullmatch(each.name))
-    )
-
-
-def _tracked(tracker: Path, text: str) -> str:
-    if text == _RELEASE:
-        return _RELEASE
-    if not (text.isascii() and text.isdecimal()):
-        raise CheckpointError(
-            f"{tracker} says {text[:_LONGEST_TEXT]!r}, which is no iteration; correct it, or give the folder of one"
-        )
-    return f"iter_{text.lstrip('0').zfill(7)}"
 
 
 # ---- contents --------------------------------------------------------------------------------------------------------
@@ -155,16 +147,12 @@ def checkpoint_contents(path: Path) -> CheckpointContents | None:
     Raises:
         CheckpointError: If it is unfinished, damaged, or could run code.
     """
-    path = directory_of(path) or iteration_folder(path)
-    if path.is_file():
-        return _of_megatron_lm(path) if is_legacy(path) else None
-    if (path / META).is_file():
-        return _of_strategy(path)
-    if is_distributed(path):
-        return _of_megatron_core(path)
-    if has_weights(path):
+    path, kind = find_checkpoint(path)
+    if kind == "distributed":
+        return _of_strategy(path) if (path / META).is_file() else _of_megatron_core(path)
+    if kind == "hugging_face":
         return _hugging_face(path)
-    return _of_megatron_lm(path) if is_legacy(path) else None
+    return _of_megatron_lm(path) if kind == "legacy" else None
 
 
 def _of_strategy(path: Path) -> CheckpointContents:
@@ -204,17 +192,9 @@ def _of_megatron_core(path: Path) -> CheckpointContents:
 
 
 def _of_megatron_lm(path: Path) -> CheckpointContents:
-    """Also of a model that cannot be converted: its shards are shown rank by rank then."""
+    """Also of a model that cannot be converted."""
     ranks = read_ranks(path)
-    first, note = ranks.states[0, 0], None
-    try:
-        stacked = stack(ranks, architecture_of(ranks))
-        tensors = [
-            _entry(stacked.names[key], whole_shape(key, shards), shards[0].dtype)
-            for key, shards in stacked.tensors.items()
-        ]
-    except CheckpointError as error:
-        tensors, note = list(_of_each_rank(ranks)), f"shown rank by rank: {error}"
+    first, stacked = ranks.states[0, 0], stack(ranks)
     try:
         config = own_config(first.arguments)
     except ConfigError:  # of a family that is not known here; convert says so
@@ -228,18 +208,9 @@ def _of_megatron_lm(path: Path) -> CheckpointContents:
         "args": _shown_arguments(first.arguments),
         "config": {} if config is None else config.to_dict(),
         "others": [name for name in first.others if name not in ("iteration", "checkpoint_version")],
-        "note": note,
     }
+    tensors = {stacked.names[key]: each for key, each in stacked.stored().items()}
     return _contents(ranks.path, OF_MEGATRON_LM, facts, tensors)
-
-
-def _of_each_rank(ranks: Ranks) -> Iterator[TensorEntry]:
-    """Shards as they are."""
-    for rank, state in ranks.states.items():
-        for number, chunk in enumerate(state.chunks):
-            model = "model" if len(state.chunks) == 1 else f"model{number}"
-            for name, shard in chunk.items():
-                yield _entry(f"{ranks.name(*rank)}.{model}.{name}", tuple(shard.shape), shard.dtype)
 
 
 def _shown_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,26 +220,23 @@ def _shown_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _shown(value: Any) -> Any:
     """Numbers, texts and lists of them as they are, other things as a text; a file can hold anything."""
-    if isinstance(value, str):
-        return value[:_LONGEST]
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, (list, tuple)):
-        plain = (bool, int, float, type(None))
-        return [
-            each if isinstance(each, plain) else str(each)[:_LONGEST] if isinstance(each, str) else type(each).__name__
-            for each in value[:_LONGEST]
-        ]
+        return [each if isinstance(each, (int, float)) else _text(each) for each in value[:_LONGEST]]
+    return _text(value)
+
+
+def _text(value: Any) -> str:
     if isinstance(value, StandIn):
         numbers = ", ".join(repr(each) for each in value.arguments if isinstance(each, (int, str)))
         return f"{type(value).__name__}({numbers[:_LONGEST]})"
-    if isinstance(value, (torch.dtype, Path)):
-        return str(value).removeprefix("torch.")
-    return type(value).__name__
+    plain = isinstance(value, (str, torch.dtype, Path))
+    return str(value)[:_LONGEST].removeprefix("torch.") if plain else type(value).__name__
 
 
-def _distributed_tensors(path: Path) -> list[TensorEntry]:
-    return [_entry(name, tuple(each.size), each.properties.dtype) for name, each in stored_tensors(path).items()]
+def _distributed_tensors(path: Path) -> dict[str, Stored]:
+    return {name: Stored(tuple(each.size), each.properties.dtype) for name, each in stored_tensors(path).items()}
 
 
 def _hugging_face(path: Path) -> CheckpointContents:
@@ -279,28 +247,25 @@ def _hugging_face(path: Path) -> CheckpointContents:
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path / CONFIG_FILE} cannot be read ({error}); fetch it again") from None
         facts = dict(config) if isinstance(config, dict) else {}
-    weights = open_weights(path)
-    tensors = [
-        _entry(name, each.shape, each.dtype)
-        if each.dtype
-        else TensorEntry(name=name, shape=each.shape, dtype=each.dtype_name, num_bytes=each.num_bytes)
-        for name, each in weights.tensors.items()
-    ]
+    tensors = {name: Stored(each.shape, each.dtype) for name, each in open_weights(path).tensors.items()}
     return _contents(path, "Hugging Face model directory", {"config": facts} if facts else {}, tensors)
 
 
-def _entry(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> TensorEntry:
-    num_bytes = math.prod(shape) * dtype.itemsize
-    return TensorEntry(name=name, shape=shape, dtype=str(dtype).removeprefix("torch."), num_bytes=num_bytes)
-
-
-def _contents(path: Path, kind: str, facts: Mapping[str, Any], tensors: list[TensorEntry]) -> CheckpointContents:
+def _contents(path: Path, kind: str, facts: Mapping[str, Any], tensors: Mapping[str, Stored]) -> CheckpointContents:
     files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
     return CheckpointContents(
         path=path,
         kind=kind,
         facts={name: value for name, value in facts.items() if value not in (None, {}, [])},
-        tensors=tuple(sorted(tensors, key=lambda each: natural_key(each.name))),
+        tensors=tuple(
+            TensorEntry(
+                name=name,
+                shape=shape,
+                dtype=str(dtype).removeprefix("torch."),
+                num_bytes=math.prod(shape) * dtype.itemsize,
+            )
+            for name, (shape, dtype) in sorted(tensors.items(), key=lambda each: natural_key(each[0]))
+        ),
         num_files=len(files),
         stored_bytes=sum(each.stat().st_size for each in files),
     )

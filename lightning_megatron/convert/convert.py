@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 import torch.distributed as dist
 
-from lightning_megatron.checkpoint.files import META, is_distributed
-from lightning_megatron.convert.contents import iteration_folder, named
+from lightning_megatron.checkpoint.files import is_distributed
+from lightning_megatron.convert.contents import find_checkpoint, named
 from lightning_megatron.convert.distributed import COMPANIONS, open_distributed
 from lightning_megatron.convert.hugging_face import (
     hugging_face_names,
@@ -35,18 +35,16 @@ from lightning_megatron.convert.hugging_face import (
 from lightning_megatron.convert.hugging_face_files import (
     companion_files,
     copy_companions,
-    directory_of,
-    has_weights,
     tokenizer_files,
 )
-from lightning_megatron.convert.megatron_lm import is_legacy, open_megatron_lm
-from lightning_megatron.convert.megatron_lm_save import pipeline, save_megatron_lm, save_tracker
+from lightning_megatron.convert.megatron_lm import open_megatron_lm
+from lightning_megatron.convert.megatron_lm_save import cut, save_megatron_lm, save_tracker
 from lightning_megatron.convert.options import ConvertOptions, Format
 from lightning_megatron.convert.registry import family_of
 from lightning_megatron.convert.shards import Key, Loading, Source, cast
 from lightning_megatron.engine.collectives import on_all_ranks_alike
 from lightning_megatron.engine.parallel import ParallelConfig
-from lightning_megatron.errors import CheckpointError, ConfigError
+from lightning_megatron.errors import CheckpointError, ConfigError, require_choice, require_number
 from lightning_megatron.files import PARTIAL, staged
 from lightning_megatron.hub import local_folder
 from lightning_megatron.models.config import ModelConfig, variant_of
@@ -67,15 +65,6 @@ _DTYPES = {
     **{"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16},
 }
 """What ``--dtype`` may be."""
-_OF_LAYOUTS = "a Hugging Face model directory is whole"
-_ONLY_FOR = {
-    "tp": (("megatron", "megatron-legacy"), _OF_LAYOUTS),
-    "pp": (("megatron", "megatron-legacy"), _OF_LAYOUTS),
-    "vpp": (("megatron", "megatron-legacy"), _OF_LAYOUTS),
-    "make_vocab_size_divisible_by": (("megatron", "megatron-legacy"), "a Hugging Face model directory has no padding"),
-    "max_shard_size": (("hf",), "Megatron's checkpoints have a file for each rank"),
-}
-"""Option -> for which targets it does something in one process, and why not for others."""
 _SMALL_FILES_BYTES = 1 << 20
 _TIMEOUT = timedelta(minutes=30)
 
@@ -126,7 +115,7 @@ def convert(options: ConvertOptions) -> Converted:
         with _staged(save_path) as folder:
             loading.fill(as_stored=True)
             if options.dtype is not None:
-                cast(chunks, model, _DTYPES[options.dtype], loading.missing)
+                cast(chunks, _DTYPES[options.dtype], loading.missing)
             companions = companion_files(source.companions, options.tokenizer)
             if options.to == "hf":
                 size, missing = options.max_shard_size, loading.missing
@@ -135,9 +124,8 @@ def convert(options: ConvertOptions) -> Converted:
                 _save_megatron(chunks, source, runtime, topology, folder)
                 on_all_ranks_alike(lambda: copy_companions(companions, folder / COMPANIONS) if not _rank() else None)
             else:
-                every = [(tensor, stage) for stage in range(layout.pp) for tensor in range(layout.tp)]
-                ranks = every if world == 1 else [(topology.tp_rank, topology.pp_rank)]
-                on_all_ranks_alike(lambda: save_megatron_lm(chunks, source, model, layout, folder, ranks))
+                rank = None if world == 1 else (topology.tp_rank, topology.pp_rank)
+                on_all_ranks_alike(lambda: save_megatron_lm(chunks, source, model, layout, folder, rank))
                 on_all_ranks_alike(lambda: save_tracker(folder, companions) if not _rank() else None)
     files = [each for each in save_path.rglob("*") if each.is_file()]
     return Converted(
@@ -181,15 +169,14 @@ def open_source(path: Path, config: Path | None = None, iteration: int | None = 
     """
     if not path.exists():
         raise CheckpointError(f"load_path={path} does not exist; give a checkpoint or a Hugging Face model directory")
-    folder = iteration_folder(path, iteration)
-    if folder.is_dir() and ((folder / META).is_file() or is_distributed(folder)):
+    folder, kind = find_checkpoint(path, iteration)
+    if kind == "distributed":
         return open_distributed(folder, config)
-    folder = directory_of(folder) or folder
-    if folder.is_dir() and has_weights(folder):
+    if kind == "hugging_face":
         return open_hugging_face(folder, config)
-    if path.is_file() and ((path.parent / META).is_file() or is_distributed(path.parent)):
+    if path.is_file() and is_distributed(path.parent):
         raise CheckpointError(f"load_path={path} is one file of the checkpoint {path.parent}; give that")
-    if is_legacy(folder):
+    if kind == "legacy":
         return open_megatron_lm(folder, config)
     raise _unknown(folder)
 
@@ -222,23 +209,18 @@ def _check_options(options: ConvertOptions, world: int) -> ParallelConfig:
     Raises:
         ConfigError: If an option has no meaning, or would do nothing.
     """
-    if options.to not in get_args(Format):
-        raise ConfigError(f"to={options.to} is not a format; choose from {', '.join(get_args(Format))}")
-    if options.dtype is not None and options.dtype not in _DTYPES:
-        raise ConfigError(f"dtype={options.dtype} is not a dtype of weights; choose from {', '.join(_DTYPES)}")
+    require_choice("to", options.to, get_args(Format))
+    if options.dtype is not None:
+        require_choice("dtype", options.dtype, _DTYPES)
     size_in_bytes(options.max_shard_size)
-    if options.make_vocab_size_divisible_by < 1:
-        raise ConfigError(
-            f"make_vocab_size_divisible_by={options.make_vocab_size_divisible_by} must be at least 1; correct it"
-        )
-    if options.iteration is not None and options.iteration < 0:
-        raise ConfigError(f"iteration={options.iteration} must be at least 0; correct it")
-    for name, (targets, reason) in _ONLY_FOR.items():
+    require_number("make_vocab_size_divisible_by", options.make_vocab_size_divisible_by, 1)
+    require_number("iteration", options.iteration or 0)
+    layout_options = () if world > 1 else ("tp", "pp", "vpp")  # which torchrun's processes need for any target
+    useless = (*layout_options, "make_vocab_size_divisible_by") if options.to == "hf" else ("max_shard_size",)
+    for name in useless:
         value = getattr(options, name)
-        is_of_processes = world > 1 and name in ("tp", "pp", "vpp")
-        is_default = value == type(options).__dataclass_fields__[name].default
-        if options.to not in targets and not is_default and not is_of_processes:
-            raise ConfigError(f"{name}={value} would do nothing with to={options.to}: {reason}; leave it out")
+        if value != type(options).__dataclass_fields__[name].default:
+            raise ConfigError(f"{name}={value} would do nothing with to={options.to}; leave it out")
     layout = ParallelConfig(tp=options.tp, pp=options.pp, vpp=options.vpp, num_microbatches=max(1, options.pp))
     if world > 1 and layout.model_parallel_size != world:
         raise ConfigError(
@@ -255,29 +237,18 @@ def _check_paths(options: ConvertOptions) -> Path:
         ``save_path``, absolute and without links.
 
     Raises:
-        ConfigError: If something is there already, it cannot be written to, or it is a part of the source.
+        ConfigError: If something is there already, or it is a part of the source.
     """
     load, save = options.load_path.resolve(), options.save_path.resolve()
     if os.path.lexists(save) and not (save.is_dir() and not any(save.iterdir())):
         kind = "is not empty" if save.is_dir() else "is a file"
         raise ConfigError(f"save_path={options.save_path} {kind}; give a new name, or remove it")
-    if os.path.ismount(save):
-        raise ConfigError(
-            f"save_path={options.save_path} is a mount point, which cannot be renamed; give a folder in it"
-        )
     if save.is_relative_to(load) or load.is_relative_to(save):
         raise ConfigError(
             f"save_path={options.save_path} and load_path={options.load_path} lie in each other; give another save_path"
         )
-    there = next(each for each in save.parents if os.path.lexists(each))
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"save_path={options.save_path} cannot be made: {there} is no folder that can be written to")
-    for name in ("tokenizer", "config"):
-        path = getattr(options, name)
-        if path is not None and not path.exists():
-            raise ConfigError(f"{name}={path} does not exist; correct it")
     if options.tokenizer is not None and not (options.tokenizer.is_dir() and tokenizer_files(options.tokenizer)):
-        raise ConfigError(f"tokenizer={options.tokenizer} is no folder with a tokenizer's files; correct it")
+        raise ConfigError(f"tokenizer={options.tokenizer}: expected a folder with a tokenizer's files; correct it")
     return save
 
 
@@ -299,7 +270,7 @@ def _check_model(source: Source, options: ConvertOptions, layout: ParallelConfig
             "this model; use fewer"
         )
     if options.to == "megatron-legacy":
-        pipeline(model, layout.pp, layout.vpp)
+        cut(model, layout)
         if _world_size() > 1 and model.architecture == "t5" and layout.pp > 1:
             raise ConfigError(
                 f"pp={layout.pp}: Megatron-LM cuts an encoder-decoder at other layers than torchrun's processes; "

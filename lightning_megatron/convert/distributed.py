@@ -7,9 +7,8 @@ were wrapped, cut or fused. Optimizer states are left alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import replace
-from functools import cached_property
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +31,9 @@ from lightning_megatron.checkpoint.files import (
     verify_checksums,
 )
 from lightning_megatron.convert.hugging_face_files import companion_files
-from lightning_megatron.convert.megatron_arguments import (
-    HUGGING_FACE_CONFIG,
-    Shapes,
-    arguments_of,
-    own_config,
-    told_config,
-)
+from lightning_megatron.convert.megatron_arguments import arguments_of, described_by
 from lightning_megatron.convert.registry import config_object, family_of, stored_config
-from lightning_megatron.convert.shards import Filling, Key, Shard, Source, check_same, padding
+from lightning_megatron.convert.shards import Key, Place, Source, Stored, mismatches
 from lightning_megatron.engine.pickles import read_pickle
 from lightning_megatron.errors import CheckpointError, ConfigError
 from lightning_megatron.models.config import ModelConfig, variant_of
@@ -79,7 +72,7 @@ def open_distributed(path: Path, config: Path | None) -> DistributedSource:
         ConfigError: If the config cannot be honoured.
     """
     if (path / META).is_file():
-        meta = _checked_meta(path)
+        kind, meta = OF_STRATEGY, _checked_meta(path)
         try:
             model, hf_config = _describe_run(path, meta, config)
             iteration = int(meta["lightning"].get("global_step", 0))
@@ -87,23 +80,24 @@ def open_distributed(path: Path, config: Path | None) -> DistributedSource:
             raise
         except (ArithmeticError, LookupError, AttributeError, TypeError, ValueError) as error:
             raise CheckpointError(f"checkpoint {path} was written by another strategy ({error!r} in {META})") from None
-        return DistributedSource(path, model, hf_config, iteration, kind=OF_STRATEGY, tensors=_weights(path))
-    common = read_common(path)
-    tensors, arguments = _weights(path), arguments_of(common)
-    if config is None and not arguments:
-        raise CheckpointError(
-            f"checkpoint {path} does not say which model it is of; give the model's Hugging Face config.json (or the "
-            "folder with it) with --config"
-        )
-    hf_config = config_object(config) if config is not None else own_config(arguments)
-    if hf_config is None:
-        hf_config = told_config(path, arguments, _shapes(arguments, tensors))
-    model = family_of(hf_config.model_type).model_config(hf_config)
-    if config is None and HUGGING_FACE_CONFIG in arguments:
-        model = variant_of(model, arguments)
-    said = common.get("iteration")
-    iteration = said if type(said) is int else 0
-    return DistributedSource(path, model, hf_config, iteration, kind=OF_MEGATRON_CORE, tensors=tensors)
+        tensors = _weights(path)
+    else:
+        kind, common, tensors = OF_MEGATRON_CORE, read_common(path), _weights(path)
+        arguments = arguments_of(common)
+        shapes = {key: shape for name, each in tensors.items() for key, _, shape in _keys_of(name, each, None)}
+        tp = int(arguments.get("tensor_model_parallel_size") or 1)
+        model, hf_config = described_by(arguments, shapes, tp, config, path)
+        iteration = common["iteration"] if type(common.get("iteration")) is int else 0
+    folders = (path / COMPANIONS, path)
+    return DistributedSource(
+        path=path,
+        kind=kind,
+        model=model,
+        hf_config=hf_config,
+        iteration=iteration,
+        companions=next((each for each in folders if each.is_dir() and companion_files(each)), None),
+        tensors=tensors,
+    )
 
 
 def read_common(path: Path) -> Mapping[str, Any]:
@@ -174,14 +168,6 @@ def _plain(value: Any) -> Any:
     return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
-def _shapes(arguments: Mapping[str, Any], tensors: Mapping[str, TensorStorageMetadata]) -> Shapes:
-    """The shapes of the weights, by which arguments are completed."""
-    shapes = {
-        key: shape for name, stored in tensors.items() for key, _, shape in _keys_of(name, tuple(stored.size), None)
-    }
-    return Shapes(of=shapes, tp=int(arguments.get("tensor_model_parallel_size") or 1))
-
-
 # ---- tensors --------------------------------------------------------------------------------------------------------
 
 
@@ -221,8 +207,8 @@ def _weights(path: Path) -> dict[str, TensorStorageMetadata]:
 
 
 def _keys_of(
-    name: str, shape: tuple[int, ...], known: set[str] | None
-) -> list[tuple[Key, int | None, tuple[int, ...]]]:
+    name: str, stored: TensorStorageMetadata, known: set[str] | None
+) -> Iterator[tuple[Key, int | None, tuple[int, ...]]]:
     """Which of the model's tensors an entry holds, with each one's index along the first axis and its shape.
 
     Megatron-Core stacks the layers of a model: ``decoder.layers.mlp.linear_fc1.weight`` is [layers, rows, columns]. It
@@ -231,112 +217,78 @@ def _keys_of(
 
     Args:
         name: As the table of contents has it.
-        shape: Of the entry.
+        stored: The entry.
         known: The names in the rules of the model's family; None if the model is not known yet.
     """
-    name = _WRAPPERS.sub("", name)
+    name, shape = _WRAPPERS.sub("", name), tuple(stored.size)
     if numbered := _NUMBERED.match(name):
         name = f"{numbered[1]}.{numbered[3]}"
     for unfused, fused in _UNFUSED:
         if known is None or name not in known:
             name = name.replace(unfused, fused)
     if numbered or ".layers." not in name or not shape:
-        return [(Key(name, int(numbered[2]) if numbered else None), None, shape)]
-    return [(Key(name, layer), layer, shape[1:]) for layer in range(shape[0])]
+        yield Key(name, int(numbered[2]) if numbered else None), None, shape
+    else:
+        yield from ((Key(name, layer), layer, shape[1:]) for layer in range(shape[0]))
 
 
+@dataclass(kw_only=True, eq=False)
 class DistributedSource(Source):
-    """The weights of a distributed checkpoint.
+    """The weights of a distributed checkpoint."""
 
-    Args:
-        path: The folder with ``.metadata``.
-        model: Its description.
-        hf_config: The Hugging Face config object of ``model``.
-        iteration: Steps done when it was written.
-        kind: Who wrote it.
-        tensors: The entries of weights.
-    """
+    tensors: Mapping[str, TensorStorageMetadata]
+    """The entries of weights."""
 
-    def __init__(
-        self,
-        path: Path,
-        model: ModelConfig,
-        hf_config: Any,
-        iteration: int,
-        *,
-        kind: str,
-        tensors: Mapping[str, TensorStorageMetadata],
-    ) -> None:
-        folders = (path / COMPANIONS, path)
-        companions = next((folder for folder in folders if folder.is_dir() and companion_files(folder)), None)
-        super().__init__(path, model, hf_config, iteration, companions)
-        self.kind = kind
-        self._tensors = tensors
+    def __post_init__(self) -> None:
         self._entry: dict[Key, tuple[str, int | None]] = {}
+        self._reader = FileSystemReader(self.path)
+        self._reader.set_up_storage_reader(read_table(self.path), is_coordinator=False)
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of the largest tensor."""
-        return max(self._tensors.values(), key=lambda tensor: tensor.size.numel()).properties.dtype
-
-    @cached_property
-    def _reader(self) -> FileSystemReader:
-        reader = FileSystemReader(self.path)
-        reader.set_up_storage_reader(read_table(self.path), is_coordinator=False)
-        return reader
+    def stored(self) -> Mapping[str, Stored]:
+        """See ``Source``."""
+        return {name: Stored(tuple(each.size), each.properties.dtype) for name, each in self.tensors.items()}
 
     def match(self, expected: Mapping[Key, tuple[int, ...]]) -> dict[Key, torch.dtype]:
         """See ``Source``."""
         known, found = {key.name for key in expected}, {}
-        for name, stored in self._tensors.items():
-            for key, layer, shape in _keys_of(name, tuple(stored.size), known):
-                found[key] = (shape, stored.properties.dtype)
+        for name, stored in self.tensors.items():
+            for key, layer, shape in _keys_of(name, stored, known):
+                found[key] = Stored(shape, stored.properties.dtype)
                 self._entry[key] = (name, layer)
-        if problems := check_same(found, expected):
-            raise CheckpointError(
-                f"checkpoint {self.path} is not of this {self.model.family} model ({self.model.task}), {problems}. "
-                "Give the config that belongs to it with --config"
-            )
-        return {key: dtype for key, (_, dtype) in found.items()}
+        self.refuse(mismatches(found, expected))
+        return {key: each.dtype for key, each in found.items()}
 
-    def fill(self, shard: Shard) -> None:
+    def parts(self, place: Place) -> Iterator[tuple[Any, torch.Tensor]]:
         """See ``Source``."""
-        place = shard.place
         name, layer = self._entry[place.key]
-        filling = Filling(str(place.key), shard.data)
-        filling.put(padding(place), 0)
-        rows = min(place.size[0], place.shape[0] - place.offset[0])
-        if rows > 0:
-            first, one = ((), ()) if layer is None else ((layer,), (1,))
-            box = ChunkStorageMetadata(
-                offsets=torch.Size((*first, *place.offset)), sizes=torch.Size((*one, rows, *place.size[1:]))
-            )
-            items = create_read_items_for_chunk_list(name, self._tensors[name], [box])
-            try:
-                self._reader.read_data(
-                    LoadPlan(items), _Planner(filling, self._tensors[name], layer is not None)
-                ).wait()
-            except Exception as error:  # whatever nonsense the bytes are
-                reason = " ".join(str(error).split())[:100]
-                raise CheckpointError(
-                    f"checkpoint {self.path} is damaged: {name} cannot be read ({type(error).__name__}: {reason}); use "
-                    "another"
-                ) from None
-        filling.whole()
+        before, one = ((), ()) if layer is None else ((layer,), (1,))
+        box = ChunkStorageMetadata(offsets=torch.Size((*before, *place.offset)), sizes=torch.Size((*one, *place.size)))
+        stored = self.tensors[name]
+        planner = _Planner(stored.properties.dtype)
+        try:
+            self._reader.read_data(LoadPlan(create_read_items_for_chunk_list(name, stored, [box])), planner).wait()
+        except Exception as error:  # whatever nonsense the bytes are
+            reason = " ".join(str(error).split())[:100]
+            raise CheckpointError(
+                f"checkpoint {self.path} is damaged: {name} cannot be read ({type(error).__name__}: {reason}); use "
+                "another"
+            ) from None
+        for item, tensor in planner.read:
+            where = tuple(slice(a, a + n) for a, n in zip(item.dest_offsets, item.lengths, strict=True))
+            yield (where, tensor) if layer is None else (where[1:], tensor[0])
 
 
 class _Planner(DefaultLoadPlanner):
-    """Puts the boxes of one entry into a tensor that it, or one layer of it, fills."""
+    """Keeps what is read."""
 
-    def __init__(self, filling: Filling, stored: TensorStorageMetadata, is_stacked: bool) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self._filling, self._dtype, self._is_stacked = filling, stored.properties.dtype, is_stacked
+        self._dtype = dtype
+        self.read: list[tuple[ReadItem, torch.Tensor]] = []
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         return torch.empty(read_item.lengths, dtype=self._dtype)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        box = tuple(slice(a, a + n) for a, n in zip(read_item.dest_offsets, read_item.lengths, strict=True))
-        if self._is_stacked:
-            box, tensor = box[1:], tensor[0]
-        self._filling.put(box if len(box) > 1 else box[0], tensor)
+        self.read.append((read_item, tensor))

@@ -1,230 +1,30 @@
-"""Pieces shared by the tables of several GPT families: descriptions from config fields, and rules of weights."""
+"""Pieces of the tables of several families: rules of modules, names of fused decoders, rotary positions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 
-from lightning_megatron.convert.family import Family, activation
-from lightning_megatron.convert.rope import read_rope
-from lightning_megatron.convert.rules import LAYER, POSITIONS, Rule, qkv_order
+from lightning_megatron.convert.family import LAYER, Rule
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig, RopeScaling
 
-_LAYERS = "decoder.layers."
-_ATTENTION, _MLP = _LAYERS + "self_attention.", _LAYERS + "mlp."
-_INPUT_NORM, _MLP_NORM = _ATTENTION + "linear_qkv.layer_norm_", _MLP + "linear_fc1.layer_norm_"
-
-
-# ---- descriptions ---------------------------------------------------------------------------------------------------
-
-
-class RopeFields(TypedDict):
-    """Fields of a ``ModelConfig``."""
-
-    rotary_base: float
-    rope_scaling: RopeScaling | None
-
-
-class WindowFields(TypedDict):
-    """Fields of a ``ModelConfig``."""
-
-    sliding_window: int | None
-    sliding_window_layers: tuple[int, ...] | None
-
-
-def gpt2_config(hf: Any, family: str) -> ModelConfig:
-    """A decoder with GPT-2's config fields, and as many key/value heads as query heads.
-
-    Raises:
-        ConfigError: If a field cannot be honoured.
-    """
-    return ModelConfig(
-        family=family,
-        num_layers=hf.n_layer,
-        hidden_size=hf.n_embd,
-        ffn_hidden_size=4 * hf.n_embd if hf.n_inner is None else hf.n_inner,
-        num_attention_heads=hf.n_head,
-        num_query_groups=hf.n_head,
-        kv_channels=hf.n_embd // hf.n_head,
-        vocab_size=hf.vocab_size,
-        max_position_embeddings=hf.n_positions,
-        layernorm_epsilon=hf.layer_norm_epsilon,
-        activation=activation(hf.activation_function),
-        softmax_scale=None if hf.scale_attn_weights else 1.0,
-        share_embeddings_and_output_weights=hf.tie_word_embeddings,
-        embedding_dropout=hf.embd_pdrop,
-        hidden_dropout=hf.resid_pdrop,
-        attention_dropout=hf.attn_pdrop,
-        init_method_std=hf.initializer_range,
-    )
-
-
-def llama_config(hf: Any, family: str) -> ModelConfig:
-    """A decoder with Llama's config fields, without biases.
-
-    ``pad_token_id`` is not among them: Hugging Face does not train that row of the input embedding, we do where the
-    token stands in a sentence. Padding is told by the mask, and where it is, no row gets a gradient.
-
-    Raises:
-        ConfigError: If a field cannot be honoured.
-    """
-    head_width = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-    return ModelConfig(
-        family=family,
-        num_layers=hf.num_hidden_layers,
-        hidden_size=hf.hidden_size,
-        ffn_hidden_size=hf.intermediate_size,
-        num_attention_heads=hf.num_attention_heads,
-        num_query_groups=hf.num_key_value_heads,
-        kv_channels=head_width,
-        vocab_size=hf.vocab_size,
-        max_position_embeddings=hf.max_position_embeddings,
-        normalization="RMSNorm",
-        layernorm_epsilon=hf.rms_norm_eps,
-        activation=activation(hf.hidden_act),
-        gated_linear_unit=True,
-        add_bias_linear=False,
-        add_qkv_bias=False,
-        position_embedding_type="rope",
-        **rope_fields(hf),
-        share_embeddings_and_output_weights=hf.tie_word_embeddings,
-        attention_dropout=hf.attention_dropout,
-        init_method_std=hf.initializer_range,
-        scaled_residual_init=False,
-    )
-
-
-def rope_fields(hf: Any) -> RopeFields:
-    """Theta and the scaling of rotary positions.
-
-    Raises:
-        ConfigError: If ``rope_parameters`` cannot be honoured.
-    """
-    base, scaling = read_rope(hf.rope_parameters, hf.max_position_embeddings)
-    return {"rotary_base": base, "rope_scaling": scaling}
-
-
-def window_fields(hf: Any) -> WindowFields:
-    """Which layers see how far back, from ``layer_types``; Hugging Face derives them from ``max_window_layers``.
-
-    Raises:
-        ConfigError: If a layer is of an unknown type, or has a window of unknown width.
-    """
-    unknown = sorted(set(hf.layer_types) - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise ConfigError(
-            f"layer_types has {unknown[0]!r}, which is not supported; use 'full_attention' or 'sliding_attention'"
-        )
-    windowed = tuple(i for i, kind in enumerate(hf.layer_types) if kind == "sliding_attention")
-    if windowed and hf.sliding_window is None:
-        raise ConfigError(
-            "layer_types has 'sliding_attention', but use_sliding_window is not True and sliding_window is not set; "
-            "set both, or use 'full_attention'"
-        )
-    return {
-        "sliding_window": hf.sliding_window if windowed else None,
-        "sliding_window_layers": windowed or None,
-    }
+LAYERS = "decoder.layers."
+ATTENTION, MLP = LAYERS + "self_attention.", LAYERS + "mlp."
+INPUT_NORM, MLP_NORM = ATTENTION + "linear_qkv.layer_norm_", MLP + "linear_fc1.layer_norm_"
 
 
 # ---- rules ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class FusedNames:
-    """Hugging Face's names in a decoder that keeps queries, keys and values in one matrix, without ``.weight``."""
-
-    embedding: str = "transformer.word_embeddings"
-    final_norm: str = "transformer.ln_f"
-    layer: str = f"transformer.h.{LAYER}."
-    """What the following names begin with."""
-    input_norm: str = "input_layernorm"
-    mlp_norm: str | None = "post_attention_layernorm"
-    """None if the MLP shares the attention's norm."""
-    qkv: str = "self_attention.query_key_value"
-    proj: str = "self_attention.dense"
-    fc1: str = "mlp.dense_h_to_4h"
-    fc2: str = "mlp.dense_4h_to_h"
-
-
-GPT2_NAMES = FusedNames(
-    embedding="transformer.wte",
-    input_norm="ln_1",
-    mlp_norm="ln_2",
-    qkv="attn.c_attn",
-    proj="attn.c_proj",
-    fc1="mlp.c_fc",
-    fc2="mlp.c_proj",
-)
-
-
-def fused_rules(
-    names: FusedNames, model: ModelConfig, order: torch.Tensor | None = None, *, transposed: bool = False
-) -> list[Rule]:
-    """All weights of a decoder with one matrix for queries, keys and values.
-
-    Args:
-        names: The family's.
-        model: The description.
-        order: Of the rows of the matrix for queries, keys and values; None if it is Megatron's.
-        transposed: Whether the layers' matrices are kept transposed.
-    """
-    hf = names.layer
-    rules = [
-        Rule(megatron="embedding.word_embeddings.weight", hugging_face=(names.embedding + ".weight",)),
-        *norm("decoder.final_layernorm.", names.final_norm, model),
-        *norm(_INPUT_NORM, hf + names.input_norm, model),
-        *linear(_ATTENTION + "linear_qkv", (hf + names.qkv,), model.add_qkv_bias, order=order, transposed=transposed),
-        *linear(_ATTENTION + "linear_proj", (hf + names.proj,), model.has_attention_output_bias, transposed=transposed),
-        *linear(_MLP + "linear_fc1", (hf + names.fc1,), model.add_bias_linear, transposed=transposed),
-        *linear(_MLP + "linear_fc2", (hf + names.fc2,), model.add_bias_linear, transposed=transposed),
-        *_head(model),
-    ]
-    if names.mlp_norm is not None:
-        rules += norm(_MLP_NORM, hf + names.mlp_norm, model)
-    return rules
-
-
-def llama_rules(model: ModelConfig) -> list[Rule]:
-    """All weights of a decoder with three matrices for queries, keys and values, and a gated MLP."""
-    hf = f"model.layers.{LAYER}."
-    queries, keys = model.num_attention_heads * model.kv_channels, model.num_query_groups * model.kv_channels
-    rules = [
-        Rule(megatron="embedding.word_embeddings.weight", hugging_face=("model.embed_tokens.weight",)),
-        *norm("decoder.final_layernorm.", "model.norm", model),
-        *norm(_INPUT_NORM, hf + "input_layernorm", model),
-        *linear(
-            _ATTENTION + "linear_qkv",
-            tuple(f"{hf}self_attn.{name}_proj" for name in "qkv"),
-            model.add_qkv_bias,
-            rows=(queries, keys, keys),
-            order=qkv_order(model.num_attention_heads, model.num_query_groups, model.kv_channels),
-        ),
-        *linear(_ATTENTION + "linear_proj", (hf + "self_attn.o_proj",), model.has_attention_output_bias),
-        *norm(_MLP_NORM, hf + "post_attention_layernorm", model),
-        *linear(
-            _MLP + "linear_fc1",
-            (hf + "mlp.gate_proj", hf + "mlp.up_proj"),
-            model.add_bias_linear,
-            rows=(model.ffn_hidden_size, model.ffn_hidden_size),
-        ),
-        *linear(_MLP + "linear_fc2", (hf + "mlp.down_proj",), model.add_bias_linear),
-        *_head(model),
-    ]
-    if model.qk_layernorm:
-        rules += norm(_ATTENTION + "q_layernorm.", hf + "self_attn.q_norm", model)
-        rules += norm(_ATTENTION + "k_layernorm.", hf + "self_attn.k_norm", model)
-    return rules
-
-
 def linear(
     megatron: str,
     hugging_face: tuple[str, ...],
-    has_bias: bool,
+    has_bias: bool = False,
     *,
     rows: tuple[int, ...] = (),
     order: torch.Tensor | None = None,
@@ -244,31 +44,151 @@ def norm(megatron: str, hugging_face: str, model: ModelConfig) -> list[Rule]:
     return [Rule(megatron=megatron + kind, hugging_face=(f"{hugging_face}.{kind}",)) for kind in kinds]
 
 
-def absolute_positions(name: str) -> list[Rule]:
-    """The table of learned positions, called ``name`` there, without ``.weight``."""
-    return [Rule(megatron=POSITIONS, hugging_face=(name + ".weight",))]
-
-
-def _head(model: ModelConfig) -> list[Rule]:
+def output_layer(model: ModelConfig) -> list[Rule]:
     """The output layer, if it is not the embedding."""
     if model.share_embeddings_and_output_weights:
         return []
     return [Rule(megatron="output_layer.weight", hugging_face=("lm_head.weight",))]
 
 
-def llama_family(
-    model_type: str,
-    architecture: str,
-    describe: Callable[[Any], ModelConfig],
-    required: Mapping[str, tuple[Any, ...]] | None = None,
-) -> Family:
-    """A family with Llama's names; the arguments are those of ``Family``, and the class with the head."""
-    return Family(
-        model_type=model_type,
-        describe=describe,
-        required=required or {},
-        rules=llama_rules,
-        architectures={"causal_lm": architecture},
-        base_prefix="model.",
-        buffers=("*.rotary_emb.inv_freq",),
-    )
+@dataclass(frozen=True, kw_only=True)
+class FusedNames:
+    """Hugging Face's names in a decoder that keeps queries, keys and values in one matrix, without ``.weight``."""
+
+    embedding: str = "transformer.word_embeddings"
+    final_norm: str = "transformer.ln_f"
+    layer: str = f"transformer.h.{LAYER}."
+    """What the following names begin with."""
+    input_norm: str = "input_layernorm"
+    mlp_norm: str | None = "post_attention_layernorm"
+    """None if the MLP shares the attention's norm."""
+    qkv: str = "self_attention.query_key_value"
+    proj: str = "self_attention.dense"
+    fc1: str = "mlp.dense_h_to_4h"
+    fc2: str = "mlp.dense_4h_to_h"
+
+
+def fused_rules(
+    names: FusedNames, model: ModelConfig, order: torch.Tensor | None = None, *, transposed: bool = False
+) -> list[Rule]:
+    """All weights of a decoder with one matrix for queries, keys and values.
+
+    Args:
+        names: The family's.
+        model: The description.
+        order: Of the rows of the matrix for queries, keys and values; None if it is Megatron's.
+        transposed: Whether the layers' matrices are kept transposed.
+    """
+    hf = names.layer
+    rules = [
+        Rule(megatron="embedding.word_embeddings.weight", hugging_face=(names.embedding + ".weight",)),
+        *norm("decoder.final_layernorm.", names.final_norm, model),
+        *norm(INPUT_NORM, hf + names.input_norm, model),
+        *linear(ATTENTION + "linear_qkv", (hf + names.qkv,), model.add_qkv_bias, order=order, transposed=transposed),
+        *linear(ATTENTION + "linear_proj", (hf + names.proj,), model.has_attention_output_bias, transposed=transposed),
+        *linear(MLP + "linear_fc1", (hf + names.fc1,), model.add_bias_linear, transposed=transposed),
+        *linear(MLP + "linear_fc2", (hf + names.fc2,), model.add_bias_linear, transposed=transposed),
+        *output_layer(model),
+    ]
+    if names.mlp_norm is not None:
+        rules += norm(MLP_NORM, hf + names.mlp_norm, model)
+    return rules
+
+
+# ---- rotary positions -----------------------------------------------------------------------------------------------
+
+_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+
+_NEEDED: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
+}
+
+_KNOWN = {
+    *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"),
+    *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    *("short_factor", "long_factor", "low_freq_factor", "high_freq_factor"),
+}
+"""Some type of Hugging Face's reads them. A type that does not read one ignores it, and so do we."""
+
+
+def read_rope(
+    rope_parameters: Mapping[str, Any] | None, max_position_embeddings: int
+) -> tuple[float, RopeScaling | None]:
+    """Theta and the scaling of the frequencies.
+
+    Args:
+        rope_parameters: As a Hugging Face config object has them.
+        max_position_embeddings: The config's.
+
+    Raises:
+        ConfigError: If a key or the type is not honoured.
+    """
+    # Hugging Face takes null for absent, except that a null ``truncate`` is false.
+    rope = {k: v for k, v in (rope_parameters or {}).items() if v is not None or k == "truncate"}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in _TYPES:
+        raise ConfigError(f"rope_type={kind!r} of rope_parameters is not supported; use one of {', '.join(_TYPES)}")
+    unknown = sorted(set(rope) - _KNOWN)
+    if unknown:
+        raise ConfigError(
+            f"{unknown[0]}={rope[unknown[0]]!r} of rope_parameters is not supported; the known keys are "
+            f"{', '.join(sorted(_KNOWN))}"
+        )
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError(
+            f"partial_rotary_factor={rope['partial_rotary_factor']} of rope_parameters is not supported; only whole "
+            "heads are rotated, use 1.0"
+        )
+    base = float(rope.get("rope_theta", 10000.0))
+    return base, None if kind == "default" else _scaling(kind, rope, max_position_embeddings)
+
+
+def _scaling(kind: Any, rope: Mapping[str, Any], max_position_embeddings: int) -> RopeScaling:
+    for name in _NEEDED.get(kind, ()):
+        if name not in rope:
+            raise ConfigError(f"rope_parameters of the type {kind!r} have no {name!r}; add it")
+    # The config's own length is what dynamic scaling starts from, whatever else the parameters say.
+    original = max_position_embeddings if kind == "dynamic" else rope.get("original_max_position_embeddings")
+    original = max_position_embeddings if original is None else int(original)
+    factor = float(rope.get("factor", max_position_embeddings / original))
+    fields: dict[str, Any] = {}
+    if kind == "llama3":
+        fields = {name: float(rope[name]) for name in ("low_freq_factor", "high_freq_factor")}
+    elif kind == "longrope":
+        fields = {name: tuple(float(x) for x in rope[name]) for name in ("short_factor", "long_factor")}
+        fields["attention_factor"] = float(rope.get("attention_factor", _longrope_attention_factor(factor, original)))
+    elif kind == "yarn":
+        # Hugging Face takes 0 for absent, too.
+        fields = {"beta_fast": float(rope.get("beta_fast") or 32), "beta_slow": float(rope.get("beta_slow") or 1)}
+        fields["truncate"] = bool(rope.get("truncate", True))
+        fields["attention_factor"] = float(rope.get("attention_factor", _yarn_attention_factor(factor, rope)))
+    return RopeScaling(rope_type=kind, factor=factor, original_max_position_embeddings=original, **fields)
+
+
+def _longrope_attention_factor(factor: float, original: int) -> float:
+    """Source: Ding et al. 2024, LongRoPE (arXiv 2402.13753), and Phi-3's code."""
+    return math.sqrt(1.0 + math.log(factor) / math.log(original)) if factor > 1.0 else 1.0
+
+
+def _yarn_attention_factor(factor: float, rope: Mapping[str, Any]) -> float:
+    """Source: Peng et al. 2023, YaRN (arXiv 2309.00071), eq. 22; the two mscales are DeepSeek's."""
+
+    def grown(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return grown(rope["mscale"]) / grown(rope["mscale_all_dim"])
+    return grown(1.0)
+
+
+def rope_fields(hf: Any) -> dict[str, Any]:
+    """Theta and the scaling of rotary positions, as fields of a ``ModelConfig``.
+
+    Raises:
+        ConfigError: If ``rope_parameters`` cannot be honoured.
+    """
+    base, scaling = read_rope(hf.rope_parameters, hf.max_position_embeddings)
+    return {"rotary_base": base, "rope_scaling": scaling}

@@ -10,7 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -26,23 +26,19 @@ from lightning_megatron.convert.hugging_face_files import (
     INDEX_FILE,
     SHARD_FILE,
     WEIGHTS_FILE,
-    StoredTensor,
     WeightFiles,
     copy_companions,
     open_weights,
 )
 from lightning_megatron.convert.registry import config_object, family_of, model_config, rules_of
-from lightning_megatron.convert.rules import LAYER, Rule
 from lightning_megatron.convert.shards import (
-    FLOATS,
-    Filling,
     Gathering,
     Key,
     Loading,
     Place,
-    Shard,
     Source,
-    padding,
+    Stored,
+    mismatches,
     progress_bar,
 )
 from lightning_megatron.engine.collectives import on_all_ranks_alike
@@ -53,13 +49,12 @@ from lightning_megatron.models.config import ModelConfig
 if TYPE_CHECKING:
     from huggingface_hub import StateDictSplit
 
-_Contents = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shape and dtype of tensors by name."""
+_Contents = Mapping[str, Stored]
 
 _log = logging.getLogger(__name__)
 
 
-# ---- matching -------------------------------------------------------------------------------------------------------
+# ---- loading --------------------------------------------------------------------------------------------------------
 
 _HEADS = (
     *("lm_head", "cls", "classifier", "score", "qa_outputs"),
@@ -70,75 +65,111 @@ _BODY = ("embedding", "encoder", "decoder")
 """What Megatron's keys begin with unless the tensor belongs to a head or a pooler."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Expected:
-    """One tensor that the model has, under its Hugging Face name."""
+@dataclass(kw_only=True, eq=False)
+class HuggingFaceSource(Source):
+    """The weights of a model directory."""
 
-    shape: tuple[int, ...]
-    key: Key
-    """Of Megatron's tensor that it is a part of."""
+    kind: str = "Hugging Face model directory"
+    files: WeightFiles
+    stored_name: dict[str, str] = field(default_factory=dict)
+    """For each tensor of the model its name in the files; found by ``match``."""
+
+    def __post_init__(self) -> None:
+        self.companions = self.files.directory
+        self._rules = {rule.megatron: rule for rule in rules_of(self.model)}
 
     @property
-    def is_of_head(self) -> bool:
-        """Whether it belongs to a head or a pooler, which a fine-tuned model may start anew."""
-        return not self.key.name.startswith(_BODY)
+    def stored(self) -> Mapping[str, Stored]:
+        """See ``Source``."""
+        return {name: Stored(each.shape, each.dtype) for name, each in self.files.tensors.items()}
+
+    def match(self, expected: Mapping[Key, tuple[int, ...]]) -> dict[Key, torch.dtype]:
+        """See ``Source``; as transformers finds them. Each rank compares its share of what is tied."""
+        stored, family = self.stored, family_of(self.model.family)
+        keys: dict[str, Key] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for key, shape in expected.items():
+            rule = self._rules[key.name]
+            names = rule.names(key.layer)
+            keys |= dict.fromkeys(names, key)
+            shapes |= zip(names, rule.shapes(shape), strict=True)
+        tied, ignorable = _of_transformers(family.architectures[self.model.task])
+        actual = _renamed(stored, keys, family)
+        for name in keys:
+            copies = [copy for copy, source in tied.items() if source == name and copy not in keys]
+            if found := next((actual[each] for each in (name, *copies) if each in actual), None):
+                self.stored_name[name] = found
+
+        is_headless = bool(family.base_prefix) and not any(name.startswith(family.base_prefix) for name in stored)
+        new = self._new_heads(keys) if is_headless or self.model.architecture == "bert" else set()
+        others, ties, ignored = {}, [], []
+        for name in actual.keys() - self.stored_name.keys():
+            in_file = actual[name]
+            is_buffer = any(fnmatchcase(each, glob) for each in (name, in_file) for glob in family.buffers)
+            if in_file in self.stored_name.values() or is_buffer or any(re.search(each, name) for each in ignorable):
+                continue
+            if tied.get(name) in self.stored_name:
+                ties.append((in_file, self.stored_name[tied[name]]))
+            elif name.split(".")[0] in _HEADS or ".pooler." in name:
+                ignored.append(in_file)
+            else:
+                others[in_file] = stored[in_file]
+        found_here = {name: stored[in_file] for name, in_file in self.stored_name.items()}
+        problems = mismatches(found_here | others, {name: shapes[name] for name in shapes if name not in new})
+        rank, size = dist.get_rank(), dist.get_world_size()
+        self.refuse(
+            problems
+            or [
+                f"{copy!r} differs from {source!r}, to which the config ties it (if it should not be tied, set "
+                "tie_word_embeddings=false in config.json)"
+                for copy, source in ties
+                if not self.files.are_equal(copy, source, rank, size)
+            ]
+        )
+        if ignored and rank == 0:
+            _log.warning("of another head in %s and left out: %s", self.path, ", ".join(sorted(ignored)))
+        dtypes: dict[Key, torch.dtype] = {}
+        for name, (_, dtype) in found_here.items():
+            # If the tensors that make one of Megatron's differ: the one that holds them all.
+            dtypes[keys[name]] = torch.promote_types(dtypes.get(keys[name], dtype), dtype)
+        return dtypes
+
+    def _new_heads(self, keys: Mapping[str, Key]) -> set[str]:
+        """Tensors of heads that the files lack altogether: of none of their modules is a part there."""
+
+        def head_of(name: str) -> str:
+            return ".".join(name.split(".")[:-1][:2])  # cls.predictions of cls.predictions.transform.dense.weight
+
+        there = {head_of(name) for name in self.stored_name}
+        missing = keys.keys() - self.stored_name.keys()
+        return {name for name in missing if not keys[name].name.startswith(_BODY) and head_of(name) not in there}
+
+    def parts(self, place: Place) -> Iterator[tuple[Any, torch.Tensor]]:
+        """See ``Source``."""
+        rule, start, stop = self._rules[place.key.name], place.offset[0], place.offset[0] + place.size[0]
+        source = torch.arange(start, stop) if rule.order is None else rule.order[start:stop]
+        for name, rows in zip(rule.names(place.key.layer), rule.rows or (place.shape[0],), strict=True):
+            ours = ((source >= 0) & (source < rows)).nonzero().flatten()
+            if len(ours):
+                theirs, columns = source[ours], place.slices[1:]
+                first = int(theirs.min())
+                span, within = slice(first, int(theirs.max()) + 1), _as_slice(theirs - first)
+                if rule.transposed:
+                    block = self.files.read(self.stored_name[name], (columns[0], span))
+                    yield _as_slice(ours), block[:, within].contiguous().t().contiguous()
+                else:
+                    yield _as_slice(ours), self.files.read(self.stored_name[name], (span, *columns))[within]
+            source = source - rows
 
 
-@dataclass(kw_only=True)
-class Match:
-    """Which tensor of the files is which of the model's."""
-
-    stored_name: dict[str, str] = field(default_factory=dict)
-    """For each tensor of the model its name in the files; new ones are left out."""
-    new: list[str] = field(default_factory=list)
-    """Tensors of heads that the files lack altogether."""
-    ignored: list[str] = field(default_factory=list)
-    """Tensors of the files that belong to other heads."""
-    copies: dict[str, str] = field(default_factory=dict)
-    """Names in the files of tied tensors, and of what they must be equal to."""
-    problems: list[str] = field(default_factory=list)
-    """What is wrong, each with the name."""
-
-
-def match(
-    expected: Mapping[str, Expected], stored: Mapping[str, StoredTensor], family: Family, model: ModelConfig
-) -> Match:
-    """Find every tensor of ``model`` in the files, as transformers would, and everything that is wrong with them."""
+def _of_transformers(architecture: str) -> tuple[dict[str, str], Collection[str]]:
+    """Of a class of transformers: each tied tensor and what it is a copy of, and patterns of what may be left out."""
     import transformers
 
-    hf_class = getattr(transformers, family.architectures[model.task])
+    hf_class = getattr(transformers, architecture)
     tied = getattr(hf_class, "_tied_weights_keys", None)
-    tied = dict(tied) if isinstance(tied, Mapping) else {}  # each copy's name -> what it is a copy of
-    found, tensors = Match(), _renamed(stored, expected, family)
-    for name in expected:
-        candidates = [name, *(copy for copy, source in tied.items() if source == name and copy not in expected)]
-        if (actual := next((tensors[each] for each in candidates if each in tensors), None)) is not None:
-            found.stored_name[name] = actual
-    is_headless = bool(family.base_prefix) and not any(name.startswith(family.base_prefix) for name in stored)
-    _sort_missing(found, expected, may_be_new=is_headless or model.architecture == "bert")
-    used = set(found.stored_name.values())
-    extra = {name: actual for name, actual in tensors.items() if actual not in used}
-    no_weights = getattr(hf_class, "_keys_to_ignore_on_load_unexpected", None) or ()
-    others = {
-        name
-        for task in family.architectures
-        for rule in family.rules(replace(model, task=task))
-        for name in rule.hugging_face
-        if LAYER not in name
-    }
-    for name, actual in extra.items():
-        is_buffer = any(fnmatchcase(name, glob) or fnmatchcase(actual, glob) for glob in family.buffers)
-        is_of_body = bool(family.base_prefix) and name.startswith(family.base_prefix)
-        if is_buffer or any(re.search(pattern, name) for pattern in no_weights):
-            continue
-        if tied.get(name) in found.stored_name:
-            found.copies[actual] = found.stored_name[tied[name]]
-        elif name in others or (not is_of_body and name.split(".")[0] in _HEADS):
-            found.ignored.append(actual)
-        else:
-            found.problems.append(f"{actual!r} is not part of the model")
-    _compare(found, expected, stored)
-    return found
+    ignorable = getattr(hf_class, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return (dict(tied) if isinstance(tied, Mapping) else {}), ignorable
 
 
 def _renamed(stored: Collection[str], expected: Collection[str], family: Family) -> dict[str, str]:
@@ -152,145 +183,6 @@ def _renamed(stored: Collection[str], expected: Collection[str], family: Family)
             name = family.base_prefix + name
         names[name] = actual
     return names
-
-
-def _sort_missing(found: Match, expected: Mapping[str, Expected], *, may_be_new: bool) -> None:
-    """A head that the files lack altogether is new, unless it is the language model's own and they have its body."""
-
-    def head_of(name: str) -> str:
-        """Its module: ``cls.predictions`` of ``cls.predictions.transform.dense.weight``."""
-        return ".".join(name.split(".")[:-1][:2])
-
-    heads_there = {head_of(name) for name in found.stored_name}
-    for name in expected.keys() - found.stored_name.keys():
-        if may_be_new and expected[name].is_of_head and head_of(name) not in heads_there:
-            found.new.append(name)
-        else:
-            found.problems.append(f"{name!r} is missing")
-    places = {name: place for place, name in enumerate(expected)}
-    found.new.sort(key=places.__getitem__)
-    found.problems.sort(key=lambda problem: places[problem.split("'")[1]])
-
-
-def _compare(found: Match, expected: Mapping[str, Expected], stored: Mapping[str, StoredTensor]) -> None:
-    for name, actual in found.stored_name.items():
-        tensor, shape = stored[actual], expected[name].shape
-        if tensor.shape != shape:
-            found.problems.append(f"{actual!r} has the shape {list(tensor.shape)} in the file, not {list(shape)}")
-        if tensor.dtype not in FLOATS:
-            kind = tensor.dtype_name.removeprefix("torch.")
-            found.problems.append(f"{actual!r} is {kind}, not float32, float16 or bfloat16")
-    for actual, source in found.copies.items():
-        if stored[actual].shape != stored[source].shape:
-            found.problems.append(
-                f"{actual!r} has the shape {list(stored[actual].shape)}, and {source!r}, to which it is tied, "
-                f"{list(stored[source].shape)}"
-            )
-
-
-# ---- loading --------------------------------------------------------------------------------------------------------
-
-
-class HuggingFaceSource(Source):
-    """The weights of a model directory.
-
-    Args:
-        files: Of the directory.
-        model: Its description.
-        hf_config: The Hugging Face config object of ``model``.
-    """
-
-    kind = "Hugging Face model directory"
-
-    def __init__(self, files: WeightFiles, model: ModelConfig, hf_config: Any) -> None:
-        super().__init__(files.directory, model, hf_config, companions=files.directory)
-        self._files = files
-        self._rules = {rule.megatron: rule for rule in rules_of(model)}
-        self._stored_name: dict[str, str] = {}
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the largest tensor."""
-        return max(self._files.tensors.values(), key=lambda tensor: tensor.num_bytes).dtype or torch.float32
-
-    def match(self, expected: Mapping[Key, tuple[int, ...]]) -> dict[Key, torch.dtype]:
-        """See ``Source``; each rank compares its share of what is tied, and rank 0 says what is left out."""
-        files, model = self._files, self.model
-        theirs = {
-            name: Expected(shape=part, key=key)
-            for key, shape in expected.items()
-            for name, part in zip(
-                self._rules[key.name].names(key.layer), self._rules[key.name].shapes(shape), strict=True
-            )
-        }
-        found = match(theirs, files.tensors, family_of(model.family), model)
-        rank, size = dist.get_rank(), dist.get_world_size()
-        problems = found.problems or [
-            f"{copy!r} differs from {source!r}, to which the config ties it (if it should not be tied, set "
-            "tie_word_embeddings=false in config.json)"
-            for copy, source in found.copies.items()
-            if not files.are_equal(copy, source, rank, size)
-        ]
-        if problems:
-            counted = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
-            raise CheckpointError(
-                f"the weights in {files.directory} are not those of this {model.family} model ({model.task}), "
-                f"{counted}: {'; '.join(problems)}. Use the weights that belong to this config, all of their files, "
-                "unquantized"
-            )
-        self._stored_name = found.stored_name
-        if found.ignored and rank == 0:
-            _log.warning("of another head in %s and left out: %s", files.directory, ", ".join(found.ignored))
-        dtypes: dict[Key, torch.dtype] = {}
-        for name, actual in found.stored_name.items():
-            key, dtype = theirs[name].key, files.tensors[actual].dtype
-            assert dtype is not None  # else there was a problem
-            # If the tensors that make one of Megatron's differ: the one that holds them all.
-            dtypes[key] = torch.promote_types(dtypes.get(key, dtype), dtype)
-        new = {theirs[name].key for name in found.new}
-        return {key: dtype for key, dtype in dtypes.items() if key not in new}
-
-    def fill(self, shard: Shard) -> None:
-        """See ``Source``."""
-        place = shard.place
-        rule, filling = self._rules[place.key.name], Filling(str(place.key), shard.data)
-        filling.put(padding(place), 0)
-        names = rule.names(place.key.layer)
-        for number, ours, theirs in pieces(rule, place):
-            first, last = int(theirs.min()), int(theirs.max()) + 1
-            rows, columns = _as_slice(theirs - first), _columns(place)
-            with self._files.tensor(self._stored_name[names[number]]) as tensor:
-                if rule.transposed:
-                    block = tensor[columns[0], first:last][:, rows].contiguous().t().contiguous()
-                else:
-                    block = tensor[(slice(first, last), *columns)][rows]
-                filling.put(_as_slice(ours), block)
-                del block
-        filling.whole()
-
-
-def pieces(rule: Rule, place: Place) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Where the rows of a shard come from; rows that pad the vocabulary come from nowhere.
-
-    Yields:
-        Number of one of the rule's tensors; [n], int64: rows of the shard; [n], int64: their rows in that tensor, or
-        their columns if it is transposed.
-    """
-    start, stop = place.offset[0], min(place.offset[0] + place.size[0], place.shape[0])
-    if stop <= start:
-        return
-    source = torch.arange(start, stop) if rule.order is None else rule.order[start:stop]
-    first = 0
-    for number, length in enumerate(rule.rows or (place.shape[0],)):
-        ours = ((source >= first) & (source < first + length)).nonzero().flatten()
-        if len(ours):
-            yield number, ours, source[ours] - first
-        first += length
-
-
-def _columns(place: Place) -> tuple[slice, ...]:
-    """The columns of the whole tensor that the shard has."""
-    return tuple(slice(start, start + size) for start, size in zip(place.offset[1:], place.size[1:], strict=True))
 
 
 def _as_slice(rows: torch.Tensor) -> slice | torch.Tensor:
@@ -321,7 +213,8 @@ def open_hugging_face(path: Path, config: Path | None = None) -> HuggingFaceSour
             "--config"
         )
     described = path if config is None else config
-    return HuggingFaceSource(files, with_weights(model_config(described), files), config_object(described))
+    model = with_weights(model_config(described), files)
+    return HuggingFaceSource(path=path, model=model, hf_config=config_object(described), files=files)
 
 
 def with_weights(model: ModelConfig, files: WeightFiles) -> ModelConfig:
@@ -345,11 +238,11 @@ def load_hugging_face(chunks: Iterable[Any], model: ModelConfig, path: str | Pat
         Megatron's keys of the tensors that the files do not have.
 
     Raises:
-        CheckpointError: If the files are missing or damaged, or are not those of this model; every tensor that is
-            missing, superfluous, or of another shape or kind is named. On all ranks alike, before anything is changed.
+        CheckpointError: If the files are missing or damaged, or are not those of this model; what is missing,
+            superfluous, or of another shape or kind is named. On all ranks alike, before anything is changed.
     """
     files = on_all_ranks_alike(lambda: open_weights(path))
-    loading = Loading(chunks, HuggingFaceSource(files, model, None))
+    loading = Loading(chunks, HuggingFaceSource(path=files.directory, model=model, hf_config=None, files=files))
     loading.fill()
     missing = loading.missing
     if missing and dist.get_rank() == 0:
@@ -434,7 +327,7 @@ def save_hugging_face(
     contents = gathering.contents()
     split = split_state_dict_into_shards_factory(
         contents,
-        get_storage_size=lambda tensor: math.prod(tensor[0]) * tensor[1].itemsize,
+        get_storage_size=lambda tensor: math.prod(tensor.shape) * tensor.dtype.itemsize,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=largest,
     )

@@ -11,22 +11,20 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import re
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lightning_megatron.convert.registry import config_object, family_of, stored_config
-from lightning_megatron.convert.shards import Key, Source
+from lightning_megatron.convert.shards import Key
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import CheckpointError
-from lightning_megatron.models.config import ModelConfig
-
-if TYPE_CHECKING:
-    from lightning_megatron.convert.megatron_lm_save import Pipeline
+from lightning_megatron.models.config import ModelConfig, variant_of
 
 _log = logging.getLogger(__name__)
 
@@ -42,61 +40,11 @@ tensor shows. All of them have 16 heads."""
 _GPT2_VOCABULARY = 50257
 _LARGEST_PADDING = 128
 """Rows, times tp: Megatron-LM's ``--make-vocab-size-divisible-by``."""
-
-_REFUSED = {
-    "apply_layernorm_1p": "the weights of its norms are stored less 1",
-    "apply_residual_connection_post_layernorm": "its residuals come after the norms",
-    "multi_latent_attention": "it has latent attention",
-    "num_experts": "it has experts",
-    "rotary_interleaved": "its rotary positions turn neighbouring numbers",
-    "squared_relu": "its activation is a squared ReLU",
-    "quick_geglu": "its activation is a quick GELU",
-}
+_REFUSED = (
+    *("apply_layernorm_1p", "apply_residual_connection_post_layernorm", "multi_latent_attention", "num_experts"),
+    *("rotary_interleaved", "squared_relu", "quick_geglu"),
+)
 """Arguments that change the mathematics into one that no known family has."""
-
-
-class Shapes:
-    """The whole tensors of a model, vocabulary padding included.
-
-    Args:
-        of: The shape of each.
-        tp: Tensor parallel size of the checkpoint, by which its vocabulary may be padded.
-    """
-
-    def __init__(self, *, of: Mapping[Key, tuple[int, ...]], tp: int) -> None:
-        self.of, self.tp = of, tp
-        layered = [key for key in of if key.layer is not None]
-        stacks = {key.name.split(".")[0] for key in layered}
-        self.stack = "encoder" if "encoder" in stacks else "decoder"
-        """The only or first stack of layers."""
-        self.architecture = "t5" if len(stacks) > 1 else "bert" if "encoder" in stacks else "gpt"
-        self.num_layers = 1 + max((key.layer or 0 for key in layered if key.name.startswith(self.stack)), default=-1)
-        """Of ``stack``."""
-
-    def has(self, name: str) -> bool:
-        """Whether there is such a tensor, in the first layer if it is one of a layer."""
-        return self.shape(name) is not None
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        """Of the tensor ``name`` (Megatron-Core's, from the layer on), in the first layer if it is one of a layer."""
-        keys = (Key(name), Key(f"{self.stack}.layers.{name}", 0), Key(f"{self.stack}.{name}"))
-        return next((self.of[key] for key in keys if key in self.of), None)
-
-    def size(self, name: str, axis: int) -> int:
-        """Length of a tensor that must be there.
-
-        Raises:
-            CheckpointError: If it is not.
-        """
-        shape = self.shape(name)
-        if shape is None or len(shape) <= axis:
-            raise CheckpointError(f"the checkpoint has no {name}, without which it is no model; use another copy")
-        return shape[axis]
-
-    @property
-    def is_gated(self) -> bool:
-        """Whether the MLP's first matrix makes two branches."""
-        return self.size("mlp.linear_fc1.weight", 0) == 2 * self.size("mlp.linear_fc2.weight", 1)
 
 
 def arguments_of(state: Mapping[Any, Any]) -> Mapping[str, Any]:
@@ -126,407 +74,325 @@ def own_config(arguments: Mapping[str, Any]) -> Any:
     return stored_config(fields, f"args.{HUGGING_FACE_CONFIG}")
 
 
-def told_config(path: Path, arguments: Mapping[str, Any], shapes: Shapes) -> Any:
-    """The Hugging Face config object that arguments and shapes tell.
+def described_by(
+    arguments: Mapping[str, Any], shapes: Mapping[Key, tuple[int, ...]], tp: int, config: Path | None, path: Path
+) -> tuple[ModelConfig, Any]:
+    """The model of a checkpoint of Megatron, and its Hugging Face config object.
 
     Args:
-        path: For messages.
         arguments: Megatron-LM's, by name; without any, only NVIDIA's published models are known.
-        shapes: Of the whole tensors.
+        shapes: Of the whole tensors, vocabulary padding included.
+        tp: Tensor parallel size of the checkpoint, by which its vocabulary may be padded.
+        config: A Hugging Face ``config.json``, or a folder with one; None: as the arguments say.
+        path: For messages.
 
     Raises:
         CheckpointError: If no known family computes what Megatron-LM computed, or layers are missing.
+        ConfigError: If the config cannot be honoured.
     """
-    arguments = arguments or published_arguments(shapes)
-    layers = arguments.get("num_layers")
-    if type(layers) is int and layers > shapes.num_layers:
-        raise CheckpointError(
-            f"{path} was written with num_layers={layers} and has {shapes.num_layers} layers; give the folder of all "
-            "stages, or if the model has no more, its Hugging Face config.json with --config"
-        )
-    hf_config = config_object(hf_config_of(arguments, shapes))
-    if not vocab_size(arguments, shapes)[1]:
-        _log.warning(
-            "%s does not say whether some rows of its vocabulary of %d only pad it: all are kept; give the model's "
-            "config with --config if it has fewer",
-            path,
-            hf_config.vocab_size,
-        )
-    return hf_config
+    hf_config = config_object(config) if config is not None else own_config(arguments)
+    if hf_config is None:
+        hf_config = _Told(arguments, shapes, tp, path).config()
+    model = family_of(hf_config.model_type).model_config(hf_config)
+    return (variant_of(model, arguments) if config is None and HUGGING_FACE_CONFIG in arguments else model), hf_config
 
 
-def hf_config_of(arguments: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
-    """The fields of a Hugging Face config, ``model_type`` and ``architectures`` included.
-
-    Args:
-        arguments: Megatron-LM's, by name.
-        shapes: Of the whole tensors.
-
-    Raises:
-        CheckpointError: If no known family computes what Megatron-LM computed.
-    """
-    for name, reason in _REFUSED.items():
-        if arguments.get(name):
-            raise CheckpointError(f"the checkpoint has {name}={arguments[name]}: {reason}, as in no known family")
-    if shapes.architecture == "t5":
-        raise CheckpointError(
-            "the checkpoint is an encoder-decoder of Megatron-LM, whose scaled scores (and, by default, learned "
-            "positions and biases) no Hugging Face model has; if it was made from a T5, " + _GIVE_A_CONFIG
-        )
-    if shapes.architecture == "bert":
-        return _bert(arguments, shapes)
-    return _gpt(arguments, shapes)
+# ---- from arguments to a config -------------------------------------------------------------------------------------
 
 
-def published_arguments(shapes: Shapes) -> dict[str, Any]:
-    """What NVIDIA trained a model of these shapes with, whose file does not say it.
-
-    Raises:
-        CheckpointError: If it is none of those that NVIDIA published: heads are never guessed.
-    """
-    sizes, vocabularies, arguments = _PUBLISHED.get(shapes.architecture, ((), (), {}))
-    rows = shapes.size("embedding.word_embeddings.weight", 0)
-    found = (
-        shapes.num_layers,
-        shapes.size("embedding.word_embeddings.weight", 1),
-        shapes.size("mlp.linear_fc1.weight", 0),
-        (shapes.shape("embedding.position_embeddings.weight") or (0,))[0],
-    )
-    if found != sizes or not any(0 <= rows - known < _LARGEST_PADDING * shapes.tp for known in vocabularies):
-        raise CheckpointError(
-            f"the checkpoint has no arguments (args), and its shapes ({found[0]} layers of {found[1]} columns, "
-            f"{rows} rows of vocabulary) are not those of NVIDIA's GPT-2 345M or BERT 345M, so that nothing says how "
-            f"many heads its attention has; {_GIVE_A_CONFIG}"
-        )
-    return {"num_attention_heads": 16, **arguments}
-
-
-def vocab_size(arguments: Mapping[str, Any], shapes: Shapes) -> tuple[int, bool]:
-    """Tokens without padding, and whether something says so; else all rows of the embedding are counted."""
-    rows = shapes.size("embedding.word_embeddings.weight", 0)
-    original = arguments.get("orig_vocab_size")
-    if type(original) is int and 0 < original <= rows:
-        return original, True
-    is_gpt2s = arguments.get("tokenizer_type") == "GPT2BPETokenizer"
-    if shapes.architecture == "gpt" and is_gpt2s and 0 <= rows - _GPT2_VOCABULARY < _LARGEST_PADDING * shapes.tp:
-        return _GPT2_VOCABULARY, True
-    return rows, False
-
-
-def num_heads(arguments: Mapping[str, Any], shapes: Shapes) -> int:
-    """Attention heads, which no tensor shows.
-
-    Raises:
-        CheckpointError: If nothing says how many, or they do not divide the width of the attention.
-    """
-    width = shapes.size("self_attention.linear_proj.weight", 1)
-    heads = arguments.get("num_attention_heads")
-    if type(heads) is not int or heads < 1 or width == 0 or width % heads != 0:
-        raise CheckpointError(
-            f"args.num_attention_heads={str(heads)[:40]} does not divide the {width} columns of the attention's "
-            f"projection; {_GIVE_A_CONFIG}"
-        )
-    return heads
-
-
-def _number(arguments: Mapping[str, Any], name: str, default: float) -> float:
-    """An argument that must be a number; ``default`` if it is not given."""
-    value = arguments.get(name)
-    if value is None:
-        return default
-    if type(value) not in (int, float):
-        raise CheckpointError(f"args.{name} is a {type(value).__name__}, not a number; {_GIVE_A_CONFIG}")
-    return float(value)
-
-
-def _epsilon(arguments: Mapping[str, Any]) -> float:
-    return _number(arguments, "norm_epsilon", _number(arguments, "layernorm_epsilon", 1e-5))
-
-
-def _gelu(arguments: Mapping[str, Any]) -> str:
-    """Which approximation; Megatron-LM's fused kernel and OpenAI's formula are the same function, with tanh."""
-    if arguments.get("bias_gelu_fusion"):
-        return "gelu_fast"
-    return "gelu_new" if arguments.get("openai_gelu") else "gelu"
-
-
-def _dropouts(arguments: Mapping[str, Any]) -> tuple[float, float]:
-    return _number(arguments, "hidden_dropout", 0.1), _number(arguments, "attention_dropout", 0.1)
-
-
-def _sizes(arguments: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
-    """What every family has, under the names that configs of all of them understand."""
-    return {
-        "vocab_size": vocab_size(arguments, shapes)[0],
-        "hidden_size": shapes.size("embedding.word_embeddings.weight", 1),
-        "num_hidden_layers": shapes.num_layers,
-        "intermediate_size": shapes.size("mlp.linear_fc2.weight", 1),
-        "initializer_range": _number(arguments, "init_method_std", 0.02),
-    }
-
-
-# ---- BERT -----------------------------------------------------------------------------------------------------------
-
-
-def bert_task(shapes: Shapes) -> str:
-    """The task whose head is there."""
-    if shapes.has("classification_head.dense.weight"):
+def bert_task(names: Sequence[str]) -> str:
+    """The task whose head is among tensors of these names."""
+    if "classification_head.dense.weight" in names:
         return "sequence_classification"
-    if shapes.has("token_head.dense.weight"):
+    if "token_head.dense.weight" in names:
         return "token_classification"
-    return "pretraining" if shapes.has("binary_head.weight") and shapes.has("pooler.dense.weight") else "masked_lm"
+    return "pretraining" if {"binary_head.weight", "pooler.dense.weight"} <= set(names) else "masked_lm"
 
 
-def _bert(arguments: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
-    hidden_dropout, attention_dropout = _dropouts(arguments)
-    task = bert_task(shapes)
-    head = {"sequence_classification": "classification_head", "token_classification": "token_head"}.get(task)
-    return {
-        "model_type": "megatron-bert",
-        "architectures": [family_of("megatron-bert").architectures[task]],
-        **_sizes(arguments, shapes),
-        "num_attention_heads": num_heads(arguments, shapes),
-        "hidden_act": _gelu(arguments),
-        "hidden_dropout_prob": hidden_dropout,
-        "attention_probs_dropout_prob": attention_dropout,
-        "max_position_embeddings": shapes.size("embedding.position_embeddings.weight", 0),
-        "type_vocab_size": shapes.size("embedding.tokentype_embeddings.weight", 0),
-        "layer_norm_eps": _epsilon(arguments),
-        **({} if head is None else {"num_labels": shapes.size(f"{head}.dense.weight", 0)}),
-    }
+class _Told:
+    """A Hugging Face config that arguments and shapes tell; for the parameters see ``described_by``."""
 
+    def __init__(
+        self, arguments: Mapping[str, Any], shapes: Mapping[Key, tuple[int, ...]], tp: int, path: Path
+    ) -> None:
+        stacks = {key.name.split(".")[0] for key in shapes if key.layer is not None}
+        self.architecture = "t5" if len(stacks) > 1 else "bert" if "encoder" in stacks else "gpt"
+        self.num_layers = 1 + max((key.layer for key in shapes if key.layer is not None), default=-1)
+        self.shapes = {
+            re.sub(r"^(?:encoder|decoder)\.(?:layers\.)?", "", key.name): shape
+            for key, shape in shapes.items()
+            if not key.layer
+        }
+        """Of the first layer, and of what is outside of layers; names without their stack."""
+        self.tp, self.path = tp, path
+        self.rows, self.width = self.size("embedding.word_embeddings.weight"), self.size("mlp.linear_fc2.weight")
+        self.ffn = self.size("mlp.linear_fc2.weight", 1)
+        self.is_gated = self.size("mlp.linear_fc1.weight") == 2 * self.ffn
+        self.arguments = arguments or self.published()
 
-# ---- decoders -------------------------------------------------------------------------------------------------------
+    def size(self, name: str, axis: int = 0) -> int:
+        """Length of a tensor that must be there."""
+        shape = self.shapes.get(name, ())
+        if len(shape) <= axis:
+            raise CheckpointError(f"the checkpoint has no {name}, without which it is no model; use another copy")
+        return shape[axis]
 
+    def published(self) -> dict[str, Any]:
+        """What NVIDIA trained a model of these shapes with, whose file does not say it; heads are never guessed."""
+        sizes, vocabularies, arguments = _PUBLISHED.get(self.architecture, ((), (), {}))
+        positions = self.shapes.get("embedding.position_embeddings.weight", (0,))[0]
+        found = (self.num_layers, self.width, self.size("mlp.linear_fc1.weight"), positions)
+        if found != sizes or not any(0 <= self.rows - known < _LARGEST_PADDING * self.tp for known in vocabularies):
+            raise CheckpointError(
+                f"{self.path} has no arguments (args), and its shapes ({found[0]} layers of {found[1]} columns, "
+                f"{self.rows} rows of vocabulary) are not those of NVIDIA's GPT-2 345M or BERT 345M, so that nothing "
+                f"says how many heads its attention has; {_GIVE_A_CONFIG}"
+            )
+        return {"num_attention_heads": 16, **arguments}
 
-def _gpt(arguments: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
-    is_rms = not shapes.has("final_layernorm.bias")
-    if shapes.has("embedding.position_embeddings.weight"):
-        if not is_rms and not shapes.is_gated and shapes.has("mlp.linear_fc1.bias"):
-            return _gpt2(arguments, shapes)
-        raise _no_family("learned positions with RMSNorm, a gated MLP or without biases")
-    kind = arguments.get("position_embedding_type")
-    if kind == "alibi" or shapes.has("embedding.norm.weight"):
-        raise _no_family("ALiBi, of which its arguments do not say enough")
-    is_rotary = kind == "rope" or arguments.get("use_rotary_position_embeddings")
-    if is_rotary and is_rms and shapes.is_gated and arguments.get("swiglu", True):
-        return _llama(arguments, shapes)
-    raise _no_family(
-        f"position_embedding_type={kind}, {'RMSNorm' if is_rms else 'LayerNorm'} and "
-        f"{'a gated MLP' if shapes.is_gated else 'a plain MLP'}"
-    )
+    def number(self, name: str, default: float) -> float:
+        """An argument that must be a number; ``default`` if it is not given."""
+        value = self.arguments.get(name)
+        if value is not None and type(value) not in (int, float):
+            raise CheckpointError(f"args.{name} is a {type(value).__name__}, not a number; {_GIVE_A_CONFIG}")
+        return default if value is None else float(value)
 
+    def no_family(self, what: str) -> CheckpointError:
+        """The error for a model that no family computes."""
+        return CheckpointError(f"{self.path}: no known Hugging Face family has {what}; {_GIVE_A_CONFIG}")
 
-def _no_family(combination: str) -> CheckpointError:
-    return CheckpointError(
-        f"the checkpoint is a decoder with {combination}, for which no Hugging Face family is told from Megatron-LM's "
-        f"arguments; {_GIVE_A_CONFIG}"
-    )
+    def config(self) -> Any:
+        """The Hugging Face config object."""
+        layers = self.arguments.get("num_layers")
+        if type(layers) is int and layers > self.num_layers:
+            raise CheckpointError(
+                f"{self.path} was written with num_layers={layers} and has {self.num_layers} layers; give the folder "
+                "of all stages, or if the model has no more, its Hugging Face config.json with --config"
+            )
+        for name in _REFUSED:
+            if self.arguments.get(name):
+                raise self.no_family(f"{name}={self.arguments[name]}")
+        if self.architecture == "t5":
+            raise self.no_family(
+                "the scaled scores of Megatron-LM's encoder-decoder (if it was made from a T5, say so)"
+            )
+        return config_object(self.bert() if self.architecture == "bert" else self.gpt())
 
+    def sizes(self) -> dict[str, Any]:
+        """What every family has, under the names that configs of all of them understand."""
+        vocab_size = self.arguments.get("orig_vocab_size")
+        if type(vocab_size) is not int or not 0 < vocab_size <= self.rows:
+            vocab_size, padding = self.rows, self.rows - _GPT2_VOCABULARY
+            is_gpt2s = self.architecture == "gpt" and self.arguments.get("tokenizer_type") == "GPT2BPETokenizer"
+            if is_gpt2s and 0 <= padding < _LARGEST_PADDING * self.tp:
+                vocab_size = _GPT2_VOCABULARY
+            else:
+                _log.warning(
+                    "%s does not say whether some rows of its vocabulary of %d only pad it: all are kept; give the "
+                    "model's config with --config if it has fewer",
+                    self.path,
+                    vocab_size,
+                )
+        columns, heads = self.size("self_attention.linear_proj.weight", 1), self.arguments.get("num_attention_heads")
+        if type(heads) is not int or heads < 1 or columns % heads != 0:
+            raise CheckpointError(
+                f"args.num_attention_heads={str(heads)[:40]} does not divide the {columns} columns of the attention's "
+                f"projection; {_GIVE_A_CONFIG}"
+            )
+        return {
+            "vocab_size": vocab_size,
+            "hidden_size": self.width,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": heads,
+            "intermediate_size": self.ffn,
+            "initializer_range": self.number("init_method_std", 0.02),
+        }
 
-def _gpt2(arguments: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
-    sizes = _sizes(arguments, shapes)
-    hidden_dropout, attention_dropout = _dropouts(arguments)
-    has_one_key = shapes.size("self_attention.linear_qkv.weight", 0) != 3 * sizes["hidden_size"]
-    end = min(_GPT2_VOCABULARY, sizes["vocab_size"]) - 1
-    return {
-        "model_type": "gpt_bigcode" if has_one_key else "gpt2",
-        "architectures": ["GPTBigCodeForCausalLM" if has_one_key else "GPT2LMHeadModel"],
-        "n_inner": sizes.pop("intermediate_size"),
-        **sizes,
-        "num_attention_heads": num_heads(arguments, shapes),
-        "n_positions": shapes.size("embedding.position_embeddings.weight", 0),
-        "activation_function": _gelu(arguments),
-        "resid_pdrop": hidden_dropout,
-        "embd_pdrop": hidden_dropout,
-        "attn_pdrop": attention_dropout,
-        "layer_norm_epsilon": _epsilon(arguments),
-        "bos_token_id": end,
-        "eos_token_id": end,
-        "tie_word_embeddings": is_tied(arguments, shapes),
-    }
+    def epsilon(self) -> float:
+        """Of norms."""
+        return self.number("norm_epsilon", self.number("layernorm_epsilon", 1e-5))
 
+    def gelu(self) -> str:
+        """Which approximation; Megatron-LM's fused kernel and OpenAI's formula are the same function, with tanh."""
+        if self.arguments.get("bias_gelu_fusion"):
+            return "gelu_fast"
+        return "gelu_new" if self.arguments.get("openai_gelu") else "gelu"
 
-def is_tied(arguments: Mapping[str, Any], shapes: Shapes) -> bool:
-    """Whether the output layer is the embedding; on the last of several stages a tied model has a copy, too."""
-    untied = arguments.get("untie_embeddings_and_output_weights")
-    return not shapes.has("output_layer.weight") if untied is None else not untied
+    def bert(self) -> dict[str, Any]:
+        """A Megatron-BERT."""
+        task = bert_task(list(self.shapes))
+        head = {"sequence_classification": "classification_head", "token_classification": "token_head"}.get(task)
+        return {
+            "model_type": "megatron-bert",
+            "architectures": [family_of("megatron-bert").architectures[task]],
+            **self.sizes(),
+            "hidden_act": self.gelu(),
+            "hidden_dropout_prob": self.number("hidden_dropout", 0.1),
+            "attention_probs_dropout_prob": self.number("attention_dropout", 0.1),
+            "max_position_embeddings": self.size("embedding.position_embeddings.weight"),
+            "type_vocab_size": self.size("embedding.tokentype_embeddings.weight"),
+            "layer_norm_eps": self.epsilon(),
+            **({} if head is None else {"num_labels": self.size(f"{head}.dense.weight")}),
+        }
 
+    def gpt(self) -> dict[str, Any]:
+        """A decoder of one of the families that Megatron-LM computes."""
+        is_rms = "final_layernorm.bias" not in self.shapes
+        kind = self.arguments.get("position_embedding_type")
+        untied = self.arguments.get("untie_embeddings_and_output_weights")
+        # On the last of several stages a tied model has a copy, too.
+        is_tied = "output_layer.weight" not in self.shapes if untied is None else not untied
+        if "embedding.position_embeddings.weight" in self.shapes:
+            if not is_rms and not self.is_gated and "mlp.linear_fc1.bias" in self.shapes:
+                return self.gpt2(is_tied)
+        elif "embedding.norm.weight" not in self.shapes and is_rms and self.is_gated:
+            is_rotary = kind == "rope" or self.arguments.get("use_rotary_position_embeddings")
+            if is_rotary and self.arguments.get("swiglu", True) and self.number("rotary_percent", 1.0) == 1.0:
+                return self.llama(is_tied)
+        raise self.no_family(
+            f"position_embedding_type={kind} (rotary_percent={self.arguments.get('rotary_percent')}) with "
+            f"{'RMSNorm' if is_rms else 'LayerNorm'} and {'a gated' if self.is_gated else 'a plain'} MLP"
+        )
 
-def _llama(arguments: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
-    heads = num_heads(arguments, shapes)
-    width = shapes.size("self_attention.linear_proj.weight", 1) // heads
-    groups = (shapes.size("self_attention.linear_qkv.weight", 0) // width - heads) // 2
-    positions = arguments.get("max_position_embeddings") or arguments.get("seq_length") or 4096
-    fields: dict[str, Any] = {
-        **_sizes(arguments, shapes),
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups,
-        "head_dim": width,
-        "max_position_embeddings": positions,
-        "rms_norm_eps": _epsilon(arguments),
-        "hidden_act": "silu",
-        "rope_parameters": _rope(arguments),
-        "attention_dropout": _dropouts(arguments)[1],
-        "tie_word_embeddings": is_tied(arguments, shapes),
-    }
-    return _kind_of_llama(arguments, shapes, fields)
+    def gpt2(self, is_tied: bool) -> dict[str, Any]:
+        """A GPT-2 or GPT-BigCode."""
+        sizes = self.sizes()
+        has_one_key = self.size("self_attention.linear_qkv.weight") != 3 * self.width
+        end = min(_GPT2_VOCABULARY, sizes["vocab_size"]) - 1
+        dropout = self.number("hidden_dropout", 0.1)
+        return {
+            "model_type": "gpt_bigcode" if has_one_key else "gpt2",
+            "architectures": ["GPTBigCodeForCausalLM" if has_one_key else "GPT2LMHeadModel"],
+            "n_inner": sizes.pop("intermediate_size"),
+            **sizes,
+            "n_positions": self.size("embedding.position_embeddings.weight"),
+            "activation_function": self.gelu(),
+            "resid_pdrop": dropout,
+            "embd_pdrop": dropout,
+            "attn_pdrop": self.number("attention_dropout", 0.1),
+            "layer_norm_epsilon": self.epsilon(),
+            "bos_token_id": end,
+            "eos_token_id": end,
+            "tie_word_embeddings": is_tied,
+        }
 
+    def llama(self, is_tied: bool) -> dict[str, Any]:
+        """One of the families that differ in biases, norms of heads and windows."""
+        sizes, arguments = self.sizes(), self.arguments
+        heads = sizes["num_attention_heads"]
+        width = self.size("self_attention.linear_proj.weight", 1) // heads
+        layers = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1")
+        biases = tuple(f"{layer}.bias" in self.shapes for layer in layers)
+        window = arguments.get("window_size")
+        own: dict[str, Any] = {"head_dim": width, "attention_bias": biases[0]}
+        if "self_attention.q_layernorm.weight" in self.shapes and biases[0] == biases[1] and not biases[2]:
+            family = "Qwen3"
+        elif biases == (True, False, False):
+            family, own = "Qwen2", {}
+        elif window is not None and not any(biases):
+            family = "Mistral"
+            own["sliding_window"] = window[0] + 1 if isinstance(window, (list, tuple)) else window
+        elif biases[0] == biases[1] and window is None:
+            family = "Llama"
+            own["mlp_bias"] = biases[2]
+        else:
+            raise self.no_family(f"biases {biases} of queries, projection and MLP with window_size={window}")
+        if family == "Mistral":
+            del own["attention_bias"]
+        return {
+            "model_type": family.lower(),
+            "architectures": [f"{family}ForCausalLM"],
+            **sizes,
+            **own,
+            "num_key_value_heads": (self.size("self_attention.linear_qkv.weight") // width - heads) // 2,
+            "max_position_embeddings": arguments.get("max_position_embeddings") or arguments.get("seq_length") or 4096,
+            "rms_norm_eps": self.epsilon(),
+            "hidden_act": "silu",
+            "rope_parameters": self.rope(),
+            "attention_dropout": self.number("attention_dropout", 0.1),
+            "tie_word_embeddings": is_tied,
+        }
 
-def _kind_of_llama(arguments: Mapping[str, Any], shapes: Shapes, fields: dict[str, Any]) -> dict[str, Any]:
-    """Which of the families that differ in biases, norms and windows."""
-    biases = tuple(
-        shapes.has(f"{name}.bias")
-        for name in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1")
-    )
-    window = arguments.get("window_size")
-    if shapes.has("self_attention.q_layernorm.weight") and biases in ((False,) * 3, (True, True, False)):
-        own = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "attention_bias": biases[0]}
-    elif biases == (True, False, False):
-        own = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
-        fields.pop("head_dim")
-    elif window is not None and not any(biases):
-        tokens = window[0] + 1 if isinstance(window, (list, tuple)) else window
-        own = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": tokens}
-    elif biases[0] == biases[1] and window is None:
-        own = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-        own |= {"attention_bias": biases[0], "mlp_bias": biases[2]}
-    else:
-        raise _no_family(f"biases {biases} of queries, projection and MLP, and window_size={window}")
-    return {**own, **fields}
-
-
-def _rope(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    if arguments.get("rotary_percent", 1.0) != 1.0:
-        raise _no_family(f"rotary_percent={arguments['rotary_percent']}")
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _number(arguments, "rotary_base", 10000.0)}
-    if arguments.get("use_rope_scaling"):
-        # Megatron-Core's other numbers are those of Llama 3.1, too (models/common/embeddings/rotary_pos_embedding.py).
-        factor = _number(arguments, "rope_scaling_factor", 8.0)
-        rope |= {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-        rope["original_max_position_embeddings"] = 8192
-    elif arguments.get("rotary_seq_len_interpolation_factor"):
-        rope |= {"rope_type": "linear", "factor": _number(arguments, "rotary_seq_len_interpolation_factor", 1.0)}
-    return rope
+    def rope(self) -> dict[str, Any]:
+        """Rotary positions."""
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.number("rotary_base", 10000.0)}
+        if self.arguments.get("use_rope_scaling"):
+            # Megatron-Core's other numbers are those of Llama 3.1, too (common/embeddings/rotary_pos_embedding.py).
+            rope |= {"rope_type": "llama3", "factor": self.number("rope_scaling_factor", 8.0)}
+            rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+        elif self.arguments.get("rotary_seq_len_interpolation_factor"):
+            rope |= {"rope_type": "linear", "factor": self.number("rotary_seq_len_interpolation_factor", 1.0)}
+        return rope
 
 
 # ---- from a config to arguments --------------------------------------------------------------------------------------
 
 _T5_SEQ_LENGTH = 512
 """That of its pre-training; relative positions have no end, and an argument must have a value."""
+_OF_THE_SAME_NAME = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_query_groups"),
+    *("normalization", "layernorm_epsilon", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "rotary_base"),
+    *("position_embedding_type", "relative_attention_num_buckets", "relative_attention_max_distance"),
+    *("num_tokentypes", "hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"),
+)
+"""Arguments that are fields of a ``ModelConfig``."""
+_FALSE = (
+    *("apply_layernorm_1p", "apply_residual_connection_post_layernorm", "onnx_safe", "squared_relu"),
+    "use_distributed_optimizer",
+)
 
 
 def megatron_arguments(
-    source: Source, model: ModelConfig, layout: ParallelConfig, cut: Pipeline, dtype: torch.dtype
+    model: ModelConfig, hf_config: Any, layout: ParallelConfig, dtype: torch.dtype, more: Mapping[str, Any]
 ) -> Namespace:
     """Megatron-LM's arguments for this model at this layout.
 
     Args:
-        source: What the weights were read from.
-        model: Its model, with the padding of its vocabulary that is written.
+        model: With the padding of its vocabulary that is written.
+        hf_config: Its Hugging Face config object.
         layout: The sizes of tensor and pipeline parallelism.
-        cut: The model's stages.
         dtype: Of the weights.
+        more: Other arguments.
     """
+    config = copy.deepcopy(hf_config)
+    config.architectures = [family_of(model.family).architectures[model.task]]
+    is_t5, positions = model.architecture == "t5", model.position_embedding_type
+    seq_length = _T5_SEQ_LENGTH if is_t5 else model.max_position_embeddings
+    # The scripts of transformers call Megatron-LM's fused kernel gelu_fast.
+    activations = [getattr(hf_config, field, None) for field in ("activation_function", "hidden_act")]
+    is_tanh = model.activation == "gelu_tanh"
+    is_fused = is_tanh and "gelu_fast" in activations and not model.gated_linear_unit
+    per_chunk = None if layout.vpp is None else model.num_layers // (layout.pp * layout.vpp)
     return Namespace(
-        **_shape(model),
-        **_mathematics(model),
-        **_activation(model, source.hf_config),
-        **_layout(model, layout, cut),
-        iteration=source.iteration,
-        consumed_train_samples=0,
-        consumed_valid_samples=0,
+        **{name: getattr(model, name) for name in _OF_THE_SAME_NAME},
+        **dict.fromkeys(_FALSE, False),
+        **dict.fromkeys(("max_position_embeddings", "seq_length", "encoder_seq_length"), seq_length),
+        encoder_num_layers=model.num_layers,
+        decoder_num_layers=model.num_decoder_layers if is_t5 else None,
+        decoder_seq_length=seq_length if is_t5 else None,
+        group_query_attention=model.num_query_groups != model.num_attention_heads,
+        norm_epsilon=model.layernorm_epsilon,
+        add_position_embedding=positions == "learned_absolute",
+        use_rotary_position_embeddings=positions == "rope",
+        rotary_percent=1.0,
+        untie_embeddings_and_output_weights=not model.share_embeddings_and_output_weights,
+        bert_binary_head=model.task == "pretraining",
+        swiglu=model.gated_linear_unit and model.activation == "silu",
+        bias_gelu_fusion=is_fused,
+        openai_gelu=is_tanh and not is_fused,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp,
+        num_layers_per_virtual_pipeline_stage=per_chunk,
+        **dict.fromkeys(("context_parallel_size", "data_parallel_size"), 1),
+        world_size=layout.tp * layout.pp,
+        **dict.fromkeys(("rank", "consumed_train_samples", "consumed_valid_samples"), 0),
         orig_vocab_size=model.vocab_size,
         padded_vocab_size=model.padded_vocab_size(layout.tp),
         params_dtype=dtype,
         fp16=dtype == torch.float16,
         bf16=dtype == torch.bfloat16,
         tokenizer_type="GPT2BPETokenizer" if model.family == "gpt2" else "HuggingFaceTokenizer",
-        **{HUGGING_FACE_CONFIG: config_text(model, source.hf_config)},
+        **{HUGGING_FACE_CONFIG: str(config.to_json_string())},
+        **more,
     )
-
-
-def config_text(model: ModelConfig, hf_config: Any) -> str:
-    """The model's Hugging Face config as JSON, its head's class and its output layer's tie included."""
-    config = copy.deepcopy(hf_config)
-    config.architectures = [family_of(model.family).architectures[model.task]]
-    return str(config.to_json_string())
-
-
-def _shape(model: ModelConfig) -> Mapping[str, Any]:
-    is_t5 = model.architecture == "t5"
-    seq_length = _T5_SEQ_LENGTH if is_t5 else model.max_position_embeddings
-    return {
-        "num_layers": model.num_layers,
-        "encoder_num_layers": model.num_layers,
-        "decoder_num_layers": model.num_decoder_layers if is_t5 else None,
-        "hidden_size": model.hidden_size,
-        "ffn_hidden_size": model.ffn_hidden_size,
-        "num_attention_heads": model.num_attention_heads,
-        "kv_channels": model.kv_channels,
-        "group_query_attention": model.num_query_groups != model.num_attention_heads,
-        "num_query_groups": model.num_query_groups,
-        "max_position_embeddings": seq_length,
-        "seq_length": seq_length,
-        "encoder_seq_length": seq_length,
-        "decoder_seq_length": seq_length if is_t5 else None,
-    }
-
-
-def _mathematics(model: ModelConfig) -> Mapping[str, Any]:
-    positions = model.position_embedding_type
-    return {
-        "normalization": model.normalization,
-        "layernorm_epsilon": model.layernorm_epsilon,
-        "norm_epsilon": model.layernorm_epsilon,
-        "apply_layernorm_1p": False,
-        "apply_residual_connection_post_layernorm": False,
-        "add_bias_linear": model.add_bias_linear,
-        "add_qkv_bias": model.add_qkv_bias,
-        "qk_layernorm": model.qk_layernorm,
-        "add_position_embedding": positions == "learned_absolute",
-        "position_embedding_type": positions,
-        "use_rotary_position_embeddings": positions == "rope",
-        "rotary_base": model.rotary_base,
-        "rotary_percent": 1.0,
-        "relative_attention_num_buckets": model.relative_attention_num_buckets,
-        "relative_attention_max_distance": model.relative_attention_max_distance,
-        "untie_embeddings_and_output_weights": not model.share_embeddings_and_output_weights,
-        "num_tokentypes": model.num_tokentypes,
-        "bert_binary_head": model.task == "pretraining",
-        "hidden_dropout": model.hidden_dropout,
-        "attention_dropout": model.attention_dropout,
-        "init_method_std": model.init_method_std,
-    }
-
-
-def _activation(model: ModelConfig, hf_config: Any) -> Mapping[str, bool]:
-    """As the scripts of transformers spell it: their ``gelu_fast`` is Megatron-LM's fused kernel."""
-    named = [getattr(hf_config, field, None) for field in ("activation_function", "hidden_act")]
-    is_fused = model.activation == "gelu_tanh" and "gelu_fast" in named and not model.gated_linear_unit
-    return {
-        "swiglu": model.gated_linear_unit and model.activation == "silu",
-        "bias_gelu_fusion": is_fused,
-        "openai_gelu": model.activation == "gelu_tanh" and not is_fused,
-        "onnx_safe": False,
-        "squared_relu": False,
-    }
-
-
-def _layout(model: ModelConfig, layout: ParallelConfig, cut: Pipeline) -> Mapping[str, Any]:
-    per_chunk = None if layout.vpp is None else model.num_layers // (layout.pp * layout.vpp)
-    return {
-        "tensor_model_parallel_size": layout.tp,
-        "pipeline_model_parallel_size": layout.pp,
-        "virtual_pipeline_model_parallel_size": layout.vpp,
-        "num_layers_per_virtual_pipeline_stage": per_chunk,
-        "pipeline_model_parallel_split_rank": cut.split_rank,
-        "decoder_first_pipeline_num_layers": cut.first_num_layers,
-        "decoder_last_pipeline_num_layers": cut.last_num_layers,
-        "context_parallel_size": 1,
-        "data_parallel_size": 1,
-        "world_size": layout.tp * layout.pp,
-        "rank": 0,
-        "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,
-        "use_distributed_optimizer": False,
-    }

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lightning_megatron.convert import families
-from lightning_megatron.convert.family import Family
-from lightning_megatron.convert.rules import POSITIONS, Rule
+from lightning_megatron.convert.family import POSITIONS, Family, Rule
 from lightning_megatron.errors import CheckpointError, ConfigError
 from lightning_megatron.models.config import ModelConfig
 
@@ -55,7 +54,7 @@ def known_families() -> dict[str, Family]:
     modules = [
         importlib.import_module(f"{families.__name__}.{m.name}") for m in pkgutil.iter_modules(families.__path__)
     ]
-    return {module.FAMILY.model_type: module.FAMILY for module in modules}
+    return {family.model_type: family for module in modules for family in module.FAMILIES}
 
 
 def family_of(model_type: str) -> Family:

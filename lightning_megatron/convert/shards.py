@@ -9,28 +9,27 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from lightning_megatron.convert.family import VOCABULARY
 from lightning_megatron.convert.registry import rules_of
-from lightning_megatron.convert.rules import VOCABULARY
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-T = TypeVar("T")
-
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """What weights may be stored in."""
+_MOST_NAMED = 20
 BAR_FROM_BYTES = 10**9
 """Smaller models are there before anyone would look at a progress bar."""
 _TIMEOUT = timedelta(minutes=30)
@@ -63,6 +62,17 @@ class Place:
     """Of the shard, padding included."""
     dtype: torch.dtype
 
+    @property
+    def unpadded(self) -> Place:
+        """Without the rows that pad the vocabulary."""
+        rows = max(0, min(self.size[0], self.shape[0] - self.offset[0]))
+        return replace(self, size=(rows, *self.size[1:]))
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Of the whole tensor."""
+        return tuple(slice(start, start + size) for start, size in zip(self.offset, self.size, strict=True))
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Shard:
@@ -82,12 +92,7 @@ def shards_of(chunks: Iterable[Any], model: ModelConfig) -> list[Shard]:
         chunks: This rank's model chunks, wrapped or not.
         model: The description that the chunks were built from.
     """
-    known = {rule.megatron for rule in rules_of(model)}
-    shards = [_shard(part, model) for _, parts in _sharded(chunks) for part in parts]
-    for shard in shards:
-        if shard.place.key.name not in known:
-            raise KeyError(f"the rules of {model.family} do not name {shard.place.key}; add it to convert/families/")
-    return shards
+    return [_shard(part, model) for _, parts in _sharded(chunks) for part in parts]
 
 
 def _sharded(chunks: Iterable[Any]) -> Iterator[tuple[torch.Tensor, list[ShardedTensor]]]:
@@ -128,14 +133,8 @@ def _shard(tensor: ShardedTensor, model: ModelConfig) -> Shard:
     return Shard(place=place, data=tensor.data.detach(), is_first_copy=not any(replica))
 
 
-def _on_all_ranks_alike(check: Callable[[], T]) -> T:
-    from lightning_megatron.engine.collectives import on_all_ranks_alike
-
-    return on_all_ranks_alike(check)
-
-
 def _host_group() -> Any:
-    from lightning_megatron.engine.groups import host_group
+    from lightning_megatron.engine.groups import host_group  # the engine's import takes seconds
 
     return host_group(_TIMEOUT)
 
@@ -160,29 +159,28 @@ def in_order(keys: Iterable[Key], model: ModelConfig) -> list[Key]:
 # ---- loading --------------------------------------------------------------------------------------------------------
 
 
+class Stored(NamedTuple):
+    """One tensor of a checkpoint, whole."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(kw_only=True, eq=False)
 class Source(ABC):
     """A checkpoint of some format, of which nothing but names and sizes was read."""
 
+    path: Path
     kind: str
     """Its format, for messages: ``Hugging Face model directory``."""
-
-    def __init__(
-        self, path: Path, model: ModelConfig, hf_config: Any, iteration: int = 0, companions: Path | None = None
-    ) -> None:
-        """Only what is common to all formats.
-
-        Args:
-            path: Where it is.
-            model: What it is a checkpoint of.
-            hf_config: The Hugging Face config object of ``model``.
-            iteration: Optimizer steps done when it was written; 0 if it does not say.
-            companions: Folder with the tokenizer and the generation config that belong to it.
-        """
-        self.path = path
-        self.model = model
-        self.hf_config = hf_config
-        self.iteration = iteration
-        self.companions = companions
+    model: ModelConfig
+    """What it is a checkpoint of."""
+    hf_config: Any
+    """The Hugging Face config object of ``model``."""
+    iteration: int = 0
+    """Optimizer steps done when it was written; 0 if it does not say."""
+    companions: Path | None = None
+    """Folder with the tokenizer and the generation config that belong to it."""
 
     @abstractmethod
     def match(self, expected: Mapping[Key, tuple[int, ...]]) -> Mapping[Key, torch.dtype]:
@@ -196,13 +194,56 @@ class Source(ABC):
         """
 
     @abstractmethod
-    def fill(self, shard: Shard) -> None:
-        """Write the part of a tensor that ``shard`` is into its memory; rows that pad the vocabulary become zero."""
+    def parts(self, place: Place) -> Iterator[tuple[Any, torch.Tensor]]:
+        """Read the part of a tensor at ``place``, which has no padding.
+
+        Yields:
+            Pieces that do not overlap, each with where it belongs in the part: anything that indexes a tensor. One is
+            used before the next is asked for.
+        """
 
     @property
     @abstractmethod
+    def stored(self) -> Mapping[str, Stored]:
+        """Its tensors, under names of the format."""
+
+    @property
     def dtype(self) -> torch.dtype:
-        """In which most of the numbers are stored."""
+        """Of the largest tensor."""
+        return max(self.stored.values(), key=lambda each: math.prod(each.shape)).dtype
+
+    def refuse(self, problems: Sequence[str]) -> None:
+        """Raise if there are problems with its tensors.
+
+        Raises:
+            CheckpointError: That names them.
+        """
+        if problems:
+            more = f"; and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
+            raise CheckpointError(
+                f"the weights in {self.path} are not those of this {self.model.family} model ({self.model.task}), "
+                f"{len(problems)} problem{'s' if len(problems) > 1 else ''}: {'; '.join(problems[:_MOST_NAMED])}{more}"
+                ". Use the config that belongs to the weights, and all of their files, unquantized"
+            )
+
+
+def mismatches(found: Mapping[Any, Stored], expected: Mapping[Any, tuple[int, ...]]) -> list[str]:
+    """What is wrong with stored tensors.
+
+    Args:
+        found: Each by its name or key; only a vocabulary of Megatron's may be larger, by its padding.
+        expected: Whole shapes of the model's tensors.
+    """
+    problems = [f"'{name}' is missing" for name in expected if name not in found]
+    for name, (shape, dtype) in found.items():
+        wanted = expected.get(name)
+        if wanted is None:
+            problems.append(f"'{name}' is not part of the model")
+        elif shape != wanted and not (str(name) in VOCABULARY and shape > wanted and shape[1:] == wanted[1:]):
+            problems.append(f"'{name}' has the shape {list(shape)}, not {list(wanted)}")
+        elif dtype not in _FLOATS:
+            problems.append(f"'{name}' is {str(dtype).removeprefix('torch.')}, not float32, float16 or bfloat16")
+    return problems
 
 
 class Loading:
@@ -234,12 +275,11 @@ class Loading:
 
     def num_bytes(self, dtype: torch.dtype | None) -> int:
         """Of the whole tensors in ``dtype``; None for the dtypes that they are stored in."""
-        sizes = ((math.prod(self._shapes[key]), dtype or stored) for key, stored in self._dtypes.items())
-        return sum(numel * each.itemsize for numel, each in sizes)
+        return sum(math.prod(self._shapes[key]) * (dtype or own).itemsize for key, own in self._dtypes.items())
 
     @torch.no_grad()
     def fill(self, *, as_stored: bool = False) -> None:
-        """Write this rank's weights.
+        """Write this rank's weights; rows that pad the vocabulary become zero.
 
         Args:
             as_stored: Give each weight the dtype that it is stored in; else it is rounded to that of the chunks.
@@ -247,6 +287,8 @@ class Loading:
         Raises:
             CheckpointError: If a file is damaged, on all ranks alike.
         """
+        from lightning_megatron.engine.collectives import on_all_ranks_alike
+
         source = self._source
         if as_stored:
             for tensor, parts in _sharded(self._chunks):
@@ -256,129 +298,58 @@ class Loading:
 
             def fill_all() -> None:
                 for shard in shards:
-                    source.fill(shard)
+                    place = shard.place.unpadded
+                    shard.data[place.size[0] :] = 0
+                    assemble(str(place.key), shard.data[: place.size[0]], source.parts(place))
                     bar.update(shard.data.nbytes)
 
-            _on_all_ranks_alike(fill_all)
+            on_all_ranks_alike(fill_all)
 
 
 @torch.no_grad()
-def cast(chunks: Iterable[Any], model: ModelConfig, dtype: torch.dtype, without: frozenset[Key] = frozenset()) -> None:
+def cast(chunks: Iterable[Any], dtype: torch.dtype, without: frozenset[Key] = frozenset()) -> None:
     """Round this rank's weights to ``dtype``, in place, but those of ``without``. Every rank must call.
 
     Raises:
         CheckpointError: If a finite number becomes infinite; its weight is named.
     """
+    from lightning_megatron.engine.collectives import on_all_ranks_alike
 
     def cast_all() -> None:
-        rules = {rule.megatron: rule for rule in rules_of(model)}
         for tensor, parts in _sharded(chunks):
-            if (key := _key(parts[0])) in without:
-                continue
-            result = tensor.to(dtype)
-            if torch.finfo(dtype).max < torch.finfo(tensor.dtype).max:
-                overflown = result.isinf() & ~tensor.isinf()
-                if overflown.any():
-                    theirs = " and ".join(rules[key.name].names(key.layer))
+            if (key := _key(parts[0])) not in without:
+                result = tensor.to(dtype)
+                if result.isinf().sum() > tensor.isinf().sum():
                     raise CheckpointError(
-                        f"{theirs}: expected numbers up to {torch.finfo(dtype).max:.4g} "
-                        f"({str(dtype).removeprefix('torch.')}), got {tensor[overflown].abs().max().item():.4g}; keep "
-                        "the dtype, or use bf16 or fp32"
+                        f"{key}: expected numbers up to {torch.finfo(dtype).max:.4g} ({str(dtype)[6:]}), got "
+                        f"{tensor[tensor.isfinite()].abs().max().item():.4g}; keep the dtype, or use bf16 or fp32"
                     )
-            tensor.data = result
+                tensor.data = result
 
-    _on_all_ranks_alike(cast_all)
+    on_all_ranks_alike(cast_all)
 
 
-class Filling:
-    """A tensor that is written part by part and refused while an element of it was never written.
+def assemble(name: str, target: torch.Tensor, parts: Iterable[tuple[Any, torch.Tensor]]) -> None:
+    """Write parts that do not overlap into a tensor, on any device and of any dtype.
 
     Args:
         name: What it is, for the error.
-        target: The memory, on any device. What it held before means nothing.
-    """
-
-    def __init__(self, name: str, target: torch.Tensor) -> None:
-        self._name = name
-        self._target = target
-        # Of whole rows, which most parts are, until a part of some comes.
-        self._is_missing = torch.ones(target.shape[:1] + (1,) * (target.dim() - 1), dtype=torch.bool)
-
-    def put(self, place: Any, values: torch.Tensor | int) -> None:
-        """Write ``values`` to ``place``, anything that indexes a tensor; device and dtype become the target's."""
-        indices = place if isinstance(place, tuple) else (place,)
-        if isinstance(values, torch.Tensor) and any(isinstance(index, torch.Tensor) for index in indices):
-            values = values.to(self._target.device, self._target.dtype)  # slices do so without a copy
-        if isinstance(place, tuple) and self._is_missing.shape != self._target.shape:
-            self._is_missing = self._is_missing.expand(self._target.shape).clone()
-        self._target[place] = values
-        self._is_missing[place] = False
-
-    def whole(self) -> torch.Tensor:
-        """The tensor.
-
-        Raises:
-            CheckpointError: If an element was never written.
-        """
-        missing = int(self._is_missing.any()) and int(self._is_missing.expand(self._target.shape).count_nonzero())
-        if missing:
-            raise CheckpointError(
-                f"{self._name}: expected {self._target.numel()} elements, got {self._target.numel() - missing}; the "
-                "checkpoint is damaged or of another model: use another copy, or the config that belongs to it"
-            )
-        return self._target
-
-
-def padding(place: Place) -> slice:
-    """The rows of a shard that pad the vocabulary."""
-    return slice(max(0, place.shape[0] - place.offset[0]), None)
-
-
-def fill_from_whole(shard: Shard, whole: torch.Tensor) -> None:
-    """Fill a shard from its tensor, which may have more rows that pad the vocabulary, or none.
+        target: The memory. What it held before means nothing.
+        parts: Where each belongs in it, and its numbers.
 
     Raises:
-        CheckpointError: If ``whole`` has too few rows.
+        CheckpointError: If an element was never written.
     """
-    place, filling = shard.place, Filling(str(shard.place.key), shard.data)
-    filling.put(padding(place), 0)
-    start, stop = place.offset[0], min(place.offset[0] + place.size[0], place.shape[0], len(whole))
-    columns = tuple(slice(a, a + n) for a, n in zip(place.offset[1:], place.size[1:], strict=True))
-    if stop > start:
-        filling.put(slice(0, stop - start), whole[(slice(start, stop), *columns)])
-    filling.whole()
-
-
-def check_same(
-    found: Mapping[Key, tuple[tuple[int, ...], torch.dtype]], expected: Mapping[Key, tuple[int, ...]]
-) -> str:
-    """What is wrong with stored tensors, layers with the same problem together; "" if nothing is.
-
-    Args:
-        found: Shape and dtype of each; only a vocabulary may be larger, by its padding.
-        expected: Whole shapes of the model's tensors.
-    """
-    problems: dict[tuple[str, str], list[int | None]] = {}
-    for key in expected:
-        if key not in found:
-            problems.setdefault((key.name, "is missing"), []).append(key.layer)
-    for key, (shape, dtype) in found.items():
-        wanted, problem = expected.get(key), None
-        if wanted is None:
-            problem = "is not part of the model"
-        elif shape != wanted and not (key.name in VOCABULARY and shape > wanted and shape[1:] == wanted[1:]):
-            problem = f"has the shape {list(shape)}, not {list(wanted)}"
-        elif dtype not in FLOATS:
-            problem = f"is {str(dtype).removeprefix('torch.')}, not float32, float16 or bfloat16"
-        if problem is not None:
-            problems.setdefault((key.name, problem), []).append(key.layer)
-    if not problems:
-        return ""
-    said = []
-    for (name, problem), layers in problems.items():
-        is_everywhere = len(layers) == sum(key.name == name for key in expected.keys() | found.keys())
-        said.append(f"{name!r} {problem}" + ("" if is_everywhere else f" in layers {', '.join(map(str, layers))}"))
-    return f"{len(said)} problem{'s' if len(said) > 1 else ''}: {'; '.join(said)}"
+    written = 0
+    for where, part in parts:
+        # Slices convert without a copy of their own.
+        target[where] = part.to(target.device, target.dtype) if isinstance(where, torch.Tensor) else part
+        written += part.numel()
+    if written != target.numel():
+        raise CheckpointError(
+            f"{name}: expected {target.numel()} elements, got {written}; the checkpoint is damaged or of another "
+            "model: use another copy, or the config that belongs to it"
+        )
 
 
 def progress_bar(what: str, total_bytes: int) -> tqdm[Any]:
@@ -416,13 +387,13 @@ class Gathering:
                     self._parts.setdefault(place.key, []).append((rank, number, place))
         self.keys = in_order(self._parts, model)
 
-    def contents(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each Hugging Face tensor, in the order of ``tensors``."""
-        contents: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    def contents(self) -> dict[str, Stored]:
+        """Each Hugging Face tensor, in the order of ``tensors``."""
+        contents: dict[str, Stored] = {}
         for key in self.keys:
             rule, place = self._rules[key.name], self._parts[key][0][2]
             names, shapes = rule.names(key.layer), rule.shapes(place.shape)
-            contents |= {name: (shape, place.dtype) for name, shape in zip(names, shapes, strict=True)}
+            contents |= {name: Stored(shape, place.dtype) for name, shape in zip(names, shapes, strict=True)}
         return contents
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor | None]]:
@@ -453,12 +424,10 @@ class Gathering:
 
     def _put_together(self, parts: list[tuple[int, int, Place]]) -> torch.Tensor:
         place = parts[0][2]
-        whole = Filling(str(place.key), torch.empty(place.shape, dtype=place.dtype))
-        for rank, number, part in parts:
-            data = self._received(rank, number, part)[: max(0, part.shape[0] - part.offset[0])]
-            where = tuple(slice(start, start + size) for start, size in zip(part.offset, data.shape, strict=True))
-            whole.put(where[0] if len(where) == 1 else where, data)
-        return whole.whole()
+        whole = torch.empty(place.shape, dtype=place.dtype)
+        received = ((each.unpadded, self._received(rank, number, each)) for rank, number, each in parts)
+        assemble(str(place.key), whole, ((each.slices, data[: each.size[0]]) for each, data in received))
+        return whole
 
     def _received(self, rank: int, number: int, place: Place) -> torch.Tensor:
         if rank == 0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import shutil
 import signal
@@ -43,8 +42,8 @@ def _nothing_but_the_source(source: Path) -> bool:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"to": "onnx"}, "to=onnx is not a format; choose from hf, megatron, megatron-legacy"),
-        ({"dtype": "fp8"}, "dtype=fp8 is not a dtype"),
+        ({"to": "onnx"}, "to='onnx' is unknown; choose from hf, megatron, megatron-legacy"),
+        ({"dtype": "fp8"}, "dtype='fp8' is unknown"),
         ({"max_shard_size": "many"}, "max_shard_size='many' is not a size"),
         ({"tp": 2}, "tp=2 would do nothing with to=hf"),
         ({"pp": 2}, "pp=2 would do nothing with to=hf"),
@@ -78,7 +77,7 @@ def test_mistakes_in_paths(source: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for save_path, says in (
         (full, "full is not empty; give a new name, or remove it"),
         (full / "file", "is a file"),
-        (full / "file" / "below", "cannot be made: .*file is no folder"),
+        (full / "file" / "below", "below cannot be written .*Not a directory"),
         (source / "below", "lie in each other"),
         (source.parent, "is not empty"),
     ):
@@ -86,10 +85,6 @@ def test_mistakes_in_paths(source: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             convert(_options(source, save_path=save_path))
     with pytest.raises(CheckpointError, match="nowhere does not exist"):
         convert(_options(source, load_path=source.with_name("nowhere")))
-    (source.parent / "volume").mkdir()
-    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "volume")
-    with pytest.raises(ConfigError, match="volume is a mount point.*a folder in it"):
-        convert(_options(source, save_path=source.with_name("volume")))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1_000_000))
     with pytest.raises(CheckpointError, match=r"needs 0\.00119 GB, and its disk has 0\.001 GB free"):
         convert(_options(source))
@@ -173,10 +168,10 @@ def test_the_tracker_file_says_which_iteration(tmp_path: Path) -> None:
 
 
 def _stop(error: BaseException) -> Any:
-    def fill(self: Any, shard: Any) -> None:
+    def parts(self: Any, place: Any) -> None:
         raise error
 
-    return fill
+    return parts
 
 
 @pytest.mark.parametrize("to", ["hf", "megatron", "megatron-legacy"])
@@ -184,7 +179,7 @@ def _stop(error: BaseException) -> Any:
 def test_what_fails_leaves_nothing(
     source: Path, monkeypatch: pytest.MonkeyPatch, to: str, error: BaseException
 ) -> None:
-    monkeypatch.setattr(HuggingFaceSource, "fill", _stop(error))
+    monkeypatch.setattr(HuggingFaceSource, "parts", _stop(error))
     with pytest.raises(type(error)):
         convert(_options(source, to=to))
     assert _nothing_but_the_source(source)

@@ -223,8 +223,8 @@ def test_all_problems_are_named_at_once_on_all_ranks(tmp_path: Path, layout: Lay
         "'model.layers.3.self_attn.k_proj.weight' is missing",
         "'model.layers.4.mlp.up_proj.weight' is not part of the model",
         "'foreign.weight' is not part of the model",
-        "'model.embed_tokens.weight' has the shape [88, 32] in the file, not [83, 32]",
-        "'model.layers.1.mlp.down_proj.weight' has the shape [48, 32] in the file, not [32, 48]",
+        "'model.embed_tokens.weight' has the shape [88, 32], not [83, 32]",
+        "'model.layers.1.mlp.down_proj.weight' has the shape [48, 32], not [32, 48]",
         "'model.layers.2.self_attn.q_proj.weight' is int8",
         "'model.norm.weight' is float8_e4m3fn",
     ):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_megatron.convert.family import Family
+from lightning_megatron.convert.family import Family, Rule
 from lightning_megatron.convert.gpt_tables import FusedNames, fused_rules, norm
-from lightning_megatron.convert.rules import Rule
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig
 
@@ -45,11 +44,13 @@ def _rules(model: ModelConfig) -> list[Rule]:
     return fused_rules(FusedNames(), model) + norm("embedding.norm.", "transformer.word_embeddings_layernorm", model)
 
 
-FAMILY = Family(
-    model_type="bloom",
-    describe=_describe,
-    rules=_rules,
-    architectures={"causal_lm": "BloomForCausalLM"},
-    base_prefix="transformer.",
-    required={"apply_residual_connection_post_layernorm": (False,)},
+FAMILIES = (
+    Family(
+        model_type="bloom",
+        describe=_describe,
+        rules=_rules,
+        architectures={"causal_lm": "BloomForCausalLM"},
+        base_prefix="transformer.",
+        required={"apply_residual_connection_post_layernorm": (False,)},
+    ),
 )

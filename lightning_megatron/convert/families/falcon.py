@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from lightning_megatron.convert.family import Family, activation
+from lightning_megatron.convert.family import Family, Rule, activation
 from lightning_megatron.convert.gpt_tables import FusedNames, fused_rules, rope_fields
-from lightning_megatron.convert.rules import Rule
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig
 
@@ -87,11 +86,13 @@ def _rules(model: ModelConfig) -> list[Rule]:
     return fused_rules(names, model)
 
 
-FAMILY = Family(
-    model_type="falcon",
-    describe=_describe,
-    rules=_rules,
-    architectures={"causal_lm": "FalconForCausalLM"},
-    base_prefix="transformer.",
-    required={},
+FAMILIES = (
+    Family(
+        model_type="falcon",
+        describe=_describe,
+        rules=_rules,
+        architectures={"causal_lm": "FalconForCausalLM"},
+        base_prefix="transformer.",
+        required={},
+    ),
 )

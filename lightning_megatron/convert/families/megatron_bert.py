@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_megatron.convert.family import Family, activation
-from lightning_megatron.convert.rules import LAYER, Rule, qkv_order
+from lightning_megatron.convert.family import LAYER, Family, Rule, activation, qkv_order
+from lightning_megatron.convert.gpt_tables import linear, norm
 from lightning_megatron.models.config import ModelConfig
 
 _HEADS = {
@@ -57,61 +57,54 @@ def _describe(hf: Any) -> ModelConfig:
 
 
 def _rules(model: ModelConfig) -> list[Rule]:
-    qkv = qkv_order(model.num_attention_heads, model.num_query_groups, model.kv_channels)
     layer, hf = "encoder.layers.", f"bert.encoder.layer.{LAYER}."
-    projections = tuple(f"{hf}attention.self.{name}" for name in ("query", "key", "value"))
-    rows = (model.hidden_size,) * 3
-    embeddings = (
-        ("word_embeddings", "word_embeddings"),
-        ("position_embeddings", "position_embeddings"),
-        ("tokentype_embeddings", "token_type_embeddings"),
+    modules = (
+        ("encoder.final_layernorm.", "bert.encoder.ln"),
+        (layer + "self_attention.linear_qkv.layer_norm_", hf + "attention.ln"),
+        (layer + "self_attention.linear_proj.", hf + "attention.output.dense"),
+        (layer + "mlp.linear_fc1.layer_norm_", hf + "ln"),
+        (layer + "mlp.linear_fc1.", hf + "intermediate.dense"),
+        (layer + "mlp.linear_fc2.", hf + "output.dense"),
+        *((f"{ours}.", theirs) for ours, theirs in _HEADS[model.task]),
     )
     rules = [
-        Rule(megatron=f"embedding.{ours}.weight", hugging_face=(f"bert.embeddings.{theirs}.weight",))
-        for ours, theirs in embeddings
+        *linear("embedding.word_embeddings", ("bert.embeddings.word_embeddings",)),
+        *linear("embedding.position_embeddings", ("bert.embeddings.position_embeddings",)),
+        *linear("embedding.tokentype_embeddings", ("bert.embeddings.token_type_embeddings",)),
+        *(rule for ours, theirs in modules for rule in norm(ours, theirs, model)),
+        *linear(
+            layer + "self_attention.linear_qkv",
+            tuple(f"{hf}attention.self.{name}" for name in ("query", "key", "value")),
+            has_bias=True,
+            rows=(model.hidden_size,) * 3,
+            order=qkv_order(model.num_attention_heads, model.num_query_groups, model.kv_channels),
+        ),
     ]
-    modules = (
-        ("encoder.final_layernorm.", "bert.encoder.ln."),
-        (layer + "self_attention.linear_qkv.layer_norm_", hf + "attention.ln."),
-        (layer + "self_attention.linear_proj.", hf + "attention.output.dense."),
-        (layer + "mlp.linear_fc1.layer_norm_", hf + "ln."),
-        (layer + "mlp.linear_fc1.", hf + "intermediate.dense."),
-        (layer + "mlp.linear_fc2.", hf + "output.dense."),
-        *((f"{ours}.", f"{theirs}.") for ours, theirs in _HEADS[model.task]),
-    )
-    for kind in ("weight", "bias"):
-        rules += [Rule(megatron=ours + kind, hugging_face=(theirs + kind,)) for ours, theirs in modules]
-        rules.append(
-            Rule(
-                megatron=f"{layer}self_attention.linear_qkv.{kind}",
-                hugging_face=tuple(f"{name}.{kind}" for name in projections),
-                rows=rows,
-                order=qkv,
-            )
-        )
     if model.task in ("pretraining", "masked_lm"):
         rules.append(Rule(megatron="output_layer.bias", hugging_face=("cls.predictions.bias",)))
     return rules
 
 
-FAMILY = Family(
-    model_type="megatron-bert",
-    describe=_describe,
-    rules=_rules,
-    architectures={
-        "pretraining": "MegatronBertForPreTraining",
-        "masked_lm": "MegatronBertForMaskedLM",
-        "sequence_classification": "MegatronBertForSequenceClassification",
-        "token_classification": "MegatronBertForTokenClassification",
-        "question_answering": "MegatronBertForQuestionAnswering",
-    },
-    base_prefix="bert.",
-    buffers=("*embeddings.position_ids",),
-    required={
-        "is_decoder": (False,),
-        "add_cross_attention": (False,),
-        # Untied, Hugging Face's head has two biases of which one is never used.
-        "tie_word_embeddings": (True,),
-        "position_embedding_type": ("absolute",),
-    },
+FAMILIES = (
+    Family(
+        model_type="megatron-bert",
+        describe=_describe,
+        rules=_rules,
+        architectures={
+            "pretraining": "MegatronBertForPreTraining",
+            "masked_lm": "MegatronBertForMaskedLM",
+            "sequence_classification": "MegatronBertForSequenceClassification",
+            "token_classification": "MegatronBertForTokenClassification",
+            "question_answering": "MegatronBertForQuestionAnswering",
+        },
+        base_prefix="bert.",
+        buffers=("*embeddings.position_ids",),
+        required={
+            "is_decoder": (False,),
+            "add_cross_attention": (False,),
+            # Untied, Hugging Face's head has two biases of which one is never used.
+            "tie_word_embeddings": (True,),
+            "position_embedding_type": ("absolute",),
+        },
+    ),
 )

@@ -1,4 +1,4 @@
-"""T5 (Raffel et al. 2020) and T5 v1.1: encoder and decoder, relative positions as a bias, RMSNorm, no scale of scores.
+"""T5 (Raffel et al. 2020), T5 v1.1 and mT5 (Xue et al. 2021): encoder and decoder, relative positions, unscaled scores.
 
 What T5's config cannot say
 ---------------------------
@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from lightning_megatron.convert.family import Family, activation
-from lightning_megatron.convert.rules import LAYER, Rule, kv_order, qkv_order
+from lightning_megatron.convert.family import LAYER, Family, Rule, activation, kv_order, qkv_order
+from lightning_megatron.convert.gpt_tables import linear, norm, output_layer
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig
 
@@ -70,96 +70,72 @@ def describe(hf: Any) -> ModelConfig:
 
 def describe_weights(model: ModelConfig, weights: WeightFiles) -> ModelConfig:
     """``model`` with an output layer of its own if the files have one that differs from the embedding."""
-    tensors = weights.tensors
-    if "shared.weight" not in tensors or "lm_head.weight" not in tensors:
-        return model
-    shape = tensors["shared.weight"].shape
-    if tensors["lm_head.weight"].shape != shape:
-        return model  # what is wrong with the files is said when they are read
-    if weights.are_equal("shared.weight", "lm_head.weight"):
+    names = ("shared.weight", "lm_head.weight")
+    if not all(name in weights.tensors for name in names) or weights.are_equal(*names):
         return model
     return replace(model, share_embeddings_and_output_weights=False)
 
 
 def rules(model: ModelConfig) -> list[Rule]:
     """Where each weight of T5 and mT5 is."""
-    tied = [] if model.share_embeddings_and_output_weights else [_same("output_layer.weight", "lm_head.weight")]
-    return [_same("embedding.word_embeddings.weight", "shared.weight"), *_encoder(model), *_decoder(model), *tied]
+    embedding = linear("embedding.word_embeddings", ("shared",))
+    return embedding + _stack(model, "encoder") + _stack(model, "decoder") + output_layer(model)
 
 
-def _same(megatron: str, hugging_face: str) -> Rule:
-    return Rule(megatron=megatron, hugging_face=(hugging_face,))
-
-
-def _encoder(model: ModelConfig) -> list[Rule]:
-    return [*_around("encoder"), *_self_attention(model, "encoder"), *_mlp(model, "encoder", block=1)]
-
-
-def _decoder(model: ModelConfig) -> list[Rule]:
-    ours, theirs = "decoder.layers.", f"decoder.block.{LAYER}.layer.1."
-    width = model.num_attention_heads * model.kv_channels
-    attention = ours + "cross_attention."
-    cross = [
-        _same(ours + "pre_cross_attn_layernorm.weight", theirs + "layer_norm.weight"),
-        _same(attention + "linear_q.weight", theirs + "EncDecAttention.q.weight"),
-        Rule(
-            megatron=attention + "linear_kv.weight",
-            hugging_face=(theirs + "EncDecAttention.k.weight", theirs + "EncDecAttention.v.weight"),
-            rows=(width, width),
-            order=kv_order(model.num_attention_heads, model.kv_channels),
-        ),
-        _same(attention + "linear_proj.weight", theirs + "EncDecAttention.o.weight"),
-    ]
-    return [*_around("decoder"), *_self_attention(model, "decoder"), *cross, *_mlp(model, "decoder", block=2)]
-
-
-def _around(stack: str) -> list[Rule]:
-    table = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-    return [
-        _same(f"{stack}_relative_pos_emb.relative_attention_bias.weight", table),
-        _same(f"{stack}.final_layernorm.weight", f"{stack}.final_layer_norm.weight"),
-    ]
-
-
-def _self_attention(model: ModelConfig, stack: str) -> list[Rule]:
-    ours, theirs = f"{stack}.layers.self_attention.", f"{stack}.block.{LAYER}.layer.0."
+def _stack(model: ModelConfig, stack: str) -> list[Rule]:
+    ours, theirs = f"{stack}.layers.", f"{stack}.block.{LAYER}.layer."
     heads, width = model.num_attention_heads, model.num_attention_heads * model.kv_channels
-    return [
-        _same(ours + "linear_qkv.layer_norm_weight", theirs + "layer_norm.weight"),
-        Rule(
-            megatron=ours + "linear_qkv.weight",
-            hugging_face=tuple(f"{theirs}SelfAttention.{name}.weight" for name in "qkv"),
-            rows=(width, width, width),
+    mlp = f"{theirs}{1 if stack == 'encoder' else 2}."
+    table = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias"
+    up = ("wi_0", "wi_1") if model.gated_linear_unit else ("wi",)
+    rules = [
+        *linear(f"{stack}_relative_pos_emb.relative_attention_bias", (table,)),
+        *norm(f"{stack}.final_layernorm.", f"{stack}.final_layer_norm", model),
+        *norm(ours + "self_attention.linear_qkv.layer_norm_", theirs + "0.layer_norm", model),
+        *linear(
+            ours + "self_attention.linear_qkv",
+            tuple(f"{theirs}0.SelfAttention.{name}" for name in "qkv"),
+            rows=(width,) * 3,
             order=qkv_order(heads, heads, model.kv_channels),
         ),
-        _same(ours + "linear_proj.weight", theirs + "SelfAttention.o.weight"),
+        *linear(ours + "self_attention.linear_proj", (theirs + "0.SelfAttention.o",)),
+        *norm(ours + "mlp.linear_fc1.layer_norm_", mlp + "layer_norm", model),
+        *linear(
+            ours + "mlp.linear_fc1",
+            tuple(f"{mlp}DenseReluDense.{name}" for name in up),
+            rows=(model.ffn_hidden_size,) * len(up),
+        ),
+        *linear(ours + "mlp.linear_fc2", (mlp + "DenseReluDense.wo",)),
     ]
-
-
-def _mlp(model: ModelConfig, stack: str, block: int) -> list[Rule]:
-    ours, theirs = f"{stack}.layers.mlp.", f"{stack}.block.{LAYER}.layer.{block}."
-    up = _same(ours + "linear_fc1.weight", theirs + "DenseReluDense.wi.weight")
-    if model.gated_linear_unit:
-        up = Rule(
-            megatron=ours + "linear_fc1.weight",
-            hugging_face=(theirs + "DenseReluDense.wi_0.weight", theirs + "DenseReluDense.wi_1.weight"),
-            rows=(model.ffn_hidden_size, model.ffn_hidden_size),
-        )
+    if stack == "encoder":
+        return rules
+    attention = theirs + "1.EncDecAttention."
     return [
-        _same(ours + "linear_fc1.layer_norm_weight", theirs + "layer_norm.weight"),
-        up,
-        _same(ours + "linear_fc2.weight", theirs + "DenseReluDense.wo.weight"),
+        *rules,
+        *norm(ours + "pre_cross_attn_layernorm.", theirs + "1.layer_norm", model),
+        *linear(ours + "cross_attention.linear_q", (attention + "q",)),
+        *linear(
+            ours + "cross_attention.linear_kv",
+            (attention + "k", attention + "v"),
+            rows=(width, width),
+            order=kv_order(heads, model.kv_channels),
+        ),
+        *linear(ours + "cross_attention.linear_proj", (attention + "o",)),
     ]
 
 
-FAMILY = Family(
-    model_type="t5",
-    describe=describe,
-    describe_weights=describe_weights,
-    rules=rules,
-    architectures={"seq2seq_lm": "T5ForConditionalGeneration"},
-    base_prefix="",
-    # Files of 2020 have a table for cross-attention, which nothing ever read.
-    buffers=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
-    required={"is_decoder": (False,), "is_encoder_decoder": (True,)},
-)
+def _family(model_type: str, architecture: str) -> Family:
+    return Family(
+        model_type=model_type,
+        describe=describe,
+        describe_weights=describe_weights,
+        rules=rules,
+        architectures={"seq2seq_lm": architecture},
+        base_prefix="",
+        # Files of 2020 have a table for cross-attention, which nothing ever read.
+        buffers=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
+        required={"is_decoder": (False,), "is_encoder_decoder": (True,)},
+    )
+
+
+FAMILIES = (_family("t5", "T5ForConditionalGeneration"), _family("mt5", "MT5ForConditionalGeneration"))

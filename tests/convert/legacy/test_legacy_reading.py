@@ -13,21 +13,22 @@ import pytest
 import torch
 
 from lightning_megatron.convert.convert import ConvertOptions, convert, open_source
-from lightning_megatron.convert.megatron_arguments import Shapes, hf_config_of, published_arguments
+from lightning_megatron.convert.megatron_arguments import described_by
 from lightning_megatron.convert.megatron_lm import is_legacy
 from lightning_megatron.convert.registry import config_object
 from lightning_megatron.convert.shards import Key
 from lightning_megatron.errors import CheckpointError
 from tests.convert.directories import tiny_bert, tiny_llama
 from tests.convert.legacy.layouts import (
+    FIRST_RELEASES,
+    LAST_RELEASES,
+    MEGATRON_CORE,
+    TRANSFORMER_ENGINE,
     Layout,
     bert,
-    bert_arguments,
     even,
     gpt2,
-    gpt2_arguments,
     llama,
-    llama_arguments,
     t5,
     write,
 )
@@ -90,7 +91,7 @@ def test_a_gpt_of_every_version_and_layout(
     references: dict[str, Weights], tmp_path: Path, version: float | None, tp: int, pipeline: str
 ) -> None:
     layout = Layout(stages=PIPELINES[pipeline], version=version, tp=tp)
-    write(tmp_path, layout, gpt2(_gpt2(), layout), gpt2_arguments(_gpt2()))
+    write(tmp_path, layout, gpt2(_gpt2()))
 
     read = weights_of(tmp_path)
 
@@ -99,20 +100,21 @@ def test_a_gpt_of_every_version_and_layout(
 
 
 @pytest.mark.parametrize(
-    "names",
+    "fields",
     [
-        {"stack": "transformer", "attention": "attention", "version": None, "is_zip": False},
-        {"norm": "norm"},
+        {"names": FIRST_RELEASES, "version": None, "is_zip": False},
+        {"names": LAST_RELEASES},
+        {"names": TRANSFORMER_ENGINE},
         {"dtype": torch.float16},
         {"dtype": torch.bfloat16, "is_zip": False},
     ],
-    ids=lambda names: ", ".join(map(str, names.values())),
+    ids=["first", "last", "transformer engine", "fp16", "bf16"],
 )
 def test_names_dtypes_and_files_of_all_releases(
-    references: dict[str, Weights], tmp_path: Path, names: dict[str, Any]
+    references: dict[str, Weights], tmp_path: Path, fields: dict[str, Any]
 ) -> None:
-    layout = Layout(**{"stages": even(LAYERS, 2), "tp": 2, **names})
-    write(tmp_path, layout, gpt2(_gpt2(), layout), gpt2_arguments(_gpt2()))
+    layout = Layout(**{"stages": even(LAYERS, 2), "tp": 2, **fields})
+    write(tmp_path, layout, gpt2(_gpt2()))
 
     read = weights_of(tmp_path)
 
@@ -120,40 +122,13 @@ def test_names_dtypes_and_files_of_all_releases(
     assert {tensor.dtype for tensor in read.tensors.values()} == {layout.dtype}
 
 
-def test_names_of_transformer_engine(references: dict[str, Weights], tmp_path: Path) -> None:
-    layout = Layout(stages=even(LAYERS), tp=2)
-    plain = gpt2(_gpt2(), layout)
-    renamed = {
-        "input_layernorm.": "self_attention.layernorm_qkv.layer_norm_",
-        "self_attention.query_key_value.": "self_attention.layernorm_qkv.",
-        "self_attention.dense.": "self_attention.proj.",
-        "post_attention_layernorm.": "layernorm_mlp.layer_norm_",
-        "mlp.dense_h_to_4h.": "layernorm_mlp.fc1_",
-        "mlp.dense_4h_to_h.": "layernorm_mlp.fc2_",
-        "final_layernorm.": "final_norm.",
-    }
-
-    def chunk(*arguments: Any) -> dict[str, Any]:
-        model: dict[str, Any] = plain(*arguments)  # type: ignore[assignment]
-        stack = {}
-        for name, tensor in model["language_model"]["encoder"].items():
-            old = next(each for each in renamed if each in name)
-            stack[name.replace(old, renamed[old])] = tensor
-        stack["layers.0.self_attention.core_attention._extra_state"] = torch.zeros(3)
-        return {"language_model": {**model["language_model"], "encoder": stack}}
-
-    write(tmp_path, layout, chunk, gpt2_arguments(_gpt2()))
-
-    assert_same_weights(weights_of(tmp_path), references["gpt2"])
-
-
 @pytest.mark.parametrize("is_of_core", [False, True])
 @pytest.mark.parametrize(("tp", "pipeline"), [(1, "pp1"), (2, "pp2"), (4, "pp3 uneven"), (2, "pp2 vpp2")])
 def test_a_decoder_with_groups_gates_and_an_output_layer(
     references: dict[str, Weights], tmp_path: Path, tp: int, pipeline: str, is_of_core: bool
 ) -> None:
-    layout = Layout(stages=PIPELINES[pipeline], tp=tp, version=None if is_of_core else 3.0)
-    write(tmp_path, layout, llama(_llama(), layout, is_of_core=is_of_core), llama_arguments(_llama()))
+    own = {"version": None, "names": MEGATRON_CORE} if is_of_core else {}
+    write(tmp_path, Layout(stages=PIPELINES[pipeline], tp=tp, **own), llama(_llama()))
 
     read = weights_of(tmp_path)
 
@@ -201,8 +176,8 @@ def test_families_with_rotary_positions_are_told_apart(tmp_path: Path, family: s
     )
     model = tiny_model(AutoModelForCausalLM, config)
     model.save_pretrained(tmp_path / "hf")
-    layout = Layout(stages=even(2, pp), tp=2, arguments=arguments)
-    write(tmp_path / "legacy", layout, llama(model, layout, is_of_core=is_of_core), llama_arguments(model))
+    layout = Layout(stages=even(2, pp), tp=2, arguments=arguments, names=MEGATRON_CORE if is_of_core else {})
+    write(tmp_path / "legacy", layout, llama(model))
 
     read, reference = weights_of(tmp_path / "legacy"), weights_of(tmp_path / "hf")
 
@@ -216,7 +191,6 @@ def test_families_with_rotary_positions_are_told_apart(tmp_path: Path, family: s
         ({"bias_gelu_fusion": True, "openai_gelu": False}, "gelu_fast"),
         ({"bias_gelu_fusion": False, "openai_gelu": True}, "gelu_new"),
         ({"bias_gelu_fusion": False, "openai_gelu": False}, "gelu"),
-        ({"bias_gelu_fusion": False, "openai_gelu": False, "onnx_safe": True}, "gelu"),
     ],
 )
 def test_activations(tmp_path: Path, arguments: dict[str, Any], activation: str) -> None:
@@ -238,8 +212,7 @@ def test_a_bert_with_and_without_its_second_head(
     has_pooler: bool,
 ) -> None:
     layout = Layout(stages=even(2, pp), tp=tp, version=version)
-    chunk = bert(_bert(), layout, has_pooler=has_pooler, has_binary_head=has_binary_head)
-    write(tmp_path, layout, chunk, bert_arguments(_bert()))
+    write(tmp_path, layout, bert(_bert(), has_pooler=has_pooler, has_binary_head=has_binary_head))
 
     read = weights_of(tmp_path)
 
@@ -254,8 +227,8 @@ def test_a_bert_with_and_without_its_second_head(
 @pytest.mark.parametrize(("version", "tp"), [(0, 2), (1.0, 2), (2.0, 1)])
 def test_a_t5_with_relative_positions(references: dict[str, Weights], tmp_path: Path, version: float, tp: int) -> None:
     layout = Layout(stages=even(2), tp=tp, version=version)
-    write(tmp_path / "t5", layout, t5(_t5(), layout), {})
-    with pytest.raises(ValueError, match="no Hugging Face model has.*--config"):
+    write(tmp_path / "t5", layout, t5(_t5()))
+    with pytest.raises(ValueError, match="no known Hugging Face family has .*encoder-decoder.*--config"):
         open_source(tmp_path / "t5")
 
     assert_same_weights(weights_of(tmp_path / "t5", references["t5"].source.path), references["t5"])
@@ -263,37 +236,27 @@ def test_a_t5_with_relative_positions(references: dict[str, Weights], tmp_path: 
     own = Layout(
         stages=even(2), tp=tp, version=version, arguments={"hugging_face_config": _t5().config.to_json_string()}
     )
-    write(tmp_path / "ours", own, t5(_t5(), own), {})
+    write(tmp_path / "ours", own, t5(_t5()))
     assert_same_weights(weights_of(tmp_path / "ours"), references["t5"])
 
 
 def test_transformers_loads_what_was_converted(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoModelForPreTraining
+    from transformers import AutoModelForPreTraining
 
-    layout = Layout(stages=even(2, 2), tp=2, version=0, is_zip=False)
-    chunk = bert(_bert(), layout, has_pooler=True, has_binary_head=True)
-    write(tmp_path / "bert", layout, chunk, bert_arguments(_bert()))
-    layout = Layout(stages=UNEVEN, tp=2)
-    write(tmp_path / "gpt2", layout, gpt2(_gpt2(), layout), gpt2_arguments(_gpt2()))
-
-    for model, auto_class, name in (
-        (_bert(), AutoModelForPreTraining, "bert"),
-        (_gpt2(), AutoModelForCausalLM, "gpt2"),
-    ):
-        convert(ConvertOptions(load_path=tmp_path / name, save_path=tmp_path / f"{name}-hf", to="hf"))
-        converted = auto_class.from_pretrained(tmp_path / f"{name}-hf")
-        assert type(converted) is type(model)
-        expected = model.state_dict()
-        assert list(converted.state_dict()) == list(expected)
-        assert all(torch.equal(each, expected[key]) for key, each in converted.state_dict().items())
+    write(tmp_path / "bert", Layout(stages=even(2, 2), tp=2, version=0, is_zip=False), bert(_bert()))
+    convert(ConvertOptions(load_path=tmp_path / "bert", save_path=tmp_path / "hf", to="hf"))
+    converted = AutoModelForPreTraining.from_pretrained(tmp_path / "hf")
+    expected = _bert().state_dict()
+    assert type(converted) is type(_bert())
+    assert list(converted.state_dict()) == list(expected)
+    assert all(torch.equal(each, expected[key]) for key, each in converted.state_dict().items())
 
 
 # ---- where it is ----------------------------------------------------------------------------------------------------
 
 
 def _one_rank(folder: Path, **fields: Any) -> Path:
-    layout = Layout(**{"stages": even(LAYERS), **fields})
-    return write(folder, layout, gpt2(_gpt2(), layout), gpt2_arguments(_gpt2()))
+    return write(folder, Layout(**{"stages": even(LAYERS), **fields}), gpt2(_gpt2()))
 
 
 def test_every_way_to_name_a_checkpoint(references: dict[str, Weights], tmp_path: Path) -> None:
@@ -306,7 +269,7 @@ def test_every_way_to_name_a_checkpoint(references: dict[str, Weights], tmp_path
     assert_same_weights(weights_of(ways[4]), references["gpt2"])
     assert all(is_legacy(path) for path in ways[1:])
 
-    write(tmp_path, layout := Layout(stages=even(LAYERS)), gpt2(_gpt2(), layout), gpt2_arguments(_gpt2()), iteration=80)
+    write(tmp_path, Layout(stages=even(LAYERS)), gpt2(_gpt2()), iteration=80)
     assert open_source(tmp_path).iteration == 80
     assert open_source(tmp_path, None, 40).iteration == 40
     iteration.rename(tmp_path / "release")
@@ -329,7 +292,7 @@ def test_every_way_to_name_a_checkpoint(references: dict[str, Weights], tmp_path
 def test_nvidias_zip_files(
     references: dict[str, Weights], tmp_path: Path, member: str, is_zip: bool, compression: int
 ) -> None:
-    file = _one_rank(tmp_path / "in", is_zip=is_zip, version=None, stack="transformer", attention="attention")
+    file = _one_rank(tmp_path / "in", is_zip=is_zip, version=None, names=FIRST_RELEASES)
     archive = tmp_path / "megatron_gpt2_345m_v0_0.zip"
     with zipfile.ZipFile(archive, "w", compression) as opened:
         opened.writestr("latest_checkpointed_iteration.txt", "release")
@@ -376,26 +339,21 @@ def test_without_arguments_only_nvidias_345m_models_are_known(
     }
     if stack == "encoder":
         of[Key("embedding.tokentype_embeddings.weight")] = (2, h)
-    shapes = Shapes(of=of, tp=1)
     if told is None:
-        with pytest.raises(
-            CheckpointError, match=r"has no arguments \(args\), and its shapes .* are not those .*--config"
-        ):
-            published_arguments(shapes)
+        with pytest.raises(CheckpointError, match=r"no arguments \(args\), and its shapes .* are not those .*--config"):
+            described_by({}, of, 1, None, Path("legacy"))
         return
-    hf_config = config_object(hf_config_of(published_arguments(shapes), shapes))
+    _, hf_config = described_by({}, of, 1, None, Path("legacy"))
     activation = hf_config.activation_function if stack == "decoder" else hf_config.hidden_act
     assert (hf_config.model_type, hf_config.vocab_size, hf_config.num_attention_heads, activation) == told
 
 
-@pytest.mark.parametrize(("columns", "tp"), [(32, 1), (64, 2), (128, 2)])
-def test_heads_that_nothing_tells_need_a_config(tmp_path: Path, columns: int, tp: int) -> None:
+def test_heads_that_nothing_tells_need_a_config(tmp_path: Path) -> None:
     """Heads of 64 columns, as NVIDIA's have, were guessed once: one head on two ranks left both without a row."""
     from transformers import AutoModelForCausalLM, GPT2Config
 
-    model = tiny_model(AutoModelForCausalLM, GPT2Config(vocab_size=50257, n_layer=1, n_embd=columns, n_head=4))
-    layout = Layout(stages=even(1), version=None, arguments=None, padding=47, tp=tp)
-    write(tmp_path / "legacy", layout, gpt2(model, layout), {})
+    model = tiny_model(AutoModelForCausalLM, GPT2Config(vocab_size=50257, n_layer=1, n_embd=64, n_head=4))
+    write(tmp_path / "legacy", Layout(stages=even(1), version=None, arguments=None, padding=47, tp=2), gpt2(model))
     model.save_pretrained(tmp_path / "hf")
     options = ConvertOptions(load_path=tmp_path / "legacy", save_path=tmp_path / "out", to="hf")
     with pytest.raises(CheckpointError, match="nothing says how many heads.*--config"):
@@ -403,11 +361,10 @@ def test_heads_that_nothing_tells_need_a_config(tmp_path: Path, columns: int, tp
     assert not options.save_path.exists()
 
     assert_same_weights(weights_of(tmp_path / "legacy", tmp_path / "hf"), weights_of(tmp_path / "hf"))
-    if tp == 2:
-        model.config.n_head = 1
-        model.config.save_pretrained(tmp_path / "wrong")
-        with pytest.raises(CheckpointError, match="num_attention_heads: expected a multiple of the checkpoint's tp=2"):
-            open_source(tmp_path / "legacy", tmp_path / "wrong")
+    model.config.n_head = 1
+    model.config.save_pretrained(tmp_path / "wrong")
+    with pytest.raises(CheckpointError, match="num_attention_heads: expected a multiple of the checkpoint's tp=2"):
+        open_source(tmp_path / "legacy", tmp_path / "wrong")
 
 
 def test_rows_that_may_pad_the_vocabulary_are_kept_and_mentioned(

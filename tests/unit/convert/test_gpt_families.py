@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lightning_megatron.accounting import total_parameters
+from lightning_megatron.convert.family import LAYER
 from lightning_megatron.convert.registry import config_object, family_of, known_families, model_config
-from lightning_megatron.convert.rules import LAYER
 from lightning_megatron.errors import ConfigError
 from tests.unit.convert.gpt_configs import CONFIGS
 
@@ -59,7 +59,7 @@ CHANGES_NOTHING = {
     "use_cache": "is about generation",
     "bos_token_id": "is about generation",
     "eos_token_id": "is about generation",
-    "pad_token_id": "is told by the mask; see gpt_tables.py",
+    "pad_token_id": "is told by the mask; see families/llama.py",
     "keys_to_ignore_at_inference": "is about generation",
     "attribute_map": "is about names",
     "summary_type": "is of GPT2DoubleHeadsModel",

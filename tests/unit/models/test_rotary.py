@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from lightning_megatron.convert.rope import read_rope
+from lightning_megatron.convert.gpt_tables import read_rope
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.rotary import angles_at, inverse_frequencies, rope_softmax_scale
 
