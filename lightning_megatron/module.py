@@ -20,8 +20,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_megatron.accounting import total_parameters
 from lightning_megatron.checkpoint.files import META, load_plain
 from lightning_megatron.checkpoint.load import LoadFrom
-from lightning_megatron.convert.hugging_face import load_hugging_face, with_weights
-from lightning_megatron.convert.hugging_face_files import open_weights
+from lightning_megatron.convert.hugging_face import load_hugging_face, open_weights, with_weights
 from lightning_megatron.convert.registry import config_fields, config_object, model_config
 from lightning_megatron.engine.collectives import computed_metrics, on_all_ranks_alike
 from lightning_megatron.engine.lr_schedule import LRSchedule, MegatronLRScheduler, scheduler_settings
@@ -641,8 +640,7 @@ class MegatronModule(pl.LightningModule):
             ConfigError: If there is no model yet, or no Hugging Face class computes it.
             CheckpointError: If the directory cannot be written, on all ranks alike.
         """
-        from lightning_megatron.convert.hugging_face import save_hugging_face
-        from lightning_megatron.convert.hugging_face_files import generation_config
+        from lightning_megatron.convert.hugging_face import generation_config, save_hugging_face
         from lightning_megatron.engine.wrap import finish_parameter_gathers
 
         if self.model_chunks is None:

@@ -189,7 +189,7 @@ def _opened(options: GenerateOptions) -> Source:
 
 
 def _tokenizer(folder: Path | None, stored: Source) -> Any:
-    from lightning_megatron.convert.hugging_face_files import tokenizer_files
+    from lightning_megatron.convert.hugging_face import tokenizer_files
     from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
     from lightning_megatron.hub import local_folder
 
@@ -204,7 +204,7 @@ def _tokenizer(folder: Path | None, stored: Source) -> Any:
 
 def _with_ends(how: GenerationOptions, stored: Source, tokenizer: Any) -> GenerationOptions:
     """The options with the tokens that end a text: the generation config's, the model's, else the tokenizer's."""
-    from lightning_megatron.convert.hugging_face_files import generation_config
+    from lightning_megatron.convert.hugging_face import generation_config
     from lightning_megatron.generate.texts import end_tokens
 
     ends = end_tokens(stored.companions if generation_config(stored.companions) else stored.hf_config)

@@ -85,7 +85,7 @@ def _dataset(path: str, tokenizer_folder: Path | None, documents: int | None, as
 
 def _is_weights(path: Path) -> bool:
     """Whether a file that ends in .bin as a dataset's does is of a model directory."""
-    from lightning_megatron.convert.hugging_face_files import directory_of
+    from lightning_megatron.convert.hugging_face import directory_of
 
     return directory_of(path) is not None
 

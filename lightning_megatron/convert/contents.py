@@ -7,7 +7,6 @@ No weight is read, no model is built and no code of a checkpoint is run. Known a
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -25,9 +24,10 @@ from lightning_megatron.checkpoint.files import (
     load_plain,
 )
 from lightning_megatron.convert.distributed import OF_MEGATRON_CORE, OF_STRATEGY, read_common, stored_tensors
-from lightning_megatron.convert.hugging_face_files import CONFIG_FILE, directory_of, has_weights, open_weights
+from lightning_megatron.convert.hugging_face import CONFIG_FILE, directory_of, has_weights, open_weights
 from lightning_megatron.convert.megatron_arguments import HUGGING_FACE_CONFIG, arguments_of, own_config
 from lightning_megatron.convert.megatron_lm import OF_MEGATRON_LM, is_legacy, read_ranks, stack
+from lightning_megatron.convert.registry import read_json
 from lightning_megatron.convert.shards import Stored
 from lightning_megatron.engine.pickles import StandIn
 from lightning_megatron.errors import CheckpointError, ConfigError
@@ -240,15 +240,9 @@ def _distributed_tensors(path: Path) -> dict[str, Stored]:
 
 
 def _hugging_face(path: Path) -> CheckpointContents:
-    facts: dict[str, Any] = {}
-    if (path / CONFIG_FILE).is_file():
-        try:
-            config = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path / CONFIG_FILE} cannot be read ({error}); fetch it again") from None
-        facts = dict(config) if isinstance(config, dict) else {}
+    config = read_json(path) if (path / CONFIG_FILE).is_file() else {}
     tensors = {name: Stored(each.shape, each.dtype) for name, each in open_weights(path).tensors.items()}
-    return _contents(path, "Hugging Face model directory", {"config": facts} if facts else {}, tensors)
+    return _contents(path, "Hugging Face model directory", {"config": config}, tensors)
 
 
 def _contents(path: Path, kind: str, facts: Mapping[str, Any], tensors: Mapping[str, Stored]) -> CheckpointContents:

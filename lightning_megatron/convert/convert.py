@@ -27,14 +27,12 @@ from lightning_megatron.checkpoint.files import is_distributed
 from lightning_megatron.convert.contents import find_checkpoint, named
 from lightning_megatron.convert.distributed import COMPANIONS, open_distributed
 from lightning_megatron.convert.hugging_face import (
+    companion_files,
+    copy_companions,
     hugging_face_names,
     open_hugging_face,
     save_hugging_face,
     size_in_bytes,
-)
-from lightning_megatron.convert.hugging_face_files import (
-    companion_files,
-    copy_companions,
     tokenizer_files,
 )
 from lightning_megatron.convert.megatron_lm import open_megatron_lm
@@ -100,7 +98,12 @@ def convert(options: ConvertOptions) -> Converted:
     start = time.monotonic()
     world = _world_size()
     layout = _check_options(options, world)
-    options = located(options)
+    options = replace(
+        options,
+        load_path=local_folder(options.load_path, "model"),
+        tokenizer=None if options.tokenizer is None else local_folder(options.tokenizer, "tokenizer"),
+        config=None if options.config is None else local_folder(options.config, "config"),
+    )
     save_path = _check_paths(options)
     source = open_source(options.load_path, options.config, options.iteration)
     model = source.model
@@ -135,20 +138,6 @@ def convert(options: ConvertOptions) -> Converted:
         num_files=len(files),
         num_bytes=sum(each.stat().st_size for each in files),
         seconds=time.monotonic() - start,
-    )
-
-
-def located(options: ConvertOptions) -> ConvertOptions:
-    """``options`` with the folders of models and tokenizers that are named as on the Hugging Face hub.
-
-    Raises:
-        ConfigError: If one cannot be had.
-    """
-    return replace(
-        options,
-        load_path=local_folder(options.load_path, "model"),
-        tokenizer=None if options.tokenizer is None else local_folder(options.tokenizer, "tokenizer"),
-        config=None if options.config is None else local_folder(options.config, "config"),
     )
 
 

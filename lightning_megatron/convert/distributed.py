@@ -30,7 +30,7 @@ from lightning_megatron.checkpoint.files import (
     read_table,
     verify_checksums,
 )
-from lightning_megatron.convert.hugging_face_files import companion_files
+from lightning_megatron.convert.hugging_face import companion_files
 from lightning_megatron.convert.megatron_arguments import arguments_of, described_by
 from lightning_megatron.convert.registry import config_object, family_of, stored_config
 from lightning_megatron.convert.shards import Key, Place, Source, Stored, mismatches

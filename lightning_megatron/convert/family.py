@@ -17,7 +17,7 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import Activation, ModelConfig
 
 if TYPE_CHECKING:
-    from lightning_megatron.convert.hugging_face_files import WeightFiles
+    from lightning_megatron.convert.hugging_face import WeightFiles
 
 LAYER = "{layer}"
 """Stands for the layer's number (from 0) in Hugging Face's names."""

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from lightning_megatron.convert.family import LAYER, VOCABULARY
-from lightning_megatron.convert.hugging_face_files import companion_files
+from lightning_megatron.convert.hugging_face import companion_files
 from lightning_megatron.convert.megatron_arguments import arguments_of, bert_task, described_by
 from lightning_megatron.convert.registry import family_of, rules_of
 from lightning_megatron.convert.shards import Key, Place, Source, Stored, mismatches
@@ -281,25 +281,18 @@ def _read_rank(file: Path) -> RankState:
     Raises:
         CheckpointError: If it is damaged or could run code, or is no checkpoint of Megatron-LM.
     """
-
-    def foreign(reason: str) -> CheckpointError:
-        return CheckpointError(f"{file} is no checkpoint of Megatron-LM: {reason}; give another file")
-
     state = read_pickle(file)
-    if not isinstance(state, Mapping):
-        raise foreign(f"it holds a {type(state).__name__}")
+    state = state if isinstance(state, Mapping) else {}
     models = {int(name[1] or 0): value for key, value in state.items() if (name := _CHUNK.fullmatch(str(key)))}
-    if not models or sorted(models) != list(range(len(models))):
-        named = ", ".join(repr(str(name)[:40]) for name in list(state)[:_MOST_NAMED]) or "nothing"
-        raise foreign(f"it has no 'model' (or not all of its chunks), but {named}")
-    if other := next((each for each in models.values() if not isinstance(each, Mapping)), None):
-        raise foreign(f"'model' is a {type(other).__name__}")
-    chunks = tuple(dict(_flat(models[number])) for number in range(len(models)))
-    if not all(chunks):
-        raise foreign("'model' has no tensors")
+    nested = [models.get(number) for number in range(len(models))]
+    chunks = tuple(dict(_flat(each)) for each in nested if isinstance(each, Mapping))
     version = state.get("checkpoint_version", 0)
-    if isinstance(version, bool) or not isinstance(version, (int, float)):
-        raise foreign(f"checkpoint_version is a {type(version).__name__}")
+    if not chunks or not all(chunks) or len(chunks) < len(models) or type(version) not in (int, float):
+        named = ", ".join(repr(str(name)[:40]) for name in list(state)[:_MOST_NAMED]) or "nothing"
+        raise CheckpointError(
+            f"{file}: expected a file of Megatron-LM ('model' or 'model0', 'model1', ... with tensors in it, and a "
+            f"number as checkpoint_version), got {named}; give another file"
+        )
     others = {str(name): value for name, value in state.items() if name != "args" and not _CHUNK.fullmatch(str(name))}
     return RankState(arguments=arguments_of(state), version=float(version), chunks=chunks, others=others)
 

@@ -26,7 +26,7 @@ import torch
 from lightning_megatron.checkpoint.files import failures_as_errors
 from lightning_megatron.convert.contents import TRACKER_FILE
 from lightning_megatron.convert.family import VOCABULARY
-from lightning_megatron.convert.hugging_face_files import copy_companions
+from lightning_megatron.convert.hugging_face import copy_companions
 from lightning_megatron.convert.megatron_arguments import megatron_arguments
 from lightning_megatron.convert.megatron_lm import (
     EMBEDDING,

@@ -29,23 +29,10 @@ _KEYS_OF_ANY_MODEL = {
 _MOST_LAYERS = 100_000
 
 _POST_NORM = (
-    "it normalizes after each block (post-LN) and its embeddings, and the engine's layers normalize before; "
-    "use model_type='megatron-bert', the pre-LN BERT"
+    *("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "albert", "deberta", "deberta-v2"),
+    "bart",
 )
-
-_REFUSED: dict[str, str] = {
-    "bert": _POST_NORM,
-    "roberta": _POST_NORM,
-    "xlm-roberta": _POST_NORM,
-    "camembert": _POST_NORM,
-    "electra": _POST_NORM,
-    "distilbert": _POST_NORM,
-    "albert": f"all its layers share one set of weights, and {_POST_NORM}",
-    "deberta": f"its attention mixes contents and relative positions, and {_POST_NORM}",
-    "deberta-v2": f"its attention mixes contents and relative positions, and {_POST_NORM}",
-    "bart": "it normalizes after each block (post-LN), and the engine's layers normalize before; use model_type='t5'",
-}
-"""``model_type`` -> why not, and what to use instead."""
+"""Types that users expect, and that the engine's layers cannot compute."""
 
 
 @functools.cache
@@ -63,15 +50,15 @@ def family_of(model_type: str) -> Family:
     Raises:
         ConfigError: If it is not known, or its mathematics cannot be computed; the message lists the known ones.
     """
-    if model_type in _REFUSED:
+    known = ", ".join(sorted(known_families()))
+    if model_type in _POST_NORM:
         raise ConfigError(
-            f"model_type={model_type!r} cannot be computed: {_REFUSED[model_type]} (known families: "
-            f"{', '.join(sorted(known_families()))})"
+            f"model_type={model_type!r} cannot be computed: it normalizes after each block (post-LN), and the engine's "
+            f"layers normalize before; use model_type='{'t5' if model_type == 'bart' else 'megatron-bert'}' (known "
+            f"families: {known})"
         )
     if model_type not in known_families():
-        raise ConfigError(
-            f"model_type={model_type!r} is not a known model family; choose from {', '.join(sorted(known_families()))}"
-        )
+        raise ConfigError(f"model_type={model_type!r} is not a known model family; choose from {known}")
     return known_families()[model_type]
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.convert.hugging_face_files import GENERATION_CONFIG_FILE
+from lightning_megatron.convert.hugging_face import GENERATION_CONFIG_FILE
 from lightning_megatron.convert.registry import HFConfigLike, config_object, read_json
 from lightning_megatron.data.tokenizer import load_tokenizer
 from lightning_megatron.errors import ConfigError

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lightning_megatron.convert.hugging_face_files import open_weights
+from lightning_megatron.convert.hugging_face import open_weights
 from lightning_megatron.errors import CheckpointError
 from tests.convert.directories import save_as, tiny_gpt2, tiny_llama
 

@@ -28,7 +28,7 @@ def _describe(hf: Any) -> ModelConfig:
         add_bias_linear=bool(hf.bias),
         add_qkv_bias=bool(hf.bias),
         parallel_attention=bool(hf.parallel_attn),
-        parallel_attention_norms=_norms(hf),
+        parallel_attention_norms=(hf.num_ln_in_parallel_attn or 2) if hf.new_decoder_architecture else 1,
         share_embeddings_and_output_weights=hf.tie_word_embeddings,
         hidden_dropout=hf.hidden_dropout,
         # Hugging Face drops what attention returns with the probability for attention weights, unless the two blocks
@@ -49,30 +49,16 @@ def _groups(hf: Any) -> int:
     return 1 if hf.multi_query else int(hf.num_attention_heads)
 
 
-def _norms(hf: Any) -> Any:
-    if not hf.new_decoder_architecture:
-        return 1
-    return 2 if hf.num_ln_in_parallel_attn is None else hf.num_ln_in_parallel_attn
-
-
 def _check(hf: Any) -> None:
     """Refuse combinations for which Hugging Face's own model fails."""
-    if hf.new_decoder_architecture and not hf.parallel_attn:
+    is_new = hf.new_decoder_architecture
+    has_norms = hf.num_ln_in_parallel_attn in ((None, 1, 2) if is_new else (None, 1))
+    has_keys = is_new or hf.multi_query or hf.num_kv_heads == hf.num_attention_heads
+    if not (has_norms and has_keys and (hf.parallel_attn or not is_new)):
         raise ConfigError(
-            "parallel_attn=False with new_decoder_architecture=True is not supported, nor computed by Hugging Face; "
-            "use parallel_attn=True"
-        )
-    choices = (None, 1, 2) if hf.new_decoder_architecture else (None, 1)
-    if hf.num_ln_in_parallel_attn not in choices:
-        raise ConfigError(
-            f"num_ln_in_parallel_attn={hf.num_ln_in_parallel_attn} with new_decoder_architecture="
-            f"{hf.new_decoder_architecture} is not supported, nor computed by Hugging Face; use one of {choices}"
-        )
-    many = not (hf.new_decoder_architecture or hf.multi_query)
-    if many and hf.num_kv_heads != hf.num_attention_heads:
-        raise ConfigError(
-            f"num_kv_heads={hf.num_kv_heads} is not num_attention_heads={hf.num_attention_heads}, with neither "
-            "multi_query nor new_decoder_architecture; leave num_kv_heads out"
+            f"new_decoder_architecture={is_new}: parallel_attn={hf.parallel_attn}, num_ln_in_parallel_attn="
+            f"{hf.num_ln_in_parallel_attn} and num_kv_heads={hf.num_kv_heads} are not supported with it, nor computed "
+            "by Hugging Face; leave them out"
         )
 
 

@@ -20,7 +20,7 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig
 
 if TYPE_CHECKING:
-    from lightning_megatron.convert.hugging_face_files import WeightFiles
+    from lightning_megatron.convert.hugging_face import WeightFiles
 
 _UNLIMITED = 1 << 30
 """Tokens: distances past the last row of the table share it, so that no sequence is too long."""

@@ -103,8 +103,12 @@ CHANGES: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
         lambda state: _encoder(state).update({"final_layernorm.bias": torch.ones(32, dtype=torch.int32)}),
         "final_layernorm.bias' is int32",
     ),
-    "no model": ("mp_rank_00_000", lambda state: state.pop("model"), "it has no 'model'.*but 'iteration', "),
-    "a list as a model": ("mp_rank_00_000", lambda state: state.update(model=[1]), "'model' is a list"),
+    "no model": (
+        "mp_rank_00_000",
+        lambda state: state.pop("model"),
+        "expected a file of Megatron-LM .*got 'iteration', ",
+    ),
+    "a list as a model": ("mp_rank_00_000", lambda state: state.update(model=[1]), "expected a file of Megatron-LM "),
     "experts": (
         "mp_rank_*",
         lambda state: vars(state["args"]).update(num_experts=8),
