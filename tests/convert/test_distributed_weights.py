@@ -17,7 +17,7 @@ from lightning_megatron.convert.shards import Key
 from tests.checkpoint.runs import LLAMA, Run, Trace, fit, read_tensors
 from tests.convert.directories import save_as, tiny, tiny_gpt2, tiny_llama
 from tests.convert.weights import weights_of
-from tests.families.parity import VOCAB_SIZE, Rows, padded_sentences
+from tests.families.parity import Rows, padded_sentences
 from tests.parity.training import Case, Layout, trainer_of
 from tests.ranks import run_ranks
 
@@ -125,33 +125,6 @@ def loaded_by_megatron_core(checkpoint: str) -> dict[str, torch.Tensor]:
 
 
 # ---- there and back -------------------------------------------------------------------------------------------------
-
-
-def test_what_is_stored_are_megatrons_tensors_with_padding_of_zeros(tmp_path: Path) -> None:
-    model = tiny_gpt2()
-    expected = save_as(model, tmp_path / "source", "safetensors")
-    _convert(tmp_path / "source", tmp_path / "model.ckpt", tp=2, make_vocab_size_divisible_by=16)
-    stored = read_tensors(tmp_path / "model.ckpt")
-
-    words = stored["embedding.word_embeddings.weight"]
-    assert words.shape == (96, 32)
-    assert torch.equal(words[:VOCAB_SIZE], expected["transformer.wte.weight"])
-    assert not words[VOCAB_SIZE:].any()
-    fc1 = torch.stack([expected[f"transformer.h.{i}.mlp.c_fc.weight"].t() for i in range(2)])
-    assert torch.equal(stored["decoder.layers.mlp.linear_fc1.weight"], fc1)
-    biases = [expected[f"transformer.h.{i}.attn.c_attn.bias"].view(3, 4, 8).transpose(0, 1) for i in range(2)]
-    assert torch.equal(stored["decoder.layers.self_attention.linear_qkv.bias"], torch.stack(biases).flatten(1))
-
-
-def test_tokenizer_and_generation_config_travel(tmp_path: Path) -> None:
-    save_as(tiny("llama"), tmp_path / "source", "safetensors")
-    (tmp_path / "source" / "generation_config.json").write_text('{"temperature": 0.7, "do_sample": true}')
-    (tmp_path / "source" / "tokenizer.json").write_text("{}")
-    _convert(tmp_path / "source", tmp_path / "model.ckpt")
-    assert open_distributed(tmp_path / "model.ckpt", None).companions == tmp_path / "model.ckpt" / "hugging_face"
-    _convert(tmp_path / "model.ckpt", tmp_path / "back", to="hf")
-    for name in ("generation_config.json", "tokenizer.json"):
-        assert (tmp_path / "back" / name).read_text() == (tmp_path / "source" / name).read_text()
 
 
 # ---- who loads it ---------------------------------------------------------------------------------------------------
