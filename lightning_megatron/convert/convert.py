@@ -33,6 +33,7 @@ from lightning_megatron.convert.hugging_face import (
     open_hugging_face,
     save_hugging_face,
     size_in_bytes,
+    staged_directory,
     tokenizer_files,
 )
 from lightning_megatron.convert.megatron_lm import open_megatron_lm
@@ -43,7 +44,6 @@ from lightning_megatron.convert.shards import Key, Loading, Source, cast
 from lightning_megatron.engine.collectives import on_all_ranks_alike
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import CheckpointError, ConfigError, require_choice, require_number
-from lightning_megatron.files import PARTIAL, staged
 from lightning_megatron.hub import local_folder
 from lightning_megatron.models.config import ModelConfig, variant_of
 
@@ -115,7 +115,7 @@ def convert(options: ConvertOptions) -> Converted:
         loading = Loading(chunks, source)
         _check_missing(source, options, loading.missing)
         _check_space(loading.num_bytes(_DTYPES.get(options.dtype or "")), options.save_path)
-        with _staged(save_path) as folder:
+        with staged_directory(save_path) as folder:
             loading.fill(as_stored=True)
             if options.dtype is not None:
                 cast(chunks, _DTYPES[options.dtype], loading.missing)
@@ -346,19 +346,6 @@ def build_on_cpu(model: ModelConfig, layout: ParallelConfig) -> list[Any]:
     settings = EngineSettings(parallel=layout, params_dtype=torch.float32, device=torch.device("cpu"))
     with unchanged_environment():
         return list(build_chunks(model, settings))
-
-
-@contextlib.contextmanager
-def _staged(save_path: Path) -> Iterator[Path]:
-    """A path of the same name in a hidden folder beside ``save_path``, which it becomes at the end, on all ranks."""
-    hidden = save_path.with_name(f".{save_path.name}{PARTIAL}")
-    with contextlib.ExitStack() as stack:
-        writing = staged(save_path.parent, save_path.name, error=CheckpointError)
-        on_all_ranks_alike(
-            lambda: stack.enter_context(writing).joinpath(save_path.name).mkdir() if not _rank() else None
-        )
-        yield hidden / save_path.name
-        on_all_ranks_alike(stack.close)
 
 
 def _save_megatron(chunks: list[Any], source: Source, runtime: Runtime, topology: Topology, folder: Path) -> None:

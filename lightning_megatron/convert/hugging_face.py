@@ -31,7 +31,7 @@ from lightning_megatron.convert.registry import config_object, family_of, model_
 from lightning_megatron.convert.shards import Gathering, Key, Loading, Place, Source, Stored, mismatches, progress_bar
 from lightning_megatron.engine.pickles import read_pickle
 from lightning_megatron.errors import CheckpointError, ConfigError
-from lightning_megatron.files import staged, sync
+from lightning_megatron.files import PARTIAL, staged, sync
 from lightning_megatron.hub import TOKENIZER_FILES
 from lightning_megatron.models.config import ModelConfig
 
@@ -516,10 +516,8 @@ def save_hugging_face(
         max_shard_size=largest,
     )
     config = _saved_config(hf_config, model, contents, is_headless=bool(without))
-    is_first = dist.get_rank() == 0
-    with contextlib.ExitStack() as staging, progress_bar("saving weights", split.metadata["total_size"]) as bar:
-        path = Path(directory).absolute()
-        folder = on_all_ranks_alike(lambda: staging.enter_context(_new_directory(path)) if is_first else path)
+    is_first, path = dist.get_rank() == 0, Path(directory).absolute()
+    with progress_bar("saving weights", split.metadata["total_size"]) as bar, staged_directory(path) as folder:
         small = partial(_write_small_files, folder, config, _index(split, contents), companions)
         on_all_ranks_alike(small if is_first else _nothing)
         held: dict[str, dict[str, torch.Tensor]] = {}
@@ -531,8 +529,7 @@ def save_hugging_face(
                 held.setdefault(file, {})[name] = tensor
             if left[file] == 0:
                 on_all_ranks_alike(partial(_write_weights, folder, file, held.pop(file)) if is_first else _nothing)
-            bar.update(math.prod(contents[name][0]) * contents[name][1].itemsize)
-        on_all_ranks_alike(staging.close)
+            bar.update(math.prod(contents[name].shape) * contents[name].dtype.itemsize)
 
 
 def _nothing() -> None:
@@ -560,25 +557,38 @@ def _saved_config(hf_config: Any, model: ModelConfig, contents: Mapping[str, Sto
 
 
 @contextlib.contextmanager
-def _new_directory(path: Path) -> Iterator[Path]:
-    """A folder to write into, whose content ``path`` has in the end.
+def staged_directory(path: Path) -> Iterator[Path]:
+    """A folder in which rank 0 may write, and whose content ``path`` has in the end. Every rank must enter and leave.
 
     A new directory gets its name at the end. In one that exists, what ``from_pretrained`` looks for first (the single
     file, or the index) leaves first and arrives last: it is the old model, the new one, or none.
+
+    Raises:
+        CheckpointError: If it cannot be written, on all ranks alike.
     """
-    if path.exists() and not path.is_dir():
-        raise CheckpointError(f"{path} is a file; give the name of a directory to save the model in")
-    if not path.is_dir():
-        with staged(path.parent, path.name, error=CheckpointError) as folder:
-            (folder / path.name).mkdir()
-            yield folder / path.name
-        return
-    with staged(path, "model", last=(WEIGHTS_FILE, INDEX_FILE), error=CheckpointError) as folder:
+    from lightning_megatron.engine.collectives import on_all_ranks_alike
+
+    is_new = not path.is_dir()
+
+    @contextlib.contextmanager
+    def staging() -> Iterator[None]:
+        if path.is_file():
+            raise CheckpointError(f"{path} is a file; give the name of a directory to save the model in")
+        parent, name = (path.parent, path.name) if is_new else (path, "model")
+        with staged(parent, name, last=(WEIGHTS_FILE, INDEX_FILE), error=CheckpointError) as partial_folder:
+            folder.mkdir(exist_ok=True)
+            yield
+            new = {file.name for file in partial_folder.iterdir()}
+        for file in () if is_new else path.glob("*.safetensors"):
+            if SHARD_FILE.fullmatch(file.name) and file.name not in new:
+                file.unlink()
+
+    folder = path.with_name(f".{path.name}{PARTIAL}") / path.name if is_new else path / f".model{PARTIAL}"
+    with contextlib.ExitStack() as stack:
+        is_first = dist.get_rank() == 0
+        on_all_ranks_alike(lambda: stack.enter_context(staging()) if is_first else None)
         yield folder
-        new = {file.name for file in folder.iterdir()}
-    for file in path.glob("*.safetensors"):
-        if SHARD_FILE.fullmatch(file.name) and file.name not in new:
-            file.unlink()
+        on_all_ranks_alike(stack.close)
 
 
 def _write_small_files(folder: Path, config: Any, index: Mapping[str, Any] | None, companions: Iterable[Path]) -> None:
