@@ -6,6 +6,7 @@ were wrapped, cut or fused. Optimizer states are left alone.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -150,8 +151,9 @@ def _describe_run(path: Path, meta: Mapping[str, Any], config: Path | None) -> t
     model = family_of(hf_config.model_type).model_config(hf_config, stored.get("task"))
     model = replace(model, **{name: stored[name] for name in _SAID_BY_THE_RUN if name in stored})
     model = variant_of(model, stored)
-    described = model.to_dict()
-    others = [name for name, value in stored.items() if name in described and _plain(described[name]) != _plain(value)]
+    # As JSON tuples and lists of the same values are the same.
+    described, stored = (json.loads(json.dumps(each)) for each in (model.to_dict(), dict(stored)))
+    others = [name for name in stored if name in described and described[name] != stored[name]]
     if others:
         pairs = ", ".join(f"{name}={stored[name]} (the config says {described[name]})" for name in others)
         raise CheckpointError(
@@ -159,13 +161,6 @@ def _describe_run(path: Path, meta: Mapping[str, Any], config: Path | None) -> t
             "one with --config (no config describes models trained with a model_provider)"
         )
     return model, hf_config
-
-
-def _plain(value: Any) -> Any:
-    """Tuples and lists of the same values are the same."""
-    if isinstance(value, Mapping):
-        return {name: _plain(each) for name, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 # ---- tensors --------------------------------------------------------------------------------------------------------

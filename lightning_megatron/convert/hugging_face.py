@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -161,8 +161,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()) or not names:
         raise CheckpointError(f"the weight_map of {index} does not name a file for each tensor; fetch it again")
     for name, file in names.items():
-        path = PurePosixPath(file.replace("\\", "/"))
-        if path.is_absolute() or ".." in path.parts or ":" in file or not path.parts:
+        if not re.fullmatch(r"\w[\w.-]*", file):
             raise CheckpointError(
                 f"{index} says that {name!r} is in {file!r}, which is outside its folder; do not use this model"
             )

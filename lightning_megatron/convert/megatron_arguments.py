@@ -67,10 +67,9 @@ def own_config(arguments: Mapping[str, Any]) -> Any:
         return None
     try:
         fields = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"args.{HUGGING_FACE_CONFIG} is damaged ({error}); {_GIVE_A_CONFIG}") from None
-    if not isinstance(fields, dict) or "model_type" not in fields:
-        raise CheckpointError(f"args.{HUGGING_FACE_CONFIG} names no model_type; {_GIVE_A_CONFIG}")
+        fields["model_type"]
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"args.{HUGGING_FACE_CONFIG} is damaged ({error!r}); {_GIVE_A_CONFIG}") from None
     return stored_config(fields, f"args.{HUGGING_FACE_CONFIG}")
 
 

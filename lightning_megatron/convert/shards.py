@@ -318,8 +318,8 @@ def cast(chunks: Iterable[Any], dtype: torch.dtype, without: frozenset[Key] = fr
     def cast_all() -> None:
         for tensor, parts in _sharded(chunks):
             if (key := _key(parts[0])) not in without:
-                result = tensor.to(dtype)
-                if result.isinf().sum() > tensor.isinf().sum():
+                result, is_narrower = tensor.to(dtype), torch.finfo(dtype).max < torch.finfo(tensor.dtype).max
+                if is_narrower and result.isinf().sum() > tensor.isinf().sum():
                     raise CheckpointError(
                         f"{key}: expected numbers up to {torch.finfo(dtype).max:.4g} ({str(dtype)[6:]}), got "
                         f"{tensor[tensor.isfinite()].abs().max().item():.4g}; keep the dtype, or use bf16 or fp32"
