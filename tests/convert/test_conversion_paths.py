@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.convert.contents import iteration_folder
 from lightning_megatron.convert.convert import ConvertOptions, convert, open_source
 from lightning_megatron.convert.hugging_face import HuggingFaceSource
 from lightning_megatron.errors import CheckpointError, ConfigError
@@ -140,27 +139,6 @@ def test_a_file_of_a_checkpoint_names_the_checkpoint(source: Path, tmp_path: Pat
     (done.path / "meta.pt").unlink()
     with pytest.raises(CheckpointError, match=r"lacks its file meta\.pt: it is damaged"):
         convert(_options(done.path, config=source, save_path=tmp_path / "b"))
-
-
-# ---- iterations -----------------------------------------------------------------------------------------------------
-
-
-def _iterations(folder: Path, tracked: str | None, *names: str) -> Path:
-    for name in names:
-        (folder / name).mkdir()
-    if tracked is not None:
-        (folder / "latest_checkpointed_iteration.txt").write_text(tracked)
-    return folder
-
-
-def test_the_tracker_file_says_which_iteration(tmp_path: Path) -> None:
-    folder = _iterations(tmp_path, "500\n", "iter_0000500", "iter_0001000", "release")
-    assert iteration_folder(folder, None).name == "iter_0000500"
-    assert iteration_folder(folder, 1000).name == "iter_0001000"
-    with pytest.raises(
-        CheckpointError, match="iteration=7 is not there.*there are: iter_0000500, iter_0001000, release"
-    ):
-        iteration_folder(folder, 7)
 
 
 # ---- what is left behind --------------------------------------------------------------------------------------------

@@ -58,11 +58,6 @@ def test_a_gpt2_with_one_key_is_a_gpt_bigcode() -> None:
     assert _of_no_family(ours) == _of_no_family(theirs)
 
 
-def test_nothing_given_changes_nothing() -> None:
-    model = model_config(_GPT2)
-    assert with_variant(model, None, None) == model
-
-
 def test_only_rotary_positions_keep_the_scaling_of_their_frequencies() -> None:
     # Yarn's attention factor would else scale the scores of a model that rotates nothing.
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -53,38 +52,6 @@ def test_clipping_counts_each_copied_weight_once() -> None:
     layout = Layout(pp=2, vpp=2, num_microbatches=2)
     assert_same_run(outcome(replace(descent, layout=layout)), outcome(descent))
     assert min(outcome(descent).grad_norms) > 0.5
-
-
-def test_the_table_of_one_stack_is_on_several_stages_and_its_gradient_is_their_sum() -> None:
-    # The check of the other tests would pass if no weight were copied, or if the sum were not needed.
-    layout = Layout(pp=2, num_microbatches=2, transformer_config_overrides=_cut(2, 5))
-    case = replace(T5, layout=layout, steps=1)
-    (without, _), (summed, _) = run_ranks(_table_gradients, 2, case, False), run_ranks(_table_gradients, 2, case, True)
-    assert without.keys() == {"encoder"}
-    error = (without["encoder"] - summed["encoder"]).norm() / summed["encoder"].norm()
-    assert error > 0.05
-
-
-def _table_gradients(case: Case, is_summed: bool) -> Tensors:
-    from contextlib import nullcontext
-
-    from lightning.pytorch import Callback
-
-    from lightning_megatron.engine.wrap import unwrap
-    from tests.parity.training import loader_of
-
-    found: Tensors = {}
-
-    class Recorder(Callback):
-        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-            for weight in unwrap(pl_module.model_chunks[0]).replicated():
-                if weight.parameter is not None:
-                    found[weight.name] = weight.parameter.main_grad.clone()
-
-    nothing = patch("lightning_megatron.engine.schedule.add_replicas", lambda chunks, group: None)
-    with nullcontext() if is_summed else nothing:
-        trainer_of(case, callbacks=[Recorder()]).fit(module_of(case), loader_of(case))
-    return found
 
 
 def _train_on_changing_lengths(case: Case) -> Any:

@@ -285,6 +285,8 @@ def test_every_way_to_name_a_checkpoint(references: dict[str, Weights], tmp_path
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("41")
     with pytest.raises(ValueError, match="names iteration '41', and there is no folder iter_0000041"):
         open_source(tmp_path)
+    with pytest.raises(ValueError, match="iteration=7 is not there.*there are: iter_0000080, release"):
+        open_source(tmp_path, None, 7)
     assert not is_legacy(tmp_path / "latest_checkpointed_iteration.txt")
 
 

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 
 from lightning_megatron.convert.convert import ConvertOptions, convert
-from lightning_megatron.errors import ConfigError
 from tests.convert.directories import tiny_bert, tiny_gpt2, tiny_llama
 from tests.convert.legacy.written import flat, load, options
 from tests.families.parity import VOCAB_SIZE, tiny_model
@@ -175,24 +174,6 @@ def test_a_t5_is_cut_between_encoder_and_decoder(tmp_path: Path) -> None:
     assert _equal(stages[2][decoder + "0.post_inter_attention_layernorm.weight"], norm)
     assert "language_model.encoder.final_layernorm.weight" in stages[0]
     assert "language_model.decoder.final_layernorm.weight" in stages[2]
-
-
-# ---- layers of stages -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"tp": 3}, "tp=3 does not divide num_attention_heads=4"),
-        ({"pp": 5}, "pp=5 x vpp=1 = 5 stages are more than the 4 layers"),
-        ({"pp": 2, "vpp": 2, "dtype": "fp8"}, "dtype='fp8' is unknown; choose from fp32"),
-    ],
-)
-def test_a_layout_that_cannot_be_is_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
-    _llama().save_pretrained(tmp_path / "hf")
-    with pytest.raises(ConfigError, match=message):
-        convert(options(tmp_path / "hf", tmp_path / "legacy", **fields))
-    assert not (tmp_path / "legacy").exists()
 
 
 # ---- what a checkpoint says of itself -------------------------------------------------------------------------------

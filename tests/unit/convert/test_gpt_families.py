@@ -10,7 +10,7 @@ import torch
 
 from lightning_megatron.accounting import total_parameters
 from lightning_megatron.convert.family import LAYER
-from lightning_megatron.convert.registry import config_object, family_of, known_families, model_config
+from lightning_megatron.convert.registry import config_object, family_of, model_config
 from lightning_megatron.errors import ConfigError
 from tests.unit.convert.gpt_configs import CONFIGS
 
@@ -20,11 +20,6 @@ def _on_meta(name: str) -> Any:
 
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config_object(CONFIGS[name]))
-
-
-def test_every_gpt_family_is_among_the_configs() -> None:
-    gpts = {name for name, family in known_families().items() if "causal_lm" in family.architectures}
-    assert gpts == {config["model_type"] for config in CONFIGS.values()}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -48,11 +43,6 @@ def test_rules_name_exactly_the_tensors_of_the_model_and_their_rows(name: str) -
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_count_of_parameters_is_that_of_the_model(name: str) -> None:
     assert total_parameters(model_config(CONFIGS[name])) == sum(p.numel() for p in _on_meta(name).parameters())
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_the_file_prefix_is_that_of_the_headless_model(name: str) -> None:
-    assert family_of(CONFIGS[name]["model_type"]).base_prefix == _on_meta(name).base_model_prefix + "."
 
 
 CHANGES_NOTHING = {
@@ -113,24 +103,18 @@ def fields_of(model_type: str) -> dict[str, Any]:
 
 
 def test_the_error_of_an_unknown_family_lists_the_known_ones() -> None:
-    from lightning_megatron.errors import ConfigError
-
     with pytest.raises(ConfigError, match="bloom, falcon, gpt2, gpt_bigcode, llama, .*mistral, .*qwen2, qwen3"):
         model_config({"model_type": "mamba"})
 
 
 @pytest.mark.parametrize("model", [None, 5, [], object()])
 def test_what_is_no_config_is_refused_with_what_is_one(model: Any) -> None:
-    from lightning_megatron.errors import ConfigError
-
     with pytest.raises(ConfigError, match=f"model is a {type(model).__name__}; give a Hugging Face config object"):
         model_config(model)
 
 
 def test_a_quantized_model_is_refused_in_any_form() -> None:
     from transformers import LlamaConfig
-
-    from lightning_megatron.errors import ConfigError
 
     fields = {"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}}
     for model in (fields, LlamaConfig(**{k: v for k, v in fields.items() if k != "model_type"})):
