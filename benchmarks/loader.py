@@ -27,7 +27,7 @@ from lightning_megatron.data.gpt import GPTObjective
 from lightning_megatron.data.loader import BatchShape, PassOrder, TrainLoader
 from lightning_megatron.data.masked import BertObjective, T5Objective
 from lightning_megatron.data.samples import Objective, Part
-from lightning_megatron.data.special_tokens import TokenizerFacts
+from lightning_megatron.data.tokenizer import TokenizerFacts
 
 VOCAB_SIZE = 32000
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypeAlias, TypeVar
+from functools import cached_property
+from typing import Any, Literal, TypeAlias
 
+import numpy as np
+import torch
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.utils.data import IterableDataset
 from typing_extensions import override
 
 from lightning_megatron.data.blend import SplitRequest, build, check_request, open_samples, parse_blend
-from lightning_megatron.data.conversations import Answers
-from lightning_megatron.data.datasets import DatasetSamples, load_dataset
+from lightning_megatron.data.broadcast import check_batch
 from lightning_megatron.data.evaluation import (
     EvaluationOptions,
     EvaluationTask,
@@ -23,16 +28,17 @@ from lightning_megatron.data.evaluation import (
 from lightning_megatron.data.gpt import GPTObjective
 from lightning_megatron.data.indexed import largest_token_at_the_ends, open_dataset
 from lightning_megatron.data.instructions import (
+    Answers,
     InstructionOptions,
     Instructions,
     InstructionSamples,
-    RowOptions,
     cached_instructions,
     check_instructions,
 )
 from lightning_megatron.data.masked import BertObjective, MaskingOptions, T5Format, T5Objective
 from lightning_megatron.data.samples import (
     Objective,
+    Rows,
     SampleOrder,
     Samples,
     SplitName,
@@ -40,8 +46,8 @@ from lightning_megatron.data.samples import (
     weighted_splits,
     whole_split,
 )
-from lightning_megatron.data.special_tokens import TokenizerFacts
-from lightning_megatron.errors import ConfigError, DataError, as_options, require_number
+from lightning_megatron.data.tokenizer import TokenizerFacts
+from lightning_megatron.errors import ConfigError, DataError, as_options, require_divides, require_number
 from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.megatron_datamodule import MegatronDataModule, Run
 from lightning_megatron.models.config import ModelConfig
@@ -49,8 +55,6 @@ from lightning_megatron.steps.gpt import GPTTrainStep
 
 DataPath: TypeAlias = str | list[str | float]
 """A prefix; several, taken in proportion to their sizes; or weights and prefixes in turn."""
-
-_Path = TypeVar("_Path")
 
 
 @explains_options
@@ -128,14 +132,9 @@ class IndexedDataModule(MegatronDataModule):
         self.sentence_order = sentence_order
         self.drop_last_partial_validation_sequence = drop_last_partial_validation_sequence
         self.index_cache = index_cache
-        own = {"train": train_data_path, "valid": valid_data_path, "test": test_data_path}
-        paths = _paths_of_splits(data_path, split, own)  # type: ignore[arg-type]
+        paths = _paths_of_splits(data_path, split, train=train_data_path, valid=valid_data_path, test=test_data_path)
         self._sources = {name: (parse_blend(path), weights) for name, (path, weights) in paths.items()}
         self._objectives: dict[tuple[str, bool], Objective] = {}
-
-    @override
-    def has_split(self, name: SplitName) -> bool:
-        return name in self._sources
 
     @override
     def lengths(self, model: ModelConfig | None) -> dict[str, int]:
@@ -155,14 +154,9 @@ class IndexedDataModule(MegatronDataModule):
             check_request(self._request(split, run.model, None))
         if run.model is None:
             return
-        _check_token(objective.largest_token, run.model, self.tokenizer)
+        _check_token(objective.largest_token, run.model, f"tokenizer={self.tokenizer}")
         for prefix in dict.fromkeys(source.prefix for sources, _ in self._sources.values() for source in sources):
-            vocab_size = run.model.vocab_size
-            if (largest := largest_token_at_the_ends(open_dataset(prefix))) >= vocab_size:
-                raise DataError(
-                    f"{prefix}.bin holds token {largest}, the model's vocab_size={vocab_size} ends at"
-                    f" {vocab_size - 1}: it was tokenized for another model; preprocess with the model's tokenizer"
-                )
+            _check_token(largest_token_at_the_ends(open_dataset(prefix)), run.model, prefix)
 
     @override
     def order_of(self, name: SplitName, num_samples: int | None) -> SampleOrder:
@@ -241,8 +235,6 @@ class InstructionDataModule(MegatronDataModule):
             not given each rank that reads does it in memory.
     """
 
-    shuffling = "every pass"
-
     def __init__(
         self,
         data_path: str | None = None,
@@ -268,25 +260,21 @@ class InstructionDataModule(MegatronDataModule):
         self.seq_length = seq_length
         self.tokenizer = tokenizer
         self.index_cache = index_cache
-        self._rows = RowOptions(packing=packing, pad_to_multiple_of=pad_to_multiple_of, seed=seed)
-        self._rows.check_length(seq_length)
-        own = {"train": train_data_path, "valid": valid_data_path, "test": test_data_path}
-        paths = _paths_of_splits(data_path, split, own)  # type: ignore[arg-type]
+        self.packing, self.pad_to_multiple_of = packing, pad_to_multiple_of
+        if pad_to_multiple_of is not None:
+            if packing:
+                raise ConfigError(
+                    f"pad_to_multiple_of={pad_to_multiple_of} is for rows of one sample, and packing=True fills rows of"
+                    " seq_length; leave one of them out"
+                )
+            require_divides("pad_to_multiple_of", pad_to_multiple_of, "seq_length", seq_length)
+        paths = _paths_of_splits(data_path, split, train=train_data_path, valid=valid_data_path, test=test_data_path)
         options = {"tokenizer": tokenizer, "seq_length": seq_length, "answers": answers, "separator": separator}
         self._sources = {
             name: (InstructionOptions(path=path, **options), weights)  # type: ignore[arg-type]
             for name, (path, weights) in paths.items()
         }
         self._read: dict[InstructionOptions, Instructions] = {}
-
-    @override
-    def has_split(self, name: SplitName) -> bool:
-        return name in self._sources
-
-    @override
-    def lengths(self, model: ModelConfig | None) -> dict[str, int]:
-        multiple = self._rows.pad_to_multiple_of
-        return {"seq_length": self.seq_length, **({} if multiple is None else {"pad_to_multiple_of": multiple})}
 
     @override
     def check(self, run: Run) -> None:
@@ -297,7 +285,7 @@ class InstructionDataModule(MegatronDataModule):
     @override
     def order_of(self, name: SplitName, num_samples: int | None) -> SampleOrder:
         samples = self.open(name, num_samples)
-        if self._rows.packing:
+        if self.packing:
             rank_zero_info(f"Packing: {len(samples):,} {name} rows, of which {samples.efficiency:.1%} is no padding")
         return SampleOrder(num_samples=len(samples), fingerprint=samples.fingerprint)
 
@@ -306,7 +294,7 @@ class InstructionDataModule(MegatronDataModule):
         options, split = self._sources[name]
         if options not in self._read:
             instructions = cached_instructions(options, self.index_cache)
-            _check_token(instructions.largest_token, self.model(), self.tokenizer)
+            _check_token(instructions.largest_token, self.model(), f"tokenizer={self.tokenizer}")
             self._read[options] = instructions
         instructions = self._read[options]
         part = split_ranges(split, len(instructions))[name]
@@ -315,7 +303,11 @@ class InstructionDataModule(MegatronDataModule):
                 f"split={split!r} gives {name} none of the {len(instructions)} samples of {options.path}; give it a"
                 " larger weight or weight 0, or add samples"
             )
-        return InstructionSamples(instructions.part(part), self._rows)
+        return InstructionSamples(
+            instructions.part(part),
+            pack_by=self.seed if self.packing else None,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+        )
 
 
 class DatasetDataModule(MegatronDataModule):
@@ -354,30 +346,146 @@ class DatasetDataModule(MegatronDataModule):
             micro_batch_size=micro_batch_size, num_workers=num_workers, seed=seed, rampup_batch_size=rampup_batch_size
         )
         given: dict[SplitName, Any] = {"train": train, "valid": valid, "test": test}
-        self._datasets = {name: dataset for name, dataset in given.items() if dataset is not None}
-        if not self._datasets:
+        self._sources = {name: dataset for name, dataset in given.items() if dataset is not None}
+        if not self._sources:
             raise ConfigError("train=None, valid=None and test=None leave nothing to read; give at least one dataset")
         self._collate = collate
         self.shuffling = "every pass" if shuffle else "never"
 
     @override
-    def has_split(self, name: SplitName) -> bool:
-        return name in self._datasets
-
-    @override
-    def lengths(self, model: ModelConfig | None) -> dict[str, int]:
-        return {}
-
-    @override
-    def check(self, run: Run) -> None:
-        for name in self._datasets:
-            self.open(name, None)
-
-    @override
     def open(self, name: SplitName, num_samples: int | None) -> DatasetSamples:
-        if isinstance(folder := self._datasets[name], str):
-            self._datasets[name] = load_dataset(folder)
-        return DatasetSamples(self._datasets[name], self._collate)
+        if isinstance(folder := self._sources[name], str):
+            self._sources[name] = _load_dataset(folder)
+        return DatasetSamples(self._sources[name], self._collate)
+
+
+class DatasetSamples:
+    """Items of a map-style dataset, stacked: ``datasets.Dataset``, ``torch.utils.data.Dataset``, a list of dicts.
+
+    Items are dicts of tensors, arrays, lists or numbers, of one shape a key, or ``collate`` makes a batch of what they
+    are. What a dataset can do is seen from its methods.
+
+    Args:
+        dataset: Has ``__len__`` and ``__getitem__``, and at least one item.
+        collate: Makes one dict of tensors [rows, ...] from a list of items; stacks them if not given.
+
+    Raises:
+        DataError: If ``dataset`` is empty, several splits, or not map-style.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None = None) -> None:
+        is_map_style = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+        if not is_map_style or isinstance(dataset, Mapping | IterableDataset) or len(dataset) == 0:
+            raise DataError(
+                f"a {type(dataset).__name__} must be one map-style dataset (with a length and items by number, which"
+                " shuffling and resuming need) of at least one item; give such a one, of several splits for example"
+                " dataset['train'], or return a DataLoader of it from train_dataloader of a LightningDataModule"
+            )
+        self._dataset = dataset
+        self._collate = collate
+        # A Hugging Face dataset of lists gives arrays twenty times as fast.
+        is_lists = collate is None and getattr(dataset, "format", None) and hasattr(dataset, "with_format")
+        self._items = (
+            dataset.with_format("numpy", columns=dataset.format["columns"])
+            if is_lists and dataset.format["type"] is None
+            else dataset
+        )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The dataset's own if it has one; else of its length and, where they are not drawn at random, its ends."""
+        own = getattr(self._dataset, "_fingerprint", None)
+        if isinstance(own, str):
+            return own
+        ends = [_content(self._dataset[index]) for index in (0, 0, len(self) - 1, len(self) - 1)]
+        contents = ends if ends[0] == ends[1] and ends[2] == ends[3] else []
+        return hashlib.sha256(repr((len(self), contents)).encode()).hexdigest()[:16]
+
+    def __len__(self) -> int:
+        """Items."""
+        return len(self._dataset)
+
+    def rows(self, indices: Sequence[int]) -> Rows:
+        """The items at ``indices``, stacked.
+
+        Raises:
+            DataError: If items are no dicts, or cannot be stacked.
+        """
+        get_many = getattr(self._items, "__getitems__", None)
+        items = get_many(list(indices)) if get_many is not None else [self._items[index] for index in indices]
+        if self._collate is not None:
+            batch = check_batch(self._collate(items))
+            if (rows := len(next(iter(batch.values())))) != len(indices):
+                raise DataError(f"collate gave {rows} rows for {len(indices)} items; return one row per item")
+            return batch
+        for index, item in zip(indices, items, strict=True):
+            if not isinstance(item, Mapping) or item.keys() != items[0].keys():
+                has = ", ".join(map(repr, item)) if isinstance(item, Mapping) else "no keys"
+                raise DataError(
+                    f"item {index} of the dataset is a {type(item).__name__} with {has}; give dicts that all have the"
+                    " keys that the train step takes (input_ids, labels, ...), or a collate function that makes one"
+                )
+        return {key: _stacked(key, [item[key] for item in items], indices) for key in items[0]}
+
+
+def _load_dataset(folder: str) -> Any:
+    try:
+        from datasets import load_from_disk
+    except ImportError as error:
+        raise ConfigError(
+            f"{folder} is read with the library datasets, which is not installed; run: pip install datasets"
+        ) from error
+    try:
+        return load_from_disk(folder)
+    except (OSError, ValueError, IndexError) as error:  # IndexError is the library's own, where there is not one row
+        raise DataError(
+            f"{folder} holds no dataset with items that save_to_disk wrote ({str(error).splitlines()[0]}); give the"
+            " folder of one"
+        ) from error
+
+
+def _stacked(key: str, values: list[Any], indices: Sequence[int]) -> Tensor:
+    tensors = [_tensor(value) for value in values]
+    found = [
+        type(value).__name__ if tensor is None else list(tensor.shape)
+        for value, tensor in zip(values, tensors, strict=True)
+    ]
+    for index, shape in zip(indices, found, strict=True):
+        if shape != found[0] or isinstance(shape, str):
+            raise DataError(
+                f"items {indices[0]} and {index} of the dataset have {found[0]} and {shape} under {key!r}, one batch"
+                " needs numbers of one shape; remove the key (remove_columns), pad them to one length, or give a"
+                " collate function that does, such as transformers' DataCollatorForLanguageModeling(tokenizer,"
+                " mlm=False)"
+            )
+    return torch.stack([tensor for tensor in tensors if tensor is not None])
+
+
+def _tensor(value: Any) -> Tensor | None:
+    """``value`` as a tensor on the host, None if it is none."""
+    if isinstance(value, Tensor):
+        return value.cpu()
+    if isinstance(value, np.ndarray | np.generic):
+        if value.dtype.kind not in "biuf":
+            return None
+        # torch computes little with the larger unsigned integers, and warns of arrays that it must not write to.
+        is_large_unsigned = value.dtype.kind == "u" and value.dtype.itemsize > 1
+        return torch.from_numpy(np.array(value, dtype=np.int64 if is_large_unsigned else value.dtype))
+    try:
+        return torch.tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def _content(item: Any) -> list[Any]:
+    """What tells an item from others, the same in every process."""
+    keyed = item.items() if isinstance(item, Mapping) else enumerate(item if isinstance(item, tuple) else (item,))
+    content: list[Any] = []
+    for key, value in keyed:
+        tensor = _tensor(value)
+        plain = value if isinstance(value, str) else type(value).__name__
+        content.append((key, plain if tensor is None else (str(tensor.dtype), tensor.tolist())))
+    return content
 
 
 class TextEvaluationDataModule(MegatronDataModule):
@@ -434,15 +542,7 @@ class TextEvaluationDataModule(MegatronDataModule):
             strict=strict,
             json_key=json_key,
         )
-        self._read: EvaluationTexts | None = None
-
-    @override
-    def has_split(self, name: SplitName) -> bool:
-        return name != "train"
-
-    @override
-    def lengths(self, model: ModelConfig | None) -> dict[str, int]:
-        return {"seq_length": self.seq_length}
+        self._sources = dict.fromkeys(("valid", "test"))
 
     @override
     def check(self, run: Run) -> None:
@@ -453,11 +553,11 @@ class TextEvaluationDataModule(MegatronDataModule):
                 "task=last_word asks how many last words are right, which train_step='gpt' does not count; set "
                 "train_step='last_word' of the model"
             )
-        _check_token(int(self._texts().tokens.max()), run.model, self.tokenizer)
+        _check_token(int(self._texts.tokens.max()), run.model, f"tokenizer={self.tokenizer}")
 
     @override
     def order_of(self, name: SplitName, num_samples: int | None) -> SampleOrder:
-        texts = self._texts()
+        texts = self._texts
         rank_zero_info(f"{self._options.path}: {texts.num_targets:,} targets in {len(texts):,} rows")
         if texts.num_cut:
             rank_zero_warn(
@@ -470,20 +570,17 @@ class TextEvaluationDataModule(MegatronDataModule):
 
     @override
     def open(self, name: SplitName, num_samples: int | None) -> EvaluationTexts:
-        texts, strategy = self._texts(), self._strategy()
+        texts, strategy = self._texts, self._strategy()
         # Kernels like even shapes.
         multiple = math.lcm(8, strategy.tp if strategy.sequence_parallel else 1)
         return replace(texts, row_length=min(self.seq_length, -(-texts.longest // multiple) * multiple))
 
+    @cached_property
     def _texts(self) -> EvaluationTexts:
-        if self._read is None:
-            self._read = read_evaluation_texts(self._options)
-        return self._read
+        return read_evaluation_texts(self._options)
 
 
-def _paths_of_splits(
-    data_path: _Path | None, split: str, own: Mapping[SplitName, _Path | None]
-) -> dict[SplitName, tuple[_Path, str]]:
+def _paths_of_splits(data_path: Any, split: str, **own: Any) -> dict[SplitName, tuple[Any, str]]:
     """Where the samples of each split that there is come from, and the weights by which the splits share them.
 
     Args:
@@ -494,17 +591,15 @@ def _paths_of_splits(
     Raises:
         ConfigError: If there is nothing to read, or two answers to where a split comes from.
     """
-    given: dict[SplitName, _Path] = {name: path for name, path in own.items() if path is not None}
-    if data_path is None and not given:
-        raise ConfigError("data_path=None leaves nothing to read; give data_path, or train_data_path and others")
-    if data_path is None:
-        return {name: (path, whole_split(name)) for name, path in given.items()}
-    if given:
-        names = ", ".join(f"{name}_data_path" for name in given)
+    alone: dict[Any, Any] = {name: path for name, path in own.items() if path is not None}
+    if (data_path is None) != bool(alone):
+        given = ", ".join(f"{name}_data_path={path}" for name, path in alone.items()) or "no path of a single split"
         raise ConfigError(
-            f"data_path={data_path} and {names} both say where samples come from; give data_path with split, or only"
-            " paths of single splits"
+            f"data_path={data_path} with {given}: samples come from one or the other; give data_path and split, or only"
+            " train_data_path and others"
         )
+    if data_path is None:
+        return {name: (path, whole_split(name)) for name, path in alone.items()}
     return dict.fromkeys(weighted_splits(split), (data_path, split))
 
 
@@ -515,10 +610,10 @@ def _check_gpt(model: ModelConfig | None, what: str) -> None:
         )
 
 
-def _check_token(largest: int, model: ModelConfig | None, tokenizer: str | None) -> None:
+def _check_token(largest: int, model: ModelConfig | None, source: str) -> None:
     """Refuse a token outside of the model's table, which would end the run inside a CUDA kernel."""
     if model is not None and largest >= model.vocab_size:
-        raise ConfigError(
-            f"tokenizer={tokenizer} gives the token {largest}, the model's vocab_size={model.vocab_size} ends at"
-            f" {model.vocab_size - 1}; use the model's tokenizer"
+        raise DataError(
+            f"{source} holds token {largest}, the model's vocab_size={model.vocab_size} ends at {model.vocab_size - 1}:"
+            " made for another model; use the model's tokenizer"
         )

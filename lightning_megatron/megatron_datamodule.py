@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_megatron.data.loader import BatchRampup, BatchShape, PassLoader, PassOrder, Shuffling, TrainLoader
-from lightning_megatron.data.samples import SampleOrder, Samples, SplitName
+from lightning_megatron.data.samples import SPLIT_NAMES, SampleOrder, Samples, SplitName
 from lightning_megatron.errors import ConfigError, DataError, host_memory, require_number
 from lightning_megatron.models.config import ModelConfig
 
@@ -50,7 +50,7 @@ class MegatronDataModule(LightningDataModule, ABC):
     ``num_microbatches`` and ``num_workers``: none is repeated or skipped within a pass.
     """
 
-    shuffling: Shuffling
+    shuffling: Shuffling = "every pass"
     """Which passes over the training samples take them in another order than their own."""
     lays_out_whole_run: ClassVar[bool] = False
     """Whether samples depend on how many a run of ``max_steps`` takes."""
@@ -76,7 +76,13 @@ class MegatronDataModule(LightningDataModule, ABC):
         self.micro_batch_size = micro_batch_size
         self.num_workers = num_workers
         self.seed = seed
-        self.rampup = None if rampup_batch_size is None else _rampup_of(rampup_batch_size)
+        if rampup_batch_size is not None and len(rampup_batch_size) != 3:
+            raise ConfigError(
+                f"rampup_batch_size={list(rampup_batch_size)} must be three numbers: the first global batch, the"
+                " increment, and the samples until the batch has its full size; give these"
+            )
+        self.rampup = None if rampup_batch_size is None else BatchRampup(*rampup_batch_size)
+        self._sources: dict[SplitName, Any] = {}
         self._train_loader: TrainLoader | None = None
         self._train_request: int | None = None
         self._train_fingerprint = ""
@@ -84,11 +90,10 @@ class MegatronDataModule(LightningDataModule, ABC):
 
     # ---- what a kind of source provides -----------------------------------------------------------------------------
 
-    @abstractmethod
     def has_split(self, name: SplitName) -> bool:
         """Whether there is a split of this name."""
+        return name in self._sources
 
-    @abstractmethod
     def check(self, run: Run) -> None:
         """Check source and settings together, in one process and before any other exists.
 
@@ -96,10 +101,14 @@ class MegatronDataModule(LightningDataModule, ABC):
             ConfigError: If settings do not fit together.
             DataError: If the source is missing, damaged or too small, or does not fit the model.
         """
+        for name in SPLIT_NAMES:
+            if self.has_split(name):
+                self.open(name, None)
 
-    @abstractmethod
     def lengths(self, model: ModelConfig | None) -> dict[str, int]:
         """Every length of a row for ``model`` that is known in advance, by the option that sets it."""
+        given = {name: getattr(self, name, None) for name in ("seq_length", "pad_to_multiple_of")}
+        return {name: length for name, length in given.items() if length is not None}
 
     @abstractmethod
     def open(self, name: SplitName, num_samples: int | None) -> Samples:
@@ -279,12 +288,7 @@ class MegatronDataModule(LightningDataModule, ABC):
     def _on_first_rank(self, work: Callable[[], _T]) -> _T:
         """The result of ``work`` on rank 0, or its error, on every rank: none is left waiting for another."""
         strategy = self._strategy()
-        outcome: tuple[_T | None, ConfigError | None] = (None, None)
-        if strategy.global_rank == 0:
-            try:
-                outcome = (work(), None)
-            except ConfigError as error:
-                outcome = (None, error)
+        outcome = _attempt(work) if strategy.global_rank == 0 else None
         result, failure = strategy.broadcast(outcome, src=0)
         if failure is not None:
             raise failure
@@ -293,13 +297,7 @@ class MegatronDataModule(LightningDataModule, ABC):
     def _on_sources(self, work: Callable[[], _T]) -> _T | None:
         """The result of ``work`` on ranks that read data, None on others; an error on one is an error on all."""
         strategy = self._strategy()
-        result: _T | None = None
-        failure: ConfigError | None = None
-        if strategy.is_data_source:
-            try:
-                result = work()
-            except ConfigError as error:
-                failure = error
+        result, failure = _attempt(work) if strategy.is_data_source else (None, None)
         if not strategy.reduce_boolean_decision(failure is None, all=True):
             raise failure or DataError(
                 "the data cannot be opened on another rank, see its message; make it visible there"
@@ -368,11 +366,9 @@ def _config_of(module: LightningModule) -> ModelConfig | None:
     return getattr(module, "model_config", None)
 
 
-def _rampup_of(numbers: Sequence[int]) -> BatchRampup:
-    if len(numbers) != 3:
-        raise ConfigError(
-            f"rampup_batch_size={list(numbers)} must be three numbers: the first global batch, the increment, and the"
-            " samples until the batch has its full size"
-        )
-    start, increment, samples = numbers
-    return BatchRampup(start=start, increment=increment, samples=samples)
+def _attempt(work: Callable[[], _T]) -> tuple[_T | None, ConfigError | None]:
+    """What ``work`` gives, or how it fails."""
+    try:
+        return work(), None
+    except ConfigError as error:
+        return None, error

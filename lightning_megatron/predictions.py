@@ -5,23 +5,17 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_megatron.data.broadcast import describe, pack, unpack
 from lightning_megatron.data.loader import PADDING_ROW, EvaluationLoader, PassLoader
-from lightning_megatron.engine.collectives import (
-    data_parallel_group,
-    gather_across_data_parallel_groups,
-    on_all_ranks_alike,
-)
+from lightning_megatron.engine.collectives import data_parallel_group, on_all_ranks_alike
 from lightning_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -87,24 +81,25 @@ def _gathered(loader: Any, predictions: Sequence[Any], strategy: MegatronStrateg
     dealt = [list(loader.samples_of_batches())]
     topology = strategy.topology
     dist.broadcast_object_list(dealt, topology.mp_source, group=topology.mp_header_group)
-    tensors: dict[str, Tensor] = {}
 
-    def taken_apart() -> list[_Batch]:
-        pairs = enumerate(zip(predictions, dealt[0], strict=False))
-        return [_taken_apart(loader, prediction, f"{i}", samples, tensors) for i, (prediction, samples) in pairs]
+    def checked() -> list[tuple[Any, list[_Sample | None]]]:
+        pairs = zip(predictions, dealt[0], strict=False)
+        return [_with_samples(loader, prediction, samples) for prediction, samples in pairs]
 
+    own, group = on_all_ranks_alike(checked), data_parallel_group()
+    of_copies: list[Any] = [own] * dist.get_world_size(group)
+    if len(of_copies) > 1:
+        dist.all_gather_object(of_copies, own, group=group)
     found: dict[_Sample, Any] = {}
-    for batches, theirs in _of_all_copies(on_all_ranks_alike(taken_apart), tensors):
-        for batch in batches:
-            for row, sample in enumerate(batch.samples):
-                if sample in found:
-                    raise ConfigError(
-                        f"sample {sample[0]} was predicted twice: each copy of the model shuffles on its own, or the "
-                        "sampler repeats it; give predict a DataLoader with shuffle=False"
-                    )
-                if sample is not None:
-                    leaves = [None if name is None else theirs[name][row] for name in batch.names]
-                    found[sample] = pytree.tree_unflatten(leaves, batch.structure)
+    for prediction, samples in chain.from_iterable(of_copies):
+        for row, sample in enumerate(samples):
+            if sample in found:
+                raise ConfigError(
+                    f"sample {sample[0]} was predicted twice: each copy of the model shuffles on its own, or the "
+                    "sampler repeats it; give predict a DataLoader with shuffle=False"
+                )
+            if sample is not None:
+                found[sample] = pytree.tree_map(lambda leaf, row=row: None if leaf is None else leaf[row], prediction)
     return [found[sample] for sample in sorted(found)]
 
 
@@ -112,21 +107,10 @@ _Sample: TypeAlias = tuple[int, int]
 """Number in the dataset; and, where an item of the dataset is a whole batch, number in that."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Batch:
-    """What was predicted of one batch."""
-
-    structure: pytree.TreeSpec
-    names: list[str | None]
-    """Of its leaves, which are tensors that travel apart; None where nothing was predicted."""
-    samples: list[_Sample | None]
-    """Of each row; None for rows that fill the batch up."""
-
-
-def _taken_apart(
-    loader: EvaluationLoader | PassLoader, prediction: Any, name: str, dealt: Sequence[int], tensors: dict[str, Tensor]
-) -> _Batch:
-    """A batch's prediction, whether or not rows that fill it up were left out; its tensors are added to ``tensors``."""
+def _with_samples(
+    loader: EvaluationLoader | PassLoader, prediction: Any, dealt: Sequence[int]
+) -> tuple[Any, list[_Sample | None]]:
+    """A batch's prediction on the host, and the sample of each row; None for rows that fill the batch up, if there."""
     leaves, structure = pytree.tree_flatten(prediction)
     for leaf in leaves:
         if leaf is not None and not isinstance(leaf, Tensor):
@@ -134,10 +118,13 @@ def _taken_apart(
                 f"a {type(leaf).__name__} cannot be gathered; let predict_step return tensors, or lists and dicts of "
                 "tensors"
             )
-    names = [None if leaf is None else f"{name}.{number}" for number, leaf in enumerate(leaves)]
-    own = {name: leaf.detach().cpu() for name, leaf in zip(names, leaves, strict=True) if name is not None}
-    tensors.update(own)
-    lengths = {len(tensor) if tensor.dim() else -1 for tensor in own.values()}
+    # A view would travel with all that it is a view of.
+    is_view = [leaf is not None and leaf.untyped_storage().nbytes() > leaf.nbytes for leaf in leaves]
+    leaves = [
+        None if leaf is None else leaf.detach().to("cpu", copy=copied)
+        for leaf, copied in zip(leaves, is_view, strict=True)
+    ]
+    lengths = {len(leaf) if leaf.dim() else -1 for leaf in leaves if leaf is not None}
     real = [sample for sample in dealt if sample != PADDING_ROW]
     samples: list[_Sample | None]
     if isinstance(loader, EvaluationLoader) and loader.loader.batch_sampler is None and real:
@@ -151,21 +138,7 @@ def _taken_apart(
             f"a prediction has {sorted(lengths)} rows, and its batch has {len(real)} samples; let predict_step return "
             "one row for each, first axis first"
         )
-    return _Batch(structure=structure, names=names, samples=samples)
-
-
-def _of_all_copies(batches: list[_Batch], tensors: dict[str, Tensor]) -> list[tuple[list[_Batch], dict[str, Tensor]]]:
-    """The batches of each data-parallel rank, and the tensors in them."""
-    group = data_parallel_group()
-    if dist.get_world_size(group) == 1:
-        return [(batches, tensors)]
-    buffer = pack(tensors) if tensors else torch.empty(0, dtype=torch.uint8)
-    answers: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(answers, (batches, describe(tensors), len(buffer)), group=group)
-    parts = gather_across_data_parallel_groups(buffer).split([size for *_, size in answers])
-    # A tensor of its own begins where any dtype may begin.
-    contents = [unpack(part.clone(), header) for (_, header, _), part in zip(answers, parts, strict=True)]
-    return [(theirs, content) for (theirs, *_), content in zip(answers, contents, strict=True)]
+    return pytree.tree_unflatten(leaves, structure), samples
 
 
 # ---- a sample for each copy ------------------------------------------------------------------------------------------

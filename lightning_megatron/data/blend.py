@@ -12,11 +12,10 @@ same name it would use the index of the old file.
 from __future__ import annotations
 
 import hashlib
-import logging
 import math
 import os
 import reprlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -39,8 +38,6 @@ from lightning_megatron.data.samples import (
     canonical_split,
 )
 from lightning_megatron.errors import ConfigError
-
-_log = logging.getLogger(__name__)
 
 MAX_DATASETS = 32766
 """The engine numbers datasets in 16 bits."""
@@ -118,24 +115,29 @@ def parse_blend(data_path: str | Sequence[str | float]) -> tuple[Source, ...]:
     Raises:
         ConfigError: If it is anything else.
     """
-    items: list[str | float] = [data_path] if isinstance(data_path, str) else list(data_path)
-    if not items:
-        raise ConfigError("data_path=[] names no dataset; give prefixes that preprocess printed")
+    items: list[Any] = [data_path] if isinstance(data_path, str) else list(data_path)
     shown = reprlib.repr(items)
-    if _number(items[0]) is None or len(items) == 1:
-        sources = tuple(Source(_prefix(items, place)) for place in range(len(items)))
-    else:
-        if len(items) % 2:
-            raise ConfigError(f"data_path={shown} has {len(items)} items, but {_RULE}: a weight or a prefix is missing")
-        weights = [_weight(items, place) for place in range(0, len(items), 2)]
-        prefixes = [_prefix(items, place) for place in range(1, len(items), 2)]
-        sources = tuple(Source(prefix, weight) for prefix, weight in zip(prefixes, weights, strict=True))
-    _require_distinct(sources)
-    sources = tuple(source for source in sources if source.weight != 0)
-    if not sources:
-        raise ConfigError(f"data_path={shown} gives every dataset the weight 0; make at least one positive")
-    if len(sources) > MAX_DATASETS:
-        raise ConfigError(f"data_path has {len(sources)} datasets, a blend has at most {MAX_DATASETS}; merge some")
+    weights: list[float | None] = []
+    if len(items) > 1 and _number(items[0]) is not None:
+        weights, items = [_number(item) for item in items[::2]], items[1::2]
+    are_weights = all(weight is not None and 0 <= weight < math.inf for weight in weights)
+    are_prefixes = all(isinstance(item, str) and item.strip() and _number(item) is None for item in items)
+    if not items or not are_prefixes or not are_weights or len(weights) not in (0, len(items)):
+        raise ConfigError(
+            f"data_path={shown} must be prefixes that preprocess printed, or weights (finite numbers of at least 0) and"
+            " prefixes in turn, as in [0.7, books, 0.3, web]; write a prefix that looks like a number ./30"
+        )
+    prefixes = [os.path.expanduser(item) for item in items]
+    ((most_common, times),) = Counter(map(os.path.abspath, prefixes)).most_common(1)
+    if times > 1:
+        raise ConfigError(f"data_path has {most_common} {times} times; give it once, with the sum of its weights")
+    pairs = zip(prefixes, weights or [None] * len(prefixes), strict=True)
+    sources = tuple(Source(prefix, weight) for prefix, weight in pairs if weight != 0)
+    if not 1 <= len(sources) <= MAX_DATASETS:
+        raise ConfigError(
+            f"data_path={shown} gives {len(sources)} datasets a weight, a blend has 1 to {MAX_DATASETS}; make a weight"
+            " positive, or merge some"
+        )
     return sources
 
 
@@ -240,9 +242,6 @@ class BlendedSamples:
         return self._open[number]
 
 
-_RULE = "weights and prefixes stand in turn, as in [0.7, books, 0.3, web], or there are prefixes only"
-
-
 def _shares(sources: tuple[Source, ...], counts: Sequence[int]) -> list[float]:
     return _normalized([c if s.weight is None else s.weight for s, c in zip(sources, counts, strict=True)])
 
@@ -259,36 +258,6 @@ def _number(item: object) -> float | None:
         return float(item)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return None
-
-
-def _weight(items: list[str | float], place: int) -> float:
-    number = _number(items[place])
-    if number is None:
-        raise ConfigError(f"data_path[{place}]={items[place]!r} stands where a weight belongs: {_RULE}")
-    if isinstance(items[place], bool) or not (math.isfinite(number) and number >= 0):
-        raise ConfigError(f"data_path[{place}]={items[place]} is no weight: expected a finite number of at least 0")
-    return number
-
-
-def _prefix(items: list[str | float], place: int) -> str:
-    item = items[place]
-    if not isinstance(item, str) or _number(item) is not None:
-        way_out = f"; if it is a prefix, write './{item}'" if isinstance(item, str) else ""
-        raise ConfigError(f"data_path[{place}]={item!r} stands where a prefix belongs: {_RULE}{way_out}")
-    if not item.strip():
-        raise ConfigError(f"data_path[{place}]={item!r} names no dataset; give a prefix that preprocess printed")
-    return os.path.expanduser(item)
-
-
-def _require_distinct(sources: tuple[Source, ...]) -> None:
-    seen: set[str] = set()
-    for source in sources:
-        path = os.path.abspath(source.prefix)
-        if path in seen:
-            raise ConfigError(
-                f"data_path has {source.prefix} twice; give it once, with the sum of its weights to take it more often"
-            )
-        seen.add(path)
 
 
 # ---- folders of indices ---------------------------------------------------------------------------------------------
@@ -319,7 +288,7 @@ def build(request: SplitRequest, index_cache: str | None) -> SampleOrder:
     Raises:
         DataError: If a folder cannot be written.
     """
-    return _built(request, index_cache, elsewhere=False)[1]
+    return _built(request, index_cache)[1]
 
 
 def open_samples(request: SplitRequest, index_cache: str | None) -> Samples:
@@ -334,7 +303,7 @@ def open_samples(request: SplitRequest, index_cache: str | None) -> Samples:
     """
     for source in request.sources:
         open_dataset(source.prefix)
-    folder, order = _built(request, index_cache, elsewhere=True)
+    folder, order = _built(request, index_cache)
     if len(request.sources) == 1:
         return request.objective.open(request.part(request.sources[0], request.num_samples), folder)
     openers: list[Callable[[], Samples]] = []
@@ -350,21 +319,13 @@ def _check_once(prefix: str, identity: object) -> None:
     check_dataset(prefix)
 
 
-def _built(request: SplitRequest, index_cache: str | None, elsewhere: bool) -> tuple[str, SampleOrder]:
-    """The folder of an index that is on disk now, and the order in it.
-
-    Args:
-        request: Which samples.
-        index_cache: Folder for all indices.
-        elsewhere: Whether another process has built all of it before.
-    """
+def _built(request: SplitRequest, index_cache: str | None) -> tuple[str, SampleOrder]:
+    """The folder of an index that is on disk now, and the order in it."""
     sources, objective = request.sources, request.objective
     if len(sources) == 1:
-        return _built_part(objective, request.part(sources[0], request.num_samples), index_cache, elsewhere)
+        return _built_part(objective, request.part(sources[0], request.num_samples), index_cache)
 
     def write(staging: str) -> SampleOrder:
-        if elsewhere:
-            _warn_of_building_again(staging)
         mixture = mix(sources, request.counts(), request.num_samples)
         orders = [_built_part(objective, part, index_cache)[1] for part in request.parts(mixture)]
         mixture.save(staging)
@@ -378,26 +339,14 @@ def _built(request: SplitRequest, index_cache: str | None, elsewhere: bool) -> t
     return folder, build_once(folder, write, f"the blend of {', '.join(source.prefix for source in sources[:3])}")
 
 
-def _built_part(
-    objective: Objective, part: Part, index_cache: str | None, elsewhere: bool = False
-) -> tuple[str, SampleOrder]:
+def _built_part(objective: Objective, part: Part, index_cache: str | None) -> tuple[str, SampleOrder]:
     def write(staging: str) -> SampleOrder:
-        if elsewhere:
-            _warn_of_building_again(staging)
         samples = objective.open(part, staging)
         return SampleOrder(num_samples=len(samples), fingerprint=samples.fingerprint)
 
     key = (objective.index_key, canonical_split(part.split), part.name, part.seed, part.num_samples)
     folder = _folder((objective.name, part.name), (key, _identity(part.prefix)), part.prefix, index_cache)
     return folder, build_once(folder, write, part.prefix)
-
-
-def _warn_of_building_again(staging: str) -> None:
-    _log.warning(
-        "An index that another process has built is not to be seen in %s on this machine and is built again; set"
-        " index_cache to a folder that all machines share to save the time.",
-        os.path.dirname(staging),
-    )
 
 
 def _folder(names: tuple[str, ...], identity: object, prefix: str, index_cache: str | None) -> str:

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_megatron.data.indexed import CHUNK, IndexedDataset
-from lightning_megatron.data.merge import check_any_dataset
+from lightning_megatron.data.indexed import CHUNK, IndexedDataset, check_dataset
 from lightning_megatron.errors import DataError
 from lightning_megatron.files import readable_size
 
@@ -40,7 +39,7 @@ def describe_dataset(prefix: str, num_documents: int = 0, tokenizer: Any = None)
     Raises:
         DataError: If the dataset is missing, damaged or foreign, or the tokenizer does not know a token.
     """
-    dataset = check_any_dataset(prefix, "path")
+    dataset = check_dataset(prefix, option="path", for_training=False)
     modes, counts = np.unique(dataset.modes, return_counts=True)
     report: dict[str, Any] = {
         "kind": "dataset",
@@ -50,7 +49,7 @@ def describe_dataset(prefix: str, num_documents: int = 0, tokenizer: Any = None)
         "sequences": len(dataset.lengths),
         "tokens": len(dataset.tokens),
         "dtype": str(dataset.dtype),
-        "bin_bytes": dataset.bin_bytes,
+        "bin_bytes": dataset.tokens.nbytes,
         "idx_bytes": os.path.getsize(prefix + ".idx"),
         "lengths": _summary(dataset.lengths),
         "histogram": _histogram(dataset.lengths),
@@ -65,19 +64,11 @@ def describe_dataset(prefix: str, num_documents: int = 0, tokenizer: Any = None)
 
 def as_text(report: dict[str, Any]) -> str:
     """What ``describe_dataset`` found, on a screen or so of a terminal."""
-    modes = report["modes"] or {}
-    rows = {
-        "format": report["format"],
-        "documents": f"{report['documents']:,}",
-        "sequences": f"{report['sequences']:,}" + _a_document(report["sequences_per_document"]),
-        "tokens": f"{report['tokens']:,}",
-        "dtype": f"{report['dtype']}, {np.dtype(report['dtype']).itemsize} bytes a token",
-        "size": f".bin {_size(report['bin_bytes'])}, .idx {_size(report['idx_bytes'])}",
-        "lengths": ", ".join(f"{name} {number:,}" for name, number in report["lengths"].items()),
-        "modes": ", ".join(f"{count:,} of mode {mode}" for mode, count in modes.items()),
-        "note": report["note"],
-    }
-    lines = [report["prefix"], *(f"  {name:9}  {value}" for name, value in rows.items() if value)]
+    rows: dict[str, Any] = {name: report[name] for name in ("format", "documents", "sequences", "tokens", "dtype")}
+    rows |= {f".{suffix}": readable_size(report[f"{suffix}_bytes"]) for suffix in ("bin", "idx")}
+    rows |= {"lengths": report["lengths"], "a document": report["sequences_per_document"], "modes": report["modes"]}
+    rows["note"] = report["note"]
+    lines = [report["prefix"], *(f"  {name:10}  {_shown(value)}" for name, value in rows.items() if value)]
     lines += ["", "Sequences by length in tokens"]
     for each in report["histogram"]:
         span = f"{each['first']:,}" + (f" - {each['last']:,}" if each["last"] > each["first"] else "")
@@ -86,6 +77,12 @@ def as_text(report: dict[str, Any]) -> str:
         unit = "token" if document["num_tokens"] == 1 else "tokens"
         lines += ["", f"Document {document['number']}, {document['num_tokens']:,} {unit}", *_beginning(document)]
     return "\n".join(lines)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {number:,}" for name, number in value.items())
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _summary(numbers: NDArray[Any]) -> dict[str, int | float]:
@@ -126,26 +123,9 @@ def _decoded(tokens: NDArray[Any], tokenizer: Any, prefix: str) -> str:
     return str(tokenizer.decode(tokens.tolist()))
 
 
-def _a_document(sequences: dict[str, Any] | None) -> str:
-    if sequences is None:
-        return ""
-    if sequences["min"] == sequences["max"]:
-        return f", {sequences['min']} a document"
-    return f", {sequences['mean']:,.1f} a document ({sequences['min']:,} to {sequences['max']:,})"
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes:,} bytes" + (f" ({readable_size(num_bytes)})" if num_bytes >= 1000 else "")
-
-
 def _beginning(document: dict[str, Any]) -> list[str]:
-    tokens, text = document["tokens"], document["text"]
-    if text is None:
-        shown = tokens[:_MOST_NUMBERS]
-        return [f"  {' '.join(map(str, shown))}{' …' if len(shown) < document['num_tokens'] else ''}"]
-    is_cut = len(text) > _MOST_CHARACTERS or len(tokens) < document["num_tokens"]
-    # What a terminal would obey is shown as Python writes it.
-    lines = [
-        "".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in text[:_MOST_CHARACTERS].split("\n")
-    ]
-    return [f"  {line}" for line in lines[:-1]] + [f"  {lines[-1]}{' …' if is_cut else ''}"]
+    tokens, text, num_tokens = document["tokens"], document["text"], document["num_tokens"]
+    shown, is_cut = " ".join(map(str, tokens[:_MOST_NUMBERS])), num_tokens > _MOST_NUMBERS
+    if text is not None:
+        shown, is_cut = text[:_MOST_CHARACTERS], len(text) > _MOST_CHARACTERS or num_tokens > len(tokens)
+    return [f"  {line}" for line in (shown + " …" * is_cut).split("\n")]

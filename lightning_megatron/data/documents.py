@@ -23,10 +23,10 @@ import glob
 import importlib.util
 import json
 import os
-import re
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -62,11 +62,6 @@ _COMPRESSED_BYTES = 1 << 16
 _LONGEST_ZSTD_WINDOW = 1 << 31
 """What ``zstd --long=31`` needs; large public corpora are compressed so."""
 _MOST_ROWS = 1 << 14
-_SURROGATE = re.compile("[\ud800-\udfff]")
-_JSON_TYPES: dict[type, str] = {
-    **{type(None): "null", bool: "a boolean", int: "a number", float: "a number"},
-    **{str: "a string", list: "an array", dict: "an object"},
-}
 
 
 class FileFormat(NamedTuple):
@@ -78,15 +73,11 @@ class FileFormat(NamedTuple):
     """The suffix of what the whole file is compressed by, "" if it is not; a table compresses its columns itself."""
 
 
-class UnreadableFileError(Exception):
-    """A file that is damaged or cannot be read; the message goes on after its name, and says what to do."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Piece:
     """A part of the input that one process turns into tokens; only one kind of content is there."""
 
-    path: str
+    path: str = ""
     """The file; of several text files, none."""
     num_bytes: int
     """Input bytes that it stands for, as stored; over all pieces of a file, its size."""
@@ -94,24 +85,12 @@ class Piece:
     """Whole files of one document each, plain or compressed."""
     lines: bytes = b""
     """Whole lines; only the last one of a file may lack its newline."""
-    columns: tuple[list[str | None], ...] = ()
-    """Some rows of a table: one list for each key, all of the same length; None where there is no text."""
+    rows: Sequence[dict[str, Any]] = ()
+    """Some rows of a table, by column."""
     first: int = 1
     """Number of the first line or row in its file."""
     problem: str = ""
-    """Why the rest of the file cannot be read; it fails where its documents would have come."""
-
-
-@dataclass(kw_only=True)
-class PieceDocuments:
-    """What was found in a piece."""
-
-    documents: list[tuple[str, ...]] = field(default_factory=list)
-    """One text a key."""
-    bad: list[str] = field(default_factory=list)
-    """Where in the input something is no document, why, and what to do: the first ones."""
-    num_bad: int = 0
-    """How many there are."""
+    """Why the rest of the file cannot be read, and what to do."""
 
 
 class BadDocuments:
@@ -128,13 +107,13 @@ class BadDocuments:
         self._on_error = on_error
         self._report = report
 
-    def add(self, found: PieceDocuments) -> None:
+    def add(self, messages: Sequence[str]) -> None:
         """Take those of the next piece.
 
         Raises:
             DataError: For the first one, with its place, if ``on_error`` is "fail".
         """
-        for message in found.bad:
+        for message in messages:
             if self._on_error == "fail":
                 raise DataError(message)
             self.count += 1
@@ -142,7 +121,6 @@ class BadDocuments:
                 self._report(f"skipped: {message}")
             if self.count == MAX_REPORTED:
                 self._report("skipped: more of them are only counted")
-        self.count += found.num_bad - len(found.bad)
 
 
 def format_of(path: str | Path) -> FileFormat:
@@ -173,10 +151,8 @@ def find_files(inputs: Sequence[str | Path]) -> list[Path]:
             files.setdefault(os.path.realpath(path), path)
     for path in files.values():
         form = format_of(path)
-        if form.content == "parquet":
-            require_library("pyarrow", f"reading {path}")
-        elif form.compression == ".zst":
-            require_library("zstandard", f"reading {path}")
+        if form.content == "parquet" or form.compression == ".zst":
+            require_library("pyarrow" if form.content == "parquet" else "zstandard", f"reading {path}")
     return list(files.values())
 
 
@@ -206,45 +182,13 @@ def require_library(name: str, purpose: str) -> None:
         )
 
 
-def read_parts(path: str | Path, part_bytes: int = PIECE_BYTES) -> Iterator[tuple[bytes, int]]:
-    """The content of a file, decompressed, in parts of at most ``part_bytes``, with the bytes of it read until then.
+def progress_bar(files: Sequence[Path], activity: str, delay: float = 0) -> Any:
+    """A bar that is told of the bytes read, as stored; 1 MB/s here is 10**6 of them a second."""
+    from tqdm import tqdm
 
-    Members or frames one after the other are one content, as ``cat a.gz b.gz`` makes them.
-
-    Raises:
-        UnreadableFileError: If the file cannot be read, is cut off, has a wrong checksum, or is not compressed so.
-    """
-    compression = format_of(path).compression
-    try:
-        with open(path, "rb") as stream:
-            while not compression and (part := stream.read(part_bytes)):
-                yield part, stream.tell()
-            current: Any = None
-            while data := stream.read(_COMPRESSED_BYTES):
-                while data:
-                    if current is None:
-                        # gzip files may be padded with zeros, e.g. those on tapes.
-                        data = data.lstrip(b"\0") if compression == ".gz" else data
-                        if not data:
-                            break
-                        current, failures = _decompressor(compression)
-                    try:
-                        content = current.decompress(data)
-                    except failures as error:
-                        raise UnreadableFileError(
-                            f"is damaged, or not compressed as its name says ({error}); make or fetch it again, or"
-                            " remove it"
-                        ) from error
-                    for begin in range(0, max(len(content), 1), part_bytes):
-                        yield content[begin : begin + part_bytes], stream.tell()
-                    data = current.unused_data if current.eof else b""
-                    current = None if current.eof else current
-            if current is not None:
-                raise UnreadableFileError(
-                    "ends in the middle of the compressed data: cut off; make or fetch it again, or remove it"
-                )
-    except OSError as error:
-        raise _no_access(error) from error
+    # A log file gets a line every ten seconds, not two a second.
+    interval, total = 0.5 if sys.stderr.isatty() else 10, sum(path.stat().st_size for path in files)
+    return tqdm(total=total, unit="B", unit_scale=True, desc=activity, mininterval=interval, delay=delay)
 
 
 def cut_into_pieces(
@@ -262,43 +206,39 @@ def cut_into_pieces(
     for path in files:
         content, size = format_of(path).content, path.stat().st_size
         if group and (content != "text" or group_bytes + size > piece_bytes):
-            yield Piece(path="", files=tuple(group), num_bytes=group_bytes)
+            yield Piece(files=tuple(group), num_bytes=group_bytes)
             group, group_bytes = [], 0
         if content == "text":
             group.append(str(path))
             group_bytes += size
-            continue
-        done = 0
-        table = content == "parquet"
-        try:
-            for piece in _rows(str(path), size, keys, piece_bytes) if table else _lines(str(path), piece_bytes):
-                done += piece.num_bytes
-                yield piece
-        except UnreadableFileError as error:
-            yield Piece(path=str(path), num_bytes=size - done, problem=str(error))
+        elif content == "parquet":
+            yield from _rows(str(path), size, keys, piece_bytes)
+        else:
+            yield from _lines(str(path), size, piece_bytes)
     if group:
-        yield Piece(path="", files=tuple(group), num_bytes=group_bytes)
+        yield Piece(files=tuple(group), num_bytes=group_bytes)
 
 
-def read_documents(piece: Piece, keys: Sequence[str], stop_at_bad: bool = True) -> PieceDocuments:
-    """The documents of ``piece`` in order.
+def read_documents(
+    piece: Piece, keys: Sequence[str], stop_at_bad: bool = True
+) -> tuple[list[tuple[str, ...]], list[str]]:
+    """The documents of ``piece`` in order, one text a key; and what is no document, with its place and what to do.
 
     Args:
         piece: What ``cut_into_pieces`` gave.
-        keys: Of the JSON objects; a table's batches have been cut for them already.
+        keys: Of the JSON objects or rows.
         stop_at_bad: Leave out everything after the first bad document, as it ends the run.
     """
-    found = PieceDocuments()
-    for place, document in _documents(piece, keys):
-        if isinstance(document, tuple):
-            found.documents.append(document)
+    documents: list[tuple[str, ...]] = []
+    bad: list[str] = []
+    for place, found in _documents(piece, keys):
+        if isinstance(found, tuple):
+            documents.append(found)
             continue
-        found.num_bad += 1
-        if len(found.bad) < MAX_REPORTED:
-            found.bad.append(f"{place} {document}")
+        bad.append(f"{place} {found}")
         if stop_at_bad:
             break
-    return found
+    return documents, bad
 
 
 def read_texts(path: str, key: str = PLAIN_TEXT_KEY) -> Iterator[tuple[str, str]]:
@@ -333,44 +273,50 @@ def read_records(
         DataError: With the place, if a line is no JSON object; if a file cannot be read.
     """
     for file in files:
-        try:
-            for piece in _lines(str(file), PIECE_BYTES):
-                on_bytes(piece.num_bytes)
-                for place, line in _numbered(piece):
-                    record = _parse_line(line)
-                    if isinstance(record, str):
-                        raise DataError(f"{place} {record}")
-                    yield place, record
-        except UnreadableFileError as error:
-            raise DataError(f"{file} {error}") from error
+        for piece in _lines(str(file), file.stat().st_size, PIECE_BYTES):
+            on_bytes(piece.num_bytes)
+            for place, record in _records(piece):
+                if isinstance(record, str):
+                    raise DataError(f"{place} {record}")
+                yield place, record
+
+
+def without_surrogates(text: str) -> str:
+    """``text`` with U+FFFD for half characters, which JSON can spell and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+# ---- pieces to documents --------------------------------------------------------------------------------------------
 
 
 def _documents(piece: Piece, keys: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...] | str]]:
     """The place of each document with its texts, one a key; or with what is wrong there and what to do."""
     for path in piece.files:
         yield path, _read_text(path)
-    for place, line in _numbered(piece):
-        record = _parse_line(line)
+    for place, record in _records(piece):
         yield place, record if isinstance(record, str) else _texts_of(record, keys)
-    for number, row in enumerate(zip(*piece.columns, strict=True), piece.first):
-        problem = f"has no text under '{keys[row.index(None)]}': null, or not UTF-8" if None in row else ""
-        yield f"{piece.path}, row {number}", f"{problem}; store text there or remove that row" if problem else row
-    if piece.problem:
-        yield piece.path, piece.problem
 
 
-def _numbered(piece: Piece) -> Iterator[tuple[str, bytes]]:
-    """The lines of a piece that are not blank, with their places."""
+def _records(piece: Piece) -> Iterator[tuple[str, dict[str, Any] | str]]:
+    """The place of each line that is not blank and of each row, with its content or with what is wrong."""
     for number, line in enumerate(piece.lines.split(b"\n"), piece.first):
         if line and not line.isspace():
-            yield f"{piece.path}, line {number}", line
+            yield f"{piece.path}, line {number}", _parse_line(line)
+    for number, row in enumerate(piece.rows, piece.first):
+        yield f"{piece.path}, row {number}", row
+    if piece.problem:
+        yield piece.path, piece.problem
 
 
 def _read_text(path: str) -> tuple[str] | str:
     try:
         data = b"".join(part for part, _ in read_parts(path))
-    except UnreadableFileError as error:
-        return str(error)
+    except OSError as error:
+        return _unreadable(error)
     if b"\0" in data:
         return "is not a text file: it contains zero bytes; remove it from the inputs"
     return (data.decode("utf-8-sig", errors="replace"),)
@@ -381,12 +327,10 @@ def _parse_line(line: bytes) -> dict[str, Any] | str:
     try:
         record = _loads(line)
     except (ValueError, RecursionError) as error:
-        reason = "its bytes are not UTF-8" if isinstance(error, UnicodeError) else str(error)
-        if isinstance(error, json.JSONDecodeError):
-            reason = f"{error.msg} at column {error.colno}"
+        reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
         return f"is not JSON ({reason}); correct or remove that line"
     if not isinstance(record, dict):
-        return f"holds {_JSON_TYPES[type(record)]}, not a JSON object; write one object a line"
+        return f"has the type {type(record).__name__}, not a JSON object; write one object a line"
     return record
 
 
@@ -397,18 +341,9 @@ def _texts_of(record: dict[str, Any], keys: Sequence[str]) -> tuple[str, ...] | 
         if key not in record:
             return f"has no key '{key}'; choose the json key from {', '.join(record) or 'none'}"
         if not isinstance(text, str):
-            return f"has {_JSON_TYPES[type(text)]} under '{key}', not a string; store text there"
+            return f"has the type {type(text).__name__} under '{key}', not a string; store text there"
         texts.append(text if text.isascii() else without_surrogates(text))
     return tuple(texts)
-
-
-def without_surrogates(text: str) -> str:
-    """``text`` with U+FFFD for half characters, which JSON can spell and no tokenizer takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return _SURROGATE.sub("\ufffd", text)
-    return text
 
 
 def _loads(line: bytes) -> Any:
@@ -419,83 +354,37 @@ def _loads(line: bytes) -> Any:
     return json.loads(line)
 
 
-def _lines(path: str, piece_bytes: int) -> Iterator[Piece]:
-    parts: list[bytes] = []
-    held = accounted = position = 0
-    first = 1
-    try:
-        for part, position in read_parts(path, min(piece_bytes, PIECE_BYTES)):
-            held += len(part)
-            cut = part.rfind(b"\n") + 1
-            if held < piece_bytes or cut == 0:
-                parts.append(part)
-                continue
-            lines = b"".join((*parts, part[:cut]))
-            yield Piece(path=path, lines=lines, first=first, num_bytes=position - accounted)
-            first += lines.count(b"\n")
-            parts, accounted = [part[cut:]], position
-            held = len(parts[0])
-    except UnreadableFileError:
-        # The lines that are whole come first.
-        whole, newline, _ = b"".join(parts).rpartition(b"\n")
-        yield Piece(path=path, lines=whole + newline, first=first, num_bytes=position - accounted)
-        raise
-    if held or position > accounted:
-        yield Piece(path=path, lines=b"".join(parts), first=first, num_bytes=position - accounted)
+# ---- files to pieces ------------------------------------------------------------------------------------------------
 
 
-def _rows(path: str, size: int, keys: Sequence[str], piece_bytes: int) -> Iterator[Piece]:
-    """The columns ``keys`` of a table, however large its row groups are: pages are read as they are needed."""
-    import pyarrow
-    import pyarrow.parquet
+def read_parts(path: str | Path, part_bytes: int = PIECE_BYTES) -> Iterator[tuple[bytes, int]]:
+    """The content of a file, decompressed, in parts of at most ``part_bytes``, with the bytes of it read until then.
 
-    try:
-        with pyarrow.parquet.ParquetFile(
-            path, buffer_size=1 << 20, pre_buffer=False, page_checksum_verification=True
-        ) as table:
-            _require_text_columns(table.schema_arrow, keys)
-            groups = map(table.metadata.row_group, range(table.metadata.num_row_groups))
-            columns = [group.column(index) for group in groups for index in range(group.num_columns)]
-            text_bytes = sum(each.total_uncompressed_size for each in columns if each.path_in_schema in keys)
-            num_rows, done = table.metadata.num_rows, 0
-            rows = max(1, min(_MOST_ROWS, piece_bytes * num_rows // max(text_bytes, 1)))
-            for batch in table.iter_batches(rows, columns=list(keys), use_threads=False):
-                before, done = done, done + batch.num_rows
-                yield Piece(
-                    path=path,
-                    columns=tuple([_text(value) for value in batch.column(key)] for key in keys),
-                    first=before + 1,
-                    num_bytes=size * done // num_rows - size * before // num_rows,
-                )
-    # OSError is what damaged pages raise, as well as a disk that fails; one without a number is the former.
-    except (pyarrow.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise _no_access(error) from error
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise UnreadableFileError(
-            f"is damaged, or no Parquet file ({reason}); make or fetch it again, or remove it"
-        ) from error
+    Members or frames one after the other are one content, as ``cat a.gz b.gz`` makes them.
 
-
-def _require_text_columns(schema: Any, keys: Sequence[str]) -> None:
-    from pyarrow.types import is_dictionary
-
-    for key in keys:
-        if (count := schema.names.count(key)) != 1:
-            present = ", ".join(schema.names) or "none"
-            raise UnreadableFileError(f"has {count or 'no'} column '{key}'; choose the json key from {present}")
-        kind = schema.field(key).type
-        value = kind.value_type if is_dictionary(kind) else kind
-        if str(value) not in ("string", "large_string", "string_view"):
-            raise UnreadableFileError(f"has a column '{key}' of type {kind}, not of strings; store text there")
-
-
-def _text(value: Any) -> str | None:
-    try:
-        text: str | None = value.as_py()
-    except UnicodeDecodeError:
-        return None
-    return text
+    Raises:
+        OSError: If the file cannot be read, is cut off, has a wrong checksum, or is not compressed so.
+    """
+    compression = format_of(path).compression
+    with open(path, "rb") as stream:
+        while not compression and (part := stream.read(part_bytes)):
+            yield part, stream.tell()
+        current: Any = None
+        while data := stream.read(_COMPRESSED_BYTES):
+            # gzip files may be padded with zeros, e.g. those on tapes.
+            while data := data if current else data.lstrip(b"\0"):
+                if current is None:
+                    current, failure = _decompressor(compression)
+                try:
+                    content = current.decompress(data)
+                except failure as error:
+                    raise OSError(f"damaged, or not compressed as its name says: {error}") from error
+                for begin in range(0, len(content), part_bytes):
+                    yield content[begin : begin + part_bytes], stream.tell()
+                data = current.unused_data if current.eof else b""
+                current = None if current.eof else current
+        if current is not None:
+            raise OSError("it ends in the middle of the compressed data")
 
 
 def _decompressor(compression: str) -> tuple[Any, type[Exception]]:
@@ -508,56 +397,88 @@ def _decompressor(compression: str) -> tuple[Any, type[Exception]]:
     return decompressor.decompressobj(), zstandard.ZstdError
 
 
-def _no_access(error: OSError) -> UnreadableFileError:
-    return UnreadableFileError(f"cannot be read ({error.strerror}); remove it from the inputs or allow access")
+def _lines(path: str, size: int, piece_bytes: int) -> Iterator[Piece]:
+    buffer, problem, first, accounted = bytearray(), "", 1, 0
+    try:
+        for part, position in read_parts(path, piece_bytes):
+            buffer += part
+            behind_lines = len(part) - part.rfind(b"\n") - 1
+            if len(buffer) >= piece_bytes and behind_lines < len(part):
+                lines = bytes(buffer[: len(buffer) - behind_lines])
+                yield Piece(path=path, lines=lines, first=first, num_bytes=position - accounted)
+                del buffer[: len(lines)]
+                first, accounted = first + lines.count(b"\n"), position
+    except OSError as error:
+        problem = _unreadable(error)
+        del buffer[buffer.rfind(b"\n") + 1 :]  # the lines that are whole come first
+    if buffer or accounted < size:
+        yield Piece(path=path, lines=bytes(buffer), first=first, num_bytes=size - accounted, problem=problem)
+
+
+def _rows(path: str, size: int, keys: Sequence[str], piece_bytes: int) -> Iterator[Piece]:
+    """The columns ``keys`` of a table, however large its row groups are: pages are read as they are needed."""
+    import pyarrow
+    import pyarrow.parquet
+
+    done = accounted = 0
+    try:
+        with pyarrow.parquet.ParquetFile(
+            path, buffer_size=1 << 20, pre_buffer=False, page_checksum_verification=True
+        ) as table:
+            present, num_rows = table.schema_arrow.names, table.metadata.num_rows
+            if missing := [key for key in keys if key not in present]:
+                problem = f"has no column '{missing[0]}'; choose the json key from {', '.join(present) or 'none'}"
+                yield Piece(path=path, num_bytes=size, problem=problem)
+                return
+            groups = map(table.metadata.row_group, range(table.metadata.num_row_groups))
+            bytes_a_row = sum(group.total_byte_size for group in groups) // max(num_rows, 1)
+            rows = max(1, min(_MOST_ROWS, piece_bytes // max(bytes_a_row, 1)))
+            for batch in table.iter_batches(rows, columns=list(keys), use_threads=False):
+                before, done = done, done + batch.num_rows
+                accounted = size * done // num_rows
+                num_bytes = accounted - size * before // num_rows
+                yield Piece(path=path, rows=batch.to_pylist(), first=before + 1, num_bytes=num_bytes)
+    # What damaged pages raise is an OSError, too; what is no UTF-8 is another.
+    except (pyarrow.ArrowException, OSError, UnicodeError) as error:
+        yield Piece(path=path, num_bytes=size - accounted, problem=_unreadable(error))
+
+
+def _unreadable(error: Exception) -> str:
+    reason = (getattr(error, "strerror", None) or str(error)).splitlines()[0].rstrip(".")
+    return f"cannot be read ({reason}); make or fetch it again, allow access, or remove it from the inputs"
+
+
+# ---- inputs to files ------------------------------------------------------------------------------------------------
 
 
 def _files_of_input(text: str | Path) -> list[Path]:
     if not os.fspath(text):
         raise DataError("input='' is empty; give a file, folder or pattern, or . for this folder")
-    # Unlike their namesakes in pathlib, these raise nothing for what cannot be looked up or is too long for a name.
-    path = Path(os.path.expanduser(text))
-    if os.path.isdir(path):
-        files = _files_of_folder(path)
-        if not files:
-            raise DataError(
-                f"{path} holds no .jsonl, .parquet, .txt or source file; name files with other suffixes singly or by"
-                " a pattern"
-            )
-        return files
+    path = os.path.expanduser(text)
     matches = [path]
-    if glob.has_magic(str(path)) and not os.path.isfile(path):
-        matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
-    files = [file for match in matches for file in (_files_of_folder(match) if os.path.isdir(match) else [match])]
+    if glob.has_magic(str(path)) and not os.path.exists(path):
+        matches = sorted(glob.glob(str(path), recursive=True))
+    files = [file for match in matches for file in (_files_of_folder(match) if os.path.isdir(match) else [Path(match)])]
     if not files:
-        raise DataError(f"{path} matches no file; check the pattern, and quote it so that the shell leaves it alone")
+        raise DataError(
+            f"{path} matches no file, or holds no .jsonl, .parquet, .txt or source file; name files with other suffixes"
+            " singly or by a quoted pattern"
+        )
     for file in files:
+        # Unlike its namesake in pathlib, this raises nothing for what cannot be looked up or is too long for a name.
         if not os.path.isfile(file):
-            raise _not_a_file(file)
+            raise DataError(f"{file} does not exist, or is no file; give an existing file, folder or pattern")
     return files
 
 
-def _not_a_file(path: Path) -> DataError:
-    """Why there is nothing to read at ``path``."""
-    try:
-        path.stat()
-    except FileNotFoundError:
-        return DataError(f"{path} does not exist; give an existing file, folder or pattern as input")
-    except OSError as error:
-        return DataError(f"{path} cannot be read ({error.strerror}); give an input that can be")
-    return DataError(f"{path} is neither a file nor a folder; write what comes out of it to a file, and give that")
+def _files_of_folder(folder: str | Path) -> list[Path]:
+    def refuse(error: OSError) -> NoReturn:  # its documents would be missing, and nobody would know
+        raise DataError(
+            f"{error.filename} cannot be searched ({error.strerror}); allow access, or name the other inputs singly"
+        ) from error
 
-
-def _refuse_folder(error: OSError) -> NoReturn:
-    """Its documents would be missing, and nobody would know."""
-    raise DataError(
-        f"{error.filename} cannot be searched ({error.strerror}); allow access, or name the other inputs singly"
-    ) from error
-
-
-def _files_of_folder(folder: Path) -> list[Path]:
     found: list[Path] = []
-    for parent, folders, names in os.walk(folder, onerror=_refuse_folder):
+    for parent, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in SKIPPED_FOLDERS)
         found += [Path(parent, name) for name in names if _is_taken_from_folder(name)]
     return sorted((path for path in found if os.path.isfile(path)), key=lambda path: path.parts)

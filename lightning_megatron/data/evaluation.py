@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from lightning_megatron.data.documents import read_texts
 from lightning_megatron.data.samples import Rows
 from lightning_megatron.data.tokenizer import batch_encoder, load_tokenizer
-from lightning_megatron.errors import ConfigError, DataError, require_choice
+from lightning_megatron.errors import ConfigError, DataError, require_choice, require_number
 
 EvaluationTask: TypeAlias = Literal["perplexity", "last_word"]
 """How well every token is predicted, or the last word of each text."""
@@ -57,16 +57,11 @@ class EvaluationOptions:
             ConfigError: If a value cannot work.
         """
         require_choice("task", self.task, get_args(EvaluationTask))
-        if self.seq_length < 1:
-            raise ConfigError(f"seq_length={self.seq_length} must be at least 1; it is what the model reads in a row")
-        if self.stride is None:
-            return
-        if self.task != "perplexity":
-            raise ConfigError(f"stride={self.stride} is for task=perplexity, and task={self.task}; leave it out")
-        if not 1 <= self.stride <= self.seq_length:
+        require_number("seq_length", self.seq_length, at_least=1)
+        if self.stride is not None and (self.task != "perplexity" or not 1 <= self.stride <= self.seq_length):
             raise ConfigError(
-                f"stride={self.stride} must be between 1 and seq_length={self.seq_length}: each row goes on by that "
-                "many tokens, and none may be left out"
+                f"stride={self.stride} with task={self.task} must be between 1 and seq_length={self.seq_length}, and is"
+                " for task=perplexity: each row goes on by that many tokens; correct it or leave it out"
             )
 
 
@@ -189,10 +184,9 @@ def _last_words(batch: Sequence[_Text], encode: _Encode, prefix: list[int], opti
 def _context_and_word(text: str, place: str) -> tuple[str, str]:
     words = text.split()
     if len(words) < 2:
-        found = f"the single word {words[0]!r}" if words else "no word"
         raise DataError(
-            f"{place} has {found}, and a last word is predicted from those before it; remove the line or give it more "
-            "text"
+            f"{place} has {len(words)} words, and a last word is predicted from those before it; remove the line or "
+            "give it more text"
         )
     return text[: text.rstrip().rfind(words[-1])].strip(), words[-1]
 

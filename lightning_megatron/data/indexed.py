@@ -1,10 +1,20 @@
 r"""Read, check and write Megatron's indexed datasets: ``PREFIX.bin`` (tokens) and ``PREFIX.idx`` (where they belong).
 
-Layout of the format called mmap, little endian. ``.bin``: all tokens one after the other. ``.idx``: 9 bytes
-``MMIDIDX\0\0``; u64 version 1; u8 type of a token; u64 N sequences; u64 D; int32[N] lengths in tokens; int64[N]
-positions in bytes; int64[D] the first sequence of each document and, last, N; optionally int8[N] modes. For GPT a
-document is one sequence, so D = N + 1. Type 6 is float64; type 7 was float64 until 2022 and is float32 since: the size
-of ``.bin`` tells which it is. Source: megatron-core 0.16.1, datasets/indexed_dataset.py:_IndexWriter and _IndexReader.
+``.bin``: all tokens one after the other. ``.idx``, little endian, in two formats:
+
+* mmap: 9 bytes ``MMIDIDX\0\0``; u64 version 1; u8 type of a token; u64 N sequences; u64 D; int32[N] lengths in tokens;
+  int64[N] positions in bytes; int64[D] the first sequence of each document and, last, N; optionally int8[N] modes. For
+  GPT a document is one sequence, so D = N + 1. Type 6 is float64; type 7 was float64 until 2022 and is float32 since:
+  the size of ``.bin`` tells which it is. Source: megatron-core 0.16.1, datasets/indexed_dataset.py:_IndexWriter and
+  _IndexReader.
+* cached/lazy, of Megatron 1.x and 2.x and fairseq, which ``convert-dataset``, ``merge`` and ``inspect`` read: 8 bytes
+  ``TNTIDX\0\0``; u64 version 1; u64 type of a token; u64 element size; u64 N sequences; u64 S; u64 D; int64[N+1] where
+  each sequence's axes begin among the S; int64[N+1] where its tokens begin in ``.bin``, in elements; int64[S] length of
+  each axis; int64[D] as above. A sequence of tokens has one axis, so S = N. Files of fairseq, and of Megatron before
+  November 2019, have neither D nor its array: there an empty sequence ends a document (Megatron's ``create_doc_idx``)
+  and remains part of it here; if no sequence is empty, each is taken for a document. Until 2022 type 6 was Python's
+  float, stored as 8 bytes though its element size was said to be 4 (positions count 4 bytes then), and 7 was float64;
+  since 2023, 6 is float64 and 7 is float32. Source: Megatron-LM at 0058b1a5, megatron/data/indexed_dataset.py.
 
 The engine's ``IndexedDataset`` and ``IndexedDatasetBuilder`` do not serve here. The reader asserts where a file is
 damaged, takes 19 us for a run of 20 sentences (2 us here) and cannot gather the pieces of a batch at once, and closes
@@ -35,19 +45,23 @@ from lightning_megatron.files import staged
 
 MAGIC = b"MMIDIDX\x00\x00"
 OLD_MAGIC = b"TNTIDX\x00\x00"
-"""What the index of the older formats begins with, which ``old_formats.py`` reads."""
-INTEGER_TYPES: dict[int, np.dtype[Any]] = {
-    code: np.dtype(name) for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()
-}
-"""Types of tokens by their number in ``.idx``."""
 UINT16_VOCAB_LIMIT = 65500
 """Vocabularies below this are stored as uint16, larger ones as int32: Megatron's rule (``DType.optimal_dtype``)."""
 CHUNK = 1 << 18
 """Elements of an index that are checked at a time: the index of a billion documents has 20 GB."""
 
-_TYPES = INTEGER_TYPES | {6: np.dtype("<f8"), 7: np.dtype("<f4")}
-_HEADER_BYTES = 34
-_AGAIN = "run preprocess again"
+_INTEGERS: dict[int, np.dtype[Any]] = {
+    code: np.dtype(name) for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()
+}
+_TYPES = _INTEGERS | {6: np.dtype("<f8"), 7: np.dtype("<f4")}
+"""Types of tokens by their number in ``.idx``."""
+_OLD_TYPES: dict[tuple[int, int], np.dtype[Any]] = {
+    **{(code, dtype.itemsize): dtype for code, dtype in _TYPES.items()},
+    (6, 4): np.dtype("<f8"),
+    (7, 8): np.dtype("<f8"),
+}
+"""Types of tokens by their number and element size in the old format."""
+_AGAIN = "run preprocess again, or copy both files again from their source"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -82,16 +96,18 @@ class IndexedDataset:
         """Documents in the dataset."""
         return len(self.document_bounds) - 1
 
-    @property
-    def bin_bytes(self) -> int:
-        """Size of ``.bin``."""
-        return os.path.getsize(self.prefix + ".bin")
-
     @cached_property
     def tokens(self) -> NDArray[Any]:
-        """All tokens, one sequence after the other."""
+        """All tokens, one sequence after the other.
+
+        Raises:
+            DataError: If ``.bin`` has not the size by which the last sequence ends: since then it was cut or replaced.
+        """
         data = _mapped(self.prefix + ".bin")
-        return data[: len(data) // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)
+        end = int(self.positions[-1]) * self.position_bytes + int(self.lengths[-1]) * self.dtype.itemsize
+        if len(data) != end:
+            raise _damaged(self.prefix, f"accounts for {end} bytes, and .bin has {len(data)}")
+        return data.view(self.dtype)
 
     def sequences(self, begin: int, end: int) -> tuple[NDArray[Any], NDArray[np.int32]]:
         """The tokens of consecutive sequences, at least one, and the length of each.
@@ -104,7 +120,7 @@ class IndexedDataset:
         total = int(lengths.sum(dtype=np.int64))
         found = self.tokens[max(first, 0) : first + total]
         if odd or len(found) != total:
-            raise DataError(f"{self.prefix}.idx points outside of .bin or between tokens; {_AGAIN}")
+            raise _damaged(self.prefix, "points outside of .bin or between tokens")
         return found, lengths
 
 
@@ -113,42 +129,85 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2") if vocab_size < UINT16_VOCAB_LIMIT else np.dtype("<i4")
 
 
-def open_dataset(prefix: str, *, option: str = "data_path", integers_only: bool = True) -> IndexedDataset:
+def open_dataset(prefix: str, *, option: str = "data_path", for_training: bool = True) -> IndexedDataset:
     """The dataset at ``prefix``, after checks that touch only a few bytes of the files.
 
     Args:
         prefix: Path of both files without suffix.
         option: The setting that ``prefix`` was given for.
-        integers_only: Refuse what nothing can be trained on. If False, lengths may be read to tell float types apart.
+        for_training: Refuse what nothing can be trained on: the old format, and tokens that are no integers. If False,
+            all of the index may be read.
 
     Raises:
         DataError: If a file is missing or is not of this format, or the ``.idx`` has not the size that it announces.
     """
-    index = map_index(prefix, option)
-    head, path = index[:_HEADER_BYTES].tobytes(), f"{prefix}.idx"
-    if head.startswith(OLD_MAGIC):
+    if prefix.endswith((".bin", ".idx")):
+        raise DataError(f"{option}={prefix} is a file, it must be the prefix; write {prefix[:-4]}")
+    missing = [prefix + suffix for suffix in (".idx", ".bin") if not os.path.isfile(prefix + suffix)]
+    if missing:
+        raise DataError(
+            f"{option}={prefix} needs two files, missing: {', '.join(missing)}; give the prefix that preprocess"
+            " printed, e.g. data/corpus_text_document"
+        )
+    index = _mapped(f"{prefix}.idx")
+    if index[: len(OLD_MAGIC)].tobytes() != OLD_MAGIC:
+        return _open_mmap(prefix, index, _INTEGERS if for_training else _TYPES)
+    if for_training:
         command = shlex.join(["--input", prefix, "--output-prefix", f"{prefix}_mmap"])
         raise DataError(
-            f"{path} is in Megatron's old cached/lazy format (TNTIDX), only mmap (MMIDIDX) is read; run:"
+            f"{prefix}.idx is in Megatron's old cached/lazy format (TNTIDX), only mmap (MMIDIDX) is read; run:"
             f" lightning-megatron convert-dataset {command}"
         )
-    require_header(path, index, MAGIC, _HEADER_BYTES, _AGAIN)
-    version, code, num_sequences, num_bounds = struct.unpack("<QBQQ", head[len(MAGIC) :])
-    if version != 1:
-        raise DataError(f"{path} says version {version}, the only version is 1: damaged or foreign; {_AGAIN}")
-    if code not in (INTEGER_TYPES if integers_only else _TYPES):
+    return _open_old(prefix, index)
+
+
+def check_dataset(prefix: str, *, option: str = "data_path", for_training: bool = True) -> IndexedDataset:
+    """The dataset at ``prefix``, after reading the whole ``.idx`` (not ``.bin``) and checking all of it.
+
+    Arguments are those of ``open_dataset``.
+
+    Raises:
+        DataError: Also if a length is negative, a sequence does not begin where the one before ends, the files do not
+            belong together, or the documents are not in order.
+    """
+    dataset = open_dataset(prefix, option=option, for_training=for_training)
+    _check_sequences(dataset)
+    bounds, last = dataset.document_bounds, len(dataset.lengths)
+    chunks = (bounds[begin : begin + CHUNK + 1] for begin in range(0, len(bounds), CHUNK))
+    # Compared, not subtracted: damaged bounds may be any 64-bit numbers.
+    descend = any((chunk[1:] < chunk[:-1]).any() for chunk in chunks)
+    if descend or len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != last:
+        raise _damaged(prefix, f"has document bounds that do not ascend from 0 to the {last} sequences")
+    if for_training and not len(dataset.tokens):
+        raise DataError(f"{prefix} holds no token; preprocess inputs that contain text into it")
+    return dataset
+
+
+def _check_sequences(dataset: IndexedDataset) -> None:
+    """Raise DataError unless sequences follow each other through all of ``.bin``."""
+    prefix, size, end = dataset.prefix, dataset.tokens.nbytes, 0
+    for begin in range(0, len(dataset.lengths), CHUNK):
+        lengths = dataset.lengths[begin : begin + CHUNK].astype(np.int64)
+        # First, so that nothing below overflows: a damaged number may be any of 64 bits.
+        outside = (lengths < 0) | (lengths > size // dataset.dtype.itemsize)
+        if outside.any():
+            raise _damaged(prefix, f"has a sequence of {lengths[outside][0]} tokens, .bin has {size} bytes")
+        ends = end + np.cumsum(lengths * dataset.dtype.itemsize)
+        expected = (ends - lengths * dataset.dtype.itemsize) // dataset.position_bytes
+        wrong = np.flatnonzero(dataset.positions[begin : begin + CHUNK] != expected)
+        if len(wrong):
+            position, add_up_to = dataset.positions[begin + wrong[0]], expected[wrong[0]]
+            raise _damaged(prefix, f"has a sequence at position {position}, the lengths before add up to {add_up_to}")
+        end = int(ends[-1])
+
+
+def _open_mmap(prefix: str, index: NDArray[np.uint8], types: dict[int, np.dtype[Any]]) -> IndexedDataset:
+    code, num_sequences, num_bounds = _read_header(prefix, index, MAGIC, "<QBQQ")
+    if code not in types:
         kind = "floating-point tokens" if code in _TYPES else "an unknown token type"
-        raise DataError(f"{path} says token type {code} ({kind}), tokens are integers (1-5, 8); {_AGAIN}")
-    expected = _HEADER_BYTES + 12 * num_sequences + 8 * num_bounds
-    if len(index) not in (expected, expected + num_sequences):
-        raise DataError(
-            f"{path} has {len(index)} bytes, {num_sequences} sequences and {num_bounds} document bounds need"
-            f" {expected}: truncated or damaged; {_AGAIN}"
-        )
-    if num_sequences == 0:
-        raise DataError(f"{path} holds no sequence; preprocess inputs that contain text into {prefix}")
-    layout = (("<i4", num_sequences), ("<i8", num_sequences), ("<i8", num_bounds), ("i1", len(index) - expected))
-    lengths, positions, bounds, modes = cut_index(index, _HEADER_BYTES, layout)
+        raise _damaged(prefix, f"says token type {code} ({kind}), tokens are of the types {', '.join(map(str, types))}")
+    layout = [("<i4", num_sequences), ("<i8", num_sequences), ("<i8", num_bounds)]
+    (lengths, positions, bounds), modes = _cut(prefix, index, 34, layout, num_sequences)
     dtype = _TYPES[code]
     if code == 7 and 0 < 8 * int(lengths.sum(dtype=np.int64)) == os.path.getsize(f"{prefix}.bin"):
         dtype = np.dtype("<f8")
@@ -159,110 +218,77 @@ def open_dataset(prefix: str, *, option: str = "data_path", integers_only: bool 
         lengths=lengths,
         positions=positions,
         document_bounds=bounds,
-        modes=modes,
+        modes=modes.view(np.int8),
     )
 
 
-def check_dataset(prefix: str, *, option: str = "data_path", integers_only: bool = True) -> IndexedDataset:
-    """The dataset at ``prefix``, after reading the whole ``.idx`` (not ``.bin``) and checking all of it.
-
-    Arguments are those of ``open_dataset``.
-
-    Raises:
-        DataError: Also if a length is negative, a sequence does not begin where the one before ends, the files do not
-            belong together, or the documents are not in order.
-    """
-    dataset = open_dataset(prefix, option=option, integers_only=integers_only)
-    check_index(dataset, _AGAIN)
-    if integers_only and not len(dataset.tokens):
-        raise DataError(f"{prefix} holds no token; preprocess inputs that contain text into it")
+def _open_old(prefix: str, index: NDArray[np.uint8]) -> IndexedDataset:
+    code, element_size, num_sequences, num_axes, num_bounds = _read_header(prefix, index, OLD_MAGIC, "<6Q")
+    if (code, element_size) not in _OLD_TYPES:
+        known = ", ".join(f"{number} of {width}" for number, width in sorted(_OLD_TYPES))
+        raise _damaged(prefix, f"says token type {code} of {element_size} bytes, there are {known}")
+    layout = [("<i8", num_sequences + 1), ("<i8", num_sequences + 1), ("<i8", num_axes)]
+    note = None
+    if len(index) == 48 + 8 * sum(count for _, count in layout):  # neither D nor document bounds
+        (axes, positions, lengths), _ = _cut(prefix, index, 48, layout)
+        ends = np.flatnonzero(lengths == 0) + 1
+        found = "an empty sequence ends a document" if len(ends) else "each sequence is taken for a document"
+        bounds = np.unique([0, *ends, len(lengths)]) if len(ends) else np.arange(len(lengths) + 1)
+        note = (
+            f"{prefix}.idx names no documents (fairseq, or Megatron before November 2019): {found};"
+            " fairseq itself stored every token one too high"
+        )
+    else:
+        (axes, positions, lengths, bounds), _ = _cut(prefix, index, 56, [*layout, ("<i8", num_bounds)])
+    dataset = IndexedDataset(
+        prefix=prefix,
+        format="cached/lazy",
+        dtype=_OLD_TYPES[code, element_size],
+        lengths=lengths,
+        positions=positions[:-1],
+        document_bounds=bounds,
+        modes=np.empty(0, np.int8),
+        position_bytes=element_size,
+        note=note,
+    )
+    if num_axes != num_sequences or (axes != np.arange(len(axes))).any():
+        raise _damaged(prefix, "has sequences of other than one axis, so it is not of text")
+    if int(positions[-1]) * element_size != dataset.tokens.nbytes:
+        raise _damaged(prefix, f"ends at element {positions[-1]}, and .bin elsewhere")
     return dataset
 
 
-def map_index(prefix: str, option: str) -> NDArray[np.uint8]:
-    """The bytes of ``PREFIX.idx``, beside which there is a ``PREFIX.bin``.
-
-    Args:
-        prefix: What the user gave.
-        option: The setting that it was given for.
-
-    Raises:
-        DataError: If a file is missing or cannot be read, or ``prefix`` is a file.
-    """
-    if prefix.endswith((".bin", ".idx")):
-        raise DataError(f"{option}={prefix} is a file, it must be the prefix; write {prefix[:-4]}")
-    missing = [prefix + suffix for suffix in (".idx", ".bin") if not os.path.isfile(prefix + suffix)]
-    if missing:
-        raise DataError(
-            f"{option}={prefix} needs two files, missing: {', '.join(missing)}; give the prefix that preprocess"
-            " printed, e.g. data/corpus_text_document"
-        )
-    return _mapped(f"{prefix}.idx")
-
-
-def require_header(path: str, index: NDArray[np.uint8], magic: bytes, num_bytes: int, fix: str) -> None:
-    """Raise a DataError unless an index begins with ``magic`` and has a whole header of ``num_bytes``."""
-    head = index[: len(magic)].tobytes()
+def _read_header(prefix: str, index: NDArray[np.uint8], magic: bytes, fields: str) -> tuple[int, ...]:
+    """What the header has after magic number and version."""
+    head, size = index[: len(magic)].tobytes(), len(magic) + struct.calcsize(fields)
     if not magic.startswith(head):
-        raise DataError(f"{path} begins with {head!r}, such an index begins with {magic!r}: foreign file; {fix}")
-    if len(index) < num_bytes:
-        raise DataError(f"{path} has {len(index)} bytes, its header alone needs {num_bytes}: truncated; {fix}")
+        raise _damaged(prefix, f"begins with {head!r}, an index with {magic!r}")
+    if len(index) < size:
+        raise _damaged(prefix, f"has {len(index)} bytes, its header alone needs {size}")
+    version, *values = struct.unpack(fields, index[len(magic) : size].tobytes())
+    if version != 1:
+        raise _damaged(prefix, f"says version {version}, the only version is 1")
+    return tuple(values)
 
 
-def cut_index(index: NDArray[np.uint8], begin: int, layout: Sequence[tuple[str, int]]) -> list[NDArray[Any]]:
-    """The arrays that follow each other in an index from the byte ``begin`` on, each given by its type and length."""
-    ends = begin + np.cumsum([np.dtype(dtype).itemsize * count for dtype, count in layout])
-    begins = [begin, *ends]
-    return [index[a:b].view(dtype) for a, b, (dtype, _) in zip(begins, ends, layout, strict=False)]
+def _cut(
+    prefix: str, index: NDArray[np.uint8], begin: int, layout: Sequence[tuple[str, int]], optional: int = 0
+) -> tuple[list[NDArray[Any]], NDArray[np.uint8]]:
+    """The arrays that follow each other from the byte ``begin`` on; and behind them ``optional`` bytes or none."""
+    sizes = [np.dtype(dtype).itemsize * count for dtype, count in layout]
+    end = begin + sum(sizes)
+    if len(index) not in (end, end + optional):
+        counts = ", ".join(str(count) for _, count in layout)
+        raise _damaged(prefix, f"has {len(index)} bytes, arrays of {counts} elements need {end}")
+    bounds = [begin, *(begin + np.cumsum(sizes)).tolist()]
+    arrays = [index[a:b].view(dtype) for a, b, (dtype, _) in zip(bounds, bounds[1:], layout, strict=False)]
+    if not all(count for _, count in layout):
+        raise DataError(f"{prefix}.idx holds no sequence; preprocess inputs that contain text into {prefix}")
+    return arrays, index[end:]
 
 
-def check_index(dataset: IndexedDataset, fix: str) -> None:
-    """Sequences follow each other through all of ``.bin``, and documents through all sequences.
-
-    Args:
-        dataset: In either format.
-        fix: What the user should do about a damaged one.
-
-    Raises:
-        DataError: If they do not.
-    """
-    path, size, end = f"{dataset.prefix}.idx", dataset.bin_bytes, 0
-    for begin in range(0, len(dataset.lengths), CHUNK):
-        lengths = dataset.lengths[begin : begin + CHUNK].astype(np.int64)
-        positions = dataset.positions[begin : begin + CHUNK]
-        # Bounds first, so that nothing below overflows: a damaged number may be any of 64 bits.
-        for numbers, unit, what in (
-            (lengths, dataset.dtype.itemsize, "a sequence of {} tokens"),
-            (positions, dataset.position_bytes, "a sequence at position {}"),
-        ):
-            outside = (numbers < 0) | (numbers > size // unit)
-            if outside.any():
-                raise DataError(
-                    f"{path} has {what.format(numbers[int(outside.argmax())])}, .bin has {size} bytes: damaged, or .bin"
-                    f" is truncated or belongs to another .idx; {fix}"
-                )
-        ends = end + np.cumsum(lengths * dataset.dtype.itemsize)
-        begins = ends - lengths * dataset.dtype.itemsize
-        wrong = positions * dataset.position_bytes != begins
-        if wrong.any():
-            worst = int(wrong.argmax())
-            raise DataError(
-                f"{path} has a sequence at position {positions[worst]}, the lengths before it add up to"
-                f" {begins[worst] // dataset.position_bytes}: damaged; {fix}"
-            )
-        end = int(ends[-1])
-    if end != size:
-        raise DataError(
-            f"{dataset.prefix}.bin has {size} bytes, {os.path.basename(path)} accounts for {end}: .bin is truncated or"
-            f" belongs to another .idx; {fix}"
-        )
-    bounds, last = dataset.document_bounds, len(dataset.lengths)
-    chunks = (bounds[begin : begin + CHUNK + 1] for begin in range(0, len(bounds), CHUNK))
-    # Compared, not subtracted: damaged bounds may be any 64-bit numbers.
-    if len(bounds) == 0 or bounds[0] != 0 or any((chunk[1:] < chunk[:-1]).any() for chunk in chunks):
-        raise DataError(f"{path} has document bounds that do not ascend from 0: damaged; {fix}")
-    if bounds[-1] != last:
-        raise DataError(f"{path} ends its last document at sequence {bounds[-1]} of {last}: damaged; {fix}")
+def _damaged(prefix: str, what: str) -> DataError:
+    return DataError(f"{prefix}.idx {what}: damaged, truncated or foreign; {_AGAIN}")
 
 
 def largest_token_at_the_ends(dataset: IndexedDataset, num_tokens: int = 1 << 20) -> int:

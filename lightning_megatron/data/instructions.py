@@ -1,36 +1,58 @@
-"""Tokenized instructions: records of JSON lines, their cache, and rows of one or several (packed) samples."""
+"""Instructions for a GPT: records of JSON lines as text, tokens with their answers, and rows of one or several samples.
+
+A record is a prompt and a completion, or a conversation that the tokenizer's chat template renders. Tokenized samples
+are kept in a cache; short ones share a row (packing).
+"""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 import os
+import re
+import reprlib
 from array import array
 from bisect import bisect_left, insort
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_megatron.data.conversations import Answers, RecordRenderer, TokenizedSample, tokenize
-from lightning_megatron.data.documents import find_files, format_of, read_records
+from lightning_megatron.data.documents import (
+    find_files,
+    format_of,
+    progress_bar,
+    read_records,
+    without_surrogates,
+)
 from lightning_megatron.data.samples import Rows, SampleOrder, build_once, open_array
 from lightning_megatron.data.tokenizer import load_tokenizer
-from lightning_megatron.errors import ConfigError, DataError, require_choice, require_divides
+from lightning_megatron.errors import DataError, require_choice
 
 _log = logging.getLogger(__name__)
 
+Answers: TypeAlias = Literal["all", "each", "last"]
+"""What of a conversation is learned: all answers at once, each in a sample that ends with it, or the last one."""
+Message: TypeAlias = dict[str, Any]
+Span: TypeAlias = tuple[int, int]
+"""Characters from the first to before the second."""
+TokenizedSample: TypeAlias = tuple[NDArray[np.int32], NDArray[np.bool_]]
+"""Tokens of a sample, and which of them are learned."""
+
 _NO_TARGET = -100
 """Hugging Face's label for "no target here"."""
-
 _BATCH = 1000
 """Records that are tokenized at a time: enough for the tokenizer's threads, little enough to hold their offsets."""
+_ASSISTANT = "assistant"
+# A template may take apart or leave out what these say: reasoning of earlier turns, results as JSON.
+_REWRITTEN_ROLES = (_ASSISTANT, "tool")
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +150,9 @@ def check_instructions(options: InstructionOptions) -> None:
     Raises:
         DataError: If files or tokenizer are missing, or unfit for each other.
     """
-    reader = _Reader(options)
-    if next(reader.samples(islice(read_records(record_files(options.path)), 8)), None) is None:
-        raise _no_records(options)
+    records = islice(read_records(record_files(options.path)), 8)
+    if next(_Reader(options).samples(records), None) is None:
+        raise DataError(f"{options.path} has no records; give a file with at least one")
 
 
 def read_instructions(options: InstructionOptions) -> Instructions:
@@ -140,15 +162,12 @@ def read_instructions(options: InstructionOptions) -> Instructions:
         DataError: With file and line, if a record is malformed; if files or tokenizer are missing, or no sample is
             left.
     """
-    from tqdm import tqdm
-
     reader, files, limit = _Reader(options), record_files(options.path), options.seq_length
     # Bytes grow in place; a list of a million small arrays would take more memory than what is in them.
     tokens, is_answer, lengths = bytearray(), bytearray(), array("q")
     num_cut, left_out = 0, list[int]()  # of those without an answer, the tokens that one would need
-    total = sum(file.stat().st_size for file in files)
     # A short file is read before anybody wonders.
-    with tqdm(total=total, unit="B", unit_scale=True, desc="Tokenizing instructions", delay=3) as bar:
+    with progress_bar(files, "Tokenizing instructions", delay=3) as bar:
         for ids, learned in reader.samples(read_records(files, bar.update)):
             num_cut += len(ids) > limit
             if not learned[:limit].any():
@@ -157,12 +176,10 @@ def read_instructions(options: InstructionOptions) -> Instructions:
             tokens += ids[:limit].tobytes()
             is_answer += learned[:limit].tobytes()
             lengths.append(min(limit, len(ids)))
-    if not lengths and not left_out:
-        raise _no_records(options)
     if not lengths:
         raise DataError(
             f"seq_length={limit} leaves nothing of the answers of any of the {len(left_out)} samples of {options.path};"
-            f" raise it, to {min(left_out)} at the very least"
+            f" give some, or raise it, to {min(left_out, default=limit)} at the very least"
         )
     if num_cut:
         _log.warning(
@@ -179,32 +196,198 @@ def read_instructions(options: InstructionOptions) -> Instructions:
     )
 
 
+# ---- records to tokens ----------------------------------------------------------------------------------------------
+
+
+class _Rendered(NamedTuple):
+    """A record as text."""
+
+    text: str
+    """All of it."""
+    answers: list[Span]
+    """What is to be learned; in order, apart from each other."""
+    is_chat: bool
+    """Whether a chat template wrote it: then the text has all special tokens that it shall have."""
+
+
 class _Reader:
-    """Turns records into tokens."""
+    """Turns records into tokens, of which those of the answers are learned."""
 
     def __init__(self, options: InstructionOptions) -> None:
+        self._options = options
         self._tokenizer = tokenizer = load_tokenizer(options.tokenizer)
         if not tokenizer.is_fast:
             raise DataError(
                 f"tokenizer={options.tokenizer} is a {type(tokenizer).__name__}, which cannot tell where in a text its"
                 " tokens are, so answers cannot be found; give one with a tokenizer.json"
             )
-        self._renderer = RecordRenderer(tokenizer, answers=options.answers, separator=options.separator)
         self.padding_token: int = next(t for t in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if t is not None)
 
-    def samples(self, records: Iterator[tuple[str, dict[str, Any]]]) -> Iterator[TokenizedSample]:
-        """Each record's tokens."""
+    def samples(self, records: Iterator[tuple[str, Message]]) -> Iterator[TokenizedSample]:
+        """The tokens of each record, or of each answer in it.
+
+        Raises:
+            DataError: With the place, if a record is malformed, or the chat template cannot render it or hides its
+                answers.
+        """
         while batch := list(islice(records, _BATCH)):
-            rendered = [(place, text) for place, record in batch for text in self._renderer.render(record, place)]
-            samples = tokenize(self._tokenizer, [text for _, text in rendered])
+            rendered = [(place, text) for place, record in batch for text in self._render(record, place)]
+            samples = self._tokenize([text for _, text in rendered])
             for (place, _), sample in zip(rendered, samples, strict=True):
                 if not sample[1].any():
                     raise DataError(f"{place} has an answer without a token to learn; remove or complete it")
                 yield sample
 
+    def _render(self, record: Message, place: str) -> list[_Rendered]:
+        prompt, completion, messages = record.get("prompt"), record.get("completion"), record.get("messages")
+        if "messages" not in record and isinstance(prompt, str) and isinstance(completion, str):
+            return [self._plain(prompt + self._options.separator, completion, place)]
+        num_prompt = 0
+        if "messages" not in record and isinstance(prompt, list) and isinstance(completion, list):
+            messages, num_prompt = prompt + completion, len(prompt)
+        if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+            raise DataError(
+                f"{place} must have a 'prompt' and a 'completion', two strings or two lists of messages, or 'messages':"
+                f' [{{"role": "user", "content": "..."}}, ...], and is {reprlib.repr(record)}; write it so'
+            )
+        turns = [i for i, message in enumerate(messages) if message["role"] == _ASSISTANT and i >= num_prompt]
+        if not turns or not all(_says_something(messages[turn]) for turn in turns):
+            roles = ", ".join(dict.fromkeys(repr(message["role"]) for message in messages))
+            raise DataError(
+                f"{place} has no answer, or an empty one: its roles are {roles}, and what the role 'assistant' says is"
+                " learned; complete or remove its turns, or rename the role"
+            )
+        tools = record.get("tools")
+        if self._options.answers == "all":
+            return [self._chat(messages, turns, tools, place)]
+        turns = turns[-1:] if self._options.answers == "last" else turns
+        return [self._chat(messages[: turn + 1], [turn], tools, place) for turn in turns]
 
-def _no_records(options: InstructionOptions) -> DataError:
-    return DataError(f"{options.path} has no records; give a file with at least one")
+    def _plain(self, prompt: str, completion: str, place: str) -> _Rendered:
+        if not completion.strip():
+            raise DataError(f"{place} has an empty 'completion', so there is nothing to learn; remove or complete it")
+        if self._tokenizer.eos_token_id is None:
+            raise DataError(
+                f"{place} has a prompt and a completion, which an end-of-sequence token must end, and the tokenizer"
+                " has none; set eos_token in its tokenizer_config.json"
+            )
+        text = prompt + completion
+        return _Rendered(text=text, answers=[(len(prompt), len(text))], is_chat=False)
+
+    def _chat(self, messages: list[Message], turns: list[int], tools: Any, place: str) -> _Rendered:
+        """A conversation, with the answers that the template marks, or else what it writes after asking for them."""
+        text, marks = self._apply_template(messages, tools, place)
+        for message in messages:
+            # Many templates pass over roles that they do not know, without a word.
+            content, role = message.get("content"), message["role"]
+            if role not in _REWRITTEN_ROLES and isinstance(content, str) and content.strip() not in text:
+                raise DataError(
+                    f"{place}: the chat template leaves out what the role {role!r} says; use a role that it knows, or"
+                    " another template"
+                )
+        if marks is not None:
+            before = self._apply_template(messages[: turns[0]], tools, place)[1] if turns[0] else None
+            return _Rendered(text=text, answers=marks[len(before or ()) :], is_chat=True)
+        answers = []
+        for turn in turns:
+            begin = self._apply_template(messages[:turn], tools, place, asks=True)[0] if turn else None
+            end = self._apply_template(messages[: turn + 1], tools, place)[0]
+            if begin is None or not (text.startswith(end) and end.startswith(begin)):
+                raise DataError(
+                    f"{place}: the answer in message {turn + 1} cannot be found: nothing comes before it, or the chat"
+                    " template writes the beginning of a conversation in another way than within the whole; put"
+                    " {% generation %} and {% endgeneration %} around the answers in the template, or set answers=each"
+                )
+            answers.append((len(begin), len(end)))
+        return _Rendered(text=text, answers=answers, is_chat=True)
+
+    def _apply_template(
+        self, messages: list[Message], tools: Any, place: str, asks: bool = False
+    ) -> tuple[str, list[Span] | None]:
+        """Text, and the characters that the template's ``generation`` blocks wrote; None if it has no such blocks.
+
+        Not by ``apply_chat_template(return_assistant_tokens_mask=True)``: where an answer begins or ends with a space
+        that the tokenizer does not count as part of a token, its mask is empty or goes on to the end
+        (transformers 5.23, tokenization_utils_base.py:apply_chat_template).
+        """
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        # As apply_chat_template does it: many templates cannot read a key without a value.
+        present = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        try:
+            template = self._tokenizer.get_chat_template(None, tools)
+            has_marks = bool(_GENERATION.search(template))
+            texts, marks = render_jinja_template(
+                conversations=[present],
+                tools=tools,
+                chat_template=template,
+                return_assistant_tokens_mask=has_marks,
+                add_generation_prompt=asks,
+                **self._tokenizer.special_tokens_map,
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise DataError(
+                f"{place}: the tokenizer has no chat template, or it does not take a conversation of {roles} ({error});"
+                " correct the conversation, or use the tokenizer of a chat model, or save a template as"
+                " chat_template.jinja in its folder"
+            ) from error
+        return texts[0], [(begin, end) for begin, end in marks[0]] if has_marks else None
+
+    def _tokenize(self, records: Sequence[_Rendered]) -> Iterator[TokenizedSample]:
+        """Each text's tokens; learned are those with a character of an answer, and the end of a completion.
+
+        The whole text is tokenized at once, as the model will meet it: a token may stand for the last character of a
+        question and the first of its answer, and is then learned. A prompt and completion get the special tokens that
+        the tokenizer puts around a text, and the end-of-sequence token if that is not among them.
+        """
+        for is_chat, group in groupby(records, key=lambda record: record.is_chat):
+            same = list(group)
+            encoded = self._tokenizer(
+                [without_surrogates(record.text) for record in same],
+                add_special_tokens=not is_chat,
+                return_offsets_mapping=True,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,
+            )
+            for record, ids, offsets in zip(same, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+                tokens = np.array(ids, dtype=np.int32)
+                is_answer = _lies_in(np.array(offsets, dtype=np.int64).reshape(-1, 2), record.answers)
+                if not is_chat:
+                    eos = self._tokenizer.eos_token_id
+                    if len(tokens) == 0 or tokens[-1] != eos:
+                        tokens, is_answer = np.append(tokens, np.int32(eos)), np.append(is_answer, False)
+                    is_answer[-1] = True
+                is_answer[:1] = False
+                yield tokens, is_answer
+
+
+def _is_message(message: Any) -> bool:
+    return (
+        isinstance(message, dict)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str | list | None)
+    )
+
+
+def _says_something(message: Message) -> bool:
+    content = message.get("content")
+    return bool((content.strip() if isinstance(content, str) else content) or message.get("tool_calls"))
+
+
+def _lies_in(offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[np.bool_]:
+    """[tokens]: whether a token has a character within a span.
+
+    Some tokenizers do not count spaces as part of a token: one of spaces alone is then empty and stands behind them.
+    A special token that the tokenizer adds is empty and stands at 0.
+    """
+    begins, ends = offsets[:, 0], offsets[:, 1]
+    inside = np.zeros(len(offsets), dtype=np.bool_)
+    for first, last in spans:
+        inside |= (ends > first) & ((begins < last) | (ends <= last))
+    return inside
 
 
 # ---- packing --------------------------------------------------------------------------------------------------------
@@ -227,71 +410,47 @@ def pack(lengths: NDArray[np.integer], capacity: int, seed: int) -> tuple[NDArra
     generator = np.random.default_rng(seed)
     drawn = generator.permutation(len(lengths))
     by_length = drawn[np.argsort(-lengths[drawn].astype(np.int64), kind="stable")]
-    row_of, num_rows = _rows_of(lengths[by_length].tolist(), capacity)
+    row_of, num_rows = _rows_of(lengths, capacity)
     row_of = generator.permutation(num_rows)[row_of]
     starts = np.concatenate([[0], np.bincount(row_of, minlength=num_rows).cumsum()]).astype(np.int64)
     return by_length[np.argsort(row_of, kind="stable")], starts
 
 
-def _rows_of(lengths: list[int], capacity: int) -> tuple[NDArray[np.int64], int]:
-    """The row of each sample, and the number of rows; ``lengths`` descend."""
-    row_of = np.empty(len(lengths), dtype=np.int64)
-    with_room: defaultdict[int, deque[int]] = defaultdict(deque)  # rows by the room that they have left
+def _rows_of(lengths: NDArray[np.integer], capacity: int) -> tuple[NDArray[np.int64], int]:
+    """The row of each sample, the longest first, and the number of rows; all rows of as much room are filled at once.
+
+    Once a row with the least room that suffices has taken a sample, no other has less room that suffices for the next
+    one of the same length: it goes on until its room does not suffice.
+    """
+    row_of: list[NDArray[np.int64]] = [np.empty(0, dtype=np.int64)]
+    with_room: defaultdict[int, list[int]] = defaultdict(list)  # rows by the room that they have left
     rooms: list[int] = []  # what there is of it, ascending
     num_rows = 0
-    for sample, length in enumerate(lengths):
-        place = bisect_left(rooms, length)
-        if place == len(rooms):
-            row, room, num_rows = num_rows, capacity, num_rows + 1
-        else:
-            room = rooms[place]
-            row = with_room[room].popleft()
-            if not with_room[room]:
-                del rooms[place]
-        row_of[sample] = row
-        left = room - length
-        if not with_room[left]:
-            insort(rooms, left)
-        with_room[left].append(row)
-    return row_of, num_rows
+    for length, count in reversed(list(zip(*(found.tolist() for found in np.unique_counts(lengths)), strict=True))):
+        while count:
+            place = bisect_left(rooms, length)
+            room = capacity if place == len(rooms) else rooms[place]
+            each = room // length
+            needed = -(-count // each)
+            if place == len(rooms):
+                rows = list(range(num_rows, num_rows + needed))
+                num_rows += needed
+            else:
+                rows, with_room[room] = with_room[room][:needed], with_room[room][needed:]
+                if not with_room[room]:
+                    del rooms[place]
+            taken = min(count, each * len(rows))
+            row_of.append(np.repeat(rows, each)[:taken])
+            count -= taken
+            of_last = taken - each * (len(rows) - 1)
+            for left, those in ((room - each * length, rows[:-1]), (room - of_last * length, rows[-1:])):
+                if those and not with_room[left]:
+                    insort(rooms, left)
+                with_room[left] += those
+    return np.concatenate(row_of), num_rows
 
 
 # ---- rows -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowOptions:
-    """How samples become rows."""
-
-    packing: bool = False
-    """Whether short samples share a row, without seeing each other."""
-    pad_to_multiple_of: int | None = None
-    """Without packing, pad to the longest sample of the batch, rounded up to this; None: to ``seq_length``."""
-    seed: int = 1234
-    """Of the order of packed rows."""
-
-    def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ConfigError: If one cannot work.
-        """
-        if self.pad_to_multiple_of is not None and self.pad_to_multiple_of < 1:
-            raise ConfigError(f"pad_to_multiple_of={self.pad_to_multiple_of} must be at least 1; 8 suits most GPUs")
-        if self.packing and self.pad_to_multiple_of is not None:
-            raise ConfigError(
-                f"pad_to_multiple_of={self.pad_to_multiple_of} is for rows of one sample, and packing=True fills rows"
-                " of seq_length; leave one of them out"
-            )
-
-    def check_length(self, seq_length: int) -> None:
-        """See to it that rows of ``seq_length`` tokens can be padded so.
-
-        Raises:
-            ConfigError: If ``pad_to_multiple_of`` does not divide it.
-        """
-        if self.pad_to_multiple_of is not None:
-            require_divides("pad_to_multiple_of", self.pad_to_multiple_of, "seq_length", seq_length)
 
 
 class InstructionSamples:
@@ -299,23 +458,22 @@ class InstructionSamples:
 
     Args:
         instructions: The samples.
-        options: How they become rows; checked for ``instructions.seq_length``.
+        pack_by: Let short samples share a row, without seeing each other, in an order drawn from this seed.
+        pad_to_multiple_of: Pad to the longest row of the batch, rounded up to this; None: to ``seq_length``.
     """
 
-    def __init__(self, instructions: Instructions, options: RowOptions) -> None:
-        self._instructions = instructions
-        self._options = options
-        num_samples = len(instructions)
-        self._members, self._starts = (
-            pack(instructions.lengths, instructions.seq_length, options.seed)
-            if options.packing
-            else (np.arange(num_samples), np.arange(num_samples + 1))
-        )
+    def __init__(
+        self, instructions: Instructions, *, pack_by: int | None = None, pad_to_multiple_of: int | None = None
+    ) -> None:
+        self._instructions, self._pack_by, self._multiple = instructions, pack_by, pad_to_multiple_of
+        self._members, self._starts = np.arange(len(instructions)), np.arange(len(instructions) + 1)
+        if pack_by is not None:
+            self._members, self._starts = pack(instructions.lengths, instructions.seq_length, pack_by)
 
     @property
     def fingerprint(self) -> str:
         """Of samples and packing; not of padding, which changes nothing that is learned."""
-        order = f"packed-{self._options.seed}" if self._options.packing else "alone"
+        order = "alone" if self._pack_by is None else f"packed-{self._pack_by}"
         return f"{self._instructions.fingerprint}-{order}"
 
     @property
@@ -337,7 +495,11 @@ class InstructionSamples:
 
         source = self._instructions
         members = [self._members[self._starts[index] : self._starts[index + 1]] for index in indices]
-        shape = (len(members), self._row_length(max(int(source.lengths[row].sum()) for row in members)))
+        length = source.seq_length
+        if self._multiple is not None:
+            longest = max(int(source.lengths[row].sum()) for row in members)
+            length = -(-longest // self._multiple) * self._multiple
+        shape = (len(members), length)
         input_ids = np.full(shape, source.padding_token, dtype=np.int64)
         labels = np.full(shape, _NO_TARGET, dtype=np.int64)
         attention_mask, position_ids = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
@@ -355,15 +517,11 @@ class InstructionSamples:
         names = ("input_ids", "labels", "attention_mask", "position_ids")
         return dict(zip(names, map(torch.from_numpy, arrays), strict=True))
 
-    def _row_length(self, longest: int) -> int:
-        multiple = self._options.pad_to_multiple_of
-        return self._instructions.seq_length if multiple is None else -(-longest // multiple) * multiple
-
 
 _LAYOUT = 1
 """Of the files in a folder, and of the rules by which they come about; a change makes the old folders unknown."""
 
-_ARRAYS = ("tokens", "is_answer", "starts")
+_SAVED = ("tokens", "is_answer", "starts", "padding_token")
 
 
 def cached_instructions(options: InstructionOptions, index_cache: str | None) -> Instructions:
@@ -382,20 +540,13 @@ def cached_instructions(options: InstructionOptions, index_cache: str | None) ->
 
     def write(staging: str) -> SampleOrder:
         made = read_instructions(options)
-        for name in _ARRAYS:
+        for name in _SAVED:
             np.save(os.path.join(staging, f"{name}.npy"), getattr(made, name))
-        np.save(os.path.join(staging, "padding_token.npy"), made.padding_token)
         return SampleOrder(num_samples=len(made), fingerprint=made.fingerprint)
 
     build_once(folder, write, options.path)
-    tokens, is_answer, starts = (open_array(folder, name) for name in _ARRAYS)
-    return Instructions(
-        tokens=tokens,
-        is_answer=is_answer,
-        starts=starts,
-        seq_length=options.seq_length,
-        padding_token=int(open_array(folder, "padding_token")),
-    )
+    saved: dict[str, Any] = {name: open_array(folder, name) for name in _SAVED}
+    return Instructions(**{**saved, "padding_token": int(saved["padding_token"])}, seq_length=options.seq_length)
 
 
 def _identity(options: InstructionOptions) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal, Self, TypeAlias, TypeGuard
 
 import numpy as np
@@ -34,7 +34,7 @@ Shuffling: TypeAlias = Literal["later passes", "every pass", "never"]
 # ---- how a step is dealt to ranks -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class BatchRampup:
     """A global batch that grows from ``start`` in equal steps while the first ``samples`` samples are consumed.
 
@@ -84,20 +84,13 @@ class BatchShape:
         if self.rampup is None:
             return [self.num_microbatches]
         ramp, full, unit = self.rampup, self.global_batch_size, self.micro_batch_size * self.data_parallel_size
-        given = f"rampup_batch_size=[{ramp.start}, {ramp.increment}, {ramp.samples}]"
-        if ramp.start < 1 or ramp.increment < 1 or ramp.samples < 1:
-            raise ConfigError(f"{given} needs three positive numbers: first global batch, increment, samples")
-        if ramp.start >= full or (full - ramp.start) % ramp.increment != 0:
+        grows = ramp.start >= 1 and ramp.increment >= 1 and ramp.samples >= 1 and ramp.start < full
+        if not grows or (full - ramp.start) % ramp.increment or ramp.start % unit or ramp.increment % unit:
             raise ConfigError(
-                f"{given} must reach the global batch of {full} (micro_batch_size={self.micro_batch_size} x"
-                f" num_microbatches={self.num_microbatches} x data-parallel size {self.data_parallel_size}) from a"
-                f" smaller one in whole increments; choose a start and an increment that differ from {full} by that"
-            )
-        if ramp.start % unit or ramp.increment % unit:
-            raise ConfigError(
-                f"{given} comes to a global batch of {ramp.start if ramp.start % unit else ramp.start + ramp.increment}"
-                f", which is no multiple of {unit} (micro_batch_size={self.micro_batch_size} x data-parallel size"
-                f" {self.data_parallel_size}); choose multiples of {unit} for start and increment"
+                f"rampup_batch_size=[{ramp.start}, {ramp.increment}, {ramp.samples}] must be a first global batch and"
+                f" an increment, both multiples of {unit} (micro_batch_size={self.micro_batch_size} x dp"
+                f"={self.data_parallel_size}), that reach the global batch of {full} (x num_microbatches="
+                f"{self.num_microbatches}) in whole increments, and a positive number of samples; choose such"
             )
         return [rows // unit for rows in range(ramp.start, full + 1, ramp.increment)]
 
@@ -155,25 +148,24 @@ class BatchShape:
 # ---- samples of our data modules ------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class PassOrder:
     """The order in which each pass over ``num_samples`` samples takes them; the same on every rank and in every run."""
 
-    def __init__(self, num_samples: int, seed: int, shuffling: Shuffling) -> None:
-        """Nothing is drawn before a pass needs it."""
-        self.num_samples = num_samples
-        self.seed = seed
-        self._shuffling = shuffling
-        self._drawn: dict[int, NDArray[np.int64]] = {}
+    num_samples: int
+    seed: int
+    shuffling: Shuffling
 
     def entry(self, number: int, place: int) -> int:
         """The sample that stands at ``place`` of pass ``number``, both from 0."""
-        if self._shuffling == "never" or (self._shuffling == "later passes" and number == 0):
+        if self.shuffling == "never" or (self.shuffling == "later passes" and number == 0):
             return place
-        if number not in self._drawn:
-            # A batch may lie across two passes.
-            self._drawn = {kept: order for kept, order in self._drawn.items() if kept == number - 1}
-            self._drawn[number] = np.random.default_rng((self.seed, number)).permutation(self.num_samples)
-        return int(self._drawn[number][place])
+        return int(_permutation(self.num_samples, self.seed, number)[place])
+
+
+@lru_cache(maxsize=2)  # a batch may lie across two passes
+def _permutation(num_samples: int, seed: int, number: int) -> NDArray[np.int64]:
+    return np.random.default_rng((seed, number)).permutation(num_samples)
 
 
 class TrainLoader:
@@ -278,14 +270,15 @@ class TrainLoader:
             CheckpointError: If ``state`` is not one of ``state_dict``.
         """
         names = ("epoch", "consumed_samples", "steps", "earlier_samples")
-        state = {"earlier_samples": 0, **state}  # older checkpoints do not say
-        values = [state.get(name) for name in names]
+        values: list[Any] = [
+            {"earlier_samples": 0, **state}.get(name) for name in names
+        ]  # older checkpoints do not say
         if not all(isinstance(value, int) and value >= 0 for value in values):
             raise CheckpointError(
                 f"position of the training data {state} needs whole numbers {', '.join(names)}: the checkpoint was"
                 " written with another data module; resume with that one"
             )
-        self.epoch, self.consumed_samples, self.steps, self._earlier_samples = (int(state[name]) for name in names)
+        self.epoch, self.consumed_samples, self.steps, self._earlier_samples = values
         if self._max_steps is not None and self.epoch > 0:
             # The run counted epochs: each was a pass, of which this one goes on.
             self.consumed_samples += self.epoch * self.order.num_samples
@@ -392,27 +385,17 @@ def _read(
 # ---- ordinary DataLoaders -------------------------------------------------------------------------------------------
 
 
-class _SkipFirst:
-    """A batch sampler (or a sampler of whole batches) without its first ones, never read from the dataset."""
-
-    def __init__(self, sampler: Any, skipped: int, after_skipping: Callable[[], None]) -> None:
-        self._sampler = sampler
-        self._skipped = skipped
-        self._after_skipping = after_skipping
-
-    def __iter__(self) -> Iterator[Any]:
-        batches = iter(self._sampler)
-        for _ in range(self._skipped):
-            next(batches, None)
-        self._after_skipping()
-        yield from batches
-
-    def __len__(self) -> int:
-        return len(self._sampler) - self._skipped
+def _skipping(sampler: Any, skipped: int, after_skipping: Callable[[], None]) -> Iterator[Any]:
+    batches = iter(sampler)
+    for _ in range(skipped):
+        next(batches, None)
+    after_skipping()
+    yield from batches
 
 
 def _without_first(loader: DataLoader[Any], skipped: int, after_skipping: Callable[[], None]) -> DataLoader[Any]:
-    rest = _SkipFirst(loader.batch_sampler or loader.sampler, skipped, after_skipping)
+    """The same batches without the first ones, which are never read from the dataset; for one pass."""
+    rest = _skipping(loader.batch_sampler or loader.sampler, skipped, after_skipping)
     order: dict[str, Any] = {"batch_sampler": rest}
     if loader.batch_sampler is None:
         order = {"batch_size": None, "sampler": rest}

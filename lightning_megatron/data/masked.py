@@ -20,8 +20,8 @@ from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from typing import Any, Literal, TypeAlias, get_args
+from functools import cached_property
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -30,8 +30,8 @@ from typing_extensions import override
 
 from lightning_megatron.data.indexed import open_dataset
 from lightning_megatron.data.samples import Objective, Part, Rows, open_array, split_ranges
-from lightning_megatron.data.special_tokens import TokenizerFacts
-from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.data.tokenizer import TokenizerFacts
+from lightning_megatron.errors import ConfigError, DataError, require_choice, require_number
 
 _log = logging.getLogger(__name__)
 
@@ -81,8 +81,7 @@ class MaskingOptions:
                 f"short_sequence_probability={share} must be 0 or close to one in a whole number (1, 0.5, 0.33, 0.25,"
                 " 0.2, ...), as it is drawn so; 0.1 is usual"
             )
-        if self.max_ngram is not None and self.max_ngram < 1:
-            raise ConfigError(f"max_ngram={self.max_ngram} words must be at least 1; leave it out for the usual size")
+        require_number("max_ngram", 1 if self.max_ngram is None else self.max_ngram, at_least=1)
 
     def masked(self, num_tokens: int, target: int) -> float:
         """Tokens to mask, at most.
@@ -131,37 +130,7 @@ def masked_ngrams(
         yield begin, bounds[end]
 
 
-@lru_cache(maxsize=16)
-def _cumulative_probabilities(max_ngram: int) -> list[float]:
-    """Of the sizes of n-grams, which are the less probable the larger: 1/n, normalised."""
-    # Rounded as by the engine and numpy's choice, step by step: one bit decides about a whole sample.
-    probabilities = 1.0 / (np.arange(max_ngram, dtype=np.int64) + 1)
-    probabilities = probabilities / probabilities.sum(keepdims=True)
-    probabilities = probabilities / probabilities.sum(keepdims=True)
-    cumulative = probabilities.cumsum()
-    return (cumulative / cumulative[-1]).tolist()  # type: ignore[no-any-return]
-
-
 # ---- sentences ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class SentenceCut:
-    """How documents are cut into samples of whole sentences."""
-
-    seq_length: int
-    """Tokens of a row."""
-    special_tokens: int
-    """How many of them the text leaves to special tokens."""
-    min_sentences: int
-    """Sentences of a sample, at least: 2 if their order is to be learned."""
-    short_sequence_probability: float
-    """Share of the samples that are made shorter."""
-
-    @property
-    def max_tokens(self) -> int:
-        """Tokens of text in a row."""
-        return self.seq_length - self.special_tokens
 
 
 class _Documents:
@@ -172,72 +141,47 @@ class _Documents:
         DataError: If the engine would make no sample of the documents, for ever; with what is wrong with them.
     """
 
-    def __init__(self, part: Part, cut: SentenceCut) -> None:
+    def __init__(self, part: Part, objective: MaskedObjective) -> None:
         if not 0 < part.seed < _MAX_INT32:
             raise ConfigError(
                 f"seed={part.seed} must be from 1 to {_MAX_INT32 - 1} for BERT and T5 (the engine's index of sentences"
                 " takes no other); choose such a seed"
             )
         dataset = open_dataset(part.prefix)
-        self.part, self.cut = part, cut
+        self.part, self.objective = part, objective
         self.total = dataset.num_documents
         documents = split_ranges(part.split, self.total)[part.name]
         self.lengths: NDArray[np.int32] = dataset.lengths
         self.bounds: NDArray[np.int64] = dataset.document_bounds[documents.start : documents.stop + 1]
         self.num_sentences = np.diff(self.bounds)
-        self.count = len(self.num_sentences)
         own = self.lengths[self.bounds[0] : self.bounds[-1]]
         self.num_tokens = int(own.sum(dtype=np.int64))
         with_long = np.searchsorted(self.bounds, np.flatnonzero(own > LONG_SENTENCE) + self.bounds[0], side="right") - 1
-        several = self.num_sentences[np.unique(with_long)] > 1
-        self.num_long = int(several.sum())
-        """Documents of several sentences that the engine leaves out because of one."""
-        self._check()
-
-    def _check(self) -> None:
-        part, least = self.part, self.cut.min_sentences
-        where = f"split={part.split!r} gives {part.name} {self.count} of {self.total} documents of {part.prefix}"
-        if self.count < 1:
-            raise DataError(f"{where}; give {part.name} a larger weight or weight 0, or add documents")
-        enough = int((self.num_sentences >= least).sum())
-        if enough == 0 and least > 1:
+        self.left_out = self.num_sentences < max(1, objective.min_sentences)
+        self.left_out[with_long] |= self.num_sentences[with_long] > 1
+        if not self.num_tokens or self.left_out.all():
             raise DataError(
-                f"{where}, none with two sentences, whose order is to be learned; preprocess with --split-sentences, or"
-                " set sentence_order=False"
+                f"split={part.split!r} gives {part.name} {len(self.num_sentences)} of {self.total} documents of"
+                f" {part.prefix} with {self.num_tokens} tokens, and none of {objective.needs}; give {part.name} a"
+                " larger weight or weight 0, or preprocess such documents with --split-sentences"
             )
-        if enough == self.num_long:
-            raise DataError(
-                f"{where}, {self.num_long} of them with a sentence of more than {LONG_SENTENCE} tokens, none that can"
-                " be used; preprocess with --split-sentences and shorter sentences, or give other documents"
-            )
-        if not self.num_tokens:
-            raise DataError(f"{where}, none with any token; preprocess inputs that contain text")
 
     def warn(self) -> None:
         """Say how much is left out."""
-        part, cut = self.part, self.cut
-        if self.num_long:
+        part, count = self.part, int(self.left_out.sum())
+        if count > 0.01 * len(self.left_out):
             _log.warning(
-                "%d of %d documents of %s (%s) have a sentence of more than %d tokens and are left out, as by Megatron;"
-                " split them into shorter sentences to train on them.",
-                *(self.num_long, self.count, part.prefix, part.name, LONG_SENTENCE),
+                "%d of %d documents of %s (%s) are left out, as by Megatron: a sample is made of %s; preprocess with"
+                " --split-sentences if they were not split.",
+                *(count, len(self.left_out), part.prefix, part.name, self.objective.needs),
             )
-        if cut.min_sentences > 1:
-            few = int((self.num_sentences < cut.min_sentences).sum())
-            if few > 0.01 * self.count:
-                _log.warning(
-                    "%d of %d documents of %s (%s) have less than two sentences and are left out, as there is no order"
-                    " to learn; preprocess with --split-sentences if they were not split.",
-                    *(few, self.count, part.prefix, part.name),
-                )
-            return
         of_one = self.lengths[self.bounds[:-1][self.num_sentences == 1]].astype(np.int64)
-        behind = int(np.maximum(of_one - cut.max_tokens, 0).sum())
-        if behind > 0.01 * self.num_tokens:
+        behind = int(np.maximum(of_one - self.objective.max_tokens, 0).sum())
+        if self.objective.min_sentences == 1 and behind > 0.01 * self.num_tokens:
             _log.warning(
                 "%.0f %% of the tokens of %s (%s) are never trained on: documents of one sequence give one sample each,"
                 " cut at %d tokens, as by Megatron; preprocess with --split-sentences.",
-                *(100 * behind / self.num_tokens, part.prefix, part.name, cut.max_tokens),
+                *(100 * behind / self.num_tokens, part.prefix, part.name, self.objective.max_tokens),
             )
 
     def mapping(self, num_samples: int | None) -> NDArray[Any]:
@@ -249,12 +193,28 @@ class _Documents:
             self.lengths,
             _MAX_INT32 - 1,  # passes; whole ones are made until there are as many samples
             max(1, num_samples or 1),
-            self.cut.max_tokens,
-            self.cut.short_sequence_probability,
+            self.objective.max_tokens,
+            self.objective.masking.short_sequence_probability,
             self.part.seed,
             False,
-            self.cut.min_sentences,
+            self.objective.min_sentences,
         )
+
+
+Arrays: TypeAlias = dict[str, NDArray[np.int64]]
+
+
+class Sentences(NamedTuple):
+    """The text of a sample."""
+
+    tokens: NDArray[np.int64]
+    """Of all sentences."""
+    begins: NDArray[np.bool_]
+    """Whether each token begins a word; the first one of a sentence does, with a mark or without."""
+    lengths: NDArray[np.int32]
+    """Of the sentences."""
+    target: int
+    """Tokens that the sample shall have, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,11 +227,33 @@ class MaskedObjective(Objective):
     """Of the tokenizer that made the dataset."""
     masking: MaskingOptions = field(default_factory=MaskingOptions)
     """Which tokens are masked."""
+    special_tokens: ClassVar[int]
+    """How many of a row the text leaves to special tokens."""
 
     @property
-    @abstractmethod
-    def cut(self) -> SentenceCut:
-        """How documents are cut."""
+    def min_sentences(self) -> int:
+        """Sentences of a sample, at least: 2 if their order is to be learned."""
+        return 1
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of text in a row."""
+        return self.seq_length - self.special_tokens
+
+    @property
+    def needs(self) -> str:
+        """What documents must have, in words."""
+        number = "two or more" if self.min_sentences > 1 else "one sequence, or several"
+        return f"{number} sentences of at most {LONG_SENTENCE} tokens"
+
+    @property
+    def cut(self) -> str:
+        """How documents are cut, as the names of index folders and the fingerprints of older runs spell it."""
+        return (
+            f"SentenceCut(seq_length={self.seq_length}, special_tokens={self.special_tokens},"
+            f" min_sentences={self.min_sentences},"
+            f" short_sequence_probability={self.masking.short_sequence_probability})"
+        )
 
     @property
     @override
@@ -280,24 +262,45 @@ class MaskedObjective(Objective):
 
     @override
     def count(self, part: Part) -> int:
-        return len(_Documents(part, self.cut).mapping(None))
+        return len(_Documents(part, self).mapping(None))
 
-    def _cut(self, special_tokens: int, min_sentences: int) -> SentenceCut:
-        return SentenceCut(
-            seq_length=self.seq_length,
-            special_tokens=special_tokens,
-            min_sentences=min_sentences,
-            short_sequence_probability=self.masking.short_sequence_probability,
-        )
+    @override
+    def open(self, part: Part, folder: str) -> MaskedSamples:
+        return MaskedSamples(self, part, folder)
+
+    @abstractmethod
+    def empty_rows(self, num_rows: int) -> Arrays:
+        """Padding: [rows, ...] int64 each, by the names of the Hugging Face model."""
+
+    @abstractmethod
+    def fill(self, rows: Arrays, number: int, sample: Sentences, state: np.random.RandomState) -> None:
+        """Write a sample into row ``number``; all random numbers come from ``state``."""
+
+    @cached_property
+    def _maskable(self) -> NDArray[np.bool_]:
+        return self.tokenizer.maskable
+
+    def _words(self, tokens: NDArray[np.int64], begins: NDArray[np.bool_]) -> tuple[NDArray[np.int64], list[int]]:
+        """Places of the tokens that may be masked, ascending; where in these each word begins, and their number.
+
+        A piece in the middle of a word belongs to the word before it even if a special token stands between them: that
+        is where the engine puts the rest of a word that was cut at the beginning of a segment.
+        """
+        places = np.flatnonzero(self._maskable[tokens])
+        if not self.masking.whole_words:
+            return places, list(range(len(places) + 1))
+        first = begins[places]
+        first[:1] = True
+        return places, [*np.flatnonzero(first).tolist(), len(places)]
 
     def _check_length(self) -> None:
         """Raise ConfigError if rows are so short that not one token would be masked."""
-        cut, probability = self.cut, self.masking.probability
-        if cut.max_tokens < 2 or probability * cut.max_tokens < 1:
-            needed = cut.special_tokens + max(2, math.ceil(1 / probability))
+        probability = self.masking.probability
+        if self.max_tokens < 2 or probability * self.max_tokens < 1:
             raise ConfigError(
-                f"seq_length={self.seq_length} is too small: a row has {cut.special_tokens} special tokens, and"
-                f" probability={probability:g} of the others must be a token; choose at least {needed}"
+                f"seq_length={self.seq_length} is too small: a row has {self.special_tokens} special tokens, and"
+                f" probability={probability:g} of the others must be a token; choose at least"
+                f" {self.special_tokens + max(2, math.ceil(1 / probability))}"
             )
 
 
@@ -312,14 +315,12 @@ class MaskedSamples:
             part: Which documents.
             folder: Where the index is, or is to be written if this is empty.
         """
-        self._cut, self._folder, self._seed = objective.cut, folder, part.seed
+        self._objective, self._folder, self._seed = objective, folder, part.seed
         if not os.listdir(folder):
-            documents = _Documents(part, self._cut)
+            documents = _Documents(part, objective)
             documents.warn()
             np.save(os.path.join(folder, "sentences.npy"), documents.mapping(part.num_samples))
         self._dataset = open_dataset(part.prefix)
-        self._tokenizer, self._whole_words = objective.tokenizer, objective.masking.whole_words
-        self._maskable = objective.tokenizer.maskable
 
     def __len__(self) -> int:
         """Samples."""
@@ -340,28 +341,26 @@ class MaskedSamples:
         The beginning of an order tells it from others: any difference reshuffles all of it.
         """
         beginning = np.ascontiguousarray(self._mapping[:4096])
-        digest = hashlib.sha256(repr((len(self), self._seed, self._cut)).encode() + beginning.tobytes())
+        # As repr of the tuple whose last element was once an object.
+        digest = hashlib.sha256(f"({len(self)}, {self._seed}, {self._objective.cut})".encode() + beginning.tobytes())
         return digest.hexdigest()[:16]
 
-    def _states(self, indices: Sequence[int]) -> Iterator[tuple[int, int, np.random.RandomState]]:
-        """Row, sample, and where all its random numbers come from."""
-        state = np.random.RandomState(0)
-        for row, index in enumerate(indices):
-            state.seed((self._seed + int(index)) % 2**32)
-            yield row, int(index), state
-
-    def _sentences(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int32], int]:
-        """A sample's tokens, whether each begins a word, the lengths of its sentences, and how many tokens it wants.
-
-        The first token of a sentence begins a word, with a mark or without.
+    def rows(self, indices: Sequence[int]) -> Rows:
+        """What ``objective.empty_rows`` names, filled.
 
         Raises:
-            DataError: If there are other ids than the tokenizer's.
+            DataError: If the dataset has an id that the tokenizer has not.
         """
+        rows, state = self._objective.empty_rows(len(indices)), np.random.RandomState(0)
+        for number, index in enumerate(indices):
+            state.seed((self._seed + int(index)) % 2**32)
+            self._objective.fill(rows, number, self._sentences(int(index)), state)
+        return {name: torch.from_numpy(array) for name, array in rows.items()}
+
+    def _sentences(self, index: int) -> Sentences:
         first, end, target = self._mapping[index].tolist()
         found, lengths = self._dataset.sequences(first, end)
-        tokens = found.astype(np.int64)
-        tokenizer = self._tokenizer
+        tokens, tokenizer = found.astype(np.int64), self._objective.tokenizer
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < tokenizer.size:
             token = tokens.min() if tokens.min() < 0 else tokens.max()
             raise DataError(
@@ -370,20 +369,7 @@ class MaskedSamples:
             )
         begins = tokenizer.begins_word[tokens]
         begins[(lengths.cumsum() - lengths)[lengths > 0]] = True
-        return tokens, begins, lengths, target
-
-    def _words(self, tokens: NDArray[np.int64], begins: NDArray[np.bool_]) -> tuple[NDArray[np.int64], list[int]]:
-        """Places of the tokens that may be masked, ascending; where in these each word begins, and their number.
-
-        A piece in the middle of a word belongs to the word before it even if a special token stands between them: that
-        is where the engine puts the rest of a word that was cut at the beginning of a segment.
-        """
-        places = np.flatnonzero(self._maskable[tokens])
-        if not self._whole_words:
-            return places, list(range(len(places) + 1))
-        first = begins[places]
-        first[:1] = True
-        return places, [*np.flatnonzero(first).tolist(), len(places)]
+        return Sentences(tokens, begins, lengths, target)
 
 
 # ---- BERT -----------------------------------------------------------------------------------------------------------
@@ -394,6 +380,7 @@ class BertObjective(MaskedObjective):
     """Masked tokens and, if wanted, the order of two segments, from datasets whose documents are several sentences."""
 
     name = "bert"
+    special_tokens = 3
     sentence_order: bool = True
     """Whether rows are two segments, in order (``next_sentence_label`` 0) or swapped (1)."""
 
@@ -403,8 +390,17 @@ class BertObjective(MaskedObjective):
         Raises:
             ConfigError: If rows are too short, or the tokenizer lacks a special token.
         """
-        self.tokenizer.require(("cls", "sep", "mask"), "BERT")
+        assert self._special_ids
         self._check_length()
+
+    @cached_property
+    def _special_ids(self) -> tuple[int, ...]:
+        return self.tokenizer.require(("cls", "sep", "mask"), "BERT")
+
+    @property
+    @override
+    def min_sentences(self) -> int:
+        return 2 if self.sentence_order else 1
 
     @property
     @override
@@ -412,72 +408,38 @@ class BertObjective(MaskedObjective):
         # Any may take the place of a masked token.
         return self.tokenizer.size - 1
 
-    @property
     @override
-    def cut(self) -> SentenceCut:
-        """How documents are cut: cls and two sep stand in each row."""
-        return self._cut(3, 2 if self.sentence_order else 1)
-
-    @override
-    def open(self, part: Part, folder: str) -> BertSamples:
-        return BertSamples(self, part, folder)
-
-
-class BertSamples(MaskedSamples):
-    """One or two segments in a row."""
-
-    def __init__(self, objective: BertObjective, part: Part, folder: str) -> None:
-        super().__init__(objective, part, folder)
-        self._objective = objective
-        self._cls, self._sep, self._mask = objective.tokenizer.require(("cls", "sep", "mask"), "BERT")
-        self._cumulative = _cumulative_probabilities(objective.masking.max_ngram or 3)
-
-    def rows(self, indices: Sequence[int]) -> Rows:
-        """``input_ids``, ``token_type_ids``, ``attention_mask`` and ``labels`` (-100: none): [rows, s], int64.
-
-        With ``sentence_order`` also ``next_sentence_label``: [rows], int64, 1 where the segments are swapped.
-
-        Raises:
-            DataError: If the dataset has an id that the tokenizer has not.
-        """
-        shape = (len(indices), self._objective.seq_length)
-        rows: dict[str, NDArray[np.int64]] = {
-            "input_ids": np.full(shape, self._objective.tokenizer.fill, dtype=np.int64),
+    def empty_rows(self, num_rows: int) -> Arrays:
+        """``labels`` is -100 where nothing is predicted, ``next_sentence_label`` 1 where segments are swapped."""
+        shape = (num_rows, self.seq_length)
+        rows: Arrays = {
+            "input_ids": np.full(shape, self.tokenizer.fill, dtype=np.int64),
             "token_type_ids": np.zeros(shape, dtype=np.int64),
             "attention_mask": np.zeros(shape, dtype=np.int64),
             "labels": np.full(shape, IGNORED, dtype=np.int64),
         }
-        order: NDArray[np.int64] = np.zeros(len(indices), dtype=np.int64)
-        for row, index, state in self._states(indices):
-            order[row] = self._fill({name: array[row] for name, array in rows.items()}, index, state)
-        if self._objective.sentence_order:
-            rows["next_sentence_label"] = order
-        return {name: torch.from_numpy(array) for name, array in rows.items()}
+        return {**rows, "next_sentence_label": np.zeros(num_rows, dtype=np.int64)} if self.sentence_order else rows
 
-    def _fill(self, row: dict[str, NDArray[np.int64]], index: int, state: np.random.RandomState) -> bool:
-        """Write one sample into its row, and say whether its segments are swapped."""
-        text, begins, lengths, target = self._sentences(index)
-        middle, swapped = len(text), False
-        if self._objective.sentence_order:
+    @override
+    def fill(self, rows: Arrays, number: int, sample: Sentences, state: np.random.RandomState) -> None:
+        text, begins, lengths, target = sample
+        tokens, starts = rows["input_ids"][number], np.zeros(self.seq_length, dtype=np.bool_)
+        segments = [slice(0, len(text)), slice(len(text), len(text))]
+        if self.sentence_order:
             middle = int(lengths[: state.randint(1, len(lengths)) if len(lengths) > 2 else 1].sum())
-            swapped = state.random_sample() < 0.5
-        segments = [slice(0, middle), slice(middle, len(text))]
-        first, second = _trimmed(segments[::-1] if swapped else segments, target, state)
-
-        tokens, starts = row["input_ids"], np.zeros(len(row["input_ids"]), dtype=np.bool_)
-        end = 1 + first.stop - first.start
-        tokens[0], tokens[1:end], tokens[end] = self._cls, text[first], self._sep
-        starts[1:end] = begins[first]
-        end += 1
-        if second.stop > second.start:
-            begin, end = end, end + second.stop - second.start
-            tokens[begin:end], tokens[end] = text[second], self._sep
-            starts[begin:end] = begins[second]
-            end += 1
-            row["token_type_ids"][begin:end] = 1
-        row["attention_mask"][:end] = 1
-        self._mask_words(tokens[:end], starts[:end], row["labels"], target, state)
-        return swapped
+            segments = [slice(0, middle), slice(middle, len(text))]
+            if state.random_sample() < 0.5:
+                segments.reverse()
+                rows["next_sentence_label"][number] = 1
+        (tokens[0], separator, _), end = self._special_ids, 1
+        for kind, segment in enumerate(_trimmed(segments, target, state)):
+            begin, end = end, end + segment.stop - segment.start
+            if kind == 0 or end > begin:
+                tokens[begin:end], starts[begin:end], tokens[end] = text[segment], begins[segment], separator
+                end += 1
+                rows["token_type_ids"][number, begin:end] = kind
+        rows["attention_mask"][number, :end] = 1
+        self._mask_words(tokens[:end], starts[:end], rows["labels"][number], target, state)
 
     def _mask_words(
         self,
@@ -492,11 +454,11 @@ class BertSamples(MaskedSamples):
         Source: BERT, https://arxiv.org/abs/1810.04805, section 3.1.
         """
         places, bounds = self._words(tokens, begins)
-        ids, random, cumulative = self._objective.tokenizer.ids, state.random_sample, self._cumulative
-        budget = self._objective.masking.masked(len(tokens), target)
+        ids, random, cumulative = self.tokenizer.ids, state.random_sample, self._cumulative
         chosen: list[int] = []
         masked: list[int] = []
         replaced: dict[int, int] = {}
+        budget = self.masking.masked(len(tokens), target)
         for begin, end in masked_ngrams(bounds, budget, lambda: bisect_right(cumulative, random()) + 1, state):
             for place in range(begin, end):
                 chosen.append(place)
@@ -506,11 +468,21 @@ class BertSamples(MaskedSamples):
                     replaced[place] = int(ids[state.randint(0, len(ids))])
         where = places[chosen]
         labels[where] = tokens[where]
-        tokens[places[masked]] = self._mask
+        tokens[places[masked]] = self._special_ids[2]
         tokens[places[list(replaced)]] = list(replaced.values())
 
+    @cached_property
+    def _cumulative(self) -> list[float]:
+        """Of the sizes of n-grams, which are the less probable the larger: 1/n, normalised."""
+        # Rounded as by the engine and numpy's choice, step by step: one bit decides about a whole sample.
+        probabilities = 1.0 / (np.arange(self.masking.max_ngram or 3, dtype=np.int64) + 1)
+        probabilities = probabilities / probabilities.sum(keepdims=True)
+        probabilities = probabilities / probabilities.sum(keepdims=True)
+        cumulative = probabilities.cumsum()
+        return (cumulative / cumulative[-1]).tolist()  # type: ignore[no-any-return]
 
-def _trimmed(segments: Sequence[slice], target: int, state: np.random.RandomState) -> tuple[slice, slice]:
+
+def _trimmed(segments: list[slice], target: int, state: np.random.RandomState) -> list[slice]:
     """Two segments of ``target`` tokens together at most: the longer one loses a token at a random end, repeatedly.
 
     One draw a token, as the engine's loop; which segment is the longer one each time is known beforehand.
@@ -519,7 +491,7 @@ def _trimmed(segments: Sequence[slice], target: int, state: np.random.RandomStat
     longer = (first.stop - first.start) - (second.stop - second.start)
     excess = (first.stop - first.start) + (second.stop - second.start) - target
     if excess <= 0:
-        return first, second
+        return segments
     at_front = state.random_sample(excess) < 0.5
     of_first = np.zeros(excess, dtype=np.bool_)
     of_first[: abs(longer)] = longer > 0
@@ -528,7 +500,7 @@ def _trimmed(segments: Sequence[slice], target: int, state: np.random.RandomStat
     for segment, here in ((first, of_first), (second, ~of_first)):
         front = int((here & at_front).sum())
         trimmed.append(slice(segment.start + front, segment.stop - int(here.sum()) + front))
-    return trimmed[0], trimmed[1]
+    return trimmed
 
 
 # ---- T5 -------------------------------------------------------------------------------------------------------------
@@ -539,6 +511,7 @@ class T5Objective(MaskedObjective):
     """Masked spans, from datasets whose documents are one or several sequences."""
 
     name = "t5"
+    special_tokens = 2
     seq_length_decoder: int
     """Labels of a row of the decoder."""
     format: T5Format = "hugging_face"
@@ -554,9 +527,8 @@ class T5Objective(MaskedObjective):
         Raises:
             ConfigError: If rows are too short, or the tokenizer lacks a special token.
         """
-        if self.format not in get_args(T5Format):
-            raise ConfigError(f"format={self.format!r} must be one of {', '.join(get_args(T5Format))}")
-        self.tokenizer.require(("eos",), "T5")
+        require_choice("t5_format", self.format, get_args(T5Format))
+        assert self._eos is not None
         if self.max_spans < 1:
             raise ConfigError(
                 f"the tokenizer {self.tokenizer.source} has {len(self.tokenizer.sentinels)} sentinels (<extra_id_0>,"
@@ -572,17 +544,21 @@ class T5Objective(MaskedObjective):
                 f" seq_length={self.seq_length} are {tokens} tokens in about {spans} spans, which need {needed} labels;"
                 f" choose at least {needed}, or lower probability"
             )
+        if spans > self.max_spans:
+            _log.warning(
+                "Rows of seq_length=%d have about %d spans, the tokenizer %s has sentinels for %d: fewer than"
+                " probability=%g of the tokens will be masked; raise max_ngram, or add sentinels to the tokenizer.",
+                *(self.seq_length, spans, self.tokenizer.source, self.max_spans, self.masking.probability),
+            )
 
     @property
     @override
     def largest_token(self) -> int:
-        return max(*self.tokenizer.sentinels, *self.tokenizer.require(("eos",), "T5"), self.tokenizer.fill)
+        return max(*self.tokenizer.sentinels, self._eos, self.tokenizer.fill)
 
-    @property
-    @override
-    def cut(self) -> SentenceCut:
-        """How documents are cut: the engine leaves two tokens to bos and eos."""
-        return self._cut(2, 1)
+    @cached_property
+    def _eos(self) -> int:
+        return self.tokenizer.require(("eos",), "T5")[0]
 
     @property
     def max_ngram(self) -> int:
@@ -595,98 +571,60 @@ class T5Objective(MaskedObjective):
         return len(self.tokenizer.sentinels) - (self.format == "hugging_face")
 
     @property
-    def max_answer(self) -> int:
-        """Labels of a sample, at most, without its ending."""
-        return self.seq_length_decoder - self._ending
-
-    @property
     def _ending(self) -> int:
         return 2 if self.format == "hugging_face" else 1
 
     @property
     def _usual_spans(self) -> tuple[int, int]:
         """Masked tokens and spans of a full row if each word is one token; with longer words there are fewer spans."""
-        tokens = int(self.masking.masked(self.cut.max_tokens, self.cut.max_tokens))
+        tokens = int(self.masking.masked(self.max_tokens, self.max_tokens))
         mean_words = (1 - (1 - GEOMETRIC_PROBABILITY) ** self.max_ngram) / GEOMETRIC_PROBABILITY
         return tokens, round(tokens / mean_words)
 
     @override
-    def open(self, part: Part, folder: str) -> T5Samples:
-        if self._usual_spans[1] > self.max_spans:
-            _log.warning(
-                "Rows of seq_length=%d have about %d spans, the tokenizer %s has sentinels for %d: fewer than"
-                " probability=%g of the tokens will be masked; raise max_ngram, or add sentinels to the tokenizer.",
-                *(self.seq_length, self._usual_spans[1], self.tokenizer.source, self.max_spans),
-                self.masking.probability,
-            )
-        return T5Samples(self, part, folder)
+    def empty_rows(self, num_rows: int) -> Arrays:
+        """``labels`` is -100 where nothing is predicted."""
+        return {
+            "input_ids": np.full((num_rows, self.seq_length), self.tokenizer.fill, dtype=np.int64),
+            "attention_mask": np.zeros((num_rows, self.seq_length), dtype=np.int64),
+            "labels": np.full((num_rows, self.seq_length_decoder), IGNORED, dtype=np.int64),
+        }
 
-
-class T5Samples(MaskedSamples):
-    """A text whose masked spans are sentinels, and the spans as the answer."""
-
-    def __init__(self, objective: T5Objective, part: Part, folder: str) -> None:
-        super().__init__(objective, part, folder)
-        self._objective = objective
-        (self._eos,) = objective.tokenizer.require(("eos",), "T5")
-
-    def rows(self, indices: Sequence[int]) -> Rows:
-        """``input_ids`` and ``attention_mask`` [rows, s], ``labels`` (-100: none) [rows, s of the decoder], all int64.
-
-        Raises:
-            DataError: If the dataset has an id that the tokenizer has not.
-        """
-        objective = self._objective
-        shape = (len(indices), objective.seq_length)
-        tokens = np.full(shape, objective.tokenizer.fill, dtype=np.int64)
-        attention = np.zeros(shape, dtype=np.int64)
-        labels = np.full((len(indices), objective.seq_length_decoder), IGNORED, dtype=np.int64)
-        for row, index, state in self._states(indices):
-            text, answer = self._sample(index, state)
-            tokens[row, : len(text)], attention[row, : len(text)] = text, 1
-            labels[row, : len(answer)] = answer
-        rows = {"input_ids": tokens, "attention_mask": attention, "labels": labels}
-        return {name: torch.from_numpy(array) for name, array in rows.items()}
-
-    def _sample(self, index: int, state: np.random.RandomState) -> tuple[list[int], list[int]]:
-        """The text with sentinels in place of spans, and the labels."""
-        objective = self._objective
-        text, begins, _, target = self._sentences(index)
-        spans = self._spans(text[:target], begins[:target], target, state)
-
-        tokens: list[int] = text[:target].tolist()
+    @override
+    def fill(self, rows: Arrays, number: int, sample: Sentences, state: np.random.RandomState) -> None:
+        text, target = sample.tokens[: sample.target], sample.target
+        spans = self._spans(text, sample.begins[:target], target, state)
+        tokens: list[int] = text.tolist()
         inputs: list[int] = []
         labels: list[int] = []
-        sentinels = objective.tokenizer.sentinels
+        sentinels, eos = self.tokenizer.sentinels, self._eos
         last = 0
         for sentinel, (begin, end) in zip(sentinels, spans, strict=False):
-            inputs += tokens[last:begin]
-            inputs.append(sentinel)
-            labels.append(sentinel)
-            labels += tokens[begin:end]
+            inputs += [*tokens[last:begin], sentinel]
+            labels += [sentinel, *tokens[begin:end]]
             last = end
         inputs += tokens[last:]
-        if objective.format == "hugging_face":
+        if self.format == "hugging_face":
             labels.append(sentinels[len(spans)])
-            if inputs[-1:] != [self._eos]:  # which preprocess may have appended to the document
-                inputs.append(self._eos)
-        labels.append(self._eos)
-        return inputs, labels
+            if inputs[-1:] != [eos]:  # which preprocess may have appended to the document
+                inputs.append(eos)
+        labels.append(eos)
+        rows["input_ids"][number, : len(inputs)], rows["attention_mask"][number, : len(inputs)] = inputs, 1
+        rows["labels"][number, : len(labels)] = labels
 
     def _spans(
         self, text: NDArray[np.int64], begins: NDArray[np.bool_], target: int, state: np.random.RandomState
     ) -> list[tuple[int, int]]:
         """Beginning and end of each masked span, in the order of the text."""
-        objective, largest, geometric = self._objective, self._objective.max_ngram, state.geometric
         places, bounds = self._words(text, begins)
-        budget = objective.masking.masked(len(text), target)
+        largest, geometric = self.max_ngram, state.geometric
         spans: list[tuple[int, int]] = []
-        answer = 0
+        labels = self._ending
         draw_size = lambda: min(geometric(GEOMETRIC_PROBABILITY), largest)  # noqa: E731
-        for first, stop in masked_ngrams(bounds, budget, draw_size, state):
+        for first, stop in masked_ngrams(bounds, self.masking.masked(len(text), target), draw_size, state):
             begin, end = int(places[first]), int(places[stop - 1]) + 1
-            answer += 1 + end - begin
-            if len(spans) == objective.max_spans or answer > objective.max_answer:
+            labels += 1 + end - begin
+            if len(spans) == self.max_spans or labels > self.seq_length_decoder:
                 break
             spans.append((begin, end))
         return sorted(spans)

@@ -12,14 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_megatron.data.indexed import (
-    OLD_MAGIC,
-    IndexedDataset,
-    IndexedDatasetWriter,
-    check_dataset,
-    map_index,
-)
-from lightning_megatron.data.old_formats import check_old_dataset
+from lightning_megatron.data.indexed import IndexedDataset, IndexedDatasetWriter, check_dataset
 from lightning_megatron.errors import DataError
 from lightning_megatron.files import exit_on_sigterm
 
@@ -45,37 +38,19 @@ class MergedDataset:
     """What whoever uses the dataset should know."""
 
 
-def check_any_dataset(prefix: str, option: str) -> IndexedDataset:
-    """The dataset at ``prefix``, in whichever format, all of whose index has been checked; tokens may be floats.
-
-    Args:
-        prefix: Path of both files without suffix.
-        option: The setting that ``prefix`` was given for.
-
-    Raises:
-        DataError: If the dataset is missing, damaged or foreign.
-    """
-    if map_index(prefix, option)[: len(OLD_MAGIC)].tobytes() == OLD_MAGIC:
-        return check_old_dataset(prefix, option=option)
-    return check_dataset(prefix, option=option, integers_only=False)
-
-
 def merge_datasets(inputs: Sequence[str], output_prefix: str) -> MergedDataset:
     """Write the datasets at ``inputs`` one after the other, in the mmap format, as one dataset.
 
     Documents and sequences stay as they are; the type of tokens is the smallest that holds those of all inputs.
 
     Raises:
-        DataError: If an input is missing, damaged, foreign or does not go with the others, or ``output_prefix`` exists,
-            is an input or cannot be written.
+        DataError: If an input is missing, damaged, foreign or does not go with the others, or ``output_prefix`` exists
+            or cannot be written.
     """
     if not inputs:
         raise DataError("input=[] names no dataset; give at least one")
-    for prefix in inputs:
-        if os.path.realpath(prefix) == os.path.realpath(output_prefix):
-            raise DataError(f"output_prefix={output_prefix} is the input {prefix} itself; choose another")
     _require_new(output_prefix)
-    sources = [check_any_dataset(prefix, "input") for prefix in inputs]
+    sources = [check_dataset(prefix, option="input", for_training=False) for prefix in inputs]
     for source in sources:
         _require_alike(sources[0], source)
     return _write(sources, output_prefix, "Merging")
@@ -91,7 +66,10 @@ def convert_dataset(source: str, output_prefix: str) -> MergedDataset:
             ``output_prefix`` exists or cannot be written.
     """
     _require_new(output_prefix)
-    return _write([check_old_dataset(source)], output_prefix, "Converting")
+    dataset = check_dataset(source, option="input", for_training=False)
+    if dataset.format == "mmap":
+        raise DataError(f"{source}.idx is in the mmap format (MMIDIDX) already; use the dataset as it is")
+    return _write([dataset], output_prefix, "Converting")
 
 
 def _write(sources: Sequence[IndexedDataset], output_prefix: str, activity: str) -> MergedDataset:
@@ -114,16 +92,14 @@ def _write(sources: Sequence[IndexedDataset], output_prefix: str, activity: str)
                 writer.add_documents(piece.astype(dtype, copy=False).data, ())
                 bar.update(len(piece))
             writer.add_documents(b"", source.lengths, np.diff(source.document_bounds), source.modes.tobytes())
-    widened = [source for source in sources if source.dtype != dtype]
+    notes = [source.note for source in sources if source.note is not None]
+    notes += [f"{each.prefix} was widened from {each.dtype} to {dtype}" for each in sources if each.dtype != dtype]
     return MergedDataset(
         prefix=output_prefix,
         documents=sum(source.num_documents for source in sources),
         sequences=sum(len(source.lengths) for source in sources),
         tokens=num_tokens,
-        notes=(
-            *(source.note for source in sources if source.note is not None),
-            *(f"{source.prefix} was widened from {source.dtype} to {dtype}" for source in widened),
-        ),
+        notes=tuple(notes),
     )
 
 
@@ -132,18 +108,15 @@ def _require_new(prefix: str) -> None:
     existing = [prefix + suffix for suffix in (".idx", ".bin") if os.path.lexists(prefix + suffix)]
     if existing:
         raise DataError(f"output_prefix={prefix} would overwrite {', '.join(existing)}; choose another or remove them")
-    if prefix.endswith((".bin", ".idx")):
-        raise DataError(f"output_prefix={prefix} ends like a file, it must be the prefix of two; write {prefix[:-4]}")
-    if not os.path.basename(prefix):
-        raise DataError(f"output_prefix={prefix} names no file; add one, e.g. {os.path.join(prefix, 'corpus')}")
+    if prefix.endswith((".bin", ".idx")) or not os.path.basename(prefix):
+        raise DataError(f"output_prefix={prefix} must be the prefix of two files; write it like data/corpus")
 
 
 def _require_alike(first: IndexedDataset, source: IndexedDataset) -> None:
     if bool(len(first.modes)) != bool(len(source.modes)):
-        without, with_modes = sorted((first, source), key=lambda dataset: len(dataset.modes))
         raise DataError(
-            f"{with_modes.prefix} has modes (multimodal), {without.prefix} has none; merge datasets that all have them,"
-            " or none"
+            f"{first.prefix} and {source.prefix}: only one of them has modes (multimodal); merge datasets that all have"
+            " them, or none"
         )
     if source.dtype != first.dtype and "f" in (source.dtype.kind, first.dtype.kind):
         raise DataError(

@@ -1,9 +1,8 @@
 """Tokenize a corpus into indexed datasets: documents in parallel, written in input order (``preprocess``).
 
-Threads of the standard library's executor each wait for a process that has a pipe of its own, which ends when the
-process does: one that is killed is noticed at once. Workers of ``concurrent.futures.ProcessPoolExecutor`` share their
-queues; one that is killed while it writes leaves half a message there, for the rest of which the executor waits for
-ever (24 of 120 such runs hung).
+Each worker is a process with a pipe of its own, which ends when the process does: one that is killed is noticed at
+once. Workers of ``concurrent.futures.ProcessPoolExecutor`` share their queues; one that is killed while it writes
+leaves half a message there, for the rest of which the executor waits for ever (24 of 120 such runs hung).
 
 Sentences are those of sentencex (MIT licence), which ships its rules and lists of abbreviations: nothing is downloaded.
 """
@@ -18,14 +17,11 @@ import signal
 import sys
 import time
 import traceback
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -34,16 +30,16 @@ from lightning_megatron.data.documents import (
     PLAIN_TEXT_KEY,
     BadDocuments,
     Piece,
-    PieceDocuments,
     check_keys,
     cut_into_pieces,
     find_files,
+    progress_bar,
     read_documents,
     require_library,
 )
 from lightning_megatron.data.indexed import IndexedDatasetWriter, token_dtype
 from lightning_megatron.data.tokenizer import batch_encoder, largest_id, load_tokenizer
-from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.errors import ConfigError, DataError, require_choice, require_number
 from lightning_megatron.files import exit_on_sigterm
 
 PENDING_A_WORKER = 4
@@ -86,13 +82,11 @@ class PreprocessOptions:
         Raises:
             ConfigError: If a value cannot work.
         """
-        if self.workers < 1:
-            raise ConfigError(f"workers={self.workers} must be at least 1; this machine has {os.cpu_count()} cores")
+        require_number("workers", self.workers, at_least=1)
+        require_choice("on_error", self.on_error, ("skip", "fail"))
         if not self.json_keys or len(set(self.json_keys)) != len(self.json_keys):
             keys = " ".join(self.json_keys)
             raise ConfigError(f"json_keys={keys!r} must name at least one key, each once; correct the list")
-        if self.on_error not in ("skip", "fail"):
-            raise ConfigError(f"on_error={self.on_error} is not known; choose skip or fail")
         if self.keep_newlines and not self.split_sentences:
             raise ConfigError("keep_newlines needs split_sentences: whole documents keep theirs; leave it out")
 
@@ -129,7 +123,6 @@ def preprocess(options: PreprocessOptions) -> PreprocessResult:
     encoder = _encoder(options)
     level = "sentence" if options.split_sentences else "document"
     prefixes = tuple(f"{options.output_prefix}_{key}_{level}" for key in options.json_keys)
-    total_bytes = sum(path.stat().st_size for path in files)
     began = time.perf_counter()
     num_tokens = [0] * len(prefixes)
     num_documents = num_empty = 0
@@ -138,10 +131,10 @@ def preprocess(options: PreprocessOptions) -> PreprocessResult:
         writers = [stack.enter_context(IndexedDatasetWriter(prefix, encoder.dtype)) for prefix in prefixes]
         pieces = cut_into_pieces(files, options.json_keys)
         encoded = stack.enter_context(_encode_all(pieces, encoder, options.workers))
-        bar = stack.enter_context(_progress_bar(total_bytes))
+        bar = stack.enter_context(progress_bar(files, "Tokenizing"))
         bad = BadDocuments(options.on_error, lambda line: bar.write(line, file=sys.stderr))
         for piece in encoded:
-            bad.add(piece.found)
+            bad.add(piece.bad)
             for number, (writer, part) in enumerate(zip(writers, piece.keys, strict=True)):
                 writer.add_documents(part.tokens, part.lengths, part.sequences)
                 num_tokens[number] += sum(part.lengths)
@@ -163,7 +156,7 @@ def preprocess(options: PreprocessOptions) -> PreprocessResult:
         empty_documents=num_empty,
         skipped=bad.count,
         tokens=sum(num_tokens),
-        bytes=total_bytes,
+        bytes=bar.total,
         seconds=time.perf_counter() - began,
     )
 
@@ -184,8 +177,8 @@ class EncodedKey:
 class EncodedPiece:
     """What became of one piece."""
 
-    found: PieceDocuments
-    """Which of its documents are bad; the others are in ``keys``, and no longer here."""
+    bad: list[str]
+    """What in it is no document."""
     num_bytes: int
     """Input bytes that it stands for."""
     num_documents: int
@@ -217,14 +210,10 @@ class DocumentEncoder:
         Raises:
             DataError: If the tokenizer gives an id that ``dtype`` cannot hold.
         """
-        found = read_documents(piece, self.keys, self.stop_at_bad)
-        columns = zip(*found.documents, strict=True) if found.documents else ((),) * len(self.keys)
-        return EncodedPiece(
-            found=replace(found, documents=[]),
-            num_bytes=piece.num_bytes,
-            num_documents=len(found.documents),
-            keys=[self._encode_key(texts) for texts in columns],
-        )
+        documents, bad = read_documents(piece, self.keys, self.stop_at_bad)
+        columns = zip(*documents, strict=True) if documents else ((),) * len(self.keys)
+        keys = [self._encode_key(texts) for texts in columns]
+        return EncodedPiece(bad=bad, num_bytes=piece.num_bytes, num_documents=len(documents), keys=keys)
 
     def _encode_key(self, texts: Sequence[str]) -> EncodedKey:
         groups = [[text] if self.split is None else self.split(text) for text in texts]
@@ -251,24 +240,24 @@ class DocumentEncoder:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
 class SentenceSplitter:
-    """Cuts texts into sentences.
+    """Cuts texts into sentences."""
 
-    Args:
-        language: ISO 639 code.
-        keep_newlines: Leave the white space between two sentences at the end of the first; else it is dropped.
+    language: str
+    """ISO 639 code."""
+    keep_newlines: bool
+    """Leave the white space between two sentences at the end of the first; else it is dropped."""
 
-    Raises:
-        ConfigError: If ``language`` is no such code, or the library is not installed.
-    """
+    def __post_init__(self) -> None:
+        """Check the language, as the library takes anything that it does not know for English-like.
 
-    def __init__(self, language: str, keep_newlines: bool) -> None:
-        # The library takes anything it does not know for English-like.
-        if not re.fullmatch("[a-z]{2,3}", language):
-            raise ConfigError(f"language={language} is no ISO 639 code; write it like en, de or ja")
+        Raises:
+            ConfigError: If it is no ISO 639 code, or the library is not installed.
+        """
+        if not re.fullmatch("[a-z]{2,3}", self.language):
+            raise ConfigError(f"language={self.language} is no ISO 639 code; write it like en, de or ja")
         require_library("sentencex", "split_sentences")
-        self._language = language
-        self._keep_newlines = keep_newlines
 
     def __call__(self, text: str) -> list[str]:
         """The sentences of ``text``, none of them blank."""
@@ -276,7 +265,7 @@ class SentenceSplitter:
 
         plain = text if text.isascii() else _WIDE_SPACE.sub(" ", text)
         try:
-            sentences: list[str] = segment(self._language, plain)
+            sentences: list[str] = segment(self.language, plain)
         except BaseException as error:
             # A panic of the library has been printed by it; one text that stays whole is no reason to end the run.
             if type(error).__name__ != "PanicException":
@@ -289,14 +278,16 @@ class SentenceSplitter:
             start = plain.index(sentence, position)
             position = start + len(sentence)
             bounds.append((start, position))
-        if self._keep_newlines and bounds:
+        if self.keep_newlines and bounds:
             starts = [0, *(start for start, _ in bounds[1:]), len(text)]
             bounds = list(zip(starts, starts[1:], strict=False))
         return [text[start:stop] for start, stop in bounds]
 
 
 def _encoder(options: PreprocessOptions) -> DocumentEncoder:
-    splitter = SentenceSplitter(options.language, options.keep_newlines) if options.split_sentences else None
+    splitter = None
+    if options.split_sentences:
+        splitter = SentenceSplitter(language=options.language, keep_newlines=options.keep_newlines)
     tokenizer = load_tokenizer(options.tokenizer)
     if options.append_eod and tokenizer.eos_token_id is None:
         raise ConfigError(
@@ -313,17 +304,9 @@ def _encoder(options: PreprocessOptions) -> DocumentEncoder:
     )
 
 
-def _progress_bar(total_bytes: int) -> Any:
-    from tqdm import tqdm
-
-    # 1 MB/s here is 10**6 bytes of input a second. A log file gets a line every ten seconds, not two a second.
-    interval = 0.5 if sys.stderr.isatty() else 10
-    return tqdm(total=total_bytes, unit="B", unit_scale=True, desc="Tokenizing", mininterval=interval)
-
+# ---- worker processes -----------------------------------------------------------------------------------------------
 
 _Encode: TypeAlias = Callable[[Piece], EncodedPiece]
-_Worker: TypeAlias = tuple[Any, Connection]
-"""A process that encodes one piece at a time, and our end of its pipe."""
 
 
 @contextlib.contextmanager
@@ -333,66 +316,57 @@ def _encode_all(pieces: Iterator[Piece], encode: _Encode, workers: int) -> Itera
         with _one_thread():
             yield map(encode, pieces)
         return
-    started: list[_Worker] = []
-    threads = ThreadPoolExecutor(workers)
-    try:
-        try:
-            for _ in range(workers):
-                started.append(_start(encode))
-        except OSError as error:
-            raise ConfigError(
-                f"workers={workers} cannot all be started ({error.strerror}); choose fewer, e.g. this machine's"
-                f" {os.cpu_count()} cores"
-            ) from error
-        yield _in_order(pieces, started, threads)
-    finally:
-        for process, _ in started:  # at once: they have nothing to lose, and no thread waits for one any longer
-            process.kill()
-        for process, _ in started:
-            process.join()
-        threads.shutdown(cancel_futures=True)
-
-
-def _start(encode: _Encode) -> _Worker:
     # Fork shares what is loaded, the tokenizer included; macOS libraries do not survive it.
     context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_work, args=(encode, theirs), daemon=True)
-    process.start()
-    theirs.close()  # so that its end ends the pipe
-    return process, ours
-
-
-def _in_order(pieces: Iterator[Piece], workers: list[_Worker], threads: ThreadPoolExecutor) -> Iterator[EncodedPiece]:
-    idle = SimpleQueue[_Worker]()
-    for worker in workers:
-        idle.put(worker)
-
-    def encoded(piece: Piece) -> EncodedPiece:
-        process, connection = worker = idle.get()
-        try:
-            connection.send(piece)
-            result = connection.recv()
-        except (EOFError, OSError) as error:
+    started: dict[Connection, Any] = {}
+    try:
+        for _ in range(workers):
+            ours, theirs = context.Pipe()
+            started[ours] = context.Process(target=_work, args=(encode, theirs), daemon=True)
+            started[ours].start()
+            theirs.close()  # so that its end ends the pipe
+        yield _in_order(pieces, started)
+    finally:
+        running = [process for process in started.values() if process.pid is not None]
+        for process in running:  # at once: they have nothing to lose
+            process.kill()
+        for process in running:
             process.join()
-            raise RuntimeError(
-                f"a tokenizing worker ended with exit code {process.exitcode}; -9 is often for its memory: use fewer"
-                " workers"
-            ) from error
-        finally:
-            idle.put(worker)
-        if isinstance(result, Exception):
-            raise result
-        assert isinstance(result, EncodedPiece)
-        return result
 
-    pending = deque[Future[EncodedPiece]]()
-    for piece in pieces:
-        pending.append(threads.submit(encoded, piece))
-        if len(pending) == PENDING_A_WORKER * len(workers):
-            yield pending.popleft().result()
-    while pending:
-        yield pending.popleft().result()
+
+def _in_order(pieces: Iterator[Piece], workers: Mapping[Connection, Any]) -> Iterator[EncodedPiece]:
+    """One piece at a time in each worker; as many more as PENDING_A_WORKER wait until those before them are done."""
+    numbered, idle, number = enumerate(pieces), list(workers), 0
+    begun: dict[Connection, int] = {}
+    done: dict[int, EncodedPiece] = {}
+    while True:
+        while idle and len(begun) + len(done) < PENDING_A_WORKER * len(workers):
+            following, piece = next(numbered, (0, None))
+            if piece is None:
+                break
+            connection = idle.pop()
+            begun[connection] = following
+            with contextlib.suppress(OSError):  # it has ended, as is noticed below
+                connection.send(piece)
+        if number in done:
+            yield done.pop(number)
+            number += 1
+            continue
+        if not begun:
+            return
+        for connection in [each for each in wait(list(begun)) if isinstance(each, Connection)]:
+            try:
+                result = connection.recv()
+            except (EOFError, OSError) as error:
+                workers[connection].join()
+                raise RuntimeError(
+                    f"a tokenizing worker ended with exit code {workers[connection].exitcode}; -9 is often for its"
+                    " memory: use fewer workers"
+                ) from error
+            if isinstance(result, Exception):
+                raise result
+            done[begun.pop(connection)] = result
+            idle.append(connection)
 
 
 def _work(encode: _Encode, connection: Connection) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
 import os
 import re
-import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -17,12 +15,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias
 
 import numpy as np
-from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
+from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_megatron.errors import ConfigError, DataError
-from lightning_megatron.files import PARTIAL, publish, sync
+from lightning_megatron.files import staged
 
 _log = logging.getLogger(__name__)
 
@@ -69,16 +67,14 @@ def parse_split(split: str) -> tuple[float, float, float]:
         ConfigError: If it is anything else, or all weights are 0.
     """
     parts = [part.strip() for part in re.split("[,/]", split)]
-    rule = "must be one to three weights like 949,50,1 (digits and points, no signs or exponents)"
-    for part in parts:
-        if not _WEIGHT.fullmatch(part):
-            raise ConfigError(f"split={split!r} {rule}; {part!r} is not one")
-    if len(parts) > len(SPLIT_NAMES):
-        raise ConfigError(f"split={split!r} has {len(parts)} weights and {rule}; give one for train, valid and test")
-    weights = [float(part) for part in parts] + [0.0] * (len(SPLIT_NAMES) - len(parts))
-    if sum(weights) == 0:
-        raise ConfigError(f"split={split!r} gives no documents to any split; make at least one weight positive")
-    return weights[0], weights[1], weights[2]
+    is_read = all(map(_WEIGHT.fullmatch, parts)) and any(map(float, parts))
+    if not is_read or len(parts) > len(SPLIT_NAMES):
+        raise ConfigError(
+            f"split={split!r} must be one to three weights like 949,50,1 (digits and points, no signs or exponents),"
+            " not all 0; give one for train, valid and test"
+        )
+    train, valid, test = [float(part) for part in parts] + [0.0] * (len(SPLIT_NAMES) - len(parts))
+    return train, valid, test
 
 
 def canonical_split(split: str) -> str:
@@ -215,13 +211,11 @@ def open_array(folder: str, name: str) -> NDArray[Any]:
     try:
         # A plain view of the map: slices of a numpy.memmap cost more than the copies that are made of them.
         return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)  # type: ignore[no-any-return]
-    except FileNotFoundError as error:
-        raise DataError(
-            f"{path} is not there any more, though the run is not over; start the run again, which builds the index"
-            " anew, and keep its folder as long as it lasts"
-        ) from error
     except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{path} is no index ({error}): damaged; delete its folder") from error
+        raise DataError(
+            f"{path} cannot be read ({error}): removed or damaged; start the run again, which builds the index anew,"
+            " and keep its folder as long as it lasts"
+        ) from error
 
 
 def build_once(folder: str, write: Callable[[str], SampleOrder], subject: str) -> SampleOrder:
@@ -242,9 +236,9 @@ def build_once(folder: str, write: Callable[[str], SampleOrder], subject: str) -
     order = _read_order(path)
     if order is not None:
         return order
+    lock_file = path.with_name(f".{path.name}.lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock_file = path.with_name(f".{path.name}.lock")
         with _lock(lock_file, path):
             order = _read_order(path)
             if order is None:
@@ -261,39 +255,27 @@ def build_once(folder: str, write: Callable[[str], SampleOrder], subject: str) -
 
 
 def _build(path: Path, write: Callable[[str], SampleOrder]) -> SampleOrder:
-    partial = path.with_name(f".{path.name}{PARTIAL}")
-    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
-    partial.mkdir()
-    try:
-        order = write(str(partial))
-        sizes = {file.name: file.stat().st_size for file in partial.iterdir()}
+    with staged(path.parent, path.name, error=DataError) as hidden:
+        folder = hidden / path.name
+        folder.mkdir()
+        order = write(str(folder))
+        sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
         manifest = json.dumps({"order": asdict(order), "sizes": sizes}, indent=1)
-        (partial / _MANIFEST).write_text(manifest, encoding="utf-8")
-        for file in partial.iterdir():
-            sync(file)
-        publish(partial, path)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        (folder / _MANIFEST).write_text(manifest, encoding="utf-8")
     return order
 
 
 def _lock(file: Path, path: Path) -> AbstractContextManager[object]:
-    """Hold ``file``, the lock of the folder ``path``; where the file system has no locks, by creating it.
+    """Hold ``file``, the lock of the folder ``path``.
 
     Raises:
         DataError: If somebody else holds it for hours.
     """
-    lock: BaseFileLock = FileLock(file, mode=0o666)
     for patience in (_QUIET_WAIT_S, _LONGEST_WAIT_S):
         try:
-            return lock.acquire(timeout=patience)
+            return FileLock(file, mode=0o666).acquire(timeout=patience)
         except Timeout:
             _log.warning("Waiting for another process, which builds the index %s.", path)
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):  # as filelock does by itself for ENOSYS
-                raise
-            file.unlink(missing_ok=True)
-            lock = SoftFileLock(file)
     raise DataError(
         f"the index {path} has been in the making by another process for more than {_LONGEST_WAIT_S:.0f} s; end that"
         f" process if it hangs, delete {file} if there is none, or set index_cache to another folder"

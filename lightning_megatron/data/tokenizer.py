@@ -1,20 +1,32 @@
-"""Train a byte-level BPE tokenizer, load any transformers tokenizer, and encode texts in batches."""
+"""Train a byte-level BPE tokenizer, load any transformers tokenizer, encode texts in batches, and find words.
+
+A tokenizer marks words in one of three ways, seen from its vocabulary: WordPiece marks the pieces that continue a word
+(``##``); SentencePiece (Unigram, BPE) and byte-level BPE mark those that begin one (U+2581, and the letters that stand
+for the bytes of white space). In scripts without spaces each piece is a word, as it is for WordPiece. Where no piece
+has a mark each is a word.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
+import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lightning_megatron.data.documents import (
     PLAIN_TEXT_KEY,
     BadDocuments,
     cut_into_pieces,
     find_files,
+    progress_bar,
     read_documents,
 )
 from lightning_megatron.errors import ConfigError, DataError, require_choice
@@ -63,8 +75,7 @@ class TokenizerTrainingOptions:
         """Check what can be known before anything is read.
 
         Raises:
-            ConfigError: If ``vocab_size`` cannot hold all bytes or is beyond reason, or ``output`` is a file or cannot
-                be made.
+            ConfigError: If ``vocab_size`` cannot hold all bytes or is beyond reason.
         """
         require_choice("kind", self.kind, ROLES)
         least = 256 + len(special_tokens(self.kind))
@@ -73,10 +84,6 @@ class TokenizerTrainingOptions:
                 f"vocab_size={self.vocab_size} must be from {least}, which 256 bytes and the special tokens of"
                 f" kind={self.kind!r} need, to {LARGEST_VOCABULARY}: memory is taken for all entries at once"
             )
-        # Known before hours of training; what else may be wrong is met when it is saved.
-        there = next(each for each in (Path(self.output), *Path(self.output).parents) if os.path.lexists(each))
-        if not os.fspath(self.output) or not os.path.isdir(there) or not os.access(there, os.W_OK):
-            raise ConfigError(_cannot_be_written(self.output, f"{there} is no folder that can be written"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +113,8 @@ def train_tokenizer(options: TokenizerTrainingOptions) -> TokenizerTrainingResul
     with GPT-2's rule for cutting text into words.
 
     Raises:
-        DataError: If an input is missing, unreadable or malformed, or there is no text in it.
+        DataError: If an input is missing, unreadable or malformed, or there is no text in it; before hours of training,
+            if ``output`` cannot be written.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -122,10 +130,14 @@ def train_tokenizer(options: TokenizerTrainingOptions) -> TokenizerTrainingResul
         show_progress=True,
     )
     counts = Counter[str]()
-    tokenizer.train_from_iterator(_texts_with_progress(files, options, counts), trainer=trainer)
-    if not counts["characters"]:
-        raise DataError(f"the {len(files)} input files hold no text; give files with text to train the tokenizer on")
-    _save(tokenizer, options.kind, Path(options.output))
+    # A reader must never meet half a tokenizer.json.
+    with staged(Path(options.output), "tokenizer.json", error=DataError) as hidden:
+        tokenizer.train_from_iterator(_texts_with_progress(files, options, counts), trainer=trainer)
+        if not counts["characters"]:
+            raise DataError(
+                f"the {len(files)} input files hold no text; give files with text to train the tokenizer on"
+            )
+        _save(tokenizer, options.kind, hidden)
     return TokenizerTrainingResult(
         vocab_size=tokenizer.get_vocab_size(),
         documents=counts["documents"],
@@ -190,15 +202,12 @@ def batch_encoder(tokenizer: Any) -> Callable[[list[str]], list[list[int]]]:
 def _texts_with_progress(
     files: Sequence[Path], options: TokenizerTrainingOptions, counts: Counter[str]
 ) -> Iterator[str]:
-    from tqdm import tqdm
-
-    total = sum(path.stat().st_size for path in files)
-    with tqdm(total=total, unit="B", unit_scale=True, desc="Reading text", mininterval=0.5) as bar:
+    with progress_bar(files, "Reading text") as bar:
         bad = BadDocuments(options.on_error, lambda line: bar.write(line, file=sys.stderr))
         for piece in cut_into_pieces(files, [options.json_key]):
-            found = read_documents(piece, [options.json_key], options.on_error == "fail")
-            bad.add(found)
-            for (text,) in found.documents:
+            documents, messages = read_documents(piece, [options.json_key], options.on_error == "fail")
+            bad.add(messages)
+            for (text,) in documents:
                 counts["documents"] += 1
                 counts["characters"] += len(text)
                 yield text
@@ -206,24 +215,155 @@ def _texts_with_progress(
         counts["skipped"] = bad.count
 
 
-def _save(tokenizer: Any, kind: ModelKind, output: Path) -> None:
+def _save(tokenizer: Any, kind: ModelKind, folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     roles = {f"{role}_token": token for role, token in ROLES[kind].items()}
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **roles)
     try:
-        # A reader must never meet half a tokenizer.json.
-        with staged(output, "tokenizer.json", error=DataError) as hidden:
-            wrapped.save_pretrained(hidden)
-    except DataError:
-        raise
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, **roles).save_pretrained(folder)
     except Exception as error:  # a full disk is no OSError where the Rust library meets it
-        raise DataError(_cannot_be_written(output, _first_line(error))) from error
-
-
-def _cannot_be_written(output: str | Path, reason: str | None) -> str:
-    return f"output={output} cannot be written ({reason}); give a folder that can be written and has room"
+        raise OSError(_first_line(error)) from error
 
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+# ---- special tokens and words ---------------------------------------------------------------------------------------
+
+_CONTINUES = "##"
+_SENTENCE_PIECE = "\u2581"
+_BYTE_LEVEL = "\u0120"
+_WHITE_SPACE_BYTES = tuple(chr(0x100 + byte) for byte in b" \n\r\t\v\f")
+_SENTINEL = re.compile(rf"({_SENTENCE_PIECE}?)<extra_id_(\d+)>")
+_ROLES = ("cls", "sep", "mask", "pad", "bos", "eos")
+
+_WITHOUT_SPACES = ("CJK", "HIRAGANA", "KATAKANA", "BOPOMOFO", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN")
+"""First words of the Unicode names of letters whose scripts put no spaces between words."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenizerFacts:
+    """What masking needs to know of a tokenizer; an id is None if the tokenizer has no such token."""
+
+    source: str
+    """The tokenizer's folder, for messages."""
+    cls: int | None = None
+    """Begins a row of a BERT."""
+    sep: int | None = None
+    """Ends a segment of a BERT."""
+    mask: int | None = None
+    """Stands for a masked token."""
+    pad: int | None = None
+    """Fills rows up."""
+    bos: int | None = None
+    """Begins a document."""
+    eos: int | None = None
+    """Ends a document."""
+    sentinels: tuple[int, ...] = ()
+    """``<extra_id_0>``, ``<extra_id_1>``, ...: stand for masked spans."""
+    begins_word: NDArray[np.bool_] = field(repr=False)
+    """Whether an id begins a word: [largest id + 1]; special tokens do."""
+    ids: NDArray[np.int64] = field(repr=False)
+    """All ids in ascending order: any of them may take the place of a masked token."""
+
+    @classmethod
+    def read(cls, folder: str | Path) -> TokenizerFacts:
+        """The facts of the transformers tokenizer in ``folder``.
+
+        Raises:
+            DataError: If there is no tokenizer in ``folder``.
+        """
+        return cls.of(load_tokenizer(folder), str(folder))
+
+    @classmethod
+    def of(cls, tokenizer: Any, source: str) -> TokenizerFacts:
+        """The facts of a transformers tokenizer.
+
+        Args:
+            tokenizer: With or without a Rust backend.
+            source: How messages call it.
+        """
+        vocabulary: dict[str, int] = tokenizer.get_vocab()
+        ids = np.unique(np.fromiter(vocabulary.values(), np.int64, len(vocabulary)))
+        begins = np.ones(int(ids[-1]) + 1, dtype=np.bool_)
+        pieces = list(vocabulary)
+        begins[[vocabulary[piece] for piece in pieces]] = _begins_word(pieces)
+        begins[[*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids]] = True
+        sentinels = _sentinels(vocabulary)
+        begins[list(sentinels)] = True
+        roles = {role: getattr(tokenizer, f"{role}_token_id", None) for role in _ROLES}
+        return cls(source=source, sentinels=sentinels, begins_word=begins, ids=ids, **roles)
+
+    @property
+    def size(self) -> int:
+        """The largest id and one."""
+        return len(self.begins_word)
+
+    @property
+    def fill(self) -> int:
+        """The id behind the end of a row, where nothing is attended to: padding, or any if there is none."""
+        return 0 if self.pad is None else self.pad
+
+    @property
+    def maskable(self) -> NDArray[np.bool_]:
+        """Whether an id may be masked: [largest id + 1]; unknown words may, other special tokens may not."""
+        maskable = np.ones(self.size, dtype=np.bool_)
+        roles = [getattr(self, role) for role in _ROLES]
+        maskable[[*(token for token in roles if token is not None), *self.sentinels]] = False
+        return maskable
+
+    def require(self, roles: Sequence[str], user: str) -> tuple[int, ...]:
+        """The ids of ``roles``.
+
+        Args:
+            roles: Of ``cls``, ``sep``, ``mask``, ``pad``, ``bos``, ``eos``.
+            user: Who needs them.
+
+        Raises:
+            ConfigError: If the tokenizer lacks one of them.
+        """
+        missing = [f"{role}_token" for role in roles if getattr(self, role) is None]
+        if missing:
+            raise ConfigError(
+                f"the tokenizer {self.source} has no {', no '.join(missing)}, which {user} needs; use the tokenizer of"
+                f" a {user} model, or give it these with tokenizer.add_special_tokens and save it"
+            )
+        return tuple(getattr(self, role) for role in roles)
+
+
+def _begins_word(pieces: Sequence[str]) -> list[bool]:
+    marks = {
+        mark: sum(piece.startswith(mark) for piece in pieces) for mark in (_CONTINUES, _SENTENCE_PIECE, _BYTE_LEVEL)
+    }
+    # A letter that is a mark elsewhere occurs in most large vocabularies, but not at the head of many pieces.
+    mark = max(marks, key=lambda mark: marks[mark])
+    if marks[mark] == 0:
+        return [True] * len(pieces)
+    if mark == _CONTINUES:
+        return [not piece.startswith(_CONTINUES) for piece in pieces]
+    if mark == _SENTENCE_PIECE:
+        return [piece.startswith(_SENTENCE_PIECE) or _has_no_spaces(piece) for piece in pieces]
+    # The bytes E3 to E9 begin the kana and the ideographs in UTF-8, and are letters of their own in a byte-level BPE.
+    return [piece.startswith(_WHITE_SPACE_BYTES) or "\u00e3" <= piece[:1] <= "\u00e9" for piece in pieces]
+
+
+def _has_no_spaces(piece: str) -> bool:
+    """Whether the first letter is of a script without spaces."""
+    return piece > "\u0e00" and unicodedata.name(piece[0], "").startswith(_WITHOUT_SPACES)
+
+
+def _sentinels(vocabulary: Mapping[str, int]) -> tuple[int, ...]:
+    """In the order of their numbers, which is that of falling ids for T5 and of rising ids for others.
+
+    The vocabulary of mT5 has them with SentencePiece's mark. Where both spellings exist, the one with the smaller ids
+    was there when the model was trained.
+    """
+    spellings: dict[str, dict[int, int]] = {}
+    for piece, token in vocabulary.items():
+        if match := _SENTINEL.fullmatch(piece):
+            spellings.setdefault(match[1], {})[int(match[2])] = token
+    if not spellings:
+        return ()
+    numbered = min(spellings.values(), key=lambda spelling: min(spelling.values()))
+    return tuple(numbered[number] for number in sorted(numbered))

@@ -67,7 +67,7 @@ def test_bad_lines_end_the_run_or_are_skipped_as_asked(
 
     assert _preprocess(corpus, tmp_path, "--input", str(path)) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.endswith(f"error: {path}, line 2 has a number under 'text', not a string; store text there")
+    assert error.endswith(f"error: {path}, line 2 has the type int under 'text', not a string; store text there")
     assert list((tmp_path / "out").iterdir()) == []
 
     assert _preprocess(corpus, tmp_path, "--input", str(path), "--on-error", "skip", "--split-sentences") == 0
@@ -130,7 +130,7 @@ def test_inspect_decodes_the_first_documents(corpus: Path, capsys: pytest.Captur
     arguments = ["inspect", f"{corpus}.bin", "--tokenizer", str(corpus.parent / "tok")]
     assert main(arguments) == 0
     text = capsys.readouterr().out
-    assert text.startswith(f"{corpus}\n  format     mmap\n  documents  60\n  sequences  60, 1 a document\n")
+    assert text.startswith(f"{corpus}\n  format      mmap\n  documents   60\n  sequences   60\n")
     beginnings = [(corpus.parent / "text" / f"{number:02}.txt").read_text()[:200] for number in range(3)]
     assert all(f"tokens\n  {beginning}" in text for beginning in beginnings)
     assert "Document 3" not in text

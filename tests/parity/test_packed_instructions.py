@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
-from lightning_megatron.data.instructions import Instructions, InstructionSamples, RowOptions
+from lightning_megatron.data.instructions import Instructions, InstructionSamples
 from tests.parity.comparison import assert_same_gradients
 from tests.parity.hugging_face import hugging_face_model, outcome_in_hugging_face_names, train_in_hugging_face_names
 from tests.parity.sharding import Tensors
@@ -30,7 +30,7 @@ def _instructions() -> Instructions:
 
 
 def _train_packed(case: Case) -> RankOutcome:
-    samples = InstructionSamples(_instructions(), RowOptions(packing=True))
+    samples = InstructionSamples(_instructions(), pack_by=1234)
     assert len(samples) == ROWS, "several samples a row, and some padding"
     rows = samples.rows(range(ROWS))
     items = [{name: tensor[row] for name, tensor in rows.items()} for row in range(ROWS)]

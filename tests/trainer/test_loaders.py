@@ -21,7 +21,6 @@ from tests.parity.training import (
     joined_outcome,
     loader_of,
     module_of,
-    outcome,
     train_module,
     trainer_of,
 )
@@ -249,33 +248,6 @@ def test_masks_leave_out_rows_and_tokens() -> None:
     masked[0]["loss_mask"][4:] = 0
     rows[0]["labels"][5:] = -100
     _assert_val_loss(Layout(tp=2), masked, 4, rows)
-
-
-def _train_without_counts(case: Case) -> RankOutcome:
-    from lightning_megatron import GPTTrainStep
-
-    class Uncounted(GPTTrainStep):
-        """Learns only in the loss how many targets there are, so that gradients are divided afterwards."""
-
-        def counts(self, batch: dict[str, torch.Tensor]) -> None:
-            return None
-
-    return train_module(module_of(case, train_step=Uncounted()), case, loader_of(case))
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(dp=2, distributed_optimizer=False, overlap_communication=True),
-        Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2),
-    ],
-    ids=str,
-)
-def test_a_step_that_cannot_count_in_advance_trains_the_same(layout: Layout) -> None:
-    case = Case(layout=layout, labels="uneven")
-    assert_same_run(
-        joined_outcome(run_ranks(_train_without_counts, layout.world_size, case)), outcome(case.on_one_process)
-    )
 
 
 def _validate_on_two(case: Case) -> dict[str, float]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from tests.cli.corpus import make_corpus
 from tests.ranks import run_ranks
@@ -216,16 +215,6 @@ def test_data_that_one_rank_does_not_see_are_an_error_on_all_ranks(folder: Path)
 NUM_ITEMS = 22
 
 
-class Numbered(torch.utils.data.Dataset[dict[str, Any]]):
-    """Each item begins with its number."""
-
-    def __len__(self) -> int:
-        return NUM_ITEMS
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"input_ids": [index, *((index * 7 + place) % 50 for place in range(11))]}
-
-
 @pytest.fixture(scope="module")
 def instructions(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Prompts and completions of words of a tokenizer."""
@@ -250,21 +239,11 @@ def test_instructions_teach_every_layout_the_same(instructions: Run, rows: dict[
         assert _losses(steps) == pytest.approx(_losses(alone), rel=1e-5)
 
 
-def test_rows_that_sequence_parallelism_cannot_split_are_refused(instructions: Run) -> None:
-    data = {**instructions.data, "seq_length": 30, "pad_to_multiple_of": 3}
-
-    with pytest.raises(Exception, match=r"pad_to_multiple_of=3 is not a multiple of tp=2"):
-        _steps(replace(instructions, data=data, layout={"tp": 2, "sequence_parallel": True}), 2)
-
-
-@pytest.mark.parametrize("source", [pytest.param("torch", marks=pytest.mark.exhaustive), "hugging_face"])
-def test_each_pass_takes_every_item_once_over_interruptions_at_other_layouts(source: str, tmp_path: Path) -> None:
-    train: Any = Numbered()
-    if source == "hugging_face":
-        datasets = pytest.importorskip("datasets")
-        columns = {"input_ids": [train[index]["input_ids"] for index in range(NUM_ITEMS)]}
-        train = str(tmp_path / "saved")
-        datasets.Dataset.from_dict(columns).save_to_disk(train)
+def test_each_pass_takes_every_item_once_over_interruptions_at_other_layouts(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    train = str(tmp_path / "saved")
+    items = [[number, *((number * 7 + place) % 50 for place in range(11))] for number in range(NUM_ITEMS)]
+    datasets.Dataset.from_dict({"input_ids": items}).save_to_disk(train)
     two = {"num_microbatches": 2}
     run = Run(folder=tmp_path, kind="dataset", data={"train": train}, layout=two, trainer={"max_steps": 13})
     (alone,) = _steps(run, 1)

@@ -12,7 +12,7 @@ import pytest
 from lightning_megatron.data.indexed import IndexedDatasetWriter
 from lightning_megatron.data.masked import MaskingOptions
 from lightning_megatron.data.samples import Part, canonical_split, split_ranges
-from lightning_megatron.data.special_tokens import TokenizerFacts
+from lightning_megatron.data.tokenizer import TokenizerFacts
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[BOS]", "[EOS]")
 NUM_SENTINELS = 100

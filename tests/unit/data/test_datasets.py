@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
-from lightning_megatron.data.datasets import DatasetSamples
+from lightning_megatron.datamodules import DatasetSamples
 from lightning_megatron.errors import DataError
 
 datasets = pytest.importorskip("datasets")
@@ -42,9 +42,6 @@ SOURCES = {
     "lists": lambda: Rows(torch.Tensor.tolist),
     "subset": lambda: Subset(Rows(torch.Tensor.clone), range(5)),
     "hugging_face": _hugging_face,
-    "hugging_face_columns": lambda: _hugging_face(text=["a"] * 5).with_format(
-        columns=["input_ids", "labels", "weight"]
-    ),
     "hugging_face_on_the_fly": lambda: _hugging_face().with_transform(dict),
 }
 
@@ -85,9 +82,9 @@ class Numbers(IterableDataset[dict[str, int]]):
 @pytest.mark.parametrize(
     ("dataset", "says"),
     [
-        (lambda: datasets.DatasetDict({"train": _hugging_face()}), r"DatasetDict of 'train' .* dataset\['train'\]"),
-        (Numbers, "Numbers has no length or no items by number.* return a DataLoader of it from train_dataloader"),
-        (list, "list without items has nothing to learn from; give one with at least one item"),
+        (lambda: datasets.DatasetDict({"train": _hugging_face()}), r"a DatasetDict must be one map-style dataset"),
+        (Numbers, "a Numbers must be one .* return a DataLoader of it from train_dataloader"),
+        (list, "a list must be one .* of at least one item"),
     ],
 )
 def test_what_is_no_map_style_dataset_is_refused_at_once(dataset: Any, says: str) -> None:
@@ -102,10 +99,10 @@ def _items(*items: Any) -> Any:
 @pytest.mark.parametrize(
     ("dataset", "says"),
     [
-        (TensorDataset(TOKENS), "item 1 of the dataset is a tuple; give dicts with the keys"),
-        (_items({}, {"a": [1, 2]}, {"a": [3]}), r"items 1 and 2 .* shapes \[2\] and \[1\] under 'a', .*; pad them"),
-        (_items({}, {"a": 1}, {"b": 1}), "items 1 and 2 of the dataset have different keys: 'a', and 'b'"),
-        (_hugging_face(text=list("abcde")), "item 1 of the dataset has a str_ under 'text'"),
+        (TensorDataset(TOKENS), "item 1 of the dataset is a tuple with no keys; give dicts"),
+        (_items({}, {"a": [1, 2]}, {"a": [3]}), r"items 1 and 2 .* have \[2\] and \[1\] under 'a', .* pad them"),
+        (_items({}, {"a": 1}, {"b": 1}), "item 2 of the dataset is a dict with 'b'; give dicts that all have the"),
+        (_hugging_face(text=list("abcde")), "items 1 and 1 of the dataset have str_ and str_ under 'text'"),
     ],
 )
 def test_items_that_cannot_be_stacked_are_named(dataset: Any, says: str) -> None:
@@ -116,8 +113,8 @@ def test_items_that_cannot_be_stacked_are_named(dataset: Any, says: str) -> None
 @pytest.mark.parametrize(
     ("batch", "says"),
     [
-        ([TOKENS], "collate gave a list; return a dict of tensors"),
-        ({"a": torch.zeros(3)}, r"collate gave 'a' of shape \[3\] for 2 items; return tensors with one row per item"),
+        ([TOKENS], "a batch is a list; the DataLoader must yield dicts of tensors"),
+        ({"a": torch.zeros(3)}, "collate gave 3 rows for 2 items; return one row per item"),
     ],
 )
 def test_a_function_that_makes_no_batch_is_named(batch: Any, says: str) -> None:

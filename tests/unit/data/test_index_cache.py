@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import multiprocessing
 import os
 import shutil
@@ -17,10 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from filelock import FileLock
 from typing_extensions import override
 
-from lightning_megatron.data import samples as samples_module
 from lightning_megatron.data.blend import Source, SplitRequest, build, open_samples
 from lightning_megatron.data.gpt import GPTObjective
 from lightning_megatron.data.samples import Part, SampleOrder, Samples, build_once
@@ -135,32 +132,6 @@ def test_a_builder_that_was_killed_blocks_nobody_and_leaves_nothing(tmp_path: Pa
     assert (folder / "file").read_text() == "whole"
 
 
-def test_who_waits_says_so_and_gives_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(samples_module, "_QUIET_WAIT_S", 0.0)
-    monkeypatch.setattr(samples_module, "_LONGEST_WAIT_S", 0.03)
-    with (
-        FileLock(tmp_path / ".index.lock"),
-        pytest.raises(DataError, match=r"in the making by another process for more than .* s; end that"),
-    ):
-        build_once(str(tmp_path / "index"), _write(), "corpus")
-
-    assert "Waiting for another process, which builds the index" in caplog.text
-    assert not (tmp_path / "index").exists()
-    assert build_once(str(tmp_path / "index"), _write(), "corpus") == ORDER
-
-
-@pytest.mark.filterwarnings("ignore:flock not supported")
-def test_a_file_system_without_locks_has_an_index_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_locks(*_: object) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    assert build_once(str(tmp_path / "index"), _write(), "corpus") == ORDER
-    assert os.listdir(tmp_path) == ["index"]
-
-
 # ---- whole or not at all ------------------------------------------------------------------------------------------
 
 
@@ -175,7 +146,7 @@ def test_an_index_that_finds_no_room_leaves_nothing(tmp_path: Path, monkeypatch:
 
     with monkeypatch.context() as patched:
         patched.setattr(np, "save", fail_in_the_middle)
-        with pytest.raises(DataError, match=r"cannot be written to \S+ \(No space left on device\); set index_cache"):
+        with pytest.raises(DataError, match=r"cannot be written \(.*No space left on device\)"):
             build(request, str(cache))
 
     assert {name.rpartition(".")[2] for name in os.listdir(cache)} == {"lock"}
@@ -216,30 +187,6 @@ def test_a_damaged_index_is_built_again(
 # ---- which index --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"seed": 1},
-        {"num_samples": 100},
-        {"objective": GPTObjective(seq_length=SEQ_LENGTH, drop_last_partial_validation_sequence=False)},
-    ],
-    ids=str,
-)
-def test_another_request_has_another_index(tmp_path: Path, changes: dict[str, Any]) -> None:
-    write_corpus(tmp_path / "a", 50)
-    write_corpus(tmp_path / "b", 50)
-    request = _request(tmp_path / "a", sources=(Source(str(tmp_path / "a")), Source(str(tmp_path / "b"))))
-    cache = tmp_path / "cache"
-    build(request, str(cache))
-    before = set(os.listdir(cache))
-
-    build(replace(request, **changes), str(cache))
-
-    new = {"blend" in name for name in set(os.listdir(cache)) - before}
-    # A dataset whose one pass suffices is laid out as before.
-    assert new == ({True} if changes == {"num_samples": 100} else {False, True})
-
-
 def test_a_dataset_written_again_under_the_same_name_gets_a_new_index(tmp_path: Path) -> None:
     request = _request(tmp_path / "corpus")
     write_corpus(tmp_path / "corpus", 50, seed=0)
@@ -257,21 +204,5 @@ def test_an_index_that_is_removed_while_a_run_lasts_is_named(tmp_path: Path) -> 
     samples = open_samples(_request(tmp_path / "corpus"), str(tmp_path / "cache"))
     shutil.rmtree(tmp_path / "cache")
 
-    with pytest.raises(DataError, match=r"cache/gpt-train-.*\.npy is not there any more.*; start the run again"):
+    with pytest.raises(DataError, match=r"cache/gpt-train-.*\.npy cannot be read .*; start the run again"):
         samples.rows([0])
-
-
-def test_a_machine_that_does_not_see_the_cache_builds_the_same_samples_for_itself(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    write_corpus(tmp_path / "corpus", 50)
-    request = _request(tmp_path / "corpus", num_samples=200)
-    order = build(request, str(tmp_path / "here"))
-    expected = _rows(open_samples(request, str(tmp_path / "here")))
-    assert caplog.text == ""
-
-    samples = open_samples(request, str(tmp_path / "elsewhere"))
-
-    assert np.array_equal(_rows(samples), expected)
-    assert samples.fingerprint == order.fingerprint
-    assert f"not to be seen in {tmp_path}/elsewhere on this machine and is built again; set index_cache" in caplog.text

@@ -13,7 +13,7 @@ import torch
 
 from lightning_megatron.data.masked import BertObjective, MaskingOptions, T5Objective
 from lightning_megatron.data.samples import Samples
-from lightning_megatron.data.special_tokens import TokenizerFacts
+from lightning_megatron.data.tokenizer import TokenizerFacts
 from lightning_megatron.errors import ConfigError, DataError
 from tests.unit.data.corpus import opened
 from tests.unit.data.sentence_corpus import (
@@ -205,14 +205,6 @@ def test_text_and_labels_give_back_the_documents(tmp_path: Path, options: dict[s
         assert counts.count(most) > 0.3 * len(counts)
 
 
-def test_an_end_that_documents_have_already_is_not_doubled_or_masked(tmp_path: Path) -> None:
-    write_sentences(tmp_path / "corpus", [[[*sum(document, [])[:50], EOS]] for document in random_documents(80)])
-    samples = _opened(_t5(masking=MaskingOptions(short_sequence_probability=0)), tmp_path / "corpus")
-
-    for row in samples.rows(range(len(samples)))["input_ids"]:
-        assert row.tolist().count(EOS) == 1
-
-
 # ---- settings and datasets that cannot work -------------------------------------------------------------------------
 
 
@@ -234,9 +226,13 @@ def test_settings_that_cannot_work_are_refused(make: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("documents", "objective", "message"),
     [
-        ([[[WORD] * 5]] * 20, _bert(), "gives train 16 of 20 documents of .*, none with two sentences.*--split-sent"),
-        ([[LONG, [WORD]]] * 20, _t5(), "16 of 20 documents of .*, 16 of them with a sentence of more than 512 tokens"),
-        ([[[], []]] * 20, _t5(), "gives train 16 of 20 documents of .*, none with any token"),
+        (
+            [[[WORD] * 5]] * 20,
+            _bert(),
+            "gives train 16 of 20 documents of .* none of two or more sentences",
+        ),
+        ([[LONG, [WORD]]] * 20, _t5(), "16 of 20 documents of .* sentences of at most 512 tokens; give"),
+        ([[[], []]] * 20, _t5(), "gives train 16 of 20 documents of .* with 0 tokens"),
     ],
 )
 def test_documents_without_a_sample_end_in_an_error_not_in_waiting(
@@ -261,7 +257,7 @@ def test_a_document_with_a_long_sentence_is_left_out_and_counted(
     rows = _t5_rows(tmp_path / "with", with_long)
 
     assert "3 of 11 documents of " in caplog.text
-    assert "(train) have a sentence of more than 512 tokens and are left out, as by Megatron" in caplog.text
+    assert "(train) are left out, as by Megatron: a sample is made of one sequence, or several sentences" in caplog.text
     assert np.array_equal(rows, without)
 
 
@@ -278,13 +274,3 @@ def test_ids_that_the_tokenizer_has_not_are_refused(tmp_path: Path, token: int) 
 
     with pytest.raises(DataError, match=f"corpus has the token {token}, ids of the tokenizer word-pieces are from 0"):
         _opened(_bert(), tmp_path / "corpus").rows([0])
-
-
-@pytest.mark.parametrize("objective", [_bert(), _bert(sentence_order=False), _t5()])
-def test_one_pass_has_as_many_samples_as_were_counted(tmp_path: Path, objective: MaskedObjective) -> None:
-    write_sentences(tmp_path / "corpus", random_documents(50))
-
-    count = objective.count(part_of(tmp_path / "corpus"))
-
-    assert count == len(_opened(objective, tmp_path / "corpus")) > 50
-    assert len(_opened(objective, tmp_path / "corpus", 3 * count)) >= 3 * count

@@ -128,9 +128,9 @@ def test_inputs_that_do_not_go_together_are_refused_before_anything_is_written(t
 
     for inputs, message in (
         ([integers, floats], r"\S+/f holds float32 and \S+/a uint16; only integers can be merged"),
-        ([integers, with_modes], r"\S+/m has modes \(multimodal\), \S+/a has none; merge datasets that all have them"),
+        ([integers, with_modes], r"\S+/a and \S+/m: only one of them has modes \(multimodal\); merge datasets that"),
         ([integers, str(tmp_path / "x")], r"input=\S+/x needs two files, missing"),
-        ([integers, str(tmp_path / "e")], r"e\.idx has a sequence of 1 tokens, \.bin has 0 bytes: damaged, or"),
+        ([integers, str(tmp_path / "e")], r"e\.idx accounts for 8 bytes, and \.bin has 0: damaged"),
         ([], r"input=\[\] names no dataset"),
     ):
         with pytest.raises(DataError, match=message):
@@ -144,13 +144,12 @@ def test_inputs_and_what_exists_are_not_overwritten(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
 
     for output, message in (
-        (second, r"output_prefix=\S*b is the input \S+/b itself; choose another"),
-        ("../" + tmp_path.name + "/b", r"output_prefix=\S*b is the input \S+/b itself"),
-        ("c.bin", r"output_prefix=c\.bin ends like a file"),
-        ("c/", r"output_prefix=c/ names no file; add one"),
+        (second, r"output_prefix=\S*b would overwrite \S+b\.idx, \S+b\.bin; choose another or remove"),
+        ("c.bin", r"output_prefix=c\.bin must be the prefix of two files"),
+        ("c/", r"output_prefix=c/ must be the prefix"),
     ):
         with pytest.raises(DataError, match=message):
             merge_datasets([first, second], output)
-    with pytest.raises(DataError, match=r"output_prefix=b would overwrite b\.idx, b\.bin; choose another or remove"):
-        merge_datasets([first], "b")
+    with pytest.raises(DataError, match=r"is in the mmap format \(MMIDIDX\) already; use"):
+        convert_dataset(first, "c")
     assert _contents(tmp_path) == before

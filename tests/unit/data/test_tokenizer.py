@@ -6,17 +6,20 @@ import gzip
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from lightning_megatron.data.tokenizer import (
     END_OF_TEXT,
+    TokenizerFacts,
     TokenizerTrainingOptions,
     load_tokenizer,
     train_tokenizer,
 )
-from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.errors import DataError
+from tests.unit.data.sentence_corpus import SPECIAL
 
 TEXT = "the cat sat on the mat; the dog sat on the log. " * 20
 
@@ -27,22 +30,11 @@ def _train(folder: Path, vocab_size: int = 300, **options: Any) -> Any:
     return train_tokenizer(TokenizerTrainingOptions(**(defaults | options)))
 
 
-def test_transformers_loads_it_with_the_asked_size_and_the_end_token(tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
-    result = _train(tmp_path, 270)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
-
-    assert len(tokenizer) == result.vocab_size == 270
-    assert tokenizer.eos_token == END_OF_TEXT
-    assert tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id) == END_OF_TEXT
-    assert (result.documents, result.bytes) == (1, len(TEXT))
-
-
 def test_every_text_survives_a_round_trip(tmp_path: Path) -> None:
     result = _train(tmp_path, 5000)  # more than there are pairs to merge
     tokenizer = load_tokenizer(tmp_path / "tokenizer")
 
+    assert (tokenizer.eos_token, result.documents, result.bytes) == (END_OF_TEXT, 1, len(TEXT))
     for text in (TEXT, "ünïcödé 漢字 🙂\r\n\t  end ", "\x01\x7f", ""):
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
@@ -60,15 +52,6 @@ def test_compressed_files_and_tables_are_read_and_bad_lines_skipped(tmp_path: Pa
 
     assert (result.documents, result.skipped) == (6, 1)
     assert len(load_tokenizer(tmp_path / "tokenizer").encode(" zebra", add_special_tokens=False)) == 1
-
-
-def test_a_vocabulary_that_cannot_be_is_refused(tmp_path: Path) -> None:
-    for size, kind, message in (
-        (256, "gpt", "vocab_size=256 must be from 257, which 256 bytes and .* need, to 16777216"),
-        (300, "t5", "vocab_size=300 must be from 358, .* kind='t5' need"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            _train(tmp_path, size, kind=kind)
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
@@ -100,8 +83,6 @@ def test_whatever_is_wrong_with_a_tokenizer_is_told_and_nothing_asked(
 
 @pytest.mark.parametrize("kind", ["bert", "t5"])
 def test_special_tokens_of_a_kind_come_first_and_are_what_its_samples_need(tmp_path: Path, kind: Any) -> None:
-    from lightning_megatron.data.special_tokens import TokenizerFacts
-
     (tmp_path / "a.txt").write_text("all the words that there are, and the words again " * 20)
     options = TokenizerTrainingOptions(input=[tmp_path / "a.txt"], vocab_size=400, output=tmp_path / "tok", kind=kind)
 
@@ -116,3 +97,78 @@ def test_special_tokens_of_a_kind_come_first_and_are_what_its_samples_need(tmp_p
     text = "the words, again <mask> \n"
     tokenizer = load_tokenizer(tmp_path / "tok")
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+# ---- special tokens and words ---------------------------------------------------------------------------------------
+
+WORDS = "Unaffable cats don't sit, unlike cuttable unaffable tables; 12 cats sit."
+
+
+def _word_piece() -> Any:
+    from transformers import BertTokenizer
+
+    letters = sorted({letter for letter in WORDS.lower() if letter != " "})
+    pieces = [*SPECIAL[:5], *letters, *(f"##{letter}" for letter in letters), "cat", "##able", "##tt"]
+    return BertTokenizer(vocab={piece: token for token, piece in enumerate(pieces)})
+
+
+def _unigram() -> Any:
+    from transformers import T5Tokenizer
+
+    letters = sorted(set(WORDS) - {" "})
+    pieces = ["\u2581", *letters, "\u2581c", "able", "\u2581un", "\u2581sit", "\u2581\u6771", "\u4eac"]
+    vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((piece, -float(len(piece))) for piece in pieces)]
+    return T5Tokenizer(vocab=vocabulary, extra_ids=100)
+
+
+def _byte_level() -> Any:
+    from tokenizers import pre_tokenizers
+    from transformers import RobertaTokenizer
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pieces = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", *alphabet, "at", "\u0120c", "\u0120cat"]
+    merges = [("a", "t"), ("\u0120", "c"), ("\u0120c", "at")]
+    return RobertaTokenizer(vocab={piece: token for token, piece in enumerate(pieces)}, merges=merges)
+
+
+def _words(tokenizer: Any, text: str) -> list[str]:
+    """The text cut where the facts say that words begin."""
+    facts = TokenizerFacts.of(tokenizer, "test")
+    words: list[list[int]] = []
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        if facts.begins_word[token] or not words:
+            words.append([])
+        words[-1].append(token)
+    return [tokenizer.decode(word, clean_up_tokenization_spaces=False).strip() for word in words]
+
+
+def test_words_of_word_pieces_are_those_of_its_own_splitter() -> None:
+    tokenizer = _word_piece()
+    numbers = tokenizer(WORDS, add_special_tokens=False).word_ids()
+
+    facts = TokenizerFacts.of(tokenizer, "test")
+
+    tokens = tokenizer.encode(WORDS, add_special_tokens=False)
+    changes = [True, *(now != before for before, now in zip(numbers, numbers[1:], strict=False))]
+    assert facts.begins_word[tokens].tolist() == changes
+    assert changes.count(False) > 10
+
+
+@pytest.mark.parametrize("make", [_unigram, _byte_level])
+def test_words_of_marked_pieces_are_what_stands_between_spaces(make: Any) -> None:
+    assert _words(make(), WORDS) == WORDS.split()
+
+
+def test_special_tokens_and_sentinels_are_found_wherever_they_are() -> None:
+    bert = TokenizerFacts.of(_word_piece(), "test")
+    assert (bert.pad, bert.cls, bert.sep, bert.mask, bert.bos, bert.eos) == (0, 2, 3, 4, None, None)
+    assert bert.sentinels == ()
+    assert np.array_equal(bert.ids, np.arange(bert.size))
+
+    unigram = _unigram()
+    t5 = TokenizerFacts.of(unigram, "test")
+    assert (t5.pad, t5.eos, t5.cls) == (0, 1, None)
+    assert t5.sentinels == tuple(unigram.convert_tokens_to_ids([f"<extra_id_{number}>" for number in range(100)]))
+
+    roberta = TokenizerFacts.of(_byte_level(), "test")
+    assert (roberta.cls, roberta.pad, roberta.sep, roberta.eos, roberta.mask) == (0, 1, 2, 2, 4)
