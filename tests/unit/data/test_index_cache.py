@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import multiprocessing
 import os
 import shutil
@@ -133,24 +132,6 @@ def test_a_builder_that_was_killed_blocks_nobody_and_leaves_nothing(tmp_path: Pa
 
 
 # ---- whole or not at all ------------------------------------------------------------------------------------------
-
-
-def test_an_index_that_finds_no_room_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_corpus(tmp_path / "corpus", 50)
-    request = _request(tmp_path / "corpus")
-    cache = tmp_path / "cache"
-
-    def fail_in_the_middle(path: str, *_: object, **__: object) -> None:
-        Path(path).write_bytes(b"half")
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(np, "save", fail_in_the_middle)
-        with pytest.raises(DataError, match=r"cannot be written \(.*No space left on device\)"):
-            build(request, str(cache))
-
-    assert {name.rpartition(".")[2] for name in os.listdir(cache)} == {"lock"}
-    assert build(request, str(cache)).num_samples == len(open_samples(request, str(cache)))
 
 
 def _truncate(path: Path) -> None:

@@ -89,22 +89,6 @@ def test_a_dataset_gives_runs_of_sequences_and_travels_by_its_name(tmp_path: Pat
         open_dataset(dataset.prefix).sequences(1, 6)
 
 
-def test_what_a_living_writer_has_begun_is_left_alone_and_what_a_killed_one_left_is_removed(tmp_path: Path) -> None:
-    with IndexedDatasetWriter(str(tmp_path / "x"), np.dtype("<u2")) as writer:
-        with pytest.raises(DataError, match=r"another program is writing \S+\.x\.partial at this moment"):
-            _write(tmp_path / "x", [3])
-        writer.add_documents(bytes(2), [1])
-        assert _names(tmp_path) == [".x.partial"]
-    assert check_dataset(str(tmp_path / "x")).lengths.tolist() == [1]
-    (tmp_path / ".x.partial").mkdir()
-    (tmp_path / ".x.partial" / "x.bin").write_bytes(bytes(100))
-
-    _write(tmp_path / "x", [3])
-
-    assert _names(tmp_path) == ["x.bin", "x.idx"]
-    assert check_dataset(str(tmp_path / "x")).lengths.tolist() == [3]
-
-
 class _FullDisk(io.FileIO):
     """Takes a number of bytes, and then none."""
 
