@@ -59,26 +59,6 @@ def test_a_compressed_copy_gives_the_same_dataset_and_the_last_line_has_the_figu
     assert tokenizer.decode(documents[3][:-1]) == texts[3]
 
 
-def test_bad_lines_end_the_run_or_are_skipped_as_asked(
-    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "w1. W2"}\n{"text": 5}\n{"text": ""}\n')
-
-    assert _preprocess(corpus, tmp_path, "--input", str(path)) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.endswith(f"error: {path}, line 2 has the type int under 'text', not a string; store text there")
-    assert list((tmp_path / "out").iterdir()) == []
-
-    assert _preprocess(corpus, tmp_path, "--input", str(path), "--on-error", "skip", "--split-sentences") == 0
-    printed = capsys.readouterr()
-    assert f"skipped: {path}, line 2 has" in printed.err
-    assert "x_text_sentence: 2 documents, " in printed.out
-    assert "\n1 texts without a token" in printed.out
-    assert "\n1 lines, rows or files were skipped" in printed.out
-    assert len(_documents(tmp_path / "out" / "x_text_sentence")) == 2
-
-
 # ---- datasets -------------------------------------------------------------------------------------------------------
 
 

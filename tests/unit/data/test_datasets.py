@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -58,20 +57,6 @@ def test_items_are_stacked(source: Any) -> None:
         assert rows[key].dtype == torch.int64
         assert torch.equal(rows[key], expected[key])
     assert rows["weight"].tolist() == [1.5, 0.0, 2.0]
-
-
-def test_transformers_collator_makes_the_batch(tmp_path: Path) -> None:
-    from transformers import DataCollatorForLanguageModeling
-
-    from lightning_megatron.data.tokenizer import load_tokenizer
-    from tests.unit.data.chat_tokenizer import make_tokenizer
-
-    tokenizer = load_tokenizer(make_tokenizer(tmp_path))
-    tokenizer.pad_token = tokenizer.eos_token
-    ragged = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7], [8]]})
-    rows = DatasetSamples(ragged, DataCollatorForLanguageModeling(tokenizer, mlm=False)).rows([1, 0])
-    assert type(rows) is dict
-    assert rows["labels"].tolist() == [[8, -100, -100], [5, 6, 7]]
 
 
 class Numbers(IterableDataset[dict[str, int]]):

@@ -98,12 +98,3 @@ def test_a_tokenizer_of_another_dataset_is_refused(tmp_path: Path) -> None:
     prefix = _build(tmp_path / "x", DOCUMENTS)
     with pytest.raises(DataError, match=r"x holds token 8, the tokenizer has 0 to 7: it was made with another; give"):
         describe_dataset(prefix, 4, _Letters("abcdefgh"))
-
-
-def test_long_documents_are_cut(tmp_path: Path) -> None:
-    prefix = _build(tmp_path / "x", [[[0, 1, 0]], [[0] * 500]])
-
-    text = as_text(describe_dataset(prefix, 2, _Letters("é\nx")))
-    assert text.endswith(f"Document 0, 3 tokens\n  é\n  é\n\nDocument 1, 500 tokens\n  {'é' * 256} …")
-    without = as_text(describe_dataset(prefix, 2))
-    assert without.endswith(f"Document 1, 500 tokens\n  {' '.join('0' * 64)} …")

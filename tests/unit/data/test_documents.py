@@ -17,8 +17,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_megatron.data import documents
-from lightning_megatron.data.documents import BadDocuments, Piece, cut_into_pieces, find_files, read_documents
+from lightning_megatron.data.documents import BadDocuments, cut_into_pieces, find_files, read_documents
 from lightning_megatron.errors import DataError
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
@@ -141,23 +140,6 @@ def test_a_bad_line_is_reported_with_file_and_line(tmp_path: Path, line: str, me
     assert _texts(tmp_path, skip=reported) == [("good",), ("good",)]
     assert len(reported) == 1
     assert re.search(rf"skipped: .*x\.jsonl, {message}", reported[0])
-
-
-@pytest.mark.parametrize("parser", ["orjson", "json"])
-def test_a_line_is_read_alike_by_either_parser(monkeypatch: pytest.MonkeyPatch, parser: str) -> None:
-    assert documents._orjson is not None
-    if parser == "json":
-        monkeypatch.setattr(documents, "_orjson", None)
-    lines = [
-        b'{"text": "a\\u00e9\xc3\xa9", "n": NaN}',
-        b'{"text": "a\\ud800b"}',
-        b'{"text": "first", "text": "last", "n": 123456789012345678901234567890}',
-        b'{"text": "a"} x',
-    ]
-    found, bad = read_documents(Piece(path="x", lines=b"\n".join(lines), num_bytes=0), ["text"], stop_at_bad=False)
-
-    assert found == [("a\u00e9\u00e9",), ("a\ufffdb",), ("last",)]
-    assert bad == ["x, line 4 is not JSON (Extra data at column 15); correct or remove that line"]
 
 
 def test_what_a_table_does_not_hold_is_named(tmp_path: Path) -> None:

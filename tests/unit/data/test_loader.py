@@ -71,20 +71,6 @@ def test_a_foreign_position_is_refused(state: dict[str, Any]) -> None:
 RAMPUP = BatchRampup(start=4, increment=4, samples=60)
 
 
-def test_the_batch_grows_as_megatrons_calculator_says() -> None:
-    # From 4 to 16 rows in three increments, each after 20 samples: 4 until 20, 8 until 40, 12 until 60, then 16.
-    shape = _shape(mbs=2, num=4, dp=2, rampup=RAMPUP)
-    consumed, sizes = 0, []
-    while len(sizes) < 12:
-        sizes.append(shape.at(consumed).global_batch_size)
-        consumed += sizes[-1]
-
-    assert sizes == [4, 4, 4, 4, 4, 8, 8, 8, 12, 12, 16, 16]
-    assert shape.stages == [1, 2, 3, 4]
-    assert [shape.position_after(0, steps) for steps in (0, 5, 9, 12)] == [0, 20, 56, 100]
-    assert [shape.steps_in(0, end) for end in (3, 4, 20, 27, 28, 67, 68, 100)] == [0, 1, 5, 5, 6, 9, 10, 12]
-
-
 @pytest.mark.parametrize(
     ("rampup", "message"),
     [

@@ -62,30 +62,6 @@ def test_merged_files_equal_those_of_the_engines_builder(
     assert (result.documents, result.sequences, result.tokens, result.notes) == (10, 11, 16, ())
 
 
-@pytest.mark.parametrize(
-    ("types", "merged"),
-    [
-        (("int64", "uint16"), "int64"),
-        (("uint8", "int8"), "int16"),
-        (("uint16", "int16"), "int32"),
-    ],
-)
-def test_tokens_are_widened_to_the_smallest_type_that_holds_all(
-    tmp_path: Path, types: tuple[str, str], merged: str
-) -> None:
-    largest: Documents = [[[np.iinfo(types[0]).max, 1]]]
-    inputs = [build(tmp_path / "a", FIRST + largest, types[0]), build(tmp_path / "b", SECOND, types[1])]
-    build(tmp_path / "theirs", FIRST + largest + SECOND, merged)
-
-    result = merge_datasets(inputs, str(tmp_path / "ours"))
-
-    _assert_same_files(tmp_path / "ours", tmp_path / "theirs")
-    pairs = zip(inputs, types, strict=True)
-    assert list(result.notes) == [
-        f"{prefix} was widened from {each} to {merged}" for prefix, each in pairs if each != merged
-    ]
-
-
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0]}-of-{kind[1]}")
 def test_every_type_of_token_of_older_formats_is_converted_to_what_it_holds(
     tmp_path: Path, kind: tuple[int, int, str, int, str]
