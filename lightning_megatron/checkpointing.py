@@ -34,8 +34,7 @@ from lightning_megatron.checkpoint.find import (
     preferred,
 )
 from lightning_megatron.checkpoint.load import LoadFrom, as_load_from, load_initial_weights, reload_masters, resume
-from lightning_megatron.checkpoint.save import HostMemory, Save, on_rank_0
-from lightning_megatron.checkpoint.state import meta_of
+from lightning_megatron.checkpoint.save import HostMemory, Save, described
 from lightning_megatron.data.loader import ResumableLoader
 from lightning_megatron.engine.collectives import on_all_ranks_alike, wait_for_all_ranks
 from lightning_megatron.errors import CheckpointError, ConfigError, NonFiniteError
@@ -146,7 +145,7 @@ class Checkpointing:
         is_final = self._is_ending
         self.finish()
         self._removals = [each for each in self._removals if each != path]
-        meta = on_rank_0(lambda: meta_of(run, checkpoint), f"checkpoint {path} is not written")
+        meta = described(run, checkpoint, path)
         with self._failures(is_final), self._strategy.engine():
             self.saving = Save(run, meta, path, self._memory)
         if is_final or not self._asynchronous:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -50,11 +49,11 @@ class WholeModelSummary(ModelSummary):
         dist.all_gather_object(stages, own, group=topology.pp_group)
         if not trainer.is_global_zero:
             return
-        kinds: dict[str, tuple[str, bool]] = {}
-        sums: Counter[tuple[str, str]] = Counter()
-        for stage_kinds, stage_sums in reversed(stages):
-            kinds |= stage_kinds
-            sums.update(stage_sums)
+        kinds, weights = ({name: of for stage in reversed(stages) for name, of in stage[i].items()} for i in (0, 1))
+
+        def within(module: str, numbers: Mapping[str, Any], index: int) -> int:
+            return sum(of[index] for name, of in numbers.items() if not module or name.startswith(f"{module}."))
+
         modes = [is_training for _, is_training in kinds.values()]
         names = sorted((n for n in kinds if self._max_depth < 0 or n.count(".") < self._max_depth), key=_order)
         # Of a row as long as the model reads (512 tokens for a T5), attention included.
@@ -65,13 +64,13 @@ class WholeModelSummary(ModelSummary):
                 (" ", [str(index) for index in range(len(names))]),
                 ("Name", names),
                 ("Type", [kinds[name][0] for name in names]),
-                ("Params", [count(sums[name, "params"]) for name in names]),
-                ("Params per Device", [count(own[1][name, "here"]) for name in names]),
+                ("Params", [count(within(name, weights, 0)) for name in names]),
+                ("Params per Device", [count(within(name, own[1], 2)) for name in names]),
                 ("Mode", ["train" if kinds[name][1] else "eval" for name in names]),
             ],
-            total_parameters=sums["", "params"],
-            trainable_parameters=sums["", "trainable"],
-            model_size=sums["", "params"] * module.megatron.settings.params_dtype.itemsize * 1e-6,
+            total_parameters=within("", weights, 0),
+            trainable_parameters=within("", weights, 1),
+            model_size=within("", weights, 0) * module.megatron.settings.params_dtype.itemsize * 1e-6,
             total_training_modes={"train": modes.count(True), "eval": modes.count(False)},
             total_flops=int(forward_flops(model, lengths, padded) / sum(lengths)),
             **self._summarize_kwargs,
@@ -84,14 +83,14 @@ class WholeRichModelSummary(WholeModelSummary, RichModelSummary):
 
 def _stage(
     chunks: Sequence[Any], model: ModelConfig, tp: int, padded: int
-) -> tuple[dict[str, tuple[str, bool]], Counter[tuple[str, str]]]:
-    """By the names of the whole model: each module's class and whether it trains, and sums over what is within it.
+) -> tuple[dict[str, tuple[str, bool]], dict[str, tuple[int, int, int]]]:
+    """By the names of the whole model: each module's class and whether it trains; and the numbers of each weight.
 
-    Summed are ``params``, over tp and without rows that pad the vocabulary and copies of a tied embedding, how many of
-    them are ``trainable``, and those ``here`` on this rank.
+    These are how many there are over tp, without rows that pad the vocabulary and copies of a tied embedding, how many
+    of them are trained, and how many this rank has.
     """
     kinds: dict[str, tuple[str, bool]] = {}
-    sums: Counter[tuple[str, str]] = Counter()
+    weights: dict[str, tuple[int, int, int]] = {}
 
     for chunk in map(unwrap, chunks):
         numbers = {
@@ -112,13 +111,9 @@ def _stage(
                 whole *= tp
                 if weight.shape[0] * tp == padded:
                     whole = whole // padded * model.vocab_size
-            parts, counted = named(name).split("."), 0 if is_copy else whole
-            for depth in range(len(parts)):
-                module = ".".join(parts[:depth])
-                sums[module, "params"] += counted
-                sums[module, "trainable"] += counted * weight.requires_grad
-                sums[module, "here"] += weight.numel()
-    return kinds, sums
+            counted = 0 if is_copy else whole
+            weights[named(name)] = counted, counted * weight.requires_grad, weight.numel()
+    return kinds, weights
 
 
 def _order(name: str) -> list[tuple[str, int]]:

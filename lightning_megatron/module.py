@@ -95,11 +95,7 @@ class MegatronModule(pl.LightningModule):
         super().__init__()
         if isinstance(model, str):
             model = str(local_folder(model, "model" if pretrained else "config"))
-        if make_vocab_size_divisible_by < 1:
-            raise ConfigError(
-                f"make_vocab_size_divisible_by={make_vocab_size_divisible_by} must be at least 1; Megatron's default "
-                "is 128"
-            )
+        require_number("make_vocab_size_divisible_by", make_vocab_size_divisible_by, at_least=1)
         described = replace(model_config(model, task), make_vocab_size_divisible_by=make_vocab_size_divisible_by)
         self.pretrained_path: Path | None = _weights_directory(model) if pretrained else None
         if self.pretrained_path is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
@@ -10,7 +10,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.errors import ConfigError, require_choice
 
 PrecisionName = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed"]
 _PARAMS_DTYPES: dict[str, torch.dtype] = {
@@ -46,11 +46,7 @@ class MegatronPrecision(Precision):
     """
 
     def __init__(self, precision: PrecisionName = "32-true") -> None:  # noqa: D107 (described on the class)
-        if precision not in _PARAMS_DTYPES:
-            raise ConfigError(
-                f"precision={precision!r} is not a mode of the Megatron engine; choose from "
-                f"{', '.join(get_args(PrecisionName))}"
-            )
+        require_choice("precision", precision, _PARAMS_DTYPES)
         self.params_dtype = _PARAMS_DTYPES[precision]
         """Of weights and activations; master weights, main gradients and moments are fp32 in every mode."""
         self.precision = precision

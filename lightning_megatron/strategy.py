@@ -39,7 +39,7 @@ from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.engine.runtime import Runtime, seed_of_run
 from lightning_megatron.engine.schedule import Schedule, StepOutput, StepShape
 from lightning_megatron.engine.wrap import GradientReduction, freeze_alike, to_16bit, to_ddp
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.errors import ConfigError, require_choice
 from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.launch import ScriptLauncher, check_world_size, deferred_signums, die_with_launcher, meeting
 from lightning_megatron.models.transformer_config import EngineSettings, Recompute
@@ -145,8 +145,7 @@ class MegatronStrategy(ParallelStrategy):
         self._shared_batches: float = math.inf
         self.load_weights_only = load_weights_only
         self.checkpointing = Checkpointing(self, load_from=load_from, async_save=async_save)
-        if on_nan not in ("raise", "skip"):
-            raise ConfigError(f"on_nan={on_nan!r} is unknown; choose 'raise' or 'skip'")
+        require_choice("on_nan", on_nan, ("raise", "skip"))
         self.on_nan = on_nan
         self.num_nodes = 1
 

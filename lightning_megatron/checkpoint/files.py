@@ -58,22 +58,19 @@ def check_complete(path: Path) -> None:
     Raises:
         CheckpointError: If it is missing, is not a directory, or was never finished.
     """
-    if not path.exists():
-        raise CheckpointError(f"checkpoint {path} does not exist; give the path of a *.ckpt directory")
     if not path.is_dir():
+        what = "is a file, not a directory that this strategy wrote" if path.exists() else "does not exist"
+        raise CheckpointError(f"checkpoint {path} {what}; give the path of a *.ckpt directory")
+    for name in (META, TABLE, BACKENDS, COMMON, CHECKSUMS):
+        _require(path / name)
+
+
+def _require(file: Path) -> None:
+    if not file.is_file():
         raise CheckpointError(
-            f"checkpoint {path} is a file, not a directory that this strategy wrote; give a *.ckpt directory"
+            f"checkpoint {file.parent} lacks its file {file.name}: it was never finished, is damaged, or another "
+            "program wrote it; use an earlier one"
         )
-    if not (path / META).is_file():
-        raise CheckpointError(
-            f"checkpoint {path} has no {META}: it was never finished, or another program wrote it; use an earlier one"
-        )
-    for name in (TABLE, BACKENDS, COMMON, CHECKSUMS):
-        if not (path / name).is_file():
-            raise CheckpointError(
-                f"checkpoint {path} lacks its file {name}: it is damaged, or another strategy wrote it; use an earlier "
-                "one that MegatronStrategy wrote"
-            )
 
 
 def check_replaceable(path: Path) -> None:
@@ -95,14 +92,12 @@ def check_backends(path: Path) -> None:
         CheckpointError: If the format is another one, or cannot be read.
     """
     try:
-        backends = json.loads((path / BACKENDS).read_bytes())
-        known = all(backends[name] == value for name, value in _KNOWN_BACKENDS.items())
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        message = f"checkpoint {path} has an unreadable {BACKENDS} ({error!r}); use an earlier one"
-        raise CheckpointError(message) from None
-    if not known:
+        found = json.loads((path / BACKENDS).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        found = repr(error)
+    if not isinstance(found, dict) or any(found.get(name) != value for name, value in _KNOWN_BACKENDS.items()):
         raise CheckpointError(
-            f"checkpoint {path} has the format {backends}, and this program reads {_KNOWN_BACKENDS}; give one that "
+            f"checkpoint {path} has an unreadable {BACKENDS}: expected {_KNOWN_BACKENDS}, got {found}; give one that "
             "MegatronStrategy wrote"
         )
 
@@ -172,8 +167,7 @@ def verify_checksums(folder: Path, share: tuple[int, int] = (0, 1)) -> None:
     """
     files = _read_checksums(folder)
     for name, checksums in files.items():
-        if not (folder / name).is_file():
-            raise CheckpointError(f"checkpoint {folder} lacks its file {name}: it is damaged; use an earlier one")
+        _require(folder / name)
         if (size := (folder / name).stat().st_size) != checksums.size:
             raise CheckpointError(
                 f"checkpoint {folder} is damaged: {name} has {size} bytes and was written with {checksums.size}; use "
@@ -236,8 +230,7 @@ def load_plain(file: Path) -> Any:
     Raises:
         CheckpointError: If the file holds anything else, or is damaged.
     """
-    if not file.is_file():
-        raise CheckpointError(f"{file} is missing: the checkpoint is damaged; use an earlier one")
+    _require(file)
     return read_pickle(file, foreign=False)
 
 

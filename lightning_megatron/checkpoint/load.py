@@ -46,7 +46,6 @@ from lightning_megatron.checkpoint.files import (
     verify_checksums,
 )
 from lightning_megatron.checkpoint.find import check_local, find_newest
-from lightning_megatron.checkpoint.optimizer_state import restore_optimizer_state
 from lightning_megatron.checkpoint.state import (
     FORMAT_VERSION,
     OWN_KEYS,
@@ -54,6 +53,7 @@ from lightning_megatron.checkpoint.state import (
     check_fits,
     check_means_the_same,
     layout_of,
+    restore_optimizer_state,
     rng_file,
     sharded_state,
     sharded_weights,
@@ -143,18 +143,20 @@ def _sizes(layout: Mapping[str, Any]) -> str:
 def _load(run: RunState, path: Path) -> None:
     """Load weights, and the optimizer's state if ``run`` has one; every rank must call."""
     loaded = _load_sharded(sharded_state(run, is_loading=True), path)
-    for index, chunk in enumerate(run.chunks):
-        unwrap(chunk).load_state_dict(loaded[f"model{index}"], strict=True)
+    _fill(run.chunks, loaded)
     if run.optimizer is not None:
         restore_optimizer_state(run.optimizer, loaded["optimizer"])
+
+
+def _fill(chunks: list[Any], loaded: Mapping[str, Any], *, strict: bool = True) -> None:
+    for index, chunk in enumerate(chunks):
+        unwrap(chunk).load_state_dict(loaded[f"model{index}"], strict=strict)
 
 
 @torch.no_grad()
 def read_weights(chunks: list[Any], folder: Path) -> None:
     """Load what ``save.write_weights`` wrote into chunks of another layout, and delete it; every rank must call."""
-    loaded = _load_sharded(sharded_weights(chunks), folder)
-    for index, chunk in enumerate(chunks):
-        unwrap(chunk).load_state_dict(loaded[f"model{index}"], strict=True)
+    _fill(chunks, _load_sharded(sharded_weights(chunks), folder))
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
@@ -251,8 +253,7 @@ def _load_what_fits(run: RunState, meta: Mapping[str, Any], path: Path) -> None:
     weights = [each for each in nested_values(dict(state)) if isinstance(each, ShardedTensor)]
     vocabulary = [(each, each.data.detach().clone()) for each in weights if each.allow_shape_mismatch]
     loaded, not_asked_for, not_there = _load_sharded(state, path, StrictHandling.RETURN_ALL)
-    for index, chunk in enumerate(run.chunks):
-        unwrap(chunk).load_state_dict(loaded[f"model{index}"], strict=False)
+    _fill(run.chunks, loaded, strict=False)
     # A model of the user's own need not describe itself.
     there, here = (model.get("vocab_size") or 0 for model in (meta["model_description"], run.model_description))
     for weight, before in vocabulary if there else []:

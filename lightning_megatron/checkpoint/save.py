@@ -62,7 +62,7 @@ from lightning_megatron.checkpoint.files import (
     failures_as_errors,
     write_checksums,
 )
-from lightning_megatron.checkpoint.state import SHARDING, RunState, rng_file, sharded_state, sharded_weights
+from lightning_megatron.checkpoint.state import SHARDING, RunState, meta_of, rng_file, sharded_state, sharded_weights
 from lightning_megatron.engine.collectives import on_all_ranks_alike
 from lightning_megatron.engine.wrap import finish_parameter_gathers
 from lightning_megatron.errors import CheckpointError
@@ -76,6 +76,15 @@ _GIGABYTE = 1e9
 # ---- one save -------------------------------------------------------------------------------------------------------
 
 
+def described(run: RunState, lightning_state: Mapping[str, Any], path: Path) -> bytes:
+    """The content of ``meta.pt``, on rank 0, before anything is written to ``path``; every rank must call.
+
+    Raises:
+        CheckpointError: If Lightning's dict holds more than plain data.
+    """
+    return _on_rank_0(lambda: meta_of(run, lightning_state), f"checkpoint {path} is not written")
+
+
 class Save:
     """One checkpoint on its way to its name. Every rank makes the same calls, inside the engine (``Runtime.active``).
 
@@ -87,7 +96,7 @@ class Save:
 
         Args:
             run: What to save; without an optimizer the checkpoint holds only weights.
-            meta: Of rank 0: the content of ``meta.pt``.
+            meta: As ``described``.
             path: The final name.
             memory: For the copy; used until ``finish`` or ``abandon``.
 
@@ -100,7 +109,7 @@ class Save:
         self._partial = path.with_name(path.name + PARTIAL)
         self._writer: ShardWriter | None = None
         self._begin = time.monotonic()
-        self._lock = on_rank_0(lambda: _start_partial(path), self._refusal)
+        self._lock = _on_rank_0(lambda: _start_partial(path), self._refusal)
         try:
             finish_parameter_gathers(run.chunks)
             has_copies = run.topology.dp * run.topology.parallel.cp > 1
@@ -137,7 +146,7 @@ class Save:
         assert self._writer is not None
         try:
             checksums = self._writer.finish()
-            on_rank_0(lambda: self._complete(checksums, in_background), self._refusal)
+            _on_rank_0(lambda: self._complete(checksums, in_background), self._refusal)
         except BaseException:
             self.abandon()
             raise
@@ -287,7 +296,7 @@ class ShardWriter:
         """
         results, checksums = _on_all_ranks(self.files.wait, self._refusal)
         gathered = _gathered((results, checksums))
-        on_rank_0(lambda: self._write_table([results for results, _ in gathered]), self._refusal)
+        _on_rank_0(lambda: self._write_table([results for results, _ in gathered]), self._refusal)
         checksums = {name: each for _, of_rank in gathered for name, each in of_rank.items()}
         if checksums:
             checksums[TABLE] = checksums_of((self._folder / TABLE).read_bytes())
@@ -329,7 +338,7 @@ def _on_all_ranks(work: Callable[[], T], refusal: str) -> T:
     return on_all_ranks_alike(with_refusal)
 
 
-def on_rank_0(work: Callable[[], T], refusal: str) -> T:
+def _on_rank_0(work: Callable[[], T], refusal: str) -> T:
     """The result of ``work`` on rank 0 (None elsewhere); what it raises there is raised on all ranks."""
     return _on_all_ranks(work if dist.get_rank() == 0 else lambda: None, refusal)  # type: ignore[return-value]
 

@@ -2,14 +2,22 @@
 
 The sharded part is described to Megatron's ``dist_checkpointing``. The rest is plain data in ``meta.pt``: Lightning's
 own dict, and for which models, optimizers and layouts the sharded part is good.
+
+Of the optimizer there are, for each parameter, the entries ``optimizer.state.{param,exp_avg,exp_avg_sq}.NAME`` in the
+shape of the weight: its fp32 master and its moments, as megatron-core's ``fully_reshardable`` format has them. So a run
+goes on with or without distributed optimizer, at any number of data-parallel ranks and in another precision.
+megatron-core 0.16.1 (optimizer/distrib_optimizer.py) writes that format by gathering everything on every rank, and its
+optimizers without sharding write other names. Here each rank writes and reads exactly what it holds: its part of a
+parameter is a range of consecutive numbers, which is cut into boxes (rest of a row, whole rows, start of a row).
 """
 
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
@@ -18,8 +26,13 @@ from typing import Any
 import numpy as np
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from torch import Tensor
 
-from lightning_megatron.checkpoint.optimizer_state import FORMAT, sharded_optimizer_state
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.optimizer import MegatronOptimizer
 from lightning_megatron.engine.pickles import more_than_data
@@ -117,7 +130,7 @@ def _optimizer_format(optimizer: MegatronOptimizer) -> dict[str, Any]:
     has_momentum = part.config.optimizer != "sgd" or part.config.sgd_momentum > 0
     groups = {(float(group["lr_mult"]), float(group["wd_mult"])) for group in optimizer.param_groups}
     return {
-        "implementation": FORMAT,
+        "implementation": _FORMAT,
         "algorithm": part.config.optimizer + ("" if has_momentum else " without momentum"),
         "multipliers of lr and weight decay": [list(group) for group in sorted(groups)],
     }
@@ -167,7 +180,7 @@ def _is_plain(value: Any) -> bool:
         return all(_is_plain(k) and _is_plain(v) for k, v in value.items())
     if isinstance(value, (list, tuple)):
         return all(_is_plain(v) for v in value)
-    return value is None or isinstance(value, (bool, int, float, str, torch.Tensor))
+    return value is None or isinstance(value, (bool, int, float, str, Tensor))
 
 
 # ---- which runs can go on -------------------------------------------------------------------------------------------
@@ -255,3 +268,213 @@ def _check_optimizer_fits(optimizer: MegatronOptimizer, meta: Mapping[str, Any],
                 "resume with the same optimizer options, or start from its weights with "
                 "MegatronStrategy(load_weights_only=True)"
             )
+
+
+# ---- the optimizer's state ------------------------------------------------------------------------------------------
+
+_FORMAT = "DistributedOptimizer"
+"""What ``meta.pt`` calls the format above, after the only implementation that could read it once."""
+
+_GROUP_IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+"""What tells parameter groups apart; each rank has all of them, in any order."""
+
+_GROUP_SETTINGS = ("max_lr", "min_lr", "start_wd", "end_wd", "weight_decay", "betas", "eps", "momentum")
+"""What a run sets for its parameter groups; the rest of them, as ``lr`` and ``step``, is where a run stands."""
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""First index along each axis, and size along each axis."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Held:
+    """What this rank's optimizer holds of one parameter."""
+
+    parameter: Tensor
+    start: int
+    """The first of the parameter's numbers that it holds, counted row by row."""
+    is_sharded: bool
+    """Whether other data-parallel ranks hold other numbers, instead of the same ones."""
+    tensors: Mapping[str, Tensor]
+    """``param``, which is the master, and the moments by name; each [numbers held]."""
+
+    @property
+    def stop(self) -> int:
+        """The first number behind those that it holds."""
+        return self.start + self.tensors["param"].numel()
+
+    @property
+    def is_own_master(self) -> bool:
+        """Whether the master is the weight itself, as in fp32."""
+        master = self.tensors["param"].untyped_storage().data_ptr()
+        return bool(self.parameter.untyped_storage().data_ptr() == master)
+
+
+def sharded_optimizer_state(
+    optimizer: MegatronOptimizer, models: Mapping[str, Any], *, is_loading: bool = False
+) -> dict[str, Any]:
+    """The state as sharded tensors over the live ones, and plain data; every rank must call.
+
+    Args:
+        optimizer: Whose state to save, or to load into.
+        models: Sharded state of all chunks, with the parameters themselves as data.
+        is_loading: Whether a checkpoint is about to be read: fp32 masters, which are weights, then get memory of their
+            own, because the weights are read too, perhaps with fewer digits.
+    """
+    placements = _placements(models)
+    entries: dict[str, ShardedTensor] = {}
+    for number, held in _all_held(optimizer):
+        for name, tensor in held.tensors.items():
+            flat = torch.empty_like(tensor) if is_loading and name == "param" and held.is_own_master else tensor
+            pieces = _pieces(placements[id(held.parameter)], held, flat, f"optimizer.state.{name}")
+            entries |= {f"{number}.{name}.{index}": piece for index, piece in enumerate(pieces)}
+    return {"param_state": entries, "param_state_sharding_type": "fully_reshardable", **_plain_state(optimizer)}
+
+
+@torch.no_grad()
+def restore_optimizer_state(optimizer: MegatronOptimizer, loaded: Mapping[str, Any]) -> None:
+    """Take over what was loaded after the weights are back; every rank must call.
+
+    The settings of the optimizer stay those that it was made with, so they may change on the way.
+
+    Args:
+        optimizer: The one that ``sharded_optimizer_state`` was asked about.
+        loaded: What became of its answer; masters and moments are in place already, except fp32 masters.
+    """
+    entries = loaded["param_state"]
+    for number, held in _all_held(optimizer):
+        prefix = f"{number}.param."
+        # In the order in which they were asked for.
+        pieces = sorted((int(key.removeprefix(prefix)), key) for key in entries if key.startswith(prefix))
+        if held.is_own_master and pieces:
+            held.tensors["param"].copy_(torch.cat([entries[key].flatten() for _, key in pieces]))
+    plain = loaded.get("optimizer", loaded)
+    saved = {_identity(group): group for group in plain["param_groups"]}
+    for part in optimizer.parts:
+        for group in part.optimizer.param_groups:
+            kept = {"params", *(name for name in _GROUP_SETTINGS if name in group)}
+            group.update({name: value for name, value in saved[_identity(group)].items() if name not in kept})
+        scaler = getattr(part, "grad_scaler", None)
+        if scaler is not None and "grad_scaler" in loaded:
+            scaler.load_state_dict(loaded["grad_scaler"])
+        _share_masters(part)
+
+
+def _share_masters(part: Any) -> None:
+    """Where weights are masters, each data-parallel rank has just set its own part of them: gather the others."""
+    if isinstance(part, DistributedOptimizer) and part.config.params_dtype is torch.float32:
+        for chunk in part.model_chunks:
+            chunk.start_param_sync(force_sync=True)
+
+
+def _plain_state(optimizer: MegatronOptimizer) -> dict[str, Any]:
+    groups = [
+        {name: value for name, value in group.items() if name != "params"}
+        for part in optimizer.parts
+        for group in part.optimizer.param_groups
+    ]
+    scaler = getattr(optimizer.parts[0], "grad_scaler", None)
+    return {"optimizer": {"param_groups": groups}} | ({} if scaler is None else {"grad_scaler": scaler.state_dict()})
+
+
+def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(group[name] for name in _GROUP_IDENTITY)
+
+
+def _all_held(optimizer: MegatronOptimizer) -> Iterator[tuple[int, _Held]]:
+    number = 0
+    for part in optimizer.parts:
+        # Moments exist from here on, also before the first step.
+        part.init_state_fn(part.optimizer, part.config)
+        for parameter, master, start in _masters(part):
+            moments = {
+                name: value.view(-1)
+                for name, value in part.optimizer.state.get(master, {}).items()
+                if isinstance(value, Tensor) and value.shape == master.shape
+            }
+            yield (
+                number,
+                _Held(
+                    parameter=parameter,
+                    start=start,
+                    is_sharded=isinstance(part, DistributedOptimizer),
+                    tensors={"param": master.detach().view(-1), **moments},
+                ),
+            )
+            number += 1
+
+
+def _masters(part: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """Each parameter, its master or this rank's part of it, and which number of the parameter comes first in it."""
+    if isinstance(part, DistributedOptimizer):
+        for parameter, (group, order) in part.model_param_group_index_map.items():
+            first: int = part._get_model_param_range_map(parameter)["param"].start
+            yield parameter, part.optimizer.param_groups[group]["params"][order], first
+        return
+    if isinstance(part, Float16OptimizerWithFloat16Params):
+        for parameters, masters in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+            yield from ((parameter, master, 0) for parameter, master in zip(parameters, masters, strict=True))
+        yield from ((parameter, parameter, 0) for group in part.fp32_from_fp32_groups for parameter in group)
+        return
+    yield from ((parameter, parameter, 0) for parameter in part.get_parameters())
+
+
+def _placements(models: Mapping[str, Any]) -> dict[int, list[ShardedTensor]]:
+    """By parameter (``id``): where it lies in the whole model, in one place or in several."""
+    sharded, _ = extract_sharded_tensors_and_factories(dict(models))
+    placements = {}
+    for placement in nested_values(sharded):
+        is_factory = isinstance(placement, ShardedTensorFactory)
+        placements[id(placement.data)] = list(nested_values(placement.build())) if is_factory else [placement]
+    return placements
+
+
+def _pieces(placements: Sequence[ShardedTensor], held: _Held, flat: Tensor, prefix: str) -> Iterator[ShardedTensor]:
+    """What ``flat``, the held numbers of one kind, is in the whole model, in its order."""
+    for placement in placements:
+        data = placement.data
+        assert data is not None
+        assert data.is_contiguous(), "parts of a parameter are whole rows of it"
+        begin = data.storage_offset() - held.parameter.storage_offset()
+        start, stop = max(held.start, begin), min(held.stop, begin + data.numel())
+        for offset, size in boxes(tuple(data.shape), start - begin, stop - begin):
+            count = math.prod(size)
+            yield _piece(placement, (offset, size), flat[start - held.start :][:count], held, prefix)
+            start += count
+
+
+def _piece(placement: ShardedTensor, box: Box, numbers: Tensor, held: _Held, prefix: str) -> ShardedTensor:
+    offset, size = box
+    prepended = placement.prepend_axis_num
+    shape = (1,) * prepended + size
+    inside = (0,) * prepended + offset
+    # The last component counts data-parallel ranks: of those that hold the same, the first one writes.
+    replica = (*placement.replica_id[:2], 0) if held.is_sharded else placement.replica_id
+    return ShardedTensor(
+        key=f"{prefix}.{placement.key}",
+        data=numbers.view(shape),
+        dtype=numbers.dtype,
+        local_shape=shape,
+        global_shape=placement.global_shape,
+        global_offset=tuple(a + b for a, b in zip(placement.global_offset, inside, strict=True)),
+        axis_fragmentations=None,
+        replica_id=replica,
+        allow_shape_mismatch=placement.allow_shape_mismatch,
+    )
+
+
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    """The numbers ``start`` to ``stop`` of a tensor, counted row by row, as few boxes in the same order."""
+    if start >= stop:
+        return []
+    if len(shape) == 1:
+        return [((start,), (stop - start,))]
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row
+
+    def within(index: int, begin: int, end: int) -> list[Box]:
+        return [((index, *offset), (1, *size)) for offset, size in boxes(shape[1:], begin, end)]
+
+    if first > last:
+        return within(last, start - last * row, stop - last * row)
+    whole = [((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))] if first < last else []
+    return [*within(first - 1, start - (first - 1) * row, row), *whole, *within(last, 0, stop - last * row)]

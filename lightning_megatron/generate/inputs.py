@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.models.config import ModelConfig
-from lightning_megatron.steps.checks import check_integers, check_numbers, check_shape
+from lightning_megatron.steps.base import check_integers, check_numbers, check_shape
 from lightning_megatron.steps.t5 import shifted_right, visible_keys
 
 _MEGATRON_NAMES = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_megatron.engine.train_step import TrainStep
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.errors import require_choice
 from lightning_megatron.steps.bert import BertTrainStep
 from lightning_megatron.steps.gpt import GPTTrainStep, LastWordTrainStep
 from lightning_megatron.steps.t5 import T5TrainStep
@@ -22,8 +22,5 @@ def train_step_named(name: str) -> TrainStep:
     Raises:
         ConfigError: If there is none.
     """
-    if name not in _STEPS:
-        raise ConfigError(
-            f"train_step={name!r} is unknown; choose from {', '.join(sorted(_STEPS))}, or give a TrainStep object"
-        )
+    require_choice("train_step", name, _STEPS)
     return _STEPS[name]()

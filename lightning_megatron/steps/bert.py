@@ -25,19 +25,13 @@ from torchmetrics.classification import (
 )
 
 from lightning_megatron.engine.train_step import Batch, LossFunc, LossTerm, Output, TrainStep
-from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.errors import ConfigError, DataError, require_choice
 from lightning_megatron.models.config import ModelConfig, ProblemType
 from lightning_megatron.steps.base import (
     IGNORE_INDEX,
+    IGNORED_LABELS,
     Perplexity,
     WeightedMean,
-    check_trains,
-    has_own_batches,
-    masked_term,
-    without_last_rows,
-)
-from lightning_megatron.steps.checks import (
-    IGNORED_LABELS,
     by_known_names,
     check_all,
     check_beside_tokens,
@@ -46,6 +40,10 @@ from lightning_megatron.steps.checks import (
     check_numbers,
     check_shape,
     check_tokens,
+    check_trains,
+    has_own_batches,
+    masked_term,
+    without_last_rows,
 )
 
 _MEGATRON_NAMES = {
@@ -354,10 +352,8 @@ class _RowLabels(_Objective):
         self._num_labels = model.num_labels
         self.problem: ProblemType | None = model.problem_type
         """Told by the config, else by the first batch, as Hugging Face does."""
-        if self.problem is not None and self.problem not in get_args(ProblemType):
-            raise ConfigError(
-                f"problem_type={self.problem!r} is unknown; use one of {', '.join(get_args(ProblemType))}"
-            )
+        if self.problem is not None:
+            require_choice("problem_type", self.problem, get_args(ProblemType))
         if self.problem == "single_label_classification":
             _check_choice(model)
 

@@ -18,17 +18,15 @@ from lightning_megatron.steps.base import (
     IGNORE_INDEX,
     TokenLossStep,
     WeightedMean,
-    check_trains,
-    has_own_batches,
-    predicted_tokens,
-)
-from lightning_megatron.steps.checks import (
     by_known_names,
     check_beside_tokens,
     check_integers,
     check_numbers,
     check_shape,
     check_tokens,
+    check_trains,
+    has_own_batches,
+    predicted_tokens,
 )
 
 _KNOWN_KEYS = {"text", "input_ids", "labels", "attention_mask", "position_ids", "sample_mask", "loss_mask"}

@@ -10,15 +10,18 @@ import torch
 from lightning_megatron.engine.train_step import Batch, LossFunc
 from lightning_megatron.errors import DataError
 from lightning_megatron.models.config import ModelConfig
-from lightning_megatron.steps.base import IGNORE_INDEX, TokenLossStep, check_trains, has_own_batches
-from lightning_megatron.steps.checks import (
+from lightning_megatron.steps.base import (
+    IGNORE_INDEX,
     IGNORED_LABELS,
+    TokenLossStep,
     by_known_names,
     check_all,
     check_integers,
     check_numbers,
     check_shape,
     check_tokens,
+    check_trains,
+    has_own_batches,
 )
 
 _MEGATRON_NAMES = {

@@ -158,6 +158,11 @@ def train_and_save(run: Run, path: Path) -> Trace:
     return trace
 
 
+def train_and_keep(run: Run, folder: Path, options: Mapping[str, Any] | None = None) -> Trace:
+    """With a stock ``ModelCheckpoint`` that keeps every checkpoint, unless ``options`` say otherwise."""
+    return fit(run, checkpoints_at(folder, **(options or {})))[1]
+
+
 def _data(run: Run, trainer: Any) -> dict[str, Any]:
     from torch.utils.data import DataLoader
 

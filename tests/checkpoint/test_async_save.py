@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -46,32 +45,6 @@ def test_it_holds_the_run_as_it_was_when_the_save_began(tmp_path: Path) -> None:
         name = f"rng_{rank:05d}.pt"
         assert (tmp_path / "first.ckpt" / name).read_bytes() == (tmp_path / "after.ckpt" / name).read_bytes()
     assert _names(tmp_path) == ["after.ckpt", "before.ckpt", "first.ckpt"]
-
-
-def _train_while_it_is_written(path: Path) -> list[Any]:
-    """Hold the disk up, look, train, let go, finish."""
-    from lightning_megatron.checkpoint.save import _ChecksummedFile
-
-    let_go = threading.Event()
-    original = _ChecksummedFile.write
-    with engine_run(RUN) as state, pytest.MonkeyPatch.context() as patch:
-        save(state, {}, path.with_name("sync.ckpt"))
-        patch.setattr(_ChecksummedFile, "write", lambda *args: let_go.wait(30) and original(*args))
-        saving = begin_save(state, {}, path)
-        change(state)
-        found = [saving.is_written(), path.exists()]
-        let_go.set()
-        while not saving.is_written():
-            time.sleep(0.01)
-        found += [path.exists()]
-        saving.finish()
-        return [*found, path.exists()]
-
-
-def test_it_has_its_name_only_after_it_is_finished(tmp_path: Path) -> None:
-    path = tmp_path / "a.ckpt"
-    assert run_ranks(_train_while_it_is_written, 2, path) == [[False, False, False, True]] * 2
-    assert differences(read_tensors(tmp_path / "sync.ckpt"), read_tensors(path)) == []
 
 
 def _abandon(path: Path) -> list[Any]:

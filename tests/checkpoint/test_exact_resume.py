@@ -13,27 +13,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.checkpoint.corpus import make_corpus
 from tests.checkpoint.runs import (
     GLOBAL_BATCH,
     VOCAB_SIZE,
     Run,
     Trace,
-    checkpoints_at,
     differences,
     fit,
     rows_dataset,
-    shuffled_loader,
     train,
+    train_and_keep,
 )
 from tests.ranks import run_ranks
 
 STEPS_PER_EPOCH = 5
-
-
-def _train_and_keep(run: Run, folder: Path, options: dict[str, Any]) -> Trace:
-    """Train with a stock ``ModelCheckpoint`` that keeps every checkpoint."""
-    return fit(run, checkpoints_at(folder, **options))[1]
 
 
 def _train_and_save(run: Run, stops: list[int], folder: Path) -> None:
@@ -68,11 +61,6 @@ def _assert_goes_on_as(whole: list[Trace], resumed: list[Trace], after: int) -> 
         assert differences(expected.state, found.state) == [], f"rank {rank} ended in another state"
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_corpus(tmp_path_factory.mktemp("corpus"))
-
-
 TP2_SP = {"tp": 2, "sequence_parallel": True}
 PP2_VPP2 = {"pp": 2, "vpp": 2}
 UNSHARDED_OPTIMIZER = {"distributed_optimizer": False}
@@ -99,21 +87,9 @@ def test_a_run_resumed_in_mid_epoch_is_exactly_the_same(tmp_path: Path, world_si
 
     schedule = LRSchedule(style="cosine", warmup_steps=2, weight_decay_incr_style="linear", end_weight_decay=0.5)
     run = run.but(trainer={"max_steps": 7}, module={"lr_schedule": schedule})
-    whole = run_ranks(_train_and_keep, world_size, run, tmp_path, {"every_n_train_steps": 3})
+    whole = run_ranks(train_and_keep, world_size, run, tmp_path, {"every_n_train_steps": 3})
 
     resumed = run_ranks(train, world_size, run.but(ckpt_path=str(tmp_path / "step=3.ckpt")))
-
-    _assert_goes_on_as(whole, resumed, after=3)
-
-
-@pytest.mark.parametrize(
-    "strategy", [PP2_VPP2, pytest.param({}, marks=pytest.mark.exhaustive)], ids=["pp2 vpp2", "dp2"]
-)
-def test_a_run_on_indexed_data_goes_on_exactly(tmp_path: Path, corpus: str, strategy: dict[str, Any]) -> None:
-    run = Run(strategy=strategy, indexed=corpus, trainer={"max_steps": 7})
-    whole = run_ranks(_train_and_keep, 2, run, tmp_path, {"every_n_train_steps": 3})
-
-    resumed = run_ranks(train, 2, run.but(ckpt_path=str(tmp_path / "step=3.ckpt")))
 
     _assert_goes_on_as(whole, resumed, after=3)
 
@@ -208,7 +184,7 @@ def test_random_orders_and_random_samples_go_on(tmp_path: Path, loader: Any) -> 
 
 def test_a_run_with_validation_goes_on(tmp_path: Path) -> None:
     run = Run(validate=True, trainer={"max_steps": 8, "val_check_interval": 2})
-    whole = run_ranks(_train_and_keep, 1, run, tmp_path, {"every_n_train_steps": None, "monitor": "val_loss"})
+    whole = run_ranks(train_and_keep, 1, run, tmp_path, {"every_n_train_steps": None, "monitor": "val_loss"})
 
     resumed = run_ranks(train, 1, run.but(ckpt_path=str(tmp_path / "step=4.ckpt")))
 
@@ -229,27 +205,8 @@ def _train_after_an_early_question(run: Run) -> Trace:
 
 def test_a_loader_that_was_asked_for_before_the_checkpoint_was_read_goes_on(tmp_path: Path) -> None:
     run = Run(trainer={"max_epochs": 2})
-    whole = run_ranks(_train_and_keep, 1, run, tmp_path, {"every_n_train_steps": 3})
+    whole = run_ranks(train_and_keep, 1, run, tmp_path, {"every_n_train_steps": 3})
 
     resumed = run_ranks(_train_after_an_early_question, 1, run.but(ckpt_path=str(tmp_path / "step=3.ckpt")))
 
     _assert_goes_on_as(whole, resumed, after=3)
-
-
-def _resume_and_train_on(run: Run) -> Trace:
-    """``fit`` from a checkpoint, and ``fit`` again with the same Trainer for the epochs that follow."""
-    trainer, trace = fit(run)
-    trainer.fit_loop.max_epochs = 3
-    trainer.fit(trainer.lightning_module, train_dataloaders=shuffled_loader(1))
-    return trace
-
-
-def test_a_second_fit_of_the_same_trainer_goes_on_with_the_next_epoch(tmp_path: Path) -> None:
-    run = Run(trainer={"max_epochs": 3})
-    (whole,) = run_ranks(_train_and_keep, 1, run, tmp_path, {"every_n_train_steps": 3})
-
-    first_two = run.but(trainer={"max_epochs": 2}, ckpt_path=str(tmp_path / "step=3.ckpt"))
-    (resumed,) = run_ranks(_resume_and_train_on, 1, first_two)
-
-    tokens = {step: numbers["tokens"] for step, numbers in resumed.steps.items()}
-    assert tokens == {step: whole.steps[step]["tokens"] for step in range(4, 16)}

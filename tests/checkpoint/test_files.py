@@ -1,4 +1,4 @@
-"""Files of a checkpoint: written as they are, every changed byte found and named, and none of their code run."""
+"""Files of a checkpoint: every changed byte is found and named, and none of their code is run."""
 
 from __future__ import annotations
 
@@ -19,9 +19,6 @@ from lightning_megatron.errors import CheckpointError
 from tests.checkpoint.damage import sum_up
 from tests.checkpoint.engine_runs import RUN, attempts_to_load, save_once
 from tests.ranks import run_ranks
-
-# ---- writing --------------------------------------------------------------------------------------------------------
-
 
 # ---- checksums ------------------------------------------------------------------------------------------------------
 

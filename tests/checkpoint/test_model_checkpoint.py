@@ -103,38 +103,29 @@ def _train_with_keeper(run: Run, folder: Path, save_last: bool | str) -> tuple[l
     return sorted(trace.steps), sorted(path.name for path in folder.iterdir() if path.suffix == ".ckpt")
 
 
-@pytest.mark.parametrize("save_last", [pytest.param(True, marks=pytest.mark.exhaustive), "link"])
-def test_a_new_trainer_finds_the_last_checkpoint_and_old_ones_are_deleted(
-    tmp_path: Path, save_last: bool | str
-) -> None:
+def test_a_new_trainer_finds_the_last_checkpoint_and_old_ones_are_deleted(tmp_path: Path) -> None:
     run = Run(strategy={**PP2, "async_save": True}, trainer={"max_steps": 5})
-    first = run_ranks(_train_with_keeper, 2, run, tmp_path, save_last)
+    first = run_ranks(_train_with_keeper, 2, run, tmp_path, "link")
     assert first == [([1, 2, 3, 4, 5], ["last.ckpt", "step=4.ckpt"])] * 2
 
-    second = run_ranks(_train_with_keeper, 2, run.but(trainer={"max_steps": 7}, ckpt_path="last"), tmp_path, save_last)
+    second = run_ranks(_train_with_keeper, 2, run.but(trainer={"max_steps": 7}, ckpt_path="last"), tmp_path, "link")
 
     # The step after the last checkpoint is done again; of the folders and the link, the newest are left.
     assert second == [([5, 6, 7], ["last.ckpt", "step=6.ckpt"])] * 2
-    assert (tmp_path / "last.ckpt").is_symlink() == (save_last == "link")
+    assert (tmp_path / "last.ckpt").is_symlink()
 
 
 @pytest.mark.parametrize(
     ("name", "is_own"),
     [
         ("step=1.ckpt", True),
-        ("below/step=2.ckpt", True),
-        ("link", True),
         ("dangling", True),
         ("nothing.ckpt", True),
         ("link_out_of_the_folder", True),  # only the link would go
         ("link_to_documents", False),
         ("unfinished.ckpt", False),
-        ("notes.txt", False),
-        ("", False),
-        ("below/..", False),
         ("../others.ckpt", False),
         ("../documents", False),
-        ("../nothing.ckpt", False),
         ("elsewhere/others.ckpt", False),
         ("below/../../checkpoints/step=1.ckpt", True),
     ],
@@ -148,9 +139,7 @@ def test_what_is_a_checkpoint_of_a_folder_and_what_only_says_so(tmp_path: Path, 
     for place in (folder / "unfinished.ckpt", tmp_path / "documents"):
         place.mkdir()
         (place / "common.pt").touch()
-    (folder / "notes.txt").touch()
     links = {
-        "link": "step=1.ckpt",
         "dangling": "step=0.ckpt",
         "link_out_of_the_folder": "../others.ckpt",
         "link_to_documents": "../documents",

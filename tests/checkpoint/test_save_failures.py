@@ -16,7 +16,7 @@ import pytest
 from lightning_megatron.checkpoint.files import check_complete
 from tests.checkpoint.engine_runs import RUN as ENGINE_RUN
 from tests.checkpoint.engine_runs import engine_run, save
-from tests.checkpoint.runs import Run, checkpoints_at, fit
+from tests.checkpoint.runs import Run, checkpoints_at, fit, train_and_keep
 from tests.ranks import RankError, run_ranks
 
 RUN = Run(strategy={"tp": 2}, trainer={"max_steps": 4})
@@ -107,15 +107,11 @@ def test_a_mistake_of_the_users_ends_the_run_at_the_first_save(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-def _train_and_keep(run: Run, folder: Path) -> None:
-    fit(run, checkpoints_at(folder))
-
-
 def test_a_folder_that_cannot_be_made_from_the_start_is_noticed_before_the_first_step(tmp_path: Path) -> None:
     folder = tmp_path / "a_file"
     folder.touch()
     with pytest.raises(RankError, match=f"cannot be saved in {folder}/below: {folder} is no folder; give") as caught:
-        run_ranks(_train_and_keep, 2, RUN, folder / "below")
+        run_ranks(train_and_keep, 2, RUN, folder / "below")
     assert caught.value.error_type == "CheckpointError"
     assert "step=1.ckpt" not in str(caught.value)
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from tests.checkpoint.corpus import make_corpus
-from tests.checkpoint.runs import Run, Trace, checkpoints_at, differences, fit, train_and_save
+from tests.checkpoint.runs import Run, Trace, checkpoints_at, differences, fit, train, train_and_keep, train_and_save
 from tests.cli.command import run_cli
 from tests.cli.test_training import configuration as cli_configuration
 from tests.launch.test_started_by import _environment
@@ -52,10 +52,6 @@ def _stopped(run: Run, folder: Path, keep: dict[str, Any], sent: dict[str, Any])
     return code, sorted(path.name for path in folder.glob("*.ckpt"))
 
 
-def _whole(run: Run, folder: Path | None = None, keep: dict[str, Any] | None = None) -> Trace:
-    return fit(run, *([] if folder is None else [checkpoints_at(folder, **(keep or {}))]))[1]
-
-
 def _goes_on_exactly(expected: list[Trace], found: list[Trace], first: int) -> None:
     for whole, rest in zip(expected, found, strict=True):
         assert min(rest.steps) == first
@@ -82,13 +78,13 @@ NEVER = {"every_n_train_steps": 100}
 def test_sigterm_saves_at_the_next_step_and_the_run_goes_on_exactly(
     tmp_path: Path, sent: dict[str, Any], keep: dict[str, Any], left: list[str]
 ) -> None:
-    expected = run_ranks(_whole, 2, SIX_STEPS)
+    expected = run_ranks(train, 2, SIX_STEPS)
 
     run = SIX_STEPS.but(strategy={"async_save": True})
     stopped = run_ranks(_stopped, 2, run, tmp_path, keep, {"step": 1, **sent})
 
     assert stopped == [(143, left)] * 2
-    rest = run_ranks(_whole, 2, SIX_STEPS.but(ckpt_path="last"), tmp_path, keep)
+    rest = run_ranks(train_and_keep, 2, SIX_STEPS.but(ckpt_path="last"), tmp_path, keep)
     # Noted in step 1, agreed on in step 2, and step 3 is the last.
     _goes_on_exactly(expected, rest, first=4)
 
@@ -147,12 +143,12 @@ def test_a_requeued_run_does_not_begin_anew_from_the_weights_it_was_given(tmp_pa
 
 def test_sigterm_while_validating_saves_the_step_before(tmp_path: Path) -> None:
     run = SIX_STEPS.but(validate=True, trainer={"val_check_interval": 2, "check_val_every_n_epoch": None})
-    expected = run_ranks(_whole, 2, run)
+    expected = run_ranks(train, 2, run)
 
     stopped = run_ranks(_stopped, 2, run, tmp_path, {"save_last": True, **NEVER}, {"ranks": (1,), "step": -1})
 
     assert stopped == [(143, ["last.ckpt"])] * 2
-    rest = run_ranks(_whole, 2, run.but(ckpt_path="last"), tmp_path, {"save_last": True, **NEVER})
+    rest = run_ranks(train_and_keep, 2, run.but(ckpt_path="last"), tmp_path, {"save_last": True, **NEVER})
     first = min(rest[0].steps)
     assert first in (5, 6)
     _goes_on_exactly(expected, rest, first=first)

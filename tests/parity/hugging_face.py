@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -67,10 +68,12 @@ def hugging_face_model(case: Case, weights: Tensors) -> Any:
     return model
 
 
-def train_hugging_face(case: Case, initial_weights: Tensors) -> Outcome:
-    """``case`` trained by Hugging Face's model and torch's optimizer."""
+def train_hugging_face(case: Case, initial_weights: Tensors, prepare: Callable[[Any], None] | None = None) -> Outcome:
+    """``case`` trained by Hugging Face's model, which ``prepare`` may freeze in part, and torch's optimizer."""
     model = hugging_face_model(case, initial_weights)
-    parameters = dict(model.named_parameters())
+    if prepare is not None:
+        prepare(model)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = _torch_optimizer(list(parameters.values()), case)
     rows = Sentences(case.steps * case.global_batch_size, case.labels)
     # Lightning shuffles the training data of every distributed strategy with this sampler.
@@ -91,7 +94,7 @@ def train_hugging_face(case: Case, initial_weights: Tensors) -> Outcome:
         grad_norms=grad_norms,
         initial_weights=initial_weights,
         gradients=gradients,
-        weights={name: p.detach() for name, p in parameters.items()},
+        weights={name: p.detach() for name, p in model.named_parameters()},
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,9 +11,9 @@ import pytest
 import torch
 
 from tests.parity.comparison import assert_same_tensors
-from tests.parity.hugging_face import hugging_face_model, tensors_of
+from tests.parity.hugging_face import tensors_of, train_hugging_face
 from tests.parity.sharding import Tensors, finish_parameter_gathers, shards
-from tests.parity.training import SEED, Case, Layout, Sentences, loader_of, module_of, trainer_of
+from tests.parity.training import Case, Layout, loader_of, module_of, trainer_of
 from tests.ranks import run_ranks
 
 What = Literal["embeddings", "lower half", "all but the last layer", "nothing"]
@@ -81,36 +82,17 @@ def _train(case: Case, what: What, **options: Any) -> Result:
     return losses, norms, before, tensors_of(module), moments, trained
 
 
-def _train_hugging_face(case: Case, weights: Tensors, what: What) -> tuple[list[float], list[float], Tensors]:
-    from torch.utils.data import DistributedSampler
-
-    model = hugging_face_model(case, weights)
+def _freeze(model: Any, what: What) -> None:
+    """The same in Hugging Face's model."""
     body = model.transformer
     if what == "all but the last layer":
         model.requires_grad_(False)
         body.h[3].requires_grad_(True)
-    else:
-        for embedding in (body.wte, body.wpe):
-            embedding.requires_grad_(False)
-        if what == "lower half":
-            body.h[:2].requires_grad_(False)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.3},
-        {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=case.lr, betas=(0.8, 0.95), eps=1e-3)
-    rows = Sentences(case.steps * case.global_batch_size, case.labels)
-    order = torch.tensor(list(DistributedSampler(rows, num_replicas=1, rank=0, seed=SEED)))
-    losses, norms = [], []
-    for batch in order.split(case.global_batch_size):
-        optimizer.zero_grad()
-        loss = model(input_ids=rows.tokens[batch], labels=rows.labels[batch]).loss
-        loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(trained, case.clip or torch.inf).item())
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
+        return
+    for embedding in (body.wte, body.wpe):
+        embedding.requires_grad_(False)
+    if what == "lower half":
+        body.h[:2].requires_grad_(False)
 
 
 @pytest.mark.parametrize(
@@ -128,13 +110,13 @@ def _train_hugging_face(case: Case, weights: Tensors, what: What) -> tuple[list[
 def test_the_rest_trains_as_a_plain_model_whose_weights_are_frozen(what: What, layout: Layout) -> None:
     case = replace(CASE, layout=layout)
     ranks = run_ranks(_train, layout.world_size, case, what)
-    ((losses, norms, weights),) = run_ranks(_train_hugging_face, 1, case, ranks[0][2], what)
+    (theirs,) = run_ranks(train_hugging_face, 1, case, ranks[0][2], partial(_freeze, what=what))
     for ours, our_norms, _, _, moments, trained in ranks:
         # The tolerances of tests/parity/comparison.py.
-        assert ours == pytest.approx(losses, rel=1.5e-6)
-        assert our_norms == pytest.approx(norms, rel=5e-5)
+        assert ours == pytest.approx(theirs.losses, rel=1.5e-6)
+        assert our_norms == pytest.approx(theirs.grad_norms, rel=5e-5)
         assert moments <= 2 * trained
-    assert_same_tensors(ranks[0][3], weights)
+    assert_same_tensors(ranks[0][3], theirs.weights)
 
 
 def _saved_and_resumed(case: Case, other: Case, folder: Path) -> tuple[Result, Result]:

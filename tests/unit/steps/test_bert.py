@@ -179,7 +179,7 @@ def test_a_step_that_prepares_batches_itself_may_have_keys_of_its_own() -> None:
     [
         ({"architecture": "gpt"}, "BertTrainStep trains BERTs, and .* use train_step='gpt'"),
         ({"task": "question_answering", "num_labels": 3}, "num_labels=3 .* use num_labels=2"),
-        ({"task": "sequence_classification", "problem_type": "multi"}, "problem_type='multi' is unknown; use one of"),
+        ({"task": "sequence_classification", "problem_type": "multi"}, "problem_type='multi' is unknown; choose from"),
         ({"task": "token_classification", "num_labels": 1}, "num_labels=1 leaves nothing to choose"),
         (
             {"task": "sequence_classification", "num_labels": 1, "problem_type": "single_label_classification"},
