@@ -297,10 +297,9 @@ class LossCurve(Callback):
         self._was_loaded = True
 
     def _draw(self) -> Any:
-        """A figure of the losses over the steps, with the perplexity on the right-hand axis."""
+        """A figure of the losses over the steps."""
         # The figure class draws without pyplot, which would choose a backend for the whole process.
         from matplotlib.figure import Figure
-        from matplotlib.ticker import LogLocator
 
         figure = Figure(figsize=(9.0, 5.2), dpi=150, layout="constrained")
         axes = figure.add_subplot(xlabel="optimizer step", ylabel="loss (nats per token)", title="Loss")
@@ -318,18 +317,8 @@ class LossCurve(Callback):
             axes.axvline(step, color="grey", linestyle="--", label=label)
         if self.log_scale:
             axes.set_yscale("log")
-            axes.yaxis.set_major_formatter("{x:g}")  # a loss of 4 * 10^0 is nobody's notation
-            axes.yaxis.set_minor_formatter("{x:g}")
         axes.grid(which="both", color="#dddddd", linewidth=0.7)
         axes.legend()
-        low, high = axes.get_ylim()
-        if high < 30.0:  # past that a perplexity says nothing
-            right = axes.twinx()
-            ticks = [tick for tick in LogLocator(subs=(1, 2, 5)).tick_values(math.exp(low), math.exp(high)) if tick > 1]
-            right.set(yscale=axes.get_yscale(), ylabel="perplexity")
-            right.set_yticks([math.log(tick) for tick in ticks], [f"{tick:,g}" for tick in ticks])
-            right.set_yticks([], minor=True)
-            right.set_ylim(low, high)
         return figure
 
 

@@ -142,11 +142,6 @@ def test_pretrain_t5_trains_on_a_pipeline_and_leaves_a_hugging_face_model(tmp_pa
     assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(tmp_path / "model")) == 512
 
 
-def test_examples_are_short_enough_to_be_read_at_once() -> None:
-    for path in (ROOT / "examples").glob("*.py"):
-        assert len(path.read_text().splitlines()) <= 100, path.name
-
-
 def test_generate_text_writes_in_four_ways(corpus: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 

@@ -21,26 +21,25 @@ from lightning_megatron.engine.fillers.choice import (
 
 _PACKAGE = "lightning-megatron"
 _NEEDED = ("torch", "lightning", "megatron-core", "transformers", "tokenizers", "jsonargparse", "numpy")
-_OPTIONAL: tuple[tuple[str, str, Callable[[], bool], str, str], ...] = (
-    # Name, module, whether it works, what it gives, how to install it.
-    (*("liger-kernel", "liger_kernel", has_liger, "fused SwiGLU on a GPU"), "pip install 'lightning-megatron[gpu]'"),
-    (
-        *("Transformer Engine", "transformer_engine", has_transformer_engine),
-        "fused optimizer and gradient norm",
+_OPTIONAL: dict[str, tuple[str, Callable[[], bool], str, str]] = {
+    # Module, whether it works, what it gives, how to install it.
+    "liger-kernel": ("liger_kernel", has_liger, "fused SwiGLU on a GPU", "pip install 'lightning-megatron[gpu]'"),
+    "Transformer Engine": (
+        *("transformer_engine", has_transformer_engine, "fused optimizer and gradient norm"),
         "pip install --no-build-isolation 'transformer_engine[pytorch]' (needs the CUDA toolkit)",
     ),
-    (
-        *("NVIDIA Apex", "apex", has_apex, "fused optimizer and weight gradients"),
+    "NVIDIA Apex": (
+        *("apex", has_apex, "fused optimizer and weight gradients"),
         "from NVIDIA's source; the package called apex on PyPI is another one (see CONTRIBUTING.md)",
     ),
-)
+}
 
 
 def report_installation() -> str:
     """Versions, devices, what fills each slot of the engine, and what could be installed, as a text of tables."""
     device_type: DeviceType = "cuda" if torch.cuda.is_available() else "cpu"
     slots = [(line.slot, line.filler, line.reason) for line in slot_report(device_type)]
-    optional = [(name, _state(module, works), gives, how) for name, module, works, gives, how in _OPTIONAL]
+    optional = [(name, _state(module, works), gives, how) for name, (module, works, gives, how) in _OPTIONAL.items()]
     return "\n\n".join(
         (
             _table("Versions", ("what", "version"), _versions()),

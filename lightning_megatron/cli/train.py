@@ -22,23 +22,14 @@ import torch
 import yaml
 from jsonargparse import ArgumentError, set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer, callbacks, loggers
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, callbacks, loggers
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
-from lightning_megatron import (
-    STRATEGY_SIZES,
-    DatasetDataModule,
-    IndexedDataModule,
-    InstructionDataModule,
-    LossCurve,
-    PerplexityReport,
-    ProgressLine,
-    SampleText,
-    TextEvaluationDataModule,
-    ThroughputMonitor,
-)
+import lightning_megatron
+from lightning_megatron import STRATEGY_SIZES, ProgressLine
 from lightning_megatron.checkpoint.find import check_writable
 from lightning_megatron.cli.errors import UsageError, one_line, users_mistake
 from lightning_megatron.errors import ConfigError
@@ -47,12 +38,13 @@ from lightning_megatron.module import MegatronModule
 from lightning_megatron.precision import PrecisionName
 from lightning_megatron.strategy import MegatronStrategy
 
-DATA_MODULES = (IndexedDataModule, InstructionDataModule, DatasetDataModule, TextEvaluationDataModule)
-SHORT_NAMES = (
-    *(MegatronModule, MegatronStrategy, *DATA_MODULES),
-    *(ThroughputMonitor, LossCurve, PerplexityReport, ProgressLine, SampleText),
-)
+SHORT_NAMES: list[type] = [
+    each
+    for each in map(partial(getattr, lightning_megatron), lightning_megatron.__all__)
+    if inspect.isclass(each) and issubclass(each, (LightningModule, LightningDataModule, Strategy, Callback))
+]
 """Classes that a configuration may name without their module, because they are imported here."""
+DATA_MODULES = [each for each in SHORT_NAMES if issubclass(each, LightningDataModule) and not inspect.isabstract(each)]
 DEFAULT_SEED = 1234
 _CHECKPOINT_WORDS = ("last", "best", "hpc")
 _REFUSED = re.compile(r"(?:[Oo]ption '|arguments: (?:--)?|import path string: )([\w./-]+)")

@@ -128,7 +128,7 @@ def gather_across_data_parallel_groups(tensor: Any) -> Any:
                 "each tensor with any number of rows (pad rows to one length, or join a list of batches first)"
             )
     of_ranks = zip(*(counts for _, counts in answers), strict=True)
-    gathered = [r if r is None else _gathered_rows(r, n, group) for r, n in zip(rows, of_ranks, strict=True)]
+    gathered = [r if r is None else gathered_rows(r, n, group) for r, n in zip(rows, of_ranks, strict=True)]
     return pytree.tree_unflatten(gathered, structure)
 
 
@@ -142,7 +142,8 @@ def _lengths(rows: torch.Tensor) -> str:
     return "".join(f", {length}" for length in rows.shape[1:])
 
 
-def _gathered_rows(rows: torch.Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
+def gathered_rows(rows: torch.Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """The rows of all ranks of the group, of which each has ``counts``, in order; every rank must call."""
     if len(counts) == 1:
         return rows
     own_device = rows.device

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron.engine.collectives import on_all_ranks_alike
+from lightning_megatron.engine.collectives import gathered_rows, on_all_ranks_alike
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.generate.decode import Rules, decode, uniform_numbers
@@ -105,8 +105,7 @@ class LiveModel:
         before = before.repeat_interleave(repeats, dim=0).to(device)
         if options.num_beams == 1:
             prompts, repeats = prompts.each(lambda tensor: tensor.repeat_interleave(repeats, dim=0)), 1
-        counts = self._dealt(len(prompts.tokens))
-        rows = self._own(counts) if is_shared else slice(0, len(prompts.tokens))
+        rows, counts = self._dealt(len(prompts.tokens)) if is_shared else (slice(0, len(prompts.tokens)), [])
         numbers = torch.empty((0, options.num_new_tokens + 1), device=self.device)
         written = numbers.long()
         with inference_mode(self.chunks) as models:
@@ -115,8 +114,8 @@ class LiveModel:
                 uniform = uniform_numbers(options.seed, options.num_new_tokens, len(prompts.tokens))[:, rows]
                 written, numbers = decode(models, self.topology, own, rules, uniform, on_tokens)
             if is_shared:
-                of_copies = [count * repeats for count in counts]
-                written, numbers = self._gathered(written, of_copies), self._gathered(numbers, of_copies)
+                counts, group = [count * repeats for count in counts], self.topology.dp_group
+                written, numbers = gathered_rows(written, counts, group), gathered_rows(numbers, counts, group)
         written, numbers = written.to(device), numbers.to(device)
         longest = int(written[:, -1].max())
         return Generated(
@@ -181,8 +180,7 @@ class LiveModel:
         if is_shared:
             on_all_ranks_alike(lambda: check_rows(on_host, self.config))
             _check_agreement("logits", *vars(on_host).values())
-            counts = self._dealt(len(rows))
-            own = self._own(counts)
+            own, counts = self._dealt(len(rows))
             rows = rows.each(lambda tensor: tensor[own])
         elif len(rows) > 0:
             check_rows(on_host, self.config)
@@ -203,35 +201,13 @@ class LiveModel:
                 if self.topology.parallel.pp > 1 and not last_stage_only:
                     dist.broadcast(logits, self.topology.last_stage, group=self.topology.pp_group)
             # A data-parallel group lies within one stage.
-            return self._gathered(logits, counts) if is_kept else None
+            return gathered_rows(logits, counts, self.topology.dp_group) if is_kept else None
 
-    # ---- rows of the copies ------------------------------------------------------------------------------------------
-
-    def _dealt(self, rows: int) -> list[int]:
-        """How many rows each copy of the model takes."""
-        dp = self.topology.dp
-        return [rows * (rank + 1) // dp - rows * rank // dp for rank in range(dp)]
-
-    def _own(self, counts: list[int]) -> slice:
-        """Which rows are this copy's."""
-        first = sum(counts[: self.topology.dp_rank])
-        return slice(first, first + counts[self.topology.dp_rank])
-
-    def _gathered(self, own: Tensor, counts: list[int]) -> Tensor:
-        """The rows of all copies in order, on every rank; every rank must call.
-
-        Args:
-            own: [counts[dp_rank], ...]; all but the number of rows is the same everywhere.
-            counts: Rows of each copy.
-        """
-        if len(counts) == 1:
-            return own
-        # Collectives want equal shapes: short copies send rows that are cut off again.
-        mine = own.new_zeros(max(counts), *own.shape[1:])
-        mine[: len(own)] = own
-        parts = [torch.empty_like(mine) for _ in counts]
-        dist.all_gather(parts, mine, group=self.topology.dp_group)
-        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+    def _dealt(self, rows: int) -> tuple[slice, list[int]]:
+        """Which rows this copy of the model takes, and how many each copy."""
+        dp, rank = self.topology.dp, self.topology.dp_rank
+        bounds = [rows * copy // dp for copy in range(dp + 1)]
+        return slice(bounds[rank], bounds[rank + 1]), [bounds[copy + 1] - bounds[copy] for copy in range(dp)]
 
 
 def _check_agreement(settings: object, *tensors: Tensor | None) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import lightning_megatron
 from lightning_megatron.cli import errors, main, program
 from lightning_megatron.cli.commands import TRAINER_COMMANDS, _parser
 from lightning_megatron.errors import ConfigError
@@ -70,13 +69,6 @@ def test_wrong_arguments_are_one_line_and_exit_code_two(
     printed = capsys.readouterr()
     assert printed.err.startswith(line)
     assert (printed.err.count("\n"), printed.out, list(tmp_path.iterdir())) == (1, "", [])
-
-
-def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--version"])
-    assert not ended.value.code
-    assert capsys.readouterr().out == f"lightning-megatron {lightning_megatron.__version__}\n"
 
 
 # ---- exit codes -----------------------------------------------------------------------------------------------------
@@ -163,17 +155,6 @@ def test_what_our_errors_have_caused_is_the_users_and_what_was_met_while_handlin
 )
 def test_options_are_named_as_they_are_typed(message: str, typed: str) -> None:
     assert errors.in_typed_words(message, _parser()[1]["generate"]) == typed
-
-
-def test_only_paths_begin_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
-    parser, commands = _parser()
-    parsed = parser.parse_args(["merge", "--input", "~/b", "c/~", "--output-prefix=~"])
-    errors.expand_home(commands["merge"], parsed)
-    assert (parsed.input, parsed.output_prefix) == (["/home/me/b", "c/~"], "/home/me")
-    parsed = parser.parse_args(["generate", "--checkpoint=~/a", "--prompt", "~/d"])
-    errors.expand_home(commands["generate"], parsed)
-    assert (parsed.load_path, parsed.prompt) == (Path("/home/me/a"), ["~/d"])
 
 
 def test_one_rank_speaks_for_all(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,8 +51,7 @@ def imported(folder: Path, fields: dict[str, Any], capsys: Any, suffix: str = ".
 
 
 @pytest.mark.parametrize(
-    ("fields", "suffix"), [(FLAT, ".yaml"), (STRINGS, ".yaml"), (OLD, ".json")],
-    ids=["indentation lost", "strings", "json"],
+    ("fields", "suffix"), [(STRINGS, ".yaml"), (OLD, ".json")], ids=["strings, indentation lost", "json"]
 )  # fmt: skip
 def test_accelerates_file_says_the_same_in_every_form(
     fields: dict[str, Any], suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -109,7 +108,6 @@ def test_the_new_keys_and_two_machines(tmp_path: Path, capsys: pytest.CaptureFix
             "torchrun --nproc-per-node=4 --nnodes=2 --node-rank=0 --rdzv-backend=c10d --rdzv-endpoint=a:29501 -m",
         ),
         ({"gpu_ids": "0,1", "num_processes": 4}, "CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc-per-node=4 -m lightning"),
-        ({"num_processes": None}, "torchrun --nproc-per-node=auto -m lightning_megatron"),
     ],
 )
 def test_the_keys_of_the_launcher_become_a_line_for_torchrun(
@@ -124,12 +122,10 @@ def test_the_keys_of_the_launcher_become_a_line_for_torchrun(
     ("changed", "says"),
     [
         ({"megatron_lm_tp_degre": 2}, "megatron_lm_tp_degre is not among the keys .*; did you mean megatron_lm_tp_deg"),
-        ({"megatron_lm_tp_degree": "two"}, "megatron_lm_tp_degree: expected an integer of at least 1, got 'two'"),
         ({"megatron_lm_tp_degree": 3}, "world size 8 .* is not a multiple of tp=3 x pp=2"),
         ({"megatron_lm_sequence_parallelism": "perhaps"}, "expected yes or no, got 'perhaps'"),
         ({"megatron_lm_expert_model_parallel_size": 2}, "expected 1, got 2; there are no mixtures of experts yet"),
         ({"mixed_precision": "fp8"}, "expected bf16 or .* no, got 'fp8'; .*there is no fp8 yet"),
-        ({"distributed_type": "FSDP"}, "distributed_type: expected MEGATRON_LM, got FSDP; the other types are strat"),
         ({"num_machines": 3}, "num_machines=3 does not divide num_processes=8; choose num_machines from 1, 2, 4, 8"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -177,8 +173,6 @@ def test_answers_from_a_pipe_become_a_yaml(
     [
         (("gpt2", "cpu", "", "5"), "tp=5 does not divide num_attention_heads=12; choose tp from 1, 2, 3, 4, 6, 12"),
         ((*LAYOUT[:10], "6"), "world size 6 (devices x num_nodes) is not a multiple of tp=2 x pp=2 = 4; use 8"),
-        ((*LAYOUT, "x", "2048"), "seq_length=2048 is longer than the model's max_position_embeddings=1024"),
-        ((*LAYOUT[:11], "fp8"), "trainer.precision: expected bf16 or fp16 or no, got 'fp8'"),
         (("gpt2", "cpu"), "trainer.num_nodes: expected an answer, got the end of the input; an empty line is 1"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",

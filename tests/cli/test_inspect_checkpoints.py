@@ -143,8 +143,6 @@ def test_a_distributed_checkpoint_of_megatron_below_its_tracker(
     [
         ("meta.pt", None, "holds more than data"),
         (".metadata", pickle.dumps(_RunsCode()), "it would run builtins.print when loaded"),
-        (".metadata", b"no pickle", "has an unreadable .metadata"),
-        ("metadata.json", b"{}", "has an unreadable metadata.json"),
         ("__0_0.distcp", b"short", "is damaged: __0_0.distcp has 5 bytes"),
     ],
 )

@@ -70,7 +70,6 @@ MISTAKES = (
     ("--modle.lrr", "3", "did you mean --model?"),
     ("--trainer.max_steps", "many", "trainer.max_steps: Expected a <class 'int'>. Got value: many"),
     ("--trainer.strategy.tp_degree", "3", "Option 'tp_degree' is not accepted; here it is --trainer.strategy.tp"),
-    ("--min_lr", "3", "unrecognized arguments: --min_lr 3; here it is --model.lr_schedule.min_lr"),
     ("--trainer.strategy.tpp", "3", "Option 'tpp' is not accepted; did you mean tp?"),
     ("--model.optimizer.beta9", "3", "did you mean optimizer.beta2?"),
     ("--model", "MegatronModul", "did you mean MegatronModule?"),
@@ -78,7 +77,6 @@ MISTAKES = (
     ("--trainer.accelerator", "tpu", "torch_xla"),
     ("--trainer.logger.save_dir", "/dev/null/x", "saved in /dev/null/x: /dev/null is no folder"),
     ("--trainer.strategy", "megatron_tp3_pp1", "expected MegatronStrategy, megatron, megatron_tpN"),
-    ("--trainer.strategy", "megatron_tp2_pp1", "tp"),  # one device: that the size is refused shows it was read
     ("--trainer.strategy.num_microbatches", "100000000000", "the tokens of one step take"),
     ("--trainer.accumulate_grad_batches", "2", "accumulate_grad_batches=2 does not work"),
     ("--model.optimizer.weight_decay", "-1", "weight_decay=-1.0 must be at least 0"),

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.data import DataLoader
 
@@ -118,6 +119,11 @@ def prompts(side: str = "left", lengths: tuple[int, ...] = (7, 3, 1, 5), width: 
         tokens[row, place] = torch.randint(3, VOCAB_SIZE, (length,), generator=generator)
         mask[row, place] = 1
     return tokens, mask
+
+
+def on_gpus(*layouts: Layout) -> list[Any]:
+    """The layouts as parameters of a test that needs as many GPUs."""
+    return [pytest.param(layout, marks=pytest.mark.gpu(layout.world_size), id=str(layout)) for layout in layouts]
 
 
 def asked(model: str, rows: tuple[torch.Tensor, ...] | None = None, **options: Any) -> Call:

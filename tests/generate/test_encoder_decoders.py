@@ -123,14 +123,8 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
         {"decoder_input_ids": torch.tensor([[0], [2]]), "decoder_attention_mask": torch.tensor([[1], [0]])},
         "the prompts [1] are empty (decoder_input_ids have padding only)",
     ),
-    (
-        "generate",
-        {"decoder_input_ids": torch.tensor([[0], [2]]), "decoder_attention_mask": torch.ones(2, 2)},
-        "decoder_attention_mask: expected a tensor [2, 1], as decoder_input_ids have it, got torch.float32 [2, 2]",
-    ),
     ("generate", {"decoder_attention_mask": torch.ones(2, 1)}, "t5 needs decoder_input_ids here"),
     ("logits", {}, "t5 needs decoder_input_ids here"),
-    ("logits", {"decoder_input_ids": torch.full((2, 1), 83)}, "decoder_input_ids has the token 83"),
 )
 
 

@@ -20,10 +20,12 @@ from tests.generate.models import (
     compare,
     continued,
     hugging_face,
+    on_gpus,
     prompts,
     run_with_models,
     set_up,
 )
+from tests.generate.test_encoder_decoders import calls_of_every_t5
 from tests.parity.training import Case, Layout
 
 LAYOUTS = (
@@ -54,6 +56,11 @@ def calls_of_every_family() -> list[Call]:
 )
 def test_every_family_writes_what_hugging_face_writes(layout: Layout) -> None:
     compare(calls_of_every_family(), layout)
+
+
+@pytest.mark.parametrize("layout", on_gpus(Layout(), *LAYOUTS[:2], Layout(dp=2)))
+def test_gpus_write_what_hugging_face_writes_on_a_cpu(layout: Layout) -> None:
+    compare(calls_of_every_family() + calls_of_every_t5(), layout, accelerator="gpu")
 
 
 @pytest.mark.parametrize("layout", [Layout(pp=2, vpp=2, num_microbatches=2), Layout(dp=3)], ids=str)

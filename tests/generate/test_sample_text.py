@@ -128,17 +128,6 @@ def test_what_cannot_be_continued_is_refused_before_the_first_step(
         run_ranks(_started, 1, Case(), folder, prompts)
 
 
-def test_a_model_that_writes_no_texts_and_what_is_no_tokenizer_are_refused(tokenizer: Path) -> None:
-    from lightning.pytorch import LightningModule, Trainer
-
-    from lightning_megatron import ConfigError, SampleText
-
-    with pytest.raises(ConfigError, match="SampleText shows texts of GPTs and T5s, and LightningModule has none"):
-        SampleText(tokenizer, PROMPTS).setup(Trainer(barebones=True), LightningModule(), "fit")
-    with pytest.raises(ConfigError, match="tokenizer=5: expected a folder, a name or a tokenizer"):
-        SampleText(5, PROMPTS)
-
-
 def _started(case: Case, tokenizer: Path, prompts: list[str]) -> None:
     from lightning_megatron import SampleText
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.families.parity import pretrained_module
-from tests.generate.models import NO_END, Call, asked, by_hugging_face, continued, run_with_models, set_up, written
+from tests.generate.models import NO_END, Call, asked, by_hugging_face, continued, run_with_models, written
 from tests.generate.tape import Tape, TapeRecorder
 from tests.parity.training import Case, Layout, trainer_of
 from tests.ranks import RankError
@@ -48,17 +48,6 @@ def test_predict_which_lightning_runs_in_inference_mode_replays_steps() -> None:
     ((texts, counts),) = run_with_models(_predicted, Layout(), [call])
     assert texts.tolist() == by_hugging_face(call).tolist()
     assert counts == [(1, 1, 8)]
-
-
-def test_the_host_waits_no_oftener_for_more_tokens() -> None:
-    calls = [
-        asked("llama", max_new_tokens=n, static_cache=True, **way, **NO_END)
-        for way in ({}, {"top_k": 20})
-        for n in (3, 12)
-    ]
-    ((few, many, few_drawn, many_drawn),) = run_with_models(_times_of_waiting, Layout(), calls)
-    assert many == few > 0
-    assert many_drawn == few_drawn
 
 
 def test_texts_outgrow_what_steps_look_at_and_nothing_stays() -> None:
@@ -129,26 +118,6 @@ def _predicted(directory: str, case: Case, calls: list[Call]) -> Any:
     batch = {"input_ids": calls[0].input_ids, "attention_mask": calls[0].attention_mask}
     (texts,) = trainer_of(case).predict(module, DataLoader([batch], batch_size=None))  # type: ignore[arg-type]
     return texts, _counts(recorders)
-
-
-def _times_of_waiting(directory: str, case: Case, calls: list[Call]) -> list[int]:
-    """How often each call asks a tensor for its number."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Counter(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.count += func is torch.ops.aten._local_scalar_dense.default
-            return func(*args, **(kwargs or {}))
-
-    module = set_up(directory, case, calls[0].model)
-    counts = []
-    for call in calls:
-        with Counter() as counter:
-            module.generate(call.input_ids, call.attention_mask, **call.options)
-        counts.append(counter.count)
-    return counts
 
 
 def _answers_with_small_windows(directory: str, case: Case, calls: list[Call]) -> Any:

@@ -10,7 +10,6 @@ import pytest
 from lightning_megatron import CheckpointError, MegatronModule
 from lightning_megatron.checkpoint.find import find_newest
 from lightning_megatron.cli.train import _check_checkpoint_exists
-from lightning_megatron.data.blend import parse_blend
 from lightning_megatron.data.tokenizer import load_tokenizer
 from tests.unit.data.chat_tokenizer import make_tokenizer
 
@@ -26,10 +25,6 @@ def test_a_model_and_its_tokenizer_are_found_at_home(home: Path) -> None:
     (home / "model/config.json").write_text(json.dumps({"model_type": "gpt2", "vocab_size": 311}))
     assert MegatronModule(model="~/model").model_config.vocab_size == 311
     assert load_tokenizer("~/model").encode("yes")
-
-
-def test_datasets_are_found_at_home(home: Path) -> None:
-    assert [source.prefix for source in parse_blend(["~/books", "web/~"])] == [f"{home}/books", "web/~"]
 
 
 def test_checkpoints_are_looked_for_at_home(home: Path) -> None:

@@ -45,11 +45,6 @@ def test_every_public_name_can_be_imported() -> None:
         assert name in dir(lightning_megatron)
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'MegatronStrategie'"):
-        lightning_megatron.MegatronStrategie  # noqa: B018
-
-
 def test_strategies_are_registered_with_lightning_and_nothing_else_is_loaded_or_left() -> None:
     code = (
         "import sys\n"

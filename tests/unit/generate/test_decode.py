@@ -62,16 +62,6 @@ def test_logits_that_are_no_numbers_choose_a_token_of_the_vocabulary() -> None:
     assert int(drawn(torch.full((1, 5), torch.nan), torch.tensor([0.5], dtype=torch.float64))) in range(5)
 
 
-def test_shaping_divides_by_the_temperature_before_tokens_are_removed() -> None:
-    from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogitsWarper, TopPLogitsWarper
-
-    chain = LogitsProcessorList([TemperatureLogitsWarper(2.5), TopPLogitsWarper(0.7), MinPLogitsWarper(0.2)])
-    actual = _logits()
-    for processor in distribution_processors(GenerationOptions(temperature=2.5, top_p=0.7, min_p=0.2), 3):
-        actual = processor(None, actual)  # type: ignore[arg-type]
-    assert torch.equal(actual, chain(None, _logits()))
-
-
 def test_drawn_tokens_are_as_frequent_as_they_are_probable() -> None:
     draws, probabilities = 20_000, torch.tensor([0.5, 0.0, 0.2, 0.15, 0.1, 0.05])
     uniform = uniform_numbers(seed=7, steps=1, rows=draws)[0]

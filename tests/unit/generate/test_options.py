@@ -54,12 +54,6 @@ def test_what_changes_nothing_contradicts_nothing() -> None:
     assert options_from({"top_k": 50, "top_p": 1.0, "length_penalty": None, "max_new_tokens": None}).top_k == 50
 
 
-@pytest.mark.parametrize("arguments", [{"temperature": 0.5}, {"top_k": 1}, {"top_p": 0.5}, {"do_sample": True}])
-def test_tokens_are_drawn_when_something_says_how(arguments: dict[str, Any]) -> None:
-    assert GenerationOptions(**arguments).samples
-    assert not GenerationOptions().samples
-
-
 @pytest.mark.parametrize(
     ("arguments", "room", "lengths"),
     [
