@@ -11,7 +11,6 @@ import contextlib
 import json
 import logging
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -63,7 +62,6 @@ _DTYPES = {
     **{"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16},
 }
 """What ``--dtype`` may be."""
-_SMALL_FILES_BYTES = 1 << 20
 _TIMEOUT = timedelta(minutes=30)
 
 
@@ -114,7 +112,6 @@ def convert(options: ConvertOptions) -> Converted:
         chunks = build_on_cpu(model, topology.parallel)
         loading = Loading(chunks, source)
         _check_missing(source, options, loading.missing)
-        _check_space(loading.num_bytes(_DTYPES.get(options.dtype or "")), options.save_path)
         with staged_directory(save_path) as folder:
             loading.fill(as_stored=True)
             if options.dtype is not None:
@@ -167,23 +164,14 @@ def open_source(path: Path, config: Path | None = None, iteration: int | None = 
         raise CheckpointError(f"load_path={path} is one file of the checkpoint {path.parent}; give that")
     if kind == "legacy":
         return open_megatron_lm(folder, config)
-    raise _unknown(folder)
-
-
-def _unknown(path: Path) -> CheckpointError:
-    known = (
-        "a Hugging Face model directory, a *.ckpt of MegatronStrategy, a checkpoint of Megatron-Core (torch_dist) or "
-        "of Megatron-LM (mp_rank_*/model_optim_rng.pt), or NVIDIA's .zip of one"
+    inside = (
+        "a file" if folder.is_file() else named(sorted(each.name for each in folder.iterdir())) or "an empty folder"
     )
-    if path.is_file():
-        return CheckpointError(f"load_path={path} is a file of another kind; give {known}")
-    checkpoints = named(sorted(each.name for each in path.glob("*.ckpt")))
-    if checkpoints:
-        return CheckpointError(f"load_path={path} is a folder of checkpoints; give one of them: {checkpoints}")
-    if (path / "config.json").is_file():
-        return CheckpointError(f"load_path={path} has a config.json and no weights beside it; fetch them")
-    inside = named(sorted(each.name for each in path.iterdir())) or "nothing"
-    return CheckpointError(f"load_path={path} is no checkpoint (it has {inside}); give {known}")
+    raise CheckpointError(
+        f"load_path={folder}: expected a Hugging Face model directory with weights, a *.ckpt of MegatronStrategy, a "
+        "checkpoint of Megatron-Core (torch_dist) or of Megatron-LM (mp_rank_*/model_optim_rng.pt), or NVIDIA's .zip "
+        f"of one, got {inside}; give one of these"
+    )
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
@@ -288,17 +276,6 @@ def _check_missing(source: Source, options: ConvertOptions, missing: frozenset[K
             "it to=hf, or train from it as it is (pretrained=True begins a new head)"
         )
     _log.warning("not in %s and left out: %s", source.path, names)
-
-
-def _check_space(num_bytes: int, save_path: Path) -> None:
-    needed = num_bytes + _SMALL_FILES_BYTES
-    there = next(each for each in save_path.absolute().parents if each.exists())
-    free = shutil.disk_usage(there).free
-    if needed > free:
-        raise CheckpointError(
-            f"save_path={save_path} needs {needed / 1e9:.3g} GB, and its disk has {free / 1e9:.3g} GB free; make "
-            "space, or give another disk"
-        )
 
 
 # ---- the live model -------------------------------------------------------------------------------------------------

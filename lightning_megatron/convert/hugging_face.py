@@ -457,24 +457,6 @@ def size_in_bytes(size: str | int) -> int:
     return max(1, int(float(parts[1]) * _UNITS[parts[2].upper()]))
 
 
-def hugging_face_tensors(chunks: Iterable[Any], model: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """The whole model under its Hugging Face names, one tensor after the other, on rank 0. Every rank must iterate.
-
-    Whatever the parameters' ``data`` holds is taken, so that gradients can be had in Hugging Face's form, too.
-
-    Args:
-        chunks: This rank's model chunks.
-        model: The description that they were built from.
-
-    Yields:
-        On rank 0 each name with the tensor on the CPU, in the parameters' dtype, without rows that pad the vocabulary;
-        nothing on other ranks.
-    """
-    for name, tensor in Gathering(chunks, model).tensors():
-        if tensor is not None:
-            yield name, tensor.clone()  # training may go on before it is looked at
-
-
 def save_hugging_face(
     chunks: Iterable[Any],
     model: ModelConfig,

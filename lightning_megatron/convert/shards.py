@@ -259,10 +259,10 @@ class Loading:
 
     def __init__(self, chunks: Iterable[Any], source: Source) -> None:
         self._chunks, self._source = list(chunks), source
-        self._shapes: dict[Key, tuple[int, ...]] = {}
-        for shapes in _gathered({each.place.key: each.place.shape for each in shards_of(self._chunks, source.model)}):
-            self._shapes |= shapes
-        expected = {key: self._shapes[key] for key in in_order(self._shapes, source.model)}
+        shapes: dict[Key, tuple[int, ...]] = {}
+        for theirs in _gathered({each.place.key: each.place.shape for each in shards_of(self._chunks, source.model)}):
+            shapes |= theirs
+        expected = {key: shapes[key] for key in in_order(shapes, source.model)}
         problem = None
         try:
             self._dtypes = source.match(expected)
@@ -272,10 +272,6 @@ class Loading:
             raise CheckpointError(problem)
         self.missing = frozenset(expected) - frozenset(self._dtypes)
         """The tensors of a head that ``source`` lacks; their weights stay as they are."""
-
-    def num_bytes(self, dtype: torch.dtype | None) -> int:
-        """Of the whole tensors in ``dtype``; None for the dtypes that they are stored in."""
-        return sum(math.prod(self._shapes[key]) * (dtype or own).itemsize for key, own in self._dtypes.items())
 
     @torch.no_grad()
     def fill(self, *, as_stored: bool = False) -> None:
@@ -377,21 +373,19 @@ class Gathering:
         self._group = _host_group()
         self._rules = {rule.megatron: rule for rule in rules_of(model)}
         self._mine = shards_of(chunks, model)
-        self._parts: dict[Key, list[tuple[int, int, Place]]] = {}
+        found: dict[Key, dict[tuple[int, ...], tuple[int, int, Place]]] = {}
         mine = [(i, shard.place) for i, shard in enumerate(self._mine) if shard.is_first_copy]
-        taken = set()
         for rank, places in enumerate(_gathered(mine)):
             for number, place in places:
-                if place.key not in without and (place.key, place.offset) not in taken:
-                    taken.add((place.key, place.offset))
-                    self._parts.setdefault(place.key, []).append((rank, number, place))
-        self.keys = in_order(self._parts, model)
+                if place.key not in without:
+                    found.setdefault(place.key, {}).setdefault(place.offset, (rank, number, place))
+        self._parts = {key: list(found[key].values()) for key in in_order(found, model)}
 
     def contents(self) -> dict[str, Stored]:
         """Each Hugging Face tensor, in the order of ``tensors``."""
         contents: dict[str, Stored] = {}
-        for key in self.keys:
-            rule, place = self._rules[key.name], self._parts[key][0][2]
+        for key, parts in self._parts.items():
+            rule, place = self._rules[key.name], parts[0][2]
             names, shapes = rule.names(key.layer), rule.shapes(place.shape)
             contents |= {name: Stored(shape, place.dtype) for name, shape in zip(names, shapes, strict=True)}
         return contents
@@ -401,7 +395,7 @@ class Gathering:
 
         It may share the memory of a parameter.
         """
-        for key in self.keys:
+        for key in self._parts:
             rule, whole = self._rules[key.name], self._whole(key)
             if whole is None:
                 yield from ((name, None) for name in rule.names(key.layer))
@@ -412,21 +406,19 @@ class Gathering:
 
     def _whole(self, key: Key) -> torch.Tensor | None:
         """One of Megatron's tensors, on rank 0."""
-        parts = self._parts[key]
-        if dist.get_rank() == 0:
-            return self._put_together(parts) if len(parts) > 1 else self._received(*parts[0])[: parts[0][2].shape[0]]
-        for rank, number, _ in parts:
-            if rank == dist.get_rank():
-                # As bytes, since gloo does not send every dtype.
-                data = self._mine[number].data.cpu().contiguous().view(-1).view(torch.uint8)
-                dist.send(data, 0, group=self._group)
-        return None
-
-    def _put_together(self, parts: list[tuple[int, int, Place]]) -> torch.Tensor:
-        place = parts[0][2]
-        whole = torch.empty(place.shape, dtype=place.dtype)
+        parts, shape = self._parts[key], self._parts[key][0][2].shape
+        if dist.get_rank() != 0:
+            for rank, number, _ in parts:
+                if rank == dist.get_rank():
+                    # As bytes, since gloo does not send every dtype.
+                    data = self._mine[number].data.cpu().contiguous().view(-1).view(torch.uint8)
+                    dist.send(data, 0, group=self._group)
+            return None
+        if len(parts) == 1:
+            return self._received(*parts[0])[: shape[0]]
+        whole = torch.empty(shape, dtype=parts[0][2].dtype)
         received = ((each.unpadded, self._received(rank, number, each)) for rank, number, each in parts)
-        assemble(str(place.key), whole, ((each.slices, data[: each.size[0]]) for each, data in received))
+        assemble(str(key), whole, ((each.slices, data[: each.size[0]]) for each, data in received))
         return whole
 
     def _received(self, rank: int, number: int, place: Place) -> torch.Tensor:

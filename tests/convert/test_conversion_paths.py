@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import resource
-import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,7 +66,7 @@ def test_mistakes_in_options(source: Path, options: dict[str, Any], says: str) -
     assert _nothing_but_the_source(source)
 
 
-def test_mistakes_in_paths(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_in_paths(source: Path) -> None:
     full = source.with_name("full")
     full.mkdir()
     (full / "file").write_text("")
@@ -83,18 +81,15 @@ def test_mistakes_in_paths(source: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             convert(_options(source, save_path=save_path))
     with pytest.raises(CheckpointError, match="nowhere does not exist"):
         convert(_options(source, load_path=source.with_name("nowhere")))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1_000_000))
-    with pytest.raises(CheckpointError, match=r"needs 0\.00119 GB, and its disk has 0\.001 GB free"):
-        convert(_options(source))
 
 
 @pytest.mark.parametrize(
     ("files", "says"),
     [
-        ({}, r"is no checkpoint \(it has nothing\)"),
-        ({"notes.txt": "", "a.py": ""}, r"\(it has a.py, notes.txt\)"),
-        ({"config.json": "{}"}, "has a config.json and no weights beside it"),
-        ({"a.ckpt/x": "", "b.ckpt/x": ""}, "a folder of checkpoints; give one of them: a.ckpt, b.ckpt"),
+        ({}, "expected a Hugging Face model directory .* got an empty folder"),
+        ({"notes.txt": "", "a.py": ""}, "got a.py, notes.txt; give one"),
+        ({"config.json": "{}"}, "directory with weights, .* got config.json"),
+        ({"a.ckpt/x": "", "b.ckpt/x": ""}, "got a.ckpt, b.ckpt; give one of these"),
         ({"model.safetensors": ""}, "model.safetensors is truncated or damaged"),
         ({"iter_0000002/x": "", "iter_0000010/x": ""}, "several iterations and no latest_checkpointed_iteration.txt"),
     ],
@@ -112,7 +107,7 @@ def test_folders_of_other_things(tmp_path: Path, files: dict[str, str], says: st
 
 def test_a_file_of_another_kind(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("")
-    with pytest.raises(CheckpointError, match="a file of another kind"):
+    with pytest.raises(CheckpointError, match="notes.txt: expected .* got a file"):
         convert(_options(tmp_path / "notes.txt"))
 
 
@@ -127,7 +122,7 @@ def test_weights_without_a_config_need_one(source: Path, tmp_path: Path) -> None
 def test_a_weight_file_means_its_folder(source: Path, tmp_path: Path) -> None:
     assert open_source(source / "model.safetensors").path == source
     (source / "adapter_model.safetensors").write_bytes(b"other weights than the model's")
-    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors is a file of another kind"):
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors: expected .* got a file"):
         open_source(source / "adapter_model.safetensors")
 
 

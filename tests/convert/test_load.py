@@ -29,7 +29,7 @@ def loaded(directory: str, layout: Layout, precision: str = "32-true", task: str
     from lightning.pytorch import Callback
     from torch.utils.data import DataLoader
 
-    from lightning_megatron.convert.hugging_face import hugging_face_tensors
+    from lightning_megatron.convert.shards import Gathering
 
     class Recorder(Callback):
         """Looks at the weights before the first step."""
@@ -39,7 +39,8 @@ def loaded(directory: str, layout: Layout, precision: str = "32-true", task: str
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             with pl_module.megatron.engine():
-                self.tensors = dict(hugging_face_tensors(pl_module.model_chunks, pl_module.model_config))
+                gathered = Gathering(pl_module.model_chunks, pl_module.model_config).tensors()
+                self.tensors = {name: tensor.clone() for name, tensor in gathered if tensor is not None}
             for name, parameter in pl_module.model_chunks.named_parameters():
                 master = getattr(parameter, "main_param", None)
                 if master is not None and not torch.equal(master.view(-1), parameter.detach().float().view(-1)):

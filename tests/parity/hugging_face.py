@@ -45,13 +45,13 @@ def train_in_hugging_face_names(case: Case, loader: Any = None) -> RankOutcome:
 def tensors_of(module: Any) -> Tensors:
     """The whole tensors of a module by Hugging Face's names, on the first rank; every rank must call.
 
-    tests/families compares what ``hugging_face_tensors`` gives with transformers.
+    tests/families compares them with transformers. Whatever the parameters' ``data`` holds is taken, gradients too.
     """
-    from lightning_megatron.convert.hugging_face import hugging_face_tensors
+    from lightning_megatron.convert.shards import Gathering
 
     with module.megatron.engine():
-        tensors = hugging_face_tensors(module.model_chunks, module.model_config)
-        return {name: tensor.detach().float().clone() for name, tensor in tensors}
+        tensors = Gathering(module.model_chunks, module.model_config).tensors()
+        return {name: tensor.detach().float().clone() for name, tensor in tensors if tensor is not None}
 
 
 def hugging_face_model(case: Case, weights: Tensors) -> Any:

@@ -80,7 +80,7 @@ def test_a_cached_model_is_read_converted_and_its_tokenizer_loaded(
     (tmp_path / "org" / "gpt" / "config.json").write_text(json.dumps(changed))
     assert MegatronModule(model="org/gpt").model_config.num_layers == 1
     assert main([*convert[:4], str(tmp_path / "again"), *convert[5:]]) == 2
-    assert "has a config.json and no weights" in capfd.readouterr().err
+    assert "got config.json; give one of these" in capfd.readouterr().err
 
 
 def test_what_is_not_there_is_named_with_the_way_to_get_it(
