@@ -58,6 +58,8 @@ class Rule:
 def qkv_order(num_attention_heads: int, num_query_groups: int, kv_channels: int) -> torch.Tensor:
     """From all queries, all keys, all values to Megatron's order: each group's queries, then its key, then its value.
 
+    Cross-attention has no queries there: each head's key, then its value.
+
     Returns:
         [(heads + 2 * groups) * kv_channels], int64, for ``Rule.order``.
     """
@@ -66,17 +68,6 @@ def qkv_order(num_attention_heads: int, num_query_groups: int, kv_channels: int)
     keys = num_attention_heads + torch.arange(num_query_groups)[:, None]
     values = keys + num_query_groups
     heads = torch.cat([queries, keys, values], dim=1).flatten()
-    return (heads[:, None] * kv_channels + torch.arange(kv_channels)).flatten()
-
-
-def kv_order(num_attention_heads: int, kv_channels: int) -> torch.Tensor:
-    """From all keys, all values to Megatron's order in cross-attention: each head's key, then its value.
-
-    Returns:
-        [2 * heads * kv_channels], int64, for ``Rule.order``.
-    """
-    keys = torch.arange(num_attention_heads)
-    heads = torch.stack([keys, keys + num_attention_heads], dim=1).flatten()
     return (heads[:, None] * kv_channels + torch.arange(kv_channels)).flatten()
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from lightning_megatron.convert.family import LAYER, Family, Rule, activation, kv_order, qkv_order
+from lightning_megatron.convert.family import LAYER, Family, Rule, activation, qkv_order
 from lightning_megatron.convert.gpt_tables import linear, norm, output_layer
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig
@@ -118,7 +118,7 @@ def _stack(model: ModelConfig, stack: str) -> list[Rule]:
             ours + "cross_attention.linear_kv",
             (attention + "k", attention + "v"),
             rows=(width, width),
-            order=kv_order(heads, model.kv_channels),
+            order=qkv_order(0, heads, model.kv_channels),
         ),
         *linear(ours + "cross_attention.linear_proj", (attention + "o",)),
     ]

@@ -52,6 +52,8 @@ class Layout:
     """What of the usual names is something else."""
     padding: int = 3
     """Rows that the vocabulary has more, on the last rank."""
+    padding_is_zero: bool = False
+    """Else it is its last row again, where nothing belongs."""
     dtype: torch.dtype = torch.float32
     is_zip: bool = True
     """Torch's format since 1.6."""
@@ -157,10 +159,11 @@ def _cut(how: str, tensors: list[torch.Tensor], layout: Layout, rank: int, width
         return _block(first, 1, rank, tp)
     if how == "rows":  # also of the two branches of a gated layer
         return torch.cat([_block(each, 0, rank, tp) for each in tensors])
-    if how == "vocabulary":  # padded with copies of its last row
+    if how == "vocabulary":
         rows = len(first) + layout.padding
         rows += -rows % tp
-        return _block(torch.cat([first, first[-1:].expand(rows - len(first), *first.shape[1:])]), 0, rank, tp)
+        padding = first[-1:].expand(rows - len(first), *first.shape[1:])
+        return _block(torch.cat([first, padding * (0 if layout.padding_is_zero else 1)]), 0, rank, tp)
     if how == "groups":  # of each of a rank's query groups: its queries, its key, its value
         number = len(tensors[1]) // width
         groups = range(rank * number // tp, (rank + 1) * number // tp)

@@ -247,18 +247,6 @@ def test_a_t5_with_relative_positions(references: dict[str, Weights], tmp_path: 
     assert_same_weights(weights_of(tmp_path / "ours"), references["t5"])
 
 
-def test_transformers_loads_what_was_converted(tmp_path: Path) -> None:
-    from transformers import AutoModelForPreTraining
-
-    write(tmp_path / "bert", Layout(stages=even(2, 2), tp=2, version=0, is_zip=False), bert(_bert()))
-    convert(ConvertOptions(load_path=tmp_path / "bert", save_path=tmp_path / "hf", to="hf"))
-    converted = AutoModelForPreTraining.from_pretrained(tmp_path / "hf")
-    expected = _bert().state_dict()
-    assert type(converted) is type(_bert())
-    assert list(converted.state_dict()) == list(expected)
-    assert all(torch.equal(each, expected[key]) for key, each in converted.state_dict().items())
-
-
 # ---- where it is ----------------------------------------------------------------------------------------------------
 
 
