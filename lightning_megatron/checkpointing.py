@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -53,6 +52,8 @@ _PATIENCE = timedelta(seconds=30)
 """How long a rank that has failed waits for the others to fail, too, where a callback then saves."""
 
 LAST = ModelCheckpoint.CHECKPOINT_NAME_LAST + ModelCheckpoint.FILE_EXTENSION
+_PREEMPTED = "preempted.ckpt"
+"""Beside ``last.ckpt`` where that is a link."""
 _REQUEUED = "hpc_ckpt_*.ckpt*"
 """What Lightning names the checkpoints of SLURM's requeue signal (2.6.6, connectors/checkpoint_connector.py)."""
 
@@ -423,44 +424,29 @@ def find_checkpoint(trainer: pl.Trainer, ckpt_path: str | Path | None) -> str | 
 def find_last(trainer: pl.Trainer) -> Found | None:
     """What ``ckpt_path="last"`` means: the newest of what the Trainer's callbacks have left; None before the first.
 
-    Of each callback that is its ``last.ckpt`` if it keeps one and has saved nothing with more steps since, otherwise
-    the checkpoint with most steps in its folder. A run that shall go on takes one with only weights if there is no
-    other.
+    Its name need not be ``last.ckpt``, which a run that was killed has perhaps not renewed. What has more steps and is
+    older is of an earlier run. A run that shall go on takes one with only weights if there is no other.
 
     Raises:
         CheckpointError: If there are checkpoints and none is complete.
     """
-    resumes = _resumes(trainer)
     found = [found_at(Path(trainer.default_root_dir) / LAST)]  # of SIGTERM
     broken: list[str] = []
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, OnExceptionCheckpoint):
             found.append(found_at(Path(callback.ckpt_path)))
-        if not isinstance(callback, ModelCheckpoint):
-            continue
-        folder = folder_of(callback, trainer)
-        complete = preferred(found_in(folder), resumes)
-        lasts = [each for each in complete if re.match(callback.CHECKPOINT_NAME_LAST, each.path.name)]
-        if lasts and callback.save_last:
-            last = max(lasts, key=lambda each: each.time)
-            # What has more steps and is older is of an earlier run.
-            found.append(newest([last, *(each for each in complete if each.time >= last.time)]))
-        elif complete:
-            most = newest(complete)
-            found.append(most)
-            tell = rank_zero_warn if callback.save_last else rank_zero_info
-            tell(
-                f"{folder} keeps no complete {LAST} to begin with; {most.path.name} has most steps and takes its place"
-            )
-        else:
-            broken += [str(folder / name) for name in broken_names(folder)]
+        if isinstance(callback, ModelCheckpoint):
+            folder = folder_of(callback, trainer)
+            complete = list(found_in(folder))
+            found += complete
+            broken += [] if complete else [str(folder / name) for name in broken_names(folder)]
     every = [each for each in found if each is not None]
     if not every and broken:
         raise CheckpointError(
             f"ckpt_path='last' finds no complete checkpoint, but {', '.join(broken)}; give ckpt_path another one, or "
             "remove them to begin anew"
         )
-    return max(preferred(every, resumes), key=lambda each: each.time, default=None)
+    return max(preferred(every, _resumes(trainer)), key=lambda each: each.time, default=None)
 
 
 def preemption_path(trainer: pl.Trainer) -> Path | None:
@@ -478,7 +464,8 @@ def preemption_path(trainer: pl.Trainer) -> Path | None:
     if log_dir is not None and folder.is_relative_to(Path(log_dir).absolute()):
         # A folder of this one run's logs, where the next run will not look.
         return Path(trainer.default_root_dir).absolute() / LAST
-    last = Path(keeper.last_model_path or folder / LAST)
+    # Lightning removes what a link replaces at once, perhaps before what replaces it is complete.
+    last = folder / _PREEMPTED if keeper.save_last == "link" else Path(keeper.last_model_path or folder / LAST)
     if not is_own_within(last, [folder]):  # a loaded state may name anything
         last = folder / LAST
     keeper.last_model_path = str(last)  # so that the run that goes on replaces it

@@ -70,7 +70,7 @@ NEVER = {"every_n_train_steps": 100}
         pytest.param(
             {"ranks": (0, 1), "times": 2},
             {"save_last": "link", "save_top_k": 1, "every_n_train_steps": 2},
-            ["last.ckpt", "step=2.ckpt"],
+            ["last.ckpt", "preempted.ckpt", "step=2.ckpt"],
             id="both, twice, link",
         ),
     ],
