@@ -162,7 +162,7 @@ _SMOKE: Mapping[str, Any] = {
     "accelerator": "cpu",
 }
 
-CASES: tuple[Case, ...] = (
+_BF16_CASES: tuple[Case, ...] = (
     Case(
         name="llama-1b",
         model=LLAMA_1B,
@@ -249,6 +249,14 @@ CASES: tuple[Case, ...] = (
         num_devices=4,
         target=Target(metric="tokens_per_s_per_gpu", value=11_000),
     ),
+    Case(
+        name="llama-8b-dp4-s8192",
+        model=LLAMA_8B,
+        seq_length=8192,
+        micro_batch_size=1,
+        num_microbatches=4,
+        num_devices=4,
+    ),
     Case(name="bert-large", model=BERT_LARGE, seq_length=512, micro_batch_size=32, num_microbatches=2),
     Case(
         name="bert-large-tp2-pp2",
@@ -293,6 +301,33 @@ CASES: tuple[Case, ...] = (
     Case(name="smoke", model=_GPT2_TINY, **_SMOKE),
     Case(name="smoke-tp2", model=_GPT2_TINY, num_devices=2, layout={"tp": 2, "sequence_parallel": True}, **_SMOKE),
 )
+
+_FP8_TARGETS: Mapping[str, int | None] = {
+    "llama-1b": 72_000,
+    "llama-8b-8layers": None,
+    "llama-8b-dp4-mb2": 17_000,
+    "llama-8b-tp2-dp2": 14_200,
+    "llama-8b-dp4-s8192": 15_200,
+    "llama-8b-tp2": None,
+    "gpt2-large": None,
+    "smoke": None,
+}
+"""Cases that are run in fp8, too, with the tokens per second of a GPU that are to be reached."""
+
+CASES: tuple[Case, ...] = (
+    *_BF16_CASES,
+    *(
+        replace(
+            case,
+            name=f"{case.name}-fp8",
+            layout={**case.layout, "fp8": "tensorwise"},
+            precision="bf16-mixed",
+            target=goal and Target(metric="tokens_per_s_per_gpu", value=goal),
+        )
+        for case in _BF16_CASES
+        if (goal := _FP8_TARGETS.get(case.name, 0)) != 0
+    ),
+)
 """Every case; those called ``smoke`` only prove that the programs run."""
 
 
@@ -303,6 +338,17 @@ def case_named(name: str) -> Case:
         KeyError: If there is none.
     """
     return {case.name: case for case in CASES}[name]
+
+
+_NUMBERS_OF_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+
+
+def with_layers(case: Case, layers: int | None) -> Case:
+    """The case with fewer layers, and then without its target; the same one where ``layers`` is None."""
+    if layers is None:
+        return case
+    changed = {name: layers for name in _NUMBERS_OF_LAYERS if name in case.model}
+    return replace(case, model={**case.model, **changed}, target=None)
 
 
 def with_batch(case: Case, micro_batch_size: int | None, num_microbatches: int | None) -> Case:

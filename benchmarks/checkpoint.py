@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import CASES, Case, case_named
+from benchmarks.cases import CASES, Case, case_named, with_layers
 from benchmarks.checkpoint_measurement import CheckpointMeasurement, markdown_table
 from benchmarks.measurement import append_line, is_first_rank, run_each
 
@@ -53,7 +53,7 @@ def _folder(options: argparse.Namespace) -> Path:
 def _run(part: str, options: argparse.Namespace) -> CheckpointMeasurement:
     # Imported late: --help must not load torch.
     from benchmarks.checkpoint_recorder import SavePlan
-    from benchmarks.checkpoint_runs import run_peer, run_resume, run_saves, with_layers
+    from benchmarks.checkpoint_runs import run_peer, run_resume, run_saves
 
     case = with_layers(case_named(options.case), options.layers)
     if options.num_microbatches is not None:

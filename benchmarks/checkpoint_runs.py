@@ -19,8 +19,6 @@ from benchmarks.tokens import loader
 from lightning_megatron import MegatronModule, MegatronStrategy
 from lightning_megatron.convert.registry import model_config
 
-_NUMBERS_OF_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
-
 
 class _TimedStrategy(MegatronStrategy):
     """Knows how long its checkpoint took to load."""
@@ -35,14 +33,6 @@ class _TimedStrategy(MegatronStrategy):
         self.barrier()
         self.load_seconds = time.perf_counter() - began
         return loaded
-
-
-def with_layers(case: Case, layers: int | None) -> Case:
-    """The case with fewer layers; the same one where ``layers`` is None."""
-    if layers is None:
-        return case
-    changed = {name: layers for name in _NUMBERS_OF_LAYERS if name in case.model}
-    return replace(case, model={**case.model, **changed}, target=None)
 
 
 def run_saves(case: Case, plan: SavePlan, asynchronous: bool) -> CheckpointMeasurement:

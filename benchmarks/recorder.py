@@ -175,9 +175,9 @@ class StepRecorder(Callback):
         self.bare_seconds += self._take()
 
     def _take(self) -> list[float]:
-        window = self._clock.take()
+        seconds, _, _ = self._clock.take()
         self._clock.interrupt()
-        return [] if window is None else window.seconds
+        return seconds
 
     def _start_profile(self) -> None:
         on_gpu = torch.cuda.is_available()

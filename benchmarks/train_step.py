@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.cases import CASES, Case, case_named, with_batch
+from benchmarks.cases import CASES, Case, case_named, with_batch, with_layers
 from benchmarks.measurement import Measurement, append_line, is_first_rank, markdown_table, run_each
 
 
@@ -29,7 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.expandable_segments:
         # Read when torch takes its first memory; ranks that are launched inherit it.
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    case = with_batch(case_named(options.case[0]), options.micro_batch_size, options.num_microbatches)
+    case = with_layers(case_named(options.case[0]), options.layers)
+    case = with_batch(case, options.micro_batch_size, options.num_microbatches)
     measurement, profile = _run(case, options)
     if is_first_rank():
         _report(measurement, profile, options.output)
@@ -40,6 +41,7 @@ def _run(case: Case, options: argparse.Namespace) -> tuple[Measurement, str]:
     # Imported late: --list must not load torch, and the allocator's settings must be in the environment before.
     from benchmarks.recorder import Plan
     from benchmarks.runs import run_megatron, run_peer
+    from lightning_megatron.engine.fillers import fp8
 
     plan = Plan(
         warmup_steps=options.warmup_steps,
@@ -49,6 +51,7 @@ def _run(case: Case, options: argparse.Namespace) -> tuple[Measurement, str]:
         profile=options.profile,
     )
     if options.implementation == "megatron":
+        fp8.FAST_BACKWARD = options.fp8_fast_backward or fp8.FAST_BACKWARD
         return run_megatron(case, plan, options.indexed_workers)
     return run_peer(case, plan, compiled=options.implementation == "peer-compiled")
 
@@ -89,6 +92,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--bare-steps", type=int, default=20, help="timed steps of the engine alone; 0 for none")
     parser.add_argument("--micro-batch-size", type=int, help="instead of the case's")
     parser.add_argument("--num-microbatches", type=int, help="instead of the case's")
+    parser.add_argument("--layers", type=int, help="fewer layers than the case has")
+    parser.add_argument(
+        "--fp8-fast-backward", action="store_true", help="sum fp8 gradients in the tensor cores' own registers"
+    )
     parser.add_argument("--no-host-waits", action="store_true", help="do not count the waits of the host")
     parser.add_argument("--profile", action="store_true", help="print the top 25 kernels of 3 more steps")
     parser.add_argument("--expandable-segments", action="store_true", help="let torch's allocator grow its segments")

@@ -76,7 +76,8 @@ def start_lines(model: ModelConfig, settings: EngineSettings) -> list[str]:
         count = rank_parameters(model, layout, tp=tp, pp=pp, pp_rank=pp_rank)
         lines += [f"Number of parameters on (tensor, pipeline) rank ({t}, {pp_rank}): {count}" for t in range(tp)]
     slots = slot_report("cuda" if settings.device.type == "cuda" else "cpu")
-    return [*lines, f"Engine slots: {'; '.join(f'{line.slot}: {line.filler}' for line in slots)}"]
+    linears = f"; linears of layers: fp8, {settings.fp8}" if settings.fp8 else ""
+    return [*lines, f"Engine slots: {'; '.join(f'{line.slot}: {line.filler}' for line in slots)}{linears}"]
 
 
 def _chunk(model: ModelConfig, layout: Sequence[int], chunk: int, *, tp: int, vocab_size: int) -> int:

@@ -212,7 +212,7 @@ class MegatronModule(pl.LightningModule):
                     f"ranks of this host, which has {there / 2**30:,.0f} GiB; correct the sizes in the model's config, "
                     "or use more hosts"
                 )
-        strategy.parallel.check_model(self.model_config)
+        strategy.settings.check_model(self.model_config)
         # Epochs are counted when there is data: configure_optimizers checks those.
         if self.trainer.state.fn in (None, "fit") and self.trainer.max_steps > 0:
             scheduler_settings(self.lr_schedule, self.lr, self.optimizer_options.weight_decay, self._total_steps)

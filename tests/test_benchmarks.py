@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import checkpoint, generation, loader, preprocess, preprocess_run
+from benchmarks import checkpoint, convergence, generation, loader, preprocess, preprocess_run
 from benchmarks.cases import CASES, case_named
 from benchmarks.generation_measurement import markdown_table as generation_table
 from benchmarks.generation_measurement import read_measurements
@@ -134,6 +134,29 @@ def test_each_case_of_preprocess_runs_on_the_same_text_as_the_peer(tmp_path: Pat
             tokens.add((tmp_path / "out_text_document.bin").read_bytes())
     assert len(tokens) == 1
     assert (tmp_path / "out_text_sentence.bin").exists()
+
+
+def _converge(folder: str) -> int:
+    text = Path(folder) / "text"
+    text.mkdir()
+    for number in range(40):
+        (text / f"{number}.md").write_text("".join(f"{number} + {other} = {number + other}\n" for other in range(60)))
+    (text / "again.txt").write_text((text / "1.md").read_text())
+    few = ("--steps", "60", "--vocab-size", "300", "--lr", "0.01")
+    return convergence.main(["--case", "smoke-fp8", "--text", str(text), *few, "--output", f"{folder}/a/losses.json"])
+
+
+def test_losses_of_bf16_and_fp8_on_text_are_kept_and_drawn(tmp_path: Path) -> None:
+    assert run_ranks(_converge, 1, str(tmp_path)) == [0]
+    found = json.loads((tmp_path / "a" / "losses.json").read_text())
+    assert found["files"] == 40  # one of them is there twice
+    curves = found["losses"]
+    assert list(curves) == list(convergence.WAYS)
+    assert all(len(losses) == 60 and losses[-1] < losses[0] - 1 for losses in curves.values())
+    assert curves["bf16"] != curves["fp8"]
+    assert curves["bf16"][0] != curves["bf16, seed 2"][0]
+    assert convergence.table(curves).count("\n") == 1 + len(curves)
+    assert (tmp_path / "a" / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_every_case_fits_its_devices() -> None:

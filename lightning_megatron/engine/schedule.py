@@ -19,6 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from lightning_megatron.engine.fillers.fp8 import fp8_linears, quantized_weights
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.wrap import add_replicas, unwrap
 from lightning_megatron.errors import ConfigError, NonFiniteError
@@ -89,6 +90,7 @@ class Schedule:
         self._num_microbatches = topology.parallel.num_microbatches
         # Each chunk has its own reference to the config, and Megatron's schedule reads the first one's.
         self._configs = [unwrap(chunk).config for chunk in chunks]
+        self._fp8_linears = fp8_linears(chunks)
         self._train_rows: int | None = None
         self._weights = [(n, p, p.requires_grad) for chunk in chunks for n, p in chunk.named_parameters()]
         self._denominators: dict[str, torch.Tensor] | None = None
@@ -232,15 +234,16 @@ class Schedule:
         self._targets_seen = []
         microbatches = split_rows(batch, num_microbatches)
         iterators = [iter(microbatches) for _ in self._chunks]
-        reports = get_forward_backward_func()(
-            forward_step_func=self._forward_step,
-            data_iterator=iterators if parallel.vpp else iterators[0],
-            model=self._chunks if parallel.vpp else self._chunks[0],
-            num_microbatches=num_microbatches,
-            seq_length=shape.seq_length,
-            micro_batch_size=shape.micro_batch_size,
-            forward_only=forward_only,
-        )
+        with quantized_weights(self._fp8_linears):
+            reports = get_forward_backward_func()(
+                forward_step_func=self._forward_step,
+                data_iterator=iterators if parallel.vpp else iterators[0],
+                model=self._chunks if parallel.vpp else self._chunks[0],
+                num_microbatches=num_microbatches,
+                seq_length=shape.seq_length,
+                micro_batch_size=shape.micro_batch_size,
+                forward_only=forward_only,
+            )
         return self._reduce(reports, shape, next(iter(batch.values())).device)
 
     def _global_counts(self, batch: Batch) -> dict[str, torch.Tensor] | None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.module import Float16Module
 
+from lightning_megatron.engine.fillers.fp8 import Recipe, use_fp8
 from lightning_megatron.errors import ConfigError
 
 
@@ -37,10 +38,15 @@ def unwrap(chunk: torch.nn.Module) -> Any:
     return chunk
 
 
-def to_16bit(chunks: torch.nn.ModuleList, dtype: torch.dtype) -> torch.nn.ModuleList:
-    """Chunks that compute in 16 bits and return fp32 from the last stage, if ``dtype`` says so; needed to evaluate."""
+def to_16bit(chunks: torch.nn.ModuleList, dtype: torch.dtype, fp8: Recipe | None) -> torch.nn.ModuleList:
+    """Chunks that compute in 16 bits and return fp32 from the last stage, if ``dtype`` says so; needed to evaluate.
+
+    With ``fp8`` the linears of their layers multiply so.
+    """
     if dtype is torch.float32:
         return chunks
+    if fp8 is not None:
+        use_fp8(chunks)
     return torch.nn.ModuleList([c if _is_wrapped(c) else Float16Module(unwrap(c).config, c) for c in chunks])
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 
+from lightning_megatron.engine.fillers.fp8 import Recipe, check_fp8
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.engine.wrap import GradientReduction
 from lightning_megatron.errors import ConfigError
@@ -54,6 +55,18 @@ class EngineSettings:
     recompute: Recompute = field(default_factory=Recompute)
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """Fields of Megatron's ``TransformerConfig`` that the user sets by hand."""
+    fp8: Recipe | None = None
+    """In which way linears of layers multiply in fp8; None for ``params_dtype``."""
+
+    def check_model(self, model: ModelConfig) -> None:
+        """Raise unless ``model`` can be run so.
+
+        Raises:
+            ConfigError: If it cannot be split that way, or its linears cannot be multiplied in fp8.
+        """
+        self.parallel.check_model(model)
+        if self.fp8 is not None:
+            check_fp8(model, self.parallel.tp, self.params_dtype, self.device)
 
 
 def activation_function(name: Activation) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -91,7 +104,7 @@ def transformer_config(model: ModelConfig, settings: EngineSettings) -> Transfor
     Raises:
         ConfigError: If the model cannot be split that way or an override is not a field of the engine's.
     """
-    settings.parallel.check_model(model)
+    settings.check_model(model)
     known = {f.name for f in fields(TransformerConfig)}
     for name in settings.overrides:
         if name not in known:

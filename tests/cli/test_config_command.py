@@ -125,7 +125,7 @@ def test_the_keys_of_the_launcher_become_a_line_for_torchrun(
         ({"megatron_lm_tp_degree": 3}, "world size 8 .* is not a multiple of tp=3 x pp=2"),
         ({"megatron_lm_sequence_parallelism": "perhaps"}, "expected yes or no, got 'perhaps'"),
         ({"megatron_lm_expert_model_parallel_size": 2}, "expected 1, got 2; there are no mixtures of experts yet"),
-        ({"mixed_precision": "fp8"}, "expected bf16 or .* no, got 'fp8'; .*there is no fp8 yet"),
+        ({"mixed_precision": "fp8"}, "expected bf16 or .* no, got 'fp8'; .*for fp8 write bf16, and set"),
         ({"num_machines": 3}, "num_machines=3 does not divide num_processes=8; choose num_machines from 1, 2, 4, 8"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -100,6 +100,7 @@ class Layout:
     recompute_method: Literal["uniform", "block"] = "uniform"
     recompute_num_layers: int = 1
     transformer_config_overrides: tuple[tuple[str, Any], ...] = ()
+    fp8: Literal["tensorwise"] | None = None
 
     @property
     def world_size(self) -> int:

@@ -1,0 +1,357 @@
+"""Linears of transformer layers in fp8: forward, input gradient and weight gradient by ``torch._scaled_mm``.
+
+One scale per tensor from its largest magnitude at that moment ("tensorwise", current scaling): e4m3 for activations and
+weights, e5m2 for gradients (Micikevicius et al. 2022, arXiv 2209.05433). Weight gradients are fp32 and added to
+``main_grad``; weights are quantized once a step, for all its microbatches. Embedding, output layer, heads, attention,
+norms and what is saved stay as in bf16. Activations are kept in fp8 for the backward pass.
+
+- Under sequence parallelism the bytes that are gathered are fp8, half of bf16's, in both passes: activations before a
+  column-parallel linear, gradients before a row-parallel one. All ranks of the tp group take the group's largest
+  magnitude first (one all-reduce of a number), so the gathered tensor is exactly the one that one rank would make.
+- Tensors that are not gathered (weights, activations inside a block) have a scale per shard, which is never coarser.
+- Training, validation and test compute so, whatever goes through ``Schedule``; text is generated in bf16.
+- Where the first microbatch of a step is, its weight gradient is written, not added: the buffer has just been zeroed.
+
+Rejected: scales per row (measured 0.9 x of bf16 elsewhere, the GEMM is slower), scales of earlier steps (a state that
+checkpoints would have to hold), Transformer Engine's layers (other weight names, modules and random streams).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from lightning_megatron.errors import ConfigError, require_choice
+
+if TYPE_CHECKING:
+    from lightning_megatron.models.config import ModelConfig
+
+Recipe = Literal["tensorwise"]
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+MULTIPLE = 16
+"""Of numbers, which every side of a matrix must be; tokens are filled up with zeros."""
+_SMALLEST = 1e-30
+"""Instead of an amax of 0, and small enough for any gradient."""
+
+FAST_BACKWARD = False
+"""Whether gradients are summed in the tensor cores' own (14-bit) registers, as the forward pass is."""
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+
+class Quantized(NamedTuple):
+    """A matrix [m, n] in fp8."""
+
+    rows: Tensor | None
+    """[m, n]."""
+    columns: Tensor | None
+    """[n, m filled up to 16]: its transpose."""
+    scale: Tensor
+    """[1], fp32: by which the numbers are multiplied."""
+
+
+def quantize(
+    x: Tensor,
+    dtype: torch.dtype,
+    *,
+    rows: bool = True,
+    columns: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> Quantized:
+    """``x`` as fp8 numbers with one scale.
+
+    Args:
+        x: [m, n], contiguous.
+        dtype: An fp8 format.
+        rows: Whether ``x`` itself is needed.
+        columns: Whether its transpose is needed.
+        group: Whose parts are to have one scale: one all-reduce; every rank must call. None for this rank alone.
+    """
+    if x.is_cuda:
+        from lightning_megatron.engine.fillers import fp8_kernels
+
+        amax = fp8_kernels.amax(x)
+    else:
+        amax = x.abs().amax().float().reshape(1)
+    if group is not None:
+        dist.all_reduce(amax, dist.ReduceOp.MAX, group)
+    return _cast(x, dtype, amax, rows, columns)
+
+
+def _cast(x: Tensor, dtype: torch.dtype, amax: Tensor, rows: bool, columns: bool) -> Quantized:
+    m, n = x.shape
+    straight = torch.empty((m, n), dtype=dtype, device=x.device) if rows else None
+    filled = -(-m // MULTIPLE) * MULTIPLE
+    transposed = torch.empty((n, filled), dtype=dtype, device=x.device) if columns else None
+    if x.is_cuda:
+        from lightning_megatron.engine.fillers import fp8_kernels
+
+        return Quantized(straight, transposed, fp8_kernels.cast(x, amax, _SMALLEST, straight, transposed))
+    amax, most = amax.clamp(min=_SMALLEST), torch.finfo(dtype).max
+    numbers = (x.float() * (most / amax)).to(dtype)
+    if transposed is not None:
+        transposed.zero_()[:, :m] = numbers.t()
+    return Quantized(numbers if rows else None, transposed, amax / most)
+
+
+def _multiply(a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype, fast: bool) -> Tensor:
+    """[m, k] and [n, k], fp8, to ``a @ b.t()``: [m, n]."""
+    return torch._scaled_mm(a, b.t(), *scales, out_dtype=dtype, use_fast_accum=fast)
+
+
+def _gather(x: Tensor, group: dist.ProcessGroup, *, wait: bool = True) -> tuple[Tensor, Any]:
+    """The ranks' fp8 rows one after the other, [tp * m, n], and what to wait for."""
+    whole = torch.empty((group.size() * x.shape[0], x.shape[1]), dtype=x.dtype, device=x.device)
+    handle = dist.all_gather_into_tensor(whole.view(torch.uint8), x.view(torch.uint8), group, async_op=not wait)
+    return whole, handle
+
+
+def _transposed(x: Tensor) -> Tensor:
+    """Of fp8 numbers, exactly."""
+    unscaled = torch.full((1,), torch.finfo(x.dtype).max, device=x.device)
+    columns = _cast(x, x.dtype, unscaled, rows=False, columns=True).columns
+    assert columns is not None
+    return columns
+
+
+# ---- linears ---------------------------------------------------------------------------------------------------------
+
+
+class Fp8Linear:
+    """Stands where a parallel linear of Megatron's multiplies; outside of ``quantized_weights`` it multiplies in bf16.
+
+    Megatron's row-parallel linear adds up, or scatters, after its product, and gathers bf16 gradients before: here both
+    are part of the product. ``explicit_expert_comm`` is Megatron's word for a linear that does not communicate.
+    """
+
+    def __init__(self, module: ColumnParallelLinear | RowParallelLinear) -> None:
+        """Take over the product of ``module``."""
+        self.module = module
+        self.native = module._forward_impl
+        self.group: dist.ProcessGroup = module.tp_group
+        self.is_row = isinstance(module, RowParallelLinear)
+        if self.is_row and self.group.size() > 1:
+            module.explicit_expert_comm = True
+        self.is_active = False
+        self.weight: Quantized | None = None
+        """Of the running step, once a microbatch has needed it."""
+        self.has_gradient = False
+        """Whether a microbatch of the running step has left one in ``main_grad``."""
+
+    def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None, **megatrons: Any) -> Tensor:
+        """[s or s/tp, b, in] to [s or s/tp, b, out]; ``megatrons`` further arguments are for its own product."""
+        scatters = self.is_row and self.module.sequence_parallel
+        if self.is_active:
+            output: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+                input, weight, self, torch.is_grad_enabled()
+            )
+            output = output if bias is None else output + bias
+        else:
+            output = self.native(input=input, weight=weight, bias=bias, **megatrons)
+            if scatters:
+                output = reduce_scatter_to_sequence_parallel_region(output, group=self.group)
+        if self.is_row and self.group.size() > 1 and not scatters:
+            output = reduce_from_tensor_model_parallel_region(output, group=self.group)
+        return output
+
+    def quantized_weight(self, columns: bool) -> Quantized:
+        """The weight, [out, in], quantized when it is first needed in a step: by then its ranks have gathered it."""
+        if self.weight is None or (columns and self.weight.columns is None):
+            self.weight = quantize(self.module.weight.detach(), E4M3, columns=columns)
+        return self.weight
+
+    def add_weight_gradient(self, gradient: Tensor, inputs: Tensor, scales: tuple[Tensor, Tensor]) -> Tensor | None:
+        """Leave ``gradient @ inputs.t()`` in ``main_grad``; returns what autograd wants, as Megatron's linear does.
+
+        Args:
+            gradient: [out, tokens], fp8.
+            inputs: [in, tokens], fp8.
+            scales: Of both.
+        """
+        weight: Any = self.module.weight
+        if not (self.module.gradient_accumulation_fusion and hasattr(weight, "main_grad")):
+            return _multiply(gradient, inputs, scales, weight.dtype, FAST_BACKWARD)
+        main_grad: Tensor = weight.main_grad
+        # cuBLAS takes for granted that what it writes to is aligned as torch's own tensors are.
+        if self.has_gradient or main_grad.data_ptr() % 256:
+            main_grad.add_(_multiply(gradient, inputs, scales, torch.float32, FAST_BACKWARD))
+        else:
+            torch._scaled_mm(
+                gradient, inputs.t(), *scales, out_dtype=torch.float32, use_fast_accum=FAST_BACKWARD, out=main_grad
+            )
+        self.has_gradient = True
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return None
+        # megatron-core 0.16.1, tensor_parallel/layers.py: some gradient, or the hook that reduces would not run.
+        weight.grad_added_to_main_grad = True
+        make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
+        return make(weight)
+
+
+class _Product(torch.autograd.Function):
+    """``input @ weight.t()`` with its gathering before or its scattering after, and what is communicated backwards."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, linear: Fp8Linear, has_backward: bool) -> Tensor:
+        module, group = linear.module, linear.group
+        is_split = module.sequence_parallel
+        ctx.gathers, ctx.scatters = is_split and not linear.is_row, is_split and linear.is_row
+        keeps_input = has_backward and ctx.needs_input_grad[1]
+        x = quantize(
+            input.reshape(-1, input.shape[-1]).contiguous(),
+            E4M3,
+            columns=keeps_input and not ctx.gathers,
+            group=group if ctx.gathers else None,
+        )
+        assert x.rows is not None
+        whole = _gather(x.rows, group)[0] if ctx.gathers else x.rows
+        quantized = linear.quantized_weight(columns=has_backward or module.training)
+        output = _multiply(whole, _rows(quantized), (x.scale, quantized.scale), input.dtype, True)
+        if has_backward:
+            kept = (x.rows if ctx.gathers else x.columns) if keeps_input else None
+            ctx.save_for_backward(kept, x.scale, quantized.columns, quantized.scale)
+            ctx.linear, ctx.shape = linear, input.shape
+        output = output.view(-1, *input.shape[1:-1], output.shape[-1])
+        return _scatter(output, group)[0] if ctx.scatters else output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, x_scale, weight, weight_scale = ctx.saved_tensors
+        linear: Fp8Linear = ctx.linear
+        group, (needs_input, needs_weight, *_) = linear.group, ctx.needs_input_grad
+        of_output = gradients[0].reshape(-1, gradients[0].shape[-1]).contiguous()
+        if ctx.gathers and needs_weight:
+            # Behind the product for the input: CUDA_DEVICE_MAX_CONNECTIONS=1 keeps the order in which both start.
+            x, gathered = _gather(x, group, wait=False)
+        dy = quantize(of_output, E5M2, columns=needs_weight and not ctx.scatters, group=group if ctx.scatters else None)
+        rows, columns = dy.rows, dy.columns
+        assert rows is not None
+        if ctx.scatters:
+            rows = _gather(rows, group)[0]
+            columns = _transposed(rows) if needs_weight else None
+        of_input = of_weight = handle = None
+        if needs_input:
+            of_input = _multiply(rows, weight, (dy.scale, weight_scale), gradients[0].dtype, FAST_BACKWARD)
+        if ctx.gathers and needs_weight:
+            gathered.wait()
+            x = _transposed(x)
+        if of_input is not None:
+            # Behind the product for the weight.
+            if ctx.gathers:
+                of_input, handle = _scatter(of_input, group, wait=False)
+            elif not linear.is_row and linear.module.allreduce_dgrad:
+                handle = dist.all_reduce(of_input, group=group, async_op=True)
+            of_input = of_input.view(ctx.shape)
+        if needs_weight:
+            assert columns is not None
+            of_weight = linear.add_weight_gradient(columns, x, (dy.scale, x_scale))
+        if handle is not None:
+            handle.wait()
+        return of_input, of_weight, None, None
+
+
+def _rows(quantized: Quantized) -> Tensor:
+    assert quantized.rows is not None
+    return quantized.rows
+
+
+def _scatter(x: Tensor, group: dist.ProcessGroup, *, wait: bool = True) -> tuple[Tensor, Any]:
+    """This rank's part of the sum over the ranks, [s / tp, ...], and what to wait for."""
+    part = torch.empty((x.shape[0] // group.size(), *x.shape[1:]), dtype=x.dtype, device=x.device)
+    return part, dist.reduce_scatter_tensor(part, x, group=group, async_op=not wait)
+
+
+def use_fp8(chunks: torch.nn.Module) -> None:
+    """Let the linears of all transformer layers of ``chunks`` multiply in fp8; nothing happens a second time.
+
+    Raises:
+        ConfigError: If there are none.
+    """
+    layers = [layer for layer in chunks.modules() if isinstance(layer, TransformerLayer)]
+    kinds = (ColumnParallelLinear, RowParallelLinear)
+    linears = [each for layer in layers for each in layer.modules() if isinstance(each, kinds)]
+    if not linears:
+        raise ConfigError(
+            "fp8: expected layers with Megatron's ColumnParallelLinear and RowParallelLinear, got none from "
+            "model_provider; use those, or leave fp8 out"
+        )
+    for linear in linears:
+        if not isinstance(linear._forward_impl, Fp8Linear):
+            linear._forward_impl = Fp8Linear(linear)
+
+
+def fp8_linears(chunks: Iterable[torch.nn.Module]) -> list[Fp8Linear]:
+    """All of ``chunks``; none without fp8."""
+    linears = (getattr(module, "_forward_impl", None) for chunk in chunks for module in chunk.modules())
+    return [linear for linear in linears if isinstance(linear, Fp8Linear)]
+
+
+@contextlib.contextmanager
+def quantized_weights(linears: Iterable[Fp8Linear]) -> Iterator[None]:
+    """While active, ``linears`` multiply in fp8, and weights and gradient buffers are those of one step."""
+    for linear in linears:
+        linear.is_active, linear.has_gradient = True, False
+    try:
+        yield
+    finally:
+        for linear in linears:
+            linear.is_active, linear.weight = False, None
+
+
+# ---- what can be combined --------------------------------------------------------------------------------------------
+
+
+def known_recipe(recipe: Recipe | None) -> Recipe | None:
+    """``recipe``, if there is one of that name.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    if recipe is not None:
+        require_choice("fp8", recipe, get_args(Recipe))
+    return recipe
+
+
+def check_fp8(model: ModelConfig, tp: int, params_dtype: torch.dtype, device: torch.device) -> None:
+    """Raise unless the linears of ``model`` can be multiplied in fp8.
+
+    Raises:
+        ConfigError: If the run is not in bf16, the GPU has no fp8, or a side of a matrix is not a multiple of 16.
+    """
+    if params_dtype is not torch.bfloat16:
+        name = str(params_dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"fp8: expected precision='bf16-mixed', whose range scales and gradients need, got weights in {name}; set "
+            "Trainer(precision='bf16-mixed') or leave fp8 out"
+        )
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (8, 9):
+        raise ConfigError(
+            f"fp8: expected a GPU of compute capability 8.9 or more (Ada, Hopper, Blackwell), got "
+            f"{torch.cuda.get_device_name(device)} with {'.'.join(map(str, capability))}; leave fp8 out"
+        )
+    queries, groups = model.num_attention_heads * model.kv_channels, model.num_query_groups * model.kv_channels
+    sides = {
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size / tp": model.ffn_hidden_size / tp,
+        "num_attention_heads * kv_channels / tp": queries / tp,
+        "(num_attention_heads + 2 * num_query_groups) * kv_channels / tp": (queries + 2 * groups) / tp,
+    }
+    for name, side in sides.items():
+        if side % MULTIPLE:
+            raise ConfigError(
+                f"fp8: expected {name} to be a multiple of {MULTIPLE}, as fp8 matrix products need, got {side:g}; "
+                "choose another size or tp, or leave fp8 out"
+            )

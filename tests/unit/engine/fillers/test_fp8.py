@@ -1,0 +1,308 @@
+"""fp8 linears beside products of quantized and dequantized fp32 tensors, on one rank and split over two."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron.engine.fillers import fp8
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.models.config import ModelConfig
+from tests.parity.comparison import relative_error
+from tests.ranks import ROOT, run_ranks
+
+FORMATS = (fp8.E4M3, fp8.E5M2)
+
+ROUNDED = 4e-3
+"""Of bf16, 2^-9 at most each time: the product, and the sum of two ranks' products."""
+EXACT = 1e-5
+"""Of fp32 sums in another order."""
+
+
+def _dequantized(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What is left of ``x``, in fp32."""
+    scale = x.float().abs().max() / torch.finfo(dtype).max
+    return (x.float() / scale).to(dtype).float() * scale
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_a_matrix_and_its_transpose_have_one_scale_and_full_range(dtype: torch.dtype) -> None:
+    x = torch.randn(20, 48, generator=torch.Generator().manual_seed(1)).bfloat16()
+    found = fp8.quantize(x, dtype)
+    assert found.rows is not None
+    assert found.columns is not None
+    assert found.rows.float().abs().max() == torch.finfo(dtype).max
+    half_a_step = {fp8.E4M3: 2**-4, fp8.E5M2: 2**-3}[dtype]
+    torch.testing.assert_close(found.rows.float() * found.scale, x.float(), rtol=half_a_step, atol=1e-4)
+    # Filled up to a multiple of 16, which a product over tokens needs, with what adds nothing.
+    assert found.columns.shape == (48, 32)
+    assert torch.equal(found.columns.float()[:, :20], found.rows.float().t())
+    assert not found.columns.float()[:, 20:].any()
+    assert torch.equal(fp8._transposed(found.rows).float(), found.columns.float())
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_so(wrong: float) -> None:
+    x = torch.ones(16, 16).bfloat16()
+    x[3, 5] = wrong
+    found = fp8.quantize(x, fp8.E4M3)
+    assert found.rows is not None
+    assert (found.rows.float() * found.scale).isnan().any()
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-20])
+def test_zeros_and_very_small_gradients_keep_their_size(size: float) -> None:
+    x = torch.full((16, 16), size).bfloat16()
+    found = fp8.quantize(x, fp8.E5M2)
+    assert found.rows is not None
+    torch.testing.assert_close(found.rows.float() * found.scale, x.float())
+
+
+_INTERPRETED = """
+import torch
+from lightning_megatron.engine.fillers import fp8, fp8_kernels
+for dtype in (fp8.E4M3, fp8.E5M2):
+    for m, n in ((50, 96), (300, 144)):
+        # Triton's interpreter does not round to fp8 as GPUs do: whole numbers up to 7, of which none is rounded.
+        x = torch.randint(-7, 8, (m, n), generator=torch.Generator().manual_seed(m)).bfloat16()
+        x[0, 0] = 7
+        amax = fp8_kernels.amax(x)
+        assert amax.item() == 7
+        for rows, columns in ((True, True), (True, False), (False, True)):
+            expected = fp8._cast(x, dtype, amax, rows, columns)
+            found = [None if each is None else torch.full_like(each, 1) for each in expected[:2]]
+            scale = fp8_kernels.cast(x, amax, 1e-30, *found)
+            for each, other in zip((*found, scale), expected, strict=True):
+                assert (each is None and other is None) or torch.equal(each.float(), other.float())
+"""
+
+
+def test_the_kernels_do_what_torch_does() -> None:
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", _INTERPRETED], env=environment, cwd=ROOT, check=True, timeout=120)
+
+
+@pytest.mark.parametrize("dtype", ["fp8e4nv", "fp8e5"])
+def test_the_kernels_compile_for_hopper_where_there_is_none(dtype: str) -> None:
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from lightning_megatron.engine.fillers import fp8_kernels
+
+    def compiled(kernel: Any, pointers: dict[str, str], constants: dict[str, Any]) -> Any:
+        kinds = dict.fromkeys(kernel.arg_names, "i32") | pointers | dict.fromkeys(constants, "constexpr")
+        places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+        return triton.compile(ASTSource(kernel, kinds, places), target=GPUTarget("cuda", 90, 32)).asm
+
+    pointers = {"x": "*bf16", "amax": "*fp32", "scale": "*fp32", "rows": f"*{dtype}", "columns": f"*{dtype}"}
+    constants = {"MAX": 448.0, "SMALLEST": 1e-30, "BM": 128, "BN": 128, "ROWS": True, "COLUMNS": True}
+    assert compiled(fp8_kernels._cast, pointers, constants)["cubin"]
+    assert compiled(fp8_kernels._amax, {"x": "*bf16", "out": "*fp32"}, {"BLOCK": 4096, "ROUNDS": 16})["cubin"]
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("shape", [(512, 768), (1000, 336), (4096, 14336)], ids=str)
+def test_the_kernels_are_bit_equal_to_torch(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x = (torch.randn(shape, device="cuda") * torch.randn(shape[0], 1, device="cuda").exp()).bfloat16()
+    x[3, 5] = float("nan")
+    found, expected = fp8.quantize(x, dtype), fp8._cast(x.cpu(), dtype, x.nan_to_num().abs().amax().cpu(), True, True)
+    for each, other in zip(found, expected, strict=True):
+        assert each is not None
+        assert other is not None
+        torch.testing.assert_close(each.float().cpu(), other.float(), rtol=0, atol=0, equal_nan=True)
+
+
+# ---- linears ---------------------------------------------------------------------------------------------------------
+
+TOKENS, IN, OUT = 24, 64, 96
+"""8 tokens of each of 3 rows: 24, and 12 on each of two ranks, are no multiples of 16."""
+
+
+def _tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weight [out, in], inputs [2, s, b, in] and gradients [2, s, b, out] of two microbatches, of uneven sizes."""
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(OUT, IN, generator=generator) * 0.1
+    inputs = torch.randn(2, 8, 3, IN, generator=generator) * torch.arange(1, 9)[:, None, None]
+    gradients = torch.randn(2, 8, 3, OUT, generator=generator) * 1e-4
+    gradients[:, 2] *= 50
+    return weight.bfloat16(), inputs.bfloat16(), gradients.bfloat16()
+
+
+def _run_linear(kind: str, sequence_parallel: bool, is_aligned: bool = True) -> dict[str, Any]:
+    """On each rank: two microbatches of a step through one linear, this rank's parts of all results."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import TransformerConfig
+
+    from lightning_megatron.engine.patches import WEIGHT_GRADIENTS, active
+    from lightning_megatron.engine.runtime import emulated_cuda
+
+    dist.init_process_group("gloo")
+    rank, tp = dist.get_rank(), dist.get_world_size()
+    with emulated_cuda(), active(WEIGHT_GRADIENTS):
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+        model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+        config = TransformerConfig(
+            num_layers=1,
+            hidden_size=IN,
+            num_attention_heads=2,
+            tensor_model_parallel_size=tp,
+            sequence_parallel=sequence_parallel,
+            params_dtype=torch.bfloat16,
+            gradient_accumulation_fusion=True,
+        )
+        common = {"config": config, "init_method": config.init_method, "bias": kind == "column", "skip_bias_add": False}
+        if kind == "column":
+            linear = ColumnParallelLinear(IN, OUT, **common, gather_output=False)
+        else:
+            linear = RowParallelLinear(IN, OUT, **{**common, "skip_bias_add": True}, input_is_parallel=True)
+        weight, inputs, gradients = _tensors()
+        whole = 0 if sequence_parallel else None
+        split_in, split_out = (whole, -1) if kind == "column" else (-1, whole)
+        inputs, gradients = (
+            torch.stack([each if axis is None else each.chunk(tp, axis)[rank] for each in both])
+            for both, axis in ((inputs, split_in), (gradients, split_out))
+        )
+        with torch.no_grad():
+            linear.weight.copy_(weight.chunk(tp, 0 if kind == "column" else 1)[rank])
+        # What the step before has left, where the first microbatch writes.
+        buffer = torch.full((2 * linear.weight.numel(),), 5.0 if is_aligned else 0.0)
+        first = -buffer.data_ptr() % 256 // 4 + (not is_aligned)
+        linear.weight.main_grad = buffer[first : first + linear.weight.numel()].view_as(linear.weight)
+        linear._forward_impl = taken = fp8.Fp8Linear(linear)
+        found: dict[str, Any] = {"y": [], "dx": []}
+        with fp8.quantized_weights([taken]):
+            for x, dy in zip(inputs, gradients, strict=True):
+                x = x.clone().requires_grad_()
+                y, _ = linear(x)
+                y.backward(dy)
+                found["y"].append(y.detach())
+                found["dx"].append(x.grad)
+                found["weight_address"] = [*found.get("weight_address", []), taken.weight.rows.data_ptr()]
+        found["dw"] = linear.weight.main_grad
+        found["bias"] = None if linear.bias is None else linear.bias.grad
+        with torch.no_grad():
+            found["y in bf16"] = linear(inputs[0])[0]
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def _parts(kind: str, of_ranks: list[dict[str, Any]], name: str, i: int, sequence_parallel: bool) -> torch.Tensor:
+    """The whole of what the ranks hold."""
+    parts = [found[name][i].float() for found in of_ranks]
+    if (name == "y") == (kind == "column"):
+        return torch.cat(parts, -1)
+    if sequence_parallel:
+        return torch.cat(parts, 0)
+    assert all(torch.equal(part, parts[0]) for part in parts)
+    return parts[0]
+
+
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_a_linear_multiplies_what_is_left_of_its_operands(kind: str, tp: int, sequence_parallel: bool) -> None:
+    of_ranks = run_ranks(_run_linear, tp, kind, sequence_parallel)
+    weight, inputs, gradients = _tensors()
+    # Shards of weights and of what is inside a block have scales of their own; what is gathered has one.
+    axis = 0 if kind == "column" else 1
+    weights = [_dequantized(shard, fp8.E4M3) for shard in weight.chunk(tp, axis)]
+    of_weights = [torch.zeros_like(shard) for shard in weights]
+    for i, (x, dy) in enumerate(zip(inputs.flatten(1, 2), gradients.flatten(1, 2), strict=True)):
+        xs = [_dequantized(part, fp8.E4M3) for part in (x.chunk(tp, 1) if kind == "row" else [x] * tp)]
+        dys = [_dequantized(part, fp8.E5M2) for part in (dy.chunk(tp, 1) if kind == "column" else [dy] * tp)]
+        y = [each @ shard.t() for each, shard in zip(xs, weights, strict=True)]
+        dx = [each @ shard for each, shard in zip(dys, weights, strict=True)]
+        y = torch.cat(y, 1) if kind == "column" else sum(y)
+        dx = torch.cat(dx, 1) if kind == "row" else sum(dx)
+        for rank in range(tp):
+            of_weights[rank] += dys[rank].t() @ xs[rank]
+        for name, expected in (("y", y), ("dx", dx)):
+            found = _parts(kind, of_ranks, name, i, sequence_parallel).flatten(0, 1)
+            assert relative_error(found, expected) < ROUNDED, name
+    for found, expected in zip(of_ranks, of_weights, strict=True):
+        assert relative_error(found["dw"], expected) < EXACT
+        assert len(set(found["weight_address"])) == 1, "the weight is quantized once for both microbatches"
+    # Outside of a step the product is that of bf16, with the communication that the linear has taken over.
+    outside = _parts(kind, [{"y": [found["y in bf16"]]} for found in of_ranks], "y", 0, sequence_parallel)
+    assert relative_error(outside.flatten(0, 1), inputs[0].flatten(0, 1).float() @ weight.float().t()) < ROUNDED
+    if kind == "column":
+        biases = torch.cat([found["bias"] for found in of_ranks]).float()
+        assert relative_error(biases, gradients.float().sum((0, 1, 2))) < ROUNDED
+
+
+def test_a_gradient_buffer_that_cublas_cannot_write_to_is_added_to() -> None:
+    (aligned,) = run_ranks(_run_linear, 1, "column", False)
+    (not_aligned,) = run_ranks(_run_linear, 1, "column", False, False)
+    assert relative_error(not_aligned["dw"], aligned["dw"]) < EXACT
+
+
+# ---- what can be combined --------------------------------------------------------------------------------------------
+
+LLAMA = ModelConfig(
+    family="llama",
+    num_layers=2,
+    hidden_size=64,
+    ffn_hidden_size=128,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=16,
+    vocab_size=100,
+    max_position_embeddings=64,
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "tp", "dtype", "says"),
+    [
+        (
+            {},
+            1,
+            torch.float32,
+            r"fp8: expected precision='bf16-mixed', .* got weights in float32; set Trainer\(",
+        ),
+        ({}, 1, torch.float16, "fp8: expected precision='bf16-mixed', .*got weights in float16; "),
+        ({"hidden_size": 72}, 1, torch.bfloat16, "fp8: expected hidden_size to be a multiple of 16, .* got 72; "),
+        (
+            {"ffn_hidden_size": 48},
+            2,
+            torch.bfloat16,
+            "fp8: expected ffn_hidden_size / tp to be .* got 24; ",
+        ),
+        ({"kv_channels": 6}, 1, torch.bfloat16, r"fp8: expected num_attention_heads \* kv_channels / tp .* got 24; "),
+        ({"num_query_groups": 1}, 4, torch.bfloat16, r"fp8: expected \(num_attention_heads \+ 2 .* got 24; choose"),
+    ],
+)
+def test_what_cannot_be_multiplied_in_fp8_is_one_line(
+    fields: dict[str, Any], tp: int, dtype: torch.dtype, says: str
+) -> None:
+    model = dataclasses.replace(LLAMA, **fields)
+    with pytest.raises(ConfigError, match=says):
+        fp8.check_fp8(model, tp, dtype, torch.device("cpu"))
+    fp8.check_fp8(LLAMA, 2, torch.bfloat16, torch.device("cpu"))
+
+
+def test_a_gpu_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    with pytest.raises(ConfigError, match=r"fp8: expected a GPU of compute capability 8.9 .*got NVIDIA A100 with 8.0"):
+        fp8.check_fp8(LLAMA, 1, torch.bfloat16, torch.device("cuda"))
+
+
+def test_layers_without_megatrons_linears_are_refused() -> None:
+    layers = torch.nn.ModuleList([torch.nn.Linear(16, 16)])
+    with pytest.raises(ConfigError, match="fp8: expected layers with Megatron's ColumnParallelLinear .*got none"):
+        fp8.use_fp8(layers)
