@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,25 +55,6 @@ class Rules:
         return bool(self.options.eos_token_ids or self.options.stop_sequences or self.strings)
 
 
-class _Texts(Protocol):
-    """What has been written so far, on the one rank that chooses."""
-
-    def advance(self, logits: Tensor, step: int) -> Tensor:
-        """Let the texts grow by a token.
-
-        Args:
-            logits: Of all n = b * num_beams texts, [n, padded vocabulary].
-            step: Which new token it is, from 0.
-
-        Returns:
-            [2 * n + 1], int64: which of the former texts the next ones continue, their last tokens (``ENDED`` of rows
-            that were finished before), and 1 if nothing will change any more.
-        """
-
-    def best(self) -> tuple[Tensor, Tensor]:
-        """The texts of the result, best first, as ``decode`` returns them."""
-
-
 def decode(
     models: Sequence[Any],
     topology: Topology,
@@ -100,7 +81,7 @@ def decode(
     options, device, count = rules.options, prompts.tokens.device, rules.options.num_beams
     most, rows = options.num_new_tokens, len(prompts.tokens) * count
     stages = Stages(models, topology, prompts, most, static=bool(options.static_cache))
-    texts: _Texts | None = None
+    texts: _Rows | Beams | None = None
     if stages.chooses:
         texts = Beams(prompts, rules) if count > 1 else _Rows(prompts, rules, uniform.to(device))
     parents = torch.arange(len(prompts.tokens), device=device).repeat_interleave(count)
@@ -131,7 +112,7 @@ def decode(
 
 
 class _Rows:
-    """Greedy decoding and sampling: each row on its own."""
+    """Greedy decoding and sampling, on the one rank that chooses: each row on its own."""
 
     def __init__(self, prompts: NextTokens, rules: Rules, uniform: Tensor) -> None:
         options = self._options = rules.options
@@ -152,6 +133,16 @@ class _Rows:
         self._finished = torch.zeros_like(self._parents, dtype=torch.bool)
 
     def advance(self, logits: Tensor, step: int) -> Tensor:
+        """Let the texts grow by a token.
+
+        Args:
+            logits: Of all n = b * num_beams texts, [n, padded vocabulary].
+            step: Which new token it is, from 0.
+
+        Returns:
+            [2 * n + 1], int64: which of the former texts the next ones continue, their last tokens (``ENDED`` of rows
+            that were finished before), and 1 if nothing will change any more.
+        """
         given = scores = logits[:, : self._vocab_size]
         place = self._width + step
         for processor in self._processors:
@@ -167,6 +158,7 @@ class _Rows:
         return torch.cat((self._parents, shown, self._finished.all()[None].long()))
 
     def best(self) -> tuple[Tensor, Tensor]:
+        """The texts and their log-probabilities, as ``decode`` returns them."""
         places = torch.arange(self._options.num_new_tokens, device=self._lengths.device)
         is_behind = places >= self._lengths[:, None]
         new = self._texts[:, self._width :].masked_fill(is_behind, self._options.filling)
@@ -210,7 +202,7 @@ class Beams:
         self._can_improve = torch.ones((rows, 1), dtype=torch.bool, device=device)
 
     def advance(self, logits: Tensor, step: int) -> Tensor:
-        """Let the beams grow by a token."""
+        """Let the beams grow by a token; as ``_Rows.advance``."""
         count = self._options.num_beams
         given = logits[:, : self._vocab_size].float().log_softmax(-1)
         changed = given
@@ -325,14 +317,11 @@ class DecayingTopP(LogitsProcessor):
         self._options = options
         self._width = width
 
-    def top_p(self, step: int) -> float:
-        """For the new token number ``step``, from 0."""
-        options = self._options
-        return max(options.top_p * options.top_p_decay**step, options.top_p_bound)
-
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores [rows, v] of what may follow the texts [rows, length]."""
-        kept: Tensor = TopPLogitsWarper(self.top_p(input_ids.shape[1] - self._width))(input_ids, scores)
+        options, step = self._options, input_ids.shape[1] - self._width
+        top_p = max(options.top_p * options.top_p_decay**step, options.top_p_bound)
+        kept: Tensor = TopPLogitsWarper(top_p)(input_ids, scores)
         return kept
 
 

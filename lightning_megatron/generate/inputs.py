@@ -177,6 +177,10 @@ def check_prompts(inputs: Inputs, model: ModelConfig, options: GenerationOptions
             what its kind does not read.
     """
     check_rows(inputs, model, to_continue=True)
+    if options.stop_texts and options.tokenizer is None:
+        raise ConfigError(
+            f"stop_strings={options.stop_strings!r} need a tokenizer, which knows how tokens read; give it"
+        )
     if model.architecture != "t5":
         check_length(inputs.input_ids, inputs.attention_mask, model, options)
     elif options.bos_token_id is not None:

@@ -183,6 +183,7 @@ class ParallelTransformerLayer(TransformerLayer):
                 f"recompute_modules={sorted(self.config.recompute_modules)} is not supported by a layer with parallel "
                 "attention and MLP; use 'core_attn' and 'layernorm', or recompute='full'"
             )
+        self.recompute_pre_mlp_layernorm = False  # ``forward`` sees to both norms, not what the engine does after it
 
     @override
     def forward(

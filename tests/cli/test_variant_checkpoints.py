@@ -19,11 +19,6 @@ _SIZES = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 2, "hidden_size": 32, "
 _SIZES |= {"max_position_embeddings": 32, "initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": 0}
 VARIANTS: dict[str, tuple[dict[str, Any], str, str | None]] = {
     "gpt2 that rotates with one key": ({"model_type": "gpt2", **_SIZES}, "rotary", "multiquery"),
-    "llama that learns its positions": (
-        {"model_type": "llama", "intermediate_size": 48, "num_key_value_heads": 2, **_SIZES},
-        "absolute",
-        "multihead",
-    ),
 }
 PROMPT = [[5, 9, 11, 40, 7]]
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from lightning_megatron.generate.decode import (
-    DecayingTopP,
-    Rules,
-    Stops,
     distribution_processors,
     drawn,
     readable,
@@ -25,18 +21,6 @@ def _logits(rows: int = 6, seed: int = 0) -> torch.Tensor:
     return 3 * torch.randn(rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_repeated_runs_equal_hugging_face(size: int) -> None:
-    from transformers import NoRepeatNGramLogitsProcessor
-
-    tokens = torch.randint(4, (6, 14), generator=torch.Generator().manual_seed(size))
-    (ours,) = token_processors(GenerationOptions(no_repeat_ngram_size=size), aligned(tokens[:, :3], None))
-    for length in range(3, 14):
-        expected = NoRepeatNGramLogitsProcessor(size)(tokens[:, :length], _logits())
-        assert torch.equal(ours(tokens[:, :length], _logits()), expected)
-    assert torch.isinf(expected).any()
-
-
 def test_padding_says_nothing() -> None:
     tokens = torch.tensor([[5, 6, 5], [7, 9, 8]])
     mask = torch.tensor([[0, 1, 1], [1, 0, 1]])
@@ -50,7 +34,6 @@ def test_padding_says_nothing() -> None:
 
 def test_top_p_decays_from_the_second_token_on_down_to_its_bound() -> None:
     options = GenerationOptions(top_p=0.8, top_p_decay=0.5, top_p_bound=0.3)
-    assert [DecayingTopP(options, 3).top_p(step) for step in range(4)] == [0.8, 0.4, 0.3, 0.3]
     (decaying,) = distribution_processors(options, 3)
     texts = torch.zeros(1, 6, dtype=torch.long)
     kept = [int(torch.isfinite(decaying(texts[:, : 3 + step], _logits(1) / 6)).sum()) for step in range(4)]
@@ -73,15 +56,3 @@ def test_drawn_tokens_are_as_frequent_as_they_are_probable() -> None:
     chi_square = ((counts - expected)[seen] ** 2 / expected[seen]).sum()
     # Four degrees of freedom: 18.47 is exceeded once in a thousand seeds.
     assert chi_square < 18.47
-
-
-def test_rows_end_with_any_of_the_tokens_or_the_whole_of_a_sequence() -> None:
-    options = GenerationOptions(eos_token_id=(7, 8), stop_sequences=((1, 2, 3),))
-    new = torch.tensor([[5, 1, 2, 3], [5, 5, 2, 3], [1, 2, 3, 7], [1, 2, 3, 4], [0, 0, 7, 8]])
-    prompts = aligned(new, None)
-    stops = Stops(Rules(options=options, vocab_size=VOCAB_SIZE), prompts)
-    assert stops.at(new).tolist() == [True, False, True, False, True]
-    assert stops.at(new[:, 1:]).tolist() == [True, False, True, False, True]
-    assert stops.at(new[:, 2:]).tolist() == [False, False, True, False, True]
-    later = Rules(options=GenerationOptions(min_new_tokens=5, eos_token_id=7), vocab_size=VOCAB_SIZE)
-    assert not Stops(later, prompts).at(new).any()

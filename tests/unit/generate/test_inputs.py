@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.generate.inputs import Inputs, aligned, check_prompts, inputs_of_batch, with_first_token
+from lightning_megatron.generate.inputs import Inputs, check_prompts, inputs_of_batch, with_first_token
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.models.config import ModelConfig
 
@@ -62,16 +62,6 @@ def test_batches_without_prompts_are_refused() -> None:
         inputs_of_batch({"text": IDS}, T5, to_continue=True)
 
 
-def test_padding_on_any_side_and_in_between_goes_to_the_left() -> None:
-    tokens = torch.tensor([[1, 2, 3, 99], [99, 99, 4, 5], [6, 99, 7, 99]])
-    prompts = aligned(tokens, (tokens != 99).long())
-    assert prompts.tokens.tolist() == [[1, 2, 3], [0, 4, 5], [0, 6, 7]]
-    assert prompts.mask is not None
-    assert prompts.mask.tolist() == [[1, 1, 1], [0, 1, 1], [0, 1, 1]]
-    assert prompts.positions is not None
-    assert prompts.positions.tolist() == [[0, 1, 2], [0, 0, 1], [0, 0, 1]]
-
-
 def _ids(*rows: list[int]) -> torch.Tensor:
     return torch.tensor(rows)
 
@@ -88,6 +78,7 @@ def _ids(*rows: list[int]) -> torch.Tensor:
         (_ids([1] * 8), None, {"max_new_tokens": 10}, "a prompt of 8 tokens and max_new_tokens=10 .* at most 9"),
         (_ids([1] * 8), None, {"max_length": 18}, "a prompt of 8 tokens and max_length=18 .* max_length of at most 17"),
         (_ids([1] * 20), None, {}, "cut the prompts to 16 tokens"),
+        (_ids([1]), None, {"stop_strings": "a"}, "stop_strings='a' need a tokenizer"),
     ],
 )
 def test_prompts_that_cannot_be_continued_are_refused(input_ids: Any, mask: Any, options: Any, says: str) -> None:

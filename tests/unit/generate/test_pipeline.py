@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from lightning_megatron.convert.registry import model_config
-from lightning_megatron.generate.generator import LiveModel
-from lightning_megatron.generate.inputs import Inputs
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.generate.pipeline import uses_static_cache
-from lightning_megatron.generate.texts import EndTokens
 from lightning_megatron.models.config import ModelConfig
 from tests.generate.models import MODELS
 
@@ -36,18 +31,6 @@ def test_gpus_replay_every_model_whose_steps_are_alike(
 ) -> None:
     options = GenerationOptions(max_new_tokens=new_tokens, static_cache=asked)
     assert uses_static_cache(options, _model(model), device) is expected
-
-
-@pytest.mark.parametrize(
-    ("is_own", "asked", "expected"), [(True, None, True), (False, None, False), (False, True, True)]
-)
-def test_steps_of_others_models_are_recorded_on_request_alone(is_own: bool, asked: bool | None, expected: bool) -> None:
-    topology: Any = None
-    model = LiveModel(chunks=(), config=_model("llama"), topology=topology, device=GPU, is_own=is_own)
-    options = GenerationOptions(max_new_tokens=64, static_cache=asked)
-    prompts = Inputs(input_ids=torch.ones(1, 2, dtype=torch.long))
-    _, _, rules = model._planned(prompts, options, EndTokens())
-    assert rules.options.static_cache is expected
 
 
 def _model(name: str) -> ModelConfig:

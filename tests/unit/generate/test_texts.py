@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -39,33 +38,6 @@ def test_a_generation_config_that_is_none_is_refused(tmp_path: Path, text: str, 
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(ConfigError, match=says):
         end_tokens(tmp_path)
-
-
-def _word(rng: random.Random) -> str:
-    return "".join(rng.choice("ab é€\n") for _ in range(rng.randint(1, 4)))
-
-
-def test_a_text_ends_with_the_token_that_completes_it() -> None:
-    rng = random.Random(3)
-    # Bytes: characters of several lie within tokens, and across them.
-    pieces = [_word(rng).encode()[rng.randint(0, 1) :] or b"a" for _ in range(60)] + [b"\xc3", b"\xa9", b"\xe2\x82"]
-    pieces = list(dict.fromkeys(pieces))
-    tokenizer = byte_level_tokenizer(dict(enumerate(pieces)))
-    seen = set()
-    for _ in range(20):
-        strings = [_word(rng) for _ in range(rng.randint(1, 3))]
-        stops = stop_strings(strings, tokenizer)
-        rows = torch.tensor([[rng.randrange(len(pieces)) for _ in range(6)] for _ in range(40)])
-        expected = []
-        for row in rows.tolist():
-            said = [pieces[token] for token in row]
-            text, before = b"".join(said), len(b"".join(said[:-1]))
-            # Ended by the last token: some place of the text ends behind all the tokens before.
-            expected.append(any(text.find(s.encode(), max(0, before - len(s.encode()) + 1)) >= 0 for s in strings))
-        assert stops(rows, None).tolist() == expected, strings
-        seen.update(expected)
-        assert stops(torch.full((1, 3), len(stops.embedding_vec) - 1), None).tolist() == [False]
-    assert seen == {True, False}
 
 
 @pytest.mark.parametrize("tokenizer", [3, "no/such/folder"])
