@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from typing_extensions import override
 
-from lightning_megatron.data.blend import SplitRequest, build, check_request, open_samples, parse_blend
+from lightning_megatron.data.blend import SplitRequest, check_request, open_samples, parse_blend
 from lightning_megatron.data.broadcast import check_batch
 from lightning_megatron.data.evaluation import (
     EvaluationOptions,
@@ -37,14 +37,14 @@ from lightning_megatron.data.instructions import (
 )
 from lightning_megatron.data.masked import BertObjective, MaskingOptions, T5Format, T5Objective
 from lightning_megatron.data.samples import (
+    SPLIT_NAMES,
     Objective,
     Rows,
     SampleOrder,
     Samples,
     SplitName,
+    parse_split,
     split_ranges,
-    weighted_splits,
-    whole_split,
 )
 from lightning_megatron.data.tokenizer import TokenizerFacts
 from lightning_megatron.errors import ConfigError, DataError, as_options, require_divides, require_number
@@ -134,7 +134,6 @@ class IndexedDataModule(MegatronDataModule):
         self.index_cache = index_cache
         paths = _paths_of_splits(data_path, split, train=train_data_path, valid=valid_data_path, test=test_data_path)
         self._sources = {name: (parse_blend(path), weights) for name, (path, weights) in paths.items()}
-        self._objectives: dict[tuple[str, bool], Objective] = {}
 
     @override
     def lengths(self, model: ModelConfig | None) -> dict[str, int]:
@@ -159,10 +158,6 @@ class IndexedDataModule(MegatronDataModule):
             _check_token(largest_token_at_the_ends(open_dataset(prefix)), run.model, prefix)
 
     @override
-    def order_of(self, name: SplitName, num_samples: int | None) -> SampleOrder:
-        return build(self._request(name, self.model(), num_samples), self.index_cache)
-
-    @override
     def open(self, name: SplitName, num_samples: int | None) -> Samples:
         return open_samples(self._request(name, self.model(), num_samples), self.index_cache)
 
@@ -176,30 +171,32 @@ class IndexedDataModule(MegatronDataModule):
     def _name(self, model: ModelConfig | None) -> str:
         return self.objective_name or ("gpt" if model is None else model.architecture)
 
-    def _objective(self, model: ModelConfig | None) -> Objective:
-        """What a sample is; made once for a kind of model, as it reads the tokenizer."""
-        kind = (self._name(model), model is None or model.task == "pretraining")
-        if kind not in self._objectives:
-            self._objectives[kind] = self._make_objective(*kind)
-        return self._objectives[kind]
-
-    def _make_objective(self, name: str, is_pretraining: bool) -> Objective:
-        length, drop_last = self.seq_length, self.drop_last_partial_validation_sequence
-        if name == "gpt":
-            return GPTObjective(seq_length=length, drop_last_partial_validation_sequence=drop_last)
+    @cached_property
+    def _facts(self) -> TokenizerFacts:
         if self.tokenizer is None:
             raise ConfigError(
-                f"tokenizer=None does not tell which tokens mask and separate, which samples for a {name.upper()} need;"
-                " give the folder of the tokenizer that the dataset was made with"
+                "tokenizer=None does not tell which tokens mask and separate, which samples for a BERT or T5 need; give"
+                " the folder of the tokenizer that the dataset was made with"
             )
-        facts = TokenizerFacts.read(self.tokenizer)
+        return TokenizerFacts.read(self.tokenizer)
+
+    def _objective(self, model: ModelConfig | None) -> Objective:
+        """What a sample is."""
+        name, length = self._name(model), self.seq_length
+        if name == "gpt":
+            drop_last = self.drop_last_partial_validation_sequence
+            return GPTObjective(seq_length=length, drop_last_partial_validation_sequence=drop_last)
         if name == "bert":
-            in_order = is_pretraining if self.sentence_order is None else self.sentence_order
-            return BertObjective(seq_length=length, tokenizer=facts, masking=self.masking, sentence_order=in_order)
+            in_order = self.sentence_order
+            if in_order is None:
+                in_order = model is None or model.task == "pretraining"
+            return BertObjective(
+                seq_length=length, tokenizer=self._facts, masking=self.masking, sentence_order=in_order
+            )
         return T5Objective(
             seq_length=length,
             seq_length_decoder=self.seq_length_decoder,
-            tokenizer=facts,
+            tokenizer=self._facts,
             masking=self.masking,
             format=self.t5_format,
         )
@@ -599,8 +596,10 @@ def _paths_of_splits(data_path: Any, split: str, **own: Any) -> dict[SplitName, 
             " train_data_path and others"
         )
     if data_path is None:
-        return {name: (path, whole_split(name)) for name, path in alone.items()}
-    return dict.fromkeys(weighted_splits(split), (data_path, split))
+        whole = {"train": "1,0,0", "valid": "0,1,0", "test": "0,0,1"}
+        return {name: (path, whole[name]) for name, path in alone.items()}
+    weights = zip(SPLIT_NAMES, parse_split(split), strict=True)
+    return {name: (data_path, split) for name, weight in weights if weight > 0}
 
 
 def _check_gpt(model: ModelConfig | None, what: str) -> None:

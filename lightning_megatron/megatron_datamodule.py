@@ -145,7 +145,7 @@ class MegatronDataModule(LightningDataModule, ABC):
     @override
     def train_dataloader(self) -> TrainLoader:
         """Batches of the training split, from the restored position on; every rank must call."""
-        shape = self._shape_of_rank()
+        shape = self._shape()
         max_steps = None if self._trains_whole_epochs() else self._trainer().max_steps
         restored, self._restored = self._restored, None
         num_samples = None
@@ -256,7 +256,7 @@ class MegatronDataModule(LightningDataModule, ABC):
         if not self.has_split(name):
             return []
         order, samples = self._open(name, None)
-        return PassLoader(samples, order.num_samples, self._shape_of_rank(), self.num_workers)
+        return PassLoader(samples, order.num_samples, self._shape(), self.num_workers)
 
     def _go_to(self, loader: TrainLoader, restored: dict[str, Any]) -> None:
         loader.load_state_dict(restored["train"])
@@ -334,18 +334,16 @@ class MegatronDataModule(LightningDataModule, ABC):
         trainer = self._trainer()
         return bool(trainer.max_steps < 0 or (trainer.max_epochs is not None and trainer.max_epochs >= 0))
 
-    def _shape(self, data_parallel_rank: int) -> BatchShape:
+    def _shape(self, data_parallel_rank: int | None = None) -> BatchShape:
+        """How a step is dealt to a rank, this one unless one is named."""
         strategy = self._strategy()
         return BatchShape(
             micro_batch_size=self.micro_batch_size,
             num_microbatches=strategy.num_microbatches,
             data_parallel_size=strategy.data_parallel_size,
-            data_parallel_rank=data_parallel_rank,
+            data_parallel_rank=strategy.data_parallel_rank if data_parallel_rank is None else data_parallel_rank,
             rampup=self.rampup,
         )
-
-    def _shape_of_rank(self) -> BatchShape:
-        return self._shape(self._strategy().data_parallel_rank)
 
     def _trainer(self) -> Any:
         if self.trainer is None:

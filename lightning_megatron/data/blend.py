@@ -67,7 +67,7 @@ class SplitRequest:
     sources: tuple[Source, ...]
     """Datasets, as ``parse_blend`` gives them."""
     split: str
-    """Weights of train, valid and test in each dataset; ``whole_split(name)`` if all documents belong to this split."""
+    """Weights of train, valid and test in each dataset."""
     objective: Objective
     """How samples are cut out of documents."""
     seed: int
@@ -278,25 +278,12 @@ def check_request(request: SplitRequest) -> int:
     return num_samples_of_one_pass(request.sources, request.counts())
 
 
-def build(request: SplitRequest, index_cache: str | None) -> SampleOrder:
-    """The order of the samples, after building on disk whatever is not there yet.
+def open_samples(request: SplitRequest, index_cache: str | None) -> Samples:
+    """The samples, after building on disk whatever this machine does not see there.
 
     Args:
         request: Which samples.
         index_cache: Folder for all indices; None for one next to each dataset.
-
-    Raises:
-        DataError: If a folder cannot be written.
-    """
-    return _built(request, index_cache)[1]
-
-
-def open_samples(request: SplitRequest, index_cache: str | None) -> Samples:
-    """The samples; a machine that does not see what ``build`` wrote on another one builds it for itself.
-
-    Args:
-        request: Which samples.
-        index_cache: As for ``build``.
 
     Raises:
         DataError: If a dataset is missing on this machine, or a folder cannot be written.

@@ -69,13 +69,13 @@ def broadcast_batch(
             # The others wait for a header; they get the reason why there is none.
             _sent(str(error) if isinstance(error, DataError) else repr(error), topology)
             raise
-        header = _sent(describe(tensors), topology)
+        header = _sent(_header_of(tensors), topology)
         buffer = pack(tensors).to(device, non_blocking=True)
     else:
         header = _sent(None, topology)
         if isinstance(header, str):
             raise DataError(header)
-        buffer = torch.empty(packed_bytes(header), dtype=torch.uint8, device=device)
+        buffer = _empty(header, device)
     dist.broadcast(buffer, topology.mp_source, group=topology.mp_group)
     return unpack(buffer, header)
 
@@ -102,22 +102,21 @@ def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def describe(tensors: Mapping[str, torch.Tensor]) -> Header:
-    """What a receiver must know before the data comes."""
+def _header_of(tensors: Mapping[str, torch.Tensor]) -> Header:
     return [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
 
 
-def packed_bytes(header: Header) -> int:
-    """Length of the buffer that ``pack`` makes."""
-    return sum(_size_bytes(dtype, shape) for _, dtype, shape in header)
+def _empty(header: Header, device: torch.device) -> torch.Tensor:
+    """For all tensors one after the other: [bytes], uint8, pinned on the CPU of a machine with a GPU."""
+    num_bytes = sum(_size_bytes(dtype, shape) for _, dtype, shape in header)
+    pinned = device.type == "cpu" and torch.cuda.is_available()
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
 
 
 def pack(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """All tensors one after the other: [bytes], uint8, pinned if they come from the CPU of a machine with a GPU."""
-    header = describe(tensors)
-    device = next(iter(tensors.values())).device
-    pinned = device.type == "cpu" and torch.cuda.is_available()
-    buffer = torch.empty(packed_bytes(header), dtype=torch.uint8, device=device, pin_memory=pinned)
+    """All tensors one after the other: [bytes], uint8."""
+    header = _header_of(tensors)
+    buffer = _empty(header, next(iter(tensors.values())).device)
     # Written as numbers, not as bytes: a single element of a column cannot be viewed as those.
     for name, view in unpack(buffer, header).items():
         view.copy_(tensors[name])

@@ -133,14 +133,16 @@ def format_of(path: str | Path) -> FileFormat:
     return FileFormat("parquet" if suffix == ".parquet" and not compression else "text", compression)
 
 
-def find_files(inputs: Sequence[str | Path]) -> list[Path]:
+def find_files(inputs: Sequence[str | Path], keys: Sequence[str] = (PLAIN_TEXT_KEY,)) -> list[Path]:
     """The files that ``inputs`` stand for, in document order, each once.
 
     Args:
         inputs: Files, folders and patterns.
+        keys: That will be read; text files have none but ``text``.
 
     Raises:
-        DataError: If there are no inputs, an input does not exist or matches nothing, or there is no file in it.
+        DataError: If there are no inputs, an input does not exist or matches nothing, or there is no file in it, or a
+            text file has not the key.
         ConfigError: If a file needs a library that is not installed.
     """
     if not inputs:
@@ -150,24 +152,15 @@ def find_files(inputs: Sequence[str | Path]) -> list[Path]:
         for path in _files_of_input(text):
             files.setdefault(os.path.realpath(path), path)
     for path in files.values():
-        form = format_of(path)
-        if form.content == "parquet" or form.compression == ".zst":
-            require_library("pyarrow" if form.content == "parquet" else "zstandard", f"reading {path}")
-    return list(files.values())
-
-
-def check_keys(files: Sequence[Path], keys: Sequence[str]) -> None:
-    """Text files have no keys.
-
-    Raises:
-        DataError: If other keys than ``text`` are asked of a text file.
-    """
-    for path in files if list(keys) != [PLAIN_TEXT_KEY] else ():
-        if format_of(path).content == "text":
+        content, compression = format_of(path)
+        if content == "parquet" or compression == ".zst":
+            require_library("pyarrow" if content == "parquet" else "zstandard", f"reading {path}")
+        if content == "text" and list(keys) != [PLAIN_TEXT_KEY]:
             raise DataError(
                 f"json keys {', '.join(keys)} cannot be read from {path}: a text file has only the key"
                 f" '{PLAIN_TEXT_KEY}'; give .jsonl or .parquet files, or leave the json key out"
             )
+    return list(files.values())
 
 
 def require_library(name: str, purpose: str) -> None:
@@ -251,9 +244,7 @@ def read_texts(path: str, key: str = PLAIN_TEXT_KEY) -> Iterator[tuple[str, str]
     Raises:
         DataError: With the place, if something is no text; if a file is missing or cannot be read.
     """
-    files = find_files([path])
-    check_keys(files, [key])
-    for piece in cut_into_pieces(files, [key]):
+    for piece in cut_into_pieces(find_files([path], [key]), [key]):
         for place, found in _documents(piece, [key]):
             if isinstance(found, str):
                 raise DataError(f"{place} {found}")

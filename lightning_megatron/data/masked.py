@@ -544,12 +544,6 @@ class T5Objective(MaskedObjective):
                 f" seq_length={self.seq_length} are {tokens} tokens in about {spans} spans, which need {needed} labels;"
                 f" choose at least {needed}, or lower probability"
             )
-        if spans > self.max_spans:
-            _log.warning(
-                "Rows of seq_length=%d have about %d spans, the tokenizer %s has sentinels for %d: fewer than"
-                " probability=%g of the tokens will be masked; raise max_ngram, or add sentinels to the tokenizer.",
-                *(self.seq_length, spans, self.tokenizer.source, self.max_spans, self.masking.probability),
-            )
 
     @property
     @override
@@ -580,6 +574,16 @@ class T5Objective(MaskedObjective):
         tokens = int(self.masking.masked(self.max_tokens, self.max_tokens))
         mean_words = (1 - (1 - GEOMETRIC_PROBABILITY) ** self.max_ngram) / GEOMETRIC_PROBABILITY
         return tokens, round(tokens / mean_words)
+
+    @override
+    def open(self, part: Part, folder: str) -> MaskedSamples:
+        if (spans := self._usual_spans[1]) > self.max_spans:
+            _log.warning(
+                "Rows of seq_length=%d have about %d spans, the tokenizer %s has sentinels for %d: fewer than"
+                " probability=%g of the tokens will be masked; raise max_ngram, or add sentinels to the tokenizer.",
+                *(self.seq_length, spans, self.tokenizer.source, self.max_spans, self.masking.probability),
+            )
+        return super().open(part, folder)
 
     @override
     def empty_rows(self, num_rows: int) -> Arrays:

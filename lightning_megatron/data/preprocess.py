@@ -30,7 +30,6 @@ from lightning_megatron.data.documents import (
     PLAIN_TEXT_KEY,
     BadDocuments,
     Piece,
-    check_keys,
     cut_into_pieces,
     find_files,
     progress_bar,
@@ -118,8 +117,7 @@ def preprocess(options: PreprocessOptions) -> PreprocessResult:
         DataError: If an input or the tokenizer is missing, unreadable or malformed, or no document has a token.
         ConfigError: If the tokenizer or the installation cannot do what is asked.
     """
-    files = find_files(options.input)
-    check_keys(files, options.json_keys)
+    files = find_files(options.input, options.json_keys)
     encoder = _encoder(options)
     level = "sentence" if options.split_sentences else "document"
     prefixes = tuple(f"{options.output_prefix}_{key}_{level}" for key in options.json_keys)

@@ -98,20 +98,6 @@ def split_ranges(split: str, num_sequences: int) -> dict[SplitName, range]:
     return ranges
 
 
-def weighted_splits(split: str) -> list[SplitName]:
-    """The splits that get documents.
-
-    Raises:
-        ConfigError: As ``parse_split``.
-    """
-    return [name for name, weight in zip(SPLIT_NAMES, parse_split(split), strict=True) if weight > 0]
-
-
-def whole_split(name: SplitName) -> str:
-    """The split that gives all documents to ``name``."""
-    return ",".join("1" if each == name else "0" for each in SPLIT_NAMES)
-
-
 # ---- objectives -----------------------------------------------------------------------------------------------------
 
 

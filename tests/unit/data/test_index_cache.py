@@ -17,7 +17,7 @@ import pytest
 import torch
 from typing_extensions import override
 
-from lightning_megatron.data.blend import Source, SplitRequest, build, open_samples
+from lightning_megatron.data.blend import Source, SplitRequest, open_samples
 from lightning_megatron.data.gpt import GPTObjective
 from lightning_megatron.data.samples import Part, SampleOrder, Samples, build_once
 from lightning_megatron.errors import DataError
@@ -94,8 +94,8 @@ def test_processes_that_start_at_once_build_an_index_once(tmp_path: Path) -> Non
     def job() -> None:
         torch.set_num_threads(1)  # as in a worker of a DataLoader: a forked process has no OpenMP threads
         together.wait()
-        order = build(request, str(tmp_path / "cache"))
-        results.put((order, _rows(open_samples(request, str(tmp_path / "cache"))).tobytes()))
+        samples = open_samples(request, str(tmp_path / "cache"))
+        results.put((samples.fingerprint, _rows(samples).tobytes()))
 
     processes = [context.Process(target=job, daemon=True) for _ in range(4)]
     for process in processes:
@@ -149,7 +149,7 @@ def test_a_damaged_index_is_built_again(
         write_corpus(prefix, 30, seed=seed)
     cache = tmp_path / "cache"
     request = _request(prefixes[0], sources=tuple(Source(str(prefix)) for prefix in prefixes))
-    build(request, str(cache))
+    open_samples(request, str(cache))
     expected = _rows(open_samples(request, str(cache)))
     assert caplog.text == ""
     damaged = list(cache.glob(f"*/{file}"))
@@ -171,7 +171,7 @@ def test_a_damaged_index_is_built_again(
 def test_a_dataset_written_again_under_the_same_name_gets_a_new_index(tmp_path: Path) -> None:
     request = _request(tmp_path / "corpus")
     write_corpus(tmp_path / "corpus", 50, seed=0)
-    build(request, None)
+    open_samples(request, None)
     write_corpus(tmp_path / "corpus", 50, seed=1)
 
     rows = _rows(open_samples(request, None))
