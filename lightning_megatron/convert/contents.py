@@ -26,7 +26,7 @@ from lightning_megatron.checkpoint.files import (
 from lightning_megatron.convert.distributed import OF_MEGATRON_CORE, OF_STRATEGY, read_common, stored_tensors
 from lightning_megatron.convert.hugging_face import CONFIG_FILE, directory_of, has_weights, open_weights
 from lightning_megatron.convert.megatron_arguments import HUGGING_FACE_CONFIG, arguments_of, own_config
-from lightning_megatron.convert.megatron_lm import OF_MEGATRON_LM, is_legacy, read_ranks, stack
+from lightning_megatron.convert.megatron_lm import OF_MEGATRON_LM, is_legacy, read_ranks, stack, stored_in
 from lightning_megatron.convert.registry import read_json
 from lightning_megatron.convert.shards import Stored
 from lightning_megatron.engine.pickles import StandIn
@@ -209,7 +209,7 @@ def _of_megatron_lm(path: Path) -> CheckpointContents:
         "config": {} if config is None else config.to_dict(),
         "others": [name for name in first.others if name not in ("iteration", "checkpoint_version")],
     }
-    tensors = {stacked.names[key]: each for key, each in stacked.stored().items()}
+    tensors = {stacked[key][0][0]: each for key, each in stored_in(stacked).items()}
     return _contents(ranks.path, OF_MEGATRON_LM, facts, tensors)
 
 

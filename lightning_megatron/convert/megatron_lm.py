@@ -26,8 +26,8 @@ import shutil
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -311,26 +311,20 @@ Shards = tuple[torch.Tensor, ...]
 """Of one tensor, those of all tensor-parallel ranks."""
 
 
-@dataclass(kw_only=True)
-class Stacked:
-    """All tensors of a model, found in the files of its ranks."""
+Stacked = dict[Key, list[tuple[str, Shards]]]
+"""All tensors of a model, found in the files of its ranks: each with its name there, whose layer is counted over all
+stages, and after it the copies that later stages have."""
 
-    tensors: dict[Key, Shards] = field(default_factory=dict)
-    """The first copy of each."""
-    names: dict[Key, str] = field(default_factory=dict)
-    """Of each in the file, its layer counted over all stages."""
-    copies: list[tuple[Key, Shards]] = field(default_factory=list)
-    """What later stages have again."""
 
-    def stored(self) -> dict[Key, Stored]:
-        """Of the whole tensors, with padding."""
-        found = {}
-        for key, shards in self.tensors.items():
-            shape, axis = list(shards[0].shape), split_axis(key.name)
-            if axis is not None and axis < len(shape):  # else it is of another model, which is said later
-                shape[axis] *= len(shards)
-            found[key] = Stored(tuple(shape), shards[0].dtype)
-        return found
+def stored_in(stacked: Stacked) -> dict[Key, Stored]:
+    """The whole tensors, with padding."""
+    found = {}
+    for key, ((_, shards), *_) in stacked.items():
+        shape, axis = list(shards[0].shape), split_axis(key.name)
+        if axis is not None and axis < len(shape):  # else it is of another model, which is said later
+            shape[axis] *= len(shards)
+        found[key] = Stored(tuple(shape), shards[0].dtype)
+    return found
 
 
 def architecture_of(ranks: Ranks) -> Architecture:
@@ -352,29 +346,27 @@ def stack(ranks: Ranks) -> Stacked:
     Raises:
         CheckpointError: If ranks do not fit together.
     """
-    stacked, first, architecture = Stacked(), ranks.states[0, 0], architecture_of(ranks)
+    first, architecture = ranks.states[0, 0], architecture_of(ranks)
     for rank, state in ranks.states.items():
         if len(state.chunks) != len(first.chunks) or state.version != first.version:
             raise CheckpointError(
                 f"{ranks.path} is a mixture: {rank_folder(*rank, ranks.pp)} has {len(state.chunks)} model chunks of "
                 f"version {state.version:g}, mp_rank_00 {len(first.chunks)} of {first.version:g}; copy it again"
             )
+    stacked: Stacked = {}
     num_layers: dict[str, int] = {}
     for chunk in range(len(first.chunks)):
         for stage in range(ranks.pp):
             before = dict(num_layers)
             for name, shards in _beside_each_other(ranks, chunk, stage).items():
-                key, whole_name = _key_of(name, architecture), name
+                key = _key_of(name, architecture)
                 if key.layer is not None:
                     of = key.name.split(".")[0]
                     layer = key.layer + before.get(of, 0)
                     num_layers[of] = max(num_layers.get(of, 0), layer + 1)
-                    whole_name = name.replace(f".layers.{key.layer}.", f".layers.{layer}.", 1)
+                    name = name.replace(f".layers.{key.layer}.", f".layers.{layer}.", 1)
                     key = key._replace(layer=layer)
-                if key in stacked.tensors or name == HEAD_COPY:
-                    stacked.copies.append((key, shards))
-                else:
-                    stacked.tensors[key], stacked.names[key] = shards, whole_name
+                stacked.setdefault(key, []).append((name, shards))
     return stacked
 
 
@@ -439,7 +431,7 @@ def open_megatron_lm(path: Path, config: Path | None = None) -> MegatronLMSource
                 "with those that are missing"
             )
     stacked = stack(ranks)
-    shapes = {key: each.shape for key, each in stacked.stored().items()}
+    shapes = {key: each.shape for key, each in stored_in(stacked).items()}
     model, hf_config = described_by(first.arguments, shapes, ranks.tp, config, path)
     outside = [Key(rule.megatron) for rule in rules_of(model) if LAYER not in rule.hugging_face[0]]
     if model.architecture == "bert" and not all(key in shapes for key in outside):
@@ -481,21 +473,19 @@ class MegatronLMSource(Source):
     @property
     def stored(self) -> Mapping[str, Stored]:
         """See ``Source``."""
-        return {self.stacked.names[key]: each for key, each in self.stacked.stored().items()}
+        return {self.stacked[key][0][0]: each for key, each in stored_in(self.stacked).items()}
 
     def match(self, expected: Mapping[Key, tuple[int, ...]]) -> dict[Key, torch.dtype]:
         """See ``Source``; tensors that several stages have must be the same on all of them."""
-        tensors = self.stacked.tensors
-        superfluous = [key for key in tensors if key not in expected and self._may_be_left_out(key)]
-        found = {key: each for key, each in self.stacked.stored().items() if key not in superfluous}
+        superfluous = [key for key in self.stacked if key not in expected and self._may_be_left_out(key)]
+        found = {key: each for key, each in stored_in(self.stacked).items() if key not in superfluous}
         self.refuse(mismatches(found, expected))
         if self.model.architecture == "bert" and superfluous:
             _log.warning("of another head in %s and left out: %s", self.path, ", ".join(map(str, superfluous)))
-        copies: Sequence[tuple[Key, Shards]] = self.stacked.copies
-        if _OUTPUT in superfluous:
-            copies = [*copies, (EMBEDDING, tensors[_OUTPUT])]
-        for key, copy in copies:
-            if not all(map(torch.equal, tensors.get(key, ()), copy)):
+        for key, ((_, first), *copies) in self.stacked.items():
+            if key == EMBEDDING and _OUTPUT in superfluous:
+                copies = [*copies, *self.stacked[_OUTPUT]]
+            if not all(all(map(torch.equal, first, copy)) for _, copy in copies):
                 raise CheckpointError(
                     f"the stages of {self.path} disagree in {key}, of which both have a copy; it is damaged, or a "
                     "mixture of several checkpoints"
@@ -510,8 +500,9 @@ class MegatronLMSource(Source):
             return key.name.startswith(_HEADS)
         # Megatron-LM's T5 has it, Hugging Face's has not: zeros do nothing.
         is_t5 = self.model.architecture == "t5" and key == _OUTPUT_BIAS
-        return is_t5 and not any(bool(shard.any()) for shard in self.stacked.tensors[key])
+        return is_t5 and not any(bool(shard.any()) for shard in self.stacked[key][0][1])
 
     def parts(self, place: Place) -> Iterator[tuple[Any, torch.Tensor]]:
         """See ``Source``."""
-        yield slice(None), merged(place.key, self.stacked.tensors[place.key], self.model, self.version)[place.slices]
+        shards = self.stacked[place.key][0][1]
+        yield slice(None), merged(place.key, shards, self.model, self.version)[place.slices]
