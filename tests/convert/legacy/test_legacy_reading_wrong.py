@@ -53,7 +53,7 @@ def test_files_that_are_missing(tmp_path: Path) -> None:
         weights_of(folder)
     shutil.rmtree(folder / "mp_rank_00_000")
     shutil.rmtree(folder / "mp_rank_00_001")
-    with pytest.raises(CheckpointError, match="is no checkpoint"):
+    with pytest.raises(CheckpointError, match="got an empty folder"):
         weights_of(folder)
 
 
