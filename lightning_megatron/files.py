@@ -157,14 +157,11 @@ def publish(partial: Path, path: Path, *, in_background: bool = False) -> None:
         sync(path.parent)
         _delete(partial, in_background=in_background)
     else:
-        if path.is_symlink() or path.is_file():
-            path.unlink()
-        else:
-            _delete_at_once(replaced)
-            path.rename(replaced)
+        _delete_at_once(replaced)
+        path.rename(replaced)
         partial.rename(path)
     sync(path.parent)
-    if replaced.exists():
+    if os.path.lexists(replaced):
         _delete(replaced, in_background=in_background)
 
 

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 import lightning_megatron
-from tests.golden.sources import MODELS
+from tests.golden.runs import MODELS
 
 Hop = tuple[str, str]
 

@@ -63,20 +63,12 @@ def _assert_goes_on_as(whole: list[Trace], resumed: list[Trace], after: int) -> 
 
 TP2_SP = {"tp": 2, "sequence_parallel": True}
 PP2_VPP2 = {"pp": 2, "vpp": 2}
-UNSHARDED_OPTIMIZER = {"distributed_optimizer": False}
-BF16 = {"precision": "bf16-mixed"}
 SGD = {"name": "sgd"}
 
 
 @pytest.mark.parametrize(
     ("world_size", "run"),
     [
-        pytest.param(
-            1,
-            Run(strategy=UNSHARDED_OPTIMIZER, optimizer=SGD, trainer=BF16),
-            id="one rank, sgd, bf16",
-            marks=pytest.mark.exhaustive,
-        ),
         pytest.param(2, Run(strategy=TP2_SP, optimizer=SGD), id="tp2 sp, sgd"),
         pytest.param(2, Run(strategy=PP2_VPP2), id="pp2 vpp2"),
         pytest.param(2, Run(), id="dp2"),

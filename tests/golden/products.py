@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.checkpoint.runs import read_tensors
-from tests.golden.runs import SAMPLES, plain_bytes, trained
-from tests.golden.sources import MODELS, set_times
+from tests.golden.runs import MODELS, SAMPLES, plain_bytes, set_times, trained
 
 Tensors = dict[str, str]
 """By name: shape, dtype and a hash of the content."""
