@@ -27,6 +27,7 @@ from lightning_megatron.generate.inputs import Inputs, check_prompts, with_first
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.generate.texts import encoded, new_texts
 from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.planner import DEVICES, GIB, plan, run_of
 
 if TYPE_CHECKING:
     from lightning_megatron.engine.schedule import StepShape
@@ -64,7 +65,8 @@ class ThroughputMonitor(Callback):
     ``step_seconds``, the median, and ``step_seconds_mean``, from which the speeds follow; on models whose FLOPs are
     known ``model_tflops_per_s_per_device`` (forward and backward pass, causal attention counted half, see
     ``accounting.py``); on devices whose peak is known ``mfu``, its fraction of the dense peak; on GPUs
-    ``peak_memory_gib``, the most that PyTorch had allocated since the process started. Each rank measures for itself;
+    ``peak_memory_gib``, the most that PyTorch had allocated since the process started; ``step_seconds_expected`` and
+    ``peak_memory_gib_expected``, what ``planner.py`` says of devices that it knows. Each rank measures for itself;
     loggers and progress bar show rank 0.
     """
 
@@ -138,7 +140,8 @@ class ThroughputMonitor(Callback):
                 metrics["mfu"] = flops_per_s_per_device / peak
         if device.type == "cuda":
             # Not reset: other code of the user's may read the same counter.
-            metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+            metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated(device) / GIB
+            metrics |= _estimates(trainer, pl_module, torch.cuda.get_device_name(device))
         for name, value in metrics.items():
             pl_module.log(name, value, prog_bar=name == "tokens_per_s", on_step=True, on_epoch=False)
 
@@ -191,6 +194,20 @@ def _step_flops(trainer: Trainer, pl_module: LightningModule, shape: StepShape) 
         return 0.0
     padded = model.padded_vocab_size(int(getattr(trainer.strategy, "tp", 1)))
     return model_flops(model, lengths, padded) * shape.tokens / shape.seq_length
+
+
+def _estimates(trainer: Trainer, pl_module: LightningModule, device_name: str) -> dict[str, float]:
+    """What the planner expected of this run; nothing for devices and models that it does not know."""
+    device = next((each for each in DEVICES.values() if each.name == device_name), None)
+    strategy, model = trainer.strategy, getattr(pl_module, "model_config", None)
+    shape: StepShape = strategy.step_shape  # type: ignore[attr-defined]
+    if device is None or not isinstance(model, ModelConfig):
+        return {}
+    lengths = shape.lengths if model.architecture == "t5" else (shape.seq_length,)
+    settings: Any = strategy.settings  # type: ignore[attr-defined]
+    run = run_of(model, settings, rows=shape.micro_batch_size, lengths=lengths, world_size=trainer.world_size)
+    expected = plan(run, device)
+    return {"step_seconds_expected": expected.time.total, "peak_memory_gib_expected": expected.memory.total / GIB}
 
 
 def _device_peak(device: torch.device, precision: str) -> float | None:

@@ -272,10 +272,10 @@ class MegatronModule(pl.LightningModule):
     # ---- Lightning's hooks ----------------------------------------------------------------------------------------
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        """Let the Trainer's summary show the whole model; it would take this rank's share for all."""
-        from lightning_megatron.model_summary import whole_summaries
+        """Let the Trainer's summary show the whole model, not this rank's share, and tell the expected memory."""
+        from lightning_megatron.model_summary import MemoryEstimate, whole_summaries
 
-        return whole_summaries(self.trainer.callbacks)  # type: ignore[attr-defined]
+        return [MemoryEstimate(), *whole_summaries(self.trainer.callbacks)]  # type: ignore[attr-defined]
 
     def configure_model(self) -> None:
         """Build this rank's chunks; again if the layout or the precision is another than last time."""

@@ -15,13 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from lightning_megatron.accounting import even_layout, head_flops, layer_flops, peak_flops_per_s, rank_parameters
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError, divisors
 from lightning_megatron.models.config import ModelConfig
-from lightning_megatron.models.t5_layout import t5_layout
+from lightning_megatron.models.t5_layout import OVERRIDE, t5_layout
+
+if TYPE_CHECKING:
+    from lightning_megatron.models.transformer_config import EngineSettings
 
 GIB = 2**30
 
@@ -88,8 +91,8 @@ class Run:
     """GPUs."""
     distributed_optimizer: bool = True
     """Whether data-parallel ranks share the optimizer's state."""
-    recompute: Literal["full"] | None = None
-    """Whether layers are computed again in the backward pass instead of being kept."""
+    recompute: Literal["selective", "full"] | None = None
+    """What is computed again in the backward pass: norms and activations of MLPs, or whole layers."""
     precision: str = "bf16-mixed"
     """Of the Trainer."""
     layout: tuple[int, ...] = field(default=())
@@ -219,21 +222,24 @@ def _kept_layers(run: Run, pp_rank: int) -> float:
     layers = sum(run.chunks[chunk] for chunk in mine)
     kept = sum(_chunk_bytes(run, chunk) for chunk in mine)
     if run.recompute != "full":
-        return under_way * kept
+        return under_way * sum(_chunk_bytes(run, chunk, remakes=run.recompute == "selective") for chunk in mine)
     inputs = run.bytes_per_number * run.tokens_per_microbatch * run.model.hidden_size * layers
     return under_way * inputs / (parallel.tp if parallel.uses_sequence_parallel else 1) + kept / layers
 
 
-def _chunk_bytes(run: Run, chunk: int) -> float:
-    model, tp = run.model, run.parallel.tp
-    whole = 0.0
+def _chunk_bytes(run: Run, chunk: int, *, remakes: bool = False) -> float:
+    """What a chunk keeps of one microbatch; without the outputs of norms and activations if it ``remakes`` them."""
+    model, whole = run.model, 0.0
+    h, f = 2.0 * model.hidden_size, 2.0 * model.ffn_hidden_size
     for layer in range(sum(run.chunks[:chunk]), sum(run.chunks[: chunk + 1])):
-        is_decoder = model.architecture == "t5" and layer >= model.num_layers
-        ratio = run.lengths[0] / run.lengths[-1] if is_decoder else None
+        is_decoder = layer >= model.num_layers
         tokens = run.micro_batch_size * run.lengths[-1 if is_decoder else 0]
-        size = activation_bytes(model, cross_attention_ratio=ratio)
-        replicated = 0.0 if run.parallel.uses_sequence_parallel else (12.0 if is_decoder else 8.0) * model.hidden_size
-        whole += tokens * ((size - replicated) / tp + replicated)
+        size = activation_bytes(model, cross_attention_ratio=run.lengths[0] / run.lengths[-1] if is_decoder else None)
+        norms = 3 if is_decoder else 2
+        split, stream = size - 2 * norms * h - remakes * f, norms * h * (1 if remakes else 2)
+        whole += tokens * (
+            split / run.parallel.tp + stream / (run.parallel.tp if run.parallel.sequence_parallel else 1)
+        )
     return whole * run.bytes_per_number / 2
 
 
@@ -284,9 +290,9 @@ def _microbatch_time(run: Run, pp_rank: int, device: Device) -> StepTime:
     layers = [layer for chunk in mine for layer in range(sum(run.chunks[:chunk]), sum(run.chunks[: chunk + 1]))]
     flops = [layer_flops(model, run.lengths, layer) for layer in layers]
     products, scores = 3.0 * sum(each[0] for each in flops), 3.5 * sum(each[1] for each in flops)
-    repeated = 0.0
+    repeated = {None: 0.0, "selective": 0.15, "full": 1 / 3}[run.recompute]  # of the time of what is no product
     if run.recompute == "full":
-        products, scores, repeated = products * 4 / 3, scores * 4.5 / 3.5, 1 / 3
+        products, scores = products * 4 / 3, scores * 4.5 / 3.5
     logits = 0
     if pp_rank == parallel.pp - 1:
         padded = model.padded_vocab_size(parallel.tp)
@@ -325,6 +331,36 @@ def _microbatch_time(run: Run, pp_rank: int, device: Device) -> StepTime:
 def _link(device: Device, ranks: int) -> float:
     """Bytes/s of a collective of so many ranks."""
     return device.link_bandwidth * _LINK_SHARE.get(ranks, 0.66)
+
+
+# ---- a run that begins ----------------------------------------------------------------------------------------------
+
+
+def run_of(
+    model: ModelConfig, settings: EngineSettings, *, rows: int, lengths: tuple[int, ...], world_size: int
+) -> Run:
+    """What a run of the Trainer computes.
+
+    Args:
+        model: Its shape.
+        settings: Of the strategy.
+        rows: Of a microbatch; 0 where they are not known, so that activations are left out.
+        lengths: Tokens of a row.
+        world_size: GPUs.
+    """
+    granularity, method = settings.recompute.granularity, settings.recompute.method
+    layout = t5_layout(model, settings.parallel, settings.overrides.get(OVERRIDE)) if model.architecture == "t5" else ()
+    return Run(
+        model=model,
+        parallel=settings.parallel,
+        micro_batch_size=rows,
+        lengths=lengths,
+        world_size=world_size,
+        distributed_optimizer=settings.reduction.distributed_optimizer,
+        recompute=None if granularity == "full" and method == "block" else granularity,
+        precision="32-true" if settings.params_dtype.itemsize == 4 else "bf16-mixed",
+        layout=layout,
+    )
 
 
 # ---- the layouts that fit -------------------------------------------------------------------------------------------
@@ -431,7 +467,7 @@ def _runs(model: ModelConfig, batch: Batch) -> Iterator[Run]:
                             world_size=batch.world_size,
                             precision=batch.precision,
                         )
-                        yield from (run, replace(run, recompute="full"))
+                        yield from (run, replace(run, recompute="selective"), replace(run, recompute="full"))
 
 
 def _is_allowed(model: ModelConfig, parallel: ParallelConfig) -> bool:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from benchmarks.cases import case_named
+from lightning_megatron import model_summary
 from lightning_megatron.convert.registry import model_config
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.models.transformer_config import EngineSettings
 from lightning_megatron.planner import DEVICES, GIB, Batch, Run, plan, plans, timeline
 
 H200 = DEVICES["h200"]
@@ -113,3 +117,37 @@ def test_timeline_has_every_pass_in_an_order_that_can_be(layout: dict[str, int])
     busy = plan(run, H200).time
     drawn = max(slot.start + slot.seconds for slots in stages for slot in slots)
     assert drawn == pytest.approx(busy.total - busy.optimizer - busy.idle, rel=0.06)
+
+
+def test_recomputing_trades_memory_for_time() -> None:
+    nothing = _run("llama-8b-dp4-mb2", 2, 4, 4, {"tp": 2})
+    plans_of = [plan(replace(nothing, recompute=kind), H200) for kind in (None, "selective", "full")]
+    kept, remade, least = (each.memory.activations for each in plans_of)
+    assert kept > remade > least
+    assert plans_of[0].time.total < plans_of[1].time.total < plans_of[2].time.total
+    # Norms and activations of MLPs, of 32 layers on two ranks: two outputs of the hidden size, one of the MLP's.
+    assert kept - remade == 32 * 8192 * 2 * (2 * 4096 + 14336) / 2
+
+
+def test_a_run_tells_the_memory_that_it_expects_and_warns_of_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = _run("llama-8b-dp4-mb2", 2, 4, 4, {})
+    settings = EngineSettings(
+        parallel=replace(run.parallel, tp=1), params_dtype=torch.bfloat16, device=torch.device("cuda")
+    )
+    rows = {"seq_length": 4096, "pad_to_multiple_of": 8}
+    data = SimpleNamespace(seq_length=4096, micro_batch_size=2, lengths=lambda model: rows)
+    strategy = SimpleNamespace(root_device=torch.device("cuda", 0), settings=settings)
+    said: list[str] = []
+    for name in ("rank_zero_info", "rank_zero_warn"):
+        monkeypatch.setattr(model_summary, name, lambda text, name=name: said.append(f"{name}: {text}"))
+    for gib, datamodule in ((139, data), (100, data), (139, None)):
+        there = SimpleNamespace(total_memory=gib * GIB)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, there=there: there)
+        trainer = SimpleNamespace(strategy=strategy, datamodule=datamodule, world_size=4)
+        model_summary.MemoryEstimate().setup(trainer, SimpleNamespace(model_config=run.model), "fit")  # type: ignore[arg-type]
+    fits, too_much, unknown = said
+    assert fits.startswith("rank_zero_info: Expected memory of the fullest GPU: 107.7 of 139.0 GiB (weights 15.0, ")
+    assert too_much.startswith("rank_zero_warn: Expected memory of the fullest GPU: 107.7 of 100.0 GiB")
+    assert too_much.endswith("raise tp, pp or dp, lower micro_batch_size, or set recompute")
+    assert "67.3 of 139.0 GiB" in unknown  # weights, gradients and optimizer
+    assert unknown.endswith("and what the rows of a microbatch take")
