@@ -33,11 +33,6 @@ def total_parameters(model: ModelConfig) -> int:
     return _chunk(model, (model.num_layers + model.num_decoder_layers,), 0, tp=1, vocab_size=model.vocab_size)
 
 
-def even_layout(model: ModelConfig, num_chunks: int) -> tuple[int, ...]:
-    """Layers of each chunk of a GPT or BERT; ``ParallelConfig.check_model`` refuses numbers that do not divide."""
-    return (model.num_layers // num_chunks,) * num_chunks
-
-
 def rank_parameters(model: ModelConfig, layout: Sequence[int], *, tp: int, pp: int, pp_rank: int) -> int:
     """Parameters of all model chunks on one (tensor, pipeline) rank, copies and padding of the vocabulary included.
 
@@ -64,8 +59,9 @@ def start_lines(model: ModelConfig, settings: EngineSettings) -> list[str]:
         f"(a multiple of make_vocab_size_divisible_by={model.make_vocab_size_divisible_by} x tp={tp})",
         f"Number of parameters of the model: {total_parameters(model)}",
     ]
-    layout = even_layout(model, pp * settings.parallel.num_model_chunks)
-    if model.architecture == "t5":
+    if model.architecture != "t5":
+        layout = settings.parallel.layout(model.num_layers)
+    else:
         layout = t5_layout(model, settings.parallel, settings.overrides.get(OVERRIDE))
         if len(layout) > 1:
             lines.append(

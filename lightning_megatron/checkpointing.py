@@ -140,6 +140,7 @@ class Checkpointing:
         Raises:
             CheckpointError: If the dict holds more than plain data; if the run ends with this save, and it fails.
         """
+        self._settle_step()
         self._end_unless_all_ranks_save(filepath)
         path = check_local(self._strategy.broadcast(str(filepath)))
         run = self._strategy._run_state(with_optimizer="optimizer_states" in checkpoint)
@@ -239,6 +240,11 @@ class Checkpointing:
             warnings.warn(f"checkpoint {path} is not written: {reason}", stacklevel=2)
             raise failure
 
+    def _settle_step(self) -> None:
+        """Nothing is saved, and no run ends, behind a step whose outcome is not known; every rank must call."""
+        if (optimizer := self._strategy.megatron_optimizer) is not None:
+            optimizer.settle()
+
     @property
     def _is_ending(self) -> bool:
         """Whether no later step of this run would save again, should a save fail now."""
@@ -268,6 +274,7 @@ class Checkpointing:
         Raises:
             CheckpointError: If it has failed, or an earlier one has and none after it has been tried.
         """
+        self._settle_step()
         self._is_trained, self._first_step = True, None
         self.finish(is_final=True)
 

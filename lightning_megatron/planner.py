@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from lightning_megatron.accounting import even_layout, head_flops, layer_flops, peak_flops_per_s, rank_parameters
+from lightning_megatron.accounting import head_flops, layer_flops, peak_flops_per_s, rank_parameters
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError, divisors
 from lightning_megatron.models.config import ModelConfig
@@ -125,7 +125,7 @@ class Run:
             return self.layout
         if self.model.architecture == "t5":
             return t5_layout(self.model, self.parallel, None)
-        return even_layout(self.model, self.parallel.pp * self.parallel.num_model_chunks)
+        return self.parallel.layout(self.model.num_layers)
 
 
 @dataclass(frozen=True, kw_only=True)

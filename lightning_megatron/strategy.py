@@ -100,6 +100,9 @@ class MegatronStrategy(ParallelStrategy):
         fp8: Multiply in fp8 in the linears of layers, with ``bf16-mixed`` for all else, in training, validation and
             test; text is generated in bf16, and checkpoints are those of bf16. ``tensorwise``: one scale per tensor
             from its present numbers. GPUs of compute capability 8.9 on; pays from about 2 billion parameters on.
+        num_layers_in_first_pipeline_stage: Layers of the first stage; the others share what is left evenly.
+        num_layers_in_last_pipeline_stage: Layers of the last stage, which has the output layer to compute, too: a
+            vocabulary of V counts as about V / (12 x hidden_size) layers of a GPT-2.
 
     Raises:
         ConfigError: If the sizes do not fit together.
@@ -127,11 +130,20 @@ class MegatronStrategy(ParallelStrategy):
         timeout: timedelta = timedelta(minutes=30),  # noqa: B008 (immutable)
         on_nan: Literal["raise", "skip"] = "raise",
         fp8: Recipe | None = None,
+        num_layers_in_first_pipeline_stage: int | None = None,
+        num_layers_in_last_pipeline_stage: int | None = None,
     ) -> None:
         super().__init__()
         die_with_launcher()
         self.parallel = ParallelConfig(
-            tp=tp, pp=pp, vpp=vpp, cp=cp, sequence_parallel=sequence_parallel, num_microbatches=num_microbatches
+            tp=tp,
+            pp=pp,
+            vpp=vpp,
+            cp=cp,
+            sequence_parallel=sequence_parallel,
+            num_microbatches=num_microbatches,
+            num_layers_in_first_pipeline_stage=num_layers_in_first_pipeline_stage,
+            num_layers_in_last_pipeline_stage=num_layers_in_last_pipeline_stage,
         )
         self.tp, self.pp, self.vpp, self.cp = tp, pp, vpp, cp
         self.sequence_parallel, self.num_microbatches = sequence_parallel, num_microbatches
@@ -500,15 +512,6 @@ class MegatronStrategy(ParallelStrategy):
         schedule, group = ready(self._schedule, "setup"), groups.host_group(self._timeout)
         schedule.judge(output, grad_norm, step=step, may_skip=self.on_nan == "skip", group=group)
 
-    def settle_step(self) -> None:
-        """Act on the outcome of the last optimizer step, if that is still open. Every rank must call.
-
-        Raises:
-            NonFiniteError: If it was not finite, unless such steps are skipped.
-        """
-        if (optimizer := self.megatron_optimizer) is not None:
-            optimizer.settle()
-
     def forward_only(self, batch: Batch, train_step: TrainStep, observe: Observer | None = None) -> StepOutput:
         """The losses of one local batch without gradients. Every rank must call; ragged batches are filled up.
 
@@ -576,7 +579,6 @@ class MegatronStrategy(ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        self.settle_step()
         self.checkpointing.save(checkpoint, filepath)
 
     @override
@@ -612,7 +614,6 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def on_train_end(self) -> None:
-        self.settle_step()
         self.checkpointing.on_train_end()
 
     @override

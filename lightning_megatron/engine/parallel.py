@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from lightning_megatron.models.config import ModelConfig
 
 
+_UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """Sizes of the axes along which one model is split; data parallelism takes what is left of the world."""
@@ -28,6 +31,10 @@ class ParallelConfig:
     """Whether norms and dropouts work on a tp-th of the sequence; no effect at tp=1."""
     num_microbatches: int = 1
     """Microbatches that one optimizer step of one data-parallel rank is cut into."""
+    num_layers_in_first_pipeline_stage: int | None = None
+    """Of a GPT or BERT, whose other stages share the rest evenly; None for as many as they have."""
+    num_layers_in_last_pipeline_stage: int | None = None
+    """The same, where the output layer is: one of 128,256 tokens takes the time of two layers of Llama-3-8B."""
 
     def __post_init__(self) -> None:
         """Check the rules that need neither the world size nor the model.
@@ -47,6 +54,10 @@ class ParallelConfig:
             )
         if self.vpp is not None:
             self._check_interleaving(self.vpp)
+        for name in _UNEVEN:
+            require_kind(name, getattr(self, name), "int | None")
+            if getattr(self, name) is not None and self.pp < 2:
+                raise ConfigError(f"{name}={getattr(self, name)} is for pipelines, but pp={self.pp}; raise pp")
 
     def _check_interleaving(self, vpp: int) -> None:
         if vpp < 2:
@@ -113,6 +124,8 @@ class ParallelConfig:
         require_divides("tp", self.tp, "(num_attention_heads + 2 * num_query_groups) * kv_channels", rows)
         if model.architecture == "t5":
             self._check_joint_stack(model)
+        elif any(getattr(self, name) is not None for name in _UNEVEN):
+            self.layout(model.num_layers)
         elif self.vpp is None:
             require_divides("pp", self.pp, "num_layers", model.num_layers)
         elif model.num_layers % (self.pp * self.vpp) != 0:
@@ -123,8 +136,36 @@ class ParallelConfig:
         if self.uses_sequence_parallel and model.hidden_size % self.tp != 0:
             require_divides("tp", self.tp, "hidden_size", model.hidden_size)
 
+    def layout(self, num_layers: int) -> tuple[int, ...]:
+        """Layers of each chunk of a GPT or BERT in the order of the pipeline.
+
+        Virtual stage v of stage p is chunk v * pp + p, and has as many layers as the others of its stage.
+
+        Raises:
+            ConfigError: If the first or last stage leaves the others layers that they cannot share evenly.
+        """
+        first, last = (getattr(self, name) for name in _UNEVEN)
+        ends = [each for each in (first, last) if each is not None]
+        others, rest, chunks = self.pp - len(ends), num_layers - sum(ends), self.num_model_chunks
+        share = rest // others if others else 0
+        if min(ends, default=1) < 1 or share * others != rest or any(n % chunks for n in (*ends, share)) or rest < 0:
+            given = ", ".join(f"{name}={getattr(self, name)}" for name in _UNEVEN)
+            raise ConfigError(
+                f"{given}: expected numbers that leave the other {others} of pp={self.pp} stages equal shares of the "
+                f"{num_layers} layers, each a multiple of vpp={chunks}, got a rest of {rest}; correct them"
+            )
+        stages = [share] * self.pp
+        stages[0], stages[-1] = first or share, last or share
+        return tuple(n // chunks for n in stages) * chunks
+
     def _check_joint_stack(self, model: ModelConfig) -> None:
         """T5's encoder and decoder layers are one stack, which is cut anywhere."""
+        for name in _UNEVEN:
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)}: a T5 is cut by cost already; leave it out, or cut by hand with "
+                    'transformer_config_overrides={"pipeline_model_parallel_layout": [...]}'
+                )
         layers = model.num_layers + model.num_decoder_layers
         if layers < self.pp * self.num_model_chunks:
             raise ConfigError(

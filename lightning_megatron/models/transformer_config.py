@@ -156,6 +156,8 @@ def _layout(parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, Any]:
         "tensor_model_parallel_size": parallel.tp,
         "pipeline_model_parallel_size": parallel.pp,
         "virtual_pipeline_model_parallel_size": parallel.vpp,
+        "num_layers_in_first_pipeline_stage": parallel.num_layers_in_first_pipeline_stage,
+        "num_layers_in_last_pipeline_stage": parallel.num_layers_in_last_pipeline_stage,
         "context_parallel_size": parallel.cp,
         "sequence_parallel": parallel.uses_sequence_parallel,
         "pipeline_dtype": dtype,

@@ -35,6 +35,7 @@ PP4: Layout = (4, {"pp": 4})
 PP2_VPP2: Layout = (2, {"pp": 2, "vpp": 2})
 DP2: Layout = (2, {})
 DP3: Layout = (3, {})
+PP2_UNEVEN: Layout = (2, {"pp": 2, "num_layers_in_last_pipeline_stage": 1})
 
 BATCH = 12
 """Rows of a step: a multiple of every dp."""
@@ -62,7 +63,7 @@ FP16: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("changes", "layouts"),
     [
-        pytest.param({}, [ONE, TP2_SP, PP2_VPP2, PP4, DP3], id="tied"),
+        pytest.param({}, [ONE, TP2_SP, PP2_VPP2, PP2_UNEVEN, PP4, DP3], id="tied"),
         pytest.param(FP16, [DP2, _unsharded(TP2), DP3], id="fp16"),
     ],
 )

@@ -7,7 +7,7 @@ import math
 import pytest
 from torch.utils.data import DataLoader
 
-from lightning_megatron.accounting import even_layout, rank_parameters
+from lightning_megatron.accounting import rank_parameters
 from tests.families.parity import FOUR_RANKS, padded_sentences
 from tests.parity.training import Case, Layout, trainer_of
 from tests.ranks import run_ranks
@@ -37,7 +37,8 @@ def _wrong(name: str, layout: Layout) -> list[str]:
     assert module.model_chunks is not None
     count = sum(parameter.numel() for chunk in module.model_chunks for parameter in chunk.parameters())
     pp_rank, model = trainer.strategy.topology.pp_rank, module.model_config
-    expected = rank_parameters(model, even_layout(model, layout.pp), tp=layout.tp, pp=layout.pp, pp_rank=pp_rank)
+    cut = trainer.strategy.parallel.layout(model.num_layers)
+    expected = rank_parameters(model, cut, tp=layout.tp, pp=layout.pp, pp_rank=pp_rank)
     wrong = [] if count == expected else [f"{name}: {count} parameters on stage {pp_rank}, {expected} counted"]
     for shard in shards(module):
         std = 0.1

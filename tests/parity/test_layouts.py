@@ -25,6 +25,7 @@ LAYOUTS = (
     Layout(tp=2, pp=2, num_microbatches=2),
     Layout(tp=2, dp=2, sequence_parallel=True),
     Layout(pp=2, dp=2, num_microbatches=2),
+    Layout(pp=3, num_microbatches=3, num_layers_in_first_pipeline_stage=1, num_layers_in_last_pipeline_stage=1),
 )
 EIGHT_RANKS = Layout(tp=2, pp=2, dp=2, sequence_parallel=True, num_microbatches=2)
 WITH_RECOMPUTE = (
@@ -41,7 +42,7 @@ LLAMA = Case(model="llama", labels="all")
 FEW_KEY_VALUE_HEADS = Case(model="llama", labels="uneven", model_fields=(("num_key_value_heads", 1),))
 
 
-IN_EVERY_RUN = (0, 2, 4, 6, 10, 11, 13, 14)
+IN_EVERY_RUN = (0, 2, 4, 6, 10, 11, 13, 14, 15)
 """Layouts that have all ways of splitting and of communicating between them."""
 
 

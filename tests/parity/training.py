@@ -101,6 +101,8 @@ class Layout:
     recompute_num_layers: int = 1
     transformer_config_overrides: tuple[tuple[str, Any], ...] = ()
     fp8: Literal["tensorwise"] | None = None
+    num_layers_in_first_pipeline_stage: int | None = None
+    num_layers_in_last_pipeline_stage: int | None = None
 
     @property
     def world_size(self) -> int:

@@ -11,13 +11,13 @@ import transformers
 
 from lightning_megatron.accounting import (
     AttentionCount,
-    even_layout,
     forward_flops,
     model_flops,
     peak_flops_per_s,
     rank_parameters,
     total_parameters,
 )
+from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.models.config import ModelConfig
 
 
@@ -96,7 +96,7 @@ def test_total_equals_that_of_transformers_models() -> None:
 
 def test_ranks_of_gpt2_large_hold_what_accelerates_guide_prints_for_megatron_lm() -> None:
     # Hugging Face Accelerate, docs/source/usage_guides/megatron_lm.md: tp=2, pp=2, vocabulary padded to 50432.
-    layout = even_layout(GPT2_LARGE, 2)
+    layout = ParallelConfig(pp=2).layout(GPT2_LARGE.num_layers)
     assert GPT2_LARGE.padded_vocab_size(2) == 50432
     assert rank_parameters(GPT2_LARGE, layout, tp=2, pp=2, pp_rank=0) == 210_753_280
     assert rank_parameters(GPT2_LARGE, layout, tp=2, pp=2, pp_rank=1) == 209_445_120
