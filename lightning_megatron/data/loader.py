@@ -359,23 +359,19 @@ def _read(
         # Its content is replaced by the source rank's batch; the rows tell Lightning the batch size.
         yield from ({"rows": torch.empty((len(indices), 0), dtype=torch.int64)} for indices in batches)
         return
-    dataset = _Batches(samples, with_sample_mask)
-    items: Iterator[Rows | DataError] = map(dataset.__getitem__, batches)
-    if num_workers > 0:
-        # A generator of its own: the loader draws a seed for its workers, which must not advance the state that dropout
-        # uses, on this rank alone and at another step after a resume.
-        private = torch.Generator()
-        private.manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
-        loader = DataLoader(
-            dataset,
-            batch_size=None,
-            sampler=batches,
-            num_workers=num_workers,
-            generator=private,
-            # A thread takes what workers hand over into pinned memory, from which a GPU copies without waiting.
-            pin_memory=torch.cuda.is_available(),
-        )
-        items = iter(loader)
+    # A generator of its own: the loader draws a seed for its workers, which must not advance the state that dropout
+    # uses, on this rank alone and at another step after a resume.
+    private = torch.Generator()
+    private.manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
+    items: DataLoader[Rows | DataError] = DataLoader(
+        _Batches(samples, with_sample_mask),
+        batch_size=None,
+        sampler=batches,
+        num_workers=num_workers,
+        generator=private,
+        # A thread takes what workers hand over into pinned memory, from which a GPU copies without waiting.
+        pin_memory=num_workers > 0 and torch.cuda.is_available(),
+    )
     for item in items:
         if isinstance(item, DataError):
             raise item

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_megatron.data import describe
-from lightning_megatron.data.describe import MOST_TOKENS_SHOWN, as_text, describe_dataset
+from lightning_megatron.data.describe import MOST_TOKENS_SHOWN, describe_dataset
 from lightning_megatron.errors import DataError
 from tests.unit.data.indexed_files import Documents, build, write_legacy
 
@@ -68,30 +68,6 @@ def test_a_description_says_what_was_written(
     assert [(each["number"], each["num_tokens"]) for each in shown] == [(0, 4), (1, 0), (2, 2), (3, 300)]
     shown = describe_dataset(prefix, 3, _Letters("abcdefgh"))["first_documents"]
     assert [each["text"] for each in shown] == ["fghb", "", "cd"]
-
-
-def test_the_text_can_be_read(tmp_path: Path) -> None:
-    prefix = _build(tmp_path / "x", [[[1] * 20]] * 4 + [[[1] * 31]] * 8 + [[[1] * 32]])
-
-    assert as_text(describe_dataset(prefix, 1)).splitlines() == [
-        prefix,
-        "  format      mmap",
-        "  documents   13",
-        "  sequences   13",
-        "  tokens      360",
-        "  dtype       int32",
-        "  .bin        1.44 kB",
-        "  .idx        302 bytes",
-        "  lengths     min 20, mean 27.69, max 32",
-        "  a document  min 1, mean 1.0, max 1",
-        "",
-        "Sequences by length in tokens",
-        f"  {'16 - 31':>21}  {12:>13}   92.3%",
-        f"  {'32 - 63':>21}  {1:>13}    7.7%",
-        "",
-        "Document 0, 20 tokens",
-        f"  {' '.join('1' * 20)}",
-    ]
 
 
 def test_a_tokenizer_of_another_dataset_is_refused(tmp_path: Path) -> None:

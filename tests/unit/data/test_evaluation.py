@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from lightning_megatron.data.evaluation import EvaluationOptions, EvaluationTexts, read_evaluation_texts
@@ -36,26 +35,6 @@ def _lines(*texts: str) -> list[str]:
 
 def _targets(texts: EvaluationTexts, row: int) -> list[int]:
     return [int(token) for token in texts.tokens[slice(*texts.bounds[row, 1:])]]
-
-
-@pytest.mark.parametrize(("seq_length", "stride"), [(5, None), (5, 2), (64, None), (1, None)])
-def test_every_token_but_the_first_is_a_target_once_and_has_its_context(
-    folder: Path, seq_length: int, stride: int | None
-) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder / "tok")
-    texts = _texts(folder, ["", *_lines(TEXTS[0], "", TEXTS[1])], seq_length=seq_length, stride=stride)
-    asked = [token for row in range(len(texts)) for token in _targets(texts, row)]
-    documents = [tokenizer.encode(text) for text in TEXTS]  # <s> and the text
-    assert asked == [token for document in documents for token in document[1:]]
-    # What the tokenizer itself puts before an empty text, <s>, is nothing to predict from.
-    assert texts.num_left_out == 1
-    begins, first_targets, ends = texts.bounds.T
-    assert (ends - begins - 1).max() == texts.longest <= seq_length
-    begins_text = np.isin(begins, [0, len(documents[0])])
-    # All but the first rows of a text see what they leave out of the targets.
-    assert (first_targets - begins)[~begins_text].min(initial=99) >= seq_length - (stride or seq_length) + 1
 
 
 @pytest.mark.parametrize("strict", [True, False])
