@@ -61,7 +61,7 @@ _REFUSED_CALLBACKS: dict[type | tuple[type, ...], str] = {
     callbacks.GradientAccumulationScheduler: "does not work with MegatronStrategy, whose batches are whole optimizer "
     "steps; use MegatronStrategy(num_microbatches=...) and a larger batch_size",
     (callbacks.StochasticWeightAveraging, callbacks.WeightAveraging): "copies the module before its weights exist, and "
-    "would average nothing; remove it, and average checkpoints instead",
+    "would average nothing; remove it, and average checkpoints with lightning-megatron average",
     callbacks.BaseFinetuning: "adds parameters to the optimizer while training, and Megatron's buffers are laid out "
     "once; freeze with requires_grad_(False) in configure_model, and unfreeze between two runs of fit, instead",
 }

@@ -41,6 +41,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "merge": data_commands.merge,
     "inspect": inspect_path,
     "convert": data_commands.convert,
+    "average": data_commands.average,
     "generate": generate,
     "config": config,
     "plan": plan,

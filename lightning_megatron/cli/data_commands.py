@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_megatron.convert.options import ConvertOptions
+from lightning_megatron.convert.options import ConvertOptions, Format
 from lightning_megatron.data.preprocess import PreprocessOptions
 from lightning_megatron.data.tokenizer import TokenizerTrainingOptions
 from lightning_megatron.files import readable_size
@@ -114,16 +114,48 @@ def convert(options: ConvertOptions) -> None:
         lightning-megatron convert --load-path last.ckpt --save-path trained --to hf --dtype bf16 --max-shard-size 2GB
         lightning-megatron convert --load-path llama --save-path legacy --to megatron-legacy --tp 4 --pp 2
     """
+    _print_converted(options, ())
+
+
+def average(
+    *,
+    checkpoints: Sequence[Path],
+    save_path: Path,
+    to: Format = "megatron",
+    dtype: str | None = None,
+    tokenizer: Path | None = None,
+) -> None:
+    """Write the mean of the weights of several checkpoints of one model.
+
+    Averages of the last checkpoints of a run are often better than the last one (stochastic weight averaging). Sums are
+    fp32; the weights keep the dtype of the first checkpoint, unless --dtype says another. Reads what convert reads.
+
+    Args:
+        checkpoints: What to average, of any format.
+        save_path: What to write; must not exist, or be an empty folder.
+        to: Format to write, as for convert.
+        dtype: fp32, fp16 or bf16 for the weights.
+        tokenizer: Tokenizer to put beside the weights; that of the first checkpoint if left out.
+
+    Example:
+        lightning-megatron average --checkpoints runs/a/step=8000.ckpt runs/a/step=9000.ckpt --save-path mean.ckpt
+    """
+    options = ConvertOptions(load_path=checkpoints[0], save_path=save_path, to=to, dtype=dtype, tokenizer=tokenizer)
+    _print_converted(options, checkpoints[1:])
+
+
+def _print_converted(options: ConvertOptions, average_with: Sequence[Path]) -> None:
     from lightning_megatron.convert.convert import convert
     from lightning_megatron.files import exit_on_sigterm
 
     with exit_on_sigterm():
-        done = convert(options)
+        done = convert(options, average_with)
     if int(os.environ.get("RANK", 0)) > 0:  # of torchrun
         return
+    sources = ", ".join(map(str, (options.load_path, *average_with)))
     print(
         f"{done.path}: {done.target} ({done.num_files:,} files, {readable_size(done.num_bytes)}) from {done.source}"
-        f" {options.load_path}, in {done.seconds:.1f} s ({readable_size(done.num_bytes / max(done.seconds, 1e-9))}/s)"
+        f" {sources}, in {done.seconds:.1f} s ({readable_size(done.num_bytes / max(done.seconds, 1e-9))}/s)"
     )
     if options.to == "megatron":
         print(f"It holds weights only: begin a run with MegatronStrategy(load_from={str(done.path)!r})")

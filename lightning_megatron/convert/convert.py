@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from importlib.metadata import version
@@ -83,10 +83,14 @@ class Converted:
     """From opening the source to the new name."""
 
 
-def convert(options: ConvertOptions) -> Converted:
+def convert(options: ConvertOptions, average_with: Sequence[Path] = ()) -> Converted:
     """Write the weights of one checkpoint as another; without a GPU, and no code from it is run.
 
     Under ``torchrun`` every process must call, tp x pp of them.
+
+    Args:
+        options: What to read and to write.
+        average_with: More checkpoints of the same model, of any format; the mean of all is written.
 
     Raises:
         ConfigError: If the options do not fit together or the model.
@@ -108,12 +112,15 @@ def convert(options: ConvertOptions) -> Converted:
     if options.to != "hf":
         model = source.model = replace(model, make_vocab_size_divisible_by=options.make_vocab_size_divisible_by)
     _check_model(source, options, layout)
+    others = [_same_model(open_source(local_folder(each, "model"), options.config), source) for each in average_with]
     with live_engine(layout if world > 1 else ParallelConfig()) as (runtime, topology):
         chunks = build_on_cpu(model, topology.parallel)
         loading = Loading(chunks, source)
         _check_missing(source, options, loading.missing)
         with staged_directory(save_path) as folder:
             loading.fill(as_stored=True)
+            if others:
+                _average(chunks, loading, others)
             if options.dtype is not None:
                 cast(chunks, _DTYPES[options.dtype], loading.missing)
             companions = companion_files(source.companions, options.tokenizer)
@@ -136,6 +143,42 @@ def convert(options: ConvertOptions) -> Converted:
         num_bytes=sum(each.stat().st_size for each in files),
         seconds=time.monotonic() - start,
     )
+
+
+def _same_model(source: Source, first: Source) -> Source:
+    """``source``, if its weights can be averaged with those of ``first``.
+
+    Raises:
+        CheckpointError: If it is another model.
+    """
+    own, expected = source.model.to_dict(), first.model.to_dict()
+    names = [name for name in own if own[name] != expected[name] and name != "make_vocab_size_divisible_by"]
+    if names:
+        raise CheckpointError(
+            f"{source.path}: expected the model of {first.path} to average with, got one with other {', '.join(names)}"
+        )
+    source.model = first.model
+    return source
+
+
+@torch.no_grad()
+def _average(chunks: list[Any], first: Loading, others: Sequence[Source]) -> None:
+    """Put the mean of all checkpoints into ``chunks``: summed in fp32, in the dtypes of the first.
+
+    Raises:
+        CheckpointError: If a file is damaged, or one checkpoint has a head and another not.
+    """
+    weights = [weight for chunk in chunks for weight in chunk.parameters()]
+    sums, dtypes = [weight.float() for weight in weights], [weight.dtype for weight in weights]
+    for source in others:
+        loading = Loading(chunks, source)
+        if loading.missing != first.missing:
+            raise CheckpointError(f"{source.path}: expected the tensors of the first checkpoint, got other ones")
+        loading.fill(as_stored=True)
+        for total, weight in zip(sums, weights, strict=True):
+            total += weight
+    for weight, total, dtype in zip(weights, sums, dtypes, strict=True):
+        weight.data = (total / (len(others) + 1)).to(dtype)
 
 
 # ---- what is at a path ----------------------------------------------------------------------------------------------

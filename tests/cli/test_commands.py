@@ -17,7 +17,18 @@ from tests.ranks import ROOT, RankError, run_ranks
 
 COMMANDS = (
     *TRAINER_COMMANDS,
-    *("train-tokenizer", "preprocess", "convert-dataset", "merge", "inspect", "convert", "generate", "config", "plan"),
+    *(
+        "train-tokenizer",
+        "preprocess",
+        "convert-dataset",
+        "merge",
+        "inspect",
+        "convert",
+        "average",
+        "generate",
+        "config",
+        "plan",
+    ),
     "doctor",
 )
 _ALL_HELP = """

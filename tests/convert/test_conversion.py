@@ -210,3 +210,31 @@ def test_processes_convert_together_what_one_does_alone(tmp_path: Path, layout: 
         for name in theirs.keys() - {"args", "checkpoint_version", "iteration", "optimizer"}:
             assert list(flat(ours[name])) == list(flat(theirs[name]))
             _assert_same(flat(ours[name]), flat(theirs[name]))
+
+
+def test_the_mean_of_several_checkpoints_is_written(tmp_path: Path) -> None:
+    """Each in another format; bf16 weights are summed in fp32."""
+    models = []
+    for number in range(3):
+        model = tiny("llama")
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(number * torch.rand_like(weight))
+        models.append(save_as(model.to(torch.bfloat16), tmp_path / str(number), FORMATS[0]))
+    _convert(tmp_path / "1", tmp_path / "one.ckpt", to="megatron")
+    _convert(tmp_path / "2", tmp_path / "two", to="megatron-legacy")
+    options = ConvertOptions(load_path=tmp_path / "0", save_path=tmp_path / "mean", to="hf")
+    convert(options, [tmp_path / "one.ckpt", tmp_path / "two"])
+    mean = {name: sum(model[name].float() for model in models) / 3 for name in models[0]}  # type: ignore[union-attr]
+    _assert_same(_tensors(tmp_path / "mean"), {name: weight.to(torch.bfloat16) for name, weight in mean.items()})
+
+
+def test_another_model_is_not_averaged_with(tmp_path: Path) -> None:
+    for name in ("llama", "gpt2"):
+        save_as(tiny(name), tmp_path / name, FORMATS[0])
+    options = ConvertOptions(load_path=tmp_path / "llama", save_path=tmp_path / "mean", to="hf")
+    with pytest.raises(
+        CheckpointError, match=r"gpt2: expected the model of .*llama to average with, got one with other"
+    ):
+        convert(options, [tmp_path / "gpt2"])
+    assert not (tmp_path / "mean").exists()
