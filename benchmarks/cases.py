@@ -286,6 +286,31 @@ _BF16_CASES: tuple[Case, ...] = (
         layout=_TP2_PP2,
     ),
     Case(
+        name="gpt2-large-graphs",
+        model=GPT2_LARGE,
+        seq_length=1024,
+        micro_batch_size=12,
+        num_microbatches=1,
+        layout={"cuda_graphs": True},
+    ),
+    Case(
+        name="bert-large-graphs",
+        model=BERT_LARGE,
+        seq_length=512,
+        micro_batch_size=32,
+        num_microbatches=2,
+        layout={"cuda_graphs": True},
+    ),
+    Case(
+        name="t5-large-graphs",
+        model=T5_LARGE,
+        seq_length=512,
+        decoder_seq_length=128,
+        micro_batch_size=32,
+        num_microbatches=2,
+        layout={"cuda_graphs": True},
+    ),
+    Case(
         name="smoke-bert",
         model={**BERT_LARGE, **dict.fromkeys(("hidden_size", "intermediate_size"), 32), "vocab_size": 300}
         | {"num_hidden_layers": 2, "num_attention_heads": 2},

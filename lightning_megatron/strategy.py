@@ -35,6 +35,7 @@ from lightning_megatron.engine import groups
 from lightning_megatron.engine.collectives import on_all_ranks_alike
 from lightning_megatron.engine.fillers.fp8 import Recipe, known_recipe
 from lightning_megatron.engine.groups import Topology
+from lightning_megatron.engine.microbatch_graph import MicrobatchGraphs
 from lightning_megatron.engine.optimizer import MegatronOptimizer, OptimizerContext, OptimizerOptions, OptimizerReport
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.engine.runtime import Runtime, seed_of_run
@@ -100,6 +101,9 @@ class MegatronStrategy(ParallelStrategy):
         fp8: Multiply in fp8 in the linears of layers, with ``bf16-mixed`` for all else, in training, validation and
             test; text is generated in bf16, and checkpoints are those of bf16. ``tensorwise``: one scale per tensor
             from its present numbers. GPUs of compute capability 8.9 on; pays from about 2 billion parameters on.
+        cuda_graphs: Replay each microbatch of training as one CUDA graph, which needs no Python: for models whose
+            kernels are short (T5-large on one H200 takes 336 instead of 612 ms a step), on GPUs with tp=1 and pp=1.
+            Gradients are then reduced behind the last microbatch.
         num_layers_in_first_pipeline_stage: Layers of the first stage; the others share what is left evenly.
         num_layers_in_last_pipeline_stage: Layers of the last stage, which has the output layer to compute, too: a
             vocabulary of V counts as about V / (12 x hidden_size) layers of a GPT-2.
@@ -130,6 +134,7 @@ class MegatronStrategy(ParallelStrategy):
         timeout: timedelta = timedelta(minutes=30),  # noqa: B008 (immutable)
         on_nan: Literal["raise", "skip"] = "raise",
         fp8: Recipe | None = None,
+        cuda_graphs: bool = False,
         num_layers_in_first_pipeline_stage: int | None = None,
         num_layers_in_last_pipeline_stage: int | None = None,
     ) -> None:
@@ -148,8 +153,7 @@ class MegatronStrategy(ParallelStrategy):
         self.tp, self.pp, self.vpp, self.cp = tp, pp, vpp, cp
         self.sequence_parallel, self.num_microbatches = sequence_parallel, num_microbatches
         self._recompute = Recompute(granularity=recompute, method=recompute_method, num_layers=recompute_num_layers)
-        self.distributed_optimizer = distributed_optimizer
-        self._overlap_communication = overlap_communication
+        self.distributed_optimizer, self._overlap_communication = distributed_optimizer, overlap_communication
         self._overrides = dict(transformer_config_overrides or {})
         self._timeout = timeout
         self._topology: Topology | None = None
@@ -160,12 +164,10 @@ class MegatronStrategy(ParallelStrategy):
         self._weights_of_other_layout: Path | None = None
         self._loader_tells_steps = False
         self._shared_batches: float = math.inf
-        self.load_weights_only = load_weights_only
+        self.load_weights_only, self.num_nodes = load_weights_only, 1
         self.checkpointing = Checkpointing(self, load_from=load_from, async_save=async_save)
         require_choice("on_nan", on_nan, ("raise", "skip"))
-        self.on_nan = on_nan
-        self.fp8 = known_recipe(fp8)
-        self.num_nodes = 1
+        self.on_nan, self.cuda_graphs, self.fp8 = on_nan, cuda_graphs, known_recipe(fp8)
 
     # ---- sizes, settings and this rank's place -----------------------------------------------------------------------
 
@@ -247,6 +249,7 @@ class MegatronStrategy(ParallelStrategy):
             recompute=self._recompute,
             overrides=self._overrides,
             fp8=self.fp8,
+            cuda_graphs=self.cuda_graphs,
         )
 
     @property
@@ -254,7 +257,7 @@ class MegatronStrategy(ParallelStrategy):
         """How gradients travel between the copies of the model."""
         overlap = self._overlap_communication
         if overlap is None:
-            overlap = self.root_device.type == "cuda" and self.data_parallel_size > 1
+            overlap = self.root_device.type == "cuda" and self.data_parallel_size > 1 and not self.cuda_graphs
         return GradientReduction(distributed_optimizer=self.distributed_optimizer, overlap=overlap)
 
     def engine(self) -> AbstractContextManager[None]:
@@ -401,6 +404,7 @@ class MegatronStrategy(ParallelStrategy):
             )
         fitting = trainer.state.fn == TrainerFn.FITTING
         with self.engine():
+            graphs = MicrobatchGraphs() if self.cuda_graphs else None
             self.model_to_device()
             if self._weights_of_other_layout is not None:
                 read_weights(self._chunks, self._weights_of_other_layout)
@@ -409,8 +413,8 @@ class MegatronStrategy(ParallelStrategy):
             module.model_chunks = to_16bit(module.model_chunks, settings.params_dtype, settings.fp8)  # type: ignore[arg-type]
             if fitting:
                 freeze_alike(self._chunks, groups.host_group(self._timeout))
-                module.model_chunks = to_ddp(module.model_chunks, self.reduction)
-            self._schedule = Schedule(self._chunks, self.topology)
+                module.model_chunks = to_ddp(module.model_chunks, self.reduction, graphs)
+            self._schedule = Schedule(self._chunks, self.topology, graphs)
             if fitting:
                 self._reset_optimizers_and_schedulers()
                 self.setup_optimizers(trainer)

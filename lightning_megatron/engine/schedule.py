@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from lightning_megatron.engine.fillers.fp8 import fp8_linears, quantized_weights
 from lightning_megatron.engine.groups import Topology
+from lightning_megatron.engine.microbatch_graph import MicrobatchGraphs
 from lightning_megatron.engine.wrap import add_replicas, unwrap
 from lightning_megatron.errors import ConfigError, NonFiniteError
 
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
     from lightning_megatron.engine.train_step import Batch, LossFunc, Output, TrainStep
 
     Observer = Callable[[Batch, Output], None]
+
+
+_COUNT = "number of targets: "
+"""Before the names of terms, among the inputs of a microbatch's graph."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +88,14 @@ class Schedule:
 
     _step: TrainStep
 
-    def __init__(self, chunks: list[Any], topology: Topology) -> None:
-        """Take the (wrapped) chunks and this rank's place; to train, before the optimizer is made."""
+    def __init__(self, chunks: list[Any], topology: Topology, graphs: MicrobatchGraphs | None = None) -> None:
+        """Take the (wrapped) chunks and this rank's place; to train, before the optimizer is made.
+
+        Args:
+            chunks: Of this rank.
+            topology: The layout.
+            graphs: Where training replays microbatches; on one stage, without tensor parallelism.
+        """
         self._chunks = chunks
         self._topology = topology
         self._num_microbatches = topology.parallel.num_microbatches
@@ -96,6 +107,7 @@ class Schedule:
         self._denominators: dict[str, torch.Tensor] | None = None
         self._targets_seen: list[torch.Tensor] = []
         self._observe: Observer | None = None
+        self._graphs = graphs
 
     def train(
         self, batch: Batch, train_step: TrainStep, optimizer: MegatronOptimizer, micro_batch_size: int | None = None
@@ -233,6 +245,8 @@ class Schedule:
         self._denominators = self._global_counts(batch)
         self._targets_seen = []
         microbatches = split_rows(batch, num_microbatches)
+        if not forward_only and (reports := self._replayed(microbatches)) is not None:
+            return self._reduce(reports, shape, next(iter(batch.values())).device)
         iterators = [iter(microbatches) for _ in self._chunks]
         with quantized_weights(self._fp8_linears):
             reports = get_forward_backward_func()(
@@ -245,6 +259,30 @@ class Schedule:
                 forward_only=forward_only,
             )
         return self._reduce(reports, shape, next(iter(batch.values())).device)
+
+    def _replayed(self, microbatches: list[Batch]) -> list[torch.Tensor] | None:
+        """Reports of the microbatches, whose gradients CUDA graphs have added up; None if Megatron shall run them."""
+        denominators = self._denominators
+        if self._graphs is None or denominators is None:
+            return None
+        inputs = [{**each, **{_COUNT + name: n for name, n in denominators.items()}} for each in microbatches]
+        if not self._graphs.are_ready_for(inputs[0]):
+            return None
+        (chunk,), (config,) = self._chunks, self._configs
+
+        def body(held: Batch) -> torch.Tensor:
+            self._denominators = {name: held[_COUNT + name] for name in denominators}
+            microbatch = {name: tensor for name, tensor in held.items() if not name.startswith(_COUNT)}
+            output, report = self._forward_step(iter([microbatch]), chunk)
+            numbers: torch.Tensor
+            loss, _, numbers = report(output)
+            config.grad_scale_func(loss).backward()
+            return numbers
+
+        reports = [self._graphs.run(each, body) for each in inputs]
+        self._denominators = denominators
+        self._finalize_gradients(self._chunks)
+        return reports
 
     def _global_counts(self, batch: Batch) -> dict[str, torch.Tensor] | None:
         """Targets of each term in the global batch: one all-reduce over the dp group."""

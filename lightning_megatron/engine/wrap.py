@@ -8,6 +8,7 @@ are wherever layers of their stack are.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -18,6 +19,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer.module import Float16Module
 
 from lightning_megatron.engine.fillers.fp8 import Recipe, use_fp8
+from lightning_megatron.engine.microbatch_graph import MicrobatchGraphs
 from lightning_megatron.errors import ConfigError
 
 
@@ -54,9 +56,12 @@ def _is_wrapped(chunk: torch.nn.Module) -> bool:
     return isinstance(chunk, (DistributedDataParallel, Float16Module))
 
 
-def to_ddp(chunks: torch.nn.ModuleList, reduction: GradientReduction) -> torch.nn.ModuleList:
-    """Chunks whose gradients land in fp32 buffers that data-parallel ranks reduce; needed to train."""
-    return torch.nn.ModuleList([_ddp(_with_current_buffers(c), reduction, i) for i, c in enumerate(chunks)])
+def to_ddp(
+    chunks: torch.nn.ModuleList, reduction: GradientReduction, graphs: MicrobatchGraphs | None = None
+) -> torch.nn.ModuleList:
+    """Chunks whose gradients land in fp32 buffers that data-parallel ranks reduce; needed to train, by ``graphs``."""
+    with graphs.on_stream() if graphs is not None else contextlib.nullcontext():
+        return torch.nn.ModuleList([_ddp(_with_current_buffers(c), reduction, i) for i, c in enumerate(chunks)])
 
 
 def _with_current_buffers(chunk: Any) -> Any:

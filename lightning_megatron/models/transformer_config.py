@@ -57,16 +57,37 @@ class EngineSettings:
     """Fields of Megatron's ``TransformerConfig`` that the user sets by hand."""
     fp8: Recipe | None = None
     """In which way linears of layers multiply in fp8; None for ``params_dtype``."""
+    cuda_graphs: bool = False
+    """Whether microbatches of training are replayed."""
 
     def check_model(self, model: ModelConfig) -> None:
         """Raise unless ``model`` can be run so.
 
         Raises:
-            ConfigError: If it cannot be split that way, or its linears cannot be multiplied in fp8.
+            ConfigError: If it cannot be split that way, replayed, or its linears cannot be multiplied in fp8.
         """
         self.parallel.check_model(model)
+        if self.cuda_graphs:
+            _check_graphs(self)
         if self.fp8 is not None:
             check_fp8(model, self.parallel.tp, self.params_dtype, self.device)
+
+
+def _check_graphs(settings: EngineSettings) -> None:
+    tp, pp = settings.parallel.tp, settings.parallel.pp
+    reasons = {
+        f"tp={tp} and pp={pp} (ranks would wait for each other)": tp * pp > 1,
+        f"a {settings.device.type}": settings.device.type != "cuda",
+        "16-mixed (its loss scale changes)": settings.params_dtype is torch.float16,
+        "recompute='full' (it reads the state of random streams)": settings.recompute.granularity == "full",
+        "overlap_communication=True (gradients are reduced behind the replays)": settings.reduction.overlap,
+        "fp8 (weights are quantized once a step, not once a microbatch)": settings.fp8 is not None,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ConfigError(
+                f"cuda_graphs=True: expected tp=1 and pp=1 on GPUs, in bf16 or fp32, got {reason}; leave it out"
+            )
 
 
 def activation_function(name: Activation) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -101,6 +101,7 @@ class Layout:
     recompute_num_layers: int = 1
     transformer_config_overrides: tuple[tuple[str, Any], ...] = ()
     fp8: Literal["tensorwise"] | None = None
+    cuda_graphs: bool = False
     num_layers_in_first_pipeline_stage: int | None = None
     num_layers_in_last_pipeline_stage: int | None = None
 

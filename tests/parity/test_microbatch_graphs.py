@@ -1,0 +1,68 @@
+"""Replayed microbatches give the numbers of those that Megatron's schedule runs, and need its hooks no more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.comparison import assert_same_run
+from tests.parity.training import Case, Layout, RankOutcome, joined_outcome, outcome, train
+from tests.ranks import RankError, run_ranks
+
+
+class _Repeats:
+    """Stands for a graph where there is no GPU: a replay runs the body on the inputs that the graph holds."""
+
+    def __init__(self, inputs: dict[str, torch.Tensor], body: Any) -> None:
+        self.inputs = {name: tensor.clone() for name, tensor in inputs.items()}
+        self.body, self.graph, self.report, self.replays = body, self, torch.zeros(1, 2), 0
+
+    def replay(self) -> None:
+        self.report.copy_(self.body(self.inputs))
+        self.replays += 1
+
+
+def _train_with_stand_ins(case: Case) -> tuple[RankOutcome, list[int]]:
+    from lightning_megatron.engine import microbatch_graph
+    from lightning_megatron.models import transformer_config
+
+    made: list[_Repeats] = []
+
+    def record(inputs: Any, body: Any, stream: Any, pool: Any) -> _Repeats:
+        made.append(_Repeats(inputs, body))
+        return made[-1]
+
+    microbatch_graph._record = record  # type: ignore[assignment]
+    transformer_config._check_graphs = lambda settings: None
+    return train(case), [each.replays for each in made]
+
+
+@pytest.mark.parametrize("model", ["gpt2", "t5"])
+def test_replays_are_the_steps_that_megatron_runs(model: str) -> None:
+    case = Case(model=model, layout=Layout(dp=2, num_microbatches=3), steps=6, labels="uneven", clip=0.5)
+    layout = replace(case.layout, cuda_graphs=True)
+    replayed = run_ranks(_train_with_stand_ins, 2, replace(case, layout=layout))
+    assert [replays for _, replays in replayed] == [[3 * 3]] * 2
+    assert_same_run(joined_outcome([run for run, _ in replayed]), outcome(case))
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("model", ["gpt2", "llama", "t5"])
+def test_graphs_are_the_steps_that_megatron_runs(model: str) -> None:
+    cases = [
+        Case(model=model, layout=Layout(num_microbatches=3, cuda_graphs=graphs), steps=6, accelerator="gpu")
+        for graphs in (False, True)
+    ]
+    assert_same_run(*(outcome(case) for case in cases))
+
+
+@pytest.mark.parametrize(
+    ("layout", "reason"),
+    [(Layout(tp=2), "tp=2 and pp=1"), (Layout(pp=2, num_microbatches=2), "pp=2"), (Layout(), "a cpu")],
+)
+def test_what_cannot_be_replayed_is_refused(layout: Layout, reason: str) -> None:
+    with pytest.raises(RankError, match=f"cuda_graphs=True: expected tp=1 and pp=1 on GPUs.*{reason}"):
+        run_ranks(train, layout.world_size, Case(layout=replace(layout, cuda_graphs=True)))
