@@ -8,7 +8,7 @@ be it directly or through Lightning, torch or Megatron. A pair counts once, howe
 ``engine/cpu.py`` is left out: it stands in for CUDA on machines without it, at every operation of torch.
 
 At 25d5a27: 53 from a batch to its loss, its reading included, 48 in a save, and 14 for each token after the first; now
-27 (one of them, runtime -> patches, only without a GPU), 27 in a run and 8.
+29 (one of them, runtime -> patches, only without a GPU), 27 in a run and 9.
 """
 
 from __future__ import annotations
