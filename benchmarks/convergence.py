@@ -161,7 +161,7 @@ def draw(curves: dict[str, list[float]], file: Path) -> None:
     below.set_ylabel("apart from the first")
     below.set_xlabel(f"step (mean of {_MEAN_OF})")
     above.legend()
-    figure.savefig(file, dpi=120)
+    figure.savefig(file, dpi=80)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_megatron.accounting import total_parameters
 from lightning_megatron.checkpoint.files import META, load_plain
@@ -23,6 +23,7 @@ from lightning_megatron.checkpoint.load import LoadFrom
 from lightning_megatron.convert.hugging_face import load_hugging_face, open_weights, with_weights
 from lightning_megatron.convert.registry import config_fields, config_object, model_config
 from lightning_megatron.engine.collectives import computed_metrics, on_all_ranks_alike
+from lightning_megatron.engine.fillers.fp8 import size_warning
 from lightning_megatron.engine.lr_schedule import LRSchedule, MegatronLRScheduler, scheduler_settings
 from lightning_megatron.engine.optimizer import OptimizerOptions
 from lightning_megatron.engine.runtime import seed_of_run, unchanged_environment
@@ -216,6 +217,9 @@ class MegatronModule(pl.LightningModule):
         # Epochs are counted when there is data: configure_optimizers checks those.
         if self.trainer.state.fn in (None, "fit") and self.trainer.max_steps > 0:
             scheduler_settings(self.lr_schedule, self.lr, self.optimizer_options.weight_decay, self._total_steps)
+        is_fit = self.trainer.state.fn in (None, "fit")
+        if is_fit and strategy.fp8 is not None and (text := size_warning(self.model_config)) is not None:
+            rank_zero_warn(text)
 
     @property
     def _total_steps(self) -> int | None:

@@ -202,6 +202,17 @@ def test_checkpoints_are_those_of_bf16_and_either_loads_the_other(tmp_path: Path
 # ---- options ---------------------------------------------------------------------------------------------------------
 
 
+def _warned(case: Case) -> list[str]:
+    with pytest.warns(UserWarning, match="fp8: hidden_size=32 is below") as caught:
+        trainer_of(case).fit(module_of(case), loader_of(case))
+    return [str(each.message) for each in caught if str(each.message).startswith("fp8")]
+
+
+def test_a_narrow_model_is_warned_of_once() -> None:
+    case = replace(BF16, layout=Layout(fp8="tensorwise"), steps=1)
+    assert len(run_ranks(_warned, 1, case)[0]) == 1
+
+
 def _refused(case: Case) -> str:
     from lightning_megatron.errors import ConfigError
 

@@ -12,9 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_AMAX_BLOCK, _AMAX_ROUNDS = 4096, 16
-TILE = (128, 128)
-WARPS = 8
+_AMAX_BLOCK, _AMAX_ROUNDS = 2048, 16
+TILE = (64, 128)
+WARPS = 4
+"""Fastest of those measured on an H200: [8192, 28672] in bf16 to both in fp8 in 251 us (tiles of 128 x 128 with 8
+warps: 315; at the speed of a copy: 220), its amax in 114 (at that speed: 110)."""
 
 
 # Without annotations: Triton evaluates them.

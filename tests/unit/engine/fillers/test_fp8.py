@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from typing import Any
@@ -293,6 +294,13 @@ def test_what_cannot_be_multiplied_in_fp8_is_one_line(
     with pytest.raises(ConfigError, match=says):
         fp8.check_fp8(model, tp, dtype, torch.device("cpu"))
     fp8.check_fp8(LLAMA, 2, torch.bfloat16, torch.device("cpu"))
+
+
+def test_a_model_narrower_than_those_measured_is_warned_of_with_the_figures() -> None:
+    warning = fp8.size_warning(LLAMA)
+    assert warning is not None
+    assert re.search(r"hidden_size=64 is below 2048, .* \(1.19 x the speed of bf16 at 2048, 1.28 x .* at 4096", warning)
+    assert fp8.size_warning(dataclasses.replace(LLAMA, hidden_size=2048)) is None
 
 
 def test_a_gpu_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
