@@ -197,11 +197,11 @@ def _step_flops(trainer: Trainer, pl_module: LightningModule, shape: StepShape) 
 
 
 def _estimates(trainer: Trainer, pl_module: LightningModule, device_name: str) -> dict[str, float]:
-    """What the planner expected of this run; nothing for devices and models that it does not know."""
+    """What the planner expected of this run; nothing for devices and models that it does not know, and for fp8."""
     device = next((each for each in DEVICES.values() if each.name == device_name), None)
     strategy, model = trainer.strategy, getattr(pl_module, "model_config", None)
     shape: StepShape = strategy.step_shape  # type: ignore[attr-defined]
-    if device is None or not isinstance(model, ModelConfig):
+    if device is None or not isinstance(model, ModelConfig) or getattr(strategy, "fp8", None) is not None:
         return {}
     lengths = shape.lengths if model.architecture == "t5" else (shape.seq_length,)
     settings: Any = strategy.settings  # type: ignore[attr-defined]

@@ -100,7 +100,7 @@ class MegatronStrategy(ParallelStrategy):
             ``skipped_steps`` is logged.
         fp8: Multiply in fp8 in the linears of layers, with ``bf16-mixed`` for all else, in training, validation and
             test; text is generated in bf16, and checkpoints are those of bf16. ``tensorwise``: one scale per tensor
-            from its present numbers. GPUs of compute capability 8.9 on; pays from about 2 billion parameters on.
+            from its present numbers. GPUs of compute capability 8.9 on; pays from a hidden size of about 2,048 on.
         cuda_graphs: Replay each microbatch of training as one CUDA graph, which needs no Python: for models whose
             kernels are short (T5-large on one H200 takes 336 instead of 612 ms a step), on GPUs with tp=1 and pp=1.
             Gradients are then reduced behind the last microbatch.
