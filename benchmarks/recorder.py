@@ -81,7 +81,7 @@ def engine_step(trainer: Trainer, module: LightningModule, batch: Batch) -> Call
 
     def step() -> None:
         schedule.train(batch, module.train_step, optimizer)  # type: ignore[arg-type]
-        optimizer.inner.step()  # type: ignore[attr-defined]
+        optimizer.step()
 
     return step
 
