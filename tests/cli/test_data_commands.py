@@ -202,8 +202,11 @@ CONVERT = "convert --load-path {source} --save-path sub/x --to"
         (f"{CONVERT} hf --tp 2", "--tp 2 would do nothing with --to hf"),
         (f"{CONVERT} megatron --tp 3", "--tp 3 does not divide num_attention_heads=4"),
         ("convert --load-path {source} --save-path {source} --to hf", "--save-path {source} is not empty"),
-        ("convert --load-path {source} --save-path /proc/x --to hf", "--save-path /proc/x"),
-        ("convert --load-path {source}/config.json --save-path x --to hf", "{source}/config.json is a file of another"),
+        ("convert --load-path {source} --save-path /proc/x --to hf", "/proc/x cannot be written"),
+        (
+            "convert --load-path {source}/config.json --save-path x --to hf",
+            "--load-path {source}/config.json: expected a Hugging Face model directory",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing(
