@@ -12,6 +12,7 @@ import functools
 import importlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ def patches(device_type: DeviceType) -> tuple[Patch, ...]:
         *(ADAM if choice.native_optimizer else ()),
         *(MULTI_TENSOR if choice.native_optimizer else ()),
         *(WEIGHT_GRADIENTS if choice.native_wgrad else ()),
-        *(ROPE if choice.compiled_rope else ()),
+        *(ROPE if choice.triton else ()),
         *(SWIGLU if choice.liger else ()),
     )
 
@@ -94,6 +95,7 @@ _CLIP = "megatron.core.optimizer.clip_grads"
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
 _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer"
 _LAYERS = "megatron.core.tensor_parallel.layers"
+_PRODUCT = "LinearWithGradAccumulationAndAsyncCommunication"
 _RANDOM = "megatron.core.tensor_parallel.random"
 
 MEGATRON: tuple[Patch, ...] = (
@@ -180,18 +182,29 @@ MULTI_TENSOR: tuple[Patch, ...] = (
 WEIGHT_GRADIENTS: tuple[Patch, ...] = (
     _row(_LAYERS, "fused_weight_gradient_mlp_cuda", _being(kernels.WeightGradient), "Apex's name, which linears call"),
     _row(_LAYERS, "_grad_accum_fusion_available", _being(True), "linears refuse to fuse without Apex's extension"),
+    _row(_LAYERS, f"{_PRODUCT}.forward", kernels.with_bias_in_product, "the bias is added in a pass of its own"),
+    _row(_LAYERS, "F", _being(SimpleNamespace(embedding=kernels.embedding)), "dense gradients, added to the buffer"),
 )
 """Let ``gradient_accumulation_fusion=True`` work without Apex."""
 
+_ATTENTION = "megatron.core.transformer.attention"
+
 ROPE: tuple[Patch, ...] = (
+    _row(_ATTENTION, "HAVE_FUSED_QKV_ROPE", _being(True), "fused_single_qkv_rope asserts without Transformer Engine"),
+    _row(_ATTENTION, "apply_fused_qkv_rotary_pos_emb", lambda _: _rope().split_and_turn, "it is Transformer Engine's"),
     _row(
         "megatron.core.models.common.embeddings.rope_utils",
         "_apply_rotary_pos_emb_bshd",
-        kernels.compiled_rope,
+        lambda original: _rope().turns(original),
         "eight kernels per call; its fused variant (apply_rope_fusion) needs Transformer Engine",
     ),
 )
 """On CUDA."""
+
+
+def _rope() -> Any:
+    return importlib.import_module("lightning_megatron.engine.fillers.rope")
+
 
 SWIGLU: tuple[Patch, ...] = (
     _row(

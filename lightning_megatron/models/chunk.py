@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lightning_megatron.engine.fillers.norm import Norm
 from lightning_megatron.models.config import ModelConfig
-from lightning_megatron.models.layers import layer_spec
+from lightning_megatron.models.layers import join_additions_and_norms, layer_spec
 
 
 class Chunk(LanguageModule):
@@ -73,7 +73,7 @@ class Chunk(LanguageModule):
         config = self.config
         first = get_transformer_layer_offset(config, self.vp_stage)
         numbers = range(first, first + get_num_layers_to_build(config, vp_stage=self.vp_stage))
-        return TransformerBlock(
+        block = TransformerBlock(
             config=config,
             spec=TransformerBlockSubmodules(
                 layer_specs=[layer_spec(self.description, number) for number in numbers], layer_norm=Norm
@@ -82,6 +82,8 @@ class Chunk(LanguageModule):
             post_process=self.post_process,
             vp_stage=self.vp_stage,
         )
+        join_additions_and_norms(block.layers, block.final_layernorm)
+        return block
 
     def create_output_layer(self, *, bias: bool = False) -> ColumnParallelLinear:
         """The layer that makes logits."""

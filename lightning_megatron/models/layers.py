@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -74,13 +74,13 @@ def layer_spec(model: ModelConfig, number: int = 0, *, is_decoder_of_two: bool =
                 params={"attn_mask_type": _MASK_TYPES[model.architecture]},
                 submodules=_self_attention(model, number),
             ),
-            self_attn_bda=_bias_dropout_add(model.attention_output_dropout),
+            self_attn_bda=ModuleSpec(BiasDropoutAdd, params={"probability": model.attention_output_dropout}),
             pre_cross_attn_layernorm=Norm if is_decoder_of_two else IdentityOp,
             cross_attention=cross if is_decoder_of_two else IdentityOp,
-            cross_attn_bda=get_bias_dropout_add if is_decoder_of_two else IdentityFuncOp,
+            cross_attn_bda=BiasDropoutAdd if is_decoder_of_two else IdentityFuncOp,
             pre_mlp_layernorm=IdentityOp if shares_norm else Norm,
-            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=fc2)),
-            mlp_bda=get_bias_dropout_add,
+            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=_LinearWithBiasInProduct, linear_fc2=fc2)),
+            mlp_bda=BiasDropoutAdd,
             sharded_state_dict_keys_map=dict(CHECKPOINT_NAMES),
         ),
     )
@@ -114,17 +114,58 @@ def _core_attention(model: ModelConfig, layer: int) -> Callable[..., SDPAttentio
     return partial(SDPAttention, **{name: value for name, value in options.items() if value is not None})
 
 
-def _bias_dropout_add(probability: float | None) -> Callable[..., Any]:
-    """Megatron's bias, dropout and addition in one; ``probability`` replaces the layer's if it is given."""
-    if probability is None:
-        replaced: Callable[..., Any] = get_bias_dropout_add
-        return replaced
+class BiasDropoutAdd:
+    """Megatron's bias, dropout and addition of the residual, and on CUDA the norm that reads the sum, in one kernel."""
 
-    def get(training: bool, fused: bool) -> Callable[..., Any]:
-        add = get_bias_dropout_add(training, fused)
-        return lambda x_with_bias, residual, _: add(x_with_bias, residual, probability)
+    def __init__(self, probability: float | None = None, config: Any = None) -> None:
+        """``probability`` replaces the layer's if it is given; Megatron passes ``config`` in one of its slots."""
+        del config
+        self.probability = probability
+        self.norm: Norm | None = None
+        """What reads the sum next, and nothing before it; None if that is not known."""
 
-    return get
+    def __call__(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        """What Megatron's layer calls with (x, bias), the residual and the probability of its config."""
+        plain = get_bias_dropout_add(training, fused)
+
+        def add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, probability: float) -> Tensor:
+            probability = probability if self.probability is None else self.probability
+            x, bias = x_with_bias
+            if self.norm is not None and training and self.norm.can_add(x, residual):
+                return self.norm.add(x, bias, residual, probability)
+            total: Tensor = plain(x_with_bias, residual, probability)
+            return total
+
+        return add
+
+
+def join_additions_and_norms(layers: Iterable[Any], last_norm: Norm | None) -> None:
+    """Tell each addition in a stack which norm reads its sum.
+
+    Args:
+        layers: Of one chunk, in order; perhaps none.
+        last_norm: What follows the last layer; None where the chunk ends with it.
+    """
+    layers = list(layers)
+    following = [*(layer.input_layernorm for layer in layers[1:]), last_norm]
+    for layer, next_norm in zip(layers, following, strict=False):  # a chunk may have no layer
+        recompute = layer.config.recompute_granularity
+        if recompute == "selective" and layer.config.recompute_modules != ["core_attn"]:
+            continue  # the norms are recomputed from their inputs
+        if not isinstance(layer, ParallelTransformerLayer):
+            after_attention, layer_norm = layer.self_attn_bda, layer.pre_mlp_layernorm
+            if isinstance(layer.cross_attn_bda, BiasDropoutAdd):
+                after_attention.norm, after_attention = layer.pre_cross_attn_layernorm, layer.cross_attn_bda
+            after_attention.norm = layer_norm
+        if recompute != "full":  # a layer that is recomputed alone must not leave a norm to the next one
+            layer.mlp_bda.norm = next_norm
+
+
+class _LinearWithBiasInProduct(ColumnParallelLinear):
+    """The MLP's first matrix: its bias in the product and GELU's own kernels are faster than a fused bias-GELU."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "skip_bias_add": False})
 
 
 class _RowParallelLinearWithBias(RowParallelLinear):

@@ -38,7 +38,7 @@ from lightning_megatron.engine.wrap import Replicated, mark_replica
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.chunk import Chunk
 from lightning_megatron.models.config import ModelConfig
-from lightning_megatron.models.layers import layer_spec
+from lightning_megatron.models.layers import join_additions_and_norms, layer_spec
 from lightning_megatron.models.t5_layout import OVERRIDE, Share, shares, t5_layout
 from lightning_megatron.models.transformer_config import EngineSettings, transformer_config
 
@@ -197,6 +197,7 @@ class T5Stack(MegatronModule):
         self.final_layernorm: Norm | None = None
         if has_final_norm:
             self.final_layernorm = Norm(config, config.hidden_size, config.layernorm_epsilon)
+        join_additions_and_norms(self.layers, self.final_layernorm)
 
     def forward(
         self,

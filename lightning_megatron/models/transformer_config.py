@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 
+from lightning_megatron.engine.fillers.choice import fillers
 from lightning_megatron.engine.fillers.fp8 import Recipe, check_fp8
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.engine.wrap import GradientReduction
@@ -101,24 +102,6 @@ def activation_function(name: Activation) -> Callable[[torch.Tensor], torch.Tens
     return functions[name]
 
 
-def _activation(name: Activation, fused: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The engine's activation function.
-
-    megatron-core 0.16.1, fusions/fused_bias_gelu.py: the fused bias-GELU is the tanh approximation whatever function is
-    configured, so the exact GELU is never fused and the approximate one always may be.
-    """
-    return F.gelu if fused and name == "gelu_tanh" else activation_function(name)
-
-
-def _fuses_activation(model: ModelConfig, device: torch.device) -> bool:
-    """Whether the engine's compiled bias-activation functions compute exactly this model's MLP."""
-    if device.type != "cuda":
-        return False
-    if model.gated_linear_unit:
-        return model.activation == "silu"
-    return model.activation == "gelu_tanh" and model.add_bias_linear
-
-
 def transformer_config(model: ModelConfig, settings: EngineSettings) -> TransformerConfig:
     """Megatron's config of ``model`` under ``settings``.
 
@@ -143,7 +126,6 @@ def transformer_config(model: ModelConfig, settings: EngineSettings) -> Transfor
 
 
 def _architecture(model: ModelConfig, device: torch.device) -> dict[str, Any]:
-    fused = _fuses_activation(model, device)
     return {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
@@ -153,8 +135,8 @@ def _architecture(model: ModelConfig, device: torch.device) -> dict[str, Any]:
         "kv_channels": model.kv_channels,
         "normalization": model.normalization,
         "layernorm_epsilon": model.layernorm_epsilon,
-        "activation_func": _activation(model.activation, fused),
-        "bias_activation_fusion": fused,
+        "activation_func": activation_function(model.activation),
+        "bias_activation_fusion": device.type == "cuda" and model.gated_linear_unit and model.activation == "silu",
         "gated_linear_unit": model.gated_linear_unit,
         "add_bias_linear": model.add_bias_linear,
         "add_qkv_bias": model.add_qkv_bias,
@@ -204,6 +186,7 @@ def _numerics(model: ModelConfig, settings: EngineSettings) -> dict[str, Any]:
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
         "apply_rope_fusion": False,
+        "fused_single_qkv_rope": on_gpu and fillers("cuda").triton and _can_split_and_turn(model, settings.parallel),
         # pipeline_parallel/schedules.py:pp_pre_forward frees what the interleaved schedule still sends; and gloo always
         # sends from the tensor itself.
         "deallocate_pipeline_outputs": on_gpu and settings.parallel.vpp is None,
@@ -215,6 +198,12 @@ def _numerics(model: ModelConfig, settings: EngineSettings) -> dict[str, Any]:
         "output_layer_init_method": _leave,
         "embedding_init_method": _leave,
     }
+
+
+def _can_split_and_turn(model: ModelConfig, parallel: ParallelConfig) -> bool:
+    """Whether nothing happens between the split into queries, keys and values and their rotation."""
+    is_rotary = model.position_embedding_type == "rope"
+    return is_rotary and not model.qk_layernorm and model.num_query_groups >= parallel.tp
 
 
 def _leave(weight: torch.Tensor) -> torch.Tensor:

@@ -150,7 +150,9 @@ def test_files_functions_and_parameter_lists_are_short() -> None:
         arguments = function.args
         count = len(arguments.posonlyargs) + len(arguments.args) + len(arguments.kwonlyargs)
         is_method = "." in name and bool(arguments.args) and arguments.args[0].arg in ("self", "cls")
-        if count - is_method > MAX_PARAMETERS and name not in MANY_PARAMETERS:
+        # A Triton kernel has nothing but parameters: a structure of addresses cannot be passed to a GPU.
+        is_kernel = any(ast.unparse(decorator) == "triton.jit" for decorator in function.decorator_list)
+        if count - is_method > MAX_PARAMETERS and not is_kernel and name not in MANY_PARAMETERS:
             wrong.append(f"{name} has {count - is_method} parameters")
     assert wrong == []
 

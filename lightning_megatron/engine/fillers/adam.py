@@ -8,13 +8,15 @@ called ``exp_avg`` and ``exp_avg_sq``. State exists as soon as anybody asks for 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.layers import copy_tensor_model_parallel_attributes
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+
+from lightning_megatron.engine.fillers.choice import has_triton
 
 
 class MasterOptimizer(torch.optim.Optimizer):
@@ -95,6 +97,11 @@ class FusedAdam(MasterOptimizer):
         """
         self.adam_w_mode = adam_w_mode
         self.state_names = ("exp_avg", "exp_avg_sq")
+        self.low_copies: Callable[[], Mapping[Tensor, Tensor]] | None = None
+        """Tells where the 16-bit copies of the weights are now."""
+        self.has_copied = False
+        """Whether the last step has updated these, too."""
+        self._tables: dict[int, Any] = {}
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps, "step": 0})
 
     @torch.no_grad()
@@ -105,6 +112,9 @@ class FusedAdam(MasterOptimizer):
             group["step"] += 1
             parameters, gradients, states = self._with_gradients(group)
             if not parameters:
+                continue
+            if parameters[0].is_cuda and parameters[0].dtype == gradients[0].dtype == torch.float32 and has_triton():
+                self._step_in_one_pass(group, parameters, gradients, states)
                 continue
             # The kernel reads one step per parameter and writes none of them, so all can be the same tensor.
             step = torch.full((), float(group["step"]), dtype=torch.float32, device=parameters[0].device)
@@ -125,6 +135,24 @@ class FusedAdam(MasterOptimizer):
                 grad_scale=self.grad_scale,
                 found_inf=self.found_inf,
             )
+
+    def _step_in_one_pass(
+        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor], states: list[dict[str, Tensor]]
+    ) -> None:
+        from lightning_megatron.engine.fillers import adam_kernel  # needs Triton
+
+        copies = {} if self.low_copies is None else self.low_copies()
+        lows = [copies.get(parameter) for parameter in parameters]
+        moments = ([state[name] for state in states] for name in self.state_names)
+        lists: tuple[list[Any], ...] = (parameters, gradients, *moments, lows)
+        key = tuple(tuple(0 if each is None else each.data_ptr() for each in tensors) for tensors in lists)
+        if self._tables.get(id(group), ((), ()))[0] != key:
+            table = adam_kernel.table_of(key, [p.numel() for p in parameters], parameters[0].device)
+            self._tables[id(group)] = key, table
+        low = next((each.dtype for each in lows if each is not None), None)
+        self.has_copied = self.low_copies is not None
+        table = self._tables[id(group)][1]
+        adam_kernel.step(table, low, group, self.grad_scale, self.found_inf, decoupled=self.adam_w_mode)
 
 
 class FusedSGD(MasterOptimizer):

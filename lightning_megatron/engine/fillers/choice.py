@@ -47,6 +47,12 @@ def has_liger() -> bool:
     return importlib.util.find_spec("liger_kernel") is not None and _imports("liger_kernel.megatron")
 
 
+@functools.cache
+def has_triton() -> bool:
+    """Triton, which torch's wheels for CUDA bring with them."""
+    return importlib.util.find_spec("triton") is not None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fillers:
     """What is chosen where there is a choice; the same decision feeds the patches and the report."""
@@ -55,8 +61,8 @@ class Fillers:
     """Adam on torch's fused kernel, norm and scale on torch._foreach_*, instead of TE's or Apex's."""
     native_wgrad: bool
     """Weight gradients by torch.addmm instead of Apex's extension."""
-    compiled_rope: bool
-    """RoPE by torch.compile."""
+    triton: bool
+    """RoPE together with the split into queries, keys and values, by a Triton kernel."""
     liger: bool
     """SwiGLU by liger-kernel."""
 
@@ -67,7 +73,7 @@ def fillers(device_type: DeviceType) -> Fillers:
     return Fillers(
         native_optimizer=not (cuda and (has_transformer_engine() or has_apex())),
         native_wgrad=not (cuda and has_apex_wgrad()),
-        compiled_rope=cuda,
+        triton=cuda and has_triton(),
         liger=cuda and has_liger(),
     )
 
@@ -106,8 +112,8 @@ def slot_report(device_type: DeviceType) -> tuple[SlotLine, ...]:
         line("gradient norm", choice.native_optimizer, "torch foreach", neither, library),
         SlotLine(
             "RoPE",
-            "torch.compile" if choice.compiled_rope else "eager",
-            "one kernel instead of eight" if choice.compiled_rope else "runs on the CPU",
+            "Triton kernel" if choice.triton else "eager",
+            "one kernel with the split into q, k and v" if choice.triton else "runs on the CPU",
         ),
         line("SwiGLU", not choice.liger, "Megatron-Core", "liger-kernel is not", "liger-kernel"),
         SlotLine(

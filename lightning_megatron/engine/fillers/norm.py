@@ -11,7 +11,11 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from lightning_megatron.engine.fillers.choice import has_triton
 from lightning_megatron.errors import ConfigError
+
+WIDEST_SUM = 16384
+"""Columns that the kernel of ``Norm.add`` holds in registers."""
 
 
 class Norm(torch.nn.Module):
@@ -40,6 +44,8 @@ class Norm(torch.nn.Module):
         for parameter in self.parameters():
             # distributed/finalize_model_grads.py sums these gradients over TP: each rank saw a part of the sequence.
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self._ahead: tuple[Tensor, Tensor] | None = None
+        """A sum that ``add`` made, and its norm."""
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -48,8 +54,33 @@ class Norm(torch.nn.Module):
         if self.bias is not None:
             torch.nn.init.zeros_(self.bias)
 
+    def can_add(self, x: Tensor, residual: Tensor) -> bool:
+        """Whether ``add`` takes these; it is for training, whose time a kernel launch from Python does not decide."""
+        same = x.dtype == residual.dtype == self.weight.dtype
+        return same and x.is_cuda and self.shape[0] <= WIDEST_SUM and has_triton()
+
+    def add(self, x: Tensor, bias: Tensor | None, residual: Tensor, probability: float) -> Tensor:
+        """``residual + dropout(x + bias)``, [..., hidden_size]; the next ``forward`` has its norm already.
+
+        Args:
+            x: [..., hidden_size], on CUDA, in the parameters' dtype.
+            bias: [hidden_size]; None for none.
+            residual: As ``x``.
+            probability: With which a number is dropped.
+        """
+        from lightning_megatron.engine.fillers.add_norm import add_norm  # needs Triton
+
+        for hook in self._forward_pre_hooks.values():  # DDP's, that waits until the parameters are gathered
+            hook(self, ())
+        weight: Tensor = self.weight + 1.0 if self.zero_centered else self.weight
+        self._ahead = add_norm(x, bias, residual, weight, self.bias, self.eps, probability)
+        return self._ahead[0]
+
     def forward(self, x: Tensor) -> Tensor:
         """Normalized x: [..., hidden_size], in the parameters' dtype."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] is x:
+            return ahead[1]
         weight: Tensor = self.weight + 1.0 if self.zero_centered else self.weight
         bias: Tensor | None = self.bias
         if x.dtype != weight.dtype:  # fp32_residual_connection: float32 in, activation dtype out

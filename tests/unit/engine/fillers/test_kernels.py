@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +17,10 @@ from megatron.core.utils import local_multi_tensor_l2_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_megatron.engine.fillers.kernels import (
-    MAX_SHAPES,
-    MAX_STEP_SHAPES,
-    CompiledRope,
+    _LookUp,
     accumulate_weight_gradient,
     copy,
+    embedding,
     l2_norm,
     scale,
 )
@@ -134,6 +132,41 @@ def test_a_linear_of_the_engine_accumulates_two_backwards_of_which_autograd_sees
             ColumnParallelLinear(8, 12, config=config, init_method=torch.nn.init.normal_)
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("one_rank")
+def test_a_bias_that_the_product_adds_has_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, gradient_accumulation_fusion=True)
+    with active(WEIGHT_GRADIENTS):
+        linear = ColumnParallelLinear(8, 12, config=config, init_method=torch.nn.init.normal_, bias=True).cuda()
+        torch.nn.init.normal_(linear.bias)
+        linear.weight.main_grad = torch.zeros(12, 8, device="cuda")
+        x, upstream = torch.randn(5, 2, 8, device="cuda", requires_grad=True), torch.randn(5, 2, 12, device="cuda")
+        got, _ = linear(x)
+        gradients = torch.autograd.grad(got, (x, linear.bias), upstream)
+    torch.testing.assert_close(got, F.linear(x, linear.weight, linear.bias), rtol=1e-5, atol=1e-5)
+    expected = upstream @ linear.weight, upstream.sum((0, 1))
+    torch.testing.assert_close(gradients, expected, rtol=1e-5, atol=1e-5)
+    weight_gradient = torch.einsum("sbo,sbi->oi", upstream, x)
+    torch.testing.assert_close(linear.weight.main_grad, weight_gradient, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_embeddings_gradient_is_added_and_autograd_keeps_none(device: str, tied: bool) -> None:
+    torch.manual_seed(0)
+    weight: Any = torch.nn.Parameter(torch.randn(10, 4, device=device))
+    weight.main_grad, weight.grad_added_to_main_grad, weight.zero_out_wgrad = torch.ones_like(weight), False, tied
+    ids, upstream = torch.tensor([[1, 2, 2], [3, 1, 2]], device=device), torch.randn(2, 3, 4, device=device)
+    rows = _LookUp.apply(ids, weight) if device == "cpu" else embedding(ids, weight)
+    (rows * upstream).sum().backward()
+    plain = weight.detach().clone().requires_grad_()
+    (F.embedding(ids, plain) * upstream).sum().backward()
+    torch.testing.assert_close(weight.main_grad - 1, plain.grad, rtol=1e-5, atol=1e-6)
+    assert weight.grad_added_to_main_grad is not tied
+    assert (weight.grad is None) is tied  # what is not None is looked at by nobody
+
+
 # ---- RoPE -----------------------------------------------------------------------------------------------------------
 
 
@@ -157,39 +190,6 @@ def test_the_rotation_is_that_of_complex_numbers(device: str) -> None:
     with active(ROPE):
         got = rope_utils._apply_rotary_pos_emb_bshd(t, freqs, rotary_interleaved=False)
     _assert_same_gradients(got, _rotated(t, freqs), t, 1e-5)
-
-
-def test_many_prompts_are_not_all_compiled_and_use_up_neither_the_places_of_training_nor_those_of_steps() -> None:
-    calls: Counter[str] = Counter()
-    rope = CompiledRope(_rotated)
-    for name in ("eager", "compiled", "compiled_step"):
-        setattr(rope, name, lambda *args, name=name: calls.update([name]))
-
-    def rotate(length: int, rows: int = 1) -> None:
-        shape = torch.Size([length, rows, 1, 8])
-        fake: Any = SimpleNamespace(shape=shape, dtype=torch.float32, is_cuda=True)
-        rope(fake, fake)
-
-    with torch.no_grad():
-        for length in range(2, 40):
-            rotate(length)
-        for rows in [*range(20), *range(20)]:
-            rotate(1, rows)
-    assert calls["compiled"] == MAX_SHAPES
-    assert calls["compiled_step"] == 2 * MAX_STEP_SHAPES
-    for length in (64, 64, 1):
-        rotate(length)
-    assert calls["compiled"] == MAX_SHAPES + 3
-
-
-@pytest.mark.gpu
-def test_the_compiled_rotation_of_one_token_is_that_of_complex_numbers() -> None:
-    t, freqs = _rotation("cuda")
-    with active(ROPE), torch.no_grad():
-        for rows in range(1, MAX_STEP_SHAPES + 3):
-            token, angles = t[3:4, :1].expand(1, rows, 3, 8).contiguous(), freqs[3:4]
-            got = rope_utils._apply_rotary_pos_emb_bshd(token, angles, rotary_interleaved=False)
-            torch.testing.assert_close(got, _rotated(token, angles), rtol=1e-5, atol=1e-5)
 
 
 # ---- SwiGLU ---------------------------------------------------------------------------------------------------------
