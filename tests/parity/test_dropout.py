@@ -81,7 +81,9 @@ def test_recomputed_activations_are_dropped_where_they_were(mode: str) -> None:
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=2, sequence_parallel=True)], ids=str)
-@pytest.mark.parametrize("mode", ["selective", "uniform", "block"])
+@pytest.mark.parametrize(
+    "mode", ["uniform", "block"]
+)  # "selective" draws no dropout again, and adds without the kernel
 def test_recomputed_activations_are_dropped_where_they_were_on_gpus(mode: str, layout: Layout) -> None:
     # In fp32: one other mask would change the loss by far more than rounding does.
     case = replace(CASE, layout=layout, steps=3, accelerator="gpu")

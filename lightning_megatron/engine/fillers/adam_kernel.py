@@ -77,8 +77,10 @@ def table_of(key: Key, sizes: Sequence[int], device: torch.device) -> tuple[Tens
     offset = _CHUNK * (torch.arange(len(tensor)) - (counts.cumsum(0) - counts)[tensor])
     addresses = torch.tensor(key)[:, tensor]
     addresses = torch.where(addresses == 0, 0, addresses + offset * torch.tensor([4, 4, 4, 4, 2])[:, None])
-    rows = torch.cat((addresses, (torch.tensor(sizes)[tensor] - offset).clamp(max=_CHUNK)[None])).t()
-    return rows.contiguous().to(device), 4 if (addresses % 16).any() else 16
+    rows = torch.cat((addresses, (torch.tensor(sizes)[tensor] - offset).clamp(max=_CHUNK)[None])).t().contiguous()
+    if device.type == "cuda":
+        rows = rows.pin_memory()  # or the host would wait until the device has it
+    return rows.to(device, non_blocking=True), 4 if (addresses % 16).any() else 16
 
 
 def step(

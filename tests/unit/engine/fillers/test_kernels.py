@@ -186,6 +186,7 @@ def _rotated(t: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_rotation_is_that_of_complex_numbers(device: str) -> None:
+    pytest.importorskip("triton")
     t, freqs = _rotation(device)
     with active(ROPE):
         got = rope_utils._apply_rotary_pos_emb_bshd(t, freqs, rotary_interleaved=False)
