@@ -15,6 +15,8 @@ from lightning_megatron.models.rotary import angles_at, inverse_frequencies
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Rotary scalings whose frequencies are others in longer sequences."""
+_MAX_LENGTHS = 64
+"""Of rows, whose angles are kept."""
 
 
 class GPTChunk(Chunk):
@@ -33,7 +35,7 @@ class GPTChunk(Chunk):
             self.embedding.norm = Norm(config, model.hidden_size, model.layernorm_epsilon)
         if model.position_embedding_type == "rope":
             self._rotary_frequencies = self._frequencies()
-            self._counted_angles: Tensor | None = None
+            self._counted_angles: dict[int, Tensor] = {}
         self.decoder = self.create_block()
         if self.post_process:
             self.output_layer = self.create_output_layer()
@@ -83,10 +85,15 @@ class GPTChunk(Chunk):
         scaling, length = self.description.rope_scaling, input_ids.shape[1]
         depends_on_length = scaling is not None and scaling.rope_type in _LENGTH_DEPENDENT
         if position_ids is None:
-            if self._counted_angles is None or self._counted_angles.shape[0] != length:
-                frequencies = self._frequencies(length) if depends_on_length else self._rotary_frequencies
-                self._counted_angles = angles_at(torch.arange(length, device=input_ids.device)[None], frequencies)
-            return self._counted_angles
+            if (known := self._counted_angles.get(length)) is not None:
+                return known
+            frequencies = self._frequencies(length) if depends_on_length else self._rotary_frequencies
+            angles = angles_at(torch.arange(length, device=input_ids.device)[None], frequencies)
+            if (
+                len(self._counted_angles) < _MAX_LENGTHS
+            ):  # none is ever dropped: a recorded graph reads it where it lies
+                self._counted_angles[length] = angles
+            return angles
         if not depends_on_length:
             return angles_at(position_ids, self._rotary_frequencies)
         # Hugging Face's measure of a sequence's length; it makes the host wait, in these two scalings only.
