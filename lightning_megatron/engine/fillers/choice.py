@@ -105,9 +105,19 @@ def slot_report(device_type: DeviceType) -> tuple[SlotLine, ...]:
             "torch SDPA" if cpu else "torch SDPA, FlexAttention where a mask hides tokens",
             "takes masks, biases and grouped heads",
         ),
-        SlotLine("norm", "torch layer_norm and rms_norm", "allow sequence parallelism"),
+        SlotLine(
+            "norm",
+            "Triton kernel with the addition before it, else torch's" if choice.triton else "torch's",
+            "one pass over memory; allow sequence parallelism" if choice.triton else "allow sequence parallelism",
+        ),
         line("weight gradient", choice.native_wgrad, "torch addmm into fp32", "Apex is not", "NVIDIA Apex"),
-        line("Adam", choice.native_optimizer, "torch fused kernel", neither, library),
+        line(
+            "Adam",
+            choice.native_optimizer,
+            "Triton kernel" if choice.triton else "torch fused kernel",
+            neither,
+            library,
+        ),
         SlotLine("SGD", "torch fused kernel", "only this one can be sharded and saved"),
         line("gradient norm", choice.native_optimizer, "torch foreach", neither, library),
         SlotLine(
