@@ -158,6 +158,7 @@ class StepTime:
     bubble: float
     """Waiting for other stages."""
     idle: float
+    """Waiting for the host: data, the Trainer, and Python where kernels are shorter than their launches."""
 
     @property
     def total(self) -> float:
@@ -272,8 +273,8 @@ def step_time(run: Run, device: Device) -> StepTime:
         other=m * slowest.other,
         optimizer=parameters * (_STEP_TRAFFIC / sharded + _GRADIENT_TRAFFIC) / bandwidth,
         communication=m * slowest.communication + _DP_EXPOSED * reduced,
-        bubble=waiting + m * slowest.idle,
-        idle=_IDLE,
+        bubble=waiting,
+        idle=_IDLE + m * slowest.idle,
     )
 
 

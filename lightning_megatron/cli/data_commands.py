@@ -119,7 +119,7 @@ def convert(options: ConvertOptions) -> None:
 
 def average(
     *,
-    checkpoints: Sequence[Path],
+    load_path: Sequence[Path],
     save_path: Path,
     to: Format = "megatron",
     dtype: str | None = None,
@@ -131,17 +131,17 @@ def average(
     fp32; the weights keep the dtype of the first checkpoint, unless --dtype says another. Reads what convert reads.
 
     Args:
-        checkpoints: What to average, of any format.
+        load_path: Checkpoints to average, of any format.
         save_path: What to write; must not exist, or be an empty folder.
         to: Format to write, as for convert.
         dtype: fp32, fp16 or bf16 for the weights.
         tokenizer: Tokenizer to put beside the weights; that of the first checkpoint if left out.
 
     Example:
-        lightning-megatron average --checkpoints runs/a/step=8000.ckpt runs/a/step=9000.ckpt --save-path mean.ckpt
+        lightning-megatron average --load-path runs/a/step=8000.ckpt runs/a/step=9000.ckpt --save-path mean.ckpt
     """
-    options = ConvertOptions(load_path=checkpoints[0], save_path=save_path, to=to, dtype=dtype, tokenizer=tokenizer)
-    _print_converted(options, checkpoints[1:])
+    options = ConvertOptions(load_path=load_path[0], save_path=save_path, to=to, dtype=dtype, tokenizer=tokenizer)
+    _print_converted(options, load_path[1:])
 
 
 def _print_converted(options: ConvertOptions, average_with: Sequence[Path]) -> None:
