@@ -294,23 +294,6 @@ _BF16_CASES: tuple[Case, ...] = (
         layout={"cuda_graphs": True},
     ),
     Case(
-        name="bert-large-graphs",
-        model=BERT_LARGE,
-        seq_length=512,
-        micro_batch_size=32,
-        num_microbatches=2,
-        layout={"cuda_graphs": True},
-    ),
-    Case(
-        name="t5-large-graphs",
-        model=T5_LARGE,
-        seq_length=512,
-        decoder_seq_length=128,
-        micro_batch_size=32,
-        num_microbatches=2,
-        layout={"cuda_graphs": True},
-    ),
-    Case(
         name="smoke-bert",
         model={**BERT_LARGE, **dict.fromkeys(("hidden_size", "intermediate_size"), 32), "vocab_size": 300}
         | {"num_hidden_layers": 2, "num_attention_heads": 2},
@@ -341,6 +324,11 @@ _FP8_TARGETS: Mapping[str, int | None] = {
 
 CASES: tuple[Case, ...] = (
     *_BF16_CASES,
+    *(
+        replace(case, name=f"{case.name}-graphs", layout={"cuda_graphs": True})
+        for case in _BF16_CASES
+        if case.name in ("bert-large", "t5-large")
+    ),
     *(
         replace(
             case,

@@ -184,14 +184,23 @@ class StepClock:
         return seconds, sum(tokens for *_, tokens, _ in steps), sum(flops for *_, flops in steps)
 
 
-def _step_flops(trainer: Trainer, pl_module: LightningModule, shape: StepShape) -> float:
-    """Model FLOPs of a step over all ranks; 0 if the module does not tell its shape."""
+def _model_and_lengths(pl_module: LightningModule, shape: StepShape) -> tuple[ModelConfig, tuple[int, ...]] | None:
+    """The model and the tokens of a row; None if the module does not tell its shape.
+
+    So is it with an objective of the user's for a T5, which tells only the sum of both sequences.
+    """
     model = getattr(pl_module, "model_config", None)
     if not isinstance(model, ModelConfig):
-        return 0.0
+        return None
     lengths = shape.lengths if model.architecture == "t5" else (shape.seq_length,)
-    if not lengths:  # an objective of the user's, which tells only the sum of both sequences
+    return (model, lengths) if lengths else None
+
+
+def _step_flops(trainer: Trainer, pl_module: LightningModule, shape: StepShape) -> float:
+    """Model FLOPs of a step over all ranks; 0 if they are not known."""
+    if (known := _model_and_lengths(pl_module, shape)) is None:
         return 0.0
+    model, lengths = known
     padded = model.padded_vocab_size(int(getattr(trainer.strategy, "tp", 1)))
     return model_flops(model, lengths, padded) * shape.tokens / shape.seq_length
 
@@ -199,13 +208,13 @@ def _step_flops(trainer: Trainer, pl_module: LightningModule, shape: StepShape) 
 def _estimates(trainer: Trainer, pl_module: LightningModule, device_name: str) -> dict[str, float]:
     """What the planner expected of this run; nothing for devices and models that it does not know, and for fp8."""
     device = next((each for each in DEVICES.values() if each.name == device_name), None)
-    strategy, model = trainer.strategy, getattr(pl_module, "model_config", None)
-    shape: StepShape = strategy.step_shape  # type: ignore[attr-defined]
-    if device is None or not isinstance(model, ModelConfig) or getattr(strategy, "fp8", None) is not None:
+    strategy: Any = trainer.strategy
+    shape: StepShape = strategy.step_shape
+    known = _model_and_lengths(pl_module, shape)
+    if device is None or known is None or getattr(strategy, "fp8", None) is not None:
         return {}
-    lengths = shape.lengths if model.architecture == "t5" else (shape.seq_length,)
-    settings: Any = strategy.settings  # type: ignore[attr-defined]
-    run = run_of(model, settings, rows=shape.micro_batch_size, lengths=lengths, world_size=trainer.world_size)
+    model, lengths = known
+    run = run_of(model, strategy.settings, rows=shape.micro_batch_size, lengths=lengths, world_size=trainer.world_size)
     expected = plan(run, device)
     return {"step_seconds_expected": expected.time.total, "peak_memory_gib_expected": expected.memory.total / GIB}
 

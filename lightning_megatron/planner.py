@@ -127,6 +127,23 @@ class Run:
             return t5_layout(self.model, self.parallel, None)
         return self.parallel.layout(self.model.num_layers)
 
+    def chunks_of(self, pp_rank: int) -> range:
+        """Which of ``chunks`` one stage holds."""
+        return range(pp_rank, self.parallel.pp * self.parallel.num_model_chunks, self.parallel.pp)
+
+    def layers_of(self, chunk: int) -> range:
+        """Layers of a chunk, counted from 0 in the whole model, a T5's decoder after its encoder."""
+        return range(sum(self.chunks[:chunk]), sum(self.chunks[: chunk + 1]))
+
+    @property
+    def optimizer_ranks(self) -> int:
+        """How many ranks share the state of one shard's optimizer."""
+        return self.dp if self.distributed_optimizer else 1
+
+    def peak_flops_per_s(self, device: Device) -> float | None:
+        """Of the matrix products of one device; None where the datasheet is silent."""
+        return peak_flops_per_s(device.name, "tf32" if self.precision == "32-true" else "bf16")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
@@ -200,13 +217,12 @@ def _stage_memory(run: Run, pp_rank: int) -> Memory:
     parallel, model = run.parallel, run.model
     parameters = rank_parameters(model, run.chunks, tp=parallel.tp, pp=parallel.pp, pp_rank=pp_rank)
     is_last = pp_rank == parallel.pp - 1 and model.has_output_layer
-    sharded = run.dp if run.distributed_optimizer else 1
     logits = run.micro_batch_size * run.lengths[-1] * model.padded_vocab_size(parallel.tp) / parallel.tp
     return Memory(
         weights=run.bytes_per_number * parameters,
         gradients=4.0 * parameters,
         # Adam's two moments, and a master copy of weights that are not fp32 themselves.
-        optimizer=(8.0 if run.bytes_per_number == 4 else 12.0) * parameters / sharded,
+        optimizer=(8.0 if run.bytes_per_number == 4 else 12.0) * parameters / run.optimizer_ranks,
         activations=_kept_layers(run, pp_rank),
         logits=_LOSS_BYTES * run.bytes_per_number / 2 * logits * is_last,
     )
@@ -216,14 +232,14 @@ def _kept_layers(run: Run, pp_rank: int) -> float:
     """Bytes of activations at the moment when most microbatches are under way on a stage."""
     parallel = run.parallel
     pp, m = parallel.pp, parallel.num_microbatches
-    mine = [chunk for chunk in range(len(run.chunks)) if chunk % pp == pp_rank]
+    mine = run.chunks_of(pp_rank)
     under_way: float = min(pp - pp_rank, m)
     if len(mine) > 1:  # the warm-up of megatron-core 0.16.1, schedules.py, and the forward pass that follows it
         under_way = min((pp - pp_rank - 1) * 2 + (len(mine) - 1) * pp + 1, m * len(mine)) / len(mine)
-    layers = sum(run.chunks[chunk] for chunk in mine)
-    kept = sum(_chunk_bytes(run, chunk) for chunk in mine)
+    kept = sum(_chunk_bytes(run, chunk, remakes=run.recompute == "selective") for chunk in mine)
     if run.recompute != "full":
-        return under_way * sum(_chunk_bytes(run, chunk, remakes=run.recompute == "selective") for chunk in mine)
+        return under_way * kept
+    layers = sum(run.chunks[chunk] for chunk in mine)
     inputs = run.bytes_per_number * run.tokens_per_microbatch * run.model.hidden_size * layers
     return under_way * inputs / (parallel.tp if parallel.uses_sequence_parallel else 1) + kept / layers
 
@@ -232,7 +248,7 @@ def _chunk_bytes(run: Run, chunk: int, *, remakes: bool = False) -> float:
     """What a chunk keeps of one microbatch; without the outputs of norms and activations if it ``remakes`` them."""
     model, whole = run.model, 0.0
     h, f = 2.0 * model.hidden_size, 2.0 * model.ffn_hidden_size
-    for layer in range(sum(run.chunks[:chunk]), sum(run.chunks[: chunk + 1])):
+    for layer in run.layers_of(chunk):
         is_decoder = layer >= model.num_layers
         tokens = run.micro_batch_size * run.lengths[-1 if is_decoder else 0]
         size = activation_bytes(model, cross_attention_ratio=run.lengths[0] / run.lengths[-1] if is_decoder else None)
@@ -264,14 +280,13 @@ def step_time(run: Run, device: Device) -> StepTime:
         rank_parameters(run.model, run.chunks, tp=parallel.tp, pp=parallel.pp, pp_rank=rank)
         for rank in range(parallel.pp)
     )
-    sharded = run.dp if run.distributed_optimizer else 1
     bandwidth = _MEMORY_SHARE * device.memory_bandwidth
     reduced = 6.0 * parameters * (run.dp - 1) / run.dp / _link(device, run.dp)
     return StepTime(
         products=m * slowest.products,
         attention=m * slowest.attention,
         other=m * slowest.other,
-        optimizer=parameters * (_STEP_TRAFFIC / sharded + _GRADIENT_TRAFFIC) / bandwidth,
+        optimizer=parameters * (_STEP_TRAFFIC / run.optimizer_ranks + _GRADIENT_TRAFFIC) / bandwidth,
         communication=m * slowest.communication + _DP_EXPOSED * reduced,
         bubble=waiting,
         idle=_IDLE + m * slowest.idle,
@@ -281,14 +296,14 @@ def step_time(run: Run, device: Device) -> StepTime:
 def _microbatch_time(run: Run, pp_rank: int, device: Device) -> StepTime:
     """Seconds that one stage takes for one microbatch, forward and backward."""
     model, parallel, rows = run.model, run.parallel, run.micro_batch_size
-    peak = peak_flops_per_s(device.name, "tf32" if run.precision == "32-true" else "bf16")
+    peak = run.peak_flops_per_s(device)
     if peak is None:
         raise ConfigError(
             f"precision={run.precision}: expected a device whose peak in it is known, got {device.name}; choose from "
             f"{', '.join(name for name, each in DEVICES.items() if each != device)}"
         )
-    mine = [chunk for chunk in range(len(run.chunks)) if chunk % parallel.pp == pp_rank]
-    layers = [layer for chunk in mine for layer in range(sum(run.chunks[:chunk]), sum(run.chunks[: chunk + 1]))]
+    mine = run.chunks_of(pp_rank)
+    layers = [layer for chunk in mine for layer in run.layers_of(chunk)]
     flops = [layer_flops(model, run.lengths, layer) for layer in layers]
     products, scores = 3.0 * sum(each[0] for each in flops), 3.5 * sum(each[1] for each in flops)
     repeated = {None: 0.0, "selective": 0.15, "full": 1 / 3}[run.recompute]  # of the time of what is no product
@@ -305,15 +320,8 @@ def _microbatch_time(run: Run, pp_rank: int, device: Device) -> StepTime:
     traffic = _GLUE_TRAFFIC * (1 + repeated) * sum(_chunk_bytes(run, chunk) for chunk in mine)
     traffic += _LOSS_TRAFFIC * rows * logits / parallel.tp
     share = _DROPPED_ATTENTION_SHARE * model.kv_channels if model.attention_dropout > 0 else _ATTENTION_SHARE
-    message = (
-        float(run.bytes_per_number)
-        * rows
-        * sum(run.lengths)
-        / len(run.lengths)
-        * model.hidden_size
-        * (parallel.tp - 1)
-        / parallel.tp
-    )
+    rows_of_hidden = run.bytes_per_number * run.tokens_per_microbatch / len(run.lengths) * model.hidden_size
+    message = rows_of_hidden * (parallel.tp - 1) / parallel.tp
     busy = StepTime(
         products=rows * products / parallel.tp / rate,
         attention=rows * scores / parallel.tp / (share * peak),
@@ -447,14 +455,9 @@ def _runs(model: ModelConfig, batch: Batch) -> Iterator[Run]:
                 continue
             rows = batch.global_batch_size // dp
             for size in (each for each in divisors(rows) if each <= _MAX_MICRO_BATCH_SIZE):
-                for vpp in (
-                    None,
-                    *(
-                        range(2, (model.num_layers + model.num_decoder_layers) // pp + 1)
-                        if pp > 1 and rows // size % pp == 0
-                        else ()
-                    ),
-                ):
+                can_interleave = pp > 1 and rows // size % pp == 0
+                layers = model.num_layers + model.num_decoder_layers
+                for vpp in (None, *(range(2, layers // pp + 1) if can_interleave else ())):
                     parallel = ParallelConfig(
                         tp=tp, pp=pp, vpp=vpp, num_microbatches=rows // size,
                         sequence_parallel=tp > 1 and all(length % tp == 0 for length in batch.lengths),

@@ -94,7 +94,7 @@ _PARTS = ("weights", "gradients", "optimizer", "activations", "logits")
 
 
 def _table(found: Sequence[Plan], device: Device) -> Iterator[str]:
-    from lightning_megatron.accounting import model_flops, peak_flops_per_s
+    from lightning_megatron.accounting import model_flops
     from lightning_megatron.cli.inspect import columns
     from lightning_megatron.planner import GIB
 
@@ -109,7 +109,7 @@ def _table(found: Sequence[Plan], device: Device) -> Iterator[str]:
     rows: list[Sequence[str]] = [
         (*layout, "GiB", *_PARTS, "s/step", "bubble", "comm.", "tok/s/GPU", "MFU"),
     ]
-    peak = peak_flops_per_s(device.name, "tf32" if first.precision == "32-true" else "bf16")
+    peak = first.peak_flops_per_s(device)
     for each in found:
         run, time, memory = each.run, each.time, each.memory
         parallel = run.parallel
