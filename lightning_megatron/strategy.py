@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import distributed as fabric
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch import callbacks
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
@@ -47,6 +46,7 @@ from lightning_megatron.launch import ScriptLauncher, check_world_size, deferred
 from lightning_megatron.models.transformer_config import EngineSettings, Recompute
 from lightning_megatron.precision import MegatronPrecision
 from lightning_megatron.predictions import check_predict_size
+from lightning_megatron.trainer_limits import check_trainer
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -57,16 +57,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _EVALUATING = (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING, RunningStage.TESTING, RunningStage.PREDICTING)
-
-_REFUSED_CALLBACKS: dict[type | tuple[type, ...], str] = {
-    callbacks.GradientAccumulationScheduler: "does not work with MegatronStrategy, whose batches are whole optimizer "
-    "steps; use MegatronStrategy(num_microbatches=...) and a larger batch_size",
-    (callbacks.StochasticWeightAveraging, callbacks.WeightAveraging): "copies the module before its weights exist, and "
-    "would average nothing; remove it, and average checkpoints with lightning-megatron average",
-    callbacks.BaseFinetuning: "adds parameters to the optimizer while training, and Megatron's buffers are laid out "
-    "once; freeze with requires_grad_(False) in configure_model, and unfreeze between two runs of fit, instead",
-}
-"""Callbacks of Lightning's that would do something else here than they promise, most of them silently."""
 
 
 @explains_options
@@ -319,7 +309,7 @@ class MegatronStrategy(ParallelStrategy):
         Raises:
             ConfigError: The first thing that cannot work.
         """
-        self._check_trainer(trainer)
+        check_trainer(trainer)
         if not model.automatic_optimization:
             raise ConfigError(
                 "automatic_optimization=False does not work with MegatronStrategy, whose training_step runs all "
@@ -328,24 +318,6 @@ class MegatronStrategy(ParallelStrategy):
         for part in (model, datamodule):
             if (check := getattr(part, "check_run", None)) is not None:
                 check(self)
-
-    def _check_trainer(self, trainer: pl.Trainer) -> None:
-        """Refuse options and callbacks that Megatron's engine cannot honour."""
-        if (steps := trainer.accumulate_grad_batches) != 1:
-            raise ConfigError(
-                f"accumulate_grad_batches={steps} does not work with MegatronStrategy, whose batches are whole "
-                f"optimizer steps; use MegatronStrategy(num_microbatches={steps}) and a batch_size that many times as "
-                "large"
-            )
-        algorithm = str(trainer.gradient_clip_algorithm or "norm")
-        if trainer.gradient_clip_val and algorithm not in ("norm", "GradClipAlgorithmType.NORM"):
-            raise ConfigError(
-                f"gradient_clip_algorithm={algorithm!r} is not supported: Megatron clips by global norm; use 'norm'"
-            )
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            for kind, reason in _REFUSED_CALLBACKS.items():
-                if isinstance(callback, kind) and getattr(callback, "going_to_accumulate_grad_batches", lambda: True)():
-                    raise ConfigError(f"{type(callback).__name__} {reason}")
 
     @override
     def setup_environment(self) -> None:
@@ -395,7 +367,7 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         ready(self.accelerator, "the Trainer").setup(trainer)
-        self._check_trainer(trainer)
+        check_trainer(trainer)
         module = self._module
         if not isinstance(getattr(module, "model_chunks", None), torch.nn.ModuleList):
             raise ConfigError(

@@ -59,6 +59,7 @@ def _abandon(path: Path) -> list[Any]:
         begin_save(state, {"save": "new"}, path).abandon()
         dist.barrier()
         names = _names(path.parent)
+        dist.barrier()  # or another rank's next save is among the names
         slow = lambda *args: time.sleep(0.1) or original(*args)  # type: ignore[func-returns-value]  # noqa: E731
         patch.setattr(module._ChecksummedFile, "write", slow)
         _ = begin_save(state, {"save": "newer"}, path)

@@ -20,7 +20,7 @@ LAYERS = (
     ("files", "foreign_names", "hub", "known_warnings"),
     ("engine",),
     ("models", "data", "checkpoint", "precision"),
-    ("steps", "convert", "accounting", "predictions", "megatron_datamodule"),
+    ("steps", "convert", "accounting", "predictions", "megatron_datamodule", "trainer_limits"),
     ("generate", "datamodules", "launch", "planner"),
     ("checkpointing", "callbacks", "model_summary"),
     ("strategy",),
