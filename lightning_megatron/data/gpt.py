@@ -175,10 +175,16 @@ class GPTSamples:
         return len(self._index.shuffle_index)
 
     def rows(self, indices: Sequence[int]) -> Rows:
-        """``text`` [rows, seq_length + 1] int64; -1 where there is no token."""
+        """``text`` [rows, seq_length + 1] int64; -1 where there is no token.
+
+        Raises:
+            DataError: If a file of the dataset is not as it was opened, or its index points outside of the tokens.
+        """
+        self._dataset.check_unchanged()
         pieces, begins, counts = self._pieces(np.asarray(indices, dtype=np.int64))
         ends = np.cumsum(counts)
         found = self._dataset.tokens[np.repeat(begins - (ends - counts), counts) + np.arange(ends[-1])].astype(np.int64)
+        self._dataset.check_unchanged()
         if len(found) < len(pieces) * self._row_length:
             filled = np.add.reduceat(counts, np.cumsum(pieces) - pieces)
             partly = np.full((len(pieces), self._row_length), PADDING, dtype=np.int64)

@@ -26,6 +26,7 @@ the import of torch, which neither ``preprocess`` nor ``inspect`` needs.
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import shlex
 import struct
@@ -82,6 +83,8 @@ class IndexedDataset:
     """The first sequence of each document and, last, N: [documents + 1]."""
     modes: NDArray[np.int8]
     """Mode of each sequence, as those of multimodal datasets have: [N], or [0] if there are none."""
+    index_bytes: int
+    """Size of ``.idx``."""
     position_bytes: int = 1
     """Bytes of one step in ``positions``; 1 in the mmap format."""
     note: str | None = None
@@ -108,6 +111,30 @@ class IndexedDataset:
         if len(data) != end:
             raise _damaged(self.prefix, f"accounts for {end} bytes, and .bin has {len(data)}")
         return data.view(self.dtype)
+
+    @cached_property
+    def _maps(self) -> list[tuple[str, mmap.mmap, int]]:
+        """The files, as they are mapped, with the size that each had when it was opened."""
+        sizes = {".bin": self.tokens.nbytes, ".idx": self.index_bytes}
+        maps = {".bin": _map_of(self.tokens), ".idx": _map_of(self.lengths)}
+        return [(self.prefix + suffix, file, sizes[suffix]) for suffix, file in maps.items() if file is not None]
+
+    def check_unchanged(self) -> None:
+        """Raise unless both files have the sizes that they were opened with: 1 us on a local disk.
+
+        Beyond the end of a file that was cut, its map reads zeros up to the end of the page, and behind that the kernel
+        ends the process (SIGBUS). Called before a read, this leaves the kernel no page to end us for; called after it,
+        no zero is taken for a token. A file that was deleted or replaced as a whole can still be read.
+
+        Raises:
+            DataError: With the file, the size that it had and the one that it has.
+        """
+        for path, file, size in self._maps:
+            if (now := file.size()) != size:
+                raise DataError(
+                    f"{path}: expected {size} bytes, got {now}: it was cut or overwritten while it was in use; copy it"
+                    " again and resume from the last checkpoint, and give new data a new name"
+                )
 
     def sequences(self, begin: int, end: int) -> tuple[NDArray[Any], NDArray[np.int32]]:
         """The tokens of consecutive sequences, at least one, and the length of each.
@@ -218,6 +245,7 @@ def _open_mmap(prefix: str, index: NDArray[np.uint8], types: dict[int, np.dtype[
         lengths=lengths,
         positions=positions,
         document_bounds=bounds,
+        index_bytes=len(index),
         modes=modes.view(np.int8),
     )
 
@@ -247,6 +275,7 @@ def _open_old(prefix: str, index: NDArray[np.uint8]) -> IndexedDataset:
         lengths=lengths,
         positions=positions[:-1],
         document_bounds=bounds,
+        index_bytes=len(index),
         modes=np.empty(0, np.int8),
         position_bytes=element_size,
         note=note,
@@ -383,3 +412,10 @@ def _mapped(path: str) -> NDArray[np.uint8]:
         return np.memmap(path, np.uint8, mode="r").view(np.ndarray)
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}); make it readable, or copy it again") from error
+
+
+def _map_of(array: Any) -> mmap.mmap | None:
+    """The map that ``array`` is a view of; None for that of an empty file."""
+    while array is not None and not isinstance(array, mmap.mmap):
+        array = array.base
+    return array

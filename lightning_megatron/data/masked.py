@@ -349,12 +349,14 @@ class MaskedSamples:
         """What ``objective.empty_rows`` names, filled.
 
         Raises:
-            DataError: If the dataset has an id that the tokenizer has not.
+            DataError: If the dataset has an id that the tokenizer has not, or is not as it was opened.
         """
+        self._dataset.check_unchanged()
         rows, state = self._objective.empty_rows(len(indices)), np.random.RandomState(0)
         for number, index in enumerate(indices):
             state.seed((self._seed + int(index)) % 2**32)
             self._objective.fill(rows, number, self._sentences(int(index)), state)
+        self._dataset.check_unchanged()
         return {name: torch.from_numpy(array) for name, array in rows.items()}
 
     def _sentences(self, index: int) -> Sentences:

@@ -90,6 +90,7 @@ def _write(sources: Sequence[IndexedDataset], output_prefix: str, activity: str)
             for begin in range(0, len(source.tokens), PIECE_TOKENS):
                 piece = source.tokens[begin : begin + PIECE_TOKENS]
                 writer.add_documents(piece.astype(dtype, copy=False).data, ())
+                source.check_unchanged()
                 bar.update(len(piece))
             writer.add_documents(b"", source.lengths, np.diff(source.document_bounds), source.modes.tobytes())
     notes = [source.note for source in sources if source.note is not None]

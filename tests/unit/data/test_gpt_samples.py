@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from lightning_megatron.data.gpt import GPTObjective, GPTSamples, build_gpt_index
 from lightning_megatron.data.indexed import IndexedDatasetWriter
 from lightning_megatron.data.samples import Part, SplitName
+from lightning_megatron.errors import DataError
 from tests.unit.data.corpus import opened
 from tests.unit.data.engine_samples import engine_dataset, engine_rows
 
@@ -76,3 +78,30 @@ def test_partial_sequences_are_counted_exactly_in_large_corpora(seq_length: int,
     places = begins[index.sample_index[:, 0]] + index.sample_index[:, 1]
     assert np.array_equal(places[:-1], np.arange(len(places) - 1) * seq_length)
     assert places[-1] == tokens - 1
+
+
+@pytest.mark.parametrize("is_cut_while_read", [False, True])
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_file_that_is_cut_while_training_is_an_error_and_gives_no_zeros(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, is_cut_while_read: bool
+) -> None:
+    _write(tmp_path / "x", [20, 30])
+    samples = opened(GPTObjective(seq_length=4), _part(tmp_path / "x", split="1"))
+    before = _all_rows(samples)
+    file = tmp_path / f"x{suffix}"
+    size = file.stat().st_size
+
+    (tmp_path / "copy").write_bytes(file.read_bytes()[:50])
+    (tmp_path / "copy").rename(file)  # another file takes the name: the one that is in use is as it was
+    assert (_all_rows(samples) == before).all()
+
+    _write(tmp_path / "y", [20, 30])
+    samples = opened(GPTObjective(seq_length=4), _part(tmp_path / "y", split="1"))
+    assert (_all_rows(samples) == before).all()
+    if is_cut_while_read:
+        pieces = GPTSamples._pieces
+        monkeypatch.setattr(GPTSamples, "_pieces", lambda *a: (pieces(*a), os.truncate(tmp_path / f"y{suffix}", 50))[0])
+    else:
+        os.truncate(tmp_path / f"y{suffix}", 50)
+    with pytest.raises(DataError, match=rf"y\{suffix}: expected {size} bytes, got 50: .*resume from the last"):
+        samples.rows([3])
