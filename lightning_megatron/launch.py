@@ -18,9 +18,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -30,7 +28,6 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_megatron.errors import ConfigError
@@ -76,29 +73,6 @@ def check_world_size(environment: ClusterEnvironment, num_processes: int, num_no
             f"num_nodes={num_nodes}); start as many as it has (torchrun --nproc-per-node {num_processes}), or give the "
             "devices and num_nodes of those there are"
         )
-
-
-@contextmanager
-def meeting(environment: ClusterEnvironment, num_nodes: int, timeout: timedelta) -> Generator[None, None, None]:
-    """While the ranks meet: outside of a cluster say for which, since somebody has to start those of other nodes.
-
-    Raises:
-        ConfigError: If they do not come within ``timeout``.
-    """
-    place = f"{environment.main_address}:{environment.main_port}"
-    if num_nodes > 1 and isinstance(environment, LightningEnvironment):
-        rank_zero_info(
-            f"num_nodes={num_nodes}: node {environment.node_rank()} waits at {place} for the ranks of the others, at "
-            f"most {timeout}; start the same script on each node with MASTER_ADDR, MASTER_PORT and its NODE_RANK set, "
-            f"or all with torchrun --nnodes {num_nodes}"
-        )
-    try:
-        yield
-    except (dist.DistStoreError, dist.DistNetworkError) as error:
-        raise ConfigError(
-            f"ranks at {place}: expected {environment.world_size()} (num_nodes={num_nodes}) within {timeout}, got "
-            f"{str(error).splitlines()[0]}; start the script on every node with the same MASTER_ADDR and MASTER_PORT"
-        ) from error
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):

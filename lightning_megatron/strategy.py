@@ -42,10 +42,11 @@ from lightning_megatron.engine.schedule import Schedule, StepOutput, StepShape
 from lightning_megatron.engine.wrap import GradientReduction, freeze_alike, to_16bit, to_ddp
 from lightning_megatron.errors import ConfigError, require_choice
 from lightning_megatron.foreign_names import explains_options
-from lightning_megatron.launch import ScriptLauncher, check_world_size, deferred_signums, die_with_launcher, meeting
+from lightning_megatron.launch import ScriptLauncher, check_world_size, deferred_signums, die_with_launcher
 from lightning_megatron.models.transformer_config import EngineSettings, Recompute
 from lightning_megatron.precision import MegatronPrecision
 from lightning_megatron.predictions import check_predict_size
+from lightning_megatron.rendezvous import meeting
 from lightning_megatron.trainer_limits import check_trainer
 
 if TYPE_CHECKING:
@@ -327,10 +328,9 @@ class MegatronStrategy(ParallelStrategy):
         self.set_world_ranks()
         device = self.root_device
         backend = fabric._get_default_process_group_backend_for_device(device)
-        with meeting(environment, self.num_nodes, self._timeout):
-            fabric._init_dist_connection(
-                environment, backend, timeout=self._timeout, device_id=device if device.type == "cuda" else None
-            )
+        with meeting(environment, self.num_nodes, self._timeout) as store:
+            device_id = device if device.type == "cuda" else None
+            fabric._init_dist_connection(environment, backend, timeout=self._timeout, device_id=device_id, store=store)
         if self._runtime is not None:
             self._runtime.release()  # of a run that has ended without teardown
         self._runtime = Runtime(device)

@@ -21,7 +21,7 @@ LAYERS = (
     ("engine",),
     ("models", "data", "checkpoint", "precision"),
     ("steps", "convert", "accounting", "predictions", "megatron_datamodule", "trainer_limits"),
-    ("generate", "datamodules", "launch", "planner"),
+    ("generate", "datamodules", "launch", "rendezvous", "planner"),
     ("checkpointing", "callbacks", "model_summary"),
     ("strategy",),
     ("module",),
