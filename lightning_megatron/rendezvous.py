@@ -24,6 +24,8 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from lightning_megatron.errors import ConfigError
 
@@ -34,9 +36,7 @@ _POLL_SECONDS = 0.05
 
 
 @contextmanager
-def meeting(
-    environment: ClusterEnvironment, num_nodes: int, timeout: timedelta
-) -> Generator[dist.Store | None, None, None]:
+def meeting(environment: ClusterEnvironment, num_nodes: int, timeout: timedelta) -> Generator[Store | None, None, None]:
     """While the ranks meet: outside of a cluster say for which, since somebody has to start those of other nodes.
 
     Yields:
@@ -69,11 +69,11 @@ def meeting(
         ) from error
 
 
-def _meet(environment: ClusterEnvironment, num_nodes: int, timeout: timedelta) -> dist.Store:
+def _meet(environment: ClusterEnvironment, num_nodes: int, timeout: timedelta) -> Store:
     """The store of this start, after all ranks of it are there; gloo then uses the interface that reaches them."""
     rank, world_size = environment.global_rank(), environment.world_size()
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = environment.main_address, str(environment.main_port)
-    store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
+    store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
     address = _source_address(environment.main_address)
     if rank == 0:
         start, seen_from = _gather(store, world_size, address, timeout)
@@ -87,10 +87,10 @@ def _meet(environment: ClusterEnvironment, num_nodes: int, timeout: timedelta) -
         interface = _interface(address if _is_outward(address) else _source_address(seen_from))
         if interface is not None:
             os.environ[_GLOO_INTERFACE] = interface
-    return dist.PrefixStore(start, store)
+    return PrefixStore(start, store)
 
 
-def _gather(store: dist.Store, world_size: int, address: str, timeout: timedelta) -> tuple[str, str]:
+def _gather(store: Store, world_size: int, address: str, timeout: timedelta) -> tuple[str, str]:
     """Answer every rank that announces itself until as many have taken the name of this start as there are others.
 
     What a rank of an earlier start has announced is answered too, and nobody reads it.
