@@ -18,6 +18,7 @@ import time
 import uuid
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -27,12 +28,41 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915
 """Linux's request for the IPv4 address of an interface."""
 _POLL_SECONDS = 0.05
+
+
+def on_present_nodes(
+    parallel: ParallelConfig, environment: ClusterEnvironment, num_processes: int, num_nodes: int
+) -> tuple[ParallelConfig, int]:
+    """Layout and number of nodes of this start: torchrun or a scheduler may have started fewer than ``num_nodes``.
+
+    The model then has fewer copies, which take the microbatches of the others: batches, samples and their order stay.
+
+    Raises:
+        ConfigError: If the copies that are left cannot share the microbatches evenly, or there is no whole one.
+    """
+    present, rest = divmod(environment.world_size(), num_processes)
+    if not environment.creates_processes_externally or rest or not 0 < present < num_nodes:
+        return parallel, num_nodes
+    dp, left = (parallel.data_parallel_size(nodes * num_processes) for nodes in (num_nodes, present))
+    news = f"{present} of num_nodes={num_nodes} are there, so dp={left} instead of {dp}"
+    num_microbatches, rest = divmod(parallel.num_microbatches * dp, left)
+    if rest:
+        raise ConfigError(
+            f"{news}: expected copies that share the microbatches of a step evenly, got {left} for {dp} x "
+            f"num_microbatches={parallel.num_microbatches} = {parallel.num_microbatches * dp}; choose num_microbatches "
+            f"so that {left} divides them, or start all nodes"
+        )
+    rank_zero_info(
+        f"{news}: num_microbatches={num_microbatches} instead of {parallel.num_microbatches} keeps the batch"
+    )
+    return replace(parallel, num_microbatches=num_microbatches), present
 
 
 @contextmanager

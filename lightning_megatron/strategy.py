@@ -29,7 +29,13 @@ from lightning_megatron.checkpoint.save import write_weights
 from lightning_megatron.checkpoint.state import RunState
 from lightning_megatron.checkpointing import Checkpointing
 from lightning_megatron.data.broadcast import broadcast_batch
-from lightning_megatron.data.loader import EvaluationLoader, ResumableLoader, TrainLoader, is_map_style
+from lightning_megatron.data.loader import (
+    EvaluationLoader,
+    ResumableLoader,
+    TrainLoader,
+    dealt_to_fewer,
+    is_map_style,
+)
 from lightning_megatron.engine import groups
 from lightning_megatron.engine.collectives import on_all_ranks_alike
 from lightning_megatron.engine.fillers.fp8 import Recipe, known_recipe
@@ -46,7 +52,7 @@ from lightning_megatron.launch import ScriptLauncher, check_world_size, deferred
 from lightning_megatron.models.transformer_config import EngineSettings, Recompute
 from lightning_megatron.precision import MegatronPrecision
 from lightning_megatron.predictions import check_predict_size
-from lightning_megatron.rendezvous import meeting
+from lightning_megatron.rendezvous import meeting, on_present_nodes
 from lightning_megatron.trainer_limits import check_trainer
 
 if TYPE_CHECKING:
@@ -73,7 +79,8 @@ class MegatronStrategy(ParallelStrategy):
         vpp: Model chunks per pipeline stage (interleaved schedule); needs ``num_microbatches`` to be a multiple of pp.
         cp: Context parallel size; above 1 it needs Transformer Engine's attention and is refused.
         sequence_parallel: Split activations along the sequence between the tp ranks; saves memory at no cost.
-        num_microbatches: Microbatches per optimizer step; more of them keep a pipeline busier.
+        num_microbatches: Microbatches per optimizer step; more of them keep a pipeline busier. Where torchrun or a
+            scheduler starts fewer nodes than ``num_nodes``, each copy of the model takes as many more of them.
         distributed_optimizer: Shard the optimizer state over the data-parallel ranks (ZeRO-1).
         recompute: Recompute activations in the backward pass: ``selective`` (norms and the MLP's activation: a third of
             a layer's memory for 2 % of its time) or ``full`` (layers).
@@ -141,6 +148,8 @@ class MegatronStrategy(ParallelStrategy):
             num_layers_in_first_pipeline_stage=num_layers_in_first_pipeline_stage,
             num_layers_in_last_pipeline_stage=num_layers_in_last_pipeline_stage,
         )
+        self._asked = self.parallel
+        """The layout on all nodes; fewer of them may be there."""
         self.tp, self.pp, self.vpp, self.cp = tp, pp, vpp, cp
         self.sequence_parallel, self.num_microbatches = sequence_parallel, num_microbatches
         self._recompute = Recompute(granularity=recompute, method=recompute_method, num_layers=recompute_num_layers)
@@ -289,6 +298,8 @@ class MegatronStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         environment = ready(self.cluster_environment, "the Trainer")
         # The first moment at which the world size is known, before any process is started.
+        self.parallel, self.num_nodes = on_present_nodes(self._asked, environment, self.num_processes, self.num_nodes)
+        self.num_microbatches = self.parallel.num_microbatches
         check_world_size(environment, self.num_processes, self.num_nodes)
         self.parallel.data_parallel_size(self.num_nodes * self.num_processes)
         if self.root_device.type == "cuda" and self.tp > 1:
@@ -423,7 +434,8 @@ class MegatronStrategy(ParallelStrategy):
         if trainer.state.stage in _EVALUATING:
             check_predict_size(dataloader)
             return EvaluationLoader(dataloader) if is_map_style(dataloader) else dataloader
-        loader = self._resumable(dataloader) if is_map_style(dataloader) else dataloader
+        loader = dealt_to_fewer(dataloader, self._asked.num_microbatches, self.num_microbatches)
+        loader = self._resumable(loader) if is_map_style(loader) else loader
         self._loader_tells_steps = isinstance(loader, (ResumableLoader, TrainLoader))
         if isinstance(loader, (ResumableLoader, TrainLoader)):
             loader.before_batch = self.checkpointing.at_step_boundary

@@ -389,12 +389,8 @@ def _skipping(sampler: Any, skipped: int, after_skipping: Callable[[], None]) ->
     yield from batches
 
 
-def _without_first(loader: DataLoader[Any], skipped: int, after_skipping: Callable[[], None]) -> DataLoader[Any]:
-    """The same batches without the first ones, which are never read from the dataset; for one pass."""
-    rest = _skipping(loader.batch_sampler or loader.sampler, skipped, after_skipping)
-    order: dict[str, Any] = {"batch_sampler": rest}
-    if loader.batch_sampler is None:
-        order = {"batch_size": None, "sampler": rest}
+def _like(loader: DataLoader[Any], **order: Any) -> DataLoader[Any]:
+    """The samples of ``loader`` in another order or other batches."""
     return DataLoader(
         loader.dataset,
         **order,
@@ -407,6 +403,33 @@ def _without_first(loader: DataLoader[Any], skipped: int, after_skipping: Callab
         generator=loader.generator,
         prefetch_factor=loader.prefetch_factor,
     )
+
+
+def _without_first(loader: DataLoader[Any], skipped: int, after_skipping: Callable[[], None]) -> DataLoader[Any]:
+    """The same batches without the first ones, which are never read from the dataset; for one pass."""
+    rest = _skipping(loader.batch_sampler or loader.sampler, skipped, after_skipping)
+    if loader.batch_sampler is None:
+        return _like(loader, batch_size=None, sampler=rest)
+    return _like(loader, batch_sampler=rest)
+
+
+def dealt_to_fewer(loader: object, asked: int, num_microbatches: int) -> object:
+    """A training loader whose batches have rows for ``num_microbatches``, where the user's have them for ``asked``.
+
+    Raises:
+        ConfigError: If its batches are not made by ``batch_size``.
+    """
+    if asked == num_microbatches or isinstance(loader, TrainLoader):  # which counts by itself
+        return loader
+    rows = getattr(loader, "batch_size", None)
+    if not is_map_style(loader) or type(loader.batch_sampler) is not BatchSampler or not rows or rows % asked:
+        raise ConfigError(
+            f"fewer nodes than num_nodes take num_microbatches={num_microbatches} instead of {asked}, and larger "
+            f"batches: expected a DataLoader of a map-style dataset with a batch_size that {asked} divides, got "
+            f"{type(loader).__name__} with batch_size={rows}; give it one, or start all nodes"
+        )
+    rows = rows // asked * num_microbatches
+    return _like(loader, batch_size=rows, sampler=loader.sampler, drop_last=loader.drop_last)
 
 
 class ResumableLoader:

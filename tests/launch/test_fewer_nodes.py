@@ -1,0 +1,74 @@
+"""Where fewer nodes are there than ``num_nodes``, their copies of the model take the microbatches of the others."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from tests.parity.training import Case, Layout, Sentences, loader_of, module_of, trainer_of
+from tests.ranks import RankError, run_ranks
+
+CASE = Case(layout=Layout(dp=2, num_microbatches=2), steps=5, labels="uneven")
+"""Of two nodes with a process each."""
+
+Kind = Literal["loader", "datamodule", "stream"]
+
+
+class _Stream(IterableDataset[dict[str, torch.Tensor]]):
+    def __iter__(self) -> Any:
+        return iter(Sentences(12))
+
+
+def _losses(kind: Kind, case: Case, resumed: Path | None = None, saved: Path | None = None) -> list[float]:
+    """Of the steps of ``case``, on as many nodes as there are ranks."""
+    from lightning.pytorch import Callback
+
+    from lightning_megatron import DatasetDataModule
+
+    losses: list[float] = []
+
+    class Recorder(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *rest: Any) -> None:
+            losses.append(float(outputs["loss"]))
+
+    os.environ |= {"LOCAL_RANK": "0", "GROUP_RANK": os.environ["RANK"]}
+    trainer = trainer_of(case, devices=1, num_nodes=case.layout.dp, callbacks=[Recorder()])
+    whole = replace(case, steps=5)
+    data: dict[str, Any] = {"train_dataloaders": loader_of(whole)}
+    if kind == "datamodule":
+        rows = Sentences(5 * case.global_batch_size, case.labels)
+        data = {"datamodule": DatasetDataModule(train=rows, micro_batch_size=3)}
+    if kind == "stream":
+        data = {"train_dataloaders": torch.utils.data.DataLoader(_Stream(), batch_size=6)}
+    trainer.fit(module_of(case), **data, ckpt_path=resumed)
+    if saved is not None:
+        trainer.save_checkpoint(saved)
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["loader", "datamodule"])
+def test_a_run_resumed_on_fewer_nodes_takes_the_same_steps(kind: Kind, tmp_path: Path) -> None:
+    whole = run_ranks(_losses, 2, kind, CASE)[0]
+    part = replace(CASE, steps=2)
+    begun = run_ranks(_losses, 2, kind, part, None, tmp_path / "two.ckpt")[0]
+    rest = run_ranks(_losses, 1, kind, CASE, tmp_path / "two.ckpt")[0]
+    assert begun == whole[:2]
+    # One copy sums four microbatches where two sum two each and add them: fp32 in another order.
+    assert rest == pytest.approx(whole[2:], rel=1e-6)
+
+
+def test_what_fewer_nodes_cannot_share_is_refused() -> None:
+    uneven = replace(CASE, layout=Layout(dp=3, num_microbatches=1))
+    with pytest.raises(RankError, match="2 of num_nodes=3 are there, so dp=2 instead of 3: expected copies"):
+        run_ranks(_losses, 2, "loader", uneven)
+    wide = replace(CASE, layout=Layout(dp=2, tp=2))
+    with pytest.raises(RankError, match=r"world size 1 \(devices x num_nodes\) is not a multiple of tp=2"):
+        run_ranks(_losses, 1, "loader", wide)
+    with pytest.raises(RankError, match=r"expected a DataLoader of a map-style dataset with a batch_size"):
+        run_ranks(_losses, 1, "stream", CASE)
