@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from lightning_megatron.errors import ConfigError as ConfigError
     from lightning_megatron.errors import DataError as DataError
     from lightning_megatron.generate.options import GenerationOptions as GenerationOptions
+    from lightning_megatron.guards import ReplicaCheck as ReplicaCheck
+    from lightning_megatron.guards import SpikeGuard as SpikeGuard
     from lightning_megatron.megatron_datamodule import MegatronDataModule as MegatronDataModule
     from lightning_megatron.module import MegatronModule as MegatronModule
     from lightning_megatron.precision import MegatronPrecision as MegatronPrecision
@@ -72,6 +74,7 @@ _HOMES = {
         "engine.train_step": "TrainStep",
         "errors": "CheckpointError ConfigError DataError",
         "generate.options": "GenerationOptions",
+        "guards": "ReplicaCheck SpikeGuard",
         "megatron_datamodule": "MegatronDataModule",
         "module": "MegatronModule",
         "precision": "MegatronPrecision",

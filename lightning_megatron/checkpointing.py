@@ -28,6 +28,7 @@ from lightning_megatron.checkpoint.find import (
     find_newest,
     found_at,
     found_in,
+    is_complete,
     is_own_within,
     newest,
     preferred,
@@ -36,7 +37,8 @@ from lightning_megatron.checkpoint.load import LoadFrom, as_load_from, load_init
 from lightning_megatron.checkpoint.save import HostMemory, Save, described
 from lightning_megatron.data.loader import ResumableLoader
 from lightning_megatron.engine.collectives import on_all_ranks_alike, wait_for_all_ranks
-from lightning_megatron.errors import CheckpointError, ConfigError, NonFiniteError
+from lightning_megatron.engine.wrap import finish_parameter_gathers
+from lightning_megatron.errors import CheckpointError, ConfigError, NonFiniteError, NumericsError
 from lightning_megatron.files import remove, wait_for_deletions
 from lightning_megatron.launch import TERMINATED, DeferredSignals
 from lightning_megatron.megatron_datamodule import MegatronDataModule
@@ -105,6 +107,8 @@ class Checkpointing:
         self._removals: list[Path] = []
         """What Lightning has asked to remove."""
         self._written: set[Path] = set()
+        self._steps: dict[Path, int] = {}
+        """The steps of this run's checkpoints with an optimizer, that which it began with included."""
 
     def begin(self, signums: list[int], group: dist.ProcessGroup) -> None:
         """Forget the run before, whose checkpoints stay; every rank must call.
@@ -115,7 +119,7 @@ class Checkpointing:
         """
         self._signals = DeferredSignals(signums, group)
         self._is_trained, self._first_step = False, None
-        self._failure, self._removals = None, []
+        self._failure, self._removals, self._steps = None, [], {}
 
     def end(self) -> None:
         """Give up a save that is under way, and what saves have taken. Does not communicate."""
@@ -150,6 +154,8 @@ class Checkpointing:
         meta = described(run, checkpoint, path)
         with self._failures(is_final), self._strategy.engine():
             self.saving = Save(run, meta, path, self._memory)
+            if run.optimizer is not None:
+                self._steps[path] = checkpoint["global_step"]
         if is_final or not self._asynchronous:
             self.finish(is_final=is_final)
         if is_final:
@@ -282,7 +288,7 @@ class Checkpointing:
         """Save before the exit that SIGTERM asks for; give up a save under way where other ranks may never come."""
         # These are raised on all ranks at the same place. After any other one, also of ours (one rank alone may have
         # read a bad sample), the ranks cannot be told to meet again.
-        if not isinstance(exception, (SIGTERMException, NonFiniteError)):
+        if not isinstance(exception, (SIGTERMException, NonFiniteError, NumericsError)):
             self._abandon()
             return
         if self.saving is not None:
@@ -365,12 +371,42 @@ class Checkpointing:
             if 0 <= trainer.max_steps <= loaded["global_step"]:
                 left = f"max_steps={trainer.max_steps}: nothing is left to do; raise max_steps to train on"
                 rank_zero_info(f"checkpoint {path} is of step {loaded['global_step']}, and {left}")
+        if fitting and not begins_anew:
+            self._steps[path] = loaded["global_step"]
         if begins_anew:
             return _only_weights(loaded, getattr(trainer, "datamodule", None))
         if fitting:
             for optimizer, state in zip(self._strategy.optimizers, loaded["optimizer_states"], strict=False):
                 optimizer.load_state_dict(state)
             self._restore_loader(_loader_state(loaded), trainer.train_dataloader)
+        return loaded
+
+    def go_back(self, *, before: int) -> dict[str, Any] | None:
+        """Load this run's newest checkpoint from before a step, while training; every rank must call.
+
+        Samples and the count of steps go on; weights, optimizer, random states and learning rates are loaded.
+
+        Returns:
+            Lightning's dict of it; None if there is none.
+
+        Raises:
+            CheckpointError: If it is damaged.
+        """
+        self._settle_step()
+        self.finish()
+        known = sorted(self._steps.items(), key=lambda entry: entry[1], reverse=True)
+        # Only rank 0 looks: Lightning may have had some removed.
+        found = (str(path) for path, step in known if step < before and is_complete(path))
+        path = self._strategy.broadcast(next(found, None) if self._strategy.is_global_zero else None)
+        if path is None:
+            return None
+        run = self._strategy._run_state(with_optimizer=True)
+        with self._strategy.engine():
+            finish_parameter_gathers(run.chunks)
+            loaded = resume(run, Path(path))
+        configs = self._module.trainer.lr_scheduler_configs
+        for config, state in zip(configs, loaded["lr_schedulers"], strict=True):
+            config.scheduler.load_state_dict(state)
         return loaded
 
     def _restore_loader(self, state: dict[str, Any] | None, loader: object) -> None:

@@ -30,6 +30,10 @@ class NonFiniteError(ConfigError):
     """A step whose loss or gradients are NaN or infinite; the weights are as they were before it."""
 
 
+class NumericsError(ConfigError):
+    """Numbers that are finite and wrong: a loss that spikes again and again, or copies of a weight that differ."""
+
+
 _KINDS: dict[str, tuple[type, str]] = {
     "bool": (bool, "True or False"),  # "false" would count as true
     "int": (Integral, "an integer"),

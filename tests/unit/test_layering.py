@@ -22,7 +22,7 @@ LAYERS = (
     ("models", "data", "checkpoint", "precision"),
     ("steps", "convert", "accounting", "predictions", "megatron_datamodule", "trainer_limits"),
     ("generate", "datamodules", "launch", "rendezvous", "planner"),
-    ("checkpointing", "callbacks", "model_summary"),
+    ("checkpointing", "callbacks", "guards", "model_summary"),
     ("strategy",),
     ("module",),
     ("__init__",),
