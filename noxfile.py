@@ -66,6 +66,13 @@ def exhaustive(session: nox.Session) -> None:
 
 
 @nox.session
+def campaign(session: nox.Session) -> None:
+    """Faults at random moments, for --minutes M (after --): what was tried, lost, hung, and noticed after."""
+    install(session, "test")
+    session.run("python", "-m", "tests.campaigns", *session.posargs)
+
+
+@nox.session
 def convert_peers(session: nox.Session) -> None:
     """Legacy Megatron-LM checkpoints against the scripts of old transformers, which have environments of their own."""
     install(session, "test")
