@@ -18,10 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factory_merges
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreLoadPlanner,
     TorchDistLoadShardedStrategy,
@@ -31,7 +30,12 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _unwrap_pyt_sharded_tensor,
     mcore_to_pyt_state_dict,
 )
-from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from megatron.core.dist_checkpointing.validation import (
+    StrictHandling,
+    determine_global_metadata,
+    validate_integrity_and_strict_load,
+)
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
@@ -142,7 +146,7 @@ def _sizes(layout: Mapping[str, Any]) -> str:
 @torch.no_grad()
 def _load(run: RunState, path: Path) -> None:
     """Load weights, and the optimizer's state if ``run`` has one; every rank must call."""
-    loaded = _load_sharded(sharded_state(run, is_loading=True), path)
+    loaded, _, _ = _load_sharded(sharded_state(run, is_loading=True), path)
     _fill(run.chunks, loaded)
     if run.optimizer is not None:
         restore_optimizer_state(run.optimizer, loaded["optimizer"])
@@ -156,7 +160,7 @@ def _fill(chunks: list[Any], loaded: Mapping[str, Any], *, strict: bool = True) 
 @torch.no_grad()
 def read_weights(chunks: list[Any], folder: Path) -> None:
     """Load what ``save.write_weights`` wrote into chunks of another layout, and delete it; every rank must call."""
-    _fill(chunks, _load_sharded(sharded_weights(chunks), folder))
+    _fill(chunks, _load_sharded(sharded_weights(chunks), folder)[0])
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
@@ -280,17 +284,26 @@ def _surplus(more: int, fewer: int, names: Iterable[str]) -> list[str]:
 
 def _load_sharded(
     state: dict[str, Any], path: Path, strict: StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED
-) -> Any:
-    """What ``dist_checkpointing.load`` returns, without running code of the checkpoint; every rank must call."""
-    common, table = on_all_ranks_alike(lambda: (load_plain(path / COMMON), read_table(path)))
+) -> tuple[dict[str, Any], set[str], set[str]]:
+    """As ``dist_checkpointing.load`` of megatron-core 0.16 to 0.19, but no code of the checkpoint runs: all must call.
+
+    Its strategies read the common part by themselves from 0.17 on, and with ``torch.load`` as the environment says.
+
+    Returns:
+        What was loaded; names in the checkpoint that ``state`` has not; names of ``state`` that are not there.
+    """
+    loaded, table = on_all_ranks_alike(lambda: (load_plain(path / COMMON), read_table(path)))
     with failures_as_errors(f"checkpoint {path} does not fit this run, or is damaged"):
-        return dist_checkpointing.load(
-            state,
-            str(path),
-            sharded_strategy=_ShardedStrategy(_Reader(path, table)),
-            common_strategy=_CommonStrategy(common),
-            strict=strict,
+        prepared, not_saved, factories = load_preprocess(state)
+        merge(loaded, not_saved)
+        sharded, _ = extract_sharded_base(prepared)
+        here, everywhere = determine_global_metadata(sharded)
+        sharded, not_asked_for, not_there = validate_integrity_and_strict_load(
+            sharded, strict, True, here, everywhere, _entries(path, table)
         )
+        merge(loaded, _read_shards(sharded, _Reader(path, table)))
+        apply_factory_merges(loaded, factories)
+    return loaded, not_asked_for, not_there
 
 
 class _Reader(FileSystemReader):
@@ -304,43 +317,28 @@ class _Reader(FileSystemReader):
         return self._table
 
 
-class _CommonStrategy(TorchCommonLoadStrategy):
-    """Gives what was read as plain data; Megatron's would run code where TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set."""
-
-    def __init__(self, common: dict[str, Any]) -> None:
-        super().__init__()
-        self._common = common
-
-    def load_common(self, checkpoint_dir: Any) -> dict[str, Any]:
-        return self._common
+def _entries(path: Path, table: Metadata) -> dict[str, Any]:
+    """What the checkpoint has, as Megatron describes it."""
+    entries = table.state_dict_metadata.items()
+    objects = [ShardedObject.empty_from_unique_key(k) for k, e in entries if isinstance(e, BytesStorageMetadata)]
+    tensors: dict[str, Any] = TorchDistLoadShardedStrategy().load_tensors_metadata(path, table)
+    return {each.unique_key: each for each in objects} | tensors
 
 
-class _ShardedStrategy(TorchDistLoadShardedStrategy):
-    """Megatron's, with a reader and a planner that run no code."""
-
-    def __init__(self, reader: _Reader) -> None:
-        super().__init__()
-        self._reader = reader
-
-    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
-        weights = [each for each in nested_values(sharded_state_dict) if isinstance(each, ShardedTensor)]
-        planner = _LoadPlanner(
-            shapes_validation_sharded_tensors=[each for each in weights if not each.allow_shape_mismatch],
-            allow_shape_mismatch_sharded_tensors={each.key: each for each in weights if each.allow_shape_mismatch},
-        )
-        by_key, flat_mapping, rename_mapping = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
-        tensors = mcore_to_pyt_state_dict(by_key, True)
-        _load_state_dict(tensors, storage_reader=self._reader, planner=planner)
-        unwrapped = {name: _unwrap_pyt_sharded_tensor(value) for name, value in tensors.items()}
-        loaded = _replace_sharded_keys_with_state_dict_keys(unwrapped, flat_mapping, rename_mapping)
-        _restore_dict_types(loaded, sharded_state_dict)
-        return loaded
-
-    def load_sharded_metadata(self, checkpoint_dir: Any) -> Any:
-        entries = self._reader.read_metadata().state_dict_metadata.items()
-        objects = [ShardedObject.empty_from_unique_key(k) for k, e in entries if isinstance(e, BytesStorageMetadata)]
-        tensors = self.load_tensors_metadata(checkpoint_dir, self._reader.read_metadata())
-        return {each.unique_key: each for each in objects} | tensors
+def _read_shards(state: dict[str, Any], reader: _Reader) -> dict[str, Any]:
+    """As Megatron's ``TorchDistLoadShardedStrategy.load``, with a reader and a planner that run no code."""
+    weights = [each for each in nested_values(state) if isinstance(each, ShardedTensor)]
+    planner = _LoadPlanner(
+        shapes_validation_sharded_tensors=[each for each in weights if not each.allow_shape_mismatch],
+        allow_shape_mismatch_sharded_tensors={each.key: each for each in weights if each.allow_shape_mismatch},
+    )
+    by_key, flat_mapping, rename_mapping = _replace_state_dict_keys_with_sharded_keys(state)
+    tensors = mcore_to_pyt_state_dict(by_key, True)
+    _load_state_dict(tensors, storage_reader=reader, planner=planner)
+    unwrapped = {name: _unwrap_pyt_sharded_tensor(value) for name, value in tensors.items()}
+    loaded: dict[str, Any] = _replace_sharded_keys_with_state_dict_keys(unwrapped, flat_mapping, rename_mapping)
+    _restore_dict_types(loaded, state)
+    return loaded
 
 
 class _LoadPlanner(MCoreLoadPlanner):
