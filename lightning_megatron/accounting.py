@@ -62,7 +62,7 @@ def start_lines(model: ModelConfig, settings: EngineSettings) -> list[str]:
     if model.architecture != "t5":
         layout = settings.parallel.layout(model.num_layers)
     else:
-        layout = t5_layout(model, settings.parallel, settings.overrides.get(OVERRIDE))
+        layout = t5_layout(model, settings.parallel, settings.overrides.transformer.get(OVERRIDE))
         if len(layout) > 1:
             lines.append(
                 f"Layers of each chunk, in the order of the pipeline: {', '.join(map(str, layout))} "

@@ -38,6 +38,7 @@ _KINDS: dict[str, tuple[type, str]] = {
     "bool": (bool, "True or False"),  # "false" would count as true
     "int": (Integral, "an integer"),
     "float": (Real, "a number"),
+    "str": (str, "a string"),
     "timedelta": (timedelta, "a datetime.timedelta"),
 }
 
@@ -48,7 +49,7 @@ def require_kind(name: str, value: object, annotation: str) -> None:
     Args:
         name: The setting, as the user spells it.
         value: What it was set to.
-        annotation: ``bool``, ``int``, ``float`` or ``timedelta``, perhaps ``| None``; others are not checked.
+        annotation: ``bool``, ``int``, ``float``, ``str`` or ``timedelta``, perhaps ``| None``; others are not checked.
 
     Raises:
         ConfigError: "lr='3e-4' must be a number, and is a str; correct lr".

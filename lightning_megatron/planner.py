@@ -358,7 +358,8 @@ def run_of(
         world_size: GPUs.
     """
     granularity, method = settings.recompute.granularity, settings.recompute.method
-    layout = t5_layout(model, settings.parallel, settings.overrides.get(OVERRIDE)) if model.architecture == "t5" else ()
+    by_hand = settings.overrides.transformer.get(OVERRIDE)
+    layout = t5_layout(model, settings.parallel, by_hand) if model.architecture == "t5" else ()
     return Run(
         model=model,
         parallel=settings.parallel,

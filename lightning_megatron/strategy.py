@@ -42,6 +42,7 @@ from lightning_megatron.engine.fillers.fp8 import Recipe, known_recipe
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.microbatch_graph import MicrobatchGraphs
 from lightning_megatron.engine.optimizer import MegatronOptimizer, OptimizerContext, OptimizerOptions, OptimizerReport
+from lightning_megatron.engine.overrides import Overrides
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.engine.runtime import Runtime, seed_of_run
 from lightning_megatron.engine.schedule import Schedule, StepOutput, StepShape
@@ -90,7 +91,8 @@ class MegatronStrategy(ParallelStrategy):
         load_weights_only: ``ckpt_path`` gives only weights: training starts anew from them.
         load_from: A checkpoint, or folder of some, that gives a run its weights if ``ckpt_path`` gives it nothing.
         async_save: Train on while the files of a checkpoint are written, from a copy in the host's memory.
-        transformer_config_overrides: Fields of Megatron's ``TransformerConfig`` to set by hand.
+        transformer_config_overrides: Fields of Megatron's ``TransformerConfig`` to set by hand. Those that an option of
+            this package sets are refused, here and below.
         timeout: How long a collective may wait for other ranks before the run is given up.
         on_nan: What a step does whose loss or gradients are NaN or infinite: ``raise`` ends the run before the weights
             change (on GPUs, which are not waited for, one step later), ``skip`` leaves the step out on all ranks, and
@@ -105,6 +107,10 @@ class MegatronStrategy(ParallelStrategy):
         num_layers_in_first_pipeline_stage: Layers of the first stage; the others share what is left evenly.
         num_layers_in_last_pipeline_stage: Layers of the last stage, which has the output layer to compute, too: a
             vocabulary of V counts as about V / (12 x hidden_size) layers of a GPT-2.
+        optimizer_config_overrides: Fields of Megatron's ``OptimizerConfig`` to set by hand, as a constant
+            ``loss_scale`` for ``16-mixed``.
+        ddp_config_overrides: Fields of Megatron's ``DistributedDataParallelConfig`` to set by hand, as ``bucket_size``,
+            or ``grad_reduce_in_fp32=False`` for gradients in 16 bits, which take half of the memory and of the traffic.
 
     Raises:
         ConfigError: If the sizes do not fit together.
@@ -135,6 +141,8 @@ class MegatronStrategy(ParallelStrategy):
         cuda_graphs: bool = False,
         num_layers_in_first_pipeline_stage: int | None = None,
         num_layers_in_last_pipeline_stage: int | None = None,
+        optimizer_config_overrides: dict[str, Any] | None = None,
+        ddp_config_overrides: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         die_with_launcher()
@@ -154,7 +162,11 @@ class MegatronStrategy(ParallelStrategy):
         self.sequence_parallel, self.num_microbatches = sequence_parallel, num_microbatches
         self._recompute = Recompute(granularity=recompute, method=recompute_method, num_layers=recompute_num_layers)
         self.distributed_optimizer, self._overlap_communication = distributed_optimizer, overlap_communication
-        self._overrides = dict(transformer_config_overrides or {})
+        self._overrides = Overrides(
+            transformer=dict(transformer_config_overrides or {}),
+            optimizer=dict(optimizer_config_overrides or {}),
+            ddp=dict(ddp_config_overrides or {}),
+        )
         self._timeout = timeout
         self._topology: Topology | None = None
         self._runtime: Runtime | None = None
@@ -258,7 +270,8 @@ class MegatronStrategy(ParallelStrategy):
         overlap = self._overlap_communication
         if overlap is None:
             overlap = self.root_device.type == "cuda" and self.data_parallel_size > 1 and not self.cuda_graphs
-        return GradientReduction(distributed_optimizer=self.distributed_optimizer, overlap=overlap)
+        ddp = self._overrides.ddp
+        return GradientReduction(distributed_optimizer=self.distributed_optimizer, overlap=overlap, overrides=ddp)
 
     def engine(self) -> AbstractContextManager[None]:
         """Where Megatron's modules may be called: slot fillers, random streams and CPU emulation are active."""
@@ -424,6 +437,7 @@ class MegatronStrategy(ParallelStrategy):
             clip_grad=None if clip is None else float(clip),
             engine=self.engine,
             may_skip=self.on_nan == "skip",
+            overrides=self._overrides.optimizer,
         )
         with self.engine():
             return MegatronOptimizer.build(self._chunks, options, lr, context)

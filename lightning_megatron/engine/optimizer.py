@@ -27,6 +27,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePred
 
 from lightning_megatron.engine.fillers.adam import MasterOptimizer
 from lightning_megatron.engine.fillers.kernels import l2_norm
+from lightning_megatron.engine.overrides import configured
 from lightning_megatron.errors import ConfigError, as_options, require_number
 from lightning_megatron.foreign_names import explains_options
 
@@ -164,6 +165,8 @@ class OptimizerContext:
     """Opens the surroundings in which Megatron may be called."""
     may_skip: bool
     """Whether training goes on behind a step that was left out, so that its outcome must be known before the next."""
+    overrides: Mapping[str, Any]
+    """Fields of Megatron's ``OptimizerConfig`` that the user sets by hand; they are checked."""
 
 
 class _Outcome(NamedTuple):
@@ -219,27 +222,28 @@ class MegatronOptimizer(torch.optim.Optimizer):
             ConfigError: If the learning rate is negative.
         """
         require_number("lr", lr)
-        config = OptimizerConfig(
-            optimizer="sgd" if options.name == "sgd" else "adam",
-            decoupled_weight_decay=options.name == "adamw",
-            lr=lr,
-            weight_decay=options.weight_decay,
-            adam_beta1=options.beta1,
-            adam_beta2=options.beta2,
-            adam_eps=options.eps,
-            sgd_momentum=options.momentum,
-            params_dtype=context.params_dtype,
-            bf16=context.params_dtype is torch.bfloat16,
-            fp16=context.params_dtype is torch.float16,
-            initial_loss_scale=options.initial_loss_scale,
-            min_loss_scale=options.min_loss_scale,
-            loss_scale_window=options.loss_scale_window,
-            hysteresis=options.loss_scale_hysteresis,
-            use_distributed_optimizer=context.distributed_optimizer,
-            overlap_param_gather=context.overlap_param_gather,
+        chosen = {
+            "optimizer": "sgd" if options.name == "sgd" else "adam",
+            "decoupled_weight_decay": options.name == "adamw",
+            "lr": lr,
+            "weight_decay": options.weight_decay,
+            "adam_beta1": options.beta1,
+            "adam_beta2": options.beta2,
+            "adam_eps": options.eps,
+            "sgd_momentum": options.momentum,
+            "params_dtype": context.params_dtype,
+            "bf16": context.params_dtype is torch.bfloat16,
+            "fp16": context.params_dtype is torch.float16,
+            "initial_loss_scale": options.initial_loss_scale,
+            "min_loss_scale": options.min_loss_scale,
+            "loss_scale_window": options.loss_scale_window,
+            "hysteresis": options.loss_scale_hysteresis,
+            "use_distributed_optimizer": context.distributed_optimizer,
+            "overlap_param_gather": context.overlap_param_gather,
             # Megatron computes the norm only in order to clip; an infinite bound never clips.
-            clip_grad=float("inf") if not context.clip_grad else float(context.clip_grad),
-        )
+            "clip_grad": float("inf") if not context.clip_grad else float(context.clip_grad),
+        }
+        config = configured(OptimizerConfig, chosen, context.overrides)
         inner = get_megatron_optimizer(config, chunks, config_overrides=_overrides(chunks, options))
         for group in inner.param_groups:
             # Torch's schedulers know nothing of multipliers, so they are part of each group's base values.

@@ -9,8 +9,8 @@ are wherever layers of their stack are.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -20,6 +20,7 @@ from megatron.core.transformer.module import Float16Module
 
 from lightning_megatron.engine.fillers.fp8 import Recipe, use_fp8
 from lightning_megatron.engine.microbatch_graph import MicrobatchGraphs
+from lightning_megatron.engine.overrides import configured
 from lightning_megatron.errors import ConfigError
 
 
@@ -31,6 +32,8 @@ class GradientReduction:
     """Whether each data-parallel rank keeps only its part of the optimizer state (ZeRO-1)."""
     overlap: bool = False
     """Whether gradients are reduced during the backward pass and parameters gathered during the next forward pass."""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of Megatron's ``DistributedDataParallelConfig`` that the user sets by hand; they are checked."""
 
 
 def unwrap(chunk: torch.nn.Module) -> Any:
@@ -84,13 +87,14 @@ def _ddp(chunk: torch.nn.Module, reduction: GradientReduction, index: int) -> Di
     model = unwrap(chunk)
     if model.config.recompute_granularity == "full" and hasattr(model, "embedding"):
         model.embedding.register_forward_hook(_with_gradient)
-    config = DistributedDataParallelConfig(
-        use_distributed_optimizer=reduction.distributed_optimizer,
-        overlap_grad_reduce=reduction.overlap,
-        overlap_param_gather=reduction.overlap and reduction.distributed_optimizer,
-        grad_reduce_in_fp32=True,
-        check_for_nan_in_grad=False,
-    )
+    chosen = {
+        "use_distributed_optimizer": reduction.distributed_optimizer,
+        "overlap_grad_reduce": reduction.overlap,
+        "overlap_param_gather": reduction.overlap and reduction.distributed_optimizer,
+        "grad_reduce_in_fp32": True,
+        "check_for_nan_in_grad": False,
+    }
+    config = configured(DistributedDataParallelConfig, chosen, reduction.overrides)
     wrapped = DistributedDataParallel(
         model.config,
         config,

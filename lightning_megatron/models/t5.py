@@ -57,14 +57,14 @@ def t5_chunks(model: ModelConfig, settings: EngineSettings) -> Callable[[int | N
     Raises:
         ConfigError: If the model cannot be split as ``settings.parallel`` says, or core attention should be recomputed.
     """
-    if settings.recompute.granularity == "selective" and "core_attn" in settings.overrides.get("recompute_modules", ()):
+    by_hand = dict(settings.overrides.transformer)
+    if settings.recompute.granularity == "selective" and "core_attn" in by_hand.get("recompute_modules", ()):
         raise ConfigError(
             "recompute_modules with 'core_attn' cannot train T5's attention bias: the engine would walk through its "
             "graph once per layer (and the attention in use keeps no scores that recomputing could save); leave it out"
         )
-    overrides = dict(settings.overrides)
-    layout = t5_layout(model, settings.parallel, overrides.pop(OVERRIDE, None))
-    config = transformer_config(model, replace(settings, overrides=overrides))
+    layout = t5_layout(model, settings.parallel, by_hand.pop(OVERRIDE, None))
+    config = transformer_config(model, replace(settings, overrides=replace(settings.overrides, transformer=by_hand)))
     if config.distribute_saved_activations:
         raise ConfigError(
             "transformer_config_overrides: distribute_saved_activations=True cannot be used with T5, whose encoder and "

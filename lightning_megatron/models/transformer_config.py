@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from megatron.core.transformer import TransformerConfig
 
 from lightning_megatron.engine.fillers.choice import fillers
 from lightning_megatron.engine.fillers.fp8 import Recipe, check_fp8
+from lightning_megatron.engine.overrides import Overrides, configured
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.engine.wrap import GradientReduction
 from lightning_megatron.errors import ConfigError
@@ -54,8 +55,7 @@ class EngineSettings:
     device: torch.device
     reduction: GradientReduction = field(default_factory=GradientReduction)
     recompute: Recompute = field(default_factory=Recompute)
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of Megatron's ``TransformerConfig`` that the user sets by hand."""
+    overrides: Overrides = field(default_factory=Overrides)
     fp8: Recipe | None = None
     """In which way linears of layers multiply in fp8; None for ``params_dtype``."""
     cuda_graphs: bool = False
@@ -106,23 +106,16 @@ def transformer_config(model: ModelConfig, settings: EngineSettings) -> Transfor
     """Megatron's config of ``model`` under ``settings``.
 
     Raises:
-        ConfigError: If the model cannot be split that way or an override is not a field of the engine's.
+        ConfigError: If the model cannot be split that way, or fields that are set by hand do not fit the others.
     """
     settings.check_model(model)
-    known = {f.name for f in fields(TransformerConfig)}
-    for name in settings.overrides:
-        if name not in known:
-            raise ConfigError(
-                f"transformer_config_overrides: {name!r} is not a field of Megatron's TransformerConfig; remove it"
-            )
-    arguments = {
+    chosen = {
         **_architecture(model, settings.device),
         **_layout(settings.parallel, settings.params_dtype),
         **_numerics(model, settings),
         **_recompute(settings.recompute),
-        **settings.overrides,
     }
-    return TransformerConfig(**arguments)
+    return configured(TransformerConfig, chosen, settings.overrides.transformer)
 
 
 def _architecture(model: ModelConfig, device: torch.device) -> dict[str, Any]:

@@ -100,6 +100,8 @@ class Layout:
     recompute_method: Literal["uniform", "block"] = "uniform"
     recompute_num_layers: int = 1
     transformer_config_overrides: tuple[tuple[str, Any], ...] = ()
+    optimizer_config_overrides: tuple[tuple[str, Any], ...] = ()
+    ddp_config_overrides: tuple[tuple[str, Any], ...] = ()
     fp8: Literal["tensorwise"] | None = None
     cuda_graphs: bool = False
     num_layers_in_first_pipeline_stage: int | None = None
