@@ -162,11 +162,7 @@ class MegatronStrategy(ParallelStrategy):
         self.sequence_parallel, self.num_microbatches = sequence_parallel, num_microbatches
         self._recompute = Recompute(granularity=recompute, method=recompute_method, num_layers=recompute_num_layers)
         self.distributed_optimizer, self._overlap_communication = distributed_optimizer, overlap_communication
-        self._overrides = Overrides(
-            transformer=dict(transformer_config_overrides or {}),
-            optimizer=dict(optimizer_config_overrides or {}),
-            ddp=dict(ddp_config_overrides or {}),
-        )
+        self._overrides = Overrides.of(transformer_config_overrides, optimizer_config_overrides, ddp_config_overrides)
         self._timeout = timeout
         self._topology: Topology | None = None
         self._runtime: Runtime | None = None

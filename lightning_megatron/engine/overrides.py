@@ -17,7 +17,7 @@ import difflib
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, Self, TypeVar, get_type_hints
 
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
@@ -96,7 +96,7 @@ _INSTEAD: dict[type, dict[str, str]] = {
 """Fields that are refused, by what to do instead."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Overrides:
     """What a user sets by hand: fields of Megatron's configs, and their values."""
 
@@ -106,6 +106,11 @@ class Overrides:
     """Of ``OptimizerConfig``."""
     ddp: Mapping[str, Any] = field(default_factory=dict)
     """Of ``DistributedDataParallelConfig``."""
+
+    @classmethod
+    def of(cls, *given: Mapping[str, Any] | None) -> Self:
+        """Those of the fields above, in their order; None for none."""
+        return cls(*(dict(each or {}) for each in given))
 
     def __post_init__(self) -> None:
         """Check each field by itself, before any process is started.
