@@ -343,7 +343,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
         megatron-core 0.16.1, optimizer/clip_grads.py:get_grad_norm_fp32, without its wait for the device.
         """
-        gradients = [gradient for part in self.parts for gradient in part.get_main_grads_for_grad_norm()]
+        gradients = [gradient for part in self.parts for gradient in part.get_grads_for_grad_norm()]
         norm, _ = l2_norm(0, self.loss, [[*gradients, 0.0 * self.loss.reshape(1)]])
         squared = norm**2.0
         dist.all_reduce(squared, group=self.inner.get_grad_stats_parallel_group())

@@ -1,6 +1,6 @@
 """The one table of functions of Megatron-Core, Lightning and torch that are replaced in a run, and how it is applied.
 
-Each row names the upstream version, file and function and the reason, so that the list of all patches can be read and
+Each row names the upstream versions, file and function and the reason, so that the list of all patches can be read and
 tested: a test of the stand-in fails when upstream no longer needs it. Classes that a layer's spec plugs in
 (``SDPAttention``, ``Norm``) need no row. What changes around saves and loads is a table of its own, beside them.
 """
@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.metadata
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from packaging.requirements import Requirement
 
 from lightning_megatron.engine import cpu
 from lightning_megatron.engine.fillers import adam, kernels, loss, recompute
@@ -36,8 +38,8 @@ class Patch:
     """Gets the original (None if absent) and returns what stands in for it."""
     reason: str
     """Why the engine needs it, in a sentence."""
-    engine: str = "megatron-core 0.16.1"
-    """Version that was read."""
+    engine: str = "megatron-core>=0.16.1,<0.20"
+    """The versions that need it, all of which were read."""
 
 
 @contextlib.contextmanager
@@ -65,7 +67,7 @@ def _restore(owner: Any, name: str, original: Any) -> None:
 def patches(device_type: DeviceType) -> tuple[Patch, ...]:
     """Every change while the engine is held on ``device_type``, from the model's construction to the last step."""
     choice = fillers(device_type)
-    return (
+    rows = (
         *MEGATRON,
         *LIGHTNING,
         *(ADAM if choice.native_optimizer else ()),
@@ -74,6 +76,13 @@ def patches(device_type: DeviceType) -> tuple[Patch, ...]:
         *(ROPE if choice.triton else ()),
         *(SWIGLU if choice.liger else ()),
     )
+    return tuple(row for row in rows if _is_installed(row.engine))
+
+
+@functools.cache
+def _is_installed(requirement: str) -> bool:
+    wanted = Requirement(requirement)
+    return wanted.specifier.contains(importlib.metadata.version(wanted.name), prereleases=True)
 
 
 def _being(stand_in: Any) -> Callable[[Any], Any]:
@@ -123,6 +132,13 @@ MEGATRON: tuple[Patch, ...] = (
         adam.with_leaf_shards,
         "float32 shards are views with a grad_fn: torch warns whenever the optimizer reads their .grad",
     ),
+    Patch(
+        module=_OPTIMIZER,
+        attribute="MegatronOptimizer.get_grads_for_grad_norm",
+        replacement=lambda _: lambda self: self.get_main_grads_for_grad_norm(),
+        reason="its name from 0.19 on",
+        engine="megatron-core<0.19",
+    ),
     _row(
         _OPTIMIZER, "_multi_tensor_copy_this_to_that", _being(kernels.copy), "a loop with one kernel per bf16 parameter"
     ),
@@ -154,7 +170,7 @@ LIGHTNING: tuple[Patch, ...] = (
         replacement=_returning(lambda: None),
         reason="before each batch it asks rank 0 for a SIGTERM over the GPU, and waits for all that is queued there; "
         "preemption.py has asked every rank by then, beside the step (there is no hook around it)",
-        engine="lightning 2.6.6",
+        engine="lightning>=2.6.6,<2.7",
     ),
 )
 """Whatever is installed."""

@@ -84,6 +84,7 @@ class FusedAdam(MasterOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         adam_w_mode: bool = True,
+        capturable: bool = False,
     ) -> None:
         """Take what ``megatron.core.optimizer`` passes to Apex's FusedAdam.
 
@@ -94,6 +95,7 @@ class FusedAdam(MasterOptimizer):
             betas: Decay of the first and of the second moment.
             eps: Added to the root of the second moment.
             adam_w_mode: Whether the decay acts on the weight (AdamW) instead of on the gradient.
+            capturable: False, as the engine's option for an optimizer in a CUDA graph is not offered here (0.19).
         """
         self.adam_w_mode = adam_w_mode
         self.state_names = ("exp_avg", "exp_avg_sq")

@@ -60,6 +60,14 @@ class WithoutOutput:
         self._again = self._output = None
 
 
+class _Giving(torch.nn.Module):
+    """A function as a module, which the engine asks for from 0.17 on."""
+
+    def __init__(self, function: Callable[..., _Output]) -> None:
+        super().__init__()
+        self.forward = function
+
+
 def recomputes_activation(original: Callable[..., _Output]) -> Callable[..., _Output]:
     """``MLP.forward`` that makes the activation, [s, b, ffn/tp], again where norms are recomputed.
 
@@ -74,7 +82,7 @@ def recomputes_activation(original: Callable[..., _Output]) -> Callable[..., _Ou
             return original(self, hidden_states, per_token_scale, **others)
 
         def activation(hidden: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            linears = {"linear_fc1": lambda _: (hidden, bias), "linear_fc2": lambda activated: (activated, None)}
+            linears = {"linear_fc1": _Giving(lambda _: (hidden, bias)), "linear_fc2": _Giving(lambda x: (x, None))}
             middle = SimpleNamespace(config=config, activation_func=self.activation_func, **linears)
             return original(middle, hidden)[0]
 
