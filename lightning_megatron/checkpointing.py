@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -42,6 +43,7 @@ from lightning_megatron.errors import CheckpointError, ConfigError, NonFiniteErr
 from lightning_megatron.files import remove, wait_for_deletions
 from lightning_megatron.launch import TERMINATED, DeferredSignals
 from lightning_megatron.megatron_datamodule import MegatronDataModule
+from lightning_megatron.restarts import BEGAN, is_of_this_run
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -358,7 +360,7 @@ class Checkpointing:
         trainer = self._module.trainer
         fitting = trainer.state.fn == TrainerFn.FITTING
         modules_with_weights.add(self._module)
-        begins_anew = fitting and self._strategy.load_weights_only and not is_of_requeue(path)
+        begins_anew = fitting and self._strategy.load_weights_only and not is_continued(path)
         run = self._strategy._run_state(with_optimizer=fitting and not begins_anew)
         self.finish()
         with self._strategy.engine():
@@ -446,6 +448,8 @@ def find_checkpoint(trainer: pl.Trainer, ckpt_path: str | Path | None) -> str | 
     saves_on_failure = any(isinstance(callback, OnExceptionCheckpoint) for callback in trainer.checkpoint_callbacks)
     if ckpt_path is None and fitting and saves_on_failure:
         ckpt_path = "last"
+    if fitting and BEGAN in os.environ and (own := find_last(trainer)) is not None and is_of_this_run(own.time):
+        return str(own.path)
     requeued = None
     if ckpt_path == "hpc" or SLURMEnvironment.detect():
         requeued = _find_requeued(Path(trainer.default_root_dir))
@@ -479,10 +483,10 @@ def find_last(trainer: pl.Trainer) -> Found | None:
         if isinstance(callback, OnExceptionCheckpoint):
             found.append(found_at(Path(callback.ckpt_path)))
         if isinstance(callback, ModelCheckpoint):
-            folder = folder_of(callback, trainer)
-            complete = list(found_in(folder))
+            folders = _folders_of_versions(callback, trainer)
+            complete = [each for folder in folders for each in found_in(folder)]
             found += complete
-            broken += [] if complete else [str(folder / name) for name in broken_names(folder)]
+            broken += [] if complete else [str(folder / name) for folder in folders for name in broken_names(folder)]
     every = [each for each in found if each is not None]
     if not every and broken:
         raise CheckpointError(
@@ -516,8 +520,13 @@ def preemption_path(trainer: pl.Trainer) -> Path | None:
 
 
 def is_of_requeue(path: Path) -> bool:
-    """Whether SLURM's requeue signal has caused the checkpoint, so that a run goes on from it in every respect."""
+    """Whether SLURM's requeue signal has caused the checkpoint."""
     return path.match(_REQUEUED)
+
+
+def is_continued(path: Path) -> bool:
+    """Whether a run goes on from the checkpoint in every respect, also where ``ckpt_path`` gives only weights."""
+    return is_of_requeue(path) or (BEGAN in os.environ and is_of_this_run(find_newest(path).time))
 
 
 def folder_of(callback: ModelCheckpoint, trainer: pl.Trainer) -> Path:
@@ -529,6 +538,14 @@ def folder_of(callback: ModelCheckpoint, trainer: pl.Trainer) -> Path:
     logger = trainer.loggers[0]
     version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
     return Path(logger.save_dir or trainer.default_root_dir) / str(logger.name) / version / "checkpoints"
+
+
+def _folders_of_versions(callback: ModelCheckpoint, trainer: pl.Trainer) -> list[Path]:
+    """``folder_of``, and where a logger numbers its runs, that of each: the number of this run is a new one."""
+    folder = folder_of(callback, trainer)
+    if callback.dirpath is not None or not re.fullmatch(r"version_\d+", folder.parent.name):
+        return [folder]
+    return sorted(folder.parent.parent.glob(f"version_*/{folder.name}"))
 
 
 def _resumes(trainer: pl.Trainer) -> bool:

@@ -32,12 +32,11 @@ from typing_extensions import override
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.predictions import told_predict_size
+from lightning_megatron.restarts import LAUNCHER
 
 TERMINATED = 128 + signal.SIGTERM
 """The exit code of a process that SIGTERM ended; schedulers take it for a preemption, not for a failure."""
 
-_LAUNCHER = "LIGHTNING_MEGATRON_LAUNCHER"
-"""Environment variable: process id of the rank that started the others of its machine."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -113,15 +112,22 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             if self.cluster_environment.creates_processes_externally:
                 result = function(*call.args, **call.kwargs)
             else:
-                os.environ[_LAUNCHER] = str(os.getpid())
+                os.environ[LAUNCHER] = str(os.getpid())
                 atexit.register(self._wait_for_other_ranks)
                 result = super().launch(function, *call.args, trainer=trainer, **call.kwargs)
-        except AssertionError as error:
-            if (told := told_predict_size(error)) is not None:
+        except Exception as error:
+            self._tell_killed_ranks()
+            if isinstance(error, AssertionError) and (told := told_predict_size(error)) is not None:
                 raise told from None
             raise
         ScriptLauncher._has_failed = False
         return result
+
+    def _tell_killed_ranks(self) -> None:
+        """Before the error of a lost connection, which does not say whose."""
+        for local_rank, process in enumerate(self.procs, 1):
+            if (code := process.poll() or 0) < 0:
+                print(f"error: local rank {local_rank} was ended by {signal.Signals(-code).name}", file=sys.stderr)
 
     def _wait_for_other_ranks(self) -> None:
         """At a normal end of this process: the others may still write files. Exits with 1 if one of them fails."""
@@ -135,12 +141,12 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
 
 def die_with_launcher() -> None:
-    """Have the kernel end this rank when the rank that launched it dies, however it dies (Linux only).
+    """Have the kernel end this rank when what launched it dies, however it dies (Linux only).
 
     A child that waits in a collective for a killed rank 0 would otherwise wait until the timeout, holding its GPU. Does
-    nothing in rank 0, and where torchrun or a scheduler started the processes.
+    nothing in a rank 0 that was typed, and where torchrun or a scheduler started the processes.
     """
-    launcher = int(os.environ.get(_LAUNCHER, os.getpid()))
+    launcher = int(os.environ.get(LAUNCHER, os.getpid()))
     if launcher == os.getpid() or not sys.platform.startswith("linux"):
         return
     if os.getppid() == launcher:

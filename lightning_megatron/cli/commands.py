@@ -25,6 +25,7 @@ from lightning_megatron.cli.generate import generate
 from lightning_megatron.cli.inspect import inspect_path
 from lightning_megatron.cli.plan import plan
 from lightning_megatron.foreign_names import advice
+from lightning_megatron.restarts import supervise
 
 PROG = "lightning-megatron"
 TRAINER_COMMANDS = {
@@ -232,6 +233,8 @@ def _run_trainer_command(command: str, options: list[str]) -> None:
         text = Path(__file__).with_name("trainer_help.txt").read_text(encoding="utf-8")
         print(text.format(prog=PROG, command=command, summary=TRAINER_COMMANDS[command].capitalize()))
         return
+    if command == "fit":
+        options = _under_supervision(options)
     # As with `python -m`: a configuration may name classes in the user's own files.
     sys.path.insert(0, os.getcwd())
     from lightning_megatron.cli.train import run, show_all_options
@@ -240,3 +243,24 @@ def _run_trainer_command(command: str, options: list[str]) -> None:
         show_all_options(command)
     else:
         run([command, *options])
+
+
+def _under_supervision(options: list[str]) -> list[str]:
+    """The options but for ``--max-restarts``; with it, this process supervises another one, and does not return.
+
+    Raises:
+        UsageError: If it is negative, or something else has started this process and would start it again.
+    """
+    parser = _OneLineErrorParser(prog=f"{PROG} fit", add_help=False, allow_abbrev=False)
+    parser.add_argument("--max-restarts", "--max_restarts", type=int, default=0)
+    parsed, others = parser.parse_known_args(options)
+    if parsed.max_restarts == 0:
+        return others
+    if parsed.max_restarts < 0:
+        raise errors.UsageError(f"--max-restarts: expected a number, got {parsed.max_restarts}; give 0 or more")
+    if started_by := next((name for name in ("RANK", "LOCAL_RANK", "SLURM_NTASKS") if name in os.environ), None):
+        raise errors.UsageError(
+            f"--max-restarts: expected one host where nothing else starts the ranks, got {started_by} in the "
+            "environment; use torchrun --max-restarts, or SLURM's --requeue, with --ckpt_path last"
+        )
+    sys.exit(supervise([sys.executable, "-m", "lightning_megatron", "fit", *others], parsed.max_restarts))

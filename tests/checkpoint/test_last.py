@@ -270,3 +270,22 @@ def test_a_checkpoint_that_cannot_be_read_is_not_passed_over_in_silence(tmp_path
     (tmp_path / "step=4.ckpt" / "meta.pt").write_bytes(b"damaged")
     with pytest.warns(UserWarning, match=r"step=4.ckpt/meta.pt is damaged.* passed over"):
         assert _find(tmp_path, tmp_path) == str(tmp_path / "step=2.ckpt")
+
+
+def test_last_is_found_in_the_numbered_folders_of_a_logger(tmp_path: Path) -> None:
+    import lightning.pytorch as pl
+    from lightning.pytorch.loggers import CSVLogger
+
+    from lightning_megatron.checkpointing import find_last
+
+    options: dict[str, Any] = {"accelerator": "cpu", "default_root_dir": tmp_path, "enable_progress_bar": False}
+    for version, step in ((0, 7), (1, 3), (10, 5)):
+        folder = tmp_path / "runs" / f"version_{version}" / "checkpoints"
+        folder.mkdir(parents=True)
+        _complete(folder / f"step={step}.ckpt", step, time=float(version))
+    for name, found in (("runs", 5), ("others", None)):
+        trainer = pl.Trainer(logger=CSVLogger(tmp_path, name), **options)
+        last = find_last(trainer)
+        assert (last.step if last else None) == found
+    elsewhere = pl.callbacks.ModelCheckpoint(tmp_path / "elsewhere")
+    assert find_last(pl.Trainer(logger=CSVLogger(tmp_path, "runs"), callbacks=[elsewhere], **options)) is None

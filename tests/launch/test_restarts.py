@@ -1,15 +1,24 @@
-"""Ranks that are started again find each other through a store that remembers those before."""
+"""Ranks that are started again find each other, and go on where those before had saved."""
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import subprocess
+import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import TCPStore
 
+from tests.cli.command import run_cli
+from tests.launch.test_dead_ranks import _ends
+from tests.launch.test_started_by import _environment
 from tests.ranks import RankError, run_ranks
 
 _TIMEOUT = timedelta(seconds=20)
@@ -17,7 +26,7 @@ _TIMEOUT = timedelta(seconds=20)
 
 def _sum_of_ranks(port: int, last: int, *, is_ours: bool = True) -> float:
     """As a worker of torchrun does whose agent has its store at ``port``; rank ``last`` comes later than the others."""
-    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+    from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
     from lightning_megatron.rendezvous import meeting
 
@@ -25,7 +34,7 @@ def _sum_of_ranks(port: int, last: int, *, is_ours: bool = True) -> float:
     environment = TorchElasticEnvironment()
     rank = environment.global_rank()
     if rank == last:
-        time.sleep(1)
+        time.sleep(1 if is_ours else 6)
     if is_ours:
         with meeting(environment, 1, _TIMEOUT) as store:
             dist.init_process_group("gloo", store=store, rank=rank, world_size=environment.world_size())
@@ -37,7 +46,7 @@ def _sum_of_ranks(port: int, last: int, *, is_ours: bool = True) -> float:
 
 
 def test_each_start_has_addresses_of_its_own_with_more_and_fewer_ranks() -> None:
-    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for world_size, last in ((2, 0), (2, 0), (2, 1), (3, 0), (1, 0), (2, 0)):
         expected = world_size * (world_size - 1) / 2
         assert run_ranks(_sum_of_ranks, world_size, agent.port, last) == [expected] * world_size
@@ -46,7 +55,7 @@ def test_each_start_has_addresses_of_its_own_with_more_and_fewer_ranks() -> None
 @pytest.mark.exhaustive
 def test_pytorch_alone_takes_the_addresses_of_dead_ranks() -> None:
     """The reason for all this; where it fails, ``rendezvous.py`` is needless."""
-    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert run_ranks(_torch_alone, 2, agent.port) == [1.0, 1.0]
     with pytest.raises(RankError, match="connectFullMesh|refused|closed"):
         run_ranks(_torch_alone, 2, agent.port)
@@ -54,3 +63,123 @@ def test_pytorch_alone_takes_the_addresses_of_dead_ranks() -> None:
 
 def _torch_alone(port: int) -> float:
     return _sum_of_ranks(port, 0, is_ours=False)
+
+
+_SUPERVISED = """
+import sys
+from lightning_megatron.restarts import supervise
+sys.exit(supervise([sys.executable, "-c", sys.argv[1]], int(sys.argv[2])))
+"""
+_DIES = """
+import os, pathlib, subprocess, sys
+from lightning_megatron.restarts import is_of_this_run
+starts = pathlib.Path("starts")
+starts.write_text(starts.read_text() + "x" if starts.exists() else "x")
+pathlib.Path("is_of_this_run").write_text(str(is_of_this_run(starts.stat().st_mtime)))
+sleeps = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+pathlib.Path("left").write_text(str(sleeps.pid))
+code = int(sys.argv[1]) if len(starts.read_text()) < 3 else 0
+os.kill(os.getpid(), -code) if code < 0 else sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "max_restarts", "ends", "starts"),
+    [(-9, 3, 0, 3), (1, 1, 1, 2), (-9, 1, 137, 2), (2, 3, 2, 1), (143, 3, 143, 1)],
+)
+def test_what_was_killed_or_failed_is_started_again(
+    code: int, max_restarts: int, ends: int, starts: int, tmp_path: Path
+) -> None:
+    script = _DIES.replace("sys.argv[1]", repr(str(code)))
+    command = [sys.executable, "-c", _SUPERVISED, script, str(max_restarts)]
+    ran = subprocess.run(command, cwd=tmp_path, env=_environment(), capture_output=True, text=True, timeout=60)
+    assert ran.returncode == ends, ran.stderr
+    assert (tmp_path / "starts").read_text() == "x" * starts
+    assert (tmp_path / "is_of_this_run").read_text() == str(starts > 1)
+    lines = ran.stderr.splitlines()
+    how = "was ended by SIGKILL" if code < 0 else f"ended with code {code}"
+    expected = [f"restart {n} of {max_restarts}" for n in range(1, starts)]
+    expected += ["no restart is left"] if ends in (1, 137) else []
+    assert [line.rpartition("; ")[2] for line in lines] == expected
+    assert all(line.startswith(f"error: local rank 0 {how} at ") for line in lines)
+    left = int((tmp_path / "left").read_text())
+    if ends == 0:
+        os.kill(left, signal.SIGKILL)  # what a run that is done has left may go on
+    assert _ends(left, seconds=5)
+
+
+def test_a_signal_is_passed_on_and_ends_the_restarts(tmp_path: Path) -> None:
+    waits = "import pathlib, signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(5)); "
+    waits += "pathlib.Path('up').touch(); time.sleep(60)"
+    command = [sys.executable, "-c", _SUPERVISED, waits, "3"]
+    with subprocess.Popen(command, cwd=tmp_path, env=_environment(), stderr=subprocess.PIPE, text=True) as process:
+        while not (tmp_path / "up").exists():
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(timeout=30) == 5
+
+
+def test_wrong_restarts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, _, said = run_cli(tmp_path, "fit", "--max-restarts", "-1")
+    assert (code, said) == (2, "error: --max-restarts: expected a number, got -1; give 0 or more\n")
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    code, _, said = run_cli(tmp_path, "fit", "--max-restarts", "2")
+    assert code == 2
+    assert "expected one host where nothing else starts the ranks, got SLURM_NTASKS in the environment" in said
+
+
+_USERS = """
+import json, os, signal, time
+from pathlib import Path
+import torch
+from lightning.pytorch import Callback
+from lightning_megatron import DatasetDataModule
+
+class Rows(DatasetDataModule):
+    def __init__(self):
+        super().__init__(train=[{"input_ids": torch.arange(i, i + 16) % 50} for i in range(400)], micro_batch_size=2)
+
+class Dies(Callback):
+    def on_train_batch_end(self, trainer, module, outputs, *rest):
+        if trainer.global_rank == 1 and trainer.global_step == 5 and not Path("died").exists():
+            Path("died").write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        if trainer.global_rank == 0:
+            with open("steps", "a") as file:
+                print(json.dumps([trainer.global_step, float(outputs["loss"]), time.time()]), file=file)
+"""
+_CONFIG = """
+trainer:
+  accelerator: cpu
+  devices: 2
+  max_steps: 6
+  strategy: {class_path: MegatronStrategy, init_args: {tp: 2}}
+  logger: {class_path: CSVLogger, init_args: {save_dir: logs}}
+  enable_progress_bar: false
+  callbacks:
+    - class_path: users.Dies
+    - {class_path: ModelCheckpoint, init_args: {every_n_train_steps: 2, save_last: link}}
+model: {model: {model_type: gpt2, n_layer: 2, n_embd: 32, n_head: 2, vocab_size: 50, n_positions: 16}}
+data: {class_path: users.Rows}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_fit_goes_on_after_a_killed_rank_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "users.py").write_text(_USERS)
+    (tmp_path / "config.yaml").write_text(_CONFIG)
+    command = [sys.executable, "-m", "lightning_megatron", "fit", "--config", "config.yaml", "--max-restarts", "2"]
+    ran = subprocess.run(command, cwd=tmp_path, env=_environment(), capture_output=True, text=True, timeout=400)
+    assert ran.returncode == 0, ran.stderr
+    assert "error: local rank 1 was ended by SIGKILL" in ran.stderr
+    assert "; restart 1 of 2\n" in ran.stderr
+    steps = [json.loads(line) for line in (tmp_path / "steps").read_text().splitlines()]
+    first, again = steps[:-2], steps[-2:]
+    assert [step for step, *_ in again] == [5, 6]  # from the checkpoint of step 4, in another version of the logs
+    assert [step for step, *_ in first][:4] == [1, 2, 3, 4]
+    if len(first) == 5:  # rank 0 may have been here before rank 1 died
+        assert first[4][1] == again[0][1]
+    seconds = again[0][2] - float((tmp_path / "died").read_text())
+    print(f"killed rank to first new step: {seconds:.1f} s")
+    assert seconds < 60, f"killed rank to first new step: {seconds:.0f} s"

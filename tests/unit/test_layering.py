@@ -17,7 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Folders and files of the root, lowest first. Imports go from a later line to earlier ones only.
 LAYERS = (
     ("errors",),
-    ("files", "foreign_names", "hub", "known_warnings"),
+    ("files", "foreign_names", "hub", "known_warnings", "restarts"),
     ("engine",),
     ("models", "data", "checkpoint", "precision"),
     ("steps", "convert", "accounting", "predictions", "megatron_datamodule", "trainer_limits"),
