@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from typing_extensions import override
 
-from lightning_megatron.data.blend import SplitRequest, check_request, open_samples, parse_blend
+from lightning_megatron.data.blend import Source, SplitRequest, check_request, in_mmap, open_samples, parse_blend
 from lightning_megatron.data.broadcast import check_batch
 from lightning_megatron.data.evaluation import (
     EvaluationOptions,
@@ -60,6 +60,9 @@ DataPath: TypeAlias = str | list[str | float]
 @explains_options
 class IndexedDataModule(MegatronDataModule):
     """Training, validation and test samples from Megatron's indexed datasets, ``PREFIX.bin`` and ``PREFIX.idx``.
+
+    Datasets of Megatron 1.x and 2.x (``cached``, ``lazy``) are converted once, into ``index_cache``. A split that a run
+    does not read may be empty.
 
     What a sample is depends on the model: for a GPT ``text`` [rows, seq_length + 1], in the order in which Megatron
     takes them; for a BERT masked tokens and the order of sentences; for a T5 spans replaced by sentinels. BERT and T5
@@ -150,11 +153,11 @@ class IndexedDataModule(MegatronDataModule):
             )
         objective = self._objective(run.model)
         for split in self._sources:
-            check_request(self._request(split, run.model, None))
+            check_request(self._request(split, run.model, None), is_used=split in run.splits)
         if run.model is None:
             return
         _check_token(objective.largest_token, run.model, f"tokenizer={self.tokenizer}")
-        for prefix in dict.fromkeys(source.prefix for sources, _ in self._sources.values() for source in sources):
+        for prefix in dict.fromkeys(source.prefix for split in self._sources for source in self._mmap(split)):
             _check_token(largest_token_at_the_ends(open_dataset(prefix)), run.model, prefix)
 
     @override
@@ -162,11 +165,13 @@ class IndexedDataModule(MegatronDataModule):
         return open_samples(self._request(name, self.model(), num_samples), self.index_cache)
 
     def _request(self, name: SplitName, model: ModelConfig | None, num_samples: int | None) -> SplitRequest:
-        sources, split = self._sources[name]
-        objective = self._objective(model)
+        sources, (_, split), objective = self._mmap(name), self._sources[name], self._objective(model)
         return SplitRequest(
             name=name, sources=sources, split=split, objective=objective, seed=self.seed, num_samples=num_samples
         )
+
+    def _mmap(self, name: SplitName) -> tuple[Source, ...]:
+        return tuple(in_mmap(source, self.index_cache, rank_zero_info) for source in self._sources[name][0])
 
     def _name(self, model: ModelConfig | None) -> str:
         return self.objective_name or ("gpt" if model is None else model.architecture)

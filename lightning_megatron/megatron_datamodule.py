@@ -34,6 +34,8 @@ class Run:
     """The model, if it is one that tells."""
     train_step: object = None
     """Its objective, likewise."""
+    splits: tuple[SplitName, ...] = SPLIT_NAMES
+    """Those that are about to be read; others may be empty."""
 
 
 class MegatronDataModule(LightningDataModule, ABC):
@@ -214,6 +216,7 @@ class MegatronDataModule(LightningDataModule, ABC):
             shape=self._shape(data_parallel_rank=0),
             model=_config_of(module),
             train_step=getattr(module, "train_step", None),
+            splits=self._used_splits(),
         )
 
     def check_run(self, strategy: MegatronStrategy) -> None:
@@ -328,6 +331,12 @@ class MegatronDataModule(LightningDataModule, ABC):
                 f"val_check_interval={interval} is more than the {num_steps} training steps of a Lightning epoch; lower"
                 " it, set check_val_every_n_epoch=None to count steps over epochs, or limit_val_batches=0"
             )
+
+    def _used_splits(self) -> tuple[SplitName, ...]:
+        trainer = self._trainer()
+        stage = trainer.state.fn or TrainerFn.FITTING  # a command checks before the Trainer begins
+        validates = stage == TrainerFn.FITTING and trainer.limit_val_batches > 0
+        return (_NEEDED[stage.value], *(("valid",) if validates else ()))
 
     def _trains_whole_epochs(self) -> bool:
         """Whether the Trainer counts epochs; ``max_epochs`` is -1 if only ``max_steps`` was given."""

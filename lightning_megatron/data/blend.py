@@ -17,15 +17,17 @@ import os
 import reprlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lightning_megatron.data.indexed import check_dataset, open_dataset
+from lightning_megatron.data.indexed import check_dataset, is_old_format, open_dataset
+from lightning_megatron.data.merge import convert_dataset
 from lightning_megatron.data.samples import (
     Objective,
     Part,
@@ -266,16 +268,49 @@ _LAYOUT = 1
 """Of the files in a folder; a change makes the old folders unknown."""
 
 
-def check_request(request: SplitRequest) -> int:
-    """Samples in one pass over the split, after checking every dataset; reads ``.idx`` only, and writes nothing.
+def in_mmap(source: Source, index_cache: str | None, tell: Callable[[str], None]) -> Source:
+    """The dataset in today's format: itself, or what became of one of Megatron's older formats (cached, lazy).
+
+    Such a dataset is converted once for all jobs, beside the indices that are made of it.
+
+    Args:
+        source: A dataset of any format.
+        index_cache: Folder for all indices; None for one next to each dataset.
+        tell: Gets a line about each thing that is done.
 
     Raises:
-        DataError: If a dataset is missing or damaged, or has not one sample for this split; the message names it.
+        DataError: If it is damaged, or the folder cannot be written.
+    """
+    if not is_old_format(source.prefix):
+        return source
+    folder, name = _folder(("mmap",), _identity(source.prefix), source.prefix, index_cache), Path(source.prefix).name
+
+    def write(staging: str) -> SampleOrder:
+        tell(f"{source.prefix} is in Megatron's old cached/lazy format; converting it into {folder}, once")
+        result = convert_dataset(source.prefix, os.path.join(staging, name))
+        for note in result.notes:
+            tell(note)
+        return SampleOrder(num_samples=result.sequences, fingerprint="as stored")
+
+    build_once(folder, write, source.prefix)
+    return replace(source, prefix=os.path.join(folder, name))
+
+
+def check_request(request: SplitRequest, *, is_used: bool) -> None:
+    """Check every dataset; reads ``.idx`` only, and writes nothing.
+
+    Args:
+        request: Which samples.
+        is_used: Whether there must be samples in each.
+
+    Raises:
+        DataError: If a dataset is missing or damaged, or has not one sample for a split that is used; it is named.
     """
     for source in request.sources:
         open_dataset(source.prefix)
         _check_once(source.prefix, _identity(source.prefix))
-    return num_samples_of_one_pass(request.sources, request.counts())
+    if is_used:
+        request.counts()
 
 
 def open_samples(request: SplitRequest, index_cache: str | None) -> Samples:

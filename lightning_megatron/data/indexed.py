@@ -7,7 +7,7 @@ r"""Read, check and write Megatron's indexed datasets: ``PREFIX.bin`` (tokens) a
   GPT a document is one sequence, so D = N + 1. Type 6 is float64; type 7 was float64 until 2022 and is float32 since:
   the size of ``.bin`` tells which it is. Source: megatron-core 0.16.1, datasets/indexed_dataset.py:_IndexWriter and
   _IndexReader.
-* cached/lazy, of Megatron 1.x and 2.x and fairseq, which ``convert-dataset``, ``merge`` and ``inspect`` read: 8 bytes
+* cached/lazy, of Megatron 1.x and 2.x and fairseq, which is read to be converted, or to be shown: 8 bytes
   ``TNTIDX\0\0``; u64 version 1; u64 type of a token; u64 element size; u64 N sequences; u64 S; u64 D; int64[N+1] where
   each sequence's axes begin among the S; int64[N+1] where its tokens begin in ``.bin``, in elements; int64[S] length of
   each axis; int64[D] as above. A sequence of tokens has one axis, so S = N. Files of fairseq, and of Megatron before
@@ -28,7 +28,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import shlex
 import struct
 from array import array
 from collections.abc import Sequence
@@ -156,14 +155,20 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2") if vocab_size < UINT16_VOCAB_LIMIT else np.dtype("<i4")
 
 
+def is_old_format(prefix: str) -> bool:
+    """Whether the dataset at ``prefix`` is there, and in the cached/lazy format."""
+    with contextlib.suppress(OSError), open(f"{prefix}.idx", "rb") as index:
+        return index.read(len(OLD_MAGIC)) == OLD_MAGIC
+    return False
+
+
 def open_dataset(prefix: str, *, option: str = "data_path", for_training: bool = True) -> IndexedDataset:
-    """The dataset at ``prefix``, after checks that touch only a few bytes of the files.
+    """The dataset at ``prefix``, after checks that touch only a few bytes of the files; all of an old format's index.
 
     Args:
         prefix: Path of both files without suffix.
         option: The setting that ``prefix`` was given for.
-        for_training: Refuse what nothing can be trained on: the old format, and tokens that are no integers. If False,
-            all of the index may be read.
+        for_training: Refuse tokens that are no integers, on which nothing can be trained.
 
     Raises:
         DataError: If a file is missing or is not of this format, or the ``.idx`` has not the size that it announces.
@@ -179,12 +184,6 @@ def open_dataset(prefix: str, *, option: str = "data_path", for_training: bool =
     index = _mapped(f"{prefix}.idx")
     if index[: len(OLD_MAGIC)].tobytes() != OLD_MAGIC:
         return _open_mmap(prefix, index, _INTEGERS if for_training else _TYPES)
-    if for_training:
-        command = shlex.join(["--input", prefix, "--output-prefix", f"{prefix}_mmap"])
-        raise DataError(
-            f"{prefix}.idx is in Megatron's old cached/lazy format (TNTIDX), only mmap (MMIDIDX) is read; run:"
-            f" lightning-megatron convert-dataset {command}"
-        )
     return _open_old(prefix, index)
 
 

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import re
-import shlex
 import signal
 from pathlib import Path
 
@@ -81,28 +80,7 @@ def test_merge_and_convert_dataset_say_what_they_wrote(folder: Path, capsys: pyt
         "converted: 2 documents, 2 sequences, 3 tokens from old\n"
     )
     assert _documents("sub/both") == [[1, 2], [3], [1, 2], [3]]
-
-
-def test_a_legacy_dataset_is_refused_with_the_command_that_converts_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from lightning_megatron import DataError, IndexedDataModule
-    from lightning_megatron.data.loader import BatchShape
-    from lightning_megatron.megatron_datamodule import Run
-
-    shape = BatchShape(micro_batch_size=1, num_microbatches=1, data_parallel_size=1, data_parallel_rank=0)
-    prefix = tmp_path / "a b" / "old"
-    prefix.parent.mkdir()
-    write_legacy(prefix, [[[1, 2, 3]], [[4, 5]]])
-    data = IndexedDataModule(data_path=str(prefix), seq_length=8, micro_batch_size=1)
-    with pytest.raises(DataError, match="old cached/lazy format") as refused:
-        data.check(Run(shape=shape))
-
-    program, *arguments = shlex.split(str(refused.value).split("run: ")[1])
-    assert program == "lightning-megatron"
-    assert main(arguments) == 0
-    assert _documents(f"{prefix}_mmap") == [[1, 2, 3], [4, 5]]
-    assert main(arguments) == 2
+    assert main(["convert-dataset", "--input", "old", "--output-prefix", "converted"]) == 2
     assert "would overwrite" in capsys.readouterr().err
 
 

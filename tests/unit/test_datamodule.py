@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 
 from lightning_megatron.convert.registry import model_config
 from lightning_megatron.data.loader import BatchShape
+from lightning_megatron.datamodules import IndexedDataModule
 from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.megatron_datamodule import Run
 from tests.unit.data.engine_samples import engine_dataset, engine_rows
+from tests.unit.data.indexed_files import build, write_legacy
 from tests.unit.data.one_of_many_ranks import (
     SEQ_LENGTH,
     OneOfManyRanks,
@@ -226,6 +228,45 @@ def test_a_split_without_weight_has_no_loader(tmp_path: Path, documents: list[ND
         trainer.validate(module, datamodule=make_data(tmp_path, split="1"))
     with pytest.raises(ConfigError, match="IndexedDataModule has no test split, which trainer.test needs"):
         trainer.test(module, datamodule=make_data(tmp_path, split="1,1"))
+
+
+def test_a_split_that_is_not_read_may_be_empty_in_a_blend_too(
+    tmp_path: Path, documents: list[NDArray[np.uint16]]
+) -> None:
+    small = build(tmp_path / "small", [[list(range(40))], [list(range(40))]])
+    data_path = [0.5, str(tmp_path / "corpus"), 0.5, small]
+
+    def fit(limit_val_batches: int) -> int:
+        module = Recorder()
+        data = IndexedDataModule(data_path, "8,1,1", SEQ_LENGTH, micro_batch_size=2)
+        trainer = make_trainer(tmp_path, OneOfManyRanks(), max_steps=2, limit_val_batches=limit_val_batches)
+        trainer.fit(module, datamodule=data)
+        return len(module.train_rows)
+
+    assert fit(limit_val_batches=0) == 2
+    with pytest.raises(DataError, match=r"gives valid 0 of 2 documents of .*small"):
+        fit(limit_val_batches=1)
+
+
+def test_old_formats_are_converted_once_and_give_the_samples_of_today(
+    tmp_path: Path, documents: list[NDArray[np.uint16]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Beside a dataset of today's in a blend."""
+    half = len(documents) // 2
+    parts = {"first": documents[:half], "second": documents[half:]}
+    new = [build(tmp_path / name, [[each.tolist()] for each in part]) for name, part in parts.items()]
+    old = write_legacy(tmp_path / "old", [[each.tolist()] for each in parts["first"]])
+    seen = []
+    with caplog.at_level("INFO", "lightning"):
+        for data_path in (new, [old, new[1]], [old, new[1]]):
+            module = Recorder()
+            trainer = make_trainer(tmp_path, OneOfManyRanks(), max_steps=6, limit_val_batches=0)
+            trainer.fit(module, datamodule=IndexedDataModule(data_path, "1", SEQ_LENGTH, micro_batch_size=2))
+            seen.append(module.rows)
+    (line,) = (line for line in caplog.messages if "cached/lazy" in line)
+    assert line.startswith(f"{old} is in Megatron's old cached/lazy format; converting it into {old}/cache/mmap-")
+    np.testing.assert_array_equal(seen[1], seen[0])
+    np.testing.assert_array_equal(seen[2], seen[0])
 
 
 def _run(vocab_size: int | None = None) -> Run:

@@ -138,11 +138,11 @@ def test_a_dataset_without_a_sample_or_with_damage_is_named(tmp_path: Path) -> N
     data_path = [1, str(tmp_path / "large"), 2, str(tmp_path / "small")]
 
     with pytest.raises(DataError, match=r"gives train 1 of 1 documents of .*small with 16 tokens, .* needs 17; lower"):
-        check_request(_request(data_path, None, split="1"))
+        check_request(_request(data_path, None, split="1"), is_used=True)
     assert not (tmp_path / "large").exists()
     (tmp_path / "large.bin").write_bytes((tmp_path / "large.bin").read_bytes()[:-2])
     with pytest.raises(DataError, match=r"large.idx accounts for \d+ bytes, and .bin has"):
-        check_request(_request(data_path, None, split="1"))
+        check_request(_request(data_path, None, split="1"), is_used=True)
 
 
 # ---- splits ---------------------------------------------------------------------------------------------------------

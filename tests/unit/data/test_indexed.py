@@ -133,7 +133,6 @@ def _changed(idx: bytes, offset: int, letters: str, *values: int) -> bytes:
     ("check", "idx", "message"),
     [
         (check_dataset, NEW_IDX[:20], "has 20 bytes, its header alone needs 34: damaged, .*; run preprocess again"),
-        (check_dataset, OLD_IDX, r"old cached/lazy format \(TNTIDX\).*run: lightning-megatron convert-dataset"),
         (check_dataset, b"PK\x03\x04" * 30, "begins with .*: damaged, truncated or foreign"),
         (check_dataset, _changed(NEW_IDX, 9, "Q", 2), "says version 2"),
         (check_dataset, _changed(NEW_IDX, 17, "B", 7), r"token type 7 \(floating-point tokens\)"),
