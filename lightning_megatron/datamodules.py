@@ -574,7 +574,7 @@ class TextEvaluationDataModule(MegatronDataModule):
     def open(self, name: SplitName, num_samples: int | None) -> EvaluationTexts:
         texts, strategy = self._texts, self._strategy()
         # Kernels like even shapes.
-        multiple = math.lcm(8, strategy.tp if strategy.sequence_parallel else 1)
+        multiple = math.lcm(8, strategy.parallel.sequence_divisor)
         return replace(texts, row_length=min(self.seq_length, -(-texts.longest // multiple) * multiple))
 
     @cached_property

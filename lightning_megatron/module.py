@@ -205,7 +205,7 @@ class MegatronModule(pl.LightningModule):
         """
         if strategy.root_device.type == "cpu":
             count, ranks = total_parameters(self.model_config), strategy.num_processes
-            weights = count // strategy.parallel.model_parallel_size * ranks
+            weights = count * strategy.cp // strategy.parallel.model_parallel_size * ranks
             needed, there = weights * strategy.settings.params_dtype.itemsize, host_memory()
             if needed > there:
                 raise ConfigError(

@@ -43,7 +43,7 @@ from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.microbatch_graph import MicrobatchGraphs
 from lightning_megatron.engine.optimizer import MegatronOptimizer, OptimizerContext, OptimizerOptions, OptimizerReport
 from lightning_megatron.engine.overrides import Overrides
-from lightning_megatron.engine.parallel import ParallelConfig
+from lightning_megatron.engine.parallel import CPCommType, ParallelConfig
 from lightning_megatron.engine.runtime import Runtime, seed_of_run
 from lightning_megatron.engine.schedule import Schedule, StepOutput, StepShape
 from lightning_megatron.engine.wrap import GradientReduction, freeze_alike, to_16bit, to_ddp
@@ -78,7 +78,7 @@ class MegatronStrategy(ParallelStrategy):
         tp: Tensor parallel size; divides the attention heads and the MLP.
         pp: Pipeline parallel size; divides the layers.
         vpp: Model chunks per pipeline stage (interleaved schedule); needs ``num_microbatches`` to be a multiple of pp.
-        cp: Context parallel size; above 1 it needs Transformer Engine's attention and is refused.
+        cp: Context parallel size: ranks that split each sequence; twice it divides the sequence's length.
         sequence_parallel: Split activations along the sequence between the tp ranks; saves memory at no cost.
         num_microbatches: Microbatches per optimizer step; more of them keep a pipeline busier. Where torchrun or a
             scheduler starts fewer nodes than ``num_nodes``, each copy of the model takes as many more of them.
@@ -111,6 +111,8 @@ class MegatronStrategy(ParallelStrategy):
             ``loss_scale`` for ``16-mixed``.
         ddp_config_overrides: Fields of Megatron's ``DistributedDataParallelConfig`` to set by hand, as ``bucket_size``,
             or ``grad_reduce_in_fp32=False`` for gradients in 16 bits, which take half of the memory and of the traffic.
+        cp_comm_type: What cp ranks exchange in attention: ``a2a`` (heads for tokens, where tp x cp divides the
+            key/value heads), ``all_gather`` (keys and values), or ``auto``: the first of them that the model allows.
 
     Raises:
         ConfigError: If the sizes do not fit together.
@@ -143,6 +145,7 @@ class MegatronStrategy(ParallelStrategy):
         num_layers_in_last_pipeline_stage: int | None = None,
         optimizer_config_overrides: dict[str, Any] | None = None,
         ddp_config_overrides: dict[str, Any] | None = None,
+        cp_comm_type: CPCommType = "auto",
     ) -> None:
         super().__init__()
         die_with_launcher()
@@ -151,6 +154,7 @@ class MegatronStrategy(ParallelStrategy):
             pp=pp,
             vpp=vpp,
             cp=cp,
+            cp_comm_type=cp_comm_type,
             sequence_parallel=sequence_parallel,
             num_microbatches=num_microbatches,
             num_layers_in_first_pipeline_stage=num_layers_in_first_pipeline_stage,
@@ -205,7 +209,7 @@ class MegatronStrategy(ParallelStrategy):
 
     @property
     def is_data_source(self) -> bool:
-        """Whether this rank reads data: tp_rank 0 of the first stage, whose batch goes to its copy's ranks."""
+        """Whether this rank reads data: the first of its copy of the model, whose batch goes to the others."""
         return self.topology.is_data_source
 
     @property
@@ -357,7 +361,7 @@ class MegatronStrategy(ParallelStrategy):
         self._weights_of_other_layout = self._keep_weights()
         self._topology = groups.initialize(self.parallel, self._timeout)
         self._runtime.hold()
-        self._runtime.seed(seed_of_run(), self._topology.pp_rank)
+        self._runtime.seed(seed_of_run(), self._topology.pp_rank, self._topology.cp_rank)
         self._shared_batches = math.inf
         self.checkpointing.begin(deferred_signums(environment), groups.host_group(self._timeout))
 

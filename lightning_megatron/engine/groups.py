@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -19,24 +20,25 @@ class Topology:
     parallel: ParallelConfig
     tp_rank: int
     pp_rank: int
+    cp_rank: int
     dp_rank: int
     dp: int
     tp_group: dist.ProcessGroup
     pp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
     mp_group: dist.ProcessGroup
-    """The tp x pp ranks that hold one copy of the model."""
+    """The tp x cp x pp ranks that hold one copy of the model, or work on the same rows with it."""
     mp_header_group: dist.ProcessGroup
     """The same ranks over gloo: messages to the host that must not wait for the GPU."""
     mp_source: int
-    """Global rank of the rank of ``mp_group`` with tp_rank 0 and pp_rank 0: the only one that reads data."""
+    """Global rank of the rank of ``mp_group`` that is first on every axis: the only one that reads data."""
     last_stage: int
     """Global rank of the last pipeline stage in ``pp_group``."""
 
     @property
     def is_data_source(self) -> bool:
         """Whether this rank reads the data of its copy of the model."""
-        return self.tp_rank == 0 and self.pp_rank == 0
+        return self.tp_rank == self.cp_rank == self.pp_rank == 0
 
     @property
     def is_first_stage(self) -> bool:
@@ -78,18 +80,19 @@ def initialize(parallel: ParallelConfig, timeout: timedelta) -> Topology:
         context_parallel_size=parallel.cp,
         distributed_timeout_minutes=minutes,
     )
-    mp_group = parallel_state.get_model_parallel_group()
+    mp_group = _model_parallel_group(parallel, timeout)
     topology = Topology(
         parallel=parallel,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp=parallel_state.get_data_parallel_world_size(),
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(),
         mp_group=mp_group,
-        mp_header_group=_model_parallel_header_group(timeout),
+        mp_header_group=_header_group(mp_group, timeout),
         mp_source=min(dist.get_process_group_ranks(mp_group)),
         last_stage=parallel_state.get_pipeline_model_parallel_last_rank(),
     )
@@ -97,9 +100,23 @@ def initialize(parallel: ParallelConfig, timeout: timedelta) -> Topology:
     return topology
 
 
-def _model_parallel_header_group(timeout: timedelta) -> dist.ProcessGroup:
+def _model_parallel_group(parallel: ParallelConfig, timeout: timedelta) -> dist.ProcessGroup:
+    """Megatron's, over tp and pp; its ranks over cp, too, are in no group of Megatron's."""
+    mine: dist.ProcessGroup = parallel_state.get_model_parallel_group()
+    if parallel.cp == 1:
+        return mine
+    # Megatron counts ranks along tp first, then along cp, dp and pp.
+    places = torch.arange(dist.get_world_size()).view(parallel.pp, -1, parallel.cp * parallel.tp)
+    for copy in places.unbind(1):
+        ranks = copy.flatten().tolist()
+        group = dist.new_group(ranks, timeout=timeout)
+        if dist.get_rank() in ranks:
+            mine = group
+    return mine
+
+
+def _header_group(mp_group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
     """A gloo group over the same ranks as ``mp_group``; gloo never waits for work that is queued on a GPU."""
-    mp_group: dist.ProcessGroup = parallel_state.get_model_parallel_group()
     if dist.get_backend(mp_group) == "gloo":
         return mp_group
     mine = dist.get_process_group_ranks(mp_group)

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from lightning_megatron.errors import ConfigError, divisors, require_divides, require_kind, require_number
+from lightning_megatron.errors import (
+    ConfigError,
+    divisors,
+    require_choice,
+    require_divides,
+    require_kind,
+    require_number,
+)
 
 if TYPE_CHECKING:
     from lightning_megatron.models.config import ModelConfig
 
+
+CPCommType = Literal["auto", "a2a", "all_gather"]
+"""Heads for tokens (``a2a``), keys and values of all (``all_gather``), or the first of them that the model allows."""
 
 _UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 
@@ -27,6 +37,8 @@ class ParallelConfig:
     """Virtual pipeline size: model chunks per stage (interleaved schedule); None for one chunk."""
     cp: int = 1
     """Context parallel size: each sequence is split over this many ranks."""
+    cp_comm_type: CPCommType = "auto"
+    """What these ranks exchange in attention."""
     sequence_parallel: bool = False
     """Whether norms and dropouts work on a tp-th of the sequence; no effect at tp=1."""
     num_microbatches: int = 1
@@ -40,18 +52,13 @@ class ParallelConfig:
         """Check the rules that need neither the world size nor the model.
 
         Raises:
-            ConfigError: If a size is not a positive integer, cp > 1, or the interleaved schedule cannot run.
+            ConfigError: If a size is not a positive integer, a word is unknown, or the interleaved schedule cannot run.
         """
         for name in ("tp", "pp", "cp", "num_microbatches"):
             require_kind(name, getattr(self, name), "int")
             require_number(name, getattr(self, name), at_least=1)
         require_kind("vpp", self.vpp, "int | None")
-        if self.cp > 1:
-            raise ConfigError(
-                f"cp={self.cp} needs an attention that splits the sequence (Transformer Engine's), and the one in "
-                "use (PyTorch's scaled_dot_product_attention) does not; set cp=1 and raise tp with "
-                "sequence_parallel=True for long sequences"
-            )
+        require_choice("cp_comm_type", self.cp_comm_type, ("auto", "a2a", "all_gather"))
         if self.vpp is not None:
             self._check_interleaving(self.vpp)
         for name in _UNEVEN:
@@ -74,7 +81,7 @@ class ParallelConfig:
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that hold one copy of the model."""
+        """Ranks that work on the same rows."""
         return self.tp * self.pp * self.cp
 
     @property
@@ -86,6 +93,12 @@ class ParallelConfig:
     def uses_sequence_parallel(self) -> bool:
         """Whether activations are really split along the sequence."""
         return self.sequence_parallel and self.tp > 1
+
+    @property
+    def sequence_divisor(self) -> int:
+        """What every sequence's length must be a multiple of."""
+        shards = self.tp if self.uses_sequence_parallel else 1
+        return math.lcm(2 * self.cp, self.cp * shards) if self.cp > 1 else shards
 
     def data_parallel_size(self, world_size: int) -> int:
         """Copies of the model in a world of ``world_size`` ranks.
@@ -107,8 +120,10 @@ class ParallelConfig:
         """Raise unless ``model`` can be split this way.
 
         Raises:
-            ConfigError: If tp does not divide the heads, the key/value groups or the MLP, or pp x vpp the layers.
+            ConfigError: If tp does not divide the heads, the key/value groups or the MLP, pp x vpp the layers, or cp
+                the key/value heads that it should.
         """
+        self.comm_type_of(model)
         require_divides("tp", self.tp, "num_attention_heads", model.num_attention_heads)
         require_divides("tp", self.tp, "ffn_hidden_size", model.ffn_hidden_size)
         groups = model.num_query_groups
@@ -135,6 +150,23 @@ class ParallelConfig:
             )
         if self.uses_sequence_parallel and model.hidden_size % self.tp != 0:
             require_divides("tp", self.tp, "hidden_size", model.hidden_size)
+
+    def comm_type_of(self, model: ModelConfig) -> Literal["a2a", "all_gather"]:
+        """What the ranks of the cp group exchange in the attention of ``model``.
+
+        Raises:
+            ConfigError: If they shall exchange heads, and a rank's cannot be shared by cp.
+        """
+        groups = model.num_query_groups
+        if groups % (self.tp * self.cp) == 0:
+            return "all_gather" if self.cp_comm_type == "all_gather" else "a2a"
+        if self.cp_comm_type == "a2a" and self.cp > 1:
+            raise ConfigError(
+                f'cp_comm_type="a2a": expected num_query_groups={groups} to be a multiple of tp={self.tp} x '
+                f"cp={self.cp} = {self.tp * self.cp}, got a rest of {groups % (self.tp * self.cp)}; use "
+                'cp_comm_type="all_gather"'
+            )
+        return "all_gather"
 
     def layout(self, num_layers: int) -> tuple[int, ...]:
         """Layers of each chunk of a GPT or BERT in the order of the pipeline.
@@ -185,8 +217,15 @@ class ParallelConfig:
             name: What the error calls the length.
 
         Raises:
-            ConfigError: If sequence parallelism cannot split the sequence evenly, or it is longer than the model's.
+            ConfigError: If context or sequence parallelism cannot split the sequence evenly, or it is longer than the
+                model's.
         """
+        if self.cp > 1 and seq_length % self.sequence_divisor != 0:
+            by_tp = f", and by tp={self.tp} with sequence_parallel=True" if self.uses_sequence_parallel else ""
+            raise ConfigError(
+                f"{name}={seq_length}: expected a multiple of {self.sequence_divisor}, because cp={self.cp} splits it "
+                f"into 2 x cp runs{by_tp}; use {math.ceil(seq_length / self.sequence_divisor) * self.sequence_divisor}"
+            )
         if self.uses_sequence_parallel and seq_length % self.tp != 0:
             raise ConfigError(
                 f"{name}={seq_length} is not a multiple of tp={self.tp}, which sequence_parallel=True splits it "

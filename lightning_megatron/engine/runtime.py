@@ -26,8 +26,9 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_par
 from lightning_megatron.engine import cpu
 from lightning_megatron.engine.patches import CPU, active, patches
 
-_PP_STRIDE = 100
-"""Megatron-LM's distance between the seeds of two pipeline stages (training/initialize.py:_set_random_seed)."""
+_PP_STRIDE, _CP_STRIDE = 100, 100_000
+"""Megatron-LM's distance between the seeds of two pipeline stages (training/initialize.py:_set_random_seed), and ours
+of two ranks of a cp group, which would drop the same of different tokens otherwise."""
 _DEFAULT_SEED = 1234
 
 
@@ -39,18 +40,19 @@ def seed_of_run() -> int:
 class EngineRng:
     """The engine's random streams on one rank."""
 
-    def __init__(self, seed: int, pp_rank: int, device: torch.device) -> None:
+    def __init__(self, seed: int, pp_rank: int, cp_rank: int, device: torch.device) -> None:
         """Seed both streams; every rank must call, after the process groups exist.
 
         Args:
             seed: The run's seed, the same on all ranks.
             pp_rank: This rank's stage; stages draw different masks.
+            cp_rank: Of which tokens of a row; other tokens, other masks.
             device: Where the engine computes.
         """
         self._on_cpu = device.type == "cpu"
         self._is_active = False
         outside = torch.get_rng_state()
-        model_parallel_cuda_manual_seed(seed + _PP_STRIDE * pp_rank, force_reset_rng=True)
+        model_parallel_cuda_manual_seed(seed + _PP_STRIDE * pp_rank + _CP_STRIDE * cp_rank, force_reset_rng=True)
         # On a CPU: of the engine's default stream and the user's, the one that torch does not hold at the moment.
         self._parked = torch.get_rng_state()
         torch.set_rng_state(outside)
@@ -131,10 +133,10 @@ class Runtime:
         self._is_held = self._is_active = False
         self.rng: EngineRng | None = None
 
-    def seed(self, seed: int, pp_rank: int) -> None:
+    def seed(self, seed: int, pp_rank: int, cp_rank: int = 0) -> None:
         """Start the engine's random streams; call after the process groups exist."""
         with self.active():
-            self.rng = EngineRng(seed, pp_rank, self._device)
+            self.rng = EngineRng(seed, pp_rank, cp_rank, self._device)
 
     def hold(self) -> None:
         """Patch Megatron until ``release``."""

@@ -232,9 +232,8 @@ class Schedule:
         """Forward (and backward) over the whole local batch, whose rows are a multiple of ``num_microbatches``."""
         parallel = self._topology.parallel
         lengths = self._step.split_lengths(batch)
-        if parallel.sequence_parallel:
-            for name, length in lengths.items():
-                parallel.check_sequence(length, name=name)
+        for name, length in lengths.items():
+            parallel.check_sequence(length, name=name)
         shape = StepShape(
             micro_batch_size=_num_rows(batch) // num_microbatches,
             num_microbatches=num_microbatches,

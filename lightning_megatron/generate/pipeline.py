@@ -49,16 +49,21 @@ FEWEST_NEW_TOKENS = 8
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Rotary scalings whose frequencies the host computes from the texts' length."""
 
-_SEQUENCE_PARALLEL = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
-"""What layers and their config remember of sequence parallelism, which cannot split a single token."""
+_WHOLE_SEQUENCES = {
+    "sequence_parallel": False,
+    "scatter_to_sequence_parallel": False,
+    "reduce_scatter_embeddings": False,
+    "context_parallel_size": 1,
+}
+"""What layers and their config remember of a split sequence, and what it is without; a single token cannot be split."""
 
 
 @contextlib.contextmanager
 def inference_mode(chunks: Sequence[torch.nn.Module]) -> Iterator[list[Any]]:
     """Context manager: inference mode for a model in training, restored on exit; every rank must enter.
 
-    Gives this rank's plain models with whole weights, without dropout, recomputation and sequence parallelism.
-    Wrappers, gradients, optimizer and random streams are left alone.
+    Gives this rank's plain models with whole weights, without dropout, recomputation, sequence and context parallelism
+    (the ranks of a cp group do the same). Wrappers, gradients, optimizer and random streams are left alone.
 
     Args:
         chunks: Wrapped or not.
@@ -70,10 +75,15 @@ def inference_mode(chunks: Sequence[torch.nn.Module]) -> Iterator[list[Any]]:
     # Some modules have a copy of the config (megatron-core 0.16.1, transformer/attention.py).
     configs = {id(module.config): module.config for module in modules if hasattr(module, "config")}
     holders: list[Any] = [*modules, *configs.values()]
-    switched = [(x, name) for x in holders for name in _SEQUENCE_PARALLEL if getattr(x, name, False) is True]
+    switched = [
+        (x, name, whole, split)
+        for x in holders
+        for name, whole in _WHOLE_SEQUENCES.items()
+        if (split := getattr(x, name, whole)) != whole
+    ]
     try:
-        for holder, name in switched:
-            setattr(holder, name, False)
+        for holder, name, whole, _ in switched:
+            setattr(holder, name, whole)
         for module in modules:
             # The engine recomputes only what is in training.
             module.training = False
@@ -81,8 +91,8 @@ def inference_mode(chunks: Sequence[torch.nn.Module]) -> Iterator[list[Any]]:
         with torch.inference_mode(False), torch.no_grad():
             yield models
     finally:
-        for holder, name in switched:
-            setattr(holder, name, True)
+        for holder, name, _, split in switched:
+            setattr(holder, name, split)
         for module, was_training in zip(modules, were_training, strict=True):
             module.training = was_training
 
@@ -218,8 +228,8 @@ class Stages:
         ranks = sorted(dist.get_process_group_ranks(topology.mp_group))
         self._num_ranks = len(ranks)
         # Of the last stage the first: tp ranks could draw differently, as sums on a GPU are not exactly reproducible.
-        self._source = ranks[-topology.parallel.tp]
-        self.chooses = topology.is_last_stage and topology.tp_rank == 0
+        self._source = ranks[-topology.parallel.tp * topology.parallel.cp]
+        self.chooses = topology.is_last_stage and topology.tp_rank == topology.cp_rank == 0
         """Whether this rank chooses the tokens of this copy of the model."""
         rows, width = batch.tokens.shape
         # Two messages under way in both directions could wait for each other: with chunks the batch is one group.

@@ -64,7 +64,7 @@ class BertChunk(Chunk):
         tokentype_ids: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> Any:
-        """Run this stage; all tensor-parallel ranks must call.
+        """Run this stage; all tensor- and context-parallel ranks must call.
 
         Args:
             input_ids: [b, s] int64.
@@ -75,10 +75,10 @@ class BertChunk(Chunk):
             labels: [b, s] int64, for models that predict tokens: the loss of each is returned instead of logits.
 
         Returns:
-            Hidden states [s or s/tp, b, h] before the last stage. There, by task: ``pretraining`` and ``masked_lm`` the
-            pair of each token's loss [b, s] fp32 (or logits [b, s, v/tp]) and the logits of the sentence order [b, 2]
-            (None for ``masked_lm``); ``sequence_classification`` logits [b, num_labels]; the others logits
-            [b, s, num_labels].
+            Hidden states [s/cp or s/cp/tp, b, h] before the last stage. There, by task: ``pretraining`` and
+            ``masked_lm`` the pair of each token's loss [b, s] fp32 (or logits [b, s, v/tp]) and the logits of the
+            sentence order [b, 2] (None for ``masked_lm``); ``sequence_classification`` logits [b, num_labels]; the
+            others logits [b, s, num_labels].
         """
         embedded = None
         if self.pre_process:
@@ -86,17 +86,18 @@ class BertChunk(Chunk):
                 position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
             if tokentype_ids is None and self.embedding.num_tokentypes > 0:
                 tokentype_ids = torch.zeros_like(input_ids)
-            embedded = self.embedding(input_ids, position_ids, tokentype_ids)
+            inputs = (input_ids, position_ids, tokentype_ids)
+            embedded = self.embedding(*(None if x is None else self.context.own_tokens(x) for x in inputs))
         hidden = self.encoder(hidden_states=embedded, attention_mask=attention_mask)
         return self._head(hidden, labels) if self.post_process else hidden
 
     def _head(self, hidden: Tensor, labels: Tensor | None) -> Any:
         task = self.description.task
         if task == "sequence_classification":
-            return self.classification_head(self.pooler(hidden))
+            return self.context.of_first_token(self.classification_head(self.pooler(hidden)))
         if task in ("token_classification", "question_answering"):
-            return self.token_head(hidden)
-        order = self.binary_head(self.pooler(hidden)) if task == "pretraining" else None
+            return self.context.all_tokens(self.token_head(hidden))
+        order = self.context.of_first_token(self.binary_head(self.pooler(hidden))) if task == "pretraining" else None
         return self.predictions(self.lm_head(hidden), labels), order
 
 

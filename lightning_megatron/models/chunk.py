@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
+from lightning_megatron.engine.fillers.context import ContextParallel
 from lightning_megatron.engine.fillers.norm import Norm
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.layers import join_additions_and_norms, layer_spec
@@ -36,6 +37,7 @@ class Chunk(LanguageModule):
     Attributes:
         pre_process: Whether the embedding is here.
         post_process: Whether the output layer (or another head) is here.
+        context: Which tokens of a row this rank computes; a chunk is called with whole rows, and returns them.
         share_embeddings_and_output_weights: Whether the output layer is the embedding; on the last of several stages it
             is a copy, whose gradient Megatron's ``finalize_model_grads`` adds to that of the first stage.
     """
@@ -53,6 +55,7 @@ class Chunk(LanguageModule):
         """
         super().__init__(config=config)
         self.description = model
+        self.context = ContextParallel(config)
         self.model_type = ModelType.encoder_or_decoder
         self.vp_stage = vp_stage
         self.pre_process: bool = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
@@ -110,17 +113,15 @@ class Chunk(LanguageModule):
         """Logits [b, s, v/tp or v], or with ``labels`` [b, s] the loss of each, [b, s] fp32.
 
         Args:
-            hidden: [s or s/tp, b, h].
-            labels: int64; None for logits.
+            hidden: [s or s/tp, b, h]; here and in what follows s is the tokens of this rank of the cp group.
+            labels: int64, of the whole rows; None for logits.
             runtime_gather_output: Whether logits are gathered over the tensor-parallel ranks.
         """
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits, _ = self.output_layer(hidden, weight=tied, runtime_gather_output=runtime_gather_output)
         if labels is None:
-            logits_of_rows: Tensor = logits.transpose(0, 1).contiguous()
-            return logits_of_rows
-        losses: Tensor = self.compute_language_model_loss(labels, logits)
-        return losses
+            return self.context.all_tokens(logits.transpose(0, 1).contiguous())
+        return self.context.all_tokens(self.compute_language_model_loss(self.context.own_tokens(labels), logits))
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
         """Take what the stage before sent: [s or s/tp, b, h]; Megatron's schedules call it."""

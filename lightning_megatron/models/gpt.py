@@ -35,7 +35,7 @@ class GPTChunk(Chunk):
             self.embedding.norm = Norm(config, model.hidden_size, model.layernorm_epsilon)
         if model.position_embedding_type == "rope":
             self._rotary_frequencies = self._frequencies()
-            self._counted_angles: dict[int, Tensor] = {}
+            self._counted_angles: dict[tuple[int, int], Tensor] = {}
         self.decoder = self.create_block()
         if self.post_process:
             self.output_layer = self.create_output_layer()
@@ -51,7 +51,7 @@ class GPTChunk(Chunk):
         *,
         runtime_gather_output: bool | None = None,
     ) -> Tensor:
-        """Run this stage; all tensor-parallel ranks must call.
+        """Run this stage; all tensor- and context-parallel ranks must call.
 
         Args:
             input_ids: [b, s] int64.
@@ -61,7 +61,7 @@ class GPTChunk(Chunk):
             runtime_gather_output: Whether logits are gathered over the tensor-parallel ranks.
 
         Returns:
-            Before the last stage hidden states, [s or s/tp, b, h]; there the loss of each label, [b, s] fp32, or
+            Before the last stage hidden states, [s/cp or s/cp/tp, b, h]; there the loss of each label, [b, s] fp32, or
             logits, [b, s, v/tp or v].
         """
         embedded = self._embedded(input_ids, position_ids) if self.pre_process else None
@@ -74,31 +74,33 @@ class GPTChunk(Chunk):
     def _embedded(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        embedded: Tensor = self.embedding(input_ids, position_ids)
+        embedded: Tensor = self.embedding(self.context.own_tokens(input_ids), self.context.own_tokens(position_ids))
         if self.description.embedding_layernorm:
             # Under sequence parallelism on this rank's part; the gradients of the norm are summed over TP like others.
             embedded = self.embedding.norm(embedded).to(embedded.dtype)
         return embedded
 
     def _angles(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
-        """How far each pair of a head turns: [s, 1 or b, 1, kv_channels]."""
+        """How far each pair of a head turns: [s/cp, 1 or b, 1, kv_channels]."""
         scaling, length = self.description.rope_scaling, input_ids.shape[1]
         depends_on_length = scaling is not None and scaling.rope_type in _LENGTH_DEPENDENT
         if position_ids is None:
-            if (known := self._counted_angles.get(length)) is not None:
+            kind = (length, self.context.size)  # whole rows while text is generated
+            if (known := self._counted_angles.get(kind)) is not None:
                 return known
             frequencies = self._frequencies(length) if depends_on_length else self._rotary_frequencies
-            angles = angles_at(torch.arange(length, device=input_ids.device)[None], frequencies)
+            counted = torch.arange(length, device=input_ids.device)[None]
+            angles = angles_at(self.context.own_tokens(counted), frequencies)
             if (
                 len(self._counted_angles) < _MAX_LENGTHS
             ):  # none is ever dropped: a recorded graph reads it where it lies
-                self._counted_angles[length] = angles
+                self._counted_angles[kind] = angles
             return angles
         if not depends_on_length:
-            return angles_at(position_ids, self._rotary_frequencies)
+            return angles_at(self.context.own_tokens(position_ids), self._rotary_frequencies)
         # Hugging Face's measure of a sequence's length; it makes the host wait, in these two scalings only.
         length = int(position_ids.max()) + 1 if self.rotary_length is None else self.rotary_length
-        return angles_at(position_ids, self._frequencies(length))
+        return angles_at(self.context.own_tokens(position_ids), self._frequencies(length))
 
     def _frequencies(self, *seq_length: int) -> Tensor:
         model = self.description

@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_megatron.engine.fillers.attention import SDPAttention
+from lightning_megatron.engine.fillers.context import ContextParallelAttention
 from lightning_megatron.engine.fillers.norm import Norm
 from lightning_megatron.engine.fillers.recompute import WithoutOutput
 from lightning_megatron.errors import ConfigError
@@ -59,7 +59,7 @@ def layer_spec(model: ModelConfig, number: int = 0, *, is_decoder_of_two: bool =
         submodules=CrossAttentionSubmodules(
             linear_q=ColumnParallelLinear,
             linear_kv=ColumnParallelLinear,
-            core_attention=SDPAttention,
+            core_attention=ContextParallelAttention,
             linear_proj=RowParallelLinear,
         ),
     )
@@ -105,13 +105,13 @@ def _qkv_without_bias(*args: Any, **kwargs: Any) -> ColumnParallelLinear:
     return ColumnParallelLinear(*args, **{**kwargs, "bias": False})
 
 
-def _core_attention(model: ModelConfig, layer: int) -> Callable[..., SDPAttention]:
+def _core_attention(model: ModelConfig, layer: int) -> Callable[..., ContextParallelAttention]:
     options: dict[str, Any] = {}
     if model.position_embedding_type == "alibi":
         options["alibi"] = "falcon" if model.alibi_scaled else "bloom"
     if model.sliding_window_layers is None or layer in model.sliding_window_layers:
         options["sliding_window"] = model.sliding_window
-    return partial(SDPAttention, **{name: value for name, value in options.items() if value is not None})
+    return partial(ContextParallelAttention, **{name: value for name, value in options.items() if value is not None})
 
 
 class BiasDropoutAdd:

@@ -32,6 +32,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, get_tr
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor
 
+from lightning_megatron.engine.fillers.context import ContextParallel
 from lightning_megatron.engine.fillers.masks import MASKED_SCORE
 from lightning_megatron.engine.fillers.norm import Norm
 from lightning_megatron.engine.wrap import Replicated, mark_replica
@@ -111,7 +112,7 @@ class T5Chunk(Chunk):
         return tables
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
-        """Take what the chunk before sent: [(s_enc + s_dec) or its tp-th, b, h]."""
+        """Take what the chunk before sent: [(s_enc + s_dec) or a part, b, h]."""
         self._input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def forward(
@@ -124,7 +125,7 @@ class T5Chunk(Chunk):
         *,
         runtime_gather_output: bool | None = None,
     ) -> Tensor:
-        """Run this chunk; all tensor-parallel ranks must call, and every chunk needs the same arguments.
+        """Run this chunk; all tensor- and context-parallel ranks must call, and every chunk needs the same arguments.
 
         Args:
             encoder_ids: [b, s_enc] int64; s_enc is 0 once the decoder's layers have cached what they see
@@ -136,7 +137,7 @@ class T5Chunk(Chunk):
             runtime_gather_output: Whether logits are gathered over the tensor-parallel ranks.
 
         Returns:
-            Before the last chunk encoder's and decoder's states, [s_enc + s_dec or its tp-th, b, h]; there the loss of
+            Before the last chunk encoder's and decoder's states, [s_enc + s_dec or a part, b, h]; there the loss of
             each label, [b, s_dec] fp32, or logits, [b, s_dec, v/tp or v].
         """
         encoder, decoder = self._inputs(encoder_ids, decoder_ids)
@@ -156,11 +157,11 @@ class T5Chunk(Chunk):
     def _inputs(self, encoder_ids: Tensor, decoder_ids: Tensor) -> tuple[Tensor, Tensor]:
         if self.pre_process:
             # Two look-ups: under sequence parallelism each part is scattered on its own.
-            encoder = self.embedding(encoder_ids, None) if encoder_ids.shape[1] > 0 else None
-            decoder = self.embedding(decoder_ids, None)
+            encoder = self.embedding(self.context.own_tokens(encoder_ids), None) if encoder_ids.shape[1] > 0 else None
+            decoder = self.embedding(self.context.own_tokens(decoder_ids), None)
             return decoder[:0] if encoder is None else encoder, decoder
         assert self._input_tensor is not None, "the schedule sets the input of every chunk but the first"
-        shards = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        shards = _parts_of_sequence(self.config)
         lengths = [ids.shape[1] // shards for ids in (encoder_ids, decoder_ids)]
         encoder, decoder = self._input_tensor.split(lengths)
         return encoder, decoder
@@ -220,8 +221,7 @@ class T5Stack(MegatronModule):
         # With sequence parallelism each rank drops numbers of its own, as in Megatron's TransformerBlock.
         with get_cuda_rng_tracker().fork() if self.config.sequence_parallel else contextlib.nullcontext():
             if self.relative_bias is not None:
-                shards = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
-                length = hidden.shape[0] * shards
+                length = hidden.shape[0] * _parts_of_sequence(self.config)
                 bias = self.relative_bias(self._num_cached() + length, attention_mask, length)
                 for first, last, recomputed in self._groups(num_recomputed):
                     inputs = (hidden, bias, context, context_mask)
@@ -281,6 +281,11 @@ class T5Stack(MegatronModule):
             tp_group = parallel_state.get_tensor_model_parallel_group()
             state.update(sharded_state_dict_default(self.final_layernorm, norm, (), metadata, tp_group))
         return state
+
+
+def _parts_of_sequence(config: TransformerConfig) -> int:
+    """Into how many equal parts the ranks of the cp and tp groups split hidden states."""
+    return config.context_parallel_size * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
 
 
 def _layer(spec: ModuleSpec, config: TransformerConfig, number: int) -> TransformerLayer:
@@ -356,15 +361,19 @@ class RelativeBias(MegatronModule):
             num_queries: How many of the last tokens are queries (the keys before them are cached); None for all.
 
         Returns:
-            [b or 1, heads/tp, queries, s] in the weight's dtype. It is made once for all layers of a chunk, which then
-            keep one and the same tensor for their backward passes.
+            [b or 1, heads/tp, queries, s] in the weight's dtype, at cp > 1 of the heads or queries that this rank
+            attends with. It is made once for all layers of a chunk, which then keep one and the same tensor for their
+            backward passes.
         """
         queries = length if num_queries is None else num_queries
         buckets = self._buckets_for(length) if queries == length else self._last_buckets_for(length, queries)
-        scores = F.embedding(buckets, self.weight).permute(2, 0, 1)[None].contiguous()
+        context = ContextParallel(self.config)
+        of_heads = context.own_heads(self.weight, 1)
+        scores = F.embedding(context.own_queries(buckets, 0), of_heads).permute(2, 0, 1)[None].contiguous()
         hidden = None
         if not self.bidirectional and queries > 1:
             hidden = torch.ones_like(buckets, dtype=torch.bool).triu(1 + length - queries)[None, None]
+            hidden = context.own_queries(hidden, 2)
         if attention_mask is not None:
             padding = F.pad(attention_mask == 0, (0, buckets.shape[1] - length))[:, None, None, :]
             hidden = padding if hidden is None else hidden | padding

@@ -75,9 +75,9 @@ class EngineSettings:
 
 
 def _check_graphs(settings: EngineSettings) -> None:
-    tp, pp = settings.parallel.tp, settings.parallel.pp
+    tp, pp, cp = settings.parallel.tp, settings.parallel.pp, settings.parallel.cp
     reasons = {
-        f"tp={tp} and pp={pp} (ranks would wait for each other)": tp * pp > 1,
+        f"tp={tp}, pp={pp} and cp={cp} (ranks would wait for each other)": tp * pp * cp > 1,
         f"a {settings.device.type}": settings.device.type != "cuda",
         "16-mixed (its loss scale changes)": settings.params_dtype is torch.float16,
         "recompute='full' (it reads the state of random streams)": settings.recompute.granularity == "full",
@@ -87,7 +87,7 @@ def _check_graphs(settings: EngineSettings) -> None:
     for reason, holds in reasons.items():
         if holds:
             raise ConfigError(
-                f"cuda_graphs=True: expected tp=1 and pp=1 on GPUs, in bf16 or fp32, got {reason}; leave it out"
+                f"cuda_graphs=True: expected tp=1, pp=1 and cp=1 on GPUs, in bf16 or fp32, got {reason}; leave it out"
             )
 
 
@@ -112,6 +112,7 @@ def transformer_config(model: ModelConfig, settings: EngineSettings) -> Transfor
     chosen = {
         **_architecture(model, settings.device),
         **_layout(settings.parallel, settings.params_dtype),
+        "cp_comm_type": settings.parallel.comm_type_of(model),
         **_numerics(model, settings),
         **_recompute(settings.recompute),
     }

@@ -70,6 +70,7 @@ class FamilyAnswer:
     """Of the last stage, rows first, fp32; empty before it."""
     tp_rank: int
     dp_rank: int
+    cp_rank: int
     loss: float
     gradients: Tensors
     """Whole, in Hugging Face's names; on rank 0 only."""
@@ -178,8 +179,11 @@ def _real_positions(hf_model: Any, rows: Rows) -> torch.Tensor | None:
 def _compare_outputs(
     answers: list[FamilyAnswer], reference: _Reference, real: torch.Tensor | None, layout: Layout
 ) -> None:
-    last = sorted((a for a in answers if a.outputs), key=lambda a: (a.dp_rank, a.tp_rank))
+    last = sorted((a for a in answers if a.outputs), key=lambda a: (a.cp_rank, a.dp_rank, a.tp_rank))
     assert {len(answer.outputs) for answer in last} == {len(reference.outputs)}
+    last, others = last[: layout.dp * layout.tp], last[layout.dp * layout.tp :]
+    for first, other in zip(last * (layout.cp - 1), others, strict=True):  # cp ranks have whole rows, all the same
+        assert all(map(torch.equal, first.outputs, other.outputs))
     for i, expected in enumerate(reference.outputs):
         copies = [last[n : n + layout.tp] for n in range(0, len(last), layout.tp)]
         of_copies = [_joined_over_tp([a.outputs[i] for a in copy], expected.shape[-1]) for copy in copies]
@@ -259,6 +263,7 @@ def answer_of_family(directory: str, case: Case, rows: Rows, task: str | None, t
         outputs=[torch.cat(parts) for parts in zip(*keeping.outputs, strict=True)],
         tp_rank=topology.tp_rank,
         dp_rank=topology.dp_rank,
+        cp_rank=topology.cp_rank,
         loss=recorder.loss,
         gradients=recorder.gradients,
     )

@@ -50,7 +50,7 @@ def gpt_model(family: str, changes: dict[str, Any]) -> Any:
     return tiny_model(auto, config)
 
 
-def _rows(kind: str) -> Rows:
+def rows_of(kind: str) -> Rows:
     """Sentences with padding on the ``right`` or ``left``, with ``positions``, or without any mask (``bare``)."""
     if kind in ("right", "left"):
         return sentences(side=kind)
@@ -130,7 +130,7 @@ CASES: tuple[Case, ...] = (
 def test_a_gpt_equals_hugging_face(
     family: str, variant: str, changes: dict[str, Any], layout: Layout, rows: str
 ) -> None:
-    check_family(gpt_model(family, changes), layout, _rows(rows))
+    check_family(gpt_model(family, changes), layout, rows_of(rows))
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------

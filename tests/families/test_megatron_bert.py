@@ -25,7 +25,7 @@ TWO_COPIES = Layout(dp=2, num_microbatches=2)
 
 
 @functools.cache
-def _model(head: str, num_labels: int = 2, problem_type: str | None = None) -> Any:
+def bert_model(head: str, num_labels: int = 2, problem_type: str | None = None) -> Any:
     import transformers
 
     config = transformers.MegatronBertConfig(
@@ -109,7 +109,7 @@ CASES: dict[str, tuple[Any, Layout, Rows]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_bert_equals_hugging_face(case: str) -> None:
     head, layout, rows = CASES[case]
-    check_family(_model(*head), layout, rows)
+    check_family(bert_model(*head), layout, rows)
 
 
 # ---- without a counterpart in Hugging Face --------------------------------------------------------------------------

@@ -111,15 +111,15 @@ def gradients_in_place_of_weights(module: Any) -> Iterator[None]:
 
 
 def _complete_gradients(module: Any) -> None:
-    """Under the distributed optimizer each dp rank has reduced only its part of each bucket: exchange the parts."""
+    """Under the distributed optimizer each rank of dp x cp has reduced only its part of each bucket: exchange them."""
     import torch.distributed as dist
+    from megatron.core import parallel_state
 
-    strategy = module.megatron
-    if not strategy.distributed_optimizer or strategy.data_parallel_size == 1:
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    if not module.megatron.distributed_optimizer or group.size() == 1:
         return
-    size, rank = strategy.data_parallel_size, strategy.data_parallel_rank
     for bucket in (b for chunk in module.model_chunks for buffer in chunk.buffers for b in buffer.buckets):
-        part = bucket.grad_data.view(size, -1)[rank].clone()
-        parts = [torch.empty_like(part) for _ in range(size)]
-        dist.all_gather(parts, part, group=strategy.data_parallel_group)
+        part = bucket.grad_data.view(group.size(), -1)[group.rank()].clone()
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part, group=group)
         bucket.grad_data.copy_(torch.cat(parts))

@@ -26,6 +26,10 @@ LAYOUTS = (
     Layout(tp=2, dp=2, sequence_parallel=True),
     Layout(pp=2, dp=2, num_microbatches=2),
     Layout(pp=3, num_microbatches=3, num_layers_in_first_pipeline_stage=1, num_layers_in_last_pipeline_stage=1),
+    Layout(cp=2, dp=2, num_microbatches=2),
+    Layout(cp=2, tp=2, sequence_parallel=True, cp_comm_type="all_gather", distributed_optimizer=False),
+    Layout(cp=4, overlap_communication=True),
+    Layout(cp=2, pp=2, vpp=2, num_microbatches=2),
 )
 EIGHT_RANKS = Layout(tp=2, pp=2, dp=2, sequence_parallel=True, num_microbatches=2)
 WITH_RECOMPUTE = (
@@ -42,7 +46,7 @@ LLAMA = Case(model="llama", labels="all")
 FEW_KEY_VALUE_HEADS = Case(model="llama", labels="uneven", model_fields=(("num_key_value_heads", 1),))
 
 
-IN_EVERY_RUN = (0, 2, 4, 6, 10, 11, 13, 14, 15)
+IN_EVERY_RUN = (0, 2, 4, 6, 10, 11, 13, 14, 15, 16)
 """Layouts that have all ways of splitting and of communicating between them."""
 
 

@@ -92,6 +92,8 @@ class Layout:
     pp: int = 1
     vpp: int | None = None
     dp: int = 1
+    cp: int = 1
+    cp_comm_type: Literal["auto", "a2a", "all_gather"] = "auto"
     sequence_parallel: bool = False
     num_microbatches: int = 1
     distributed_optimizer: bool = True
@@ -109,7 +111,7 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.cp * self.dp
 
     def __str__(self) -> str:
         """What differs from one process, for a test's name."""

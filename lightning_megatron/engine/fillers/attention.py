@@ -54,12 +54,12 @@ from lightning_megatron.errors import ConfigError
 if TYPE_CHECKING:
     from lightning_megatron.engine.fillers.kv_cache import KeyValueCache, TokenStep
 
-_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 _BACKENDS_WITH_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Without cuDNN: with an explicit mask its backward returns NaN at s % 128 == 64 (pytorch#196678, torch 2.11)."""
 
-_PER_MASK = PerMask()
+PER_MASK = PerMask()
 """Dense scores, block masks and ALiBi's biases of the masks that are alive, shared by all layers."""
 
 
@@ -95,7 +95,7 @@ class SDPAttention(MegatronModule):
             attention_type: ``self`` or ``cross``.
             attention_dropout: Replaces the config's.
             softmax_scale: What scores are multiplied by; None for 1 / sqrt(head width).
-            cp_comm_type: Unused.
+            cp_comm_type: Unused; the config has it, too.
             pg_collection: Tells the TP group; None for Megatron's.
             sliding_window: How many tokens back, itself included, a token sees; None for all.
             alibi: Whose linear biases are added; None for none.
@@ -153,7 +153,7 @@ class SDPAttention(MegatronModule):
             if self.kv_cache.step is not None:
                 return self._attend_in_step(self.kv_cache.step, q, k, v)
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        causal = mask_type in _CAUSAL and sq > 1
+        causal = mask_type in CAUSAL and sq > 1
         mask = None if mask_type == AttnMaskType.no_mask else attention_mask
         if mask is not None and mask.dim() == 2 and mask.shape != (b, k.shape[2]):
             raise ConfigError(
@@ -200,13 +200,13 @@ class SDPAttention(MegatronModule):
             return None
         if not can_use_varlen(q, k, pattern):
             return None
-        return _PER_MASK.get(mask, "runs", runs_of)
+        return PER_MASK.get(mask, "runs", runs_of)
 
     def _attend_by_blocks(self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, pattern: Pattern) -> Tensor:
         if segments is None:
             blocks = block_mask_without_segments(pattern, q.device)
         else:
-            blocks = _PER_MASK.get(segments, pattern, lambda own: block_mask(own, pattern, own.device))
+            blocks = PER_MASK.get(segments, pattern, lambda own: block_mask(own, pattern, own.device))
         biases = _key_biases(self._alibi_of(q), segments, pattern, q.device)
         return attend_by_blocks(q, k, v, blocks, pattern, biases, self.softmax_scale)
 
@@ -218,8 +218,8 @@ class SDPAttention(MegatronModule):
             hidden = mask if hidden is None else hidden if mask is None else mask | hidden
             return added_scores(hidden, _sum_of(bias, _linear_bias(alibi, None, pattern, q.device)), q.dtype)
         if bias is None:
-            return _PER_MASK.get(mask, (pattern, alibi, q.dtype), partial(_own_scores, pattern, alibi, q.dtype))
-        hidden = _PER_MASK.get(mask, (pattern, "hidden"), lambda own: hidden_keys(own, pattern, own.device))
+            return PER_MASK.get(mask, (pattern, alibi, q.dtype), partial(_own_scores, pattern, alibi, q.dtype))
+        hidden = PER_MASK.get(mask, (pattern, "hidden"), lambda own: hidden_keys(own, pattern, own.device))
         return added_scores(hidden, _sum_of(bias, _linear_bias(alibi, mask, pattern, q.device)), q.dtype)
 
     def _alibi_of(self, q: Tensor) -> Alibi | None:
@@ -248,7 +248,7 @@ def _key_biases(alibi: Alibi | None, segments: Tensor | None, pattern: Pattern, 
         return None
     if segments is None:
         return key_biases_without_mask(alibi, pattern.num_keys, device)
-    return _PER_MASK.get(segments, alibi, lambda own: key_biases(alibi, own, pattern.num_keys, device))
+    return PER_MASK.get(segments, alibi, lambda own: key_biases(alibi, own, pattern.num_keys, device))
 
 
 def _linear_bias(alibi: Alibi | None, segments: Tensor | None, pattern: Pattern, device: torch.device) -> Tensor | None:
@@ -275,8 +275,6 @@ def _tp_rank(config: TransformerConfig, pg_collection: ProcessGroupCollection | 
 
 
 def _check(config: TransformerConfig, sliding_window: int | None) -> None:
-    if config.context_parallel_size > 1:
-        raise ConfigError(f"cp={config.context_parallel_size} needs Transformer Engine's attention; use cp=1")
     if config.window_size is not None:
         raise ConfigError(
             f"window_size={config.window_size} is Transformer Engine's; give SDPAttention its sliding_window instead"

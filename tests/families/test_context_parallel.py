@@ -1,0 +1,97 @@
+"""Context parallelism: every mask, position and head on split sequences equals Hugging Face on whole ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.families.parity import VOCAB_SIZE, Rows, check_family
+from tests.families.t5_models import mt5, t5
+from tests.families.test_gpts import gpt_model
+from tests.families.test_gpts import rows_of as gpt_rows
+from tests.families.test_megatron_bert import CASES as BERTS
+from tests.families.test_megatron_bert import bert_model
+from tests.parity.training import Layout
+
+_A2A = Layout(cp=2, cp_comm_type="a2a")
+_GATHER = Layout(cp=2, cp_comm_type="all_gather")
+_FOUR = Layout(cp=4)
+"""Of two key/value heads: they are gathered."""
+_TP = replace(_GATHER, tp=2, sequence_parallel=True)
+_PP = replace(_A2A, pp=2, num_microbatches=2)
+_ALIBI = {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}
+
+
+def _t5_rows() -> Rows:
+    """Padding in both sequences, which are of different length."""
+    generator = torch.Generator().manual_seed(5)
+    rows = []
+    for length, target_length in ((16, 8), (9, 4), (5, 7), (12, 1)):
+        tokens, labels = (torch.randint(2, VOCAB_SIZE, (size,), generator=generator) for size in (16, 8))
+        mask, is_target = torch.arange(16) < length, torch.arange(8) < target_length
+        row = {"input_ids": tokens, "attention_mask": mask.long(), "labels": labels.masked_fill(~is_target, -100)}
+        rows.append(row | {"decoder_attention_mask": is_target.long()})
+    return rows
+
+
+GPTS: tuple[tuple[str, dict[str, Any], Layout, str, bool], ...] = (
+    ("llama", {}, _TP, "right", True),
+    ("mistral", {}, _FOUR, "left", True),
+    ("bloom", {}, replace(_A2A, tp=2), "left", True),
+    ("gpt2", {}, replace(_A2A, pp=2, vpp=2, num_microbatches=2), "positions", True),
+    *(("llama", {}, layout, "right", False) for layout in (_A2A, _GATHER, _FOUR, _PP, replace(_PP, vpp=2))),
+    ("llama", {}, replace(_TP, recompute="selective"), "left", False),
+    ("llama", {}, replace(_A2A, recompute="full"), "positions", False),
+    *(("mistral", {}, layout, rows, False) for layout in (_A2A, _GATHER, _TP) for rows in ("left", "positions")),
+    *(("bloom", {}, layout, rows, False) for layout in (_A2A, _GATHER, _FOUR) for rows in ("right", "left", "bare")),
+    *(("falcon", _ALIBI, layout, "left", False) for layout in (_A2A, _GATHER, _TP)),
+    *(("gpt2", {}, layout, "bare", False) for layout in (_FOUR, _GATHER, _TP, replace(_A2A, dp=2))),
+    ("gpt_bigcode", {}, _TP, "left", False),
+)
+"""Family, its fields, layout, kind of rows, and whether it is in every run."""
+
+
+def _of(case: Any, name: str, always: bool) -> Any:
+    return pytest.param(*case, id=name, marks=[] if always else [pytest.mark.exhaustive])
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "layout", "rows"), [_of(c[:4], f"{c[0]}-{c[2]}-{c[3]}", c[4]) for c in GPTS]
+)
+def test_a_gpt_equals_hugging_face(family: str, changes: dict[str, Any], layout: Layout, rows: str) -> None:
+    check_family(gpt_model(family, changes), layout, gpt_rows(rows))
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        _of((model, layout), f"{name}-{layout}", always)
+        for name, model, layout, always in (
+            ("t5", t5, replace(_PP, pp=2), True),
+            ("t5", t5, replace(_GATHER, tp=2, sequence_parallel=True), False),
+            ("t5", t5, _GATHER, False),
+            ("t5", t5, _FOUR, False),
+            ("t5", t5, replace(_FOUR, cp_comm_type="all_gather"), False),
+            ("mt5", mt5, replace(_A2A, tp=2, sequence_parallel=True), False),
+            ("t5", t5, replace(_PP, vpp=2, recompute="full"), False),
+        )
+    ],
+)
+def test_a_t5_equals_hugging_face(model: Any, layout: Layout) -> None:
+    check_family(model(), layout, _t5_rows())
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        _of((name, layout), f"{name}-{layout}", (name, layout) in (("classes", _TP), ("classes of tokens", _PP)))
+        for name in ("given positions", "masked_lm", "classes", "classes of tokens", "answers outside the row")
+        for layout in (_TP, _PP, _FOUR)
+    ],
+)
+def test_a_bert_equals_hugging_face(case: str, layout: Layout) -> None:
+    head, _, rows = BERTS[case]
+    check_family(bert_model(*head), layout, rows)
