@@ -52,6 +52,7 @@ _INSTEAD: dict[type, dict[str, str]] = {
         "use MegatronStrategy(pp=)": "pipeline_model_parallel_size",
         "use MegatronStrategy(vpp=)": "virtual_pipeline_model_parallel_size",
         "use MegatronStrategy(cp=)": "context_parallel_size",
+        "use MegatronStrategy(cp_comm_type=)": "cp_comm_type",
         "use MegatronStrategy(sequence_parallel=)": "sequence_parallel",
         "use the option of MegatronStrategy of this name": "num_layers_in_first_pipeline_stage "
         "num_layers_in_last_pipeline_stage",
