@@ -285,7 +285,8 @@ class T5Stack(MegatronModule):
 
 def _parts_of_sequence(config: TransformerConfig) -> int:
     """Into how many equal parts the ranks of the cp and tp groups split hidden states."""
-    return config.context_parallel_size * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+    shards: int = config.context_parallel_size
+    return shards * config.tensor_model_parallel_size if config.sequence_parallel else shards
 
 
 def _layer(spec: ModuleSpec, config: TransformerConfig, number: int) -> TransformerLayer:

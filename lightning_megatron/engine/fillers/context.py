@@ -46,7 +46,8 @@ class ContextParallel:
     @property
     def size(self) -> int:
         """Ranks that share a row."""
-        return self.config.context_parallel_size
+        size: int = self.config.context_parallel_size
+        return size
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -162,18 +163,18 @@ class ContextParallelAttention(SDPAttention):
             else:
                 query, key, value = _to_heads(context, query, key, value)
             return _to_tokens(context, super().forward(query, key, value, attention_mask, *others))
-        gathered = _GatheredKeys.apply(torch.stack((key, value), dim=1), context.group)
+        gathered: Tensor = _GatheredKeys.apply(torch.stack((key, value), dim=1), context.group)  # type: ignore[no-untyped-call]
         if mask_type not in CAUSAL:
             if not self.is_cross and attention_bias is None:
                 gathered, attention_mask = _own_last(context, gathered, attention_mask)
             else:
                 gathered = context.in_order(gathered)
-            return super().forward(query, *gathered.unbind(1), attention_mask, *others)
+            return super().forward(query, gathered[:, 0], gathered[:, 1], attention_mask, *others)
         gathered, outputs = context.in_order(gathered), []
         for run, number in zip(query.chunk(2), (context.rank, 2 * context.size - 1 - context.rank), strict=True):
             end = (number + 1) * len(run)
             seen = None if attention_mask is None else _first_keys(attention_mask, end)
-            outputs.append(super().forward(run, *gathered[:end].unbind(1), seen, *others))
+            outputs.append(super().forward(run, gathered[:end, 0], gathered[:end, 1], seen, *others))
         return torch.cat(outputs)
 
     @override
@@ -189,7 +190,7 @@ def _to_heads(context: ContextParallel, *tensors: Tensor) -> tuple[Tensor, ...]:
     n = context.size
     packed = torch.cat([x.unflatten(2, (n, -1)).permute(2, 0, 1, 3, 4) for x in tensors], dim=3)
     exchanged: Tensor = all_to_all(context.group, packed)
-    return exchanged.flatten(0, 1).split([x.shape[2] // n for x in tensors], dim=2)
+    return tuple(torch.split(exchanged.flatten(0, 1), [x.shape[2] // n for x in tensors], dim=2))
 
 
 def _to_tokens(context: ContextParallel, attended: Tensor) -> Tensor:
