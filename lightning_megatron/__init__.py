@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lightning_megatron.callbacks import SampleText as SampleText
     from lightning_megatron.callbacks import ThroughputMonitor as ThroughputMonitor
     from lightning_megatron.checkpoint.load import LoadFrom as LoadFrom
+    from lightning_megatron.convert.peft import LoRA as LoRA
     from lightning_megatron.data.masked import MaskingOptions as MaskingOptions
     from lightning_megatron.datamodules import DatasetDataModule as DatasetDataModule
     from lightning_megatron.datamodules import IndexedDataModule as IndexedDataModule
@@ -66,6 +67,7 @@ _HOMES = {
     for module, names in {
         "callbacks": "LossCurve PerplexityReport ProgressLine SampleText ThroughputMonitor",
         "checkpoint.load": "LoadFrom",
+        "convert.peft": "LoRA",
         "data.masked": "MaskingOptions",
         "datamodules": "DatasetDataModule IndexedDataModule InstructionDataModule TextEvaluationDataModule",
         "engine.collectives": "avg_losses_across_data_parallel_group gather_across_data_parallel_groups",

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from lightning_megatron.engine.fillers.choice import slot_report
+from lightning_megatron.errors import ConfigError, host_memory
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.t5_layout import OVERRIDE, t5_layout
 
@@ -50,6 +51,30 @@ def rank_parameters(model: ModelConfig, layout: Sequence[int], *, tp: int, pp: i
     return sum(_chunk(model, layout, chunk, tp=tp, vocab_size=padded) for chunk in range(pp_rank, len(layout), pp))
 
 
+def adapter_parameters(model: ModelConfig) -> int:
+    """Parameters of all adapters (LoRA) of the model, which are those that are trained; 0 without."""
+    if model.lora is None:
+        return 0
+    h, ffn, r = model.hidden_size, model.ffn_hidden_size, model.lora.rank
+    q, kv = model.num_attention_heads * model.kv_channels, model.num_query_groups * model.kv_channels
+    sizes = {  # read, and written by each matrix
+        "linear_qkv": (h, (q, kv, kv)),
+        "linear_q": (h, (q,)),
+        "linear_kv": (h, (kv, kv)),
+        "linear_proj": (q, (h,)),
+        "linear_fc1": (h, (ffn,) * (2 if model.gated_linear_unit else 1)),
+        "linear_fc2": (ffn, (h,)),
+    }
+    count = 0
+    for name, parts in model.lora.linears:
+        read, written = sizes[name.rpartition(".")[2]]
+        written = written if len(parts) > 1 else (sum(written),)
+        is_second = model.architecture == "t5" and name.startswith("decoder.")
+        layers = model.num_decoder_layers if is_second else model.num_layers
+        count += layers * sum(r * (read + out) for out, has_one in zip(written, parts, strict=True) if has_one)
+    return count
+
+
 def start_lines(model: ModelConfig, settings: EngineSettings) -> list[str]:
     """What rank 0 logs when a run starts: padded vocabulary, parameters of each rank, what fills the engine's slots."""
     tp, pp = settings.parallel.tp, settings.parallel.pp
@@ -71,6 +96,9 @@ def start_lines(model: ModelConfig, settings: EngineSettings) -> list[str]:
     for pp_rank in range(pp):
         count = rank_parameters(model, layout, tp=tp, pp=pp, pp_rank=pp_rank)
         lines += [f"Number of parameters on (tensor, pipeline) rank ({t}, {pp_rank}): {count}" for t in range(tp)]
+    if model.lora is not None:
+        trained = adapter_parameters(model)
+        lines.append(f"LoRA of rank {model.lora.rank}: {trained} parameters are trained, and all others are frozen")
     slots = slot_report("cuda" if settings.device.type == "cuda" else "cpu")
     linears = f"; linears of layers: fp8, {settings.fp8}" if settings.fp8 else ""
     return [*lines, f"Engine slots: {'; '.join(f'{line.slot}: {line.filler}' for line in slots)}{linears}"]
@@ -134,6 +162,23 @@ def _bert_head(model: ModelConfig, vocab_rows: int) -> int:
         count += dense + 2 * h + vocab_rows
     labels = 2 if model.task == "pretraining" else 0 if model.has_output_layer else model.num_labels
     return count + labels * (h + 1)
+
+
+def check_host_memory(model: ModelConfig, settings: EngineSettings, ranks: int) -> None:
+    """Raise if the weights on the ``ranks`` of this host are more than it can hold: Linux kills whoever asks for that.
+
+    Raises:
+        ConfigError: With both sizes.
+    """
+    count = total_parameters(model)
+    parallel = settings.parallel
+    needed = count // (parallel.tp * parallel.pp) * ranks * settings.params_dtype.itemsize
+    if needed > (there := host_memory()):
+        raise ConfigError(
+            f"the weights of this model ({count:,} parameters) take {needed / 2**30:,.0f} GiB on the {ranks} "
+            f"ranks of this host, which has {there / 2**30:,.0f} GiB; correct the sizes in the model's config, "
+            "or use more hosts"
+        )
 
 
 # ---- floating-point operations --------------------------------------------------------------------------------------
@@ -201,9 +246,16 @@ def model_flops(
 ) -> float:
     """Operations of training (forward and backward pass) on one row, over all ranks; arguments as ``forward_flops``.
 
-    For each product of the forward pass the backward pass has two: the gradients of the input and of the weight.
+    For each product of the forward pass the backward pass has two: the gradients of the input and of the weight, which
+    frozen weights beside adapters do not have.
     """
-    return 3 * forward_flops(model, lengths, padded_vocab_size, attention)
+    flops = 3 * forward_flops(model, lengths, padded_vocab_size, attention)
+    if model.lora is None:
+        return flops
+    layers = range(model.num_layers + model.num_decoder_layers)
+    frozen = sum(layer_flops(model, lengths, layer, attention)[0] for layer in layers)
+    frozen += head_flops(model, lengths, padded_vocab_size)
+    return flops - frozen + 6.0 * adapter_parameters(model) * lengths[-1]
 
 
 def _keys_per_query(model: ModelConfig, layer: int, seq_length: int, attention: AttentionCount) -> float:

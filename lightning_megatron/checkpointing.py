@@ -149,7 +149,7 @@ class Checkpointing:
         self._settle_step()
         self._end_unless_all_ranks_save(filepath)
         path = check_local(self._strategy.broadcast(str(filepath)))
-        run = self._strategy._run_state(with_optimizer="optimizer_states" in checkpoint)
+        run = self._strategy._run_state(with_optimizer="optimizer_states" in checkpoint).saved
         is_final = self._is_ending
         self.finish()
         self._removals = [each for each in self._removals if each != path]
@@ -328,8 +328,8 @@ class Checkpointing:
         found = find_checkpoint(trainer, ckpt_path)
         self._beginning = None if found is None or found == "last" else str(found)  # "last" means that there is none
         is_new = self._beginning is None and self._strategy.lightning_module not in modules_with_weights
-        if self._initial_weights is not None and is_new:
-            self._initial_weights.found()
+        if self.initial_weights is not None and is_new:
+            self.initial_weights.found()
         return found
 
     def load_initial_weights(self, *, fitting: bool) -> None:
@@ -343,14 +343,14 @@ class Checkpointing:
         module = self._module
         if fitting and not getattr(module.trainer, "fast_dev_run", False):
             on_all_ranks_alike(partial(check_writable, self._checkpoint_folders))
-        source = self._initial_weights
+        source = self.initial_weights
         if source is not None and self._beginning is None and module not in modules_with_weights:
             load_initial_weights(self._strategy._run_state(with_optimizer=fitting), source)
         if fitting or source is not None:
             modules_with_weights.add(module)
 
     @property
-    def _initial_weights(self) -> LoadFrom | None:
+    def initial_weights(self) -> LoadFrom | None:
         """What a new run's weights come from: the option of this strategy, else the module's own checkpoint."""
         return self._load_from or getattr(self._strategy.lightning_module, "load_from", None)
 

@@ -17,10 +17,11 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_megatron.accounting import total_parameters
+from lightning_megatron.accounting import check_host_memory
 from lightning_megatron.checkpoint.files import META, load_plain
 from lightning_megatron.checkpoint.load import LoadFrom
 from lightning_megatron.convert.hugging_face import load_hugging_face, open_weights, with_weights
+from lightning_megatron.convert.peft import LoRA, adaptation, load_adapter, save_adapter, save_merged
 from lightning_megatron.convert.registry import config_fields, config_object, model_config
 from lightning_megatron.engine.collectives import computed_metrics, on_all_ranks_alike
 from lightning_megatron.engine.fillers.fp8 import size_warning
@@ -28,7 +29,7 @@ from lightning_megatron.engine.lr_schedule import LRSchedule, MegatronLRSchedule
 from lightning_megatron.engine.optimizer import OptimizerOptions
 from lightning_megatron.engine.runtime import seed_of_run, unchanged_environment
 from lightning_megatron.engine.train_step import TrainStep
-from lightning_megatron.errors import CheckpointError, ConfigError, DataError, as_options, host_memory, require_number
+from lightning_megatron.errors import CheckpointError, ConfigError, DataError, as_options, require_number
 from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.generate.options import GenerationOptions, options_from
 from lightning_megatron.hub import local_folder, upload
@@ -71,6 +72,8 @@ class MegatronModule(pl.LightningModule):
         return_logits: ``Trainer.predict`` gives the logits of its batches instead (see ``logits``): True on
             every rank of a copy of the model, ``last_stage`` on those of the last pipeline stage, None elsewhere.
         make_vocab_size_divisible_by: The vocabulary is padded to a multiple of this times tp.
+        lora: Train low-rank adapters and leave the weights as they are; or the folder of a ``peft`` adapter to go on
+            with. A checkpoint of weights alone then holds the adapters, if ``pretrained`` says where the others are.
 
     Raises:
         ConfigError: If the model is unknown, a field of it cannot be honoured, or it is neither here nor to be had from
@@ -92,8 +95,11 @@ class MegatronModule(pl.LightningModule):
         generation: GenerationOptions = GenerationOptions(),  # noqa: B008 (frozen)
         return_logits: bool | Literal["last_stage"] = False,
         make_vocab_size_divisible_by: int = 128,
+        lora: LoRA | str | None = None,
     ) -> None:
         super().__init__()
+        self.adaptation = adaptation(lora, str(model) if pretrained else None)
+        """Adapters, which are trained instead of the model; None without ``lora``."""
         if isinstance(model, str):
             model = str(local_folder(model, "model" if pretrained else "config"))
         require_number("make_vocab_size_divisible_by", make_vocab_size_divisible_by, at_least=1)
@@ -108,6 +114,8 @@ class MegatronModule(pl.LightningModule):
                 "pretrained=True keeps the model's own positions and heads; leave out position_embedding_type and "
                 "attention_head_type, or train from scratch with pretrained=False"
             )
+        if self.adaptation is not None:
+            self.model_config = self.adaptation.of(self.model_config, model_provider)
         self.model_provider = model_provider
         self.train_step = _bound_step(train_step, self.model_config)
         require_number("lr", lr)
@@ -158,10 +166,11 @@ class MegatronModule(pl.LightningModule):
             )
         known = inspect.signature(cls).parameters
         takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values())
-        # The checkpoint has the weights; the directory that the run began with may be gone.
-        arguments = {
-            k: v for k, v in saved.items() if (takes_any or k in known) and k != "pretrained"
-        } | hyper_parameters
+        # The checkpoint has the weights; the directory that the run began with may be gone. Of adapters it is needed.
+        arguments = {k: v for k, v in saved.items() if (takes_any or k in known) and k != "pretrained"}
+        if meta.get("base") is not None:
+            arguments |= {"model": meta["base"], "pretrained": True}
+        arguments |= hyper_parameters
         for name in ("train_step", "model_provider"):
             if name not in hyper_parameters and "." in str(arguments.get(name)):
                 raise ConfigError(
@@ -189,6 +198,7 @@ class MegatronModule(pl.LightningModule):
             "generation": {**vars(self.generation), "tokenizer": _described_object(self.generation.tokenizer)},
             "return_logits": self.return_logits,
             "make_vocab_size_divisible_by": self.model_config.make_vocab_size_divisible_by,
+            "lora": self.adaptation and asdict(self.adaptation.lora),
         }
 
     @property
@@ -204,20 +214,14 @@ class MegatronModule(pl.LightningModule):
                 refuses by itself, Linux kills whoever asks for too much), or the schedule does not fit the Trainer.
         """
         if strategy.root_device.type == "cpu":
-            count, ranks = total_parameters(self.model_config), strategy.num_processes
-            weights = count * strategy.cp // strategy.parallel.model_parallel_size * ranks
-            needed, there = weights * strategy.settings.params_dtype.itemsize, host_memory()
-            if needed > there:
-                raise ConfigError(
-                    f"the weights of this model ({count:,} parameters) take {needed / 2**30:,.0f} GiB on the {ranks} "
-                    f"ranks of this host, which has {there / 2**30:,.0f} GiB; correct the sizes in the model's config, "
-                    "or use more hosts"
-                )
+            check_host_memory(self.model_config, strategy.settings, strategy.num_processes)
         strategy.settings.check_model(self.model_config)
         # Epochs are counted when there is data: configure_optimizers checks those.
-        if self.trainer.state.fn in (None, "fit") and self.trainer.max_steps > 0:
-            scheduler_settings(self.lr_schedule, self.lr, self.optimizer_options.weight_decay, self._total_steps)
         is_fit = self.trainer.state.fn in (None, "fit")
+        if is_fit and self.trainer.max_steps > 0:
+            scheduler_settings(self.lr_schedule, self.lr, self.optimizer_options.weight_decay, self._total_steps)
+        if is_fit and self.adaptation and not (self.pretrained_path or strategy.checkpointing.initial_weights):
+            rank_zero_warn("lora: expected weights to adapt, got random ones; set pretrained=True, or load_from")
         if is_fit and strategy.fp8 is not None and (text := size_warning(self.model_config)) is not None:
             rank_zero_warn(text)
 
@@ -261,7 +265,10 @@ class MegatronModule(pl.LightningModule):
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Torch's; also holds for the chunks if they are not built yet."""
         self._begins_frozen = not requires_grad
-        return super().requires_grad_(requires_grad)
+        super().requires_grad_(requires_grad)
+        if requires_grad and self.adaptation is not None:
+            self.adaptation.freeze_base(self.model_chunks or ())
+        return self
 
     def freeze(self) -> Self:
         """Lightning's; also holds for the chunks if they are not built yet."""
@@ -306,6 +313,8 @@ class MegatronModule(pl.LightningModule):
         if self.pretrained_path is not None:
             without_file = load_hugging_face(chunks, self.model_config, self.pretrained_path)
         initialize_weights(chunks, self.model_config, seed_of_run(), only=without_file)
+        if self.adaptation is not None and self.adaptation.source is not None:
+            load_adapter(chunks, self.model_config, self.adaptation.source)
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """One optimizer step's gradients; returns the loss, the same on every rank."""
@@ -626,8 +635,13 @@ class MegatronModule(pl.LightningModule):
 
     # ---- the weights -----------------------------------------------------------------------------------------------
 
-    def save_pretrained(self, save_directory: str | Path, max_shard_size: str | int = "5GB") -> None:
+    def save_pretrained(
+        self, save_directory: str | Path, max_shard_size: str | int = "5GB", merge: bool = False
+    ) -> None:
         """Write the model as a Hugging Face directory, which ``AutoModelFor*.from_pretrained`` loads.
+
+        With ``lora`` write the adapter alone, which ``peft.PeftModel.from_pretrained`` loads, unless it is to be
+        merged.
 
         Every rank must call, within or after ``fit``. The weights are those that the model computes with (bf16 under
         ``bf16-mixed``); no rank holds more than one file's part of them at a time.
@@ -635,14 +649,17 @@ class MegatronModule(pl.LightningModule):
         Args:
             save_directory: Where to; made if it does not exist. Only rank 0 writes.
             max_shard_size: Largest weight file, e.g. ``200MB``, or bytes.
+            merge: With ``lora``: write the whole model, adapters added to its weights.
 
         Raises:
-            ConfigError: If there is no model yet, or no Hugging Face class computes it.
+            ConfigError: If there is no model yet, no Hugging Face class computes it, or there is nothing to merge.
             CheckpointError: If the directory cannot be written, on all ranks alike.
         """
-        from lightning_megatron.convert.hugging_face import generation_config, save_hugging_face
+        from lightning_megatron.convert.hugging_face import generation_config
         from lightning_megatron.engine.wrap import finish_parameter_gathers
 
+        if merge and self.adaptation is None:
+            raise ConfigError("merge=True: expected a module with lora, got one without; leave merge out")
         if self.model_chunks is None:
             raise ConfigError("there is no model to save before Trainer.fit (or validate) has built it; call it then")
         if self.is_variant or self.model_provider is not None:
@@ -654,14 +671,11 @@ class MegatronModule(pl.LightningModule):
         directory = Path(self.megatron.broadcast(str(save_directory)))
         with self.megatron.engine():
             finish_parameter_gathers(chunks)
-            save_hugging_face(
-                chunks,
-                self.model_config,
-                config_object(self._model),
-                directory,
-                max_shard_size,
-                companions=generation_config(self.pretrained_path),
-            )
+            if self.adaptation is not None and not merge:
+                save_adapter(chunks, self.model_config, directory, self.adaptation.base)
+                return
+            companions = generation_config(self.pretrained_path)
+            save_merged(chunks, self.model_config, config_object(self._model), directory, max_shard_size, companions)
 
     def push_to_hub(
         self,

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from lightning_megatron.accounting import head_flops, layer_flops, peak_flops_per_s, rank_parameters
+from lightning_megatron.accounting import adapter_parameters, head_flops, layer_flops, peak_flops_per_s, rank_parameters
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError, divisors
 from lightning_megatron.models.config import ModelConfig
@@ -216,16 +216,23 @@ def memory(run: Run) -> Memory:
 def _stage_memory(run: Run, pp_rank: int) -> Memory:
     parallel, model = run.parallel, run.model
     parameters = rank_parameters(model, run.chunks, tp=parallel.tp, pp=parallel.pp, pp_rank=pp_rank)
+    trained = _trained(run, parameters)
     is_last = pp_rank == parallel.pp - 1 and model.has_output_layer
     logits = run.micro_batch_size * run.lengths[-1] * model.padded_vocab_size(parallel.tp) / parallel.tp
     return Memory(
         weights=run.bytes_per_number * parameters,
-        gradients=4.0 * parameters,
+        gradients=4.0 * trained,
         # Adam's two moments, and a master copy of weights that are not fp32 themselves.
-        optimizer=(8.0 if run.bytes_per_number == 4 else 12.0) * parameters / run.optimizer_ranks,
+        optimizer=(8.0 if run.bytes_per_number == 4 else 12.0) * trained / run.optimizer_ranks,
         activations=_kept_layers(run, pp_rank),
         logits=_LOSS_BYTES * run.bytes_per_number / 2 * logits * is_last,
     )
+
+
+def _trained(run: Run, parameters: float) -> float:
+    """How many of a rank's ``parameters`` have gradients; adapters are taken to be spread evenly."""
+    adapters = adapter_parameters(run.model)
+    return adapters / (run.parallel.tp * run.parallel.pp) if adapters else parameters
 
 
 def _kept_layers(run: Run, pp_rank: int) -> float:
@@ -280,13 +287,14 @@ def step_time(run: Run, device: Device) -> StepTime:
         rank_parameters(run.model, run.chunks, tp=parallel.tp, pp=parallel.pp, pp_rank=rank)
         for rank in range(parallel.pp)
     )
+    trained = _trained(run, parameters)
     bandwidth = _MEMORY_SHARE * device.memory_bandwidth
-    reduced = 6.0 * parameters * (run.dp - 1) / run.dp / _link(device, run.dp)
+    reduced = 6.0 * trained * (run.dp - 1) / run.dp / _link(device, run.dp)
     return StepTime(
         products=m * slowest.products,
         attention=m * slowest.attention,
         other=m * slowest.other,
-        optimizer=parameters * (_STEP_TRAFFIC / run.optimizer_ranks + _GRADIENT_TRAFFIC) / bandwidth,
+        optimizer=trained * (_STEP_TRAFFIC / run.optimizer_ranks + _GRADIENT_TRAFFIC) / bandwidth,
         communication=m * slowest.communication + _DP_EXPOSED * reduced,
         bubble=waiting,
         idle=_IDLE + m * slowest.idle,
@@ -305,14 +313,15 @@ def _microbatch_time(run: Run, pp_rank: int, device: Device) -> StepTime:
     mine = run.chunks_of(pp_rank)
     layers = [layer for chunk in mine for layer in run.layers_of(chunk)]
     flops = [layer_flops(model, run.lengths, layer) for layer in layers]
-    products, scores = 3.0 * sum(each[0] for each in flops), 3.5 * sum(each[1] for each in flops)
+    passes = 3.0 if model.lora is None else 2.0  # frozen weights have no gradients
+    products, scores = passes * sum(each[0] for each in flops), 3.5 * sum(each[1] for each in flops)
     repeated = {None: 0.0, "selective": 0.15, "full": 1 / 3}[run.recompute]  # of the time of what is no product
     if run.recompute == "full":
-        products, scores = products * 4 / 3, scores * 4.5 / 3.5
+        products, scores = products * (passes + 1) / passes, scores * 4.5 / 3.5
     logits = 0
     if pp_rank == parallel.pp - 1:
         padded = model.padded_vocab_size(parallel.tp)
-        products += 3 * head_flops(model, run.lengths, padded)
+        products += passes * head_flops(model, run.lengths, padded)
         logits = run.lengths[-1] * padded if model.has_output_layer else 0
     rate = _PRODUCTS_SHARE * peak
     for size in (model.hidden_size, run.tokens_per_microbatch):

@@ -556,6 +556,7 @@ class MegatronStrategy(ParallelStrategy):
             topology=self.topology,
             model_description=getattr(module, "model_description", {}),
             hugging_face_config=getattr(module, "hugging_face_config", None),
+            base=getattr(getattr(module, "adaptation", None), "base", None),
         )
 
     @override

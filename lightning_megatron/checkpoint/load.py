@@ -102,6 +102,11 @@ def read_meta(path: Path) -> dict[str, Any]:
     return on_all_ranks_alike(check_and_read)
 
 
+def _as_stored(run: RunState, meta: Mapping[str, Any]) -> RunState:
+    """``run`` with the part of its weights that the checkpoint has."""
+    return run if meta.get("base") is None else replace(run, part="adapters")
+
+
 def resume(run: RunState, path: Path) -> dict[str, Any]:
     """Load weights, and optimizer and random states if ``run`` has an optimizer; every rank must call.
 
@@ -125,7 +130,7 @@ def resume(run: RunState, path: Path) -> dict[str, Any]:
         return {} if run.optimizer is None else dict(load_plain(path / rng_file(rank)))
 
     random_states = on_all_ranks_alike(check_and_read_random_states)
-    _load(run, path)
+    _load(_as_stored(run, meta), path)
     if run.optimizer is not None and there == here:
         run.rng.load_state_dict(random_states)
     elif run.optimizer is not None:
@@ -147,7 +152,7 @@ def _sizes(layout: Mapping[str, Any]) -> str:
 def _load(run: RunState, path: Path) -> None:
     """Load weights, and the optimizer's state if ``run`` has one; every rank must call."""
     loaded, _, _ = _load_sharded(sharded_state(run, is_loading=True), path)
-    _fill(run.chunks, loaded)
+    _fill(run.chunks, loaded, strict=run.part == "all")
     if run.optimizer is not None:
         restore_optimizer_state(run.optimizer, loaded["optimizer"])
 
@@ -230,7 +235,10 @@ def load_initial_weights(run: RunState, options: LoadFrom) -> None:
     else:
         optimizer = run.optimizer if options.optimizer else None
         groups = [] if optimizer is None else [dict(group) for group in optimizer.param_groups]
-        run_to_load = replace(run, optimizer=optimizer)
+        run_to_load = _as_stored(replace(run, optimizer=optimizer), meta)
+        is_base = meta["model_description"].get("lora") is None and run.model_description.get("lora") is not None
+        if optimizer is None and is_base:  # of adapters that begin
+            run_to_load = replace(run_to_load, part="base", model_description={**run.model_description, "lora": None})
         on_all_ranks_alike(lambda: check_fits(run_to_load, meta, path))
         _load(run_to_load, path)
         for group, before in zip([] if optimizer is None else optimizer.param_groups, groups, strict=True):
@@ -253,7 +261,7 @@ def _load_what_fits(run: RunState, meta: Mapping[str, Any], path: Path) -> None:
     there, so the others are put back.
     """
     on_all_ranks_alike(lambda: check_means_the_same(run, meta, path))
-    state = sharded_weights(run.chunks)
+    state = sharded_weights(run.chunks, _as_stored(run, meta).part)
     weights = [each for each in nested_values(dict(state)) if isinstance(each, ShardedTensor)]
     vocabulary = [(each, each.data.detach().clone()) for each in weights if each.allow_shape_mismatch]
     loaded, not_asked_for, not_there = _load_sharded(state, path, StrictHandling.RETURN_ALL)

@@ -18,10 +18,10 @@ import math
 import pickle
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 
+from lightning_megatron.engine.adapter_names import is_adapter
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.optimizer import MegatronOptimizer
 from lightning_megatron.engine.pickles import more_than_data
@@ -50,6 +51,9 @@ SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
 """megatron-core 0.16.1, optimizer/distrib_optimizer.py: the default type raises on every save."""
 
 
+Part = Literal["all", "base", "adapters"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunState:
     """The live objects of a run that a checkpoint is taken of, or loaded into."""
@@ -63,6 +67,15 @@ class RunState:
     """Plain data that identifies the model; loading into another model is refused."""
     hugging_face_config: Mapping[str, Any] | None = None
     """What Hugging Face's ``config.json`` of the model would hold, so that a checkpoint can be converted by itself."""
+    base: str | None = None
+    """Of a model with adapters: where its frozen weights are, if weights alone shall be saved without them."""
+    part: Part = "all"
+    """Which weights are exchanged with a checkpoint."""
+
+    @property
+    def saved(self) -> RunState:
+        """What a checkpoint takes: one to go on from is whole, one of weights alone leaves out what others have."""
+        return replace(self, part="adapters") if self.optimizer is None and self.base is not None else self
 
 
 def layout_of(topology: Topology) -> dict[str, Any]:
@@ -76,14 +89,18 @@ def rng_file(rank: int) -> str:
     return f"rng_{rank:05d}.pt"
 
 
-def sharded_weights(chunks: Iterable[Any]) -> dict[str, Any]:
+def sharded_weights(chunks: Iterable[Any], part: Part = "all") -> dict[str, Any]:
     """The weights as Megatron's sharded tensors over the live ones."""
-    return {f"model{i}": unwrap(chunk).sharded_state_dict(metadata=dict(SHARDING)) for i, chunk in enumerate(chunks)}
+    whole = {f"model{i}": unwrap(chunk).sharded_state_dict(metadata=dict(SHARDING)) for i, chunk in enumerate(chunks)}
+    if part == "all":
+        return whole
+    wanted = part == "adapters"
+    return {i: {name: each for name, each in of.items() if is_adapter(name) == wanted} for i, of in whole.items()}
 
 
 def sharded_state(run: RunState, *, is_loading: bool = False) -> dict[str, Any]:
     """Weights and optimizer state as Megatron's sharded tensors; every rank must call."""
-    state = sharded_weights(run.chunks)
+    state = sharded_weights(run.chunks, run.part)
     if run.optimizer is not None:
         state["optimizer"] = sharded_optimizer_state(run.optimizer, state, is_loading=is_loading)
     return state
@@ -120,6 +137,7 @@ def _own_meta(run: RunState) -> dict[str, Any]:
         "optimizer_format": None if run.optimizer is None else _optimizer_format(run.optimizer),
         "model_description": dict(run.model_description),
         "time": time.time(),
+        "base": run.base if run.part == "adapters" else None,
         "hugging_face_config": None if run.hugging_face_config is None else dict(run.hugging_face_config),
     }
 
@@ -196,6 +214,7 @@ _FREE = {
     "hidden_dropout",
     "attention_output_dropout",
     "attention_dropout",
+    "lora_dropout",
     "activation_dropout",
     "classifier_dropout",
     "init_method_std",
@@ -219,6 +238,7 @@ _SHOWS_IN_WEIGHTS = {
     "num_tokentypes",
     "num_labels",
     "share_embeddings_and_output_weights",
+    "lora",
 }
 """What can differ although the weights that two models share mean the same: one of them has more, or other rows."""
 
@@ -246,11 +266,17 @@ def check_fits(run: RunState, meta: Mapping[str, Any], path: Path) -> None:
 def _check_same(run: RunState, meta: Mapping[str, Any], path: Path, free: set[str]) -> None:
     saved, wanted = meta["model_description"], run.model_description
     for name in wanted:
-        if name not in free and name in saved and saved[name] != wanted[name]:
+        is_told = name in saved or name == "lora"  # of which checkpoints from before there were adapters say nothing
+        if name not in free and is_told and saved.get(name) != wanted[name]:
             raise CheckpointError(
-                f"checkpoint {path} is of another model: {name}={saved[name]} there and {wanted[name]} here; give the "
-                "model's config the checkpoint's values"
+                f"checkpoint {path} is of another model: {name}={saved.get(name)} there and {wanted[name]} here; give "
+                "the model's config the checkpoint's values"
             )
+    if meta.get("base") is not None and run.base is None:
+        raise CheckpointError(
+            f"checkpoint {path}: expected a whole model, got the adapters of {meta['base']}; begin with that: "
+            "MegatronModule(model=..., pretrained=True, lora=...), or MegatronModule.load_from_checkpoint"
+        )
 
 
 def _check_optimizer_fits(optimizer: MegatronOptimizer, meta: Mapping[str, Any], path: Path) -> None:

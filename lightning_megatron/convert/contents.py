@@ -24,9 +24,16 @@ from lightning_megatron.checkpoint.files import (
     load_plain,
 )
 from lightning_megatron.convert.distributed import OF_MEGATRON_CORE, OF_STRATEGY, read_common, stored_tensors
-from lightning_megatron.convert.hugging_face import CONFIG_FILE, directory_of, has_weights, open_weights
+from lightning_megatron.convert.hugging_face import (
+    CONFIG_FILE,
+    directory_of,
+    has_weights,
+    open_weights,
+    read_safetensors,
+)
 from lightning_megatron.convert.megatron_arguments import HUGGING_FACE_CONFIG, arguments_of, own_config
 from lightning_megatron.convert.megatron_lm import OF_MEGATRON_LM, is_legacy, read_ranks, stack, stored_in
+from lightning_megatron.convert.peft import CONFIG, WEIGHTS
 from lightning_megatron.convert.registry import read_json
 from lightning_megatron.convert.shards import Stored
 from lightning_megatron.engine.pickles import StandIn
@@ -81,7 +88,7 @@ def iteration_folder(path: Path, iteration: int | None = None) -> Path:
 
 def find_checkpoint(
     path: Path, iteration: int | None = None
-) -> tuple[Path, Literal["distributed", "hugging_face", "legacy"] | None]:
+) -> tuple[Path, Literal["distributed", "hugging_face", "adapter", "legacy"] | None]:
     """The folder or file of the checkpoint at ``path``, and its kind; None if it is of no known one.
 
     Raises:
@@ -93,6 +100,8 @@ def find_checkpoint(
         return path, "distributed"
     if path.is_dir() and has_weights(path):
         return path, "hugging_face"
+    if (path / CONFIG).is_file() and (path / WEIGHTS).is_file():
+        return path, "adapter"
     return path, "legacy" if is_legacy(path) else None
 
 
@@ -152,6 +161,9 @@ def checkpoint_contents(path: Path) -> CheckpointContents | None:
         return _of_strategy(path) if (path / META).is_file() else _of_megatron_core(path)
     if kind == "hugging_face":
         return _hugging_face(path)
+    if kind == "adapter":
+        stored = {name: Stored(*each[:2]) for name, each in read_safetensors(path / WEIGHTS).items()}
+        return _contents(path, "PEFT adapter", {"adapter": read_json(path / CONFIG)}, stored)
     return _of_megatron_lm(path) if kind == "legacy" else None
 
 
@@ -164,6 +176,7 @@ def _of_strategy(path: Path) -> CheckpointContents:
         facts = {
             "format_version": meta["format_version"],
             "model": {name: value for name, value in meta["model_description"].items() if value is not None},
+            "base": meta.get("base"),
             "layout": {name: size for name, size in meta["layout"].items() if size is not None},
             "optimizer": meta["optimizer_format"],
             "global_step": lightning.get("global_step"),

@@ -38,6 +38,7 @@ from lightning_megatron.convert.hugging_face import (
 from lightning_megatron.convert.megatron_lm import open_megatron_lm
 from lightning_megatron.convert.megatron_lm_save import cut, save_megatron_lm, save_tracker
 from lightning_megatron.convert.options import ConvertOptions, Format
+from lightning_megatron.convert.peft import adapter_config, open_adapter, with_base
 from lightning_megatron.convert.registry import family_of
 from lightning_megatron.convert.shards import Key, Loading, Source, cast
 from lightning_megatron.engine.collectives import on_all_ranks_alike
@@ -47,6 +48,7 @@ from lightning_megatron.hub import local_folder
 from lightning_megatron.models.config import ModelConfig, variant_of
 
 if TYPE_CHECKING:
+    from lightning_megatron.convert.hugging_face import HuggingFaceSource
     from lightning_megatron.engine.groups import Topology
     from lightning_megatron.engine.runtime import Runtime
 
@@ -100,12 +102,7 @@ def convert(options: ConvertOptions, average_with: Sequence[Path] = ()) -> Conve
     start = time.monotonic()
     world = _world_size()
     layout = _check_options(options, world)
-    options = replace(
-        options,
-        load_path=local_folder(options.load_path, "model"),
-        tokenizer=None if options.tokenizer is None else local_folder(options.tokenizer, "tokenizer"),
-        config=None if options.config is None else local_folder(options.config, "config"),
-    )
+    options = _with_local_folders(options)
     save_path = _check_paths(options)
     source = open_source(options.load_path, options.config, options.iteration)
     model = source.model
@@ -113,17 +110,22 @@ def convert(options: ConvertOptions, average_with: Sequence[Path] = ()) -> Conve
         model = source.model = replace(model, make_vocab_size_divisible_by=options.make_vocab_size_divisible_by)
     _check_model(source, options, layout)
     others = [_same_model(open_source(local_folder(each, "model"), options.config), source) for each in average_with]
+    from lightning_megatron.models.lora import merged  # not above, as in live_engine
+
     with live_engine(layout if world > 1 else ParallelConfig()) as (runtime, topology):
         chunks = build_on_cpu(model, topology.parallel)
         loading = Loading(chunks, source)
         _check_missing(source, options, loading.missing)
-        with staged_directory(save_path) as folder:
+        with staged_directory(save_path) as folder, contextlib.ExitStack() as stack:
             loading.fill(as_stored=True)
             if others:
                 _average(chunks, loading, others)
             if options.dtype is not None:
                 cast(chunks, _DTYPES[options.dtype], loading.missing)
             companions = companion_files(source.companions, options.tokenizer)
+            if options.to != "megatron":  # other formats have no adapters
+                stack.enter_context(merged(chunks))
+                model = replace(model, lora=None, lora_dropout=0.0)
             if options.to == "hf":
                 size, missing = options.max_shard_size, loading.missing
                 save_hugging_face(chunks, model, source.hf_config, folder, size, companions, missing)
@@ -142,6 +144,16 @@ def convert(options: ConvertOptions, average_with: Sequence[Path] = ()) -> Conve
         num_files=len(files),
         num_bytes=sum(each.stat().st_size for each in files),
         seconds=time.monotonic() - start,
+    )
+
+
+def _with_local_folders(options: ConvertOptions) -> ConvertOptions:
+    """``options`` with folders where they name models of the hub."""
+    return replace(
+        options,
+        load_path=local_folder(options.load_path, "model"),
+        tokenizer=None if options.tokenizer is None else local_folder(options.tokenizer, "tokenizer"),
+        config=None if options.config is None else local_folder(options.config, "config"),
     )
 
 
@@ -200,7 +212,10 @@ def open_source(path: Path, config: Path | None = None, iteration: int | None = 
         raise CheckpointError(f"load_path={path} does not exist; give a checkpoint or a Hugging Face model directory")
     folder, kind = find_checkpoint(path, iteration)
     if kind == "distributed":
-        return open_distributed(folder, config)
+        source = open_distributed(folder, config)
+        return source if source.base is None else with_base(source, _base(folder, source.base))
+    if kind == "adapter":
+        return open_adapter(folder, _base(folder, adapter_config(folder).get("base_model_name_or_path")))
     if kind == "hugging_face":
         return open_hugging_face(folder, config)
     if path.is_file() and is_distributed(path.parent):
@@ -215,6 +230,20 @@ def open_source(path: Path, config: Path | None = None, iteration: int | None = 
         "checkpoint of Megatron-Core (torch_dist) or of Megatron-LM (mp_rank_*/model_optim_rng.pt), or NVIDIA's .zip "
         f"of one, got {inside}; give one of these"
     )
+
+
+def _base(adapters: Path, name: Any) -> HuggingFaceSource:
+    """The model that adapters belong to.
+
+    Raises:
+        CheckpointError: If it is not to be had.
+    """
+    try:
+        return open_hugging_face(local_folder(str(name), "model"))
+    except ConfigError as error:
+        raise CheckpointError(
+            f"{adapters}: expected its base {name}, whose weights its adapters need, got none ({error})"
+        ) from None
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------

@@ -45,7 +45,10 @@ OF_MEGATRON_CORE = "Megatron-Core distributed checkpoint (torch_dist)"
 COMPANIONS = "hugging_face"
 """Folder of a ``*.ckpt`` with the tokenizer and the generation config that belong to it."""
 
-_SAID_BY_THE_RUN = ("make_vocab_size_divisible_by", "share_embeddings_and_output_weights")
+_SAID_BY_THE_RUN = (
+    *("make_vocab_size_divisible_by", "share_embeddings_and_output_weights"),
+    *("lora", "lora_dropout"),
+)
 """What a run may have decided that its config does not say: T5's weight files tell whether its output layer is tied."""
 _WRAPPERS = re.compile(r"^(?:module\.|model\.)+")
 _NUMBERED = re.compile(r"^(.*?\blayers)\.(\d+)\.(.+)$")
@@ -91,6 +94,7 @@ def open_distributed(path: Path, config: Path | None) -> DistributedSource:
         iteration = common["iteration"] if type(common.get("iteration")) is int else 0
     folders = (path / COMPANIONS, path)
     return DistributedSource(
+        base=meta.get("base") if (path / META).is_file() else None,
         path=path,
         kind=kind,
         model=model,
@@ -233,6 +237,8 @@ class DistributedSource(Source):
 
     tensors: Mapping[str, TensorStorageMetadata]
     """The entries of weights."""
+    base: str | None = None
+    """Where the frozen weights are of the adapters, which are all that there is; None of whole models."""
 
     def __post_init__(self) -> None:
         self._entry: dict[Key, tuple[str, int | None]] = {}

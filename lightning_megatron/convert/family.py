@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_megatron.engine.adapter_names import ADAPTER
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.models.config import Activation, ModelConfig
+from lightning_megatron.models.config import Activation, Adapters, ModelConfig
 
 if TYPE_CHECKING:
     from lightning_megatron.convert.hugging_face import WeightFiles
@@ -69,6 +70,34 @@ def qkv_order(num_attention_heads: int, num_query_groups: int, kv_channels: int)
     values = keys + num_query_groups
     heads = torch.cat([queries, keys, values], dim=1).flatten()
     return (heads[:, None] * kv_channels + torch.arange(kv_channels)).flatten()
+
+
+LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "linear_q", "linear_kv")
+"""The linears of layers, which can have adapters."""
+
+
+def linears_of(rules: Sequence[Rule]) -> dict[str, Rule]:
+    """The rule of the weight of each linear of layers, by Megatron's name of the linear."""
+    weights = [rule for rule in rules if ".layers." in rule.megatron and rule.megatron.endswith(".weight")]
+    named = {rule.megatron.removesuffix(".weight"): rule for rule in weights}
+    return {name: rule for name, rule in named.items() if name.endswith(LINEARS)}
+
+
+def adapter_rules(rules: Sequence[Rule], adapters: Adapters) -> list[Rule]:
+    """The weights of adapters, in the names of ``peft``'s files; a matrix without one has a B of zeros here.
+
+    A of a linear that fuses several matrices is theirs, one below the other; B is cut and ordered as its rows are.
+    """
+    linears, made = linears_of(rules), []
+    for name, parts in adapters.linears:
+        rule = linears[name]
+        modules = [f"base_model.model.{each.removesuffix('.weight')}" for each in rule.hugging_face]
+        adapted = tuple(f"{module}.lora_A.weight" for module, has_one in zip(modules, parts, strict=True) if has_one)
+        rows = (adapters.rank,) * len(adapted)
+        made.append(Rule(megatron=f"{name}{ADAPTER}.A", hugging_face=adapted, rows=rows))
+        matrices = tuple(f"{module}.lora_B.weight" for module in modules)
+        made.append(Rule(megatron=f"{name}{ADAPTER}.B", hugging_face=matrices, rows=rule.rows, order=rule.order))
+    return made
 
 
 # ---- families -------------------------------------------------------------------------------------------------------

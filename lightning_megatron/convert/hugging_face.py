@@ -29,6 +29,7 @@ from lightning_megatron.checkpoint.files import failures_as_errors
 from lightning_megatron.convert.family import Family
 from lightning_megatron.convert.registry import config_object, family_of, model_config, rules_of
 from lightning_megatron.convert.shards import Gathering, Key, Loading, Place, Source, Stored, mismatches, progress_bar
+from lightning_megatron.engine.adapter_names import is_adapter
 from lightning_megatron.engine.pickles import read_pickle
 from lightning_megatron.errors import CheckpointError, ConfigError
 from lightning_megatron.files import PARTIAL, staged, sync
@@ -126,7 +127,7 @@ def open_weights(directory: str | Path) -> WeightFiles:
     if not directory.is_dir():
         raise CheckpointError(f"model directory {directory} does not exist; give a folder with {WEIGHTS_FILE}")
     for single, index, read in (
-        (WEIGHTS_FILE, INDEX_FILE, _safetensors),
+        (WEIGHTS_FILE, INDEX_FILE, read_safetensors),
         (_PICKLED_FILE, _PICKLED_INDEX_FILE, _pickled),
     ):
         if (directory / single).is_file():
@@ -180,7 +181,12 @@ def _damage_as_errors(file: Path) -> Iterator[None]:
         raise CheckpointError(f"weights file {file} cannot be read ({error}); check the disk") from error
 
 
-def _safetensors(file: Path) -> dict[str, StoredTensor]:
+def read_safetensors(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of one file, by its header.
+
+    Raises:
+        CheckpointError: If it cannot be read, or is damaged.
+    """
     from safetensors import safe_open
 
     with _damage_as_errors(file), safe_open(file, framework="pt") as opened:
@@ -261,6 +267,10 @@ class HuggingFaceSource(Source):
     def stored(self) -> Mapping[str, Stored]:
         """See ``Source``."""
         return {name: Stored(each.shape, each.dtype) for name, each in self.files.tensors.items()}
+
+    def holds(self, key: Key) -> bool:
+        """See ``Source``: adapters have files of their own."""
+        return not is_adapter(key.name)
 
     def match(self, expected: Mapping[Key, tuple[int, ...]]) -> dict[Key, torch.dtype]:
         """See ``Source``; as transformers finds them. Each rank compares its share of what is tied."""
@@ -426,8 +436,9 @@ def load_hugging_face(chunks: Iterable[Any], model: ModelConfig, path: str | Pat
     loading = Loading(chunks, HuggingFaceSource(path=files.directory, model=model, hf_config=None, files=files))
     loading.fill()
     missing = loading.missing
-    if missing and dist.get_rank() == 0:
-        names = ", ".join(hugging_face_names(missing, model))
+    head = [key for key in missing if not is_adapter(key.name)]
+    if head and dist.get_rank() == 0:
+        names = ", ".join(hugging_face_names(head, model))
         _log.warning("not in %s and newly initialised: %s", files.directory, names)
     return frozenset(key.name for key in missing)
 
@@ -488,7 +499,7 @@ def save_hugging_face(
     from lightning_megatron.engine.collectives import on_all_ranks_alike
 
     largest = size_in_bytes(max_shard_size)
-    gathering = Gathering(chunks, model, without)
+    gathering = Gathering(chunks, model, lambda key: key not in without)
     contents = gathering.contents()
     split = split_state_dict_into_shards_factory(
         contents,

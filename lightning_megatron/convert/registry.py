@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lightning_megatron.convert import families
-from lightning_megatron.convert.family import POSITIONS, Family, Rule
+from lightning_megatron.convert.family import POSITIONS, Family, Rule, adapter_rules
 from lightning_megatron.errors import CheckpointError, ConfigError
 from lightning_megatron.models.config import ModelConfig
 
@@ -63,7 +63,7 @@ def family_of(model_type: str) -> Family:
 
 
 def rules_of(model: ModelConfig) -> list[Rule]:
-    """How each weight of ``model`` is named here and by Hugging Face.
+    """How each weight of ``model``, those of its adapters included, is named here and by Hugging Face.
 
     A variant (models/config.py) may have learned positions where its family has none, or the other way round.
     """
@@ -71,10 +71,10 @@ def rules_of(model: ModelConfig) -> list[Rule]:
     if model.architecture == "gpt":
         others = [rule for rule in rules if rule.megatron != POSITIONS]
         if model.position_embedding_type != "learned_absolute":
-            return others
-        if len(others) == len(rules):
+            rules = others
+        elif len(others) == len(rules):
             rules.append(Rule(megatron=POSITIONS, hugging_face=("position_embeddings.weight",)))
-    return rules
+    return rules if model.lora is None else rules + adapter_rules(rules, model.lora)
 
 
 def config_fields(model: HFConfigLike) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -182,6 +182,10 @@ class Source(ABC):
     companions: Path | None = None
     """Folder with the tokenizer and the generation config that belong to it."""
 
+    def holds(self, key: Key) -> bool:
+        """Whether checkpoints of this format have such a tensor; ``match`` is not asked for others."""
+        return True
+
     @abstractmethod
     def match(self, expected: Mapping[Key, tuple[int, ...]]) -> Mapping[Key, torch.dtype]:
         """Find the tensors of the model, whose whole shapes are ``expected``; does not communicate.
@@ -262,7 +266,7 @@ class Loading:
         shapes: dict[Key, tuple[int, ...]] = {}
         for theirs in _gathered({each.place.key: each.place.shape for each in shards_of(self._chunks, source.model)}):
             shapes |= theirs
-        expected = {key: shapes[key] for key in in_order(shapes, source.model)}
+        expected = {key: shapes[key] for key in in_order(shapes, source.model) if source.holds(key)}
         problem = None
         try:
             self._dtypes = source.match(expected)
@@ -270,8 +274,8 @@ class Loading:
             problem = str(error)
         if problem := next(filter(None, _gathered(problem)), None):  # each rank looks at a share of what is tied
             raise CheckpointError(problem)
-        self.missing = frozenset(expected) - frozenset(self._dtypes)
-        """The tensors of a head that ``source`` lacks; their weights stay as they are."""
+        self.missing = frozenset(shapes) - frozenset(self._dtypes)
+        """What ``source`` does not hold, and the tensors of a head that it lacks; their weights stay as they are."""
 
     @torch.no_grad()
     def fill(self, *, as_stored: bool = False) -> None:
@@ -366,10 +370,12 @@ class Gathering:
     Args:
         chunks: This rank's model chunks. Whatever the parameters' ``data`` holds is taken, gradients for example.
         model: The description that they were built from.
-        without: Megatron's tensors to leave out.
+        is_wanted: Which tensors; all by default.
     """
 
-    def __init__(self, chunks: Iterable[Any], model: ModelConfig, without: frozenset[Key] = frozenset()) -> None:
+    def __init__(
+        self, chunks: Iterable[Any], model: ModelConfig, is_wanted: Callable[[Key], bool] = lambda key: True
+    ) -> None:
         self._group = _host_group()
         self._rules = {rule.megatron: rule for rule in rules_of(model)}
         self._mine = shards_of(chunks, model)
@@ -377,7 +383,7 @@ class Gathering:
         mine = [(i, shard.place) for i, shard in enumerate(self._mine) if shard.is_first_copy]
         for rank, places in enumerate(_gathered(mine)):
             for number, place in places:
-                if place.key not in without:
+                if is_wanted(place.key):
                     found.setdefault(place.key, {}).setdefault(place.offset, (rank, number, place))
         self._parts = {key: list(found[key].values()) for key in in_order(found, model)}
 

@@ -16,9 +16,11 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
+from lightning_megatron.engine.adapter_names import is_adapter
 from lightning_megatron.models.bert import BertChunk
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.gpt import GPTChunk
+from lightning_megatron.models.lora import add_adapters
 from lightning_megatron.models.t5 import t5_chunks
 from lightning_megatron.models.transformer_config import EngineSettings, transformer_config
 
@@ -40,7 +42,10 @@ def build_chunks(model: ModelConfig, settings: EngineSettings) -> torch.nn.Modul
         chunk_class = BertChunk if model.architecture == "bert" else GPTChunk
         chunk_of = partial(chunk_class, model, transformer_config(model, settings))
     stages: list[int | None] = list(range(settings.parallel.vpp)) if settings.parallel.vpp else [None]
-    return torch.nn.ModuleList([chunk_of(stage).to(settings.device) for stage in stages])
+    chunks = torch.nn.ModuleList([chunk_of(stage).to(settings.device) for stage in stages])
+    for chunk in chunks:
+        add_adapters(chunk, model)
+    return chunks
 
 
 @torch.no_grad()
@@ -48,6 +53,8 @@ def initialize_weights(
     chunks: Iterable[torch.nn.Module], model: ModelConfig, seed: int, only: Collection[str] | None = None
 ) -> None:
     """Fill the matrices with normal numbers and the biases with zeros; norms keep their ones.
+
+    Of adapters A is uniform in +-1 / sqrt(in), as torch's linears and ``peft``'s begin, and B zero.
 
     Args:
         chunks: This rank's unwrapped model chunks.
@@ -81,6 +88,10 @@ def _fill(shard: ShardedTensor, model: ModelConfig, seed: int) -> None:
         std /= math.sqrt(2 * model.num_layers)
     generator = torch.Generator(device=shard.data.device).manual_seed(_seed_of(shard.key, layer, seed))
     whole = torch.empty(global_shape, dtype=torch.float32, device=shard.data.device)
+    if is_adapter(shard.key):
+        bound = global_shape[1] ** -0.5 if shard.key.endswith(".A") else 0.0
+        _copy_slice(whole.uniform_(-bound, bound, generator=generator), shard, layer_axes)
+        return
     whole.normal_(0.0, std, generator=generator)
     if model.architecture == "t5":
         whole *= torch.as_tensor(_t5_scale(shard.key, model), device=whole.device)

@@ -48,6 +48,19 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Adapters:
+    """Low-rank adapters (LoRA) beside frozen linears, in the engine's words; users write ``LoRA``."""
+
+    rank: int
+    """Width r between the two matrices of an adapter."""
+    alpha: float
+    """What adapters give is multiplied by alpha / r."""
+    linears: tuple[tuple[str, tuple[bool, ...]], ...]
+    """Each adapted linear, as checkpoints name it without a layer's number, and which of the matrices that it fuses
+    (queries, keys, values; gate, up) have an adapter; one entry for a linear that fuses none."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The shape and the mathematics of a GPT, BERT or T5; the same for every parallel layout."""
 
@@ -148,6 +161,10 @@ class ModelConfig:
     """Whether matrices that write into the residual stream start sqrt(2 * num_layers) times smaller (GPT-2)."""
     make_vocab_size_divisible_by: int = 128
     """The padded vocabulary is a multiple of this times tp."""
+    lora: Adapters | None = None
+    """What is trained instead of the weights, which are frozen; None: the weights."""
+    lora_dropout: float = 0.0
+    """Probability on what adapters read."""
 
     def __post_init__(self) -> None:
         """Check the rules that hold in any layout.
@@ -155,6 +172,9 @@ class ModelConfig:
         Raises:
             ConfigError: If a size is not positive, or the heads do not fit together.
         """
+        if isinstance(self.lora, Mapping):  # of a checkpoint
+            linears = tuple((name, tuple(parts)) for name, parts in self.lora["linears"])
+            object.__setattr__(self, "lora", Adapters(**{**self.lora, "linears": linears}))
         for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size"):
             value = getattr(self, name)
             if value < 1:

@@ -191,14 +191,15 @@ class DroppedInputLinear(RowParallelLinear):
         self.input_dropout = input_dropout
         # Each rank has other columns. With sequence parallelism the whole layer already runs in the fork.
         self.forks_rng: bool = self.config.tensor_model_parallel_size > 1 and not self.config.sequence_parallel
+        # Not in forward: hooks behind it (adapters) read what the matrix reads.
+        self.register_forward_pre_hook(self._dropped)
 
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[s, b, ffn/tp] to [s or s/tp, b, h], and the bias, which is None."""
-        if self.training and self.input_dropout > 0.0:
-            with get_cuda_rng_tracker().fork() if self.forks_rng else contextlib.nullcontext():
-                input_ = F.dropout(input_, self.input_dropout)
-        output: tuple[Tensor, Tensor | None] = super().forward(input_)
-        return output
+    def _dropped(self, linear: Any, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        """Of the input, [s, b, ffn/tp]."""
+        if not self.training or self.input_dropout <= 0.0:
+            return inputs
+        with get_cuda_rng_tracker().fork() if self.forks_rng else contextlib.nullcontext():
+            return (F.dropout(inputs[0], self.input_dropout),)
 
 
 class ParallelTransformerLayer(TransformerLayer):

@@ -96,9 +96,9 @@ def finish_parameter_gathers(module: Any) -> None:
 
 @contextmanager
 def gradients_in_place_of_weights(module: Any) -> Iterator[None]:
-    """While active, each parameter's data is its reduced gradient, so that whatever reads weights reads gradients."""
+    """While active, each trained parameter's data is its reduced gradient: whatever reads weights reads gradients."""
     _complete_gradients(module)
-    parameters = [p for chunk in module.model_chunks for p in chunk.parameters()]
+    parameters = [p for chunk in module.model_chunks for p in chunk.parameters() if p.requires_grad]
     weights = [p.data for p in parameters]
     for parameter in parameters:
         # Of the weights' dtype: another one would make torch forget the hook that reduces the gradient from then on.

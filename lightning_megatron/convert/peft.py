@@ -1,0 +1,387 @@
+"""LoRA in ``peft``'s words: its options and names of modules, and its adapter folders in and out.
+
+A folder has ``adapter_config.json`` and ``adapter_model.safetensors``; ``PeftModel.from_pretrained`` loads what is
+written here, and what ``peft`` has written is read if nothing in it changes the mathematics of plain LoRA.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from lightning_megatron.checkpoint.files import failures_as_errors
+from lightning_megatron.convert.family import linears_of
+from lightning_megatron.convert.hugging_face import (
+    HuggingFaceSource,
+    StoredTensor,
+    WeightFiles,
+    read_safetensors,
+    save_hugging_face,
+)
+from lightning_megatron.convert.registry import read_json, rules_of
+from lightning_megatron.convert.shards import Gathering, Key, Loading, Place, Source, Stored, mismatches
+from lightning_megatron.engine.adapter_names import is_adapter
+from lightning_megatron.errors import CheckpointError, ConfigError, as_options, require_kind, require_number
+from lightning_megatron.files import staged, sync
+from lightning_megatron.models.config import Adapters, ModelConfig
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ALL_LINEARS = "all-linear"
+
+_WITHOUT_EFFECT = {
+    *("base_model_name_or_path", "revision", "peft_version", "task_type", "inference_mode", "auto_mapping"),
+    *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "fan_in_fan_out"),
+    *("megatron_core", "qalora_group_size"),
+}
+"""Fields of a config that are read, or that say nothing about what an adapter computes."""
+_DEFAULTS: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others change the base
+}
+_TASKS = {"causal_lm": "CAUSAL_LM", "seq2seq_lm": "SEQ_2_SEQ_LM"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRA:
+    """Train low-rank adapters beside frozen weights (Hu et al. 2021, arXiv 2106.09685), as ``peft`` does.
+
+    Args:
+        rank: Numbers between the two matrices of an adapter; ``peft``'s ``r``.
+        alpha: What adapters give is multiplied by alpha / rank; ``peft``'s ``lora_alpha``.
+        dropout: Probability on what adapters read; each has numbers of its own.
+        targets: Which linears of layers, by their names in the Hugging Face model or the ends of these: ``q_proj``,
+            ``v_proj``, ``mlp.c_proj``; ``all-linear`` for all.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    targets: tuple[str, ...] | Literal["all-linear"] = ALL_LINEARS  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        """Refuse impossible numbers.
+
+        Raises:
+            ConfigError: If the rank is not a positive integer, another number is out of range, or no target is given.
+        """
+        require_kind("lora rank", self.rank, "int")
+        require_number("lora rank", self.rank, at_least=1)
+        require_number("lora alpha", self.alpha)
+        require_number("lora dropout", self.dropout)
+        if self.alpha == 0 or self.dropout >= 1:
+            raise ConfigError(
+                f"lora: expected alpha > 0 and dropout < 1, got alpha={self.alpha} and dropout={self.dropout}; "
+                "correct them"
+            )
+        if not self.targets or (isinstance(self.targets, str) and self.targets != ALL_LINEARS):
+            raise ConfigError(
+                f"lora targets: expected names of modules as ['q_proj', 'v_proj'], or {ALL_LINEARS!r}, got "
+                f"{self.targets!r}; correct targets"
+            )
+        if not isinstance(self.targets, str):
+            object.__setattr__(self, "targets", tuple(self.targets))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adaptation:
+    """What a module trains beside frozen weights."""
+
+    lora: LoRA
+    source: Path | None
+    """The folder of the adapter that training begins with; None for new ones."""
+    base: str | None
+    """Name or folder of the model with the frozen weights, which checkpoints of weights alone name instead of holding
+    them; None where they would be lost."""
+
+    def of(self, model: ModelConfig, model_provider: object) -> ModelConfig:
+        """``model`` with the adapters.
+
+        Raises:
+            ConfigError: If it has no such linears, or its layers are not this package's.
+        """
+        if model_provider is not None:
+            raise ConfigError("lora: expected this package's layers, got a model_provider; leave one of them out")
+        return with_adapters(model, self.lora)
+
+    def freeze_base(self, chunks: Iterable[torch.nn.Module]) -> None:
+        """Have only adapters trained."""
+        from lightning_megatron.models.lora import freeze_base  # the engine's import takes seconds
+
+        for chunk in chunks:
+            freeze_base(chunk)
+
+
+def adaptation(lora: LoRA | Mapping[str, Any] | str | Path | None, base: str | None) -> Adaptation | None:
+    """What a user's ``lora`` means.
+
+    Args:
+        lora: Options of new adapters, or the folder of one.
+        base: The model that gives the frozen weights; None if they are random, or come from a checkpoint.
+
+    Raises:
+        ConfigError: If an option is impossible.
+        CheckpointError: If the folder holds no adapter of plain LoRA.
+    """
+    if lora is None:
+        return None
+    if base is not None and Path(base).exists():
+        base = str(Path(base).absolute())
+    if isinstance(lora, (str, Path)):
+        return Adaptation(lora=read_lora(Path(lora)), source=Path(lora), base=base)
+    return Adaptation(lora=as_options(LoRA, lora, "lora"), source=None, base=base)
+
+
+def with_adapters(model: ModelConfig, lora: LoRA) -> ModelConfig:
+    """``model`` with the adapters that ``lora`` asks for.
+
+    Raises:
+        ConfigError: If a target is no linear of its layers.
+    """
+    linears = {
+        name: [each.removesuffix(".weight") for each in rule.hugging_face]
+        for name, rule in linears_of(rules_of(model)).items()
+    }
+    targets = [""] if lora.targets == ALL_LINEARS else list(lora.targets)
+    modules = [module for each in linears.values() for module in each]
+    for target in targets:
+        if not any(_is_named(module, target) for module in modules):
+            names = ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in modules))
+            raise ConfigError(
+                f"lora targets: expected linears of {model.family} layers, one of {names}, got {target!r}; correct it"
+            )
+    adapted = {
+        name: tuple(any(_is_named(module, target) for target in targets) for module in each)
+        for name, each in linears.items()
+    }
+    found = tuple((name, parts) for name, parts in adapted.items() if any(parts))
+    return replace(model, lora=Adapters(rank=lora.rank, alpha=lora.alpha, linears=found), lora_dropout=lora.dropout)
+
+
+def _is_named(module: str, target: str) -> bool:
+    """As ``peft`` matches; nothing names everything."""
+    return not target or module == target or module.endswith(f".{target}")
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+def read_lora(path: Path) -> LoRA:
+    """The options of the adapter in the folder ``path``; its targets are those that its weights are of.
+
+    Raises:
+        CheckpointError: If it is none, is damaged, or computes something else than plain LoRA.
+    """
+    config = adapter_config(path)
+    for name, value in config.items():
+        expected = _DEFAULTS.get(name, ())
+        if value not in expected if expected else value and name not in _WITHOUT_EFFECT:
+            wanted = " or ".join(map(repr, expected)) or "it unset"
+            raise CheckpointError(
+                f"adapter {path}: expected {wanted} for {name}, got {value!r}, which changes what it computes; use "
+                "an adapter of plain LoRA"
+            )
+    modules = (name.removeprefix("base_model.model.").rpartition(".lora_A.")[0] for name in _open(path).tensors)
+    targets = dict.fromkeys(re.sub(r"^.*?\.\d+\.", "", module) for module in modules if module)
+    try:
+        return LoRA(
+            rank=config["r"], alpha=config["lora_alpha"], dropout=config["lora_dropout"], targets=tuple(targets)
+        )
+    except (KeyError, ConfigError) as error:
+        raise CheckpointError(f"adapter {path} is damaged: {error}; use another") from None
+
+
+def adapter_config(path: Path) -> dict[str, Any]:
+    """The fields of an adapter's config.
+
+    Raises:
+        CheckpointError: If there is no adapter at ``path``.
+    """
+    if not (path / CONFIG).is_file() or not (path / WEIGHTS).is_file():
+        raise CheckpointError(f"adapter {path}: expected a folder with {CONFIG} and {WEIGHTS}, got none; correct it")
+    return read_json(path / CONFIG)
+
+
+def _open(path: Path) -> WeightFiles:
+    return WeightFiles(path, read_safetensors(path / WEIGHTS))
+
+
+@dataclass(kw_only=True, eq=False)
+class AdapterSource(HuggingFaceSource):
+    """The weights of an adapter folder."""
+
+    kind: str = "PEFT adapter"
+
+    def holds(self, key: Key) -> bool:
+        """See ``Source``."""
+        return is_adapter(key.name)
+
+    def match(self, expected: Mapping[Key, tuple[int, ...]]) -> dict[Key, torch.dtype]:
+        """See ``Source``; a matrix without an adapter beside one that has one is as if its B were zero."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for key, shape in expected.items():
+            rule = self._rules[key.name]
+            shapes |= zip(rule.names(key.layer), rule.shapes(shape), strict=True)
+        found = dict(self.files.tensors)
+        for name, shape in shapes.items():
+            if name not in found and name.replace(".lora_B.", ".lora_A.") not in shapes:
+                found[name] = StoredTensor(shape, torch.float32, self.path, torch.zeros(()).expand(shape))
+        self.refuse(mismatches({name: Stored(*each[:2]) for name, each in found.items()}, shapes))
+        self.files, self.stored_name = WeightFiles(self.path, found), {name: name for name in found}
+        first = {key: self._rules[key.name].names(key.layer)[0] for key in expected}
+        return {key: found[name].dtype for key, name in first.items()}
+
+
+def load_adapter(chunks: Iterable[Any], model: ModelConfig, path: Path) -> None:
+    """Fill the adapters of this rank's chunks with those of a folder. Every rank must call.
+
+    Raises:
+        CheckpointError: If it is damaged, or of another model: on all ranks alike.
+    """
+    Loading(chunks, AdapterSource(path=path, model=model, hf_config=None, files=_open(path))).fill()
+
+
+@dataclass(kw_only=True, eq=False)
+class WithBase(Source):
+    """Adapters, and from elsewhere the weights that they were trained beside."""
+
+    adapters: Source
+    base: Source
+
+    @property
+    def stored(self) -> Mapping[str, Stored]:
+        """See ``Source``."""
+        return {**self.base.stored, **self.adapters.stored}
+
+    def match(self, expected: Mapping[Key, tuple[int, ...]]) -> dict[Key, torch.dtype]:
+        """See ``Source``."""
+        of_adapters = {key: shape for key, shape in expected.items() if is_adapter(key.name)}
+        of_base = {key: shape for key, shape in expected.items() if key not in of_adapters}
+        return {**self.base.match(of_base), **self.adapters.match(of_adapters)}
+
+    def parts(self, place: Place) -> Iterator[tuple[Any, torch.Tensor]]:
+        """See ``Source``."""
+        return (self.adapters if is_adapter(place.key.name) else self.base).parts(place)
+
+
+def with_base(adapters: Source, base: Source) -> WithBase:
+    """Both as one model; the description is that of the adapters, tokenizer and config those of the base."""
+    adapters.model = replace(base.model, lora=adapters.model.lora, lora_dropout=adapters.model.lora_dropout)
+    return WithBase(
+        path=adapters.path,
+        kind=f"{adapters.kind} and its base",
+        model=adapters.model,
+        hf_config=base.hf_config,
+        iteration=adapters.iteration,
+        companions=adapters.companions or base.companions,
+        adapters=adapters,
+        base=base,
+    )
+
+
+def open_adapter(path: Path, base: HuggingFaceSource) -> WithBase:
+    """An adapter folder and its base, as one model.
+
+    Raises:
+        CheckpointError: If it is damaged, or computes something else than plain LoRA.
+    """
+    model = with_adapters(base.model, read_lora(path))
+    adapters = AdapterSource(path=path, model=model, hf_config=base.hf_config, files=_open(path))
+    adapters.companions = None
+    return with_base(adapters, base)
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+
+
+def save_adapter(chunks: Iterable[Any], model: ModelConfig, directory: Path, base: str | None) -> None:
+    """Write an adapter folder that ``PeftModel.from_pretrained`` loads. Every rank must call; rank 0 writes.
+
+    Args:
+        chunks: This rank's model chunks.
+        model: The description that they were built from.
+        directory: Where to, made if it does not exist; other files in it stay.
+        base: Name or folder of the model that the adapter belongs to; None where nobody knows.
+
+    Raises:
+        CheckpointError: If something cannot be written, on all ranks alike.
+    """
+    from safetensors.torch import save_file
+
+    from lightning_megatron.engine.collectives import on_all_ranks_alike
+
+    tensors = {
+        name: tensor
+        for name, tensor in Gathering(chunks, model, lambda key: is_adapter(key.name)).tensors()
+        if tensor is not None
+    }
+    adapted = {
+        name: tensor.clone() for name, tensor in tensors.items() if name.replace(".lora_B.", ".lora_A.") in tensors
+    }
+
+    def write() -> None:
+        if dist.get_rank() == 0:
+            with (
+                failures_as_errors(f"adapter {directory} is not written"),
+                staged(directory, "adapter", last=(CONFIG,), error=CheckpointError) as folder,
+            ):
+                save_file(adapted, folder / WEIGHTS, metadata={"format": "pt"})
+                sync(folder / WEIGHTS)
+                (folder / CONFIG).write_text(json.dumps(_config(model, base), indent=2, sort_keys=True) + "\n")
+
+    on_all_ranks_alike(write)
+
+
+def save_merged(
+    chunks: Sequence[Any],
+    model: ModelConfig,
+    hf_config: Any,
+    directory: Path,
+    max_shard_size: str | int,
+    companions: Iterable[Path],
+) -> None:
+    """``save_hugging_face`` of a model whose adapters, if it has any, are added to its weights; arguments as there."""
+    from lightning_megatron.models.lora import merged  # the engine's import takes seconds
+
+    with merged(chunks):
+        save_hugging_face(chunks, replace(model, lora=None), hf_config, directory, max_shard_size, companions)
+
+
+def _config(model: ModelConfig, base: str | None) -> dict[str, Any]:
+    """What ``adapter_config.json`` says; targets as short as they name no module without an adapter."""
+    lora = model.lora
+    assert lora is not None
+    rules = rules_of(replace(model, lora=None))
+    linears = linears_of(rules)
+    adapted = {
+        module.removesuffix(".weight")
+        for name, parts in lora.linears
+        for module, has_one in zip(linears[name].hugging_face, parts, strict=True)
+        if has_one
+    }
+    every = {name.removesuffix(".weight") for rule in rules for name in rule.hugging_face if name.endswith(".weight")}
+    targets = set()
+    for module in adapted:
+        words = module.split(".")
+        ends = (".".join(words[-length:]) for length in range(1, len(words)))
+        targets.add(next(end for end in ends if {each for each in every if _is_named(each, end)} <= adapted))
+    return {
+        "peft_type": "LORA",
+        "task_type": _TASKS.get(model.task),
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        "lora_dropout": model.lora_dropout,
+        "target_modules": sorted(targets),
+        "fan_in_fan_out": any(linears[name].transposed for name, _ in lora.linears),
+        "bias": "none",
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }

@@ -1,0 +1,125 @@
+"""Adapters train as those of ``peft`` on the Hugging Face model do, and go there and back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.comparison import assert_same_gradients, assert_same_tensors
+from tests.parity.hugging_face import hugging_face_model, tensors_of, train_hugging_face
+from tests.parity.sharding import Tensors
+from tests.parity.training import VOCAB_SIZE, Case, Layout, Outcome, RankOutcome, loader_of, module_of, train_module
+from tests.ranks import run_ranks
+
+OPTIMIZER = (("name", "adamw"), ("beta1", 0.8), ("beta2", 0.95), ("eps", 1e-3), ("weight_decay", 0.3))
+LLAMA = Case(model="llama", labels="uneven", steps=5, optimizer=OPTIMIZER, clip=0.5)
+GPT2 = replace(LLAMA, model="gpt2")
+SPLIT = Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2)
+TOKENS = torch.arange(24).reshape(2, 12) % VOCAB_SIZE
+ALL = {
+    "llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "gpt2": ["c_attn", "c_proj", "c_fc"],
+}
+
+
+def _random_adapter(case: Case, targets: list[str], folder: str) -> None:
+    """An adapter as ``peft`` writes it, whose B is not zero, so that all gradients tell something."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    from tests.parity.training import MODELS
+
+    torch.manual_seed(3)
+    fields = {**MODELS[case.model], **dict(case.model_fields)}
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[fields.pop("model_type")](**fields))
+    config = LoraConfig(r=3, lora_alpha=5, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+    get_peft_model(model, config).save_pretrained(folder)
+
+
+def _train(case: Case, folder: str) -> tuple[RankOutcome, torch.Tensor]:
+    """Go on with the adapter, write it and the merged model, and say what is computed in the end."""
+    module = module_of(case, lora=f"{folder}/given")
+    outcome = train_module(module, case, loader_of(case), collect=tensors_of)
+    logits = module.logits(TOKENS)
+    module.save_pretrained(f"{folder}/written")
+    module.save_pretrained(f"{folder}/merged", merge=True)
+    assert torch.equal(module.logits(TOKENS), logits), "adapters are as before"
+    return outcome, logits
+
+
+def _adapt(model: Any, folder: str) -> None:
+    from peft import PeftModel
+
+    PeftModel.from_pretrained(model, folder, is_trainable=True)  # changes the model itself
+
+
+def _train_with_peft(case: Case, base: Tensors, folder: str) -> tuple[Outcome, torch.Tensor, torch.Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    outcome = train_hugging_face(case, base, partial(_adapt, folder=f"{folder}/given"))
+    model = hugging_face_model(case, base)
+    _adapt(model, f"{folder}/written")
+    merged = AutoModelForCausalLM.from_pretrained(f"{folder}/merged")
+    with torch.no_grad():
+        return outcome, model.eval()(input_ids=TOKENS).logits, merged(input_ids=TOKENS).logits
+
+
+def _adapters(tensors: Tensors) -> Tensors:
+    """By the names of ``peft``'s files."""
+    named = {
+        f"base_model.model.{name.replace('.default', '').removeprefix('base_model.model.')}": each
+        for name, each in tensors.items()
+        if ".lora_" in name
+    }
+    # A fused linear keeps a B of zeros for a matrix without an adapter.
+    return {name: each for name, each in named.items() if name.replace("lora_B", "lora_A") in named}
+
+
+@pytest.mark.parametrize(
+    ("case", "targets"),
+    [
+        pytest.param(LLAMA, ALL["llama"], id="llama", marks=pytest.mark.exhaustive),
+        pytest.param(replace(LLAMA, layout=Layout(tp=2)), ALL["llama"], id="llama_tp2", marks=pytest.mark.exhaustive),
+        pytest.param(replace(LLAMA, layout=SPLIT), ALL["llama"], id="llama_tp2_pp2_sp"),
+        pytest.param(
+            replace(LLAMA, layout=Layout(tp=2, pp=2, vpp=2, num_microbatches=2, recompute="full")),
+            ["q_proj", "v_proj", "up_proj"],
+            id="some_vpp_recompute",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            replace(LLAMA, layout=Layout(tp=2, dp=2, recompute="selective", overlap_communication=True)),
+            ["k_proj", "down_proj"],
+            id="some_dp_recompute",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            replace(LLAMA, model_fields=(("num_key_value_heads", 1),), layout=replace(SPLIT, pp=1)),
+            ["q_proj", "v_proj"],
+            id="mqa_tp2_sp",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(replace(GPT2, layout=Layout(tp=2)), ["c_attn", "mlp.c_proj"], id="gpt2_tp2"),
+        pytest.param(replace(GPT2, layout=SPLIT), ALL["gpt2"], id="gpt2_split", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_adapters_train_as_those_of_peft(case: Case, targets: list[str], tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    run_ranks(_random_adapter, 1, case, targets, f"{folder}/given")
+    ranks = run_ranks(_train, case.layout.world_size, case, folder)
+    ours, logits = ranks[0]
+    base = {name: each for name, each in ours.initial_weights.items() if ".lora_" not in name}
+    ((theirs, loaded, merged),) = run_ranks(_train_with_peft, 1, case, base, folder)
+    # The tolerances of tests/parity/comparison.py, for the same reasons.
+    assert ours.losses == pytest.approx(theirs.losses, rel=1.5e-6)
+    assert ours.grad_norms == pytest.approx(theirs.grad_norms, rel=5e-5)
+    assert_same_gradients(_adapters(ours.gradients), _adapters(theirs.gradients))
+    assert_same_tensors(_adapters(ours.weights), _adapters(theirs.weights))
+    assert_same_tensors({name: ours.weights[name] for name in base}, base, atol=0.0)
+    for theirs_logits in (loaded, merged):  # a few units in the last place of sums of 32 to 48 products
+        torch.testing.assert_close(logits, theirs_logits, rtol=1e-5, atol=2e-5)
