@@ -119,7 +119,7 @@ def _chunk(model: ModelConfig, layout: Sequence[int], chunk: int, *, tp: int, vo
     if is_first:
         count += embedding + model.num_tokentypes * model.hidden_size + model.embedding_layernorm * _norm(model)
         if model.position_embedding_type == "learned_absolute":
-            count += model.max_position_embeddings * model.hidden_size
+            count += (model.max_position_embeddings + model.position_offset) * model.hidden_size
     if is_last:
         count += _norm(model) + (_bert_head(model, vocab_size // tp) if model.architecture == "bert" else 0)
         # A tied output layer on another stage than the embedding is a copy, kept equal by an all-reduce of gradients.
@@ -137,9 +137,11 @@ def _layer(model: ModelConfig, tp: int, *, has_cross_attention: bool = False) ->
     up = ffn * (2 if model.gated_linear_unit else 1)
     num_attentions = 2 if has_cross_attention else 1
     split = num_attentions * (qkv + q) * h + (up + ffn) * h
-    whole = (model.parallel_attention_norms if model.parallel_attention else num_attentions + 1) * _norm(model)
+    norms = model.pre_norms * (num_attentions + model.has_mlp_norm) + 2 * model.post_norms
+    whole = norms * _norm(model)
     if model.qk_layernorm:
-        whole += 2 * _norm(model, model.kv_channels)
+        heads = model.num_attention_heads + model.num_query_groups if model.qk_layernorm_of_all_heads else 2
+        whole += heads * _norm(model, model.kv_channels)
     if model.add_qkv_bias:
         split += qkv
     if model.has_attention_output_bias:
@@ -151,7 +153,7 @@ def _layer(model: ModelConfig, tp: int, *, has_cross_attention: bool = False) ->
 
 
 def _norm(model: ModelConfig, width: int | None = None) -> int:
-    return (width or model.hidden_size) * (2 if model.normalization == "LayerNorm" else 1)
+    return (width or model.hidden_size) * (2 if model.normalization == "LayerNorm" and model.norm_bias else 1)
 
 
 def _bert_head(model: ModelConfig, vocab_rows: int) -> int:
@@ -260,8 +262,7 @@ def model_flops(
 
 def _keys_per_query(model: ModelConfig, layer: int, seq_length: int, attention: AttentionCount) -> float:
     """How many keys a query of one layer sees, on average over the sequence."""
-    is_windowed = model.sliding_window_layers is None or layer in model.sliding_window_layers
-    window = min(seq_length, model.sliding_window or seq_length) if is_windowed else seq_length
+    window = min(seq_length, model.sliding_window or seq_length) if model.has_window(layer) else seq_length
     if attention == "full" or model.architecture == "bert":
         return window
     # A triangle of the first ``window`` queries, then rows of ``window`` keys.

@@ -223,7 +223,9 @@ _FREE = {
 }
 """Fields of a model in which a run may differ from its checkpoint; in any other one it is another model."""
 
-_MAY_BE_STRETCHED = {"rotary_base", "rope_scaling", "sliding_window", "sliding_window_layers"}
+_MAY_BE_STRETCHED = {
+    *("rotary_base", "rotary_base_of_windows", "rope_scaling", "sliding_window", "sliding_window_layers"),
+}
 """A new run may begin with the weights and another reach of positions; a run does not change it on the way."""
 
 _SHOWS_IN_WEIGHTS = {

@@ -8,7 +8,7 @@ concatenation along the first axis, an order of rows, or a transposition.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,6 +119,8 @@ class Family:
     """Each task and the Hugging Face class that has its head; the first one is meant where nothing is said."""
     base_prefix: str
     """What stands before the names of the headless model in files of a model with a head, e.g. ``transformer.``."""
+    old_names: Mapping[str, str] = field(default_factory=dict)
+    """What tensors were called in files of earlier versions of transformers."""
     buffers: tuple[str, ...] = ()
     """Globs of tensors that old files contain and that are no weights."""
     describe_weights: Callable[[ModelConfig, WeightFiles], ModelConfig] | None = None

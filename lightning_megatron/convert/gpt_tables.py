@@ -1,21 +1,86 @@
-"""Pieces of the tables of several families: rules of modules, names of fused decoders, rotary positions."""
+"""The table of all decoders: what their configs call alike, and the names of their weights; rotary positions."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from lightning_megatron.convert.family import LAYER, Rule
+from lightning_megatron.convert.family import LAYER, POSITIONS, Family, Rule, activation, qkv_order
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig, RopeScaling
 
 LAYERS = "decoder.layers."
 ATTENTION, MLP = LAYERS + "self_attention.", LAYERS + "mlp."
 INPUT_NORM, MLP_NORM = ATTENTION + "linear_qkv.layer_norm_", MLP + "linear_fc1.layer_norm_"
+
+
+# ---- configs --------------------------------------------------------------------------------------------------------
+
+_SAID_ALIKE = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_position_embeddings",
+    "layernorm_epsilon": "rms_norm_eps",
+    "share_embeddings_and_output_weights": "tie_word_embeddings",
+    "attention_dropout": "attention_dropout",
+    "init_method_std": "initializer_range",
+}
+"""Fields of a ``ModelConfig``, and what most Hugging Face configs call them."""
+
+LLAMA: Mapping[str, Any] = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "add_bias_linear": False,
+    "add_qkv_bias": False,
+}
+"""How Llama's mathematics differ from GPT-2's, besides rotary positions."""
+
+
+def described(hf: Any, own: Mapping[str, Any]) -> ModelConfig:
+    """A decoder whose config has the usual names, where ``own`` has no field.
+
+    ``pad_token_id`` is not among them: Hugging Face does not train that row of the input embedding, we do where the
+    token stands in a sentence. Padding is told by the mask, and where it is, no row gets a gradient.
+
+    Raises:
+        ConfigError: If the activation is not known.
+    """
+    fields = {ours: getattr(hf, theirs) for ours, theirs in _SAID_ALIKE.items() if ours not in own}
+    if "activation" not in own:
+        fields["activation"] = activation(hf.hidden_act)
+    fields["kv_channels"] = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    return ModelConfig(**{"family": hf.model_type, "scaled_residual_init": False, **fields, **own})
+
+
+def windows(hf: Any) -> dict[str, Any]:
+    """Which layers see how far back, from ``layer_types``, as fields of a ``ModelConfig``.
+
+    Raises:
+        ConfigError: If a layer is of an unknown type, or has a window of unknown width.
+    """
+    unknown = sorted(set(hf.layer_types) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ConfigError(
+            f"layer_types has {unknown[0]!r}, which is not supported; use 'full_attention' or 'sliding_attention'"
+        )
+    windowed = tuple(i for i, kind in enumerate(hf.layer_types) if kind == "sliding_attention")
+    if windowed and hf.sliding_window is None:
+        raise ConfigError(
+            "layer_types has 'sliding_attention', but use_sliding_window is not True and sliding_window is not set; "
+            "set both, or use 'full_attention'"
+        )
+    return {
+        "sliding_window": hf.sliding_window if windowed else None,
+        "sliding_window_layers": windowed or None,
+    }
 
 
 # ---- rules ----------------------------------------------------------------------------------------------------------
@@ -39,8 +104,8 @@ def linear(
 
 
 def norm(megatron: str, hugging_face: str, model: ModelConfig) -> list[Rule]:
-    """A norm's weight and, for LayerNorm, its bias; ``megatron`` ends where ``weight`` begins."""
-    kinds = ("weight", "bias") if model.normalization == "LayerNorm" else ("weight",)
+    """A norm's weight and, for most LayerNorms, its bias; ``megatron`` ends where ``weight`` begins."""
+    kinds = ("weight", "bias") if model.normalization == "LayerNorm" and model.norm_bias else ("weight",)
     return [Rule(megatron=megatron + kind, hugging_face=(f"{hugging_face}.{kind}",)) for kind in kinds]
 
 
@@ -52,47 +117,98 @@ def output_layer(model: ModelConfig) -> list[Rule]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FusedNames:
-    """Hugging Face's names in a decoder that keeps queries, keys and values in one matrix, without ``.weight``."""
+class DecoderNames:
+    """Hugging Face's names in a decoder, without ``.weight``; by default Llama's. Which ones exist, the model says."""
 
-    embedding: str = "transformer.word_embeddings"
-    final_norm: str = "transformer.ln_f"
-    layer: str = f"transformer.h.{LAYER}."
+    base: str = "model."
+    """What the names of the headless model begin with."""
+    embedding: str = "embed_tokens"
+    positions: str = ""
+    embedding_norm: str = ""
+    final_norm: str = "norm"
+    layer: str = f"layers.{LAYER}."
     """What the following names begin with."""
     input_norm: str = "input_layernorm"
-    mlp_norm: str | None = "post_attention_layernorm"
-    """None if the MLP shares the attention's norm."""
-    qkv: str = "self_attention.query_key_value"
-    proj: str = "self_attention.dense"
-    fc1: str = "mlp.dense_h_to_4h"
-    fc2: str = "mlp.dense_4h_to_h"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    """Three matrices, or one."""
+    is_in_megatrons_order: bool = False
+    """Whether one matrix has each group's queries, key and value together, not all queries, all keys, all values."""
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    proj: str = "self_attn.o_proj"
+    post_attention_norm: str = "post_attention_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    fc1: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    """Gate and up, or one matrix."""
+    fc2: str = "mlp.down_proj"
+    post_mlp_norm: str = "post_feedforward_layernorm"
+    is_transposed: bool = False
+    """Whether the layers' matrices are kept transposed."""
 
 
-def fused_rules(
-    names: FusedNames, model: ModelConfig, order: torch.Tensor | None = None, *, transposed: bool = False
-) -> list[Rule]:
-    """All weights of a decoder with one matrix for queries, keys and values.
+def decoder_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:
+    """All weights of a decoder."""
+    hf, transposed = names.base + names.layer, names.is_transposed
+    queries, keys = model.num_attention_heads * model.kv_channels, model.num_query_groups * model.kv_channels
+    order = qkv_order(model.num_attention_heads, model.num_query_groups, model.kv_channels)
 
-    Args:
-        names: The family's.
-        model: The description.
-        order: Of the rows of the matrix for queries, keys and values; None if it is Megatron's.
-        transposed: Whether the layers' matrices are kept transposed.
-    """
-    hf = names.layer
+    def fused(parts: tuple[str, ...], rows: tuple[int, ...]) -> dict[str, Any]:
+        return {"hugging_face": tuple(hf + part for part in parts), "rows": rows if len(parts) > 1 else ()}
+
+    qkv, fc1 = fused(names.qkv, (queries, keys, keys)), fused(names.fc1, (model.ffn_hidden_size,) * 2)
+    qkv["order"] = None if names.is_in_megatrons_order else order
+    proj, has_proj_bias = ATTENTION + "linear_proj", model.has_attention_output_bias
     rules = [
-        Rule(megatron="embedding.word_embeddings.weight", hugging_face=(names.embedding + ".weight",)),
-        *norm("decoder.final_layernorm.", names.final_norm, model),
-        *norm(INPUT_NORM, hf + names.input_norm, model),
-        *linear(ATTENTION + "linear_qkv", (hf + names.qkv,), model.add_qkv_bias, order=order, transposed=transposed),
-        *linear(ATTENTION + "linear_proj", (hf + names.proj,), model.has_attention_output_bias, transposed=transposed),
-        *linear(MLP + "linear_fc1", (hf + names.fc1,), model.add_bias_linear, transposed=transposed),
+        Rule(megatron="embedding.word_embeddings.weight", hugging_face=(f"{names.base}{names.embedding}.weight",)),
+        *norm("decoder.final_layernorm.", names.base + names.final_norm, model),
+        *linear(ATTENTION + "linear_qkv", has_bias=model.add_qkv_bias, transposed=transposed, **qkv),
+        *linear(proj, (hf + names.proj,), has_proj_bias, transposed=transposed),
+        *linear(MLP + "linear_fc1", has_bias=model.add_bias_linear, transposed=transposed, **fc1),
         *linear(MLP + "linear_fc2", (hf + names.fc2,), model.add_bias_linear, transposed=transposed),
         *output_layer(model),
     ]
-    if names.mlp_norm is not None:
-        rules += norm(MLP_NORM, hf + names.mlp_norm, model)
+    optional = {
+        "embedding.norm.": (model.embedding_layernorm, names.base + names.embedding_norm),
+        INPUT_NORM: (model.pre_norms, hf + names.input_norm),
+        MLP_NORM: (model.has_mlp_norm, hf + names.mlp_norm),
+        ATTENTION + "q_layernorm.": (model.qk_layernorm, hf + names.q_norm),
+        ATTENTION + "k_layernorm.": (model.qk_layernorm, hf + names.k_norm),
+        ATTENTION + "linear_proj.post_layernorm.": (model.post_norms, hf + names.post_attention_norm),
+        MLP + "linear_fc2.post_layernorm.": (model.post_norms, hf + names.post_mlp_norm),
+    }
+    for megatron, (exists, hugging_face) in optional.items():
+        rules += norm(megatron, hugging_face, model) if exists else []
+    if names.positions:
+        rules += linear(POSITIONS.removesuffix(".weight"), (names.base + names.positions,))
     return rules
+
+
+LLAMA_NAMES = DecoderNames()
+
+
+def decoder(
+    model_type: str,
+    architecture: str,
+    describe: Callable[[Any], ModelConfig],
+    names: DecoderNames = LLAMA_NAMES,
+    required: Mapping[str, tuple[Any, ...]] | None = None,
+    old_names: Mapping[str, str] | None = None,
+) -> Family:
+    """A family of decoders; the arguments are those of ``Family``, the class with the head, and the weights' names."""
+    return Family(
+        model_type=model_type,
+        describe=describe,
+        required=required or {},
+        rules=lambda model: decoder_rules(names, model),
+        architectures={"causal_lm": architecture},
+        base_prefix=names.base,
+        old_names=old_names or {},
+        # Of any family, in old files: tables of positions and masks.
+        buffers=(
+            *("*.rotary_emb.inv_freq", "*.attn.bias", "*.attn.masked_bias"),
+            *("*.attention.bias", "*.attention.masked_bias"),
+        ),
+    )
 
 
 # ---- rotary positions -----------------------------------------------------------------------------------------------
@@ -115,13 +231,14 @@ _KNOWN = {
 
 
 def read_rope(
-    rope_parameters: Mapping[str, Any] | None, max_position_embeddings: int
+    rope_parameters: Mapping[str, Any] | None, max_position_embeddings: int, *, may_be_partial: bool = False
 ) -> tuple[float, RopeScaling | None]:
     """Theta and the scaling of the frequencies.
 
     Args:
         rope_parameters: As a Hugging Face config object has them.
         max_position_embeddings: The config's.
+        may_be_partial: Whether Hugging Face's model of the family reads ``partial_rotary_factor``.
 
     Raises:
         ConfigError: If a key or the type is not honoured.
@@ -137,10 +254,10 @@ def read_rope(
             f"{unknown[0]}={rope[unknown[0]]!r} of rope_parameters is not supported; the known keys are "
             f"{', '.join(sorted(_KNOWN))}"
         )
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+    if rope.get("partial_rotary_factor", 1.0) != 1.0 and not may_be_partial:
         raise ConfigError(
-            f"partial_rotary_factor={rope['partial_rotary_factor']} of rope_parameters is not supported; only whole "
-            "heads are rotated, use 1.0"
+            f"partial_rotary_factor={rope['partial_rotary_factor']} of rope_parameters is not supported; "
+            "Hugging Face's model of this family rotates whole heads, use 1.0"
         )
     base = float(rope.get("rope_theta", 10000.0))
     return base, None if kind == "default" else _scaling(kind, rope, max_position_embeddings)
@@ -184,11 +301,13 @@ def _yarn_attention_factor(factor: float, rope: Mapping[str, Any]) -> float:
     return grown(1.0)
 
 
-def rope_fields(hf: Any) -> dict[str, Any]:
-    """Theta and the scaling of rotary positions, as fields of a ``ModelConfig``.
+def rope_fields(hf: Any, *, may_be_partial: bool = False) -> dict[str, Any]:
+    """Rotary positions, as fields of a ``ModelConfig``.
 
     Raises:
         ConfigError: If ``rope_parameters`` cannot be honoured.
     """
-    base, scaling = read_rope(hf.rope_parameters, hf.max_position_embeddings)
-    return {"rotary_base": base, "rope_scaling": scaling}
+    base, scaling = read_rope(hf.rope_parameters, hf.max_position_embeddings, may_be_partial=may_be_partial)
+    percent = (hf.rope_parameters or {}).get("partial_rotary_factor") if may_be_partial else None
+    fields = {"position_embedding_type": "rope", "rotary_base": base, "rope_scaling": scaling}
+    return fields if percent is None else {**fields, "rotary_percent": float(percent)}

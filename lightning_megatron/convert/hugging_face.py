@@ -368,6 +368,7 @@ def _renamed(stored: Collection[str], expected: Collection[str], family: Family)
         # As transformers does (conversion_mapping.py, "legacy"): TensorFlow's words in files of 2019.
         name = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", actual)
         name = re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name)
+        name = family.old_names.get(name, name)
         if name not in expected and family.base_prefix + name in expected:
             name = family.base_prefix + name
         names[name] = actual

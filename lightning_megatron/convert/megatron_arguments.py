@@ -331,12 +331,13 @@ _T5_SEQ_LENGTH = 512
 _OF_THE_SAME_NAME = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_query_groups"),
     *("normalization", "layernorm_epsilon", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "rotary_base"),
+    *("rotary_percent", "rotary_interleaved"),
     *("position_embedding_type", "relative_attention_num_buckets", "relative_attention_max_distance"),
     *("num_tokentypes", "hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"),
 )
 """Arguments that are fields of a ``ModelConfig``."""
 _FALSE = (
-    *("apply_layernorm_1p", "apply_residual_connection_post_layernorm", "onnx_safe", "squared_relu"),
+    *("apply_residual_connection_post_layernorm", "onnx_safe", "squared_relu"),
     "use_distributed_optimizer",
 )
 
@@ -371,9 +372,9 @@ def megatron_arguments(
         decoder_seq_length=seq_length if is_t5 else None,
         group_query_attention=model.num_query_groups != model.num_attention_heads,
         norm_epsilon=model.layernorm_epsilon,
+        apply_layernorm_1p=model.zero_centered_norms,
         add_position_embedding=positions == "learned_absolute",
         use_rotary_position_embeddings=positions == "rope",
-        rotary_percent=1.0,
         untie_embeddings_and_output_weights=not model.share_embeddings_and_output_weights,
         bert_binary_head=model.task == "pretraining",
         swiglu=model.gated_linear_unit and model.activation == "silu",

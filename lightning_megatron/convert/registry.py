@@ -26,6 +26,12 @@ _KEYS_OF_ANY_MODEL = {
     *("is_encoder_decoder", "decoder_start_token_id", "bos_token_id", "eos_token_id", "pad_token_id"),
 }
 """Keys that a ``config.json`` may have though the class does not list them (transformers moved some to generation)."""
+_OLD_ROPE_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
+_OLD_KEYS = {
+    "gpt_neox": {"rotary_pct", "rotary_emb_base"},
+    "gemma3_text": {"rope_local_base_freq", "sliding_window_pattern"},
+}
+"""What transformers still reads of config files of earlier versions, by ``model_type``."""
 _MOST_LAYERS = 100_000
 
 _POST_NORM = (
@@ -162,7 +168,8 @@ def _config_object(fields: Mapping[str, Any], *, check_keys: bool) -> Any:
         # transformers keeps unknown keys as attributes, so that a misspelt one silently leaves the default.
         default = config_class()
         known = set(default.to_dict()) | set(config_class.attribute_map) | set(vars(default))
-        known |= {"rope_theta", "rope_scaling"} if "rope_parameters" in known else set()
+        known |= _OLD_ROPE_KEYS if "rope_parameters" in known else set()
+        known |= _OLD_KEYS.get(fields["model_type"], set())
         known |= _KEYS_OF_ANY_MODEL
         for key in arguments:
             if key not in known:

@@ -26,9 +26,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from lightning_megatron.engine.fillers.context import ContextParallel
-from lightning_megatron.engine.fillers.norm import Norm
+from lightning_megatron.engine.fillers.softcap import soft_capped
 from lightning_megatron.models.config import ModelConfig
-from lightning_megatron.models.layers import join_additions_and_norms, layer_spec
+from lightning_megatron.models.layers import join_additions_and_norms, layer_spec, norm_spec
 
 
 class Chunk(LanguageModule):
@@ -65,7 +65,7 @@ class Chunk(LanguageModule):
             self.embedding = LanguageModelEmbedding(
                 config=config,
                 vocab_size=model.padded_vocab_size(config.tensor_model_parallel_size),
-                max_sequence_length=model.max_position_embeddings,
+                max_sequence_length=model.max_position_embeddings + model.position_offset,
                 position_embedding_type="learned_absolute" if model.has_position_table else "none",
                 num_tokentypes=model.num_tokentypes,
             )
@@ -79,7 +79,8 @@ class Chunk(LanguageModule):
         block = TransformerBlock(
             config=config,
             spec=TransformerBlockSubmodules(
-                layer_specs=[layer_spec(self.description, number) for number in numbers], layer_norm=Norm
+                layer_specs=[layer_spec(self.description, number) for number in numbers],
+                layer_norm=norm_spec(self.description),
             ),
             pre_process=self.pre_process,
             post_process=self.post_process,
@@ -106,6 +107,9 @@ class Chunk(LanguageModule):
             embedding_activation_buffer=self.embedding_activation_buffer,
             grad_output_buffer=self.grad_output_buffer,
         )
+        if model.logits_softcap is not None:
+            cap = model.logits_softcap
+            layer.register_forward_hook(lambda _, args, output: (soft_capped(output[0], cap), output[1]))
         _silence_padding(layer, model, config.tensor_model_parallel_size)
         return layer
 
@@ -117,6 +121,8 @@ class Chunk(LanguageModule):
             labels: int64, of the whole rows; None for logits.
             runtime_gather_output: Whether logits are gathered over the tensor-parallel ranks.
         """
+        if self.description.logits_multiplier != 1.0:
+            hidden = hidden * self.description.logits_multiplier  # h numbers a token, not v
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits, _ = self.output_layer(hidden, weight=tied, runtime_gather_output=runtime_gather_output)
         if labels is None:

@@ -102,8 +102,18 @@ class ModelConfig:
     """Biases of the query, key and value projections."""
     add_attention_output_bias: bool | None = None
     """Bias of the attention's output projection; None: as ``add_bias_linear``."""
+    norm_bias: bool = True
+    """Whether LayerNorms have a bias (not Cohere's)."""
+    zero_centered_norms: bool = False
+    """Whether norms multiply by 1 + weight (Gemma)."""
+    pre_norms: bool = True
+    """Whether attention and MLP read a normalized input (not OLMo 2's)."""
+    post_norms: bool = False
+    """Whether what attention and MLP return is normalized before it is added (Gemma 2, OLMo 2, GLM-4)."""
     qk_layernorm: bool = False
     """Whether each head's queries and keys are normalized before positions enter (Qwen 3)."""
+    qk_layernorm_of_all_heads: bool = False
+    """For ``qk_layernorm``: whether all heads are normalized as one (OLMo 2), not each alone."""
     embedding_layernorm: bool = False
     """Whether the embeddings are normalized (Bloom)."""
     parallel_attention: bool = False
@@ -114,6 +124,16 @@ class ModelConfig:
     """How positions enter."""
     rotary_base: float = 10000.0
     """Theta of rotary embeddings."""
+    rotary_base_of_windows: float | None = None
+    """Theta in layers with a sliding window, whose frequencies are not scaled; None: as in the others (Gemma 3)."""
+    rotary_percent: float = 1.0
+    """Share of each head, from its first number on, that is rotated (GPT-NeoX)."""
+    rotary_interleaved: bool = False
+    """Whether neighbours are the pairs that turn (Cohere, GLM-4), not the halves of what is rotated."""
+    no_rope_layers: tuple[int, ...] = ()
+    """Layers (from 0) that rotate nothing (SmolLM 3)."""
+    position_offset: int = 0
+    """Learned positions: rows before that of position 0; if any, positions count tokens, not padding (OPT)."""
     rope_scaling: RopeScaling | None = None
     """Scaling of the rotary frequencies; None leaves them."""
     alibi_scaled: bool = False
@@ -124,6 +144,16 @@ class ModelConfig:
     """T5: distances from here on share one row."""
     softmax_scale: float | None = None
     """What scores are multiplied by; None for 1 / sqrt(kv_channels)."""
+    attention_softcap: float | None = None
+    """Scores x become cap * tanh(x / cap) before masks (Gemma 2); None leaves them."""
+    logits_softcap: float | None = None
+    """The same for logits (Gemma 2)."""
+    embedding_multiplier: float = 1.0
+    """What embeddings are multiplied by (Gemma, Granite)."""
+    residual_multiplier: float = 1.0
+    """What the outputs of attention and MLP are multiplied by before they are added (Granite)."""
+    logits_multiplier: float = 1.0
+    """What logits are multiplied by, before their cap (Granite, Cohere)."""
     sliding_window: int | None = None
     """How many tokens back, itself included, a token sees; None for all."""
     sliding_window_layers: tuple[int, ...] | None = None
@@ -180,10 +210,28 @@ class ModelConfig:
             if value < 1:
                 raise ConfigError(f"{name}={value} must be at least 1; correct the model's config")
         require_divides("num_query_groups", self.num_query_groups, "num_attention_heads", self.num_attention_heads)
-        if self.position_embedding_type == "rope" and self.kv_channels % 2 != 0:
+        if self.position_embedding_type == "rope" and (self.rotary_width % 2 != 0 or self.rotary_width < 2):
             raise ConfigError(
-                f"kv_channels={self.kv_channels} is odd, and rotary positions turn pairs of numbers; use an even width"
+                f"kv_channels={self.kv_channels} x rotary_percent={self.rotary_percent} = {self.rotary_width} is odd "
+                "or 0, and rotary positions turn pairs of numbers; use an even width"
             )
+        for name in ("attention_softcap", "logits_softcap"):
+            if (cap := getattr(self, name)) is not None and cap <= 0:
+                raise ConfigError(f"{name}={cap} must be positive; correct the model's config, or use null for none")
+
+    @property
+    def rotary_width(self) -> int:
+        """Numbers of a head that are rotated."""
+        return int(self.kv_channels * self.rotary_percent)
+
+    @property
+    def has_mlp_norm(self) -> bool:
+        """Whether the MLP's input is normalized for it alone."""
+        return self.pre_norms and not (self.parallel_attention and self.parallel_attention_norms == 1)
+
+    def has_window(self, layer: int) -> bool:
+        """Whether a layer (from 0) sees ``sliding_window`` tokens only."""
+        return self.sliding_window is not None and layer in (self.sliding_window_layers or (layer,))
 
     @property
     def has_attention_output_bias(self) -> bool:

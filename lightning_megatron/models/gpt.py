@@ -31,6 +31,8 @@ class GPTChunk(Chunk):
         super().__init__(model, config, vp_stage)
         self.rotary_length: int | None = None
         """Tokens of the longest row, where a call shows only some rows of a batch; None: as the positions say."""
+        # Rounded to the weights' dtype, as Gemma was trained.
+        self._multiplier: float = torch.tensor(model.embedding_multiplier, dtype=config.params_dtype).item()
         if self.pre_process and model.embedding_layernorm:
             self.embedding.norm = Norm(config, model.hidden_size, model.layernorm_epsilon)
         if model.position_embedding_type == "rope":
@@ -64,24 +66,29 @@ class GPTChunk(Chunk):
             Before the last stage hidden states, [s/cp or s/cp/tp, b, h]; there the loss of each label, [b, s] fp32, or
             logits, [b, s, v/tp or v].
         """
-        embedded = self._embedded(input_ids, position_ids) if self.pre_process else None
+        embedded = self._embedded(input_ids, position_ids, attention_mask) if self.pre_process else None
         angles = None
         if self.description.position_embedding_type == "rope":
             angles = self._angles(input_ids, position_ids)
         hidden: Tensor = self.decoder(hidden_states=embedded, attention_mask=attention_mask, rotary_pos_emb=angles)
         return self.predictions(hidden, labels, runtime_gather_output) if self.post_process else hidden
 
-    def _embedded(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
+    def _embedded(self, input_ids: Tensor, position_ids: Tensor | None, segments: Tensor | None) -> Tensor:
+        model = self.description
+        if position_ids is None and model.position_offset and segments is not None:
+            is_token = (segments != 0).long()
+            position_ids = is_token.cumsum(-1) * is_token - 1  # OPT has a row for padding, before that of position 0
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        embedded: Tensor = self.embedding(self.context.own_tokens(input_ids), self.context.own_tokens(position_ids))
-        if self.description.embedding_layernorm:
+        own = self.context.own_tokens
+        embedded: Tensor = self.embedding(own(input_ids), own(position_ids + model.position_offset))
+        if model.embedding_layernorm:
             # Under sequence parallelism on this rank's part; the gradients of the norm are summed over TP like others.
             embedded = self.embedding.norm(embedded).to(embedded.dtype)
-        return embedded
+        return embedded if self._multiplier == 1.0 else embedded * self._multiplier
 
     def _angles(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
-        """How far each pair of a head turns: [s/cp, 1 or b, 1, kv_channels]."""
+        """How far each pair of a head turns: [s/cp, 1 or b, 1, rotary_width], or for two thetas both in turn."""
         scaling, length = self.description.rope_scaling, input_ids.shape[1]
         depends_on_length = scaling is not None and scaling.rope_type in _LENGTH_DEPENDENT
         if position_ids is None:
@@ -89,23 +96,29 @@ class GPTChunk(Chunk):
             if (known := self._counted_angles.get(kind)) is not None:
                 return known
             frequencies = self._frequencies(length) if depends_on_length else self._rotary_frequencies
-            counted = torch.arange(length, device=input_ids.device)[None]
-            angles = angles_at(self.context.own_tokens(counted), frequencies)
+            angles = self._angles_at(torch.arange(length, device=input_ids.device)[None], frequencies)
             if (
                 len(self._counted_angles) < _MAX_LENGTHS
             ):  # none is ever dropped: a recorded graph reads it where it lies
                 self._counted_angles[kind] = angles
             return angles
         if not depends_on_length:
-            return angles_at(self.context.own_tokens(position_ids), self._rotary_frequencies)
+            return self._angles_at(position_ids, self._rotary_frequencies)
         # Hugging Face's measure of a sequence's length; it makes the host wait, in these two scalings only.
         length = int(position_ids.max()) + 1 if self.rotary_length is None else self.rotary_length
-        return angles_at(self.context.own_tokens(position_ids), self._frequencies(length))
+        return self._angles_at(position_ids, self._frequencies(length))
+
+    def _angles_at(self, positions: Tensor, frequencies: Tensor) -> Tensor:
+        own = self.context.own_tokens(positions)
+        return angles_at(own, frequencies, interleaved=self.description.rotary_interleaved)
 
     def _frequencies(self, *seq_length: int) -> Tensor:
         model = self.description
         # The engine knows only the constants of Llama 3.1; the config may say others.
-        frequencies = inverse_frequencies(model.kv_channels, model.rotary_base, model.rope_scaling, *seq_length)
+        frequencies = inverse_frequencies(model.rotary_width, model.rotary_base, model.rope_scaling, *seq_length)
+        if model.rotary_base_of_windows is not None:
+            of_windows = inverse_frequencies(model.rotary_width, model.rotary_base_of_windows, None)
+            frequencies = torch.stack((frequencies, of_windows))
         return frequencies.to(torch.cuda.current_device())
 
     def sharded_state_dict(

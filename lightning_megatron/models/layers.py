@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -26,7 +27,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_megatron.engine.fillers.context import ContextParallelAttention
-from lightning_megatron.engine.fillers.norm import Norm
+from lightning_megatron.engine.fillers.norm import Norm, NormOfAllHeads
 from lightning_megatron.engine.fillers.recompute import WithoutOutput
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig
@@ -45,14 +46,13 @@ _MASK_TYPES = {
 
 
 def layer_spec(model: ModelConfig, number: int = 0, *, is_decoder_of_two: bool = False) -> ModuleSpec:
-    """One pre-norm layer: self-attention, in T5's decoder cross-attention, then (or beside it) the MLP.
+    """One layer: self-attention, in T5's decoder cross-attention, then (or beside it) the MLP.
 
     Args:
         model: The description.
         number: Which layer of the whole model, from 0; some families have layers of two kinds.
         is_decoder_of_two: Whether the layer attends to an encoder, too.
     """
-    shares_norm = model.parallel_attention and model.parallel_attention_norms == 1
     cross = ModuleSpec(
         module=CrossAttention,
         params={"attn_mask_type": AttnMaskType.padding},
@@ -64,36 +64,60 @@ def layer_spec(model: ModelConfig, number: int = 0, *, is_decoder_of_two: bool =
         ),
     )
     drops_in_mlp = ModuleSpec(module=DroppedInputLinear, params={"input_dropout": model.activation_dropout})
-    fc2 = drops_in_mlp if model.activation_dropout > 0.0 else RowParallelLinear
+    fc2 = drops_in_mlp if model.activation_dropout > 0.0 else _output_linear(model, has_bias=model.add_bias_linear)
+    addition = {"multiplier": model.residual_multiplier}
     return ModuleSpec(
         module=ParallelTransformerLayer if model.parallel_attention else TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=Norm,
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": _MASK_TYPES[model.architecture]},
-                submodules=_self_attention(model, number),
+            input_layernorm=norm_spec(model) if model.pre_norms else IdentityOp,
+            self_attention=_self_attention(model, number),
+            self_attn_bda=ModuleSpec(
+                BiasDropoutAdd, params={"probability": model.attention_output_dropout, **addition}
             ),
-            self_attn_bda=ModuleSpec(BiasDropoutAdd, params={"probability": model.attention_output_dropout}),
             pre_cross_attn_layernorm=Norm if is_decoder_of_two else IdentityOp,
             cross_attention=cross if is_decoder_of_two else IdentityOp,
             cross_attn_bda=BiasDropoutAdd if is_decoder_of_two else IdentityFuncOp,
-            pre_mlp_layernorm=IdentityOp if shares_norm else Norm,
+            pre_mlp_layernorm=norm_spec(model) if model.has_mlp_norm else IdentityOp,
             mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=_LinearWithBiasInProduct, linear_fc2=fc2)),
-            mlp_bda=BiasDropoutAdd,
+            mlp_bda=ModuleSpec(BiasDropoutAdd, params=addition),
             sharded_state_dict_keys_map=dict(CHECKPOINT_NAMES),
         ),
     )
 
 
-def _self_attention(model: ModelConfig, layer: int) -> SelfAttentionSubmodules:
-    return SelfAttentionSubmodules(
-        linear_qkv=_qkv_with_bias if model.add_qkv_bias else _qkv_without_bias,
-        core_attention=_core_attention(model, layer),
-        linear_proj=_RowParallelLinearWithBias if model.has_attention_output_bias else _RowParallelLinearWithoutBias,
-        q_layernorm=Norm if model.qk_layernorm else None,
-        k_layernorm=Norm if model.qk_layernorm else None,
+def norm_spec(model: ModelConfig) -> ModuleSpec:
+    """A norm over the hidden states."""
+    return ModuleSpec(module=Norm, params={"has_bias": model.norm_bias})
+
+
+def _self_attention(model: ModelConfig, layer: int) -> ModuleSpec:
+    module, params = SelfAttention, {"attn_mask_type": _MASK_TYPES[model.architecture]}
+    is_rotary = model.position_embedding_type == "rope"
+    factor = 1.0 if model.rope_scaling is None else model.rope_scaling.attention_factor
+    if is_rotary and (model.rotary_base_of_windows is not None or factor != 1.0 and model.rotary_percent < 1.0):
+        module = PartlyRotatedAttention
+        params |= {"width": model.rotary_width, "is_second_kind": model.has_window(layer), "factor": factor}
+    q_norm, k_norm = (
+        ModuleSpec(module=NormOfAllHeads, params={"num_heads": heads})
+        if model.qk_layernorm_of_all_heads
+        else norm_spec(model)
+        for heads in (model.num_attention_heads, model.num_query_groups)
     )
+    return ModuleSpec(
+        module=module,
+        params=params,
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=_qkv_with_bias if model.add_qkv_bias else _qkv_without_bias,
+            core_attention=_core_attention(model, layer),
+            linear_proj=_output_linear(model, has_bias=model.has_attention_output_bias),
+            q_layernorm=q_norm if model.qk_layernorm else None,
+            k_layernorm=k_norm if model.qk_layernorm else None,
+        ),
+    )
+
+
+def _output_linear(model: ModelConfig, *, has_bias: bool) -> ModuleSpec:
+    return ModuleSpec(module=OutputLinear, params={"has_bias": has_bias, "has_norm": model.post_norms})
 
 
 def _qkv_with_bias(*args: Any, **kwargs: Any) -> ColumnParallelLinear:
@@ -109,18 +133,25 @@ def _core_attention(model: ModelConfig, layer: int) -> Callable[..., ContextPara
     options: dict[str, Any] = {}
     if model.position_embedding_type == "alibi":
         options["alibi"] = "falcon" if model.alibi_scaled else "bloom"
-    if model.sliding_window_layers is None or layer in model.sliding_window_layers:
-        options["sliding_window"] = model.sliding_window
+    options["sliding_window"] = model.sliding_window if model.has_window(layer) else None
+    options["softcap"] = model.attention_softcap
     return partial(ContextParallelAttention, **{name: value for name, value in options.items() if value is not None})
 
 
 class BiasDropoutAdd:
     """Megatron's bias, dropout and addition of the residual, and on CUDA the norm that reads the sum, in one kernel."""
 
-    def __init__(self, probability: float | None = None, config: Any = None) -> None:
-        """``probability`` replaces the layer's if it is given; Megatron passes ``config`` in one of its slots."""
+    def __init__(self, probability: float | None = None, multiplier: float = 1.0, config: Any = None) -> None:
+        """Take what differs from Megatron's; it passes ``config`` in one of its slots.
+
+        Args:
+            probability: Replaces the layer's; None keeps it.
+            multiplier: Of what is added to the residual, its bias included.
+            config: Unused.
+        """
         del config
         self.probability = probability
+        self.multiplier = multiplier
         self.norm: Norm | None = None
         """What reads the sum next, and nothing before it; None if that is not known."""
 
@@ -131,9 +162,11 @@ class BiasDropoutAdd:
         def add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, probability: float) -> Tensor:
             probability = probability if self.probability is None else self.probability
             x, bias = x_with_bias
+            if self.multiplier != 1.0:
+                x, bias = x * self.multiplier, None if bias is None else bias * self.multiplier
             if self.norm is not None and training and self.norm.can_add(x, residual):
                 return self.norm.add(x, bias, residual, probability)
-            total: Tensor = plain(x_with_bias, residual, probability)
+            total: Tensor = plain((x, bias), residual, probability)
             return total
 
         return add
@@ -147,13 +180,17 @@ def join_additions_and_norms(layers: Iterable[Any], last_norm: Norm | None) -> N
         last_norm: What follows the last layer; None where the chunk ends with it.
     """
     layers = list(layers)
-    following = [*(layer.input_layernorm for layer in layers[1:]), last_norm]
+
+    def norm_at(slot: Any) -> Norm | None:
+        return None if isinstance(slot, IdentityOp) else slot
+
+    following = [*(norm_at(layer.input_layernorm) for layer in layers[1:]), last_norm]
     for layer, next_norm in zip(layers, following, strict=False):  # a chunk may have no layer
         recompute = layer.config.recompute_granularity
         if recompute == "selective" and layer.config.recompute_modules != ["core_attn"]:
             continue  # the norms are recomputed from their inputs
         if not isinstance(layer, ParallelTransformerLayer):
-            after_attention, layer_norm = layer.self_attn_bda, layer.pre_mlp_layernorm
+            after_attention, layer_norm = layer.self_attn_bda, norm_at(layer.pre_mlp_layernorm)
             if isinstance(layer.cross_attn_bda, BiasDropoutAdd):
                 after_attention.norm, after_attention = layer.pre_cross_attn_layernorm, layer.cross_attn_bda
             after_attention.norm = layer_norm
@@ -168,18 +205,69 @@ class _LinearWithBiasInProduct(ColumnParallelLinear):
         super().__init__(*args, **{**kwargs, "skip_bias_add": False})
 
 
-class _RowParallelLinearWithBias(RowParallelLinear):
-    """With a bias, whatever ``add_bias_linear`` says: the engine has one switch for attention and MLP."""
+class OutputLinear(RowParallelLinear):
+    """The last matrix of attention or MLP, whose output, [s or s/tp, b, h], may be normalized before it is added."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{**kwargs, "bias": True})
+    def __init__(self, *args: Any, has_bias: bool, has_norm: bool, **kwargs: Any) -> None:
+        """Take Megatron's arguments, and for ``ModuleSpec.params`` what differs between attention and MLP.
+
+        Args:
+            args: Megatron's.
+            has_bias: Whatever ``add_bias_linear`` says: the engine has one switch for attention and MLP.
+            has_norm: Whether ``post_layernorm`` follows, a name of Megatron-Bridge's Gemma.
+            kwargs: Megatron's.
+        """
+        super().__init__(*args, **{**kwargs, "bias": has_bias})
+        self.post_layernorm: Norm | None = None
+        if has_norm:
+            self.post_layernorm = Norm(self.config, self.output_size, self.config.layernorm_epsilon)
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[s, b, n/tp] to [s or s/tp, b, h], and a bias that is still to be added."""
+        output, bias = super().forward(input_)
+        if self.post_layernorm is None:
+            return output, bias
+        return self.post_layernorm(output if bias is None else output + bias), None
 
 
-class _RowParallelLinearWithoutBias(RowParallelLinear):
-    """Without a bias, whatever ``add_bias_linear`` says."""
+class PartlyRotatedAttention(SelfAttention):
+    """Self-attention whose rotary positions are not those of all layers, or do not reach all numbers of a head.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{**kwargs, "bias": False})
+    Gemma 3 has two thetas. Phi-4-mini turns three quarters of a head by LongRoPE, whose factor before sines and cosines
+    the scale of the scores has (``rotary.rope_softmax_scale``): what is not turned is divided by it.
+    """
+
+    def __init__(self, *args: Any, width: int, is_second_kind: bool, factor: float, **kwargs: Any) -> None:
+        """Take Megatron's arguments, and three for ``ModuleSpec.params``.
+
+        Args:
+            args: Megatron's.
+            width: Numbers of a head that are rotated.
+            is_second_kind: Whether this layer takes the second of two kinds of angles, if there are two.
+            factor: What sines and cosines are multiplied by.
+            kwargs: Megatron's.
+        """
+        super().__init__(*args, **kwargs)
+        self.rotary_width, self.factor = width, factor
+        self.is_second_kind = is_second_kind
+
+    def forward(self, *args: Any, rotary_pos_emb: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """As Megatron's; ``rotary_pos_emb``: angles, [s, 1 or b, 1, rotary_width], or twice as many of two kinds."""
+        if rotary_pos_emb is not None and rotary_pos_emb.shape[-1] > self.rotary_width:
+            rotary_pos_emb = rotary_pos_emb.chunk(2, dim=-1)[self.is_second_kind]
+        output: tuple[Tensor, Tensor | None] = super().forward(*args, rotary_pos_emb=rotary_pos_emb, **kwargs)
+        return output
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        """As Megatron's; queries and keys [s, b, n/tp, hn]."""
+        found = super().get_query_key_value_tensors(*args, **kwargs)
+        if self.factor == 1.0 or self.rotary_width == self.hidden_size_per_attention_head:
+            return found
+        query, key, *others = found
+        return (*(self._with_smaller_rest(x) for x in (query, key)), *others)
+
+    def _with_smaller_rest(self, x: Tensor) -> Tensor:
+        return torch.cat((x[..., : self.rotary_width], x[..., self.rotary_width :] / self.factor), dim=-1)
 
 
 class DroppedInputLinear(RowParallelLinear):

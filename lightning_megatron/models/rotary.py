@@ -13,12 +13,12 @@ from lightning_megatron.models.config import RopeScaling
 def inverse_frequencies(
     kv_channels: int, base: float, scaling: RopeScaling | None, seq_length: int | None = None
 ) -> torch.Tensor:
-    """Angles per position of the pairs of one head: [kv_channels / 2], float32, radians, on the CPU.
+    """Angles per position of the pairs that turn of one head: [kv_channels / 2], float32, radians, on the CPU.
 
     Source: Su et al. 2021, RoFormer (arXiv 2104.09864), eq. 15.
 
     Args:
-        kv_channels: Width of a head.
+        kv_channels: Width of what is rotated of a head.
         base: Theta.
         scaling: How the frequencies are changed; None leaves them.
         seq_length: Tokens of the longest row, on which ``dynamic`` and ``longrope`` depend; None for no more than the
@@ -48,7 +48,7 @@ def rope_softmax_scale(softmax_scale: float | None, kv_channels: int, scaling: R
 
     Args:
         softmax_scale: Without the factor; None for 1 / sqrt(kv_channels).
-        kv_channels: Width of a head, all of which is rotated.
+        kv_channels: Width of a head; what is not rotated must be divided by the factor, in queries and keys alike.
         scaling: Where the factor is; None for none.
 
     Returns:
@@ -59,18 +59,22 @@ def rope_softmax_scale(softmax_scale: float | None, kv_channels: int, scaling: R
     return (1.0 / math.sqrt(kv_channels) if softmax_scale is None else softmax_scale) * scaling.attention_factor**2
 
 
-def angles_at(positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+def angles_at(positions: torch.Tensor, frequencies: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
     """How far each pair of a head turns at each token's position, in Megatron's order.
 
     Args:
         positions: [b, s], integers.
-        frequencies: [kv_channels / 2], float32, radians per position.
+        frequencies: [rotary_width / 2], or for each of two kinds of layers [2, rotary_width / 2], float32, radians per
+            position.
+        interleaved: Whether neighbours are pairs.
 
     Returns:
-        [s, b, 1, kv_channels], float32: the pairs' first halves, then their second halves.
+        [s, b, 1, (2 *) rotary_width], float32: the pairs' first halves, then their second halves, or pair by pair;
+        those of the second kind of layers behind the others.
     """
     angles = positions.t()[:, :, None, None].float() * frequencies
-    return torch.cat((angles, angles), dim=-1)
+    turned = angles.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angles, angles), dim=-1)
+    return turned.flatten(2)[:, :, None]
 
 
 def _wavelengths(kv_channels: int, base: float) -> torch.Tensor:

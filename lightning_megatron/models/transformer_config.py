@@ -134,7 +134,12 @@ def _architecture(model: ModelConfig, device: torch.device) -> dict[str, Any]:
         "gated_linear_unit": model.gated_linear_unit,
         "add_bias_linear": model.add_bias_linear,
         "add_qkv_bias": model.add_qkv_bias,
+        "layernorm_zero_centered_gamma": model.zero_centered_norms,
         "qk_layernorm": model.qk_layernorm,
+        "rotary_interleaved": model.rotary_interleaved,
+        "no_rope_freq": [int(layer in model.no_rope_layers) for layer in range(model.num_layers)]
+        if model.no_rope_layers and model.position_embedding_type == "rope"
+        else None,
         "softmax_scale": _softmax_scale(model),
         "hidden_dropout": model.hidden_dropout,
         "attention_dropout": model.attention_dropout,
@@ -195,8 +200,9 @@ def _numerics(model: ModelConfig, settings: EngineSettings) -> dict[str, Any]:
 
 
 def _can_split_and_turn(model: ModelConfig, parallel: ParallelConfig) -> bool:
-    """Whether nothing happens between the split into queries, keys and values and their rotation."""
-    is_rotary = model.position_embedding_type == "rope"
+    """Whether nothing happens between the split into queries, keys and values and their rotation, as halves, of all."""
+    is_whole = model.rotary_width == model.kv_channels and not model.rotary_interleaved and not model.no_rope_layers
+    is_rotary = model.position_embedding_type == "rope" and is_whole
     return is_rotary and not model.qk_layernorm and model.num_query_groups >= parallel.tp
 
 

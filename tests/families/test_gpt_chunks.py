@@ -31,7 +31,8 @@ def _wrong(name: str, layout: Layout) -> list[str]:
     from lightning_megatron import MegatronModule
     from tests.parity.sharding import shards
 
-    module = MegatronModule(model={**CONFIGS[name], "initializer_range": 0.1}, make_vocab_size_divisible_by=8)
+    std_field = "init_std" if CONFIGS[name]["model_type"] == "opt" else "initializer_range"
+    module = MegatronModule(model={**CONFIGS[name], std_field: 0.1}, make_vocab_size_divisible_by=8)
     trainer = trainer_of(Case(layout=layout))
     trainer.validate(module, DataLoader(padded_sentences(), batch_size=4), verbose=False)  # type: ignore[arg-type]
     assert module.model_chunks is not None
@@ -47,7 +48,7 @@ def _wrong(name: str, layout: Layout) -> list[str]:
         if shard.key.endswith("bias"):
             is_right = bool((shard.data == 0).all())
         elif "norm" in shard.key:
-            is_right = bool((shard.data == 1).all())
+            is_right = bool((shard.data == (0 if model.zero_centered_norms else 1)).all())
         else:
             # Hundreds of numbers at least, of which some pad the vocabulary.
             drawn = shard.data[shard.data != 0]

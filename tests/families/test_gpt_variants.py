@@ -71,7 +71,7 @@ def test_unknown_names_other_architectures_and_odd_heads_are_refused() -> None:
         with_variant(model_config(_GPT2), "learned", None)
     with pytest.raises(ConfigError, match="attention_head_type='grouped'.*multihead, multiquery"):
         with_variant(model_config(_GPT2), None, "grouped")
-    with pytest.raises(ConfigError, match="kv_channels=3 is odd"):
+    with pytest.raises(ConfigError, match="kv_channels=3 x rotary_percent=1.0 = 3 is odd"):
         with_variant(model_config({**_GPT2, "n_embd": 12}), "rotary", None)
     with pytest.raises(ConfigError, match="are for GPTs"):
         with_variant(model_config({"model_type": "t5"}), "rotary", None)

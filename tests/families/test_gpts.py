@@ -23,6 +23,15 @@ _LIKE_LLAMA = {
     "max_position_embeddings": 24,
 }
 _FALCON = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 24}
+_GEMMA = {"head_dim": 10, "query_pre_attn_scalar": 7, "sliding_window": 5}
+_MULTIPLIERS = {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.5}
+_MULTIPLIERS |= {"logits_scaling": 2.5}
+
+
+def _rope(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 100.0, **fields}}
+
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", _LIKE_GPT2),
     "gpt_bigcode": ("GPTBigCode", _LIKE_GPT2),
@@ -34,6 +43,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {**_LIKE_LLAMA, "head_dim": 12}),
     "bloom": ("Bloom", {"n_layer": 4, "hidden_size": 32, "n_head": 4, "layer_norm_epsilon": 1e-4}),
     "falcon": ("Falcon", _FALCON),
+    "gemma": ("Gemma", {**_LIKE_LLAMA, "head_dim": 10, "num_key_value_heads": 1}),
+    "gemma2": ("Gemma2", {**_LIKE_LLAMA, **_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma3_text": ("Gemma3Text", {**_LIKE_LLAMA, **_GEMMA, "sliding_window_pattern": 3}),
+    "phi3": ("Phi3", {**_LIKE_LLAMA, "pad_token_id": 0}),
+    "olmo2": ("Olmo2", _LIKE_LLAMA),
+    "granite": ("Granite", {**_LIKE_LLAMA, **_MULTIPLIERS}),
+    "starcoder2": ("Starcoder2", {**_LIKE_LLAMA, "sliding_window": 5}),
+    "gpt_neox": ("GPTNeoX", {**_LIKE_LLAMA, **_rope("default", partial_rotary_factor=0.5)}),
+    "smollm3": ("SmolLM3", {**_LIKE_LLAMA, "no_rope_layer_interval": 2, "pad_token_id": 0}),
+    "stablelm": ("StableLm", {**_LIKE_LLAMA, "partial_rotary_factor": 0.25, "use_qkv_bias": True}),
+    "opt": ("OPT", {**_LIKE_LLAMA, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}),
+    "cohere": ("Cohere", {**_LIKE_LLAMA, "logit_scale": 0.25}),
+    "glm": ("Glm", {**_LIKE_LLAMA, "head_dim": 12, "pad_token_id": 0}),
+    "glm4": ("Glm4", {**_LIKE_LLAMA, "head_dim": 12, "pad_token_id": 0}),
 }
 """Names of transformers' classes, and fields of a tiny model."""
 
@@ -63,10 +86,6 @@ def rows_of(kind: str) -> Rows:
     return [{**row, "position_ids": positions.roll(i)} for i, row in enumerate(rows)]
 
 
-def _rope(kind: str, **fields: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": 100.0, **fields}}
-
-
 _LONGROPE = {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 4.0, 6.0, 8.0]}
 _LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _WINDOWED = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
@@ -77,6 +96,21 @@ _UNTIED = {"tie_word_embeddings": False, "scale_attn_weights": False, "activatio
 _FOUR_TP = Layout(tp=4, sequence_parallel=True)
 _RECOMPUTING = Layout(tp=2, sequence_parallel=True, recompute="selective")
 _WINDOW_TYPES = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+
+_NEWER = {
+    **{"gemma": "right", "gemma2": "left", "gemma3_text": "right", "phi3": "left", "olmo2": "right", "granite": "left"},
+    **{"starcoder2": "right", "gpt_neox": "left", "smollm3": "right", "stablelm": "left", "opt": "left"},
+    **{"cohere": "right", "glm": "left", "glm4": "right"},
+}
+"""Families that differ from others by a field of ``ModelConfig``, and where the padding of their rows is."""
+_SPLIT = ("gemma2", "gemma3_text", "olmo2", "opt")
+"""Of these, those whose own parts know of the layout."""
+_OF_SIX = {name: factors[:3] for name, factors in _LONGROPE.items()}
+_PHI4 = {"original_max_position_embeddings": 8, **_rope("longrope", partial_rotary_factor=0.75, **_OF_SIX)}
+_GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 300.0, "factor": 4.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+}
 
 Case = tuple[str, str, dict[str, Any], Layout, str]
 """Family, variant, its fields, layout, and kind of rows."""
@@ -120,12 +154,35 @@ CASES: tuple[Case, ...] = (
     ("falcon", "rw", _RW, FOUR_RANKS, "right"),
     ("falcon", "alibi, one key", {"alibi": True, "activation": "gelu_new"}, Layout(), "left"),
     ("falcon", "one after the other", {"parallel_attn": False, **_rope("default")}, Layout(), "left"),
+    *((family, "", {}, FOUR_RANKS if family in _SPLIT else Layout(), rows) for family, rows in _NEWER.items()),
+    ("olmo2", "more ranks than keys", {}, _FOUR_TP, "right"),
+    ("phi3", "longrope of a part", _PHI4, Layout(), "right"),
+)  # fmt: skip
+RARER_CASES: tuple[Case, ...] = (
+    *((family, "", {}, Layout() if family in _SPLIT else FOUR_RANKS, rows) for family, rows in _NEWER.items()),
+    *((family, "", {}, Layout(tp=2), rows) for family, rows in _NEWER.items()),
+    ("gemma3_text", "scaled", {"rope_parameters": _GEMMA3_ROPE}, INTERLEAVED, "positions"),
+    ("gemma2", "recomputed", {}, _RECOMPUTING, "right"),
+    ("olmo2", "recomputed", {}, _RECOMPUTING, "left"),
+    ("gpt_neox", "one after the other", {"use_parallel_residual": False, "attention_bias": False},
+     INTERLEAVED, "right"),
+    ("stablelm", "one norm", {"use_parallel_residual": True, "use_qkv_bias": False}, _RECOMPUTING, "left"),
+    ("smollm3", "windows", {"use_sliding_window": True, "sliding_window": 5, "mlp_bias": True}, INTERLEAVED, "left"),
+    ("granite", "tied, biased", dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), True),
+     Layout(tp=2), "left"),
+    ("opt", "without biases", {"enable_bias": False, "tie_word_embeddings": False}, INTERLEAVED, "positions"),
+    ("cohere", "biased", {"attention_bias": True}, _RECOMPUTING, "positions"),
+    ("glm4", "without biases", {"attention_bias": False}, _FOUR_TP, "positions"),
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("family", "variant", "changes", "layout", "rows"),
-    [pytest.param(*case, id=f"{case[0]} {case[1]}-{case[3]}-{case[4]}") for case in CASES],
+    [
+        pytest.param(*case, id=f"{case[0]} {case[1]}-{case[3]}-{case[4]}", marks=marks)
+        for cases, marks in ((CASES, ()), (RARER_CASES, pytest.mark.exhaustive))
+        for case in cases
+    ],
 )
 def test_a_gpt_equals_hugging_face(
     family: str, variant: str, changes: dict[str, Any], layout: Layout, rows: str
@@ -143,7 +200,7 @@ REFUSED: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("gpt_bigcode", "add_cross_attention=True", {"add_cross_attention": True}),
     ("llama", "pretraining_tp=2", {"pretraining_tp": 2}),
     ("llama", "activation 'quick_gelu'", {"hidden_act": "quick_gelu"}),
-    ("llama", "kv_channels=3 is odd", {"hidden_size": 12, "num_attention_heads": 4}),
+    ("llama", "kv_channels=3 x rotary_percent=1.0 = 3 is odd", {"hidden_size": 12, "num_attention_heads": 4}),
     ("mistral", "num_key_value_heads|num_query_groups", {"num_attention_heads": 4, "num_key_value_heads": 3}),
     ("qwen2", "layer_types has 'chunked_attention'", {"num_hidden_layers": 1, "layer_types": ["chunked_attention"]}),
     ("qwen2", "use_sliding_window is not True", {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}),
@@ -153,8 +210,20 @@ REFUSED: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("falcon", "parallel_attn=False", {"new_decoder_architecture": True, "parallel_attn": False}),
     ("falcon", "num_ln_in_parallel_attn=2", {"num_ln_in_parallel_attn": 2}),
     ("falcon", "num_ln_in_parallel_attn=3", {"num_ln_in_parallel_attn": 3, "new_decoder_architecture": True}),
+    ("gemma2", "use_bidirectional_attention=True", {"use_bidirectional_attention": True}),
+    ("gemma2", "logits_softcap=-1.0 must be positive", {"final_logit_softcapping": -1.0}),
+    ("gemma3_text", "attn_logit_softcapping=5.0", {"attn_logit_softcapping": 5.0}),
+    ("gemma3_text", "rope_parameters of full_attention: .*'yarn'", {"rope_parameters": {"full_attention": {
+        "rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6, "original_max_position_embeddings": 8,
+    }}}),
+    ("llama", "partial_rotary_factor=0.5", _rope("default", partial_rotary_factor=0.5)),
+    ("gpt_neox", "hidden_dropout=0.1 of this gpt_neox config: expected 0.0", {"hidden_dropout": 0.1}),
+    ("stablelm", "qk_layernorm=True", {"qk_layernorm": True}),
+    ("cohere", "use_qk_norm=True", {"use_qk_norm": True}),
+    ("opt", "do_layer_norm_before=False", {"do_layer_norm_before": False}),
+    ("opt", "word_embed_proj_dim=512", {"word_embed_proj_dim": 512}),
     ("falcon", "num_kv_heads=2", {"num_kv_heads": 2, "num_attention_heads": 4, "multi_query": False}),
-)
+)  # fmt: skip
 """Families with fields that no model here computes, and what the error says."""
 
 

@@ -29,6 +29,7 @@ _DECODER = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 4, "hidden_size": 32,
 _LLAMA = {**_DECODER, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": POSITIONS}
 _GPT2 = {"vocab_size": VOCAB_SIZE, "n_layer": 4, "n_embd": 32, "n_head": 4, "n_positions": POSITIONS}
 _FALCON = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
+_GEMMA = {"head_dim": 10, "query_pre_attn_scalar": 7, "sliding_window": 5}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", _GPT2),
@@ -46,6 +47,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon": ("falcon", _FALCON),
     "falcon_40b": ("falcon", {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon_alibi": ("falcon", {**_FALCON, "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}),
+    "gemma": ("gemma", {**_LLAMA, "head_dim": 10}),
+    "gemma2": ("gemma2", {**_LLAMA, **_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma3_text": ("gemma3_text", {**_LLAMA, **_GEMMA, "sliding_window_pattern": 3}),
+    "phi3": ("phi3", {**_LLAMA, "pad_token_id": 0}),
+    "olmo2": ("olmo2", _LLAMA),
+    "granite": ("granite", {**_LLAMA, "attention_multiplier": 0.3, "residual_multiplier": 0.5, "logits_scaling": 2.5}),
+    "starcoder2": ("starcoder2", {**_LLAMA, "sliding_window": 5}),
+    "gpt_neox": ("gpt_neox", {**_LLAMA, "rotary_pct": 0.5}),
+    "smollm3": ("smollm3", {**_LLAMA, "no_rope_layer_interval": 2, "pad_token_id": 0}),
+    "stablelm": ("stablelm", {**_LLAMA, "partial_rotary_factor": 0.5}),
+    "opt": ("opt", {**_FALCON, "ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": POSITIONS}),
+    "cohere": ("cohere", {**_LLAMA, "logit_scale": 0.25}),
+    "glm": ("glm", {**_LLAMA, "head_dim": 12, "pad_token_id": 0}),
+    "glm4": ("glm4", {**_LLAMA, "head_dim": 12, "pad_token_id": 0}),
 }
 """Each family of GPTs: model type and fields; every dropout is Hugging Face's default, which generation leaves out."""
 

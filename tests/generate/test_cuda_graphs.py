@@ -12,7 +12,7 @@ import torch
 from tests.generate.models import NO_END, Call, asked, run_with_models, set_up
 from tests.parity.training import Case, Layout
 
-MODELS = ("gpt2", "gpt_bigcode", "llama", "mistral", "qwen3", "bloom", "falcon_40b", "falcon_alibi")
+MODELS = ("gpt2", "gpt_bigcode", "llama", "mistral", "qwen3", "bloom", "falcon_40b", "falcon_alibi", "gemma2", "olmo2")
 WAYS: tuple[dict[str, Any], ...] = ({}, {"num_beams": 3, "num_return_sequences": 2}, {"top_p": 0.9, "seed": 7})
 
 

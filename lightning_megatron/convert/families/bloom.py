@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_megatron.convert.family import Family, Rule
-from lightning_megatron.convert.gpt_tables import FusedNames, fused_rules, norm
+from lightning_megatron.convert.gpt_tables import DecoderNames, decoder, described
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig
+
+NAMES = DecoderNames(
+    base="transformer.",
+    embedding="word_embeddings",
+    embedding_norm="word_embeddings_layernorm",
+    final_norm="ln_f",
+    layer="h.{layer}.",
+    qkv=("self_attention.query_key_value",),
+    is_in_megatrons_order=True,
+    proj="self_attention.dense",
+    fc1=("mlp.dense_h_to_4h",),
+    fc2="mlp.dense_4h_to_h",
+)
+"""Falcon's, too."""
 
 
 def _describe(hf: Any) -> ModelConfig:
@@ -16,41 +29,23 @@ def _describe(hf: Any) -> ModelConfig:
             f"slow_but_exact=True with pretraining_tp={hf.pretraining_tp} is not supported: Hugging Face then leaves "
             "out the biases of the output projections; use slow_but_exact=False"
         )
-    return ModelConfig(
-        family="bloom",
-        num_layers=hf.n_layer,
-        hidden_size=hf.hidden_size,
-        ffn_hidden_size=4 * hf.hidden_size,
-        num_attention_heads=hf.n_head,
-        num_query_groups=hf.n_head,
-        kv_channels=hf.hidden_size // hf.n_head,
-        vocab_size=hf.vocab_size,
+    own = {
+        "ffn_hidden_size": 4 * hf.hidden_size,
+        "num_query_groups": hf.n_head,
         # Of the training; nothing in the model ends there.
-        max_position_embeddings=getattr(hf, "seq_length", 2048),
-        layernorm_epsilon=hf.layer_norm_epsilon,
-        activation="gelu_tanh",
-        embedding_layernorm=True,
-        position_embedding_type="alibi",
-        share_embeddings_and_output_weights=hf.tie_word_embeddings,
-        hidden_dropout=hf.hidden_dropout,
-        attention_dropout=hf.attention_dropout,
-        init_method_std=hf.initializer_range,
-        scaled_residual_init=False,
-    )
-
-
-def _rules(model: ModelConfig) -> list[Rule]:
-    # query_key_value is in Megatron's order: each head's query, key and value.
-    return fused_rules(FusedNames(), model) + norm("embedding.norm.", "transformer.word_embeddings_layernorm", model)
+        "max_position_embeddings": getattr(hf, "seq_length", 2048),
+        "layernorm_epsilon": hf.layer_norm_epsilon,
+        "activation": "gelu_tanh",
+        "embedding_layernorm": True,
+        "position_embedding_type": "alibi",
+        "hidden_dropout": hf.hidden_dropout,
+    }
+    return described(hf, own)
 
 
 FAMILIES = (
-    Family(
-        model_type="bloom",
-        describe=_describe,
-        rules=_rules,
-        architectures={"causal_lm": "BloomForCausalLM"},
-        base_prefix="transformer.",
+    decoder(
+        *("bloom", "BloomForCausalLM", _describe, NAMES),
         required={"apply_residual_connection_post_layernorm": (False,)},
     ),
 )

@@ -5,42 +5,32 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from lightning_megatron.convert.family import Family, Rule, activation
-from lightning_megatron.convert.gpt_tables import FusedNames, fused_rules, rope_fields
+from lightning_megatron.convert.families.bloom import NAMES
+from lightning_megatron.convert.family import Rule, activation
+from lightning_megatron.convert.gpt_tables import decoder, decoder_rules, described, rope_fields
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig
 
 
 def _describe(hf: Any) -> ModelConfig:
     _check(hf)
-    model = ModelConfig(
-        family="falcon",
-        num_layers=hf.num_hidden_layers,
-        hidden_size=hf.hidden_size,
-        ffn_hidden_size=hf.ffn_hidden_size,
-        num_attention_heads=hf.num_attention_heads,
-        num_query_groups=_groups(hf),
-        kv_channels=hf.hidden_size // hf.num_attention_heads,
-        vocab_size=hf.vocab_size,
-        max_position_embeddings=hf.max_position_embeddings,
-        layernorm_epsilon=hf.layer_norm_epsilon,
-        activation=activation(hf.activation),
-        add_bias_linear=bool(hf.bias),
-        add_qkv_bias=bool(hf.bias),
-        parallel_attention=bool(hf.parallel_attn),
-        parallel_attention_norms=(hf.num_ln_in_parallel_attn or 2) if hf.new_decoder_architecture else 1,
-        share_embeddings_and_output_weights=hf.tie_word_embeddings,
-        hidden_dropout=hf.hidden_dropout,
+    own = {
+        "ffn_hidden_size": hf.ffn_hidden_size,
+        "num_query_groups": _groups(hf),
+        "layernorm_epsilon": hf.layer_norm_epsilon,
+        "activation": activation(hf.activation),
+        "add_bias_linear": bool(hf.bias),
+        "add_qkv_bias": bool(hf.bias),
+        "parallel_attention": bool(hf.parallel_attn),
+        "parallel_attention_norms": (hf.num_ln_in_parallel_attn or 2) if hf.new_decoder_architecture else 1,
+        "hidden_dropout": hf.hidden_dropout,
         # Hugging Face drops what attention returns with the probability for attention weights, unless the two blocks
         # are parallel, and attention weights with ALiBi only.
-        attention_output_dropout=None if hf.parallel_attn else hf.attention_dropout,
-        attention_dropout=hf.attention_dropout if hf.alibi else 0.0,
-        init_method_std=hf.initializer_range,
-        scaled_residual_init=False,
-    )
-    if hf.alibi:
-        return replace(model, position_embedding_type="alibi", alibi_scaled=True)
-    return replace(model, position_embedding_type="rope", **rope_fields(hf))
+        "attention_output_dropout": None if hf.parallel_attn else hf.attention_dropout,
+        "attention_dropout": hf.attention_dropout if hf.alibi else 0.0,
+    }
+    positions = {"position_embedding_type": "alibi", "alibi_scaled": True} if hf.alibi else rope_fields(hf)
+    return described(hf, {**own, **positions})
 
 
 def _groups(hf: Any) -> int:
@@ -63,22 +53,8 @@ def _check(hf: Any) -> None:
 
 
 def _rules(model: ModelConfig) -> list[Rule]:
-    # query_key_value is in Megatron's order in each of the three architectures.
-    names = FusedNames()
-    if model.parallel_attention:
-        names = replace(names, mlp_norm=None)
-        if model.parallel_attention_norms == 2:
-            names = replace(names, input_norm="ln_attn", mlp_norm="ln_mlp")
-    return fused_rules(names, model)
+    has_two = model.parallel_attention and model.parallel_attention_norms == 2
+    return decoder_rules(replace(NAMES, input_norm="ln_attn", mlp_norm="ln_mlp") if has_two else NAMES, model)
 
 
-FAMILIES = (
-    Family(
-        model_type="falcon",
-        describe=_describe,
-        rules=_rules,
-        architectures={"causal_lm": "FalconForCausalLM"},
-        base_prefix="transformer.",
-        required={},
-    ),
-)
+FAMILIES = (replace(decoder("falcon", "FalconForCausalLM", _describe, NAMES), rules=_rules),)

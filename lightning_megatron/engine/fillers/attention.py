@@ -49,6 +49,7 @@ from lightning_megatron.engine.fillers.masks import (
     pattern_of,
     relative,
 )
+from lightning_megatron.engine.fillers.softcap import attend_capped
 from lightning_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -83,10 +84,11 @@ class SDPAttention(MegatronModule):
         *,
         sliding_window: int | None = None,
         alibi: AlibiKind | None = None,
+        softcap: float | None = None,
     ) -> None:
-        """Take what ``megatron.core.transformer.attention.Attention`` passes to its core attention, and two more.
+        """Take what ``megatron.core.transformer.attention.Attention`` passes to its core attention, and three more.
 
-        The last two are for ``functools.partial`` in a layer's spec.
+        The last three are for ``functools.partial`` in a layer's spec.
 
         Args:
             config: Of the layer.
@@ -99,6 +101,7 @@ class SDPAttention(MegatronModule):
             pg_collection: Tells the TP group; None for Megatron's.
             sliding_window: How many tokens back, itself included, a token sees; None for all.
             alibi: Whose linear biases are added; None for none.
+            softcap: Scores x become softcap * tanh(x / softcap) before keys are hidden; None leaves them.
 
         Raises:
             ConfigError: If the config asks for an attention that this one does not compute.
@@ -111,6 +114,7 @@ class SDPAttention(MegatronModule):
         self.kv_cache: KeyValueCache | None = None  # set while text is generated
         self.sliding_window = sliding_window
         self.alibi: AlibiKind | None = alibi
+        self.softcap = softcap
         self.tp_rank: int = 0 if alibi is None else _tp_rank(config, pg_collection)
         self.dropout: float = config.attention_dropout if attention_dropout is None else attention_dropout
         # With sequence parallelism the whole layer already runs in the fork (transformer/transformer_block.py).
@@ -174,29 +178,38 @@ class SDPAttention(MegatronModule):
     def _is_plain(self, num_queries: int, num_keys: int, causal: bool) -> bool:
         """Whether torch's kernels need no mask: nothing is hidden, or only the future, from the first key on."""
         sees_all = self.sliding_window is None or num_keys <= self.sliding_window
-        return self.alibi is None and sees_all and (not causal or num_queries == num_keys)
+        is_sum = self.alibi is None and self.softcap is None
+        return is_sum and sees_all and (not causal or num_queries == num_keys)
 
     def _attend_to_some(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, causal: bool, dropout: float
     ) -> Tensor:
         """Where a mask, a bias, a window or ALiBi has a say: [b, np, sq, hn]."""
         pattern = pattern_of(q.shape[2], k.shape[2], causal=causal, window=self.sliding_window, cross=self.is_cross)
-        if dropout == 0.0 and bias is None and _is_flat(mask) and can_use_flex(q, k):
+        is_one_change = self.softcap is None or self.alibi is None
+        if dropout == 0.0 and bias is None and _is_flat(mask) and is_one_change and can_use_flex(q, k):
             return self._attend_by_blocks(q, k, v, mask, pattern)
         if (found := self._runs(q, k, mask, pattern, bias)) is not None:
             return attend_to_runs(q, k, v, found, causal=pattern.causal, dropout=dropout, scale=self.softmax_scale)
-        scores = self._scores(q, mask, pattern, bias)
+        is_seen = mask is None and bias is None and self.alibi is None and not pattern.hides
+        scores = None if is_seen else self._scores(q, mask, pattern, bias)
+        if self.softcap is not None:
+            return attend_capped(q, k, v, scores, dropout, self.softmax_scale, self.softcap)
+        assert scores is not None, "what hides nothing is plain"
         return _attend_with_mask(q, k, v, scores, dropout, self.softmax_scale)
 
     def _attend_in_step(self, step: TokenStep, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """From one token of each row, whose place only the device knows, to all slots: [1, b, np * hn]."""
         scores = step.scores(self.sliding_window, self._alibi_of(q), q.dtype)
-        out = _attend_from_one_token(q, k, v, scores, 0.0, self.softmax_scale)
+        if self.softcap is not None:
+            out = attend_capped(q, k, v, scores, 0.0, self.softmax_scale, self.softcap)
+        else:
+            out = _attend_from_one_token(q, k, v, scores, 0.0, self.softmax_scale)
         return out.permute(2, 0, 1, 3).flatten(2)
 
     def _runs(self, q: Tensor, k: Tensor, mask: Tensor | None, pattern: Pattern, bias: Tensor | None) -> Runs | None:
         """The runs of a mask of segments, if they are all that has to be said."""
-        if mask is None or not _is_flat(mask) or bias is not None or self.alibi is not None:
+        if mask is None or not _is_flat(mask) or bias is not None or self.alibi is not None or self.softcap is not None:
             return None
         if not can_use_varlen(q, k, pattern):
             return None
@@ -208,6 +221,8 @@ class SDPAttention(MegatronModule):
         else:
             blocks = PER_MASK.get(segments, pattern, lambda own: block_mask(own, pattern, own.device))
         biases = _key_biases(self._alibi_of(q), segments, pattern, q.device)
+        if self.softcap is not None:
+            return attend_capped_by_blocks(q, k, v, blocks, pattern, self.softmax_scale, self.softcap)
         return attend_by_blocks(q, k, v, blocks, pattern, biases, self.softmax_scale)
 
     def _scores(self, q: Tensor, mask: Tensor | None, pattern: Pattern, bias: Tensor | None) -> Tensor:
@@ -364,8 +379,27 @@ def attend_by_blocks(
         scale: What the scores are multiplied by; None for 1 / sqrt(hn).
     """
     of_queries = None if biases is None else biases[..., pattern.first_query :]
-    function = _compiled_flex(_kind(q, k, pattern, biases, scale)) if q.is_cuda else _flex
+    function = _compiled_flex(_kind(q, k, pattern, biases, scale), _flex) if q.is_cuda else _flex
     out: Tensor = function(q, k, v, mask, biases, of_queries, scale)
+    return out
+
+
+def attend_capped_by_blocks(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, pattern: Pattern, scale: float | None, cap: float
+) -> Tensor:
+    """``attend_by_blocks`` without ALiBi, of scores that are capped: see ``softcap.attend_capped``."""
+    kind = (*_kind(q, k, pattern, None, scale), cap)
+    function = _compiled_flex(kind, _capped_flex) if q.is_cuda else _capped_flex
+    out: Tensor = function(q, k, v, mask, scale, cap)
+    return out
+
+
+def _capped_flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float | None, cap: float) -> Tensor:
+    def bound(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    grouped = q.shape[1] != k.shape[1]
+    out: Tensor = flex_attention(q, k, v, score_mod=bound, block_mask=mask, scale=scale, enable_gqa=grouped)
     return out
 
 
@@ -393,7 +427,7 @@ def _flex(
     return out
 
 
-def _kind(q: Tensor, k: Tensor, pattern: Pattern, biases: Tensor | None, scale: float | None) -> Hashable:
+def _kind(q: Tensor, k: Tensor, pattern: Pattern, biases: Tensor | None, scale: float | None) -> tuple[Any, ...]:
     """What a graph is compiled for, except lengths: two layers of a kind share one."""
     heads = (q.shape[0], q.shape[1], k.shape[1], q.shape[3], q.dtype, scale)
     seen = (pattern.causal, pattern.window, pattern.cross, None if biases is None else biases.dim())
@@ -401,13 +435,13 @@ def _kind(q: Tensor, k: Tensor, pattern: Pattern, biases: Tensor | None, scale: 
 
 
 @functools.cache
-def _compiled_flex(kind: Hashable) -> Callable[..., Tensor]:
+def _compiled_flex(kind: Hashable, flex: Any) -> Callable[..., Tensor]:
     """Compiled once per kind of attention, for all lengths: the second length makes the graph dynamic.
 
     Each kind has a code object of its own, because torch counts graphs by it and gives up, uncompiled, after eight.
     """
     name = f"_flex_{next(_NUMBERS)}"
-    function = types.FunctionType(_flex.__code__.replace(co_name=name), globals(), name)
+    function = types.FunctionType(flex.__code__.replace(co_name=name), globals(), name)
     compiled: Callable[..., Tensor] = torch.compile(function)
     return compiled
 

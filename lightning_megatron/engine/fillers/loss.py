@@ -64,7 +64,8 @@ def _compiled(function: Any) -> Any:
     return torch.compile(function)
 
 
-def _for(logits: Tensor, function: Any) -> Any:
+def compiled_for(logits: Tensor, function: Any) -> Any:
+    """``function``, as one kernel where ``logits`` are on a GPU."""
     return _compiled(function) if logits.is_cuda else function
 
 
@@ -75,7 +76,7 @@ class VocabParallelLoss(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor, tp_group: Any) -> Tensor:
         """Losses [s, b], float32, of logits [s, b, v/tp] and labels [s, b]."""
         ctx.first = dist.get_rank(tp_group) * logits.shape[-1]
-        largest, total, own = _for(logits, row_statistics)(logits, labels, ctx.first)
+        largest, total, own = compiled_for(logits, row_statistics)(logits, labels, ctx.first)
         if dist.get_world_size(tp_group) > 1:
             largest_of_shard = largest.clone()
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tp_group)
@@ -91,7 +92,7 @@ class VocabParallelLoss(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
         """The gradient of the logits; no communication."""
         logits, labels, log_sum = ctx.saved_tensors
-        gradient = _for(logits, logits_gradient)(logits, labels, ctx.first, log_sum, upstream[0])
+        gradient = compiled_for(logits, logits_gradient)(logits, labels, ctx.first, log_sum, upstream[0])
         return gradient, None, None
 
 

@@ -138,9 +138,9 @@ def turns(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def _apply_rotary_pos_emb_bshd(t: Tensor, freqs: Tensor, *options: Any, **named: Any) -> Tensor:
         is_usual = not named.get("rotary_interleaved") and not named.get("multi_latent_attention")
-        is_whole = t.shape[-1] == freqs.shape[-1] and named.get("mscale", 1.0) == 1.0
-        if options or not (is_usual and is_whole and t.is_cuda):
+        is_plain, width = named.get("mscale", 1.0) == 1.0, freqs.shape[-1]
+        if options or not (is_usual and is_plain and t.is_cuda):
             return original(t, freqs, *options, **named)
-        return turn(t, freqs)
+        return turn(t, freqs) if width == t.shape[-1] else torch.cat((turn(t[..., :width], freqs), t[..., width:]), -1)
 
     return _apply_rotary_pos_emb_bshd

@@ -15,6 +15,9 @@ _LLAMA: dict[str, Any] = {
 }
 _WINDOWED = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
 _FALCON: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 24, "num_attention_heads": 4, "vocab_size": 83}
+_PADDED = {"pad_token_id": 0}
+_NEOX = {name: value for name, value in _LLAMA.items() if name != "num_key_value_heads"} | {"rotary_pct": 0.7}
+_OPT = {**_FALCON, "max_position_embeddings": 17}
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", **_GPT2, "n_inner": 40},
@@ -49,4 +52,33 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "bias": True,
     },
     "falcon_with_biases": {"model_type": "falcon", **_FALCON, "bias": True},
+    "gemma": {"model_type": "gemma", **_LLAMA, "head_dim": 10},
+    "gemma2": {"model_type": "gemma2", **_LLAMA, "head_dim": 10},
+    "gemma3_text": {"model_type": "gemma3_text", **_LLAMA, "head_dim": 10},
+    "phi3": {"model_type": "phi3", **_LLAMA, **_PADDED},
+    "olmo2": {"model_type": "olmo2", **_LLAMA},
+    "olmo2_with_biases": {"model_type": "olmo2", **_LLAMA, "attention_bias": True},
+    "granite": {"model_type": "granite", **_LLAMA},
+    "starcoder2": {"model_type": "starcoder2", **_LLAMA},
+    "gpt_neox": {"model_type": "gpt_neox", **_NEOX},
+    "gpt_neox_without_attention_biases": {"model_type": "gpt_neox", **_NEOX, "attention_bias": False},
+    "smollm3": {
+        "model_type": "smollm3",
+        **_LLAMA,
+        **_PADDED,
+        "no_rope_layer_interval": 2,
+        "use_sliding_window": True,
+        "sliding_window": 6,
+    },
+    "stablelm": {"model_type": "stablelm", **_LLAMA, "partial_rotary_factor": 0.7},
+    "stablelm_with_one_norm": {
+        "model_type": "stablelm",
+        **{**_LLAMA, "partial_rotary_factor": 0.7},
+        "use_parallel_residual": True,
+        "use_qkv_bias": True,
+    },
+    "opt": {"model_type": "opt", **_OPT, "ffn_dim": 40, "word_embed_proj_dim": 24},
+    "cohere": {"model_type": "cohere", **_LLAMA},
+    "glm": {"model_type": "glm", **_LLAMA, **_PADDED, "head_dim": 8},
+    "glm4": {"model_type": "glm4", **_LLAMA, **_PADDED, "head_dim": 8},
 }
