@@ -105,7 +105,11 @@ def main() -> None:
     data = TextBlocks(arguments.dataset, arguments.tokenizer, folder, arguments.block_size)
     logger: Logger | bool = False
     if arguments.with_tracking:
-        logger = LOGGERS[arguments.report_to](save_dir=arguments.output, name="log")
+        try:
+            logger = LOGGERS[arguments.report_to](save_dir=arguments.output, name="log")
+        except ModuleNotFoundError:
+            package = arguments.report_to
+            parser.error(f"--report-to {package}: expected its package, got none; pip install {package}")
     trainer = pl.Trainer(
         accelerator=arguments.accelerator,
         devices=4,

@@ -9,6 +9,7 @@ import inspect
 import logging
 import os
 import re
+import shlex
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
@@ -172,6 +173,11 @@ class MegatronCLI(LightningCLI):
             return class_type(*args, **kwargs)
         except (ConfigError, MisconfigurationException) as error:
             self._mistakes.append(error)
+            raise
+        except ModuleNotFoundError as error:  # of a logger, say; the name is the first thing in quotes
+            package = shlex.quote(re.split("'", f"{error}'")[1] or str(error))
+            what = f"{class_type.__name__}: expected the package {package}, got none; pip install {package}"
+            self._mistakes.append(ConfigError(what))
             raise
 
     def before_fit(self) -> None:

@@ -75,6 +75,7 @@ MISTAKES = (
     ("--model", "MegatronModul", "did you mean MegatronModule?"),
     ("--trainer.precision", "fp16", "expected one of 32-true, bf16-mixed, bf16-true, 16-mixed"),
     ("--trainer.accelerator", "tpu", "torch_xla"),
+    ("--trainer.logger", "MLFlowLogger", "MLFlowLogger: expected the package 'mlflow>=1.0.0', got none; pip install"),
     ("--trainer.logger.save_dir", "/dev/null/x", "saved in /dev/null/x: /dev/null is no folder"),
     ("--trainer.strategy", "megatron_tp3_pp1", "expected MegatronStrategy, megatron, megatron_tpN"),
     ("--trainer.strategy.num_microbatches", "100000000000", "the tokens of one step take"),
