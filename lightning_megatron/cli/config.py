@@ -169,13 +169,16 @@ def _read(kind: str, value: Any) -> Any:
         raise ConfigError(f"expected {' or '.join(reversed(shown.values()))}, got {text!r}")
     if kind in ("text", "str", "dict"):
         return text
+    if kind == "ints":
+        return [_read("int", each) for each in re.findall(r"[^\s,\[\]]+", text)]
     least = 1 if kind == "int" else 0
     try:
-        number = int(text) if kind == "int" else float(text)
+        number = float(text) if kind == "float" else int(text)
     except ValueError:
         number = -1
     if not number >= least:  # NaN is neither
-        raise ConfigError(f"expected {'an integer' if kind == 'int' else 'a number'} of at least {least}, got {text!r}")
+        noun = "a number" if kind == "float" else "an integer"
+        raise ConfigError(f"expected {noun} of at least {least}, got {text!r}")
     return number
 
 
@@ -307,21 +310,22 @@ def _imported(path: Path) -> tuple[Settings, dict[str, str]]:
         ConfigError: If it cannot be read, a key is unknown or asks for what there is not, or values do not fit.
     """
     given = _fields(path)
-    rows = {f"{'megatron_lm_' * (row.used_by == 'plugin')}{row.theirs}": row
-            for row in foreign_names() if row.used_by in ("config", "plugin")}  # fmt: skip
+    rows = {f"{'megatron_lm_' * (row.used_by != 'config')}{row.theirs}": row
+            for row in foreign_names() if row.value or row.used_by in ("config", "plugin")}  # fmt: skip
     for key in given:
         if key not in rows:
             close = difflib.get_close_matches(key, rows, 1)
             fix = f"did you mean {close[0]}?" if close else "remove it"
             raise ConfigError(f"{path}: {key} is not among the keys of accelerate config; {fix}")
     settings, launch, left_out = dict(_UNSAID), dict[str, str](), dict[str, list[str]]()
+    samples: dict[str, str] = {}
     for key, row in rows.items():
         value = given.get(key)
         if not row.value:
             if key in given:
                 reason = "; ".join(filter(None, (row.ours and f"set {row.ours}", row.note)))
                 left_out.setdefault(reason, []).append(key)
-        elif isinstance(value, (dict, list)):
+        elif isinstance(value, (dict, list)) and row.value != "ints":
             raise ConfigError(f"{path}: {key}: expected one value, got a {type(value).__name__}; correct it")
         elif row.value.startswith("="):
             if str(value).strip() != row.value[1:] and (value is not None or key == "distributed_type"):
@@ -330,6 +334,8 @@ def _imported(path: Path) -> tuple[Settings, dict[str, str]]:
             launch[key] = str(value)
         elif value is not None:
             assert row.place is not None
+            if row.value == "samples":
+                samples[key] = row.place
             try:
                 settings[row.place] = _read(row.value, value)
             except ConfigError as error:
@@ -339,8 +345,42 @@ def _imported(path: Path) -> tuple[Settings, dict[str, str]]:
         require_divides("num_machines", nodes, "num_processes", processes)
         settings["trainer.devices"] = processes // nodes
     _layout(settings)
-    print("\n".join(f"not taken over: {', '.join(keys)}: {why}" for why, keys in left_out.items()))
+    told = [f"not taken over: {', '.join(keys)}: {why}" for why, keys in left_out.items()]
+    for key, place in samples.items():
+        try:
+            told.append(f"{key}: {_in_steps(settings, place)}")
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {key}: {error}") from None
+    print("\n".join(told))
+    if "model.lr_schedule.warmup_steps" in settings:
+        settings["model.lr_schedule.warmup_fraction"] = None
     return settings, launch
+
+
+def _in_steps(settings: Settings, place: str) -> str:
+    """Turn the samples at ``place`` into steps, whole ones, and say by which global batch.
+
+    Raises:
+        ConfigError: If the number of processes is not known, or the batch cannot grow as it should.
+    """
+    from lightning_megatron.data.loader import BatchRampup, BatchShape
+
+    parallel, rows = _layout(settings), settings.setdefault("data.micro_batch_size", 4)
+    if (devices := settings["trainer.devices"]) == "auto":
+        raise ConfigError("samples become steps by the number of copies: expected num_processes, got none; add it")
+    dp, ramp = parallel.data_parallel_size(devices * settings["trainer.num_nodes"]), None
+    if given := settings.get("data.rampup_batch_size"):
+        if len(given) != 3:
+            raise ConfigError(f"rampup_batch_size: expected START INCREMENT SAMPLES, got {given}; correct it")
+        ramp = BatchRampup(*given)
+    shape = BatchShape(micro_batch_size=rows, num_microbatches=parallel.num_microbatches, data_parallel_size=dp,
+                       data_parallel_rank=0, rampup=ramp)  # fmt: skip
+    samples: int = settings[place]
+    settings[place] = steps = shape.steps_in(0, samples)
+    left = samples - shape.position_after(0, steps)
+    size = f"{shape.global_batch_size:,} rows (micro_batch_size={rows} x {parallel.num_microbatches} x dp={dp})"
+    grown = "" if ramp is None else f"{ramp.start:,} rows, growing to "
+    return f"{samples:,} samples are {steps:,} steps of {grown}{size}{f', and {left:,} are left over' * (left > 0)}"
 
 
 def _fields(path: Path) -> dict[str, Any]:

@@ -118,6 +118,29 @@ def test_the_keys_of_the_launcher_become_a_line_for_torchrun(
     assert f"  {line}" in printed.out
 
 
+SAMPLES = {"train_samples": 1000, "lr_warmup_samples": 100, "micro_batch_size": 2, "lr_decay_style": "cosine"}
+
+
+def test_lengths_in_samples_become_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """8 processes are 2 copies, of 2 microbatches of 2 rows each: 8 rows a step; or 4 for the first 100 samples."""
+    keys = {f"megatron_lm_{key}": value for key, value in SAMPLES.items()}
+    _, output, printed = imported(tmp_path, with_keys(**keys), capsys)
+    said = "1,000 samples are 125 steps of 8 rows (micro_batch_size=2 x 2 x dp=2)\n"
+    assert f"\nmegatron_lm_train_samples: {said}" in printed.out
+    assert "100 samples are 12 steps of 8 rows (micro_batch_size=2 x 2 x dp=2), and 4 are left over\n" in printed.out
+    model, trainer = (yaml.safe_load(output.read_text())[name] for name in ("model", "trainer"))
+    assert trainer["max_steps"] == 125
+    schedule = {"style": "cosine", "warmup_fraction": None, "warmup_steps": 12}
+    assert model["init_args"]["lr_schedule"] == schedule
+    code, _, error = run_cli(tmp_path, "fit", "--config", str(output), "--print_config")
+    assert code == 0, error
+
+    output.unlink()
+    _, output, printed = imported(tmp_path, with_keys(**keys, megatron_lm_rampup_batch_size="4 4 100"), capsys)
+    assert "samples are 137 steps of 4 rows, growing to 8 rows (micro_batch_size=2 x 2 x dp=2), and 4" in printed.out
+    assert yaml.safe_load(output.read_text())["data"]["init_args"]["rampup_batch_size"] == [4, 4, 100]
+
+
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
@@ -126,6 +149,8 @@ def test_the_keys_of_the_launcher_become_a_line_for_torchrun(
         ({"megatron_lm_sequence_parallelism": "perhaps"}, "expected yes or no, got 'perhaps'"),
         ({"megatron_lm_expert_model_parallel_size": 2}, "expected 1, got 2; there are no mixtures of experts yet"),
         ({"mixed_precision": "fp8"}, "expected bf16 or .* no, got 'fp8'; .*for fp8 write bf16, and set"),
+        ({"megatron_lm_train_samples": 9, "num_processes": None}, "train_samples: .* expected num_processes, got none"),
+        ({"megatron_lm_train_samples": 9, "megatron_lm_rampup_batch_size": [3, 4, 5]}, r"\[3, 4, 5\] must be a first"),
         ({"num_machines": 3}, "num_machines=3 does not divide num_processes=8; choose num_machines from 1, 2, 4, 8"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
