@@ -168,7 +168,7 @@ class MegatronModule(pl.LightningModule):
         takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values())
         # The checkpoint has the weights; the directory that the run began with may be gone. Of adapters it is needed.
         arguments = {k: v for k, v in saved.items() if (takes_any or k in known) and k != "pretrained"}
-        if meta.get("base") is not None:
+        if meta.get("part") == "adapters":
             arguments |= {"model": meta["base"], "pretrained": True}
         arguments |= hyper_parameters
         for name in ("train_step", "model_provider"):

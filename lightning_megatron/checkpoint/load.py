@@ -104,7 +104,7 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 def _as_stored(run: RunState, meta: Mapping[str, Any]) -> RunState:
     """``run`` with the part of its weights that the checkpoint has."""
-    return run if meta.get("base") is None else replace(run, part="adapters")
+    return replace(run, part="adapters") if meta.get("part") == "adapters" else run
 
 
 def resume(run: RunState, path: Path) -> dict[str, Any]:

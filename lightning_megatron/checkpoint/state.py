@@ -137,7 +137,8 @@ def _own_meta(run: RunState) -> dict[str, Any]:
         "optimizer_format": None if run.optimizer is None else _optimizer_format(run.optimizer),
         "model_description": dict(run.model_description),
         "time": time.time(),
-        "base": run.base if run.part == "adapters" else None,
+        "part": run.part,
+        "base": run.base,
         "hugging_face_config": None if run.hugging_face_config is None else dict(run.hugging_face_config),
     }
 
@@ -274,7 +275,7 @@ def _check_same(run: RunState, meta: Mapping[str, Any], path: Path, free: set[st
                 f"checkpoint {path} is of another model: {name}={saved.get(name)} there and {wanted[name]} here; give "
                 "the model's config the checkpoint's values"
             )
-    if meta.get("base") is not None and run.base is None:
+    if meta.get("part") == "adapters" and run.base is None:
         raise CheckpointError(
             f"checkpoint {path}: expected a whole model, got the adapters of {meta['base']}; begin with that: "
             "MegatronModule(model=..., pretrained=True, lora=...), or MegatronModule.load_from_checkpoint"

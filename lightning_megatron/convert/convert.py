@@ -38,7 +38,7 @@ from lightning_megatron.convert.hugging_face import (
 from lightning_megatron.convert.megatron_lm import open_megatron_lm
 from lightning_megatron.convert.megatron_lm_save import cut, save_megatron_lm, save_tracker
 from lightning_megatron.convert.options import ConvertOptions, Format
-from lightning_megatron.convert.peft import adapter_config, open_adapter, with_base
+from lightning_megatron.convert.peft import adapter_config, base_of, open_adapter, save_adapter, with_base
 from lightning_megatron.convert.registry import family_of
 from lightning_megatron.convert.shards import Key, Loading, Source, cast
 from lightning_megatron.engine.collectives import on_all_ranks_alike
@@ -56,6 +56,7 @@ _log = logging.getLogger(__name__)
 
 _TARGETS = {
     "hf": "Hugging Face model directory",
+    "peft": "PEFT adapter",
     "megatron": "checkpoint of MegatronStrategy",
     "megatron-legacy": "checkpoint of Megatron-LM",
 }
@@ -110,8 +111,6 @@ def convert(options: ConvertOptions, average_with: Sequence[Path] = ()) -> Conve
         model = source.model = replace(model, make_vocab_size_divisible_by=options.make_vocab_size_divisible_by)
     _check_model(source, options, layout)
     others = [_same_model(open_source(local_folder(each, "model"), options.config), source) for each in average_with]
-    from lightning_megatron.models.lora import merged  # not above, as in live_engine
-
     with live_engine(layout if world > 1 else ParallelConfig()) as (runtime, topology):
         chunks = build_on_cpu(model, topology.parallel)
         loading = Loading(chunks, source)
@@ -123,12 +122,14 @@ def convert(options: ConvertOptions, average_with: Sequence[Path] = ()) -> Conve
             if options.dtype is not None:
                 cast(chunks, _DTYPES[options.dtype], loading.missing)
             companions = companion_files(source.companions, options.tokenizer)
-            if options.to != "megatron":  # other formats have no adapters
-                stack.enter_context(merged(chunks))
+            if options.to in ("hf", "megatron-legacy"):  # which have no adapters
+                stack.enter_context(_merged(chunks))
                 model = replace(model, lora=None, lora_dropout=0.0)
             if options.to == "hf":
                 size, missing = options.max_shard_size, loading.missing
                 save_hugging_face(chunks, model, source.hf_config, folder, size, companions, missing)
+            elif options.to == "peft":
+                save_adapter(chunks, model, folder, base_of(source))
             elif options.to == "megatron":
                 _save_megatron(chunks, source, runtime, topology, folder)
                 on_all_ranks_alike(lambda: copy_companions(companions, folder / COMPANIONS) if not _rank() else None)
@@ -213,7 +214,7 @@ def open_source(path: Path, config: Path | None = None, iteration: int | None = 
     folder, kind = find_checkpoint(path, iteration)
     if kind == "distributed":
         source = open_distributed(folder, config)
-        return source if source.base is None else with_base(source, _base(folder, source.base))
+        return source if source.is_whole else with_base(source, _base(folder, source.base))
     if kind == "adapter":
         return open_adapter(folder, _base(folder, adapter_config(folder).get("base_model_name_or_path")))
     if kind == "hugging_face":
@@ -265,7 +266,9 @@ def _check_options(options: ConvertOptions, world: int) -> ParallelConfig:
     require_number("make_vocab_size_divisible_by", options.make_vocab_size_divisible_by, 1)
     require_number("iteration", options.iteration or 0)
     layout_options = () if world > 1 else ("tp", "pp", "vpp")  # which torchrun's processes need for any target
-    useless = (*layout_options, "make_vocab_size_divisible_by") if options.to == "hf" else ("max_shard_size",)
+    useless: tuple[str, ...] = () if options.to == "hf" else ("max_shard_size",)
+    if options.to in ("hf", "peft"):
+        useless = (*useless, *layout_options, "make_vocab_size_divisible_by")
     for name in useless:
         value = getattr(options, name)
         if value != type(options).__dataclass_fields__[name].default:
@@ -325,6 +328,8 @@ def _check_model(source: Source, options: ConvertOptions, layout: ParallelConfig
                 f"pp={layout.pp}: Megatron-LM cuts an encoder-decoder at other layers than torchrun's processes; "
                 "convert it in one process"
             )
+    if options.to == "peft" and model.lora is None:
+        raise CheckpointError(f"{source.path}: expected a model with adapters (LoRA), got one without; use --to hf")
     described = family_of(model.family).model_config(source.hf_config, model.task)
     if options.to == "hf" and variant_of(described, model.to_dict()) != described:
         raise CheckpointError(
@@ -395,6 +400,12 @@ def build_on_cpu(model: ModelConfig, layout: ParallelConfig) -> list[Any]:
     settings = EngineSettings(parallel=layout, params_dtype=torch.float32, device=torch.device("cpu"))
     with unchanged_environment():
         return list(build_chunks(model, settings))
+
+
+def _merged(chunks: list[Any]) -> contextlib.AbstractContextManager[None]:
+    from lightning_megatron.models.lora import merged  # not above, as in live_engine
+
+    return merged(chunks)
 
 
 def _save_megatron(chunks: list[Any], source: Source, runtime: Runtime, topology: Topology, folder: Path) -> None:

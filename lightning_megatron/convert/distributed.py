@@ -77,6 +77,7 @@ def open_distributed(path: Path, config: Path | None) -> DistributedSource:
     """
     if (path / META).is_file():
         kind, meta = OF_STRATEGY, _checked_meta(path)
+        origin: dict[str, Any] = {"base": meta.get("base"), "is_whole": meta.get("part") != "adapters"}
         try:
             model, hf_config = _describe_run(path, meta, config)
             iteration = int(meta["lightning"].get("global_step", 0))
@@ -86,7 +87,7 @@ def open_distributed(path: Path, config: Path | None) -> DistributedSource:
             raise CheckpointError(f"checkpoint {path} was written by another strategy ({error!r} in {META})") from None
         tensors = _weights(path)
     else:
-        kind, common, tensors = OF_MEGATRON_CORE, read_common(path), _weights(path)
+        kind, common, tensors, origin = OF_MEGATRON_CORE, read_common(path), _weights(path), {}
         arguments = arguments_of(common)
         shapes = {key: shape for name, each in tensors.items() for key, _, shape in _keys_of(name, each, None)}
         tp = int(arguments.get("tensor_model_parallel_size") or 1)
@@ -94,7 +95,7 @@ def open_distributed(path: Path, config: Path | None) -> DistributedSource:
         iteration = common["iteration"] if type(common.get("iteration")) is int else 0
     folders = (path / COMPANIONS, path)
     return DistributedSource(
-        base=meta.get("base") if (path / META).is_file() else None,
+        **origin,
         path=path,
         kind=kind,
         model=model,
@@ -238,7 +239,9 @@ class DistributedSource(Source):
     tensors: Mapping[str, TensorStorageMetadata]
     """The entries of weights."""
     base: str | None = None
-    """Where the frozen weights are of the adapters, which are all that there is; None of whole models."""
+    """Name or folder of the model that adapters were trained beside, if it is known."""
+    is_whole: bool = True
+    """Whether there is more than adapters."""
 
     def __post_init__(self) -> None:
         self._entry: dict[Key, tuple[str, int | None]] = {}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Format = Literal["hf", "megatron", "megatron-legacy"]
+Format = Literal["hf", "megatron", "megatron-legacy", "peft"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,8 @@ class ConvertOptions:
     """What to write; must not exist, or be an empty folder."""
     to: Format
     """``hf``: a model directory; ``megatron``: a ``*.ckpt`` of ``MegatronStrategy``, which Megatron-Core reads, too;
-    ``megatron-legacy``: Megatron-LM's ``mp_rank_TT_PPP/model_optim_rng.pt``."""
+    ``megatron-legacy``: Megatron-LM's ``mp_rank_TT_PPP/model_optim_rng.pt``; ``peft``: only the adapters (LoRA), which
+    ``hf`` and ``megatron-legacy`` merge into the weights."""
     tp: int = 1
     """Tensor parallel size: of the files of ``megatron-legacy``, and of torchrun's processes."""
     pp: int = 1

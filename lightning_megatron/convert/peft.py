@@ -286,6 +286,11 @@ def with_base(adapters: Source, base: Source) -> WithBase:
     )
 
 
+def base_of(source: Source) -> str | None:
+    """Name or folder of the model that the adapters in ``source`` belong to, if it is known."""
+    return str(source.base.path) if isinstance(source, WithBase) else getattr(source, "base", None)
+
+
 def open_adapter(path: Path, base: HuggingFaceSource) -> WithBase:
     """An adapter folder and its base, as one model.
 
