@@ -73,6 +73,13 @@ def campaign(session: nox.Session) -> None:
 
 
 @nox.session
+def hosts(session: nox.Session) -> None:
+    """Runs on two and three hosts, which are network namespaces: needs root and the program ip; else says so."""
+    install(session, "test")
+    session.run("pytest", "-s", "tests/hosts/cases.py", *session.posargs, success_codes=[0, 5])
+
+
+@nox.session
 def convert_peers(session: nox.Session) -> None:
     """Legacy Megatron-LM checkpoints against the scripts of old transformers, which have environments of their own."""
     install(session, "test")

@@ -28,8 +28,9 @@ from tests.cli.test_config_command import OLD
 from tests.pages import blocks, commands, execute, token_loader
 from tests.ranks import ROOT, run_ranks
 
-CHECKPOINTS, EVALUATION, FROM_ACCELERATE, GENERATION, OPTIONS, PLANNER = (
-    f"docs/{name}.md" for name in ("checkpoints", "evaluation", "from_accelerate", "generation", "options", "planner")
+CHECKPOINTS, EVALUATION, FROM_ACCELERATE, GENERATION, OPTIONS, PLANNER, SEVERAL_HOSTS = (
+    f"docs/{name}.md"
+    for name in ("checkpoints", "evaluation", "from_accelerate", "generation", "options", "planner", "several_hosts")
 )
 BLOCKS = {
     CHECKPOINTS: ["python", "yaml", "bash"],
@@ -37,6 +38,7 @@ BLOCKS = {
     FROM_ACCELERATE: ["bash", "python", "python"],
     GENERATION: ["bash", "python", "python", "yaml"],
     PLANNER: ["bash"],  # by tests/cli/test_plan_command.py
+    SEVERAL_HOSTS: ["bash", "bash"],  # on hosts of a network: tests/hosts
 }
 PROMPTS = ("Once upon a time", "The house")
 
@@ -107,6 +109,18 @@ def _printed(folder: Path, words: list[str], *more: str, ranks: int = 1) -> str:
     code, out, err = run_cli(folder, *arguments, *more, ranks=ranks)
     assert code == 0, err
     return out
+
+
+# ---- several_hosts.md -----------------------------------------------------------------------------------------------
+
+
+def test_what_several_hosts_start_is_a_command_of_ours(reader: Path) -> None:
+    for block in blocks(SEVERAL_HOSTS, "bash"):
+        line = shlex.split(block.replace("\\\n", "").splitlines()[-1])
+        code, out, err = run_cli(reader, *line[line.index("fit") :], "--print_config")
+        assert code == 0, err
+        shown = yaml.safe_load(out)
+        assert (shown["trainer"]["num_nodes"], shown["ckpt_path"]) == (2, "last")
 
 
 # ---- checkpoints.md -------------------------------------------------------------------------------------------------
