@@ -72,6 +72,7 @@ SGD = {"name": "sgd"}
         pytest.param(2, Run(strategy=TP2_SP, optimizer=SGD), id="tp2 sp, sgd"),
         pytest.param(2, Run(strategy=PP2_VPP2), id="pp2 vpp2"),
         pytest.param(2, Run(), id="dp2"),
+        pytest.param(2, Run(strategy={"cp": 2}), id="cp2"),
     ],
 )
 def test_a_run_resumed_in_mid_epoch_is_exactly_the_same(tmp_path: Path, world_size: int, run: Run) -> None:

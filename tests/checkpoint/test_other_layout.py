@@ -1,4 +1,4 @@
-"""A run goes on with other sizes of tp, pp, vpp and dp, with or without distributed optimizer.
+"""A run goes on with other sizes of tp, pp, vpp, cp and dp, with or without distributed optimizer.
 
 Megatron's buckets are padded to multiples of dp, so dp = 3 puts everything into other places than dp = 1, 2 and 4 do.
 """
@@ -33,6 +33,7 @@ TP2: Layout = (2, {"tp": 2})
 TP2_SP: Layout = (2, {"tp": 2, "sequence_parallel": True})
 PP4: Layout = (4, {"pp": 4})
 PP2_VPP2: Layout = (2, {"pp": 2, "vpp": 2})
+CP2: Layout = (2, {"cp": 2})
 DP2: Layout = (2, {})
 DP3: Layout = (3, {})
 PP2_UNEVEN: Layout = (2, {"pp": 2, "num_layers_in_last_pipeline_stage": 1})
@@ -63,7 +64,7 @@ FP16: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("changes", "layouts"),
     [
-        pytest.param({}, [ONE, TP2_SP, PP2_VPP2, PP2_UNEVEN, PP4, DP3], id="tied"),
+        pytest.param({}, [CP2, ONE, TP2_SP, PP2_VPP2, PP2_UNEVEN, PP4, DP3, CP2], id="tied"),
         pytest.param(FP16, [DP2, _unsharded(TP2), DP3], id="fp16"),
     ],
 )

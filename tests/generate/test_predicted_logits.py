@@ -72,6 +72,7 @@ def predicted(directory: str, case: Case, names: tuple[str, ...]) -> list[tuple[
         (Layout(pp=2, vpp=2, num_microbatches=2), ("qwen3",)),
         (Layout(tp=2, pp=2, dp=2, num_microbatches=2), ("gpt2",)),
         (Layout(dp=3), ("llama",)),
+        pytest.param(Layout(cp=2, tp=2, dp=2), ("gpt2", "t5", *BERTS), marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +40,18 @@ def test_under_sequence_parallelism_each_rank_drops_its_own_part_of_the_activati
     assert all(mask.shape[0] == SEQ_LENGTH // 2 for mask in first.activations)
     assert all(independent(a, b) for a, b in zip(first.activations, second.activations, strict=True))
     assert all(independent(_visible(a), _visible(b)) for a, b in zip(first.attention, second.attention, strict=True))
+
+
+@pytest.mark.parametrize("how", ["a2a", pytest.param("all_gather", marks=pytest.mark.exhaustive)])
+def test_context_parallel_ranks_drop_different_activations_and_attention_weights(how: Any) -> None:
+    first, second = _masks(Layout(cp=2, cp_comm_type=how))
+    assert all(mask.shape[0] == SEQ_LENGTH // 2 for mask in first.activations)
+    assert all(independent(a, b) for a, b in zip(first.activations, second.activations, strict=True))
+    heads = {"a2a": (2, SEQ_LENGTH, SEQ_LENGTH), "all_gather": (4, SEQ_LENGTH // 4, SEQ_LENGTH // 4)}[how]
+    assert first.attention[0].shape[1:] == heads
+    if how == "a2a":
+        pairs = zip(first.attention, second.attention, strict=True)
+        assert all(independent(_visible(a), _visible(b)) for a, b in pairs)
 
 
 def test_stages_and_microbatches_and_layers_drop_different_activations() -> None:

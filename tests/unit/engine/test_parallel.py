@@ -1,4 +1,4 @@
-"""How many layers each chunk of a pipeline has."""
+"""How many layers each chunk of a pipeline has, and how context parallelism splits rows and heads."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from lightning_megatron.convert.registry import model_config
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.models.config import ModelConfig
 
 
 def _layout(num_layers: int, first: int | None = None, last: int | None = None, **sizes: Any) -> tuple[int, ...]:
@@ -43,3 +45,42 @@ def test_what_the_others_cannot_share_is_refused(num_layers: int, sizes: dict[st
 def test_one_stage_has_no_first_and_last() -> None:
     with pytest.raises(ConfigError, match="is for pipelines, but pp=1"):
         _layout(32, last=15)
+
+
+def _llama(heads: int = 8, groups: int = 4) -> ModelConfig:
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": groups, "hidden_size": 64}
+    return model_config({"model_type": "llama", "num_hidden_layers": 2, "intermediate_size": 64, **sizes})
+
+
+@pytest.mark.parametrize(("groups", "sizes", "expected"), [
+    (4, {"cp": 4}, "a2a"),
+    (4, {"cp": 2, "tp": 2}, "a2a"),
+    (4, {"cp": 4, "tp": 2}, "all_gather"),
+    (1, {"cp": 2}, "all_gather"),
+    (4, {"cp": 2, "cp_comm_type": "all_gather"}, "all_gather"),
+])  # fmt: skip
+def test_heads_are_exchanged_where_there_are_enough(groups: int, sizes: dict[str, Any], expected: str) -> None:
+    assert ParallelConfig(**sizes).comm_type_of(_llama(groups=groups)) == expected
+
+
+@pytest.mark.parametrize(("sizes", "message"), [
+    ({"cp": 0}, "cp=0"),
+    ({"cp": 2, "cp_comm_type": "p2p"}, "cp_comm_type='p2p'"),
+    ({"cp": 4, "tp": 2, "cp_comm_type": "a2a"}, 'num_query_groups=4 .* tp=2 x cp=4 = 8.*use .*"all_gather"'),
+])  # fmt: skip
+def test_a_split_that_cannot_be_is_refused(sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ParallelConfig(**sizes).check_model(_llama())
+
+
+def test_a_row_must_split_into_twice_cp_runs_and_each_over_tp() -> None:
+    ParallelConfig(cp=3, tp=2, sequence_parallel=True).check_sequence(12)
+    with pytest.raises(ConfigError, match="seq_length=14: expected a multiple of 8, because cp=4 .*; use 16"):
+        ParallelConfig(cp=4).check_sequence(14)
+    with pytest.raises(ConfigError, match=r"seq_length=12: expected a multiple of 8, .* tp=4 .*; use 16"):
+        ParallelConfig(cp=2, tp=4, sequence_parallel=True).check_sequence(12)
+
+
+def test_ranks_that_cp_does_not_divide_are_refused() -> None:
+    with pytest.raises(ConfigError, match="world size 6 .* tp=2 x pp=1 x cp=2 = 4; use 8 devices"):
+        ParallelConfig(tp=2, cp=2).data_parallel_size(6)
