@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -62,7 +63,7 @@ class Case:
     @property
     def data_parallel_size(self) -> int:
         """Copies of the model."""
-        ranks_of_a_copy: int = self.layout.get("tp", 1) * self.layout.get("pp", 1)
+        ranks_of_a_copy: int = math.prod(self.layout.get(name, 1) for name in ("tp", "pp", "cp"))
         return self.num_devices // ranks_of_a_copy
 
     @property
@@ -256,6 +257,27 @@ _BF16_CASES: tuple[Case, ...] = (
         micro_batch_size=1,
         num_microbatches=4,
         num_devices=4,
+    ),
+    Case(
+        name="llama-8b-cp2-dp2-s8192",
+        model=LLAMA_8B,
+        seq_length=8192,
+        micro_batch_size=2,
+        num_microbatches=4,
+        num_devices=4,
+        layout={"cp": 2},
+    ),
+    *(
+        Case(
+            name=f"llama-8b-cp4-s{length}",
+            model={**LLAMA_8B, "max_position_embeddings": length},
+            seq_length=length,
+            micro_batch_size=1,
+            num_microbatches=2,
+            num_devices=4,
+            layout={"cp": 4, "recompute": recompute},
+        )
+        for length, recompute in ((32768, "selective"), (131072, "full"))
     ),
     Case(name="bert-large", model=BERT_LARGE, seq_length=512, micro_batch_size=32, num_microbatches=2),
     Case(

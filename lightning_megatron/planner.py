@@ -119,6 +119,11 @@ class Run:
         return self.micro_batch_size * sum(self.lengths)
 
     @property
+    def tokens_of_rank(self) -> float:
+        """Those of a microbatch that a rank of the cp group computes."""
+        return self.tokens_per_microbatch / self.parallel.cp
+
+    @property
     def chunks(self) -> tuple[int, ...]:
         """Layers of each chunk in the order of the pipeline."""
         if self.layout:
@@ -138,7 +143,7 @@ class Run:
     @property
     def optimizer_ranks(self) -> int:
         """How many ranks share the state of one shard's optimizer."""
-        return self.dp if self.distributed_optimizer else 1
+        return self.dp * self.parallel.cp if self.distributed_optimizer else 1
 
     def peak_flops_per_s(self, device: Device) -> float | None:
         """Of the matrix products of one device; None where the datasheet is silent."""
@@ -218,7 +223,8 @@ def _stage_memory(run: Run, pp_rank: int) -> Memory:
     parameters = rank_parameters(model, run.chunks, tp=parallel.tp, pp=parallel.pp, pp_rank=pp_rank)
     trained = _trained(run, parameters)
     is_last = pp_rank == parallel.pp - 1 and model.has_output_layer
-    logits = run.micro_batch_size * run.lengths[-1] * model.padded_vocab_size(parallel.tp) / parallel.tp
+    padded = model.padded_vocab_size(parallel.tp)
+    logits = run.micro_batch_size * run.lengths[-1] * padded / (parallel.tp * parallel.cp)
     return Memory(
         weights=run.bytes_per_number * parameters,
         gradients=4.0 * trained,
@@ -247,7 +253,7 @@ def _kept_layers(run: Run, pp_rank: int) -> float:
     if run.recompute != "full":
         return under_way * kept
     layers = sum(run.chunks[chunk] for chunk in mine)
-    inputs = run.bytes_per_number * run.tokens_per_microbatch * run.model.hidden_size * layers
+    inputs = run.bytes_per_number * run.tokens_of_rank * run.model.hidden_size * layers
     return under_way * inputs / (parallel.tp if parallel.uses_sequence_parallel else 1) + kept / layers
 
 
@@ -264,7 +270,9 @@ def _chunk_bytes(run: Run, chunk: int, *, remakes: bool = False) -> float:
         whole += tokens * (
             split / run.parallel.tp + stream / (run.parallel.tp if run.parallel.sequence_parallel else 1)
         )
-    return whole * run.bytes_per_number / 2
+        if run.parallel.cp > 1 and run.parallel.comm_type_of(model) == "all_gather":  # keys and values of all tokens
+            whole += tokens * (run.parallel.cp - 1) * 4.0 * model.num_query_groups * model.kv_channels / run.parallel.tp
+    return whole * run.bytes_per_number / 2 / run.parallel.cp
 
 
 # ---- time -----------------------------------------------------------------------------------------------------------
@@ -289,7 +297,8 @@ def step_time(run: Run, device: Device) -> StepTime:
     )
     trained = _trained(run, parameters)
     bandwidth = _MEMORY_SHARE * device.memory_bandwidth
-    reduced = 6.0 * trained * (run.dp - 1) / run.dp / _link(device, run.dp)
+    copies = run.dp * parallel.cp
+    reduced = 6.0 * trained * (copies - 1) / copies / _link(device, copies)
     return StepTime(
         products=m * slowest.products,
         attention=m * slowest.attention,
@@ -324,19 +333,21 @@ def _microbatch_time(run: Run, pp_rank: int, device: Device) -> StepTime:
         products += passes * head_flops(model, run.lengths, padded)
         logits = run.lengths[-1] * padded if model.has_output_layer else 0
     rate = _PRODUCTS_SHARE * peak
-    for size in (model.hidden_size, run.tokens_per_microbatch):
+    for size in (model.hidden_size, run.tokens_of_rank):
         rate *= size / (size + _PRODUCTS_LOSS)
     traffic = _GLUE_TRAFFIC * (1 + repeated) * sum(_chunk_bytes(run, chunk) for chunk in mine)
-    traffic += _LOSS_TRAFFIC * rows * logits / parallel.tp
+    shards = parallel.tp * parallel.cp
+    traffic += _LOSS_TRAFFIC * rows * logits / shards
     share = _DROPPED_ATTENTION_SHARE * model.kv_channels if model.attention_dropout > 0 else _ATTENTION_SHARE
-    rows_of_hidden = run.bytes_per_number * run.tokens_per_microbatch / len(run.lengths) * model.hidden_size
+    rows_of_hidden = run.bytes_per_number * run.tokens_of_rank / len(run.lengths) * model.hidden_size
     message = rows_of_hidden * (parallel.tp - 1) / parallel.tp
     busy = StepTime(
-        products=rows * products / parallel.tp / rate,
-        attention=rows * scores / parallel.tp / (share * peak),
+        products=rows * products / shards / rate,
+        attention=rows * scores / shards / (share * peak),
         other=traffic / (_MEMORY_SHARE * device.memory_bandwidth),
         optimizer=0.0,
         communication=len(layers) * _TP_EXPOSED * message / _link(device, parallel.tp)
+        + sum(_exchanged_bytes(run, layer) for layer in layers) / _link(device, parallel.cp)
         + _INTERLEAVED * parallel.num_model_chunks * (parallel.num_model_chunks > 1),
         bubble=0.0,
         idle=0.0,
@@ -344,6 +355,28 @@ def _microbatch_time(run: Run, pp_rank: int, device: Device) -> StepTime:
     launches = sum(_HOST_DECODER if layer >= model.num_layers else 1.0 for layer in layers)
     host = _HOST * launches * (_HOST_TP if parallel.tp > 1 else 1.0)
     return replace(busy, idle=max(0.0, host - busy.total))
+
+
+def _exchanged_bytes(run: Run, layer: int) -> float:
+    """What a rank receives in the attentions of a layer from the others of its cp group, forward and backward.
+
+    Heads for tokens: queries, keys, values and outputs, and their gradients. Or keys and values of all, and their
+    gradients in float32. Nothing of it is hidden.
+    """
+    model, cp = run.model, run.parallel.cp
+    if cp == 1:
+        return 0.0
+    is_decoder = layer >= model.num_layers
+    q, kv = (n * model.kv_channels for n in (model.num_attention_heads, 2 * model.num_query_groups))
+    tokens = run.lengths[-1 if is_decoder else 0]
+    queries, keys = 2 * q * tokens, kv * tokens
+    if is_decoder:  # and from the decoder's queries to the encoder's keys
+        queries, keys = 2 * queries, keys + kv * run.lengths[0]
+    passes = 3 if run.recompute == "full" else 2
+    moved = passes * run.bytes_per_number * (queries + keys) / cp
+    if run.parallel.comm_type_of(model) == "all_gather":
+        moved = ((passes - 1) * run.bytes_per_number + 4) * keys
+    return run.micro_batch_size * moved / run.parallel.tp * (cp - 1) / cp
 
 
 def _link(device: Device, ranks: int) -> float:
@@ -387,6 +420,8 @@ def run_of(
 _RESERVED = 0.04
 """Share of a device's memory that a layout leaves for CUDA, NCCL and what falls between two tensors."""
 _RANKS_OF_A_HOST = 8
+_FEWEST_TOKENS = 4096
+"""Of a row on each rank of a cp group: with fewer, splitting rows gains nothing that splitting the batch does not."""
 _MAX_MICRO_BATCH_SIZE = 64
 
 
@@ -424,20 +459,21 @@ def plan(run: Run, device: Device) -> Plan:
 
 
 def plans(model: ModelConfig, batch: Batch, device: Device) -> list[Plan]:
-    """The layouts that fit, the fastest first: for each tp and pp the best of all others, with vpp and without.
+    """The layouts that fit, the fastest first: for each tp, pp and cp the best of all others, with vpp and without.
 
-    Tensor parallelism stays within a host of eight; it comes with sequence parallelism wherever it can.
+    Tensor and context parallelism stay within a host of eight; the former comes with sequence parallelism wherever it
+    can, the latter is for rows of 8,192 tokens on.
 
     Raises:
         ConfigError: If none fits; it says what the smallest needs.
     """
-    best: dict[tuple[int, int, bool], Plan] = {}
+    best: dict[tuple[int, int, int, bool], Plan] = {}
     smallest: Plan | None = None
     for run in _runs(model, batch):
         found = plan(run, device)
         if smallest is None or found.memory.total < smallest.memory.total:
             smallest = found
-        key = (run.parallel.tp, run.parallel.pp, run.parallel.vpp is None)
+        key = (run.parallel.tp, run.parallel.pp, run.parallel.cp, run.parallel.vpp is None)
         if found.memory.total <= (1 - _RESERVED) * device.memory and (
             key not in best or found.time.total < best[key].time.total
         ):
@@ -449,18 +485,22 @@ def plans(model: ModelConfig, batch: Batch, device: Device) -> list[Plan]:
         )
     if not best:
         needed, parallel = smallest.memory.total / (1 - _RESERVED) / GIB, smallest.run.parallel
+        how = f"recomputing {smallest.run.recompute or 'nothing'}"
         raise ConfigError(
-            f"memory: expected at least {needed:.1f} GiB a GPU (tp={parallel.tp} pp={parallel.pp}, recomputing "
-            f"{smallest.run.recompute or 'nothing'}), got {device.memory / GIB:.1f} GiB; use more GPUs or shorter rows"
+            f"memory: expected at least {needed:.1f} GiB a GPU (tp={parallel.tp} pp={parallel.pp} cp={parallel.cp}, "
+            f"{how}), got {device.memory / GIB:.1f} GiB; use more GPUs or shorter rows"
         )
     return sorted(best.values(), key=lambda each: each.time.total)
 
 
 def _runs(model: ModelConfig, batch: Batch) -> Iterator[Run]:
     """Every layout and microbatch that the model and the batch allow."""
-    for tp in (each for each in divisors(batch.world_size) if each <= _RANKS_OF_A_HOST):
-        for pp in divisors(batch.world_size // tp):
-            dp = batch.world_size // (tp * pp)
+    most = max(1, min(batch.lengths) // _FEWEST_TOKENS)
+    within_host = [each for each in divisors(batch.world_size) if each <= _RANKS_OF_A_HOST]
+    pairs = [(tp, cp) for tp in within_host for cp in within_host if cp <= most and tp * cp in within_host]
+    for tp, cp in pairs:
+        for pp in divisors(batch.world_size // (tp * cp)):
+            dp = batch.world_size // (tp * cp * pp)
             if batch.global_batch_size % dp != 0:
                 continue
             rows = batch.global_batch_size // dp
@@ -469,10 +509,10 @@ def _runs(model: ModelConfig, batch: Batch) -> Iterator[Run]:
                 layers = model.num_layers + model.num_decoder_layers
                 for vpp in (None, *(range(2, layers // pp + 1) if can_interleave else ())):
                     parallel = ParallelConfig(
-                        tp=tp, pp=pp, vpp=vpp, num_microbatches=rows // size,
-                        sequence_parallel=tp > 1 and all(length % tp == 0 for length in batch.lengths),
+                        tp=tp, pp=pp, vpp=vpp, cp=cp, num_microbatches=rows // size,
+                        sequence_parallel=tp > 1 and all(length % (tp * cp) == 0 for length in batch.lengths),
                     )  # fmt: skip
-                    if _is_allowed(model, parallel):
+                    if _is_allowed(model, parallel, batch.lengths):
                         run = Run(
                             model=model,
                             parallel=parallel,
@@ -484,9 +524,11 @@ def _runs(model: ModelConfig, batch: Batch) -> Iterator[Run]:
                         yield from (run, replace(run, recompute="selective"), replace(run, recompute="full"))
 
 
-def _is_allowed(model: ModelConfig, parallel: ParallelConfig) -> bool:
+def _is_allowed(model: ModelConfig, parallel: ParallelConfig, lengths: tuple[int, ...]) -> bool:
     try:
         parallel.check_model(model)
+        for length in lengths:
+            parallel.check_sequence(length)
     except ConfigError:
         return False
     return True

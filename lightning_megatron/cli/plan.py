@@ -105,7 +105,7 @@ def _table(found: Sequence[Plan], device: Device) -> Iterator[str]:
         f"{first.precision}; GiB are of the fullest GPU"
     )
     yield ""
-    layout = ("tp", "pp", "vpp", "dp", "mb x m", "recompute")
+    layout = ("tp", "pp", "vpp", "cp", "dp", "mb x m", "recompute")
     rows: list[Sequence[str]] = [
         (*layout, "GiB", *_PARTS, "s/step", "bubble", "comm.", "tok/s/GPU", "MFU"),
     ]
@@ -116,7 +116,7 @@ def _table(found: Sequence[Plan], device: Device) -> Iterator[str]:
         row_flops = model_flops(run.model, run.lengths, run.model.padded_vocab_size(parallel.tp))
         flops_per_s = each.tokens_per_s_per_device / sum(run.lengths) * row_flops
         rows.append((
-            *map(str, (parallel.tp, parallel.pp, parallel.vpp or "-", run.dp)),
+            *map(str, (parallel.tp, parallel.pp, parallel.vpp or "-", parallel.cp, run.dp)),
             f"{run.micro_batch_size} x {parallel.num_microbatches}",
             run.recompute or "-",
             f"{memory.total / GIB:.1f}",
@@ -140,6 +140,7 @@ def _yaml(best: Plan, given: str | dict[str, str], options: PlanOptions) -> str:
         "num_microbatches": run.parallel.num_microbatches,
         "recompute": run.recompute,
         **({"vpp": run.parallel.vpp} if run.parallel.vpp else {}),
+        **({"cp": run.parallel.cp} if run.parallel.cp > 1 else {}),
     }
     settings: dict[str, Any] = {f"trainer.strategy.{name}": value for name, value in strategy.items()}
     settings |= {"trainer.devices": min(options.gpus, 8), "trainer.num_nodes": max(1, options.gpus // 8)}
@@ -187,7 +188,8 @@ def _draw(found: Sequence[Plan], device: Device) -> Any:
 def _name(each: Plan) -> str:
     run, parallel = each.run, each.run.parallel
     vpp = f" vpp{parallel.vpp}" if parallel.vpp else ""
+    cp = f" cp{parallel.cp}" if parallel.cp > 1 else ""
     return (
-        f"tp{parallel.tp} pp{parallel.pp}{vpp} dp{run.dp}, {run.micro_batch_size} x {parallel.num_microbatches}"
+        f"tp{parallel.tp} pp{parallel.pp}{vpp}{cp} dp{run.dp}, {run.micro_batch_size} x {parallel.num_microbatches}"
         f"{', recompute' if run.recompute else ''}"
     )

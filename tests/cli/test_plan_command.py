@@ -18,9 +18,9 @@ def test_the_best_layout_becomes_a_configuration_and_a_picture(tmp_path: Path) -
     assert (code, err) == (0, "")
     head, _, columns, *rows = out.split("\n\nbest.yaml")[0].splitlines()
     assert head.startswith("llama on 8 x NVIDIA H100 80GB HBM3 of 55.9 GiB: 16 rows of 4096 tokens a step, bf16-mixed")
-    assert columns.split()[:5] == ["tp", "pp", "vpp", "dp", "mb"]
+    assert columns.split()[:6] == ["tp", "pp", "vpp", "cp", "dp", "mb"]
     assert len(rows) == 3
-    tp, pp, vpp, _, size, _, count = rows[0].split()[:7]
+    tp, pp, vpp, _, _, size, _, count = rows[0].split()[:8]
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     (strategy,) = run_ranks(_layout_of, 1, str(tmp_path))
     assert strategy == (int(tp), int(pp), None if vpp == "-" else int(vpp), int(count), int(size))

@@ -80,6 +80,26 @@ def test_layouts_fit_and_the_fastest_is_first() -> None:
     assert (best.parallel.tp, best.parallel.pp, best.recompute) == (1, 1, None)
 
 
+def test_long_rows_are_split_between_ranks() -> None:
+    model = _run("llama-8b-dp4-mb2", 2, 4, 4, {}).model
+    long = Batch(world_size=8, global_batch_size=2, lengths=(65536,))
+    layouts = [each.run.parallel for each in plans(model, long, H200)]
+    assert max(each.cp for each in layouts) == 8
+    assert all(each.tp * each.cp <= 8 and each.cp <= 65536 // 4096 for each in layouts)
+    assert {each.run.parallel.cp for each in plans(model, replace(long, lengths=(4096,)), H200)} == {1}
+    # Half of a row costs its exchanged heads, and more where keys and values of all are kept.
+    run = _run("llama-8b-dp4-s8192", 2, 4, 4, {})
+    whole, heads, keys = (
+        plan(replace(run, parallel=replace(run.parallel, **changes)), H200)
+        for changes in ({"num_microbatches": 2}, {"cp": 2}, {"cp": 2, "cp_comm_type": "all_gather"})
+    )
+    assert whole.run.tokens == heads.run.tokens
+    assert heads.memory.activations == pytest.approx(whole.memory.activations / 2)
+    assert heads.memory.optimizer == whole.memory.optimizer
+    assert heads.memory.activations < keys.memory.activations < whole.memory.activations
+    assert whole.time.total < heads.time.total < whole.time.total * 1.05
+
+
 def test_what_does_not_fit_is_told_with_what_it_needs() -> None:
     model = _run("llama-8b-dp4-mb2", 2, 4, 4, {}).model
     batch = Batch(world_size=2, global_batch_size=4, lengths=(4096,))
