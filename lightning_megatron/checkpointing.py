@@ -24,7 +24,6 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_megatron.checkpoint.find import (
     Found,
     broken_names,
-    check_local,
     check_writable,
     find_newest,
     found_at,
@@ -40,7 +39,7 @@ from lightning_megatron.data.loader import ResumableLoader
 from lightning_megatron.engine.collectives import on_all_ranks_alike, wait_for_all_ranks
 from lightning_megatron.engine.wrap import finish_parameter_gathers
 from lightning_megatron.errors import CheckpointError, ConfigError, NonFiniteError, NumericsError
-from lightning_megatron.files import remove, wait_for_deletions
+from lightning_megatron.files import as_path, is_remote, remove, wait_for_deletions
 from lightning_megatron.launch import TERMINATED, DeferredSignals
 from lightning_megatron.megatron_datamodule import MegatronDataModule
 from lightning_megatron.restarts import BEGAN, is_of_this_run
@@ -148,7 +147,7 @@ class Checkpointing:
         """
         self._settle_step()
         self._end_unless_all_ranks_save(filepath)
-        path = check_local(self._strategy.broadcast(str(filepath)))
+        path = as_path(self._strategy.broadcast(str(filepath)))
         run = self._strategy._run_state(with_optimizer="optimizer_states" in checkpoint).saved
         is_final = self._is_ending
         self.finish()
@@ -220,7 +219,7 @@ class Checkpointing:
                 # Lightning may know the path from a state that it has loaded.
                 if path in self._written or is_own_within(path, folders):
                     remove(path, in_background=self._asynchronous)
-                elif os.path.lexists(path):
+                elif path.is_symlink() or path.exists():
                     where = " or ".join(map(str, folders))
                     rank_zero_warn(f"{path} stays: it is no complete checkpoint within {where}; remove it by hand")
             except OSError as error:
@@ -231,7 +230,7 @@ class Checkpointing:
         """Where the Trainer's callbacks keep checkpoints, once they are set up."""
         callbacks = self._module.trainer.checkpoint_callbacks
         folders = (getattr(callback, "dirpath", None) for callback in callbacks)
-        return [Path(folder) for folder in folders if folder is not None]
+        return [as_path(folder) for folder in folders if folder is not None]
 
     def _end_unless_all_ranks_save(self, path: str | Path) -> None:
         """Go on with the failure that callbacks like ``OnExceptionCheckpoint`` save after, if it is not all ranks'.
@@ -321,10 +320,11 @@ class Checkpointing:
             ckpt_path: As the user gave it.
 
         Raises:
-            CheckpointError: If a checkpoint is missing or not complete, or would be saved where there are no folders.
+            CheckpointError: If a checkpoint is missing or not complete, or the store it is to be saved in refuses.
         """
-        for callback in trainer.checkpoint_callbacks:
-            check_local(getattr(callback, "dirpath", None) or trainer.default_root_dir)
+        savers = trainer.checkpoint_callbacks if trainer.state.fn in (None, TrainerFn.FITTING) else ()
+        folders = [as_path(getattr(callback, "dirpath", None) or trainer.default_root_dir) for callback in savers]
+        check_writable(each for each in folders if is_remote(each))  # before Lightning's callbacks look there
         found = find_checkpoint(trainer, ckpt_path)
         self._beginning = None if found is None or found == "last" else str(found)  # "last" means that there is none
         is_new = self._beginning is None and self._strategy.lightning_module not in modules_with_weights
@@ -356,7 +356,7 @@ class Checkpointing:
 
     def load(self, checkpoint_path: str | Path) -> dict[str, Any]:
         """Load a checkpoint into the run, and return Lightning's dict; every rank must call."""
-        path = Path(self._strategy.broadcast(str(checkpoint_path)))
+        path = as_path(self._strategy.broadcast(str(checkpoint_path)))
         trainer = self._module.trainer
         fitting = trainer.state.fn == TrainerFn.FITTING
         modules_with_weights.add(self._module)
@@ -405,7 +405,7 @@ class Checkpointing:
         run = self._strategy._run_state(with_optimizer=True)
         with self._strategy.engine():
             finish_parameter_gathers(run.chunks)
-            loaded = resume(run, Path(path))
+            loaded = resume(run, as_path(path))
         configs = self._module.trainer.lr_scheduler_configs
         for config, state in zip(configs, loaded["lr_schedulers"], strict=True):
             config.scheduler.load_state_dict(state)
@@ -452,7 +452,7 @@ def find_checkpoint(trainer: pl.Trainer, ckpt_path: str | Path | None) -> str | 
         return str(own.path)
     requeued = None
     if ckpt_path == "hpc" or SLURMEnvironment.detect():
-        requeued = _find_requeued(Path(trainer.default_root_dir))
+        requeued = _find_requeued(as_path(trainer.default_root_dir))
     if ckpt_path in (None, "hpc"):
         return ckpt_path if requeued is None else str(requeued.path)
     if ckpt_path == "best" or str(ckpt_path).startswith("registry"):
@@ -460,7 +460,7 @@ def find_checkpoint(trainer: pl.Trainer, ckpt_path: str | Path | None) -> str | 
     if ckpt_path == "last":
         found = find_last(trainer)
     else:
-        found = find_newest(check_local(str(ckpt_path)), to_resume=_resumes(trainer))
+        found = find_newest(as_path(str(ckpt_path)), to_resume=_resumes(trainer))
     was_requeued = fitting and os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
     if requeued is not None and was_requeued and (ckpt_path != "last" or found is None or requeued.step >= found.step):
         rank_zero_info(f"this job was requeued: it goes on from {requeued.path}, not from ckpt_path={ckpt_path}")
@@ -477,11 +477,11 @@ def find_last(trainer: pl.Trainer) -> Found | None:
     Raises:
         CheckpointError: If there are checkpoints and none is complete.
     """
-    found = [found_at(Path(trainer.default_root_dir) / LAST)]  # of SIGTERM
+    found = [found_at(as_path(trainer.default_root_dir) / LAST)]  # of SIGTERM
     broken: list[str] = []
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, OnExceptionCheckpoint):
-            found.append(found_at(Path(callback.ckpt_path)))
+            found.append(found_at(as_path(callback.ckpt_path)))
         if isinstance(callback, ModelCheckpoint):
             folders = _folders_of_versions(callback, trainer)
             complete = [each for folder in folders for each in found_in(folder)]
@@ -506,13 +506,13 @@ def preemption_path(trainer: pl.Trainer) -> Path | None:
     if not keepers or bool(getattr(trainer, "fast_dev_run", False)):
         return None
     keeper = next((each for each in keepers if each.save_last), keepers[0])
-    folder = Path(str(keeper.dirpath))
+    folder = as_path(str(keeper.dirpath))
     log_dir = trainer.log_dir if trainer.loggers else None
-    if log_dir is not None and folder.is_relative_to(Path(log_dir).absolute()):
+    if log_dir is not None and folder.is_relative_to(as_path(log_dir).absolute()):
         # A folder of this one run's logs, where the next run will not look.
-        return Path(trainer.default_root_dir).absolute() / LAST
+        return as_path(trainer.default_root_dir).absolute() / LAST
     # Lightning removes what a link replaces at once, perhaps before what replaces it is complete.
-    last = folder / _PREEMPTED if keeper.save_last == "link" else Path(keeper.last_model_path or folder / LAST)
+    last = folder / _PREEMPTED if keeper.save_last == "link" else as_path(keeper.last_model_path or folder / LAST)
     if not is_own_within(last, [folder]):  # a loaded state may name anything
         last = folder / LAST
     keeper.last_model_path = str(last)  # so that the run that goes on replaces it
@@ -532,12 +532,12 @@ def is_continued(path: Path) -> bool:
 def folder_of(callback: ModelCheckpoint, trainer: pl.Trainer) -> Path:
     """Where ``callback`` keeps its checkpoints; known to itself only after its ``setup``."""
     if callback.dirpath is not None:
-        return Path(callback.dirpath)
+        return as_path(callback.dirpath)
     if not trainer.loggers:
-        return Path(trainer.default_root_dir) / "checkpoints"
+        return as_path(trainer.default_root_dir) / "checkpoints"
     logger = trainer.loggers[0]
     version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
-    return Path(logger.save_dir or trainer.default_root_dir) / str(logger.name) / version / "checkpoints"
+    return as_path(logger.save_dir or trainer.default_root_dir) / str(logger.name) / version / "checkpoints"
 
 
 def _folders_of_versions(callback: ModelCheckpoint, trainer: pl.Trainer) -> list[Path]:

@@ -16,6 +16,11 @@ older is deleted, and what is deleted loses its name first, so that no half of i
 A folder that is being written is locked with ``flock`` on the folder itself: the kernel releases the lock when the
 process ends, however it ends, and no lock file stays behind. To wait for another process instead (a cache that one of
 several jobs builds), use ``filelock.FileLock`` around ``staged``.
+
+Folders on object stores (``s3://``, ``gs://``: what fsspec knows) have a path's methods by ``as_path``. There are no
+locks and no renaming; a file appears whole when it is closed. A folder there is whole if it has the file ``VOUCHER``,
+which is written last and deleted first. One that takes the place of another is written beside it, copied by the store,
+and ``recover`` finds it should the program end meanwhile.
 """
 
 from __future__ import annotations
@@ -27,14 +32,17 @@ import fcntl
 import os
 import shutil
 import signal
+import tempfile
 import threading
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn, cast
 
 from lightning_megatron.errors import ConfigError
 
+VOUCHER = "meta.pt"
+"""On an object store, says that a folder is whole."""
 PARTIAL = ".partial"
 """Ends the name of a folder that is being written; after an exchange, of the one that was replaced."""
 
@@ -42,6 +50,93 @@ _REPLACED = ".replaced"
 _REMOVED = ".removed"
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+
+
+# ---- object stores --------------------------------------------------------------------------------------------------
+
+
+def as_path(address: str | Path) -> Path:
+    """The path, or for an address with ``://`` an object with a path's methods.
+
+    Raises:
+        ConfigError: If a package that is needed is not installed, or nobody knows such addresses.
+    """
+    if "://" not in str(address):
+        return Path(address)
+    try:
+        from upath import UPath
+
+        place = UPath(str(address), use_listings_cache=False)  # other ranks write there, too
+        assert place.fs is not None  # now, and not in the midst of a run
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"{address} cannot be opened ({error}); pip install 'lightning-megatron[remote]' and the package of that "
+            "store (s3fs for s3://, gcsfs for gs://), or give a path on a disk that all nodes share"
+        ) from None
+    return cast(Path, place)
+
+
+def is_remote(path: Path) -> bool:
+    """Whether ``as_path`` has made it of an address."""
+    return hasattr(path, "fs")
+
+
+@contextlib.contextmanager
+def written(path: Path, buffering: int = -1) -> Iterator[Any]:
+    """A new file to write bytes to, which is on the disk, or in the store, when the block ends."""
+    with path.open("wb") if is_remote(path) else path.open("wb", buffering) as stream:
+        yield stream
+        if not is_remote(path):
+            stream.flush()
+            os.fsync(stream.fileno())
+
+
+def file_sizes(folder: Path) -> dict[str, int]:
+    """The size of each file in a folder, by name; one request to a store."""
+    if not is_remote(folder):
+        return {each.name: each.stat().st_size for each in folder.iterdir() if each.is_file()}
+    entries = cast(Any, folder).fs.ls(cast(Any, folder).path, detail=True)
+    return {each["name"].rpartition("/")[2]: each["size"] for each in entries if each["type"] == "file"}
+
+
+def fetched(address: str) -> Path:
+    """A copy on this host's disk, below its folder for temporary files, of a folder in a store; until the program ends.
+
+    Raises:
+        ConfigError: If there is none, or it cannot be read.
+    """
+    place: Any = as_path(address)
+    copy = tempfile.TemporaryDirectory(prefix="lightning_megatron_")
+    _copies.append(copy)
+    try:
+        place.fs.get(place.path, f"{copy.name}/{place.name}", recursive=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{address} cannot be read ({error}); correct the address, or the rights to read it"
+        ) from error
+    return Path(copy.name, place.name)
+
+
+_copies: list[tempfile.TemporaryDirectory[str]] = []
+
+
+def delete_from_store(folder: Path) -> None:
+    """Delete a folder of a store, ``VOUCHER`` first, so that no half of it is ever taken for a whole."""
+    (folder / VOUCHER).unlink(missing_ok=True)
+    if folder.exists():
+        cast(Any, folder).fs.rm(cast(Any, folder).path, recursive=True)
+
+
+def _publish_remote(partial: Path, path: Path) -> None:
+    if partial != path:
+        delete_from_store(path)
+        store = cast(Any, path).fs
+        for name in sorted(file_sizes(partial), key=lambda name: name == VOUCHER):
+            store.copy(cast(Any, partial / name).path, cast(Any, path / name).path)
+    delete_from_store(path.with_name(path.name + PARTIAL))
+
+
+# ---- locks ----------------------------------------------------------------------------------------------------------
 
 
 class FolderLock:
@@ -76,6 +171,9 @@ class FolderLock:
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a forked worker may hold the descriptor as well
             os.close(self._descriptor)
             self._descriptor = None
+
+
+# ---- publishing -----------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -147,6 +245,9 @@ def publish(partial: Path, path: Path, *, in_background: bool = False) -> None:
         path: The final name.
         in_background: Whether a thread deletes an old folder, which may take a second for every few gigabytes.
     """
+    if is_remote(path):
+        _publish_remote(partial, path)
+        return
     replaced = path.with_name(path.name + _REPLACED)
     sync(partial)
     if partial.is_file() and not path.is_dir():
@@ -167,6 +268,9 @@ def publish(partial: Path, path: Path, *, in_background: bool = False) -> None:
 
 def recover(path: Path) -> Path:
     """``path``, or what it replaced if a crash fell between the two renames of a file system without exchange."""
+    if is_remote(path):
+        partial = path.with_name(path.name + PARTIAL)
+        return partial if not (path / VOUCHER).is_file() and (partial / VOUCHER).is_file() else path
     replaced = path.with_name(path.name + _REPLACED)
     return replaced if not path.exists() and replaced.is_dir() else path
 
@@ -180,6 +284,10 @@ def remove(path: Path, *, in_background: bool = False) -> None:
     """
     if path.is_symlink() or path.is_file():
         path.unlink()
+        return
+    if is_remote(path):
+        delete_from_store(path.with_name(path.name + PARTIAL))
+        delete_from_store(path)
         return
     for folder in (path, path.with_name(path.name + _REPLACED), path.with_name(path.name + PARTIAL)):
         if folder.is_dir() and not _is_being_written(folder):

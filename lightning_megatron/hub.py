@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.files import fetched
 
 Needed = Literal["config", "tokenizer", "model"]
 
@@ -25,6 +26,8 @@ TOKENIZER_FILES = (
 """Globs of what transformers' tokenizers save. Never their code: a copy would be trusted like what it was made of."""
 
 _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\S+))?")
+_ADDRESS = re.compile(r"([a-z][a-z0-9+]+):/+")
+"""``Path`` makes one slash of two."""
 _OF_FILES = (".ckpt", ".json", ".yaml", ".yml", ".pt", ".zip", ".bin", ".safetensors")
 """What the name of a model does not end with, and a path does."""
 _SHARD = re.compile(r'"((?:model|pytorch_model)-[\w-]+\.(?:safetensors|bin))"')
@@ -46,9 +49,13 @@ _PATTERNS: dict[Needed, tuple[str, ...]] = {
 def local_folder(name: str | Path, needed: Needed) -> Path:
     """The path ``name``, or the folder in the cache with what is needed of the model of that name on the hub.
 
+    Of an address (``s3://bucket/model``), a copy that lasts as long as the program.
+
     Raises:
         ConfigError: If it is neither a path nor in the cache and cannot be downloaded; it says which file is missing.
     """
+    if (address := _ADDRESS.match(str(name))) is not None:
+        return fetched(f"{address[1]}://{str(name)[address.end() :]}")
     path = Path(os.path.expanduser(name))
     named = _NAME.fullmatch(str(name))
     if named is None or path.suffix in _OF_FILES or path.exists():

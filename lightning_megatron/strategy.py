@@ -48,6 +48,7 @@ from lightning_megatron.engine.runtime import Runtime, seed_of_run
 from lightning_megatron.engine.schedule import Schedule, StepOutput, StepShape
 from lightning_megatron.engine.wrap import GradientReduction, freeze_alike, to_16bit, to_ddp
 from lightning_megatron.errors import ConfigError, require_choice
+from lightning_megatron.files import as_path
 from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.launch import ScriptLauncher, check_world_size, deferred_signums, die_with_launcher
 from lightning_megatron.models.transformer_config import EngineSettings, Recompute
@@ -372,7 +373,7 @@ class MegatronStrategy(ParallelStrategy):
         if built_for is None or built_for == self.settings:
             return None
         with self.engine():
-            return write_weights(self._chunks, Path(module.trainer.default_root_dir))
+            return write_weights(self._chunks, as_path(module.trainer.default_root_dir))
 
     # ---- Lightning: setup -----------------------------------------------------------------------------------------
 
@@ -590,7 +591,7 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        self.checkpointing.remove(Path(filepath))
+        self.checkpointing.remove(as_path(filepath))
 
     # ---- collectives over all ranks -------------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import pickle
 import re
 import zlib
@@ -29,8 +28,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_megatron.engine.pickles import more_than_data, read_pickle, stand_in
 from lightning_megatron.errors import CheckpointError
+from lightning_megatron.files import VOUCHER, file_sizes, is_remote, written
 
-META = "meta.pt"
+META = VOUCHER
 """Lightning's own state and the description of the run; written last, so its presence means "complete"."""
 
 COMMON = "common.pt"
@@ -67,10 +67,14 @@ def check_complete(path: Path) -> None:
 
 def _require(file: Path) -> None:
     if not file.is_file():
-        raise CheckpointError(
-            f"checkpoint {file.parent} lacks its file {file.name}: it was never finished, is damaged, or another "
-            "program wrote it; use an earlier one"
-        )
+        raise _lacks(file)
+
+
+def _lacks(file: Path) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {file.parent} lacks its file {file.name}: it was never finished, is damaged, or another program "
+        "wrote it; use an earlier one"
+    )
 
 
 def check_replaceable(path: Path) -> None:
@@ -148,10 +152,8 @@ def write_checksums(folder: Path, files: Mapping[str, FileChecksums]) -> None:
         "files": described,
         "checksum_of_files": _checksum_of_table(described),
     }
-    with (folder / CHECKSUMS).open("w", encoding="utf-8") as stream:
-        json.dump(content, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
+    with written(folder / CHECKSUMS) as stream:
+        stream.write(json.dumps(content).encode())
 
 
 def verify_checksums(folder: Path, share: tuple[int, int] = (0, 1)) -> None:
@@ -165,10 +167,11 @@ def verify_checksums(folder: Path, share: tuple[int, int] = (0, 1)) -> None:
         CheckpointError: If a file is missing, has another size or other bytes than were written; the first such file
             and its bytes are named.
     """
-    files = _read_checksums(folder)
+    files, sizes = _read_checksums(folder), file_sizes(folder)
     for name, checksums in files.items():
-        _require(folder / name)
-        if (size := (folder / name).stat().st_size) != checksums.size:
+        if (size := sizes.get(name)) is None:
+            raise _lacks(folder / name)
+        if size != checksums.size:
             raise CheckpointError(
                 f"checkpoint {folder} is damaged: {name} has {size} bytes and was written with {checksums.size}; use "
                 "an earlier one"
@@ -209,7 +212,7 @@ def _checksum_of_table(described: Mapping[str, Any]) -> int:
 def _crc32(file: Path, start: int, size: int) -> int:
     """Of the segment that begins at ``start``, read in pieces so that little memory is needed."""
     crc = 0
-    with file.open("rb", buffering=0) as stream:
+    with file.open("rb") if is_remote(file) else file.open("rb", buffering=0) as stream:
         stream.seek(start)
         left = min(SEGMENT, size - start)
         while left > 0:
@@ -231,7 +234,7 @@ def load_plain(file: Path) -> Any:
         CheckpointError: If the file holds anything else, or is damaged.
     """
     _require(file)
-    return read_pickle(file, foreign=False)
+    return read_pickle(io.BytesIO(file.read_bytes()) if is_remote(file) else file, foreign=False, name=str(file))
 
 
 # ---- the table of contents ------------------------------------------------------------------------------------------
@@ -317,8 +320,8 @@ def check_only_data(path: Path) -> None:
 _CAUSED_BY_FILES = (OSError, EOFError, KeyError, RuntimeError, ValueError, pickle.UnpicklingError)
 """What torch raises on files that are missing, damaged or of another model, and on a disk that is full."""
 
-_OF_MEGATRON = "CheckpointingException"
-"""What Megatron raises then; by its name, since importing it takes seconds that a conversion does not need."""
+_LIKEWISE = {"CheckpointingException", "BotoCoreError", "HttpError"}
+"""What Megatron and clients of stores raise then; by name, since a conversion needs none of them, or none is there."""
 
 _LONGEST_REASON = 300
 """Characters."""
@@ -348,7 +351,7 @@ def failures_as_errors(refusal: str) -> Iterator[None]:
 
 
 def _is_caused_by_files(error: BaseException) -> bool:
-    return isinstance(error, _CAUSED_BY_FILES) or any(base.__name__ == _OF_MEGATRON for base in type(error).__mro__)
+    return isinstance(error, _CAUSED_BY_FILES) or any(base.__name__ in _LIKEWISE for base in type(error).__mro__)
 
 
 def _reason(error: BaseException) -> str:

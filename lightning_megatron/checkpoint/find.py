@@ -8,15 +8,16 @@ puts the names in order.
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_megatron.checkpoint.files import META, check_complete, is_distributed, load_plain
+from lightning_megatron.checkpoint.files import META, check_complete, failures_as_errors, is_distributed, load_plain
 from lightning_megatron.errors import CheckpointError
-from lightning_megatron.files import PARTIAL, recover
+from lightning_megatron.files import PARTIAL, as_path, is_remote, recover
 
 ENDING = ".ckpt"
 
@@ -34,27 +35,20 @@ class Found:
     """Whether training can go on from it; False for ``save_weights_only``."""
 
 
-def check_local(path: str | Path) -> Path:
-    """``path``, unless it is an address.
-
-    Raises:
-        CheckpointError: If it is: ``Path`` would make it a folder named, say, ``s3:``.
-    """
-    if "://" in str(path):
-        raise CheckpointError(
-            f"{path} is not on a file system, and a checkpoint is a folder that all ranks write and read; give a path "
-            "on a disk that all nodes share, and copy the checkpoints from or to there"
-        )
-    return Path(path)
-
-
 def check_writable(folders: Iterable[Path]) -> None:
     """Raise if checkpoints surely cannot be saved in one of ``folders``, which need not exist yet.
 
     Raises:
-        CheckpointError: If it, or what is there of the path to it, is no folder or must not be written.
+        CheckpointError: If it, or what is there of the path to it, is no folder or must not be written; in a store, if
+            this rank cannot write and delete a file there.
     """
     for folder in folders:
+        if is_remote(folder):
+            with failures_as_errors(f"checkpoints cannot be saved in {folder}"):
+                probe = folder / f".can_be_written_{uuid.uuid4().hex}"
+                probe.write_bytes(b"")
+                probe.unlink()
+            continue
         there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
             obstacle = "read-only" if there.is_dir() else "no folder"
@@ -103,7 +97,7 @@ def find_newest(path: Path, step: int | None = None, *, to_resume: bool = False)
     Raises:
         CheckpointError: If there is none.
     """
-    path = Path(os.path.expanduser(path)).absolute()  # no shell has read what stands in a YAML file
+    path = as_path(os.path.expanduser(str(path))).absolute()  # no shell has read what stands in a YAML file
     own = recover(path)
     is_one = (own / META).is_file() or not own.is_dir()
     if is_one:
@@ -136,7 +130,7 @@ def preferred(found: Iterable[Found], to_resume: bool) -> list[Found]:
 
 def broken_names(folder: Path) -> list[str]:
     """Checkpoints that are damaged or foreign; not links to one that was being written when its run was killed."""
-    named = [folder / name for name in _names(folder) if os.path.lexists(folder / name)]
+    named = [each for each in (folder / name for name in _names(folder)) if each.is_symlink() or each.exists()]
     was_begun = [path.is_symlink() and Path(f"{path.resolve()}{PARTIAL}").exists() for path in named]
     return [path.name for path, begun in zip(named, was_begun, strict=True) if not begun and not is_complete(path)]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import math
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -36,6 +35,7 @@ from megatron.core.dist_checkpointing.validation import (
     determine_global_metadata,
     validate_integrity_and_strict_load,
 )
+from torch.distributed.checkpoint._fsspec_filesystem import FileSystem
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
@@ -49,7 +49,7 @@ from lightning_megatron.checkpoint.files import (
     read_table,
     verify_checksums,
 )
-from lightning_megatron.checkpoint.find import check_local, find_newest
+from lightning_megatron.checkpoint.find import find_newest
 from lightning_megatron.checkpoint.state import (
     FORMAT_VERSION,
     OWN_KEYS,
@@ -67,7 +67,7 @@ from lightning_megatron.engine.optimizer import MegatronOptimizer
 from lightning_megatron.engine.pickles import read_pickle
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.errors import CheckpointError, ConfigError
-from lightning_megatron.files import recover
+from lightning_megatron.files import as_path, is_remote, recover, remove
 
 _OF_THE_MOMENTS = ("params", "step")
 """What a parameter group has that belongs to the checkpoint; the rest is of the run."""
@@ -168,7 +168,7 @@ def read_weights(chunks: list[Any], folder: Path) -> None:
     _fill(chunks, _load_sharded(sharded_weights(chunks), folder)[0])
     dist.barrier()
     if dist.get_rank() == 0:
-        shutil.rmtree(folder)
+        remove(folder)
 
 
 # ---- new runs -------------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ class LoadFrom:
         Raises:
             CheckpointError: If it is missing or not complete.
         """
-        return find_newest(check_local(self.path), self.step, to_resume=self.optimizer).path
+        return find_newest(as_path(self.path), self.step, to_resume=self.optimizer).path
 
 
 def as_load_from(value: str | Path | LoadFrom | None) -> LoadFrom | None:
@@ -318,7 +318,10 @@ class _Reader(FileSystemReader):
     """Torch's, with a table of contents that was checked while it was read."""
 
     def __init__(self, path: Path, table: Metadata) -> None:
-        super().__init__(path)
+        super().__init__(str(path))
+        if is_remote(path):
+            self.fs = FileSystem()  # type: ignore[assignment]  # as torch's FsspecReader does
+            self.path = self.fs.init_path(str(path))
         self._table = table
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

@@ -15,11 +15,10 @@ import contextlib
 import io
 import json
 import mmap
-import os
 import shutil
-import tempfile
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,6 +40,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import (
     FileSystemWriter,
@@ -66,7 +66,18 @@ from lightning_megatron.checkpoint.state import SHARDING, RunState, meta_of, rng
 from lightning_megatron.engine.collectives import on_all_ranks_alike
 from lightning_megatron.engine.wrap import finish_parameter_gathers
 from lightning_megatron.errors import CheckpointError
-from lightning_megatron.files import PARTIAL, FolderLock, publish, remove_leftovers, sync, wait_for_deletions
+from lightning_megatron.files import (
+    PARTIAL,
+    FolderLock,
+    as_path,
+    delete_from_store,
+    file_sizes,
+    is_remote,
+    publish,
+    remove_leftovers,
+    wait_for_deletions,
+    written,
+)
 
 T = TypeVar("T")
 
@@ -107,9 +118,11 @@ class Save:
         self._meta = meta
         self._refusal = f"checkpoint {path} is not written"
         self._partial = path.with_name(path.name + PARTIAL)
+        if is_remote(path) and not (path / META).is_file():
+            self._partial = path  # a store would have to copy all of it
         self._writer: ShardWriter | None = None
         self._begin = time.monotonic()
-        self._lock = _on_rank_0(lambda: _start_partial(path), self._refusal)
+        self._lock = _on_rank_0(lambda: _start_partial(path, self._partial), self._refusal)
         try:
             finish_parameter_gathers(run.chunks)
             has_copies = run.topology.dp * run.topology.parallel.cp > 1
@@ -157,14 +170,14 @@ class Save:
         if self._writer is not None:
             self._writer.files.abandon()
         if dist.get_rank() == 0:
-            shutil.rmtree(self._partial, ignore_errors=True)
+            _delete_partial(self._partial)
         self._release()
 
     def report(self) -> str:
         """What it took, in a line."""
         seconds, size = time.monotonic() - self._begin, 0
         with contextlib.suppress(OSError):  # this is news, not a check
-            size = sum(file.stat().st_size for file in self.path.iterdir())
+            size = sum(file_sizes(self.path).values())
         return (
             f"checkpoint {self.path} is complete: {size / _GIGABYTE:.3g} GB in {seconds:.3g} s, "
             f"{size / _GIGABYTE / seconds:.3g} GB/s; training stood still for {self._stall:.3g} s"
@@ -172,16 +185,16 @@ class Save:
 
     def _complete(self, checksums: dict[str, FileChecksums], in_background: bool) -> None:
         """Write what only rank 0 writes, ``meta.pt`` last, which says that all the rest is there."""
-        partial = self._partial
+        partial, sizes = self._partial, file_sizes(self._partial)
         for name, each in checksums.items():
-            if not (partial / name).is_file() or (partial / name).stat().st_size != each.size:
+            if sizes.get(name) != each.size:
                 raise CheckpointError(
                     f"rank 0 does not see {name}, as another rank has written it, in {partial}; keep checkpoints "
                     "(dirpath, default_root_dir) on a file system that all hosts share, and let nobody else change them"
                 )
         write_checksums(partial, {**checksums, META: checksums_of(self._meta)})
-        (partial / META).write_bytes(self._meta)
-        sync(partial / META)
+        with written(partial / META) as stream:
+            stream.write(self._meta)
         check_complete(partial)
         publish(partial, self.path, in_background=in_background)
 
@@ -190,13 +203,18 @@ class Save:
             self._lock.release()
 
 
-def _start_partial(path: Path) -> FolderLock:
+def _start_partial(path: Path, in_store: Path | None = None) -> FolderLock | None:
     """Make an empty folder beside ``path`` to write into, after what killed programs left beside it is gone.
+
+    In a store, which has neither folders nor locks, it is ``in_store``.
 
     Raises:
         CheckpointError: If another program is writing the same checkpoint, or ``path`` is a folder of other files.
     """
     check_replaceable(path)
+    if is_remote(path):
+        delete_from_store(in_store or path)
+        return None
     partial = path.with_name(path.name + PARTIAL)
     wait_for_deletions()
     if partial.is_dir():
@@ -206,6 +224,14 @@ def _start_partial(path: Path) -> FolderLock:
     lock = FolderLock(partial, CheckpointError)
     remove_leftovers(path.parent, "*.ckpt", partial)
     return lock
+
+
+def _delete_partial(partial: Path) -> None:
+    with contextlib.suppress(OSError):
+        if not is_remote(partial):
+            shutil.rmtree(partial)
+        elif not (partial / META).is_file():  # else it is whole, and what it was to replace may be gone
+            delete_from_store(partial)
 
 
 def write_weights(chunks: list[Any], parent: Path) -> Path:
@@ -219,14 +245,12 @@ def write_weights(chunks: list[Any], parent: Path) -> Path:
     """
     folder = [""]
     if dist.get_rank() == 0:
-        parent.mkdir(parents=True, exist_ok=True)
-        folder = [tempfile.mkdtemp(prefix="megatron_relayout_", dir=parent)]
+        folder = [str(parent / f"megatron_relayout_{uuid.uuid4().hex}")]
     dist.broadcast_object_list(folder, 0)
     finish_parameter_gathers(chunks)
-    ShardWriter(
-        sharded_weights(chunks), Path(folder[0]), HostMemory(in_place=True), f"weights are not written to {folder[0]}"
-    ).finish()
-    return Path(folder[0])
+    path, refusal = as_path(folder[0]), f"weights are not written to {folder[0]}"
+    ShardWriter(sharded_weights(chunks), path, HostMemory(in_place=True), refusal).finish()
+    return path
 
 
 # ---- shards ---------------------------------------------------------------------------------------------------------
@@ -304,7 +328,8 @@ class ShardWriter:
 
     def _write_table(self, results: list[list[Any]]) -> None:
         assert self._table is not None
-        FileSystemWriter(self._folder).finish(self._table, results)
+        kind = FsspecWriter if is_remote(self._folder) else FileSystemWriter
+        kind(str(self._folder), sync_files=not is_remote(self._folder)).finish(self._table, results)
 
 
 def _staged(plan: Any, planner: Any, memory: HostMemory) -> dict[str, Shards]:
@@ -427,11 +452,9 @@ class FileWriter:
 
     @contextlib.contextmanager
     def _open(self, name: str) -> Iterator[Any]:
-        with (self._folder / name).open("wb", _BUFFER) as stream:
+        with written(self._folder / name, _BUFFER) as stream:
             file = _ChecksummedFile(stream, self._is_abandoned)
             yield file
-            stream.flush()
-            os.fsync(stream.fileno())
         self._checksums[name] = file.checksums
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_megatron.cli.errors import printable
 from lightning_megatron.errors import ConfigError, DataError, require_number
-from lightning_megatron.files import readable_size
+from lightning_megatron.files import as_path, readable_size
 
 if TYPE_CHECKING:
     from lightning_megatron.convert.contents import CheckpointContents, TensorEntry
@@ -55,8 +55,8 @@ def inspect_path(
     if documents is not None:
         require_number("documents", documents)
     report = _dataset(str(path), tokenizer, documents, json)
-    if report is None and os.path.exists(path):
-        report = _checkpoint(Path(path), json)
+    if report is None and (place := as_path(path)).exists():
+        report = _checkpoint(place, json)
         for name, value in (("tokenizer", tokenizer), ("documents", documents)):
             if report is not None and value is not None:
                 raise ConfigError(f"{name}={value} is for datasets, and {path} is a checkpoint; leave it out")
@@ -92,9 +92,9 @@ def _is_weights(path: Path) -> bool:
 
 def _unknown(path: str) -> str:
     is_what = "is neither a dataset (.bin and .idx) nor a checkpoint that is read"
-    if not os.path.exists(path):
+    folder = as_path(path)
+    if not folder.exists():
         is_what = f"does not exist, nor do {path}.bin and .idx"
-    folder = Path(path)
     found = sorted({str(each.with_suffix("")) for each in folder.glob("*.idx")} | set(map(str, folder.glob("*.ckpt"))))
     fix = "the prefix of a dataset, e.g. data/corpus_document, one of its files, a *.ckpt or a model directory"
     if found:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.errors import CheckpointError
+from lightning_megatron.errors import CheckpointError, ConfigError
 from tests.checkpoint.runs import Run, fit
 from tests.ranks import RankError, run_ranks
 
@@ -197,21 +197,22 @@ def test_what_another_program_wrote_is_named(tmp_path: Path, name: str, file: st
         _find(tmp_path / "checkpoints", tmp_path / name)
 
 
-def test_an_address_is_no_folder(tmp_path: Path) -> None:
+def test_an_address_that_nobody_knows_is_refused(tmp_path: Path) -> None:
     """Neither to begin with nor, in stock callbacks, to save to; this is known before any process starts."""
     import lightning.pytorch as pl
 
     from lightning_megatron import LoadFrom, MegatronStrategy
 
-    message = "memory://bucket.* is not on a file system, and a checkpoint is a folder that all ranks write and read"
-    with pytest.raises(CheckpointError, match=message):
-        _find(tmp_path, "memory://bucket/a.ckpt")
-    with pytest.raises(CheckpointError, match=message):
-        LoadFrom(path="memory://bucket/a.ckpt").found()
+    message = "nowhere://bucket.* cannot be opened .*; pip install 'lightning-megatron.remote.' and the package of that"
+    with pytest.raises(ConfigError, match=message):
+        _find(tmp_path, "nowhere://bucket/a.ckpt")
+    with pytest.raises(ConfigError, match=message):
+        LoadFrom(path="nowhere://bucket/a.ckpt").found()
     keeper = pl.callbacks.ModelCheckpoint("memory://bucket")
+    keeper.dirpath = "nowhere://bucket"
     strategy = MegatronStrategy()
     trainer = pl.Trainer(accelerator="cpu", devices=2, logger=False, callbacks=[keeper], strategy=strategy)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(ConfigError, match=message):
         strategy.checkpointing.begin_with(trainer, None)
 
 

@@ -17,7 +17,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Folders and files of the root, lowest first. Imports go from a later line to earlier ones only.
 LAYERS = (
     ("errors",),
-    ("files", "foreign_names", "hub", "known_warnings", "restarts"),
+    ("files", "foreign_names", "known_warnings", "restarts"),
+    ("hub",),
     ("engine",),
     ("models", "data", "checkpoint", "precision"),
     ("steps", "convert", "accounting", "predictions", "megatron_datamodule", "trainer_limits"),
