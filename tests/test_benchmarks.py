@@ -162,7 +162,7 @@ def test_losses_of_bf16_and_fp8_on_text_are_kept_and_drawn(tmp_path: Path) -> No
 def test_every_case_fits_its_devices() -> None:
     assert len({case.name for case in CASES}) == len(CASES)
     for case in CASES:
-        ranks_of_a_copy = case.layout.get("tp", 1) * case.layout.get("pp", 1)
+        ranks_of_a_copy = math.prod(case.layout.get(axis, 1) for axis in ("tp", "pp", "cp"))
         assert case.data_parallel_size * ranks_of_a_copy == case.num_devices
     assert case_named("gpt2-large-tp2-pp2").tokens == 2 * 24 * 1024
     assert case_named("llama-8b-tp2-dp2").tokens == 2 * 4 * 2 * 4096
