@@ -218,16 +218,14 @@ class OutputLinear(RowParallelLinear):
             kwargs: Megatron's.
         """
         super().__init__(*args, **{**kwargs, "bias": has_bias})
-        self.post_layernorm: Norm | None = None
         if has_norm:
             self.post_layernorm = Norm(self.config, self.output_size, self.config.layernorm_epsilon)
+            self.register_forward_hook(_normalized)  # behind the adapters', which are part of the linear
 
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[s, b, n/tp] to [s or s/tp, b, h], and a bias that is still to be added."""
-        output, bias = super().forward(input_)
-        if self.post_layernorm is None:
-            return output, bias
-        return self.post_layernorm(output if bias is None else output + bias), None
+
+def _normalized(linear: Any, args: Any, output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, None]:
+    x, bias = output
+    return linear.post_layernorm(x if bias is None else x + bias), None
 
 
 class PartlyRotatedAttention(SelfAttention):

@@ -86,7 +86,7 @@ class Adapter(torch.nn.Module):
         if len(parts) > 1:
             adapted = torch.eye(len(parts), dtype=weight.dtype)[:, list(parts)]
             self.owners = adapted[_part_of_rows(linear, name, model)].to(weight.device)
-        linear.register_forward_hook(self._add)
+        linear.register_forward_hook(self._add, prepend=True)  # before what is done with the sum: norms, caps
 
     def _add(self, linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
         # Called as a module: where parameters are gathered late, hooks of modules wait for them.

@@ -106,6 +106,10 @@ def _adapters(tensors: Tensors) -> Tensors:
         ),
         pytest.param(replace(GPT2, layout=Layout(tp=2)), ["c_attn", "mlp.c_proj"], id="gpt2_tp2"),
         pytest.param(replace(GPT2, layout=SPLIT), ALL["gpt2"], id="gpt2_split", marks=pytest.mark.exhaustive),
+        # Norms behind linears, and gate and up in one matrix.
+        pytest.param(
+            replace(LLAMA, model="glm4", layout=Layout(tp=2)), ["o_proj", "gate_up_proj", "down_proj"], id="glm4"
+        ),
     ],
 )
 def test_adapters_train_as_those_of_peft(case: Case, targets: list[str], tmp_path: Path) -> None:

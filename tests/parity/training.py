@@ -69,6 +69,7 @@ MODELS["llama_of_3_1"] = {
         "original_max_position_embeddings": 8,
     },
 }
+MODELS["glm4"] = {**MODELS["llama"], "model_type": "glm4", "head_dim": 8, "pad_token_id": None}
 MODELS["t5"] = {
     "model_type": "t5",
     "num_layers": 3,
