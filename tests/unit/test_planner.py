@@ -27,26 +27,32 @@ MEASURED = [
     ("llama-8b-dp4-mb2", 1, 8, 4, {"pp": 2}, 1.6815, 63.5, False),
     ("llama-8b-dp4-mb2", 1, 16, 4, {"pp": 4, "vpp": 4}, 1.7561, 60.8, False),
     ("llama-8b-8layers", 2, 8, 1, {}, 1.6477, 60.1, False),
-    ("llama-1b", 4, 2, 1, {}, 0.5289, 52.9, False),
+    ("llama-8b-8layers", 2, 4, 1, {}, 0.8417, 60.1, False),
+    ("llama-1b", 4, 2, 1, {}, 0.5001, 51.7, False),
     ("gpt2-large", 24, 2, 4, {"tp": 2, "pp": 2}, 0.2959, 21.9, True),
     ("gpt2-large", 24, 2, 4, {"tp": 2, "pp": 2, "vpp": 3}, 0.2492, None, False),
     ("gpt2-large", 12, 1, 4, {}, 0.1690, 27.0, False),
     ("gpt2-large", 24, 2, 1, {}, 0.5819, 54.0, False),
+    ("gpt2-large", 12, 1, 1, {"cuda_graphs": True}, 0.1393, 32.6, False),
     ("bert-large", 32, 2, 1, {}, 0.2003, 20.4, False),
+    ("bert-large", 32, 2, 1, {"cuda_graphs": True}, 0.1626, 19.7, False),
     ("bert-large", 32, 8, 4, {"tp": 2, "pp": 2}, 0.4388, 8.1, True),
     ("t5-large", 32, 2, 1, {}, 0.4033, 33.3, True),
+    ("t5-large", 32, 2, 1, {"cuda_graphs": True}, 0.3173, 32.3, True),
     ("t5-large", 32, 8, 4, {"tp": 2, "pp": 2}, 1.1008, 18.9, False),
 ]
 
 
 def _run(case_name: str, micro_batch_size: int, num_microbatches: int, gpus: int, layout: dict[str, int]) -> Run:
-    case = case_named(case_name)
+    case, replays = case_named(case_name), layout.get("cuda_graphs", False)
+    sizes = {name: size for name, size in layout.items() if name != "cuda_graphs"}
     return Run(
         model=model_config(dict(case.model)),
-        parallel=ParallelConfig(**layout, sequence_parallel=True, num_microbatches=num_microbatches),
+        parallel=ParallelConfig(**sizes, sequence_parallel=True, num_microbatches=num_microbatches),
         micro_batch_size=micro_batch_size,
         lengths=(case.seq_length, case.decoder_seq_length) if case.decoder_seq_length else (case.seq_length,),
         world_size=gpus,
+        cuda_graphs=bool(replays),
     )
 
 
