@@ -80,6 +80,16 @@ def hosts(session: nox.Session) -> None:
 
 
 @nox.session
+@nox.parametrize("engine", ["megatron-core==0.16.1", "megatron-core<0.20"], ids=["oldest", "newest"])
+def engines(session: nox.Session, engine: str) -> None:
+    """What touches Megatron-Core, on the oldest and on the newest release that this Python can have."""
+    install(session, "test")
+    session.install("--no-compile", TORCH, engine)
+    folders = ("parity", "checkpoint", "golden", "trainer", "families", "generate", "unit/engine")
+    session.run(*PYTEST, "-m", "not exhaustive", *(session.posargs or [f"tests/{name}" for name in folders]))
+
+
+@nox.session
 def convert_peers(session: nox.Session) -> None:
     """Legacy Megatron-LM checkpoints against the scripts of old transformers, which have environments of their own."""
     install(session, "test")

@@ -42,7 +42,13 @@ TABLE = ".metadata"
 BACKENDS = "metadata.json"
 """By which Megatron's own loader picks the code that reads the rest."""
 
-_KNOWN_BACKENDS = {"sharded_backend": "torch_dist", "common_backend": "torch"}
+KNOWN_BACKENDS = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+"""What ``metadata.json`` says; from megatron-core 0.17 on without the common ones."""
 
 # ---- completeness ---------------------------------------------------------------------------------------------------
 
@@ -99,9 +105,13 @@ def check_backends(path: Path) -> None:
         found = json.loads((path / BACKENDS).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         found = repr(error)
-    if not isinstance(found, dict) or any(found.get(name) != value for name, value in _KNOWN_BACKENDS.items()):
+    if (
+        not isinstance(found, dict)
+        or found.get("sharded_backend") != "torch_dist"
+        or (found.get("common_backend", "torch") != "torch")
+    ):
         raise CheckpointError(
-            f"checkpoint {path} has an unreadable {BACKENDS}: expected {_KNOWN_BACKENDS}, got {found}; give one that "
+            f"checkpoint {path} has an unreadable {BACKENDS}: expected {KNOWN_BACKENDS}, got {found}; give one that "
             "MegatronStrategy wrote"
         )
 

@@ -43,6 +43,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from lightning_megatron.checkpoint.files import (
     COMMON,
     META,
+    check_backends,
     check_complete,
     failures_as_errors,
     load_plain,
@@ -300,7 +301,12 @@ def _load_sharded(
     Returns:
         What was loaded; names in the checkpoint that ``state`` has not; names of ``state`` that are not there.
     """
-    loaded, table = on_all_ranks_alike(lambda: (load_plain(path / COMMON), read_table(path)))
+
+    def read() -> tuple[dict[str, Any], Metadata]:
+        check_backends(path)
+        return load_plain(path / COMMON), read_table(path)
+
+    loaded, table = on_all_ranks_alike(read)
     with failures_as_errors(f"checkpoint {path} does not fit this run, or is damaged"):
         prepared, not_saved, factories = load_preprocess(state)
         merge(loaded, not_saved)

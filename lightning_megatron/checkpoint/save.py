@@ -22,7 +22,6 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -30,7 +29,6 @@ from typing import Any, BinaryIO, TypeVar
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.core import CheckpointingConfig
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.filesystem_async import _split_by_size_and_type
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
@@ -53,6 +51,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from lightning_megatron.checkpoint.files import (
     BACKENDS,
     COMMON,
+    KNOWN_BACKENDS,
     META,
     TABLE,
     FileChecksums,
@@ -304,7 +303,7 @@ class ShardWriter:
         files = dict(plain or {})
         if dist.get_rank() == 0:
             files[COMMON] = torch_bytes(common)
-            files[BACKENDS] = json.dumps(asdict(CheckpointingConfig("torch_dist", 1))).encode()
+            files[BACKENDS] = json.dumps(KNOWN_BACKENDS).encode()
         shards = _on_all_ranks(lambda: _staged(plan, planner, memory), refusal)
         self.files = FileWriter(folder, shards, files)
         """Of this rank."""

@@ -6,6 +6,7 @@ were wrapped, cut or fused. Optimizer states are left alone.
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -107,7 +108,7 @@ def open_distributed(path: Path, config: Path | None) -> DistributedSource:
 
 
 def read_common(path: Path) -> Mapping[str, Any]:
-    """What Megatron-Core does not shard; empty if there is no such file.
+    """What Megatron-Core does not shard; empty if there is nothing.
 
     Raises:
         CheckpointError: If the checkpoint is one of ours that is damaged, of another format, or could run code.
@@ -115,10 +116,21 @@ def read_common(path: Path) -> Mapping[str, Any]:
     if (path / CHECKSUMS).is_file():
         raise CheckpointError(f"checkpoint {path} lacks its file {META}: it is damaged; use another")
     check_backends(path)
-    common = read_pickle(path / COMMON) if (path / COMMON).is_file() else {}
+    common = read_pickle(path / COMMON) if (path / COMMON).is_file() else _common_state(path)
     if not isinstance(common, Mapping):
         raise CheckpointError(f"checkpoint {path} has a damaged {COMMON}; use another")
     return common
+
+
+def _common_state(path: Path) -> Any:
+    """The same of megatron-core 0.17 on, which keeps it among the shards, as the only entry of a list."""
+    for index, place in read_table(path).storage_data.items():
+        if index.fqn == "common_state/shard_0_1":
+            with (path / place.relative_path).open("rb") as file:
+                file.seek(place.offset)
+                (common,) = read_pickle(io.BytesIO(file.read(place.length)), name=f"{path}: common_state")
+                return common
+    return {}
 
 
 def _checked_meta(path: Path) -> Mapping[str, Any]:

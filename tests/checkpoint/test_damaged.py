@@ -42,7 +42,7 @@ CASES: Mapping[str, tuple[damage.Damage, str]] = {
     "table pointing outside": (damage.pointing_outside, "it points outside itself, to '../other.ckpt/__0_0.distcp'"),
     "table without a tensor": (damage.without_tensor, "does not fit this run, or is damaged: .*final_layernorm.weight"),
     "backends missing": (damage.missing("metadata.json"), "lacks its file metadata.json"),
-    "backends cut": (damage.cut_in_half("metadata.json"), "does not fit this run, or is damaged"),
+    "backends cut": (damage.cut_in_half("metadata.json"), "has an unreadable metadata.json"),
     "data missing": (
         damage.missing("__1_0.distcp"),
         "does not fit this run, or is damaged: .*No such file.*__1_0.distcp",

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from lightning_megatron.convert.convert import ConvertOptions, convert
 from lightning_megatron.convert.distributed import open_distributed
@@ -29,9 +30,10 @@ _LOCAL = {
 }
 
 
-def _write(folder: Path, tensors: Mapping[str, torch.Tensor], common: Mapping[str, Any] | None = None) -> Path:
+def _write(folder: Path, tensors: Mapping[str, Any], common: Mapping[str, Any] | None = None) -> Path:
     """A checkpoint by torch's own writer, in its own chunks: each tensor is one."""
-    dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(folder), planner=planner, no_dist=True)
     backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
     (folder / "metadata.json").write_text(json.dumps(backends))
     torch.save(dict(common or {}), folder / "common.pt")
@@ -84,6 +86,15 @@ def test_checkpoints_of_any_program_are_read(tmp_path: Path, source: Path, chang
     assert found.source.iteration == 0
 
 
+def _without_common_file(path: Path, tensors: Mapping[str, Any], common: Mapping[str, Any]) -> Path:
+    """As megatron-core 0.17 to 0.19 write it: what is not sharded is one more object among the shards."""
+    shutil.rmtree(path)
+    _write(path, {**tensors, "common_state/shard_0_1": [dict(common)]})
+    (path / "common.pt").unlink()
+    (path / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+    return path
+
+
 def test_megatron_lms_arguments_describe_the_model(tmp_path: Path) -> None:
     save_as(tiny("qwen2"), tmp_path / "source", "safetensors")
     config = json.loads((tmp_path / "source" / "config.json").read_text())
@@ -97,10 +108,14 @@ def test_megatron_lms_arguments_describe_the_model(tmp_path: Path) -> None:
         untie_embeddings_and_output_weights=True,
     )
     common = {"args": arguments, "iteration": 12, "checkpoint_version": 3.0}
-    found = weights_of(_write(tmp_path / "core", _stacked(tmp_path / "source"), common))
-    assert found.source.model.family == "qwen2"
-    assert found.source.iteration == 12
-    assert_same_weights(found, weights_of(tmp_path / "source"))
+    path, tensors = tmp_path / "core", _stacked(tmp_path / "source")
+    for found in (
+        weights_of(_write(path, tensors, common)),
+        weights_of(_without_common_file(path, tensors, common)),
+    ):
+        assert found.source.model.family == "qwen2"
+        assert found.source.iteration == 12
+        assert_same_weights(found, weights_of(tmp_path / "source"))
 
 
 # ---- what is wrong --------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -92,6 +93,7 @@ def test_what_megatron_refuses_is_one_line() -> None:
     assert e.value.error_type == "ConfigError"
 
 
+@pytest.mark.skipif(version("megatron-core") != "0.16.1", reason="the table names the fields of 0.16.1")
 def test_only_fields_that_there_are_are_refused() -> None:
     for kind, refused in overrides._INSTEAD.items():
         known = {field.name for field in fields(kind)}
