@@ -93,14 +93,16 @@ class Cluster:
 
     def check_losses(self) -> None:
         """Every step was computed as without incidents; fp32 is summed in another order."""
-        expected = _losses_of_one_process()
+        expected = _losses_of_one_process(self.options["max_steps"])
         for step, loss, *_ in self.lines("steps"):
             assert loss == pytest.approx(expected[step], rel=2e-5), f"step {step}"
 
 
 @cache
-def _losses_of_one_process() -> dict[int, float]:
-    options = {"num_nodes": 1, "devices": 1, "num_microbatches": _GLOBAL_BATCH, "max_steps": 100, "cache": "cache"}
+def _losses_of_one_process(max_steps: int) -> dict[int, float]:
+    """Of each step; the order of samples depends on how many the whole run takes."""
+    sizes = {"num_nodes": 1, "devices": 1, "num_microbatches": _GLOBAL_BATCH}
+    options = {**sizes, "max_steps": max_steps, "cache": "cache"}
     with TemporaryDirectory() as folder:
         command = python(train.__file__, json.dumps(options))
         subprocess.run(command, cwd=folder, env=_environment(), check=True, timeout=300, capture_output=True)
@@ -141,7 +143,7 @@ def test_torchrun_goes_on_without_a_host_and_takes_it_back(network: Network, tmp
     network.unplug(lost)
     network.kill(lost)
     begin, done = time.monotonic(), len(cluster.lines("steps"))
-    noticed = cluster.wait_for(lambda: "Connection" in cluster.said() or "Timed out" in cluster.said())
+    noticed = cluster.wait_for(lambda: "failed (exitcode" in cluster.said())
     cluster.wait_for(lambda: len(cluster.lines("steps")) > done + 1 and cluster.lines("steps")[-1][2] < len(hosts))
     without = time.monotonic() - begin
     _print(f"{len(hosts)} hosts, one without power: noticed after {noticed:.0f} s, steps again after {without:.0f} s")

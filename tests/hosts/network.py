@@ -6,18 +6,22 @@ a namespace is shared: the file systems are those of a cluster with a common dis
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import IO, Self
 
 from tests.ranks import ROOT
 
-_SWITCH = "lmswitch"
+_OURS = f"lm{os.getpid()}"
+"""Begins the names of what this process makes; two may test at once."""
+_SWITCH = f"{_OURS}s"
 _BOOT = 'mount --bind "$0" /etc/hosts && hostname "$1" && shift && exec "$@"'
 
 
@@ -26,7 +30,7 @@ def what_is_missing() -> str | None:
     if os.geteuid() != 0:
         return "needs root, for network namespaces"
     try:
-        with Network(1, Path("/tmp")):
+        with TemporaryDirectory() as folder, Network(1, Path(folder)):
             return None
     except FileNotFoundError:
         return "needs the program ip (package iproute2)"
@@ -48,7 +52,14 @@ class Network:
         self._folder = folder
 
     def __enter__(self) -> Self:
-        self.__exit__(None, None, None)  # of a test that was killed
+        try:
+            self._connect()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def _connect(self) -> None:
         _ip("link", "add", _SWITCH, "type", "bridge")
         _ip("link", "set", _SWITCH, "up")
         addresses = {host: f"10.77.0.{number}" for number, host in enumerate(self.hosts, 1)}
@@ -61,7 +72,6 @@ class Network:
                 _ip("-n", _space(host), "link", "set", interface, "up")
             others = "".join(f"{address} {other}\n" for other, address in addresses.items() if other != host)
             self._names(host).write_text(f"127.0.0.1 localhost\n127.0.1.1 {host}\n{others}")
-        return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         for host in self.hosts:
@@ -92,7 +102,8 @@ class Network:
         """End every process of a host; if it is unplugged, as by a loss of power: no connection is closed."""
         listed = subprocess.run(["ip", "netns", "pids", _space(host)], capture_output=True, text=True, check=False)
         for pid in listed.stdout.split():
-            os.kill(int(pid), signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
 
     def _names(self, host: str) -> Path:
         return self._folder / f"names_of_{host}"
@@ -104,11 +115,11 @@ def python(*arguments: str) -> list[str]:
 
 
 def _space(host: str) -> str:
-    return f"lm-{host}"
+    return f"{_OURS}{host}"
 
 
 def _cable(host: str) -> str:
-    return f"lmcable{host.removeprefix('host')}"
+    return f"{_OURS}c{host.removeprefix('host')}"
 
 
 def _ip(*arguments: str) -> None:
