@@ -30,6 +30,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_megatron.convert.family import LAYER, linears_of
+from lightning_megatron.convert.registry import model_config, rules_of
 from tests.parity.comparison import relative_error
 from tests.parity.hugging_face import tensors_of
 from tests.parity.logits import keeping_outputs
@@ -152,6 +154,43 @@ def check_family(
     return answers
 
 
+def check_adapters(hf_model: Any, layout: Layout, rows: Rows) -> None:
+    """As ``check_family``, with adapters of ``peft`` beside all linears, whose gradients count and which are saved.
+
+    Args:
+        hf_model: As there; it is changed.
+        layout: As there.
+        rows: As there.
+    """
+    from peft import LoraConfig, get_peft_model
+    from safetensors.torch import load_file
+
+    directory = Path(tempfile.mkdtemp(prefix="adapters_"))
+    try:
+        hf_model.save_pretrained(directory / "source")
+        torch.manual_seed(4)
+        linears = linears_of(rules_of(model_config(directory / "source")))
+        ends = {name.removesuffix(".weight").split(f"{LAYER}.")[1] for r in linears.values() for name in r.hugging_face}
+        config = LoraConfig(r=3, lora_alpha=5, target_modules=sorted(ends), init_lora_weights=False)
+        get_peft_model(hf_model, config).save_pretrained(directory / "adapter")
+        arguments = (str(directory), Case(layout=layout, steps=1), rows, None, None, str(directory / "adapter"))
+        answers: list[FamilyAnswer] = run_ranks(answer_of_family, layout.world_size, *arguments)
+        reference = _reference(hf_model, rows)
+        _compare_outputs(answers, reference, _real_positions(hf_model, rows), layout)
+        torch.testing.assert_close(answers[0].loss, reference.loss, rtol=_LOSS_RTOL, atol=0.0)
+        gradients = {
+            f"base_model.model.{name.replace('.default', '')}": gradient
+            for name, gradient in reference.gradients.items()
+            if ".lora_" in name
+        }
+        _compare_gradients({name: answers[0].gradients[name] for name in gradients}, gradients)
+        saved, given = (load_file(directory / name / "adapter_model.safetensors") for name in ("saved", "adapter"))
+        assert saved.keys() == given.keys()
+        assert all(saved[name].equal(given[name]) for name in given)
+    finally:
+        shutil.rmtree(directory)
+
+
 def _reference(hf_model: Any, rows: Rows) -> _Reference:
     hf_model.zero_grad(set_to_none=True)
     output = hf_model(**{name: torch.stack([row[name] for row in rows]) for name in rows[0]})
@@ -230,7 +269,9 @@ def _compare_saved(directory: Path, hf_model: Any) -> None:
 # ---- on the ranks ---------------------------------------------------------------------------------------------------
 
 
-def answer_of_family(directory: str, case: Case, rows: Rows, task: str | None, train_step: Any) -> FamilyAnswer:
+def answer_of_family(
+    directory: str, case: Case, rows: Rows, task: str | None, train_step: Any, lora: str | None = None
+) -> FamilyAnswer:
     """Load ``directory/source``, answer the rows, train one step on them, and save as ``directory/saved``."""
     from lightning.pytorch import Callback
 
@@ -251,13 +292,13 @@ def answer_of_family(directory: str, case: Case, rows: Rows, task: str | None, t
             self.loss = outputs["loss"].item()
 
     loader: DataLoader[Any] = DataLoader(rows, batch_size=len(rows) // case.layout.dp)  # type: ignore[arg-type]
-    answering = pretrained_module(directory + "/source", task=task, train_step=train_step)
+    answering = pretrained_module(directory + "/source", task=task, train_step=train_step, lora=lora)
     answering.train_step = keeping = keeping_outputs(answering.train_step)
     trainer = trainer_of(case)
     trainer.validate(answering, loader, verbose=False)
     topology = trainer.strategy.topology
     recorder = Recorder()
-    training = pretrained_module(directory + "/source", task=task, train_step=train_step)
+    training = pretrained_module(directory + "/source", task=task, train_step=train_step, lora=lora)
     trainer_of(case, callbacks=[recorder]).fit(training, loader)
     return FamilyAnswer(
         outputs=[torch.cat(parts) for parts in zip(*keeping.outputs, strict=True)],
