@@ -59,6 +59,8 @@ class Case:
     """Of the Trainer."""
     target: Target | None = None
     """What must be reached on H200s."""
+    lora: Mapping[str, Any] | None = None
+    """Fields of ``LoRA``; None to train the weights."""
 
     @property
     def data_parallel_size(self) -> int:
@@ -207,6 +209,15 @@ _BF16_CASES: tuple[Case, ...] = (
         num_devices=4,
     ),
     Case(
+        name="llama-8b-lora",
+        model=LLAMA_8B,
+        seq_length=4096,
+        micro_batch_size=2,
+        num_microbatches=4,
+        lora={"rank": 16, "alpha": 32.0},
+        target=Target(metric="tokens_per_s_per_gpu", value=14_000),
+    ),
+    Case(
         name="llama-8b-tp2-dp2",
         model=LLAMA_8B,
         seq_length=4096,
@@ -329,6 +340,7 @@ _BF16_CASES: tuple[Case, ...] = (
         **_SMOKE,
     ),
     Case(name="smoke", model=_GPT2_TINY, **_SMOKE),
+    Case(name="smoke-lora", model=_GPT2_TINY, num_devices=2, layout={"tp": 2}, lora={"rank": 4}, **_SMOKE),
     Case(name="smoke-tp2", model=_GPT2_TINY, num_devices=2, layout={"tp": 2, "sequence_parallel": True}, **_SMOKE),
 )
 

@@ -14,8 +14,9 @@ from benchmarks.corpus import indexed_data
 from benchmarks.measurement import Measurement, StepTimes
 from benchmarks.recorder import Plan, StepRecorder, engine_step
 from benchmarks.tokens import loader
-from lightning_megatron import MegatronModule, MegatronStrategy
+from lightning_megatron import LoRA, MegatronModule, MegatronStrategy
 from lightning_megatron.accounting import AttentionCount, model_flops, peak_flops_per_s
+from lightning_megatron.convert.peft import with_adapters
 from lightning_megatron.convert.registry import model_config
 
 CLIP = 1.0
@@ -32,7 +33,7 @@ def run_megatron(case: Case, plan: Plan, indexed_workers: int | None = None) -> 
         indexed_workers: Train on an indexed dataset, read ahead by so many processes; None: on rows in memory.
     """
     strategy = MegatronStrategy(num_microbatches=case.num_microbatches, **case.layout)
-    module = MegatronModule(model=dict(case.model), lr=LR)
+    module = MegatronModule(model=dict(case.model), lr=LR, lora=None if case.lora is None else LoRA(**case.lora))
     recorder = StepRecorder(plan, engine_step)
     trainer = make_trainer(case, strategy, recorder, max_steps=plan.trainer_steps, gradient_clip_val=CLIP)
     if indexed_workers is None:
@@ -108,6 +109,8 @@ def _measurement(case: Case, implementation: str, recorder: StepRecorder) -> Mea
 def _flops_per_s(case: Case, step_seconds: float, attention: AttentionCount) -> float:
     """Model FLOP/s of one device."""
     model = model_config(case.model)
+    if case.lora is not None:
+        model = with_adapters(model, LoRA(**case.lora))
     padded = model.padded_vocab_size(case.layout.get("tp", 1))
     lengths = (case.seq_length, case.decoder_seq_length) if case.decoder_seq_length else (case.seq_length,)
     per_row = model_flops(model, lengths, padded, attention)

@@ -34,7 +34,11 @@ def test_the_loaders_of_all_objectives_are_measured(capfd: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    "name", ["smoke-tp2", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("smoke", "smoke-bert", "smoke-t5"))]
+    "name",
+    [
+        "smoke-tp2",
+        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("smoke", "smoke-bert", "smoke-t5", "smoke-lora")),
+    ],
 )
 def test_a_case_runs_and_reports_its_steps(name: str, tmp_path: Path) -> None:
     case = case_named(name)
