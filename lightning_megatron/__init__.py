@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from lightning_megatron.engine.collectives import (
         gather_across_data_parallel_groups as gather_across_data_parallel_groups,
     )
+    from lightning_megatron.engine.heartbeat import Heartbeat as Heartbeat
     from lightning_megatron.engine.lr_schedule import LRSchedule as LRSchedule
     from lightning_megatron.engine.optimizer import OptimizerOptions as OptimizerOptions
     from lightning_megatron.engine.train_step import TrainStep as TrainStep
@@ -71,6 +72,7 @@ _HOMES = {
         "data.masked": "MaskingOptions",
         "datamodules": "DatasetDataModule IndexedDataModule InstructionDataModule TextEvaluationDataModule",
         "engine.collectives": "avg_losses_across_data_parallel_group gather_across_data_parallel_groups",
+        "engine.heartbeat": "Heartbeat",
         "engine.lr_schedule": "LRSchedule",
         "engine.optimizer": "OptimizerOptions",
         "engine.train_step": "TrainStep",

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -34,9 +35,10 @@ from lightning_megatron.checkpoint.find import (
     preferred,
 )
 from lightning_megatron.checkpoint.load import LoadFrom, as_load_from, load_initial_weights, reload_masters, resume
-from lightning_megatron.checkpoint.save import HostMemory, Save, described
+from lightning_megatron.checkpoint.save import HostMemory, Save, described, prepare
 from lightning_megatron.data.loader import ResumableLoader
 from lightning_megatron.engine.collectives import on_all_ranks_alike, wait_for_all_ranks
+from lightning_megatron.engine.heartbeat import progress
 from lightning_megatron.engine.wrap import finish_parameter_gathers
 from lightning_megatron.errors import CheckpointError, ConfigError, NonFiniteError, NumericsError
 from lightning_megatron.files import as_path, is_remote, remove, wait_for_deletions
@@ -145,6 +147,7 @@ class Checkpointing:
         Raises:
             CheckpointError: If the dict holds more than plain data; if the run ends with this save, and it fails.
         """
+        begin = time.monotonic()
         self._settle_step()
         self._end_unless_all_ranks_save(filepath)
         path = as_path(self._strategy.broadcast(str(filepath)))
@@ -161,6 +164,7 @@ class Checkpointing:
             self.finish(is_final=is_final)
         if is_final:
             self._memory.release()
+        progress.saves.append(time.monotonic() - begin)
 
     def finish(self, *, is_final: bool = False) -> None:
         """Complete the save that is under way, if there is one; waits for the files of all ranks.
@@ -272,8 +276,14 @@ class Checkpointing:
             self.finish()
 
     def on_train_start(self) -> None:
-        """Note the step that training begins with."""
-        self._first_step = self._module.trainer.global_step
+        """Note the step that training begins with, and get memory for saves beside training."""
+        trainer = self._module.trainer
+        self._first_step = trainer.global_step
+        keepers = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+        if self._asynchronous and keepers and not getattr(trainer, "fast_dev_run", False):
+            with_optimizer = not all(keeper.save_weights_only for keeper in keepers)
+            with self._strategy.engine():
+                prepare(self._strategy._run_state(with_optimizer=with_optimizer), self._memory)
 
     def on_train_end(self) -> None:
         """Complete the last save.

@@ -40,12 +40,14 @@ from lightning_megatron.engine import groups
 from lightning_megatron.engine.collectives import on_all_ranks_alike
 from lightning_megatron.engine.fillers.fp8 import Recipe, known_recipe
 from lightning_megatron.engine.groups import Topology
+from lightning_megatron.engine.heartbeat import Heartbeat
 from lightning_megatron.engine.microbatch_graph import MicrobatchGraphs
 from lightning_megatron.engine.optimizer import MegatronOptimizer, OptimizerContext, OptimizerOptions, OptimizerReport
 from lightning_megatron.engine.overrides import Overrides
 from lightning_megatron.engine.parallel import CPCommType, ParallelConfig
 from lightning_megatron.engine.runtime import Runtime, seed_of_run
 from lightning_megatron.engine.schedule import Schedule, StepOutput, StepShape
+from lightning_megatron.engine.watch import Watch
 from lightning_megatron.engine.wrap import GradientReduction, freeze_alike, to_16bit, to_ddp
 from lightning_megatron.errors import ConfigError, require_choice
 from lightning_megatron.files import as_path
@@ -94,7 +96,7 @@ class MegatronStrategy(ParallelStrategy):
         async_save: Train on while the files of a checkpoint are written, from a copy in the host's memory.
         transformer_config_overrides: Fields of Megatron's ``TransformerConfig`` to set by hand. Those that an option of
             this package sets are refused, here and below.
-        timeout: How long a collective may wait for other ranks before the run is given up.
+        timeout: How long a collective may wait for other ranks before the run is given up: a timedelta, or seconds.
         on_nan: What a step does whose loss or gradients are NaN or infinite: ``raise`` ends the run before the weights
             change (on GPUs, which are not waited for, one step later), ``skip`` leaves the step out on all ranks, and
             learning rates stay where they are, as after an overflow of ``16-mixed`` (which is none of these);
@@ -114,6 +116,8 @@ class MegatronStrategy(ParallelStrategy):
             or ``grad_reduce_in_fp32=False`` for gradients in 16 bits, which take half of the memory and of the traffic.
         cp_comm_type: What cp ranks exchange in attention: ``a2a`` (heads for tokens, where tp x cp divides the
             key/value heads), ``all_gather`` (keys and values), or ``auto``: the first of them that the model allows.
+        heartbeat: After how many seconds without progress of any rank a run of several ranks ends, with a line that
+            names the rank that hangs and where, and with the stacks of all in ``default_root_dir/stacks``.
 
     Raises:
         ConfigError: If the sizes do not fit together.
@@ -138,7 +142,7 @@ class MegatronStrategy(ParallelStrategy):
         load_from: LoadFrom | str | Path | None = None,
         async_save: bool = False,
         transformer_config_overrides: dict[str, Any] | None = None,
-        timeout: timedelta = timedelta(minutes=30),  # noqa: B008 (immutable)
+        timeout: timedelta | float = timedelta(minutes=30),  # noqa: B008 (immutable)
         on_nan: Literal["raise", "skip"] = "raise",
         fp8: Recipe | None = None,
         cuda_graphs: bool = False,
@@ -147,6 +151,7 @@ class MegatronStrategy(ParallelStrategy):
         optimizer_config_overrides: dict[str, Any] | None = None,
         ddp_config_overrides: dict[str, Any] | None = None,
         cp_comm_type: CPCommType = "auto",
+        heartbeat: Heartbeat = Heartbeat(),  # noqa: B008 (frozen)
     ) -> None:
         super().__init__()
         die_with_launcher()
@@ -168,16 +173,16 @@ class MegatronStrategy(ParallelStrategy):
         self._recompute = Recompute(granularity=recompute, method=recompute_method, num_layers=recompute_num_layers)
         self.distributed_optimizer, self._overlap_communication = distributed_optimizer, overlap_communication
         self._overrides = Overrides.of(transformer_config_overrides, optimizer_config_overrides, ddp_config_overrides)
-        self._timeout = timeout
+        self._watch = Watch(heartbeat, timeout)
+        self._timeout = self._watch.collective_timeout
         self._topology: Topology | None = None
         self._runtime: Runtime | None = None
         self._schedule: Schedule | None = None
         self.step_shape: StepShape | None = None
         """Rows and tokens of the last step; None before the first."""
         self._weights_of_other_layout: Path | None = None
-        self._loader_tells_steps = False
         self._shared_batches: float = math.inf
-        self.load_weights_only, self.num_nodes = load_weights_only, 1
+        self.load_weights_only, self.num_nodes, self._loader_tells_steps = load_weights_only, 1, False
         self.checkpointing = Checkpointing(self, load_from=load_from, async_save=async_save)
         require_choice("on_nan", on_nan, ("raise", "skip"))
         self.on_nan, self.cuda_graphs, self.fp8 = on_nan, cuda_graphs, known_recipe(fp8)
@@ -353,9 +358,11 @@ class MegatronStrategy(ParallelStrategy):
         self.set_world_ranks()
         device = self.root_device
         backend = fabric._get_default_process_group_backend_for_device(device)
-        with meeting(environment, self.num_nodes, self._timeout) as store:
+        self._watch.prepare(self._module.trainer.default_root_dir, device)
+        with meeting(environment, self.num_nodes, self._watch.timeout) as store:
             device_id = device if device.type == "cuda" else None
             fabric._init_dist_connection(environment, backend, timeout=self._timeout, device_id=device_id, store=store)
+        self._watch.start()
         if self._runtime is not None:
             self._runtime.release()  # of a run that has ended without teardown
         self._runtime = Runtime(device)
@@ -631,6 +638,7 @@ class MegatronStrategy(ParallelStrategy):
         self.checkpointing.end()
         if self.checkpointing.is_preempted:
             self.barrier()  # a rank that ends earlier would have Lightning's launcher kill the others (code 137)
+        self._watch.stop()
         if self._runtime is not None:
             self._runtime.release()
         ready(self.cluster_environment, "the Trainer").teardown()

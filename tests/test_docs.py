@@ -377,11 +377,11 @@ def _fields(kind: Any) -> list[str]:
 
 
 def _options() -> str:
-    from lightning_megatron import LoadFrom, LoRA, LRSchedule, MaskingOptions, OptimizerOptions, TrainStep
+    from lightning_megatron import Heartbeat, LoadFrom, LoRA, LRSchedule, MaskingOptions, OptimizerOptions, TrainStep
 
     parts = [
         f"## {kind.__name__}\n\n{_summary(kind)}\n\n{_table('| field | default | |', _fields(kind))}\n"
-        for kind in (OptimizerOptions, LRSchedule, LoRA, LoadFrom, MaskingOptions)
+        for kind in (OptimizerOptions, LRSchedule, LoRA, LoadFrom, Heartbeat, MaskingOptions)
     ]
     rows = [
         f"| `{name}` | {'yes' if name in TrainStep.__abstractmethods__ else ''} | "

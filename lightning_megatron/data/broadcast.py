@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_megatron.engine.groups import Topology
+from lightning_megatron.engine.heartbeat import progress
 from lightning_megatron.errors import DataError
 
 _ALIGNMENT = 16
@@ -60,6 +61,7 @@ def broadcast_batch(
     Raises:
         DataError: On all of these ranks, if the source's batch is not a dict of tensors or ``check`` refuses it.
     """
+    progress.steps += 1
     if dist.get_world_size(topology.mp_group) == 1:
         return {name: _copied(tensor, device) for name, tensor in _checked(batch, check).items()}
     if topology.is_data_source:

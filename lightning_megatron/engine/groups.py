@@ -72,13 +72,12 @@ def initialize(parallel: ParallelConfig, timeout: timedelta) -> Topology:
             _current = (topology, world)
             return topology
     destroy()
-    minutes = max(1, round(timeout.total_seconds() / 60))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
         virtual_pipeline_model_parallel_size=parallel.vpp,
         context_parallel_size=parallel.cp,
-        distributed_timeout_minutes=minutes,
+        distributed_timeout_minutes=timeout.total_seconds() / 60,
     )
     mp_group = _model_parallel_group(parallel, timeout)
     topology = Topology(

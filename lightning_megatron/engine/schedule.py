@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from lightning_megatron.engine.fillers.fp8 import fp8_linears, quantized_weights
 from lightning_megatron.engine.groups import Topology
+from lightning_megatron.engine.heartbeat import progress
 from lightning_megatron.engine.microbatch_graph import MicrobatchGraphs
 from lightning_megatron.engine.wrap import add_replicas, unwrap
 from lightning_megatron.errors import ConfigError, NonFiniteError
@@ -300,6 +301,7 @@ class Schedule:
 
     def _forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[Output, Any]:
         microbatch = next(data_iterator)
+        progress.ticks += 1
         output, loss_func = self._step.forward_step(iter([microbatch]), model)
 
         def report(output: Output) -> tuple[torch.Tensor, int, torch.Tensor]:

@@ -24,6 +24,7 @@ from transformers.generation.logits_process import (
 )
 
 from lightning_megatron.engine.groups import Topology
+from lightning_megatron.engine.heartbeat import progress
 from lightning_megatron.generate.inputs import NextTokens
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.generate.pipeline import Stages
@@ -90,6 +91,7 @@ def decode(
         stages.select(parents)
         logits = None if logits is None else logits[parents]
     for step in range(most):
+        progress.ticks += 1
         message = torch.empty(2 * rows + 1, dtype=torch.long, device=device)
         if texts is not None:
             assert logits is not None

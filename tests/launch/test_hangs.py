@@ -1,0 +1,209 @@
+"""A run one rank of which hangs ends soon, on all ranks, and says where; one that only takes long goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_megatron.engine.heartbeat import Beat, Heartbeat, straggler, verdict
+from lightning_megatron.errors import ConfigError
+from tests.checkpoint.runs import Run, checkpoints_at, fit
+from tests.ranks import RankError, run_ranks
+
+LIMITS = {"setup": 4, "step": 3, "checkpoint": 3}
+
+
+def _callback(hook: str, act: Callable[[Any], None], rank: int) -> Any:
+    import lightning.pytorch as pl
+
+    class Acts(pl.Callback):
+        """Does something in one hook, in the second step, on one rank."""
+
+    def call(self: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        if trainer.global_rank == rank and (trainer.global_step == 2 or hook == "setup"):
+            act(trainer)
+
+    setattr(Acts, hook, call)
+    return Acts()
+
+
+def _train(strategy: dict[str, Any], hook: str, act: Callable[[Any], None], rank: int, folder: Path) -> int:
+    """The last step of a run with a callback of ``act``."""
+    run = Run(strategy=strategy, trainer={"max_steps": 4, "default_root_dir": str(folder)})
+    trainer, _ = fit(run, _callback(hook, act, rank), checkpoints_at(folder))
+    return int(trainer.global_step)
+
+
+def _sleeps(trainer: Any) -> None:
+    time.sleep(60)
+
+
+def _is_stopped(trainer: Any) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _has_a_barrier_of_its_own(trainer: Any) -> None:
+    trainer.strategy.barrier()
+
+
+def _has_a_dead_disk(trainer: Any) -> None:
+    from lightning_megatron.checkpoint.save import _ChecksummedFile
+
+    _ChecksummedFile.write = lambda *args: time.sleep(60)  # type: ignore[assignment]
+
+
+BATCH_END = "on_train_batch_end"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "act", "hook", "rank", "told"),
+    [
+        pytest.param(
+            {"pp": 2}, _sleeps, BATCH_END, 1, r"is in Acts\.on_train_batch_end \(.* in _sleeps\)", id="sleeps"
+        ),
+        pytest.param({"tp": 2}, _is_stopped, BATCH_END, 0, "whose store has not answered", id="rank 0 is stopped"),
+        pytest.param(
+            *({"tp": 2}, _is_stopped, BATCH_END, 1, "gives no sign of life"),
+            id="rank 1 is stopped",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            *({}, _has_a_barrier_of_its_own, BATCH_END, 1, "is in barrier, in "),
+            id="a barrier of its own",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            *({"tp": 2}, _has_a_dead_disk, "on_train_batch_start", 1, r"ModelCheckpoint\..*checkpoint.save\.py"),
+            id="a dead disk",
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_a_run_that_hangs_names_the_rank_and_its_place(
+    tmp_path: Path, strategy: dict[str, Any], act: Callable[[Any], None], hook: str, rank: int, told: str
+) -> None:
+    begin = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        run_ranks(_train, 2, {**strategy, "heartbeat": Heartbeat(**LIMITS)}, hook, act, rank, tmp_path)
+    lines = re.findall(r"^error: .*", str(caught.value), re.MULTILINE)
+    assert lines, caught.value
+    expected = rf"error: rank {rank} hangs.*{told}.*stacks of all ranks: {tmp_path}/stacks"
+    assert [line for line in lines if not re.match(expected, line)] == []
+    assert time.monotonic() - begin < 60
+    if act is _sleeps:
+        stacks = [(tmp_path / "stacks" / f"rank_{each}.txt").read_text() for each in range(2)]
+        assert "in _sleeps" in stacks[1]
+        assert "in _sleeps" not in stacks[0]
+
+
+def _gets_sigterm(trainer: Any) -> None:
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+
+def _hang_and_terminate(folder: Path) -> None:
+    limits = Heartbeat(setup=100, step=100, grace=2)
+    run = Run(strategy={"heartbeat": limits}, trainer={"max_steps": 4, "default_root_dir": str(folder)})
+    fit(run, _callback(BATCH_END, _gets_sigterm, 0), _callback(BATCH_END, _sleeps, 1), checkpoints_at(folder))
+
+
+def test_sigterm_ends_a_run_that_hangs_within_the_grace(tmp_path: Path) -> None:
+    with pytest.raises(
+        RankError, match=r"error: rank 1 hangs.*; SIGTERM came \d s ago, and the run ends without saving"
+    ):
+        run_ranks(_hang_and_terminate, 2, tmp_path)
+
+
+def _computes(trainer: Any) -> None:
+    end = time.monotonic() + LIMITS["setup"] + 2
+    while time.monotonic() < end:
+        pass
+
+
+def _works(trainer: Any, left: int = LIMITS["step"] + 3) -> None:
+    """Is elsewhere every second."""
+    time.sleep(1)
+    if left:
+        _works(trainer, left - 1)
+
+
+def _was_stopped(trainer: Any) -> None:
+    from lightning_megatron.engine import watch
+
+    watch._STANDSTILL = 1.5
+    subprocess.Popen(["sh", "-c", f"sleep 2.5; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(2)
+
+
+def _take_long(folder: Path) -> tuple[int, list[str]]:
+    """Set-up that computes on one rank, a hook that works, a rank that is stopped and goes on; what was warned of."""
+    callbacks = [
+        _callback("setup", _computes, 0),
+        _callback(BATCH_END, _works, 1),
+        _callback("on_train_batch_start", _was_stopped, 1),
+    ]
+    run = Run(
+        strategy={"heartbeat": Heartbeat(setup=LIMITS["setup"], step=LIMITS["step"] + 3)},
+        trainer={"max_steps": 4, "default_root_dir": str(folder)},
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer, _ = fit(run, *callbacks)
+    return int(trainer.global_step), [str(each.message) for each in caught if "stood still" in str(each.message)]
+
+
+def test_a_run_that_only_takes_long_goes_on_and_a_rank_that_stood_still_is_named(tmp_path: Path) -> None:
+    (steps, others), (_, warned) = run_ranks(_take_long, 2, tmp_path)
+    assert (steps, others) == (4, [])
+    assert [re.sub(r"for \d+ s", "for N s", each) for each in warned] == [
+        "rank 1 stood still for N s: it was stopped, or held Python's lock"
+    ]
+
+
+def _beat(stale: float, place: str = "in all_reduce (a.py:1 in f)", **fields: Any) -> Beat:
+    return Beat(stale=stale, limit=60, place=place, waits="all_reduce" in place, **fields)
+
+
+def test_a_run_hangs_only_if_no_rank_makes_progress() -> None:
+    waits, hangs, works = _beat(70), _beat(70, "in C.setup (b.py:2 in setup)"), _beat(10, "at (c.py:3 in g)")
+    assert verdict({0: waits, 1: works}, [], waits, 1e9) is None
+    found = verdict({0: waits, 1: waits, 2: hangs}, [], waits, 1e9)
+    assert found is not None
+    assert found.text.startswith("rank 2 hangs: expected progress within 60 s, got none for 70 s: rank 2 is in C.setup")
+    every = verdict({0: waits, 1: waits, 2: _beat(70, "in all_reduce, in C.x (d.py:4 in x)")}, [], waits, 1e9)
+    assert every is not None
+    assert every.text.startswith("rank 2 hangs")
+    assert verdict({0: waits, 1: works}, [], waits, 5) is not None
+
+
+def test_a_slow_rank_is_named_only_after_many_steps() -> None:
+    def seen(samples: int, waited: tuple[int, ...]) -> dict[int, Beat]:
+        return {
+            rank: _beat(0, samples=samples, steps=samples, waited=each, busy="in C.on_train_batch_start (e.py:5 in h)")
+            for rank, each in enumerate(waited)
+        }
+
+    told = straggler(seen(0, (0, 0, 0)), seen(60, (50, 54, 3)))
+    assert told is not None
+    assert told.startswith("rank 2 is slower than the others: over the last 60 steps they waited for other ranks 87%")
+    assert straggler(seen(0, (0, 0, 0)), seen(10, (9, 9, 0))) is None
+    assert straggler(seen(0, (0, 0, 0)), seen(60, (30, 30, 20))) is None
+
+
+def test_wrong_limits_are_refused() -> None:
+    from lightning_megatron import MegatronStrategy
+
+    with pytest.raises(ConfigError, match=r"Heartbeat\.step=0 must be at least 1; correct Heartbeat\.step"):
+        Heartbeat(step=0)
+    with pytest.raises(ConfigError, match=r"timeout=0\.5 must be at least 1; correct timeout"):
+        MegatronStrategy(timeout=0.5)
