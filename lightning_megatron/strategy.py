@@ -174,14 +174,13 @@ class MegatronStrategy(ParallelStrategy):
         self.distributed_optimizer, self._overlap_communication = distributed_optimizer, overlap_communication
         self._overrides = Overrides.of(transformer_config_overrides, optimizer_config_overrides, ddp_config_overrides)
         self._watch = Watch(heartbeat, timeout)
-        self._timeout = self._watch.collective_timeout
         self._topology: Topology | None = None
         self._runtime: Runtime | None = None
         self._schedule: Schedule | None = None
         self.step_shape: StepShape | None = None
         """Rows and tokens of the last step; None before the first."""
         self._weights_of_other_layout: Path | None = None
-        self._shared_batches: float = math.inf
+        self._shared_batches, self._timeout = math.inf, self._watch.collective_timeout
         self.load_weights_only, self.num_nodes, self._loader_tells_steps = load_weights_only, 1, False
         self.checkpointing = Checkpointing(self, load_from=load_from, async_save=async_save)
         require_choice("on_nan", on_nan, ("raise", "skip"))
