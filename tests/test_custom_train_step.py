@@ -29,7 +29,9 @@ def _train(case: Case) -> list[float]:
     return train_module(module, case, loader_of(case)).losses
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2, num_microbatches=3), Layout(pp=2, dp=2, num_microbatches=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout(tp=2, num_microbatches=3), Layout(pp=2, dp=2, num_microbatches=2), Layout(cp=2)], ids=str
+)
 def test_any_layout_and_any_cut_into_microbatches_give_the_same_losses(layout: Layout) -> None:
     case = Case(labels="uneven", steps=3, layout=layout)
     (reference,) = run_ranks(_train, 1, case.on_one_process)

@@ -108,10 +108,11 @@ class ParallelConfig:
         """
         size = self.model_parallel_size
         if world_size % size != 0:
-            sizes = f"tp={self.tp} x pp={self.pp}" + (f" x cp={self.cp}" if self.cp > 1 else "")
+            axes = ("tp", "pp", "cp") if self.cp > 1 else ("tp", "pp")
+            sizes = " x ".join(f"{axis}={getattr(self, axis)}" for axis in axes)
             raise ConfigError(
                 f"world size {world_size} (devices x num_nodes) is not a multiple of {sizes} = {size}; use "
-                f"{math.ceil(world_size / size) * size} devices, or a tp x pp from "
+                f"{math.ceil(world_size / size) * size} devices, or a {' x '.join(axes)} from "
                 f"{', '.join(str(d) for d in divisors(world_size))}"
             )
         return world_size // size

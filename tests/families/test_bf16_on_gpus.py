@@ -14,7 +14,11 @@ from tests.parity.comparison import relative_error
 from tests.parity.training import Case, Layout
 from tests.ranks import run_ranks
 
-FOUR_GPUS = Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2)
+FOUR_GPUS = (
+    Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2),
+    Layout(tp=2, cp=2, sequence_parallel=True),
+    Layout(cp=2, pp=2, cp_comm_type="all_gather", num_microbatches=2),
+)
 _TIMES_HUGGING_FACE = 2.0
 """Another order of roundings may double an error of a few rounding steps, not more."""
 
@@ -45,7 +49,7 @@ def _ours(name: str, layout: Layout) -> dict[str, torch.Tensor]:
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(Path(directory) / "source")
         answers: list[FamilyAnswer] = run_ranks(answer_of_family, layout.world_size, directory, case, rows, None, None)
-    last = sorted((answer for answer in answers if answer.outputs), key=lambda answer: answer.tp_rank)
+    last = sorted((each for each in answers if each.outputs and each.cp_rank == 0), key=lambda each: each.tp_rank)
     logits = torch.cat([answer.outputs[0] for answer in last], dim=-1)[..., : model.config.vocab_size]
     gradients = [answers[0].gradients[key] for key, p in model.named_parameters() if key in answers[0].gradients]
     return {
@@ -56,16 +60,17 @@ def _ours(name: str, layout: Layout) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.gpu(4)
+@pytest.mark.parametrize("layout", FOUR_GPUS, ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_bf16_is_as_exact_as_hugging_faces(name: str) -> None:
+def test_bf16_is_as_exact_as_hugging_faces(name: str, layout: Layout) -> None:
     (exact,), (theirs,) = (run_ranks(_hugging_face, 1, name, dtype) for dtype in ("float32", "bfloat16"))
-    ours = _ours(name, FOUR_GPUS)
+    ours = _ours(name, layout)
     errors = {
         key: (relative_error(ours[key], exact[key]), relative_error(theirs[key], exact[key]))
         for key in ("logits", "gradients")
     }
     line = ", ".join(f"{key}: ours {a:.2e}, Hugging Face's bf16 {b:.2e}" for key, (a, b) in errors.items())
-    print(f"\n{name} {FOUR_GPUS}: {line}; loss {ours['loss']:.5f}, {theirs['loss']:.5f}, exact {exact['loss']:.5f}")
+    print(f"\n{name} {layout}: {line}; loss {ours['loss']:.5f}, {theirs['loss']:.5f}, exact {exact['loss']:.5f}")
     for key, (mine, limit) in errors.items():
         assert mine < _TIMES_HUGGING_FACE * limit, f"{key}: {line}"
     assert ours["loss"].item() == pytest.approx(exact["loss"].item(), rel=5e-3)  # bf16 has 8 bits

@@ -14,7 +14,9 @@ from tests.families.test_gpts import gpt_model
 from tests.families.test_gpts import rows_of as gpt_rows
 from tests.families.test_megatron_bert import CASES as BERTS
 from tests.families.test_megatron_bert import bert_model
-from tests.parity.training import Layout
+from tests.parity.comparison import assert_same_within_rounding
+from tests.parity.training import Case, Layout, Outcome, RankOutcome, joined_outcome, module_of, train_module
+from tests.ranks import run_ranks
 
 _A2A = Layout(cp=2, cp_comm_type="a2a")
 _GATHER = Layout(cp=2, cp_comm_type="all_gather")
@@ -95,3 +97,38 @@ def test_a_t5_equals_hugging_face(model: Any, layout: Layout) -> None:
 def test_a_bert_equals_hugging_face(case: str, layout: Layout) -> None:
     head, _, rows = BERTS[case]
     check_family(bert_model(*head), layout, rows)
+
+
+# ---- the kernels of long rows ---------------------------------------------------------------------------------------
+
+_LONG, _EOD = 2048, 3
+_WIDE = (("hidden_size", 256), ("head_dim", 64), ("intermediate_size", 512), ("max_position_embeddings", _LONG))
+
+
+def _train_on_long_rows(case: Case, sliding: bool) -> RankOutcome:
+    """Two steps on rows of several documents, whose bounds fall into every rank's runs."""
+    from torch.utils.data import DataLoader
+
+    from lightning_megatron import GPTTrainStep
+
+    tokens = torch.randint(4, 83, (2 * case.steps, _LONG), generator=torch.Generator().manual_seed(5))
+    tokens[:, [100, 700, 701, 1300, 1900]] = _EOD
+    documents = {"eod_token": _EOD, "reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
+    step = GPTTrainStep(**({} if sliding else documents))
+    loader: Any = DataLoader([{"input_ids": row} for row in tokens], batch_size=2)  # type: ignore[arg-type]
+    return train_module(module_of(case, train_step=step), case, loader)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("sliding", [False, True], ids=["documents", "window"])
+@pytest.mark.parametrize("how", ["a2a", "all_gather"])
+def test_long_rows_train_on_gpus_as_on_one(how: Any, sliding: bool) -> None:
+    window = (("model_type", "mistral"), ("sliding_window", 300)) if sliding else ()
+    exact = Case(model="llama", model_fields=_WIDE + window, steps=2, accelerator="gpu")
+    alone = replace(exact, precision="bf16-mixed")
+
+    def outcome(case: Case) -> Outcome:
+        return joined_outcome(run_ranks(_train_on_long_rows, case.layout.world_size, case, sliding), copies_rtol=0.02)
+
+    split = replace(alone, layout=Layout(cp=2, cp_comm_type=how))
+    assert_same_within_rounding(outcome(split), outcome(alone), outcome(exact))

@@ -73,7 +73,15 @@ def test_gpus_write_what_hugging_face_writes_on_a_cpu(layout: Layout) -> None:
     compare(calls_of_every_family() + calls_of_every_t5(), layout, accelerator="gpu")
 
 
-@pytest.mark.parametrize("layout", [Layout(pp=2, vpp=2, num_microbatches=2), Layout(dp=3), Layout(cp=2, tp=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pp=2, vpp=2, num_microbatches=2),
+        Layout(dp=3),
+        pytest.param(Layout(cp=2, tp=2), marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
 def test_each_kind_of_positions_does_with_chunks_and_copies(layout: Layout) -> None:
     compare([call for name in FEW for call in _calls_of(name)], layout)
 

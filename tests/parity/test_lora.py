@@ -104,6 +104,12 @@ def _adapters(tensors: Tensors) -> Tensors:
             id="mqa_tp2_sp",
             marks=pytest.mark.exhaustive,
         ),
+        pytest.param(
+            replace(LLAMA, layout=Layout(cp=2, tp=2, sequence_parallel=True)),
+            ALL["llama"],
+            id="cp2",
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(replace(GPT2, layout=Layout(tp=2)), ["c_attn", "mlp.c_proj"], id="gpt2_tp2"),
         pytest.param(replace(GPT2, layout=SPLIT), ALL["gpt2"], id="gpt2_split", marks=pytest.mark.exhaustive),
         # Norms behind linears, and gate and up in one matrix.

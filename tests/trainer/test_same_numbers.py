@@ -16,6 +16,7 @@ import pytest
 from tests.parity.training import Case, Layout, loader_of, module_of, trainer_of
 from tests.ranks import run_ranks
 
+CP = Layout(cp=2, dp=2, num_microbatches=2)
 TWO_STAGES = Layout(pp=2, num_microbatches=2)
 EIGHT_RANKS = Layout(tp=2, pp=2, dp=2, sequence_parallel=True, num_microbatches=2)
 STEPS = 3
@@ -40,7 +41,9 @@ def _metrics_on_the_way(case: Case) -> list[Metrics]:
     return seen
 
 
-@pytest.mark.parametrize("layout", [TWO_STAGES, pytest.param(EIGHT_RANKS, marks=pytest.mark.exhaustive)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [TWO_STAGES, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in (EIGHT_RANKS, CP))], ids=str
+)
 def test_all_ranks_see_the_same_metrics_as_one_process(layout: Layout) -> None:
     case = Case(layout=layout, labels="uneven", steps=STEPS, clip=1.0)
     first, *others = run_ranks(_metrics_on_the_way, layout.world_size, case, timeout=240)

@@ -37,6 +37,7 @@ LAYOUTS = (
     Layout(),
     Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2),
     Layout(dp=3, num_microbatches=2),
+    pytest.param(Layout(cp=2, pp=2), marks=pytest.mark.exhaustive),
 )
 
 
