@@ -9,7 +9,8 @@ Peak memory is within 10 %, the time of a step within 15 %. Runs on several GPUs
 kernels that move fewer bytes around products and in the optimizer: the constants stand between old and new runs.
 
 Other devices are scaled from an H200's by datasheet: matrix products and attention by the peak in bf16, the rest by
-memory and link bandwidth.
+memory and link bandwidth. Hosts have eight GPUs; what goes between hosts is by datasheet alone, and was not measured;
+messages between stages are taken to be hidden.
 """
 
 from __future__ import annotations
@@ -42,14 +43,38 @@ class Device:
     """Bytes/s of its own memory."""
     link_bandwidth: float
     """Bytes/s to the other GPUs of a host, one direction."""
+    network_bandwidth: float
+    """Bytes/s to other hosts, one direction; of the adapter that each GPU of a usual host has for itself."""
 
 
 DEVICES = {
-    "b200": Device(name="NVIDIA B200", memory=178 * GIB, memory_bandwidth=8.0e12, link_bandwidth=900e9),
-    "h200": Device(name="NVIDIA H200", memory=139 * GIB, memory_bandwidth=4.8e12, link_bandwidth=450e9),
-    "h100": Device(name="NVIDIA H100 80GB HBM3", memory=79 * GIB, memory_bandwidth=3.35e12, link_bandwidth=450e9),
-    "a100": Device(name="NVIDIA A100-SXM4-80GB", memory=79 * GIB, memory_bandwidth=2.04e12, link_bandwidth=300e9),
-    "a100-40gb": Device(name="NVIDIA A100-SXM4-40GB", memory=39 * GIB, memory_bandwidth=1.56e12, link_bandwidth=300e9),
+    "b200": Device(
+        name="NVIDIA B200", memory=178 * GIB, memory_bandwidth=8.0e12, link_bandwidth=900e9, network_bandwidth=50e9
+    ),
+    "h200": Device(
+        name="NVIDIA H200", memory=139 * GIB, memory_bandwidth=4.8e12, link_bandwidth=450e9, network_bandwidth=50e9
+    ),
+    "h100": Device(
+        name="NVIDIA H100 80GB HBM3",
+        memory=79 * GIB,
+        memory_bandwidth=3.35e12,
+        link_bandwidth=450e9,
+        network_bandwidth=50e9,
+    ),
+    "a100": Device(
+        name="NVIDIA A100-SXM4-80GB",
+        memory=79 * GIB,
+        memory_bandwidth=2.04e12,
+        link_bandwidth=300e9,
+        network_bandwidth=25e9,
+    ),
+    "a100-40gb": Device(
+        name="NVIDIA A100-SXM4-40GB",
+        memory=39 * GIB,
+        memory_bandwidth=1.56e12,
+        link_bandwidth=300e9,
+        network_bandwidth=25e9,
+    ),
 }
 """Devices by the word of ``plan --device``."""
 
@@ -71,6 +96,7 @@ _MEMORY_SHARE, _LINK_SHARE = 0.89, {2: 0.48}
 """Share of the bandwidths that is reached; of links by ranks of a group, 0.66 for more than named."""
 _TP_EXPOSED, _DP_EXPOSED = 8, 0.25
 """Collectives of a layer (of 10, forward and backward) and the share of the gradients' that compute does not hide."""
+_RANKS_OF_A_HOST = 8
 _IDLE = 0.014
 """Seconds a step in which the device waits: Trainer, data, first and last launches."""
 _INTERLEAVED = 0.7e-3
@@ -303,13 +329,15 @@ def step_time(run: Run, device: Device) -> StepTime:
     trained = _trained(run, parameters)
     bandwidth = _MEMORY_SHARE * device.memory_bandwidth
     copies = run.dp * parallel.cp
-    reduced = 6.0 * trained * (copies - 1) / copies / _link(device, copies)
+    reduced = 6.0 * trained * (copies - 1) / copies / _link(device, copies, stride=parallel.tp)
+    # At best it is beside the last microbatch's backward and the next step's first forward pass.
+    exposed = max(_DP_EXPOSED * reduced, reduced - slowest.total)
     return StepTime(
         products=m * slowest.products,
         attention=m * slowest.attention,
         other=m * slowest.other,
         optimizer=trained * (_STEP_TRAFFIC / run.optimizer_ranks + _GRADIENT_TRAFFIC) / bandwidth,
-        communication=m * slowest.communication + _DP_EXPOSED * reduced,
+        communication=m * slowest.communication + exposed,
         bubble=waiting,
         idle=_IDLE + m * slowest.idle,
     )
@@ -353,8 +381,8 @@ def _microbatch_time(run: Run, pp_rank: int, device: Device) -> StepTime:
         attention=rows * scores / shards / (share * peak),
         other=traffic / (_MEMORY_SHARE * device.memory_bandwidth),
         optimizer=0.0,
-        communication=len(layers) * _TP_EXPOSED * message / _link(device, parallel.tp)
-        + sum(_exchanged_bytes(run, layer) for layer in layers) / _link(device, parallel.cp)
+        communication=len(layers) * _TP_EXPOSED * message / _link(device, parallel.tp, stride=1)
+        + sum(_exchanged_bytes(run, layer) for layer in layers) / _link(device, parallel.cp, stride=parallel.tp)
         + _INTERLEAVED * parallel.num_model_chunks * (parallel.num_model_chunks > 1),
         bubble=0.0,
         idle=0.0,
@@ -386,9 +414,15 @@ def _exchanged_bytes(run: Run, layer: int) -> float:
     return run.micro_batch_size * moved / run.parallel.tp * (cp - 1) / cp
 
 
-def _link(device: Device, ranks: int) -> float:
-    """Bytes/s of a collective of so many ranks."""
-    return device.link_bandwidth * _LINK_SHARE.get(ranks, 0.66)
+def _link(device: Device, ranks: int, *, stride: int) -> float:
+    """Bytes/s of a rank in a collective of so many ranks, of which neighbours are ``stride`` ranks apart.
+
+    Between hosts each of a group's ranks on a host has its own network adapter, through which one ring in so many goes.
+    """
+    within = device.link_bandwidth * _LINK_SHARE.get(ranks, 0.66)
+    if ranks * stride <= _RANKS_OF_A_HOST:
+        return within
+    return min(within, 0.66 * device.network_bandwidth * max(1, _RANKS_OF_A_HOST // stride))
 
 
 # ---- a run that begins ----------------------------------------------------------------------------------------------
@@ -427,7 +461,6 @@ def run_of(
 
 _RESERVED = 0.04
 """Share of a device's memory that a layout leaves for CUDA, NCCL and what falls between two tensors."""
-_RANKS_OF_A_HOST = 8
 _FEWEST_TOKENS = 4096
 """Of a row on each rank of a cp group: with fewer, splitting rows gains nothing that splitting the batch does not."""
 _MAX_MICRO_BATCH_SIZE = 64
