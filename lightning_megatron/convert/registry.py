@@ -34,11 +34,21 @@ _OLD_KEYS = {
 """What transformers still reads of config files of earlier versions, by ``model_type``."""
 _MOST_LAYERS = 100_000
 
-_POST_NORM = (
-    *("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "albert", "deberta", "deberta-v2"),
-    "bart",
-)
-"""Types that users expect, and that the engine's layers cannot compute."""
+_POST_NORM = "it normalizes after each block (post-LN), and the engine's layers normalize before; use model_type='{}'"
+_BIASED_HEAD = "its output layer has a bias, and the engine's has none"
+REFUSED_TYPES: dict[str, str] = {
+    **dict.fromkeys(
+        ("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "albert", "deberta", "deberta-v2"),
+        _POST_NORM.format("megatron-bert"),
+    ),
+    "bart": _POST_NORM.format("t5"),
+    **dict.fromkeys(("gptj", "codegen", "phi"), _BIASED_HEAD),
+    "gemma3": "it reads images, too; use its text_config, of model_type='gemma3_text'",
+    "olmo": "its norms have no weights; use model_type='olmo2'",
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "its attention keeps latent vectors instead of keys and values"),
+    "gpt_oss": "its attention has sinks",
+}
+"""Types that users expect, and why this package cannot compute them."""
 
 
 @functools.cache
@@ -57,11 +67,9 @@ def family_of(model_type: str) -> Family:
         ConfigError: If it is not known, or its mathematics cannot be computed; the message lists the known ones.
     """
     known = ", ".join(sorted(known_families()))
-    if model_type in _POST_NORM:
+    if model_type in REFUSED_TYPES:
         raise ConfigError(
-            f"model_type={model_type!r} cannot be computed: it normalizes after each block (post-LN), and the engine's "
-            f"layers normalize before; use model_type='{'t5' if model_type == 'bart' else 'megatron-bert'}' (known "
-            f"families: {known})"
+            f"model_type={model_type!r} cannot be computed: {REFUSED_TYPES[model_type]} (known families: {known})"
         )
     if model_type not in known_families():
         raise ConfigError(f"model_type={model_type!r} is not a known model family; choose from {known}")

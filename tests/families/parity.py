@@ -87,6 +87,20 @@ class _Reference:
     gradients: Tensors
 
 
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What was found to be equal, and how equal."""
+
+    answers: list[FamilyAnswer]
+    """Of each rank."""
+    logits_error: float
+    """Largest difference; 0 where they are not compared."""
+    loss_error: float
+    """Relative."""
+    gradient_error: float
+    """Norm of the difference, relative to a parameter's norm and a twentieth of that over all; the largest."""
+
+
 def tiny_model(auto_class: Any, config: Any, seed: int = 3) -> Any:
     """A model with weights of a trained one's variety: no norm is 1, no bias 0, no two rows alike."""
     torch.manual_seed(seed)
@@ -136,6 +150,13 @@ def check_family(
     Returns:
         What each rank answered, for further checks.
     """
+    return compare_with_hugging_face(hf_model, layout, rows, task=task, train_step=train_step, logits=logits).answers
+
+
+def compare_with_hugging_face(
+    hf_model: Any, layout: Layout, rows: Rows, *, task: str | None = None, train_step: Any = None, logits: bool = True
+) -> Comparison:
+    """``check_family``, which also says how large the errors are."""
     directory = Path(tempfile.mkdtemp(prefix="family_"))
     try:
         hf_model.save_pretrained(directory / "source")
@@ -143,15 +164,20 @@ def check_family(
         arguments = (str(directory), case, rows, task, train_step)
         answers: list[FamilyAnswer] = run_ranks(answer_of_family, layout.world_size, *arguments)
         reference = _reference(hf_model, rows)
-        if logits:
-            _compare_outputs(answers, reference, _real_positions(hf_model, rows), layout)
+        real = _real_positions(hf_model, rows)
+        logits_error = _compare_outputs(answers, reference, real, layout) if logits else 0.0
         for answer in answers:
             torch.testing.assert_close(answer.loss, reference.loss, rtol=_LOSS_RTOL, atol=0.0)
-        _compare_gradients(answers[0].gradients, reference.gradients)
+        gradient_error = _compare_gradients(answers[0].gradients, reference.gradients)
         _compare_saved(directory / "saved", hf_model)
     finally:
         shutil.rmtree(directory)
-    return answers
+    return Comparison(
+        answers=answers,
+        logits_error=logits_error,
+        loss_error=abs(answers[0].loss / reference.loss - 1.0),
+        gradient_error=gradient_error,
+    )
 
 
 def check_adapters(hf_model: Any, layout: Layout, rows: Rows) -> None:
@@ -217,7 +243,8 @@ def _real_positions(hf_model: Any, rows: Rows) -> torch.Tensor | None:
 
 def _compare_outputs(
     answers: list[FamilyAnswer], reference: _Reference, real: torch.Tensor | None, layout: Layout
-) -> None:
+) -> float:
+    errors = [0.0]
     last = sorted((a for a in answers if a.outputs), key=lambda a: (a.cp_rank, a.dp_rank, a.tp_rank))
     assert {len(answer.outputs) for answer in last} == {len(reference.outputs)}
     last, others = last[: layout.dp * layout.tp], last[layout.dp * layout.tp :]
@@ -232,6 +259,8 @@ def _compare_outputs(
         if real is not None and actual.dim() == 3:
             actual, expected = actual[real], expected[real]
         torch.testing.assert_close(actual, expected, rtol=0.0, atol=_LOGITS_ATOL)
+        errors.append((actual - expected).abs().max().item())
+    return max(errors)
 
 
 def _joined_over_tp(parts: list[torch.Tensor], width: int) -> torch.Tensor:
@@ -243,7 +272,7 @@ def _joined_over_tp(parts: list[torch.Tensor], width: int) -> torch.Tensor:
     return whole[..., :width]
 
 
-def _compare_gradients(actual: Tensors, expected: Tensors) -> None:
+def _compare_gradients(actual: Tensors, expected: Tensors) -> float:
     assert actual.keys() == expected.keys(), sorted(actual.keys() ^ expected.keys())
     total = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
     errors = {}
@@ -253,6 +282,7 @@ def _compare_gradients(actual: Tensors, expected: Tensors) -> None:
         errors[name] = float((actual[name] - gradient).norm() / limit)
     wrong = [f"{n}: {relative_error(actual[n], expected[n]):.2g}" for n, error in errors.items() if error > 1]
     assert not wrong, f"gradients differ, relative to their norms: {', '.join(wrong)}"
+    return max(errors.values()) * _GRADIENT_RTOL
 
 
 def _compare_saved(directory: Path, hf_model: Any) -> None:

@@ -126,7 +126,6 @@ _OPT = DecoderNames(
 FAMILIES = (
     decoder(
         *("gpt_neox", "GPTNeoXForCausalLM", _gpt_neox, _GPT_NEOX),
-        required={"is_decoder": (False, True)},
         old_names={"embed_out.weight": "lm_head.weight"},
     ),
     # Norms of queries and keys have weights for each head, in StableLM 2 12B and Command R+.

@@ -65,6 +65,7 @@ CHANGES_NOTHING = {
     "no_rope_layer_interval": "is in no_rope_layers already",
     "original_max_position_embeddings": "is in rope_parameters already",
     "embd_pdrop": "is read by no model of transformers but GPT-2's and GPT-BigCode's, which we read",
+    "is_decoder": "is read by no model of GPT-NeoX's; other families refuse it",
     "classifier_dropout": "is of heads that we do not have",
     "pretraining_tp": "is read with slow_but_exact",
     "num_kv_heads": "is read with the architectures that have it",

@@ -1,0 +1,156 @@
+"""docs/families.md: what every family has beside GPT-2, and how far it is from transformers, measured.
+
+``python -m tests.families.cards`` compares each family again, in three layouts, asks for texts, and writes the page
+(three minutes on two cores). ``test_cards.py`` tells whether the page is that of the families as they are now.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import MISSING, fields
+from typing import Any
+
+from lightning_megatron.convert.registry import REFUSED_TYPES, known_families, model_config, rules_of
+from lightning_megatron.models.config import ModelConfig
+from tests.families.parity import FOUR_RANKS, Rows, compare_with_hugging_face
+from tests.families.parity import padded_sentences as sentences
+from tests.families.t5_models import mt5, t5
+from tests.families.test_gpts import FAMILIES, gpt_model
+from tests.families.test_megatron_bert import CASES as BERTS
+from tests.families.test_megatron_bert import bert_model
+from tests.families.test_t5 import CASES as T5S
+from tests.generate.models import ENCODER_DECODERS, MODELS, NO_END, asked, compare
+from tests.parity.training import Layout
+from tests.ranks import ROOT
+
+PAGE = ROOT / "docs" / "families.md"
+LAYOUTS = {"1 rank": Layout(), "tp2": Layout(tp=2), "tp2 pp2 sp": FOUR_RANKS}
+ELSEWHERE = {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe"}
+"""Families with experts, which tests/families/test_experts.py compares."""
+_WORDS: dict[str, str] = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": "gated MLP",
+    "rope_scaling": "scaled rotary positions",
+    "parallel_attention": "attention beside the MLP",
+    "embedding_layernorm": "normalized embeddings",
+    "qk_layernorm": "normalized queries and keys",
+    "qk_layernorm_of_all_heads": "over all heads at once",
+    "norm_bias": "LayerNorm without bias",
+    "zero_centered_norms": "norms of 1 + weight",
+    "pre_norms": "no norms before blocks",
+    "post_norms": "norms behind blocks",
+    "sliding_window": "windows",
+    "rotary_base_of_windows": "a theta for layers with windows",
+    "rotary_percent": "heads rotated in part",
+    "rotary_interleaved": "neighbours rotated in pairs",
+    "no_rope_layers": "layers without positions",
+    "position_offset": "positions from row 2 on",
+    "attention_softcap": "capped scores",
+    "logits_softcap": "capped logits",
+    "embedding_multiplier": "multiplied embeddings",
+    "residual_multiplier": "multiplied residuals",
+    "logits_multiplier": "multiplied logits",
+}
+"""Fields of a ``ModelConfig`` that differ from GPT-2's, as the page says it."""
+_POSITIONS = {"rope": "rotary", "alibi": "ALiBi", "relative": "relative positions", "learned_absolute": "learned"}
+
+
+def models() -> dict[str, Callable[[], tuple[Any, Rows]]]:
+    """A tiny Hugging Face model of each family, and rows for it."""
+    t5_rows = next(iter(T5S.values()))[2]
+    head, _, bert_rows = next(iter(BERTS.values()))
+    gpts = {name: (lambda name=name: (gpt_model(name, {}), sentences())) for name in FAMILIES}
+    others = {"t5": lambda: (t5(), t5_rows), "mt5": lambda: (mt5(), t5_rows)}
+    return dict(sorted({**gpts, **others, "megatron-bert": lambda: (bert_model(*head), bert_rows)}.items()))
+
+
+def description(hf_model: Any) -> str:
+    """The cells of the page that need no comparison: the class, what the family has, a number of its table."""
+    family = known_families()[hf_model.config.model_type]
+    model = model_config(hf_model.config)
+    words = [_POSITIONS[model.position_embedding_type]]
+    words += [words_of for field, words_of in _WORDS.items() if field in _not_default(model)]
+    if model.num_query_groups != model.num_attention_heads:
+        words.append("grouped queries" if model.num_query_groups > 1 else "one key and value")
+    return f"{', '.join(family.architectures.values())} | {', '.join(words)} | {_digest(model)}"
+
+
+def _not_default(model: ModelConfig) -> dict[str, Any]:
+    return {
+        field.name: getattr(model, field.name)
+        for field in fields(model)
+        if field.default is MISSING or getattr(model, field.name) != field.default
+    }
+
+
+def _digest(model: ModelConfig) -> str:
+    """Of what the table makes of the tiny model: another one if a field, a name or an order of rows is another."""
+    rules = [
+        (rule.megatron, rule.hugging_face, rule.rows, None if rule.order is None else rule.order.tolist())
+        for rule in rules_of(model)
+    ]
+    return hashlib.sha256(repr((sorted(_not_default(model).items()), rules)).encode()).hexdigest()[:8]
+
+
+def _texts(family: str) -> str:
+    names = [name for name, (model_type, _) in MODELS.items() if model_type == family]
+    names += [name for name in ENCODER_DECODERS if name == family]
+    for name in names:
+        compare([asked(name, max_new_tokens=12, **NO_END)], LAYOUTS["tp2 pp2 sp"])
+    return "equal" if names else "none"
+
+
+def _rows() -> Iterator[str]:
+    for family, make in models().items():
+        hf_model, rows = make()
+        found = [compare_with_hugging_face(hf_model, layout, rows) for layout in LAYOUTS.values()]
+        errors = [f"{each.logits_error:.0e}" for each in found]
+        errors += [f"{max(getattr(each, name) for each in found):.0e}" for name in ("loss_error", "gradient_error")]
+        row = f"| {family} | {description(hf_model)} | {' | '.join(errors)} | bit-equal | {_texts(family)} |"
+        print(row, flush=True)
+        yield row
+
+
+def refusals() -> str:
+    """The page's table of what is refused, from the registry."""
+    lines = ["| model type | config field | why, or which values are taken |", "|---|---|---|"]
+    lines += [f"| {model_type} | | {reason} |" for model_type, reason in REFUSED_TYPES.items()]
+    for name, family in sorted(known_families().items()):
+        for field, taken in family.required.items():
+            lines.append(f"| {name} | `{field}` | {' or '.join(f'`{value!r}`' for value in taken)} |")
+    return "\n".join(lines)
+
+
+_PAGE = """# Families
+
+`python -m tests.families.cards` has made this page: each family as a tiny model with random weights, in fp32, beside
+the class of transformers, in three layouts. Errors are the largest: of logits absolute (they are of size 1 to 10), of
+the loss relative, of each parameter's gradient relative to its norm plus a twentieth of the norm of all gradients.
+Texts are of 12 tokens, greedy, of four prompts with padding, in the last layout. `table` changes when what we make of
+a config or its weights does.
+
+{rows}
+
+## Refused by name
+
+A config that would change the result in a way that is not computed is an error that names the field.
+
+{refusals}
+"""
+
+
+def page(rows: Iterable[str]) -> str:
+    """The whole page.
+
+    Args:
+        rows: Of the table of families.
+    """
+    head = ["family", "classes", "has", "table", *(f"logits, {name}" for name in LAYOUTS), "loss", "gradients"]
+    head += ["weights and config, both ways", "texts"]
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *rows]
+    return _PAGE.format(rows="\n".join(lines), refusals=refusals())
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(_rows()))
