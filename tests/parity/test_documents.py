@@ -48,7 +48,7 @@ def _alone(case: Case, weights: Tensors, rows: list[torch.Tensor]) -> tuple[torc
     [
         ("gpt2", Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2)),
         ("llama", Layout(pp=2, vpp=2, num_microbatches=2)),
-        ("gpt2", Layout(cp=2)),
+        pytest.param("gpt2", Layout(cp=2), marks=pytest.mark.exhaustive),
         ("llama", Layout(cp=4)),
     ],
     ids=str,
