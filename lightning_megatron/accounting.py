@@ -34,7 +34,20 @@ def total_parameters(model: ModelConfig) -> int:
     return _chunk(model, (model.num_layers + model.num_decoder_layers,), 0, tp=1, vocab_size=model.vocab_size)
 
 
-def rank_parameters(model: ModelConfig, layout: Sequence[int], *, tp: int, pp: int, pp_rank: int) -> int:
+def active_parameters(model: ModelConfig) -> int:
+    """Those of ``total_parameters`` that one token meets: of a layer's experts only ``topk``."""
+    idle = 0 if model.experts is None else 1 - model.experts.topk / model.experts.num_experts
+    return total_parameters(model) - round(idle * sum(layer_experts(model, i) for i in range(model.num_layers)))
+
+
+def layer_experts(model: ModelConfig, layer: int) -> int:
+    """Parameters of all experts that share the tokens of a layer (from 0); 0 if it has none."""
+    if model.experts is None or not model.has_experts(layer):
+        return 0
+    return model.experts.num_experts * _matrices(model) * model.hidden_size * model.experts.ffn_hidden_size
+
+
+def rank_parameters(model: ModelConfig, layout: Sequence[int], *, tp: int, pp: int, pp_rank: int, ep: int = 1) -> int:
     """Parameters of all model chunks on one (tensor, pipeline) rank, copies and padding of the vocabulary included.
 
     It is the same for every tensor-parallel rank.
@@ -46,9 +59,11 @@ def rank_parameters(model: ModelConfig, layout: Sequence[int], *, tp: int, pp: i
         tp: Tensor parallel size.
         pp: Pipeline parallel size.
         pp_rank: Which pipeline stage.
+        ep: Expert parallel size.
     """
     padded = model.padded_vocab_size(tp)
-    return sum(_chunk(model, layout, chunk, tp=tp, vocab_size=padded) for chunk in range(pp_rank, len(layout), pp))
+    chunks = range(pp_rank, len(layout), pp)
+    return sum(_chunk(model, layout, chunk, tp=tp, vocab_size=padded, ep=ep) for chunk in chunks)
 
 
 def adapter_parameters(model: ModelConfig) -> int:
@@ -84,6 +99,8 @@ def start_lines(model: ModelConfig, settings: EngineSettings) -> list[str]:
         f"(a multiple of make_vocab_size_divisible_by={model.make_vocab_size_divisible_by} x tp={tp})",
         f"Number of parameters of the model: {total_parameters(model)}",
     ]
+    if model.experts is not None:
+        lines.append(f"Number of parameters that a token meets (active ones): {active_parameters(model)}")
     if model.architecture != "t5":
         layout = settings.parallel.layout(model.num_layers)
     else:
@@ -94,7 +111,7 @@ def start_lines(model: ModelConfig, settings: EngineSettings) -> list[str]:
                 f"(the first {model.num_layers} are the encoder's)"
             )
     for pp_rank in range(pp):
-        count = rank_parameters(model, layout, tp=tp, pp=pp, pp_rank=pp_rank)
+        count = rank_parameters(model, layout, tp=tp, pp=pp, pp_rank=pp_rank, ep=settings.parallel.ep)
         lines += [f"Number of parameters on (tensor, pipeline) rank ({t}, {pp_rank}): {count}" for t in range(tp)]
     if model.lora is not None:
         trained = adapter_parameters(model)
@@ -104,13 +121,14 @@ def start_lines(model: ModelConfig, settings: EngineSettings) -> list[str]:
     return [*lines, f"Engine slots: {'; '.join(f'{line.slot}: {line.filler}' for line in slots)}{linears}"]
 
 
-def _chunk(model: ModelConfig, layout: Sequence[int], chunk: int, *, tp: int, vocab_size: int) -> int:
+def _chunk(model: ModelConfig, layout: Sequence[int], chunk: int, *, tp: int, vocab_size: int, ep: int = 1) -> int:
     start, end = sum(layout[:chunk]), sum(layout[: chunk + 1])
     encoder = min(end, model.num_layers) - min(start, model.num_layers)
     decoder = end - start - encoder
     is_first, is_last = chunk == 0, chunk == len(layout) - 1
     embedding = vocab_size // tp * model.hidden_size
     count = encoder * _layer(model, tp) + decoder * _layer(model, tp, has_cross_attention=True)
+    count += sum(_more_of_experts(model, layer, tp, ep) for layer in range(start, end))
     if model.position_embedding_type == "relative":  # a table for each stack of which there are layers here
         buckets = model.relative_attention_num_buckets * model.num_attention_heads // tp
         count += ((encoder > 0) + (decoder > 0)) * buckets
@@ -152,6 +170,20 @@ def _layer(model: ModelConfig, tp: int, *, has_cross_attention: bool = False) ->
     return split // tp + whole
 
 
+def _more_of_experts(model: ModelConfig, layer: int, tp: int, ep: int) -> int:
+    """How many more parameters than with an MLP a layer has on one rank; 0 if it has no experts."""
+    if model.experts is None or not model.has_experts(layer):
+        return 0
+    h, shared = model.hidden_size, model.experts.shared_ffn_hidden_size
+    router = model.experts.num_experts * h + (h if shared else 0)
+    return layer_experts(model, layer) // ep + _matrices(model) * h * (shared - model.ffn_hidden_size) // tp + router
+
+
+def _matrices(model: ModelConfig) -> int:
+    """Of an MLP."""
+    return 3 if model.gated_linear_unit else 2
+
+
 def _norm(model: ModelConfig, width: int | None = None) -> int:
     return (width or model.hidden_size) * (2 if model.normalization == "LayerNorm" and model.norm_bias else 1)
 
@@ -174,7 +206,9 @@ def check_host_memory(model: ModelConfig, settings: EngineSettings, ranks: int) 
     """
     count = total_parameters(model)
     parallel = settings.parallel
-    needed = count // (parallel.tp * parallel.pp) * ranks * settings.params_dtype.itemsize
+    experts = sum(layer_experts(model, layer) for layer in range(model.num_layers))
+    of_rank = (count - experts) // (parallel.tp * parallel.pp) + experts // (parallel.ep * parallel.pp)
+    needed = of_rank * ranks * settings.params_dtype.itemsize
     if needed > (there := host_memory()):
         raise ConfigError(
             f"the weights of this model ({count:,} parameters) take {needed / 2**30:,.0f} GiB on the {ranks} "
@@ -195,7 +229,8 @@ def forward_flops(
     ``s * (L * (h * (q + k + v) + q * h + h * ffn * (3 if gated else 2) + q * s * (1 if causal else 2)) + h * V)``; a
     layer with a sliding window of w < s tokens has ``w * (1 - w / (2 s))`` (or w) keys in the place of s / 2 (or s).
     A T5's, for s_e and s_d tokens, are ``L_e * s_e * (4 h q + mlp + 2 q s_e)
-    + L_d * (s_d * (6 h q + mlp + q s_d + 2 q s_e) + 2 s_e h q) + s_d * h * V``.
+    + L_d * (s_d * (6 h q + mlp + q s_d + 2 q s_e) + 2 s_e h q) + s_d * h * V``. Of experts those count that a token
+    goes through, and the router.
 
     Args:
         model: Its shape.
@@ -222,7 +257,9 @@ def layer_flops(
     """
     h, q = model.hidden_size, model.num_attention_heads * model.kv_channels
     projections = 2 * h * (q + model.num_query_groups * model.kv_channels)
-    mlp = h * model.ffn_hidden_size * (3 if model.gated_linear_unit else 2)
+    mlp = h * model.mlp_width(layer) * _matrices(model)
+    if model.experts is not None and model.has_experts(layer):
+        mlp += h * (model.experts.num_experts + (model.experts.shared_ffn_hidden_size > 0))
     is_decoder = layer >= model.num_layers
     s = lengths[-1 if is_decoder else 0]
     if model.architecture != "t5":

@@ -215,7 +215,7 @@ class MegatronModule(pl.LightningModule):
         """
         if strategy.root_device.type == "cpu":
             check_host_memory(self.model_config, strategy.settings, strategy.num_processes)
-        strategy.settings.check_model(self.model_config)
+        strategy.settings.check_model(self.model_config, self.trainer.state.fn or "fit")
         # Epochs are counted when there is data: configure_optimizers checks those.
         is_fit = self.trainer.state.fn in (None, "fit")
         if is_fit and self.trainer.max_steps > 0:
@@ -414,7 +414,7 @@ class MegatronModule(pl.LightningModule):
         # The ranks agree already; to sync once an epoch only spares users Lightning's advice to do it.
         log = partial(self.log, on_step=on_step, on_epoch=not on_step, sync_dist=not on_step, batch_size=weight)
         # Sums over an epoch of millions of targets need more digits than those of one batch.
-        values = {"loss": output.loss, **output.terms}
+        values = {"loss": output.loss, **output.terms, **output.of_experts}
         values = values if on_step else {name: value.double() for name, value in values.items()}
         for name, value in values.items():
             log(f"{stage}_{name}", value, prog_bar=has_bar and name == "loss")

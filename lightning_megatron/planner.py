@@ -15,11 +15,20 @@ messages between stages are taken to be hidden.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from lightning_megatron.accounting import adapter_parameters, head_flops, layer_flops, peak_flops_per_s, rank_parameters
+from lightning_megatron.accounting import (
+    adapter_parameters,
+    head_flops,
+    layer_experts,
+    layer_flops,
+    peak_flops_per_s,
+    rank_parameters,
+)
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError, divisors
 from lightning_megatron.models.config import ModelConfig
@@ -171,10 +180,25 @@ class Run:
         """Layers of a chunk, counted from 0 in the whole model, a T5's decoder after its encoder."""
         return range(sum(self.chunks[:chunk]), sum(self.chunks[: chunk + 1]))
 
-    @property
-    def optimizer_ranks(self) -> int:
-        """How many ranks share the state of one shard's optimizer."""
-        return self.dp * self.parallel.cp if self.distributed_optimizer else 1
+    def parameters(self, pp_rank: int) -> dict[int, int]:
+        """On one rank of a stage, by how many ranks of it hold the same ones and reduce their gradients."""
+        model, parallel = self.model, self.parallel
+        count = rank_parameters(model, self.chunks, tp=parallel.tp, pp=parallel.pp, pp_rank=pp_rank, ep=parallel.ep)
+        layers = [layer for chunk in self.chunks_of(pp_rank) for layer in self.layers_of(chunk)]
+        experts = sum(layer_experts(model, layer) for layer in layers) // parallel.ep
+        copies = self.dp * parallel.cp
+        found = {copies: count - experts}
+        copies = copies * parallel.tp // parallel.ep
+        return found | {copies: found.get(copies, 0) + experts}
+
+    def trained(self, pp_rank: int) -> dict[int, float]:
+        """Those of ``parameters`` that have gradients; adapters are taken to be spread evenly."""
+        adapters = adapter_parameters(self.model) / (self.parallel.tp * self.parallel.pp)
+        return {self.dp * self.parallel.cp: adapters} if adapters else dict(self.parameters(pp_rank))
+
+    def optimizer_parameters(self, pp_rank: int) -> float:
+        """Those whose optimizer's state one rank of a stage holds."""
+        return sum(n / (ranks if self.distributed_optimizer else 1) for ranks, n in self.trained(pp_rank).items())
 
     def peak_flops_per_s(self, device: Device) -> float | None:
         """Of the matrix products of one device; None where the datasheet is silent."""
@@ -223,7 +247,7 @@ class StepTime:
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 
-def activation_bytes(model: ModelConfig, *, cross_attention_ratio: float | None = None) -> float:
+def activation_bytes(model: ModelConfig, layer: int = 0, *, cross_attention_ratio: float | None = None) -> float:
     """Bytes that one layer keeps for one token, in bf16, before any split over tp.
 
     Residual stream and norms 8 h, projections 2 (q + k + v), the rotated queries or T5's copy 2 q, the attention's
@@ -231,13 +255,16 @@ def activation_bytes(model: ModelConfig, *, cross_attention_ratio: float | None 
 
     Args:
         model: Its shape.
+        layer: Which, from 0; where it has experts, each copy of the token that goes to one keeps 2 h more.
         cross_attention_ratio: Of a T5's decoder: tokens of the encoder for each of its own.
     """
-    h, f, q = model.hidden_size, model.ffn_hidden_size, model.num_attention_heads * model.kv_channels
+    h, f, q = model.hidden_size, model.mlp_width(layer), model.num_attention_heads * model.kv_channels
     kv = 2 * model.num_query_groups * model.kv_channels
     size = 8.0 * h + 2 * (q + kv) + 2 * q + (6 if model.gated_linear_unit else 4) * f
     if model.position_embedding_type == "rope":
         size += 2 * q
+    if model.experts is not None and model.has_experts(layer):
+        size += 2.0 * h * model.experts.topk
     size += 2 * h * (model.hidden_dropout > 0) + f * (model.activation_dropout > 0)
     if cross_attention_ratio is not None:
         size += 4.0 * h + 4 * q + 2 * kv * cross_attention_ratio + h * (model.hidden_dropout > 0)
@@ -251,8 +278,7 @@ def memory(run: Run) -> Memory:
 
 def _stage_memory(run: Run, pp_rank: int) -> Memory:
     parallel, model = run.parallel, run.model
-    parameters = rank_parameters(model, run.chunks, tp=parallel.tp, pp=parallel.pp, pp_rank=pp_rank)
-    trained = _trained(run, parameters)
+    parameters, trained = sum(run.parameters(pp_rank).values()), sum(run.trained(pp_rank).values())
     is_last = pp_rank == parallel.pp - 1 and model.has_output_layer
     padded = model.padded_vocab_size(parallel.tp)
     logits = run.micro_batch_size * run.lengths[-1] * padded / (parallel.tp * parallel.cp)
@@ -260,16 +286,10 @@ def _stage_memory(run: Run, pp_rank: int) -> Memory:
         weights=run.bytes_per_number * parameters,
         gradients=4.0 * trained,
         # Adam's two moments, and a master copy of weights that are not fp32 themselves.
-        optimizer=(8.0 if run.bytes_per_number == 4 else 12.0) * trained / run.optimizer_ranks,
+        optimizer=(8.0 if run.bytes_per_number == 4 else 12.0) * run.optimizer_parameters(pp_rank),
         activations=_kept_layers(run, pp_rank),
         logits=_LOSS_BYTES * run.bytes_per_number / 2 * logits * is_last,
     )
-
-
-def _trained(run: Run, parameters: float) -> float:
-    """How many of a rank's ``parameters`` have gradients; adapters are taken to be spread evenly."""
-    adapters = adapter_parameters(run.model)
-    return adapters / (run.parallel.tp * run.parallel.pp) if adapters else parameters
 
 
 def _kept_layers(run: Run, pp_rank: int) -> float:
@@ -291,11 +311,14 @@ def _kept_layers(run: Run, pp_rank: int) -> float:
 def _chunk_bytes(run: Run, chunk: int, *, remakes: bool = False) -> float:
     """What a chunk keeps of one microbatch; without the outputs of norms and activations if it ``remakes`` them."""
     model, whole = run.model, 0.0
-    h, f = 2.0 * model.hidden_size, 2.0 * model.ffn_hidden_size
+    h = 2.0 * model.hidden_size
     for layer in run.layers_of(chunk):
+        f = 2.0 * model.mlp_width(layer)
         is_decoder = layer >= model.num_layers
         tokens = run.micro_batch_size * run.lengths[-1 if is_decoder else 0]
-        size = activation_bytes(model, cross_attention_ratio=run.lengths[0] / run.lengths[-1] if is_decoder else None)
+        size = activation_bytes(
+            model, layer, cross_attention_ratio=run.lengths[0] / run.lengths[-1] if is_decoder else None
+        )
         norms = 3 if is_decoder else 2
         split, stream = size - 2 * norms * h - remakes * f, norms * h * (1 if remakes else 2)
         whole += tokens * (
@@ -322,21 +345,20 @@ def step_time(run: Run, device: Device) -> StepTime:
     stages = [_microbatch_time(run, rank, device) for rank in range(parallel.pp)]
     slowest = max(stages, key=lambda each: each.total)
     waiting = (sum(each.total for each in stages) - slowest.total) / parallel.num_model_chunks
-    parameters = max(
-        rank_parameters(run.model, run.chunks, tp=parallel.tp, pp=parallel.pp, pp_rank=rank)
-        for rank in range(parallel.pp)
-    )
-    trained = _trained(run, parameters)
+    fullest = max(range(parallel.pp), key=lambda rank: sum(run.parameters(rank).values()))
+    trained, optimizer = run.trained(fullest), run.optimizer_parameters(fullest)
     bandwidth = _MEMORY_SHARE * device.memory_bandwidth
-    copies = run.dp * parallel.cp
-    reduced = 6.0 * trained * (copies - 1) / copies / _link(device, copies, stride=parallel.tp)
+    of_stage = run.dp * parallel.cp * parallel.tp
+    reduced = sum(
+        6.0 * n * (ranks - 1) / ranks / _link(device, ranks, stride=of_stage // ranks) for ranks, n in trained.items()
+    )
     # At best it is beside the last microbatch's backward and the next step's first forward pass.
     exposed = max(_DP_EXPOSED * reduced, reduced - slowest.total)
     return StepTime(
         products=m * slowest.products,
         attention=m * slowest.attention,
         other=m * slowest.other,
-        optimizer=trained * (_STEP_TRAFFIC / run.optimizer_ranks + _GRADIENT_TRAFFIC) / bandwidth,
+        optimizer=(optimizer * _STEP_TRAFFIC + sum(trained.values()) * _GRADIENT_TRAFFIC) / bandwidth,
         communication=m * slowest.communication + exposed,
         bubble=waiting,
         idle=_IDLE + m * slowest.idle,
@@ -376,12 +398,19 @@ def _microbatch_time(run: Run, pp_rank: int, device: Device) -> StepTime:
         share = _BIASED_ATTENTION_SHARE
     rows_of_hidden = run.bytes_per_number * run.tokens_of_rank / len(run.lengths) * model.hidden_size
     message = rows_of_hidden * (parallel.tp - 1) / parallel.tp
+    sent = 0.0
+    if model.experts is not None and parallel.ep > 1:  # to the experts and back, in both passes
+        split = parallel.tp if parallel.uses_sequence_parallel else 1
+        sent = 4 * model.experts.topk * rows_of_hidden / split * (1 - 1 / parallel.ep)
+        sent /= _link(device, parallel.ep, stride=1)
+        sent *= sum(model.has_experts(layer) for layer in layers)
     busy = StepTime(
         products=rows * products / shards / rate,
         attention=rows * scores / shards / (share * peak),
         other=traffic / (_MEMORY_SHARE * device.memory_bandwidth),
         optimizer=0.0,
-        communication=len(layers) * _TP_EXPOSED * message / _link(device, parallel.tp, stride=1)
+        communication=sent
+        + len(layers) * _TP_EXPOSED * message / _link(device, parallel.tp, stride=1)
         + sum(_exchanged_bytes(run, layer) for layer in layers) / _link(device, parallel.cp, stride=parallel.tp)
         + _INTERLEAVED * parallel.num_model_chunks * (parallel.num_model_chunks > 1),
         bubble=0.0,
@@ -548,9 +577,11 @@ def _runs(model: ModelConfig, batch: Batch) -> Iterator[Run]:
             for size in (each for each in divisors(rows) if each <= _MAX_MICRO_BATCH_SIZE):
                 can_interleave = pp > 1 and rows // size % pp == 0
                 layers = model.num_layers + model.num_decoder_layers
-                for vpp in (None, *(range(2, layers // pp + 1) if can_interleave else ())):
+                vpps = (None, *(range(2, layers // pp + 1) if can_interleave else ()))
+                eps = divisors(math.gcd(tp * cp * dp, model.experts.num_experts)) if model.experts else [1]
+                for vpp, ep in itertools.product(vpps, (each for each in eps if each <= _RANKS_OF_A_HOST)):
                     parallel = ParallelConfig(
-                        tp=tp, pp=pp, vpp=vpp, cp=cp, num_microbatches=rows // size,
+                        tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, num_microbatches=rows // size,
                         sequence_parallel=tp > 1 and all(length % (tp * cp) == 0 for length in batch.lengths),
                     )  # fmt: skip
                     if _is_allowed(model, parallel, batch.lengths):
@@ -570,6 +601,7 @@ def _is_allowed(model: ModelConfig, parallel: ParallelConfig, lengths: tuple[int
         parallel.check_model(model)
         for length in lengths:
             parallel.check_sequence(length)
+        parallel.check_function(model, "fit")
     except ConfigError:
         return False
     return True

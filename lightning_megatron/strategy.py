@@ -118,6 +118,8 @@ class MegatronStrategy(ParallelStrategy):
             key/value heads), ``all_gather`` (keys and values), or ``auto``: the first of them that the model allows.
         heartbeat: After how many seconds without progress of any rank a run of several ranks ends, with a line that
             names the rank that hangs and where, and with the stacks of all in ``default_root_dir/stacks``.
+        ep: Expert parallel size: over how many ranks the experts of each layer are spread, each of them whole; divides
+            them, and tp times the data-parallel ranks. With tp it needs ``sequence_parallel``.
 
     Raises:
         ConfigError: If the sizes do not fit together.
@@ -152,23 +154,21 @@ class MegatronStrategy(ParallelStrategy):
         ddp_config_overrides: dict[str, Any] | None = None,
         cp_comm_type: CPCommType = "auto",
         heartbeat: Heartbeat = Heartbeat(),  # noqa: B008 (frozen)
+        ep: int = 1,
     ) -> None:
         super().__init__()
         die_with_launcher()
         self.parallel = ParallelConfig(
-            tp=tp,
-            pp=pp,
-            vpp=vpp,
-            cp=cp,
+            tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep,
             cp_comm_type=cp_comm_type,
             sequence_parallel=sequence_parallel,
             num_microbatches=num_microbatches,
             num_layers_in_first_pipeline_stage=num_layers_in_first_pipeline_stage,
             num_layers_in_last_pipeline_stage=num_layers_in_last_pipeline_stage,
-        )
+        )  # fmt: skip
         self._asked = self.parallel
         """The layout on all nodes; fewer of them may be there."""
-        self.tp, self.pp, self.vpp, self.cp = tp, pp, vpp, cp
+        self.tp, self.pp, self.vpp, self.cp, self.ep = tp, pp, vpp, cp, ep
         self.sequence_parallel, self.num_microbatches = sequence_parallel, num_microbatches
         self._recompute = Recompute(granularity=recompute, method=recompute_method, num_layers=recompute_num_layers)
         self.distributed_optimizer, self._overlap_communication = distributed_optimizer, overlap_communication

@@ -221,6 +221,7 @@ _FREE = {
     "init_method_std",
     "scaled_residual_init",
     "make_vocab_size_divisible_by",
+    "experts.load_balancing_loss_coef",
 }
 """Fields of a model in which a run may differ from its checkpoint; in any other one it is another model."""
 
@@ -267,7 +268,7 @@ def check_fits(run: RunState, meta: Mapping[str, Any], path: Path) -> None:
 
 
 def _check_same(run: RunState, meta: Mapping[str, Any], path: Path, free: set[str]) -> None:
-    saved, wanted = meta["model_description"], run.model_description
+    saved, wanted = _flat(meta["model_description"]), _flat(run.model_description)
     for name in wanted:
         is_told = name in saved or name == "lora"  # of which checkpoints from before there were adapters say nothing
         if name not in free and is_told and saved.get(name) != wanted[name]:
@@ -280,6 +281,15 @@ def _check_same(run: RunState, meta: Mapping[str, Any], path: Path, free: set[st
             f"checkpoint {path}: expected a whole model, got the adapters of {meta['base']}; begin with that: "
             "MegatronModule(model=..., pretrained=True, lora=...), or MegatronModule.load_from_checkpoint"
         )
+
+
+def _flat(description: Mapping[str, Any]) -> dict[str, Any]:
+    """A description whose experts, if it has any, are fields like the others: ``experts.num_experts``."""
+    flat = dict(description)
+    if isinstance(experts := flat.get("experts"), Mapping):
+        del flat["experts"]
+        flat |= {f"experts.{name}": value for name, value in experts.items()}
+    return flat
 
 
 def _check_optimizer_fits(optimizer: MegatronOptimizer, meta: Mapping[str, Any], path: Path) -> None:

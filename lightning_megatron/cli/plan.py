@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lightning_megatron.cli.config import as_yaml, described_model
 from lightning_megatron.cli.errors import UsageError
 from lightning_megatron.errors import require_number
 
 if TYPE_CHECKING:
-    from lightning_megatron.planner import Device, Plan
+    from lightning_megatron.planner import Device, Plan, Run
 
+T = TypeVar("T")
 _PRECISIONS = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true"}
 DeviceName = Literal["b200", "h200", "h100", "a100", "a100-40gb"]
 
@@ -105,7 +106,7 @@ def _table(found: Sequence[Plan], device: Device) -> Iterator[str]:
         f"{first.precision}; GiB are of the fullest GPU"
     )
     yield ""
-    layout = ("tp", "pp", "vpp", "cp", "dp", "mb x m", "recompute")
+    layout = ("tp", "pp", "vpp", "cp", "dp", *_ep(first, "ep"), "mb x m", "recompute")
     rows: list[Sequence[str]] = [
         (*layout, "GiB", *_PARTS, "s/step", "bubble", "comm.", "tok/s/GPU", "MFU"),
     ]
@@ -116,7 +117,7 @@ def _table(found: Sequence[Plan], device: Device) -> Iterator[str]:
         row_flops = model_flops(run.model, run.lengths, run.model.padded_vocab_size(parallel.tp))
         flops_per_s = each.tokens_per_s_per_device / sum(run.lengths) * row_flops
         rows.append((
-            *map(str, (parallel.tp, parallel.pp, parallel.vpp or "-", parallel.cp, run.dp)),
+            *map(str, (parallel.tp, parallel.pp, parallel.vpp or "-", parallel.cp, run.dp, *_ep(run, parallel.ep))),
             f"{run.micro_batch_size} x {parallel.num_microbatches}",
             run.recompute or "-",
             f"{memory.total / GIB:.1f}",
@@ -130,6 +131,11 @@ def _table(found: Sequence[Plan], device: Device) -> Iterator[str]:
     yield from columns(rows)
 
 
+def _ep(run: Run, value: T) -> tuple[T, ...]:
+    """``value`` for a model with experts, nothing for others."""
+    return () if run.model.experts is None else (value,)
+
+
 def _yaml(best: Plan, given: str | dict[str, str], options: PlanOptions) -> str:
     """A configuration for ``fit`` with the best layout; data are a placeholder."""
     run = best.run
@@ -141,6 +147,7 @@ def _yaml(best: Plan, given: str | dict[str, str], options: PlanOptions) -> str:
         "recompute": run.recompute,
         **({"vpp": run.parallel.vpp} if run.parallel.vpp else {}),
         **({"cp": run.parallel.cp} if run.parallel.cp > 1 else {}),
+        **({"ep": run.parallel.ep} if run.parallel.ep > 1 else {}),
     }
     settings: dict[str, Any] = {f"trainer.strategy.{name}": value for name, value in strategy.items()}
     settings |= {"trainer.devices": min(options.gpus, 8), "trainer.num_nodes": max(1, options.gpus // 8)}

@@ -322,6 +322,11 @@ def _check_model(source: Source, options: ConvertOptions, layout: ParallelConfig
             "this model; use fewer"
         )
     if options.to == "megatron-legacy":
+        if model.experts is not None:
+            raise ConfigError(
+                "to=megatron-legacy: expected a model without experts, for which that format has names, got "
+                f"{model.family}; use to=megatron or to=hf"
+            )
         cut(model, layout)
         if _world_size() > 1 and model.architecture == "t5" and layout.pp > 1:
             raise ConfigError(

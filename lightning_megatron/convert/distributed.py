@@ -7,6 +7,7 @@ were wrapped, cut or fused. Optimizer states are left alone.
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -35,7 +36,7 @@ from lightning_megatron.checkpoint.files import (
 from lightning_megatron.convert.hugging_face import companion_files
 from lightning_megatron.convert.megatron_arguments import arguments_of, described_by
 from lightning_megatron.convert.registry import config_object, family_of, stored_config
-from lightning_megatron.convert.shards import Key, Place, Source, Stored, mismatches
+from lightning_megatron.convert.shards import EXPERTS, Key, Place, Source, Stored, mismatches
 from lightning_megatron.engine.pickles import read_pickle
 from lightning_megatron.errors import CheckpointError, ConfigError
 from lightning_megatron.models.config import ModelConfig, variant_of
@@ -220,10 +221,11 @@ def _weights(path: Path) -> dict[str, TensorStorageMetadata]:
 
 def _keys_of(
     name: str, stored: TensorStorageMetadata, known: set[str] | None
-) -> Iterator[tuple[Key, int | None, tuple[int, ...]]]:
-    """Which of the model's tensors an entry holds, with each one's index along the first axis and its shape.
+) -> Iterator[tuple[Key, tuple[int, ...], tuple[int, ...]]]:
+    """Which of the model's tensors an entry holds, with each one's index along the first axes and its shape.
 
-    Megatron-Core stacks the layers of a model: ``decoder.layers.mlp.linear_fc1.weight`` is [layers, rows, columns]. It
+    Megatron-Core stacks the layers of a model: ``decoder.layers.mlp.linear_fc1.weight`` is [layers, rows, columns], and
+    the experts of a layer: ``decoder.layers.mlp.experts.experts.linear_fc1.weight`` has a second such axis. It
     may also write each layer by itself (``decoder.layers.3.mlp...``), and models without fused norms call these
     otherwise.
 
@@ -238,10 +240,9 @@ def _keys_of(
     for unfused, fused in _UNFUSED:
         if known is None or name not in known:
             name = name.replace(unfused, fused)
-    if numbered or ".layers." not in name or not shape:
-        yield Key(name, int(numbered[2]) if numbered else None), None, shape
-    else:
-        yield from ((Key(name, layer), layer, shape[1:]) for layer in range(shape[0]))
+    axes = (".layers." in name and not numbered) + (EXPERTS in name)
+    for index in itertools.product(*(range(size) for size in shape[:axes])):
+        yield Key(name, *((int(numbered[2]),) if numbered else ()), *index), index, shape[axes:]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -256,7 +257,7 @@ class DistributedSource(Source):
     """Whether there is more than adapters."""
 
     def __post_init__(self) -> None:
-        self._entry: dict[Key, tuple[str, int | None]] = {}
+        self._entry: dict[Key, tuple[str, tuple[int, ...]]] = {}
         self._reader = FileSystemReader(self.path)
         self._reader.set_up_storage_reader(read_table(self.path), is_coordinator=False)
 
@@ -269,17 +270,17 @@ class DistributedSource(Source):
         """See ``Source``."""
         known, found = {key.name for key in expected}, {}
         for name, stored in self.tensors.items():
-            for key, layer, shape in _keys_of(name, stored, known):
+            for key, index, shape in _keys_of(name, stored, known):
                 found[key] = Stored(shape, stored.properties.dtype)
-                self._entry[key] = (name, layer)
+                self._entry[key] = (name, index)
         self.refuse(mismatches(found, expected))
         return {key: each.dtype for key, each in found.items()}
 
     def parts(self, place: Place) -> Iterator[tuple[Any, torch.Tensor]]:
         """See ``Source``."""
-        name, layer = self._entry[place.key]
-        before, one = ((), ()) if layer is None else ((layer,), (1,))
-        box = ChunkStorageMetadata(offsets=torch.Size((*before, *place.offset)), sizes=torch.Size((*one, *place.size)))
+        name, index = self._entry[place.key]
+        one = (1,) * len(index)
+        box = ChunkStorageMetadata(offsets=torch.Size((*index, *place.offset)), sizes=torch.Size((*one, *place.size)))
         stored = self.tensors[name]
         planner = _Planner(stored.properties.dtype)
         try:
@@ -292,7 +293,7 @@ class DistributedSource(Source):
             ) from None
         for item, tensor in planner.read:
             where = tuple(slice(a, a + n) for a, n in zip(item.dest_offsets, item.lengths, strict=True))
-            yield (where, tensor) if layer is None else (where[1:], tensor[0])
+            yield where[len(index) :], tensor[(0,) * len(index)]
 
 
 class _Planner(DefaultLoadPlanner):

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 LAYER = "{layer}"
 """Stands for the layer's number (from 0) in Hugging Face's names."""
+EXPERT = "{expert}"
+"""Stands for the expert's number (from 0) there."""
 POSITIONS = "embedding.position_embeddings.weight"
 """The table of learned positions."""
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
@@ -43,9 +45,9 @@ class Rule:
     transposed: bool = False
     """Whether Hugging Face keeps the matrix transposed (GPT-2's Conv1D)."""
 
-    def names(self, layer: int | None) -> tuple[str, ...]:
-        """The Hugging Face names in one layer."""
-        return tuple(name.replace(LAYER, str(layer)) for name in self.hugging_face)
+    def names(self, layer: int | None, expert: int | None = None) -> tuple[str, ...]:
+        """The Hugging Face names in one layer, of one expert."""
+        return tuple(name.replace(LAYER, str(layer)).replace(EXPERT, str(expert)) for name in self.hugging_face)
 
     def shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         """Shapes of the Hugging Face tensors that make a Megatron tensor of ``shape``."""

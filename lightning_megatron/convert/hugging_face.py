@@ -279,7 +279,7 @@ class HuggingFaceSource(Source):
         shapes: dict[str, tuple[int, ...]] = {}
         for key, shape in expected.items():
             rule = self._rules[key.name]
-            names = rule.names(key.layer)
+            names = rule.names(*key[1:])
             keys |= dict.fromkeys(names, key)
             shapes |= zip(names, rule.shapes(shape), strict=True)
         tied, ignorable = _of_transformers(family.architectures[self.model.task])
@@ -337,7 +337,7 @@ class HuggingFaceSource(Source):
         """See ``Source``."""
         rule, start, stop = self._rules[place.key.name], place.offset[0], place.offset[0] + place.size[0]
         source = torch.arange(start, stop) if rule.order is None else rule.order[start:stop]
-        for name, rows in zip(rule.names(place.key.layer), rule.rows or (place.shape[0],), strict=True):
+        for name, rows in zip(rule.names(*place.key[1:]), rule.rows or (place.shape[0],), strict=True):
             ours = ((source >= 0) & (source < rows)).nonzero().flatten()
             if len(ours):
                 theirs, columns = source[ours], place.slices[1:]
@@ -447,7 +447,7 @@ def load_hugging_face(chunks: Iterable[Any], model: ModelConfig, path: str | Pat
 def hugging_face_names(keys: Collection[Key], model: ModelConfig) -> list[str]:
     """What Hugging Face calls these tensors, in the order of the family's rules."""
     return [
-        name for rule in rules_of(model) for key in keys if key.name == rule.megatron for name in rule.names(key.layer)
+        name for rule in rules_of(model) for key in keys if key.name == rule.megatron for name in rule.names(*key[1:])
     ]
 
 

@@ -35,6 +35,8 @@ BAR_FROM_BYTES = 10**9
 _TIMEOUT = timedelta(minutes=30)
 _NUMBERED_LAYER = re.compile(r"^(.*?\blayers)\.(\d+)\.")
 _STACKS = ("", "encoder", "decoder")
+EXPERTS = ".experts.experts."
+"""In the names of tensors with one matrix for each expert."""
 
 
 class Key(NamedTuple):
@@ -44,10 +46,13 @@ class Key(NamedTuple):
     """As a rule's ``megatron``, without the layer's number: ``decoder.layers.mlp.linear_fc1.weight``."""
     layer: int | None = None
     """Number of the layer in its stack, from 0, over all pipeline stages; None for tensors of no layer."""
+    expert: int | None = None
+    """Number of the expert in its layer, from 0; None for tensors of none."""
 
     def __str__(self) -> str:
-        """With the layer's number, for messages."""
-        return self.name if self.layer is None else self.name.replace(".layers.", f".layers.{self.layer}.", 1)
+        """With the numbers, for messages."""
+        name = self.name if self.layer is None else self.name.replace(".layers.", f".layers.{self.layer}.", 1)
+        return name if self.expert is None else name.replace(EXPERTS, f".experts.{self.expert}.", 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,11 +117,10 @@ def _sharded(chunks: Iterable[Any]) -> Iterator[tuple[torch.Tensor, list[Sharded
 
 
 def _key(tensor: ShardedTensor) -> Key:
-    if tensor.prepend_axis_num:
-        return Key(tensor.key, int(tensor.global_offset[0]))
+    stacked = [int(index) for index in tensor.global_offset[: tensor.prepend_axis_num]]
     if numbered := _NUMBERED_LAYER.match(tensor.key):
-        return Key(f"{numbered[1]}.{tensor.key[numbered.end() :]}", int(numbered[2]))
-    return Key(tensor.key)
+        return Key(f"{numbered[1]}.{tensor.key[numbered.end() :]}", int(numbered[2]), *stacked)
+    return Key(tensor.key, *stacked)
 
 
 def _shard(tensor: ShardedTensor, model: ModelConfig) -> Shard:
@@ -149,9 +153,9 @@ def in_order(keys: Iterable[Key], model: ModelConfig) -> list[Key]:
     """Tensors of no layer first, then each stack (T5's encoder before its decoder) layer after layer."""
     number = {rule.megatron: i for i, rule in enumerate(rules_of(model))}
 
-    def order(key: Key) -> tuple[int, int, int]:
+    def order(key: Key) -> tuple[int, int, int, int]:
         stack = key.name.split(".")[0] if key.layer is not None else ""
-        return _STACKS.index(stack), key.layer or 0, number[key.name]
+        return _STACKS.index(stack), key.layer or 0, key.expert or 0, number[key.name]
 
     return sorted(keys, key=order)
 
@@ -392,7 +396,7 @@ class Gathering:
         contents: dict[str, Stored] = {}
         for key, parts in self._parts.items():
             rule, place = self._rules[key.name], parts[0][2]
-            names, shapes = rule.names(key.layer), rule.shapes(place.shape)
+            names, shapes = rule.names(*key[1:]), rule.shapes(place.shape)
             contents |= {name: Stored(shape, place.dtype) for name, shape in zip(names, shapes, strict=True)}
         return contents
 
@@ -404,10 +408,10 @@ class Gathering:
         for key in self._parts:
             rule, whole = self._rules[key.name], self._whole(key)
             if whole is None:
-                yield from ((name, None) for name in rule.names(key.layer))
+                yield from ((name, None) for name in rule.names(*key[1:]))
                 continue
             rows = whole if rule.order is None else whole[torch.argsort(rule.order)]
-            for name, part in zip(rule.names(key.layer), rows.split(rule.rows or len(rows)), strict=True):
+            for name, part in zip(rule.names(*key[1:]), rows.split(rule.rows or len(rows)), strict=True):
                 yield name, (part.t() if rule.transposed else part).contiguous()
 
     def _whole(self, key: Key) -> torch.Tensor | None:

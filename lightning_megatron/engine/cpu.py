@@ -54,6 +54,10 @@ class Stream:
     def wait_stream(self, stream: Any) -> None:
         """Nothing can be behind."""
 
+    def record_event(self) -> Stream:
+        """What can be waited for by ``synchronize``."""
+        return self
+
     def synchronize(self) -> None:
         """Nothing can be behind."""
 
@@ -66,6 +70,11 @@ def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
 def set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
     """Set the one generator, whatever the device."""
     torch.set_rng_state(state)
+
+
+def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """``maybe_move_tensor_to_cpu`` of Megatron's experts, which returns what is there already as it is."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 def is_not_about_one_generator(record: logging.LogRecord) -> bool:

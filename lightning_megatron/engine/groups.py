@@ -68,7 +68,7 @@ def initialize(parallel: ParallelConfig, timeout: timedelta) -> Topology:
     world = dist.group.WORLD
     if _current is not None and _current[1] is world and parallel_state.model_parallel_is_initialized():
         before, topology = _current[0].parallel, replace(_current[0], parallel=parallel)
-        if (before.tp, before.pp, before.vpp, before.cp) == (parallel.tp, parallel.pp, parallel.vpp, parallel.cp):
+        if all(getattr(before, axis) == getattr(parallel, axis) for axis in ("tp", "pp", "vpp", "cp", "ep")):
             _current = (topology, world)
             return topology
     destroy()
@@ -77,6 +77,8 @@ def initialize(parallel: ParallelConfig, timeout: timedelta) -> Topology:
         pipeline_model_parallel_size=parallel.pp,
         virtual_pipeline_model_parallel_size=parallel.vpp,
         context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=1,
         distributed_timeout_minutes=timeout.total_seconds() / 60,
     )
     mp_group = _model_parallel_group(parallel, timeout)

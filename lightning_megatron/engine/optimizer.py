@@ -343,11 +343,16 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
         megatron-core 0.16.1, optimizer/clip_grads.py:get_grad_norm_fp32, without its wait for the device.
         """
-        gradients = [gradient for part in self.parts for gradient in part.get_grads_for_grad_norm()]
-        norm, _ = l2_norm(0, self.loss, [[*gradients, 0.0 * self.loss.reshape(1)]])
-        squared = norm**2.0
-        dist.all_reduce(squared, group=self.inner.get_grad_stats_parallel_group())
-        return squared
+        of_group: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
+        for part in self.parts:  # experts have an optimizer of their own, and without sharding other ranks hold them
+            of_group.setdefault(part.get_grad_stats_parallel_group(), []).extend(part.get_grads_for_grad_norm())
+        total = torch.zeros(1, dtype=torch.float32, device=self.loss.device)
+        for group, gradients in of_group.items():
+            norm, _ = l2_norm(0, self.loss, [[*gradients, 0.0 * self.loss.reshape(1)]])
+            squared = norm**2.0
+            dist.all_reduce(squared, group=group)
+            total += squared
+        return total
 
     @property
     def _masters(self) -> list[MasterOptimizer]:

@@ -47,6 +47,8 @@ class ParallelConfig:
     """Of a GPT or BERT, whose other stages share the rest evenly; None for as many as they have."""
     num_layers_in_last_pipeline_stage: int | None = None
     """The same, where the output layer is: one of 128,256 tokens takes the time of two layers of Llama-3-8B."""
+    ep: int = 1
+    """Expert parallel size: a layer's experts, each of them whole, are spread over this many ranks of its stage."""
 
     def __post_init__(self) -> None:
         """Check the rules that need neither the world size nor the model.
@@ -54,7 +56,7 @@ class ParallelConfig:
         Raises:
             ConfigError: If a size is not a positive integer, a word is unknown, or the interleaved schedule cannot run.
         """
-        for name in ("tp", "pp", "cp", "num_microbatches"):
+        for name in ("tp", "pp", "cp", "ep", "num_microbatches"):
             require_kind(name, getattr(self, name), "int")
             require_number(name, getattr(self, name), at_least=1)
         require_kind("vpp", self.vpp, "int | None")
@@ -83,6 +85,11 @@ class ParallelConfig:
     def model_parallel_size(self) -> int:
         """Ranks that work on the same rows."""
         return self.tp * self.pp * self.cp
+
+    @property
+    def ep_is_within_a_copy(self) -> bool:
+        """Whether a copy of the model holds all experts; otherwise copies need each other in each layer."""
+        return self.tp * self.cp % self.ep == 0
 
     @property
     def num_model_chunks(self) -> int:
@@ -115,7 +122,14 @@ class ParallelConfig:
                 f"{math.ceil(world_size / size) * size} devices, or a {' x '.join(axes)} from "
                 f"{', '.join(str(d) for d in divisors(world_size))}"
             )
-        return world_size // size
+        copies = world_size // size
+        if (ranks := copies * self.tp * self.cp) % self.ep != 0:
+            raise ConfigError(
+                f"ep={self.ep}: expected a divisor of the {ranks} ranks of a pipeline stage (tp x cp x data parallel), "
+                f"over which experts are spread; choose ep from {', '.join(str(d) for d in divisors(ranks))}, or use "
+                "more devices"
+            )
+        return copies
 
     def check_model(self, model: ModelConfig) -> None:
         """Raise unless ``model`` can be split this way.
@@ -138,6 +152,7 @@ class ParallelConfig:
         # Of more ranks than groups each keeps a part of the rows, which may end within a head.
         rows = (model.num_attention_heads + 2 * groups) * model.kv_channels
         require_divides("tp", self.tp, "(num_attention_heads + 2 * num_query_groups) * kv_channels", rows)
+        self._check_experts(model)
         if model.architecture == "t5":
             self._check_joint_stack(model)
         elif any(getattr(self, name) is not None for name in _UNEVEN):
@@ -168,6 +183,34 @@ class ParallelConfig:
                 'cp_comm_type="all_gather"'
             )
         return "all_gather"
+
+    def _check_experts(self, model: ModelConfig) -> None:
+        experts = model.experts
+        if experts is None:
+            if self.ep > 1:
+                raise ConfigError(f"ep={self.ep}: expected a model with experts, got {model.family} without; use ep=1")
+            return
+        require_divides("ep", self.ep, "num_experts", experts.num_experts)
+        require_divides("tp", self.tp, "shared_ffn_hidden_size", experts.shared_ffn_hidden_size or self.tp)
+
+    def check_function(self, model: ModelConfig, function: str | None) -> None:
+        """Raise unless the Trainer can do ``function`` this way; ``check_model`` has passed.
+
+        Raises:
+            ConfigError: If several ranks would send the same token to an expert in training, or copies of the model
+                that share experts would have rows of their own in prediction.
+        """
+        if function == "predict" and not self.ep_is_within_a_copy:
+            raise ConfigError(
+                f"ep={self.ep}: Trainer.predict gives each copy of the model rows of its own, and these copies share "
+                "experts; predict with ep=1 or an ep that divides tp x cp, or call generate"
+            )
+        if function == "fit" and model.experts is not None and self.tp > 1 and not self.sequence_parallel:
+            # megatron-core 0.16.1, transformer/moe/moe_layer.py, refuses it, too.
+            raise ConfigError(
+                f"tp={self.tp}: a model with experts is trained with sequence_parallel=True, so that no two ranks send "
+                "the same token to an expert; set it, or use tp=1"
+            )
 
     def layout(self, num_layers: int) -> tuple[int, ...]:
         """Layers of each chunk of a GPT or BERT in the order of the pipeline.

@@ -105,6 +105,7 @@ _OPTIMIZER = "megatron.core.optimizer.optimizer"
 _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer"
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _PRODUCT = "LinearWithGradAccumulationAndAsyncCommunication"
+_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 _RANDOM = "megatron.core.tensor_parallel.random"
 
 MEGATRON: tuple[Patch, ...] = (
@@ -153,6 +154,12 @@ MEGATRON: tuple[Patch, ...] = (
         "CheckpointWithoutOutput",
         _being(recompute.WithoutOutput),
         "it needs Transformer Engine, and saves and restores random streams that norms do not draw from",
+    ),
+    _row(
+        "megatron.core.transformer.moe.moe_utils",
+        "te_general_gemm",
+        lambda original: original,
+        "the router asks whether it is None, and without Transformer Engine there is no such name: NameError",
     ),
     _row(
         "megatron.core.transformer.mlp",
@@ -248,6 +255,7 @@ _CUDA: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
 
 CPU: tuple[Patch, ...] = (
     *(_row("torch.cuda", attribute, replacement, reason) for attribute, replacement, reason in _CUDA),
+    _row(_DISPATCHER, "maybe_move_tensor_to_cpu", _being(cpu.on_host), "only what was on a GPU becomes split sizes"),
     _row(_RANDOM, "_get_cuda_rng_state", _being(cpu.get_rng_state), "reads torch.cuda.random directly"),
     _row(_RANDOM, "_set_cuda_rng_state", _being(cpu.set_rng_state), "sets torch.cuda.default_generators"),
 )

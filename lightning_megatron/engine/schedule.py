@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from lightning_megatron.engine.fillers.experts import LoadBalance, LoadReport
 from lightning_megatron.engine.fillers.fp8 import fp8_linears, quantized_weights
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.heartbeat import progress
@@ -51,6 +52,8 @@ class StepShape:
     """Data-parallel ranks."""
     lengths: tuple[int, ...] = ()
     """Tokens per row of each sequence if there are several: of T5's encoder and decoder."""
+    expert_counts: torch.Tensor | None = field(default=None, compare=False)
+    """[layers, experts], fp32, the same on every rank: how many tokens of a step of training went to each."""
 
     @property
     def global_batch_size(self) -> int:
@@ -76,6 +79,16 @@ class StepOutput:
     shape: StepShape
     microbatch_losses: torch.Tensor
     """[num_microbatches], fp32: what each adds to the sum on this rank; empty before the last stage."""
+    experts: LoadReport | None = None
+    """Of a step of training with experts, whose auxiliary loss is part of ``loss`` and no term; None otherwise."""
+
+    @property
+    def of_experts(self) -> dict[str, torch.Tensor]:
+        """What is logged of experts, [] each, on the device; nothing without."""
+        if (load := self.experts) is None:
+            return {}
+        loads = {"expert_load_max": load.heaviest, "expert_load_min": load.lightest}
+        return {"load_balancing_loss": load.loss, **loads}
 
 
 def split_rows(batch: Batch, num_microbatches: int) -> list[Batch]:
@@ -109,6 +122,8 @@ class Schedule:
         self._targets_seen: list[torch.Tensor] = []
         self._observe: Observer | None = None
         self._graphs = graphs
+        has_experts = self._configs[0].num_moe_experts is not None
+        self._balance = LoadBalance(self._configs[0], chunks) if has_experts else None
 
     def train(
         self, batch: Batch, train_step: TrainStep, optimizer: MegatronOptimizer, micro_batch_size: int | None = None
@@ -242,7 +257,8 @@ class Schedule:
             data_parallel_size=self._topology.dp,
             lengths=tuple(lengths.values()) if len(lengths) > 1 else (),
         )
-        self._denominators = self._global_counts(batch)
+        balance = None if forward_only else self._balance
+        self._denominators = self._global_counts(batch, balance)
         self._targets_seen = []
         microbatches = split_rows(batch, num_microbatches)
         if not forward_only and (reports := self._replayed(microbatches)) is not None:
@@ -258,7 +274,13 @@ class Schedule:
                 micro_batch_size=shape.micro_batch_size,
                 forward_only=forward_only,
             )
-        return self._reduce(reports, shape, next(iter(batch.values())).device)
+        device = next(iter(batch.values())).device
+        output = self._reduce(reports, shape, device)
+        if balance is None:
+            return output
+        report = balance.end(device)
+        shape = replace(shape, expert_counts=report.counts)
+        return replace(output, loss=output.loss + report.loss, experts=report, shape=shape)
 
     def _replayed(self, microbatches: list[Batch]) -> list[torch.Tensor] | None:
         """Reports of the microbatches, whose gradients CUDA graphs have added up; None if Megatron shall run them."""
@@ -284,20 +306,28 @@ class Schedule:
         self._finalize_gradients(self._chunks)
         return reports
 
-    def _global_counts(self, batch: Batch) -> dict[str, torch.Tensor] | None:
-        """Targets of each term in the global batch: one all-reduce over the dp group."""
-        counts = self._step.counts(batch)
+    def _global_counts(self, batch: Batch, balance: LoadBalance | None) -> dict[str, torch.Tensor] | None:
+        """Targets of each term in the global batch: one all-reduce over the dp group; and its tokens, for experts."""
+        counts, names = self._step.counts(batch), self._step.loss_terms
         if counts is None:
-            if len(self._step.loss_terms) > 1:
+            if len(names) > 1 or balance is not None:
+                terms = f"loss terms {', '.join(names)}{' and that of the load of experts' if balance else ''}"
                 raise ConfigError(
-                    f"{type(self._step).__name__} has the loss terms {', '.join(self._step.loss_terms)} but cannot "
-                    "count their targets in advance; implement counts()"
+                    f"{type(self._step).__name__} has the {terms} but cannot count their targets in advance; implement "
+                    "counts()"
                 )
             return None
-        packed = torch.stack([counts[name].float() for name in self._step.loss_terms])
-        dist.all_reduce(packed, group=self._topology.dp_group)
+        packed = [counts[name].float() for name in names]
+        if balance is not None:
+            mask = batch.get("attention_mask")
+            tokens = _num_rows(batch) * self._step.seq_length(batch) if mask is None else (mask != 0).sum()
+            packed.append(torch.as_tensor(tokens, dtype=torch.float32, device=packed[0].device))
+        totals = torch.stack(packed)
+        dist.all_reduce(totals, group=self._topology.dp_group)
+        if balance is not None:
+            balance.begin(totals[-1])
         # A batch without a target has the loss 0, not 0/0.
-        return dict(zip(self._step.loss_terms, packed.clamp(min=1.0), strict=True))
+        return dict(zip(names, totals[: len(names)].clamp(min=1.0), strict=True))
 
     def _forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[Output, Any]:
         microbatch = next(data_iterator)

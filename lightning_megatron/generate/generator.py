@@ -112,7 +112,7 @@ class LiveModel:
             if rows.stop > rows.start:
                 own = prompts.rows(rows.start, rows.stop).each(lambda tensor: tensor.to(self.device))
                 uniform = uniform_numbers(options.seed, options.num_new_tokens, len(prompts.tokens))[:, rows]
-                written, numbers = decode(models, self.topology, own, rules, uniform, on_tokens)
+                written, numbers = decode(models, self._together, own, rules, uniform, on_tokens)
             if is_shared:
                 counts, group = [count * repeats for count in counts], self.topology.dp_group
                 written, numbers = gathered_rows(written, counts, group), gathered_rows(numbers, counts, group)
@@ -203,8 +203,24 @@ class LiveModel:
             # A data-parallel group lies within one stage.
             return gathered_rows(logits, counts, self.topology.dp_group) if is_kept else None
 
+    @property
+    def _together(self) -> Topology:
+        """This rank's place among those that compute the same rows: of one copy of the model, or of all copies.
+
+        Where experts are spread over copies, these need each other in every layer. So all of them compute all rows,
+        and one rank chooses all tokens: none then ends before another.
+        """
+        topology = self.topology
+        if topology.parallel.ep_is_within_a_copy:
+            return topology
+        world = dist.group.WORLD
+        assert world is not None
+        return replace(topology, mp_group=world)
+
     def _dealt(self, rows: int) -> tuple[slice, list[int]]:
-        """Which rows this copy of the model takes, and how many each copy."""
+        """Which rows this copy of the model takes, and how many each copy; all rows if copies cannot go on alone."""
+        if self._together is not self.topology:
+            return slice(0, rows), [rows]
         dp, rank = self.topology.dp, self.topology.dp_rank
         bounds = [rows * copy // dp for copy in range(dp + 1)]
         return slice(bounds[rank], bounds[rank + 1]), [bounds[copy + 1] - bounds[copy] for copy in range(dp)]

@@ -111,6 +111,8 @@ def uses_static_cache(options: GenerationOptions, model: ModelConfig, device: to
     reason = None
     if model.architecture == "t5":
         reason = "its decoder also attends to a source, with biases that the host counts from the texts' length"
+    elif model.experts is not None:
+        reason = "the host must know how many tokens go to each expert"
     elif model.rope_scaling is not None and (kind := model.rope_scaling.rope_type) in _LENGTH_DEPENDENT:
         reason = f"the host computes its rotary frequencies ({kind}) from the texts' length at every token"
     if options.static_cache is None:
@@ -229,8 +231,8 @@ class Stages:
         self._num_ranks = len(ranks)
         # Of the last stage the first: tp ranks could draw differently, as sums on a GPU are not exactly reproducible.
         self._source = ranks[-topology.parallel.tp * topology.parallel.cp]
-        self.chooses = topology.is_last_stage and topology.tp_rank == topology.cp_rank == 0
-        """Whether this rank chooses the tokens of this copy of the model."""
+        self.chooses = dist.get_rank() == self._source
+        """Whether this rank chooses the tokens of all ranks of ``topology.mp_group``."""
         rows, width = batch.tokens.shape
         # Two messages under way in both directions could wait for each other: with chunks the batch is one group.
         count = 1 if topology.parallel.vpp else min(topology.parallel.pp, rows)

@@ -61,6 +61,44 @@ class Adapters:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Mixture of experts: a router sends each token to the best few of many MLPs (Shazeer et al. 2017, 1701.06538).
+
+    No token is dropped. The router's logits and probabilities are fp32.
+    """
+
+    num_experts: int
+    """MLPs of a layer."""
+    topk: int
+    """How many of them a token goes through."""
+    ffn_hidden_size: int
+    """Width of each one."""
+    shared_ffn_hidden_size: int = 0
+    """Width of an MLP that all tokens go through, too, times a sigmoid of its own gate (Qwen 2); 0 for none."""
+    normalizes_topk: bool = True
+    """Whether the probabilities of a token's experts are divided by their sum."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers (from 0) that have an ordinary MLP instead."""
+    load_balancing_loss_coef: float = 0.0
+    """What the auxiliary loss is multiplied by before it is added; see ``engine/fillers/experts.py``."""
+
+    def __post_init__(self) -> None:
+        """Check the numbers against each other.
+
+        Raises:
+            ConfigError: If a size is not positive, or a token shall go through more experts than there are.
+        """
+        for name in ("num_experts", "topk", "ffn_hidden_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1; correct the model's config")
+        if self.topk > self.num_experts:
+            raise ConfigError(
+                f"num_experts_per_tok: expected at most num_experts={self.num_experts}, got {self.topk}; correct the "
+                "model's config"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The shape and the mathematics of a GPT, BERT or T5; the same for every parallel layout."""
 
@@ -158,6 +196,8 @@ class ModelConfig:
     """How many tokens back, itself included, a token sees; None for all."""
     sliding_window_layers: tuple[int, ...] | None = None
     """Layers (from 0) with the window; None for all."""
+    experts: Experts | None = None
+    """GPT: the experts in place of MLPs; None for none."""
     num_tokentypes: int = 0
     """BERT: kinds of segments; 0 for no such embedding."""
     num_labels: int = 2
@@ -232,6 +272,16 @@ class ModelConfig:
     def has_window(self, layer: int) -> bool:
         """Whether a layer (from 0) sees ``sliding_window`` tokens only."""
         return self.sliding_window is not None and layer in (self.sliding_window_layers or (layer,))
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer (from 0) has experts instead of an MLP."""
+        return self.experts is not None and layer not in self.experts.dense_layers
+
+    def mlp_width(self, layer: int) -> int:
+        """How many numbers a token has inside the MLP of a layer (from 0), or inside all of its experts there."""
+        if self.experts is None or not self.has_experts(layer):
+            return self.ffn_hidden_size
+        return self.experts.topk * self.experts.ffn_hidden_size + self.experts.shared_ffn_hidden_size
 
     @property
     def has_attention_output_bias(self) -> bool:

@@ -70,7 +70,12 @@ class GPTChunk(Chunk):
         angles = None
         if self.description.position_embedding_type == "rope":
             angles = self._angles(input_ids, position_ids)
-        hidden: Tensor = self.decoder(hidden_states=embedded, attention_mask=attention_mask, rotary_pos_emb=angles)
+        hidden: Tensor = self.decoder(
+            hidden_states=embedded,
+            attention_mask=attention_mask,
+            rotary_pos_emb=angles,
+            padding_mask=self._padding(attention_mask),
+        )
         return self.predictions(hidden, labels, runtime_gather_output) if self.post_process else hidden
 
     def _embedded(self, input_ids: Tensor, position_ids: Tensor | None, segments: Tensor | None) -> Tensor:
@@ -86,6 +91,15 @@ class GPTChunk(Chunk):
             # Under sequence parallelism on this rank's part; the gradients of the norm are summed over TP like others.
             embedded = self.embedding.norm(embedded).to(embedded.dtype)
         return embedded if self._multiplier == 1.0 else embedded * self._multiplier
+
+    def _padding(self, attention_mask: Tensor | None) -> Tensor | None:
+        """[b, s/cp or s/cp/tp], bool: the tokens of this rank that experts need not share out evenly; None for none."""
+        if attention_mask is None or self.description.experts is None or not self.training:
+            return None
+        padding = self.context.own_tokens(attention_mask == 0)
+        if self.config.sequence_parallel:
+            padding = padding.chunk(self.config.tensor_model_parallel_size, dim=1)[self.pg_collection.tp.rank()]
+        return padding
 
     def _angles(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
         """How far each pair of a head turns: [s/cp, 1 or b, 1, rotary_width], or for two thetas both in turn."""

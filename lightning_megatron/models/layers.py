@@ -22,11 +22,14 @@ from megatron.core.transformer.attention import (
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_megatron.engine.fillers.context import ContextParallelAttention
+from lightning_megatron.engine.fillers.experts import GroupedExperts, Router
 from lightning_megatron.engine.fillers.norm import Norm, NormOfAllHeads
 from lightning_megatron.engine.fillers.recompute import WithoutOutput
 from lightning_megatron.errors import ConfigError
@@ -65,6 +68,11 @@ def layer_spec(model: ModelConfig, number: int = 0, *, is_decoder_of_two: bool =
     )
     drops_in_mlp = ModuleSpec(module=DroppedInputLinear, params={"input_dropout": model.activation_dropout})
     fc2 = drops_in_mlp if model.activation_dropout > 0.0 else _output_linear(model, has_bias=model.add_bias_linear)
+    mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=_LinearWithBiasInProduct, linear_fc2=fc2))
+    names = dict(CHECKPOINT_NAMES)
+    if model.has_experts(number):
+        del names["pre_mlp_layernorm."]  # no linear that it could be fused into
+        mlp = _experts(model)
     addition = {"multiplier": model.residual_multiplier}
     return ModuleSpec(
         module=ParallelTransformerLayer if model.parallel_attention else TransformerLayer,
@@ -78,10 +86,19 @@ def layer_spec(model: ModelConfig, number: int = 0, *, is_decoder_of_two: bool =
             cross_attention=cross if is_decoder_of_two else IdentityOp,
             cross_attn_bda=BiasDropoutAdd if is_decoder_of_two else IdentityFuncOp,
             pre_mlp_layernorm=norm_spec(model) if model.has_mlp_norm else IdentityOp,
-            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=_LinearWithBiasInProduct, linear_fc2=fc2)),
+            mlp=mlp,
             mlp_bda=ModuleSpec(BiasDropoutAdd, params=addition),
-            sharded_state_dict_keys_map=dict(CHECKPOINT_NAMES),
+            sharded_state_dict_keys_map=names,
         ),
+    )
+
+
+def _experts(model: ModelConfig) -> ModuleSpec:
+    assert model.experts is not None
+    linears = MLPSubmodules(linear_fc1=_LinearWithBiasInProduct, linear_fc2=RowParallelLinear)
+    shared = ModuleSpec(module=SharedExpertMLP, submodules=linears) if model.experts.shared_ffn_hidden_size else None
+    return ModuleSpec(
+        module=MoELayer, submodules=MoESubmodules(router=Router, experts=GroupedExperts, shared_experts=shared)
     )
 
 

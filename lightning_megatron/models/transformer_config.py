@@ -61,13 +61,20 @@ class EngineSettings:
     cuda_graphs: bool = False
     """Whether microbatches of training are replayed."""
 
-    def check_model(self, model: ModelConfig) -> None:
+    def check_model(self, model: ModelConfig, function: str | None = None) -> None:
         """Raise unless ``model`` can be run so.
+
+        Args:
+            model: The description.
+            function: Of the Trainer, as ``fit`` or ``predict``; None where it is not known.
 
         Raises:
             ConfigError: If it cannot be split that way, replayed, or its linears cannot be multiplied in fp8.
         """
         self.parallel.check_model(model)
+        if model.experts is not None:
+            _check_experts(self)
+            self.parallel.check_function(model, function)
         if self.cuda_graphs:
             _check_graphs(self)
         if self.fp8 is not None:
@@ -89,6 +96,17 @@ def _check_graphs(settings: EngineSettings) -> None:
             raise ConfigError(
                 f"cuda_graphs=True: expected tp=1, pp=1 and cp=1 on GPUs, in bf16 or fp32, got {reason}; leave it out"
             )
+
+
+def _check_experts(settings: EngineSettings) -> None:
+    reasons = {
+        "cuda_graphs=True (the host must know how many tokens go where)": settings.cuda_graphs,
+        "fp8 (experts are multiplied in bf16)": settings.fp8 is not None,
+        "16-mixed (megatron-core has a loss scale for experts alone)": settings.params_dtype is torch.float16,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ConfigError(f"a model with experts: expected bf16-mixed or 32-true, got {reason}; leave it out")
 
 
 def activation_function(name: Activation) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -115,6 +133,7 @@ def transformer_config(model: ModelConfig, settings: EngineSettings) -> Transfor
         "cp_comm_type": settings.parallel.comm_type_of(model),
         **_numerics(model, settings),
         **_recompute(settings.recompute),
+        **_experts(model, settings.parallel),
     }
     return configured(TransformerConfig, chosen, settings.overrides.transformer)
 
@@ -213,6 +232,29 @@ def _leave(weight: torch.Tensor) -> torch.Tensor:
     weight as split either, and the gradient norm would miss every shard but the first.
     """
     return weight
+
+
+def _experts(model: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]:
+    if (experts := model.experts) is None:
+        return {}
+    layers = [int(model.has_experts(layer)) for layer in range(model.num_layers)]
+    return {
+        "num_moe_experts": experts.num_experts,
+        "moe_router_topk": experts.topk,
+        "moe_ffn_hidden_size": experts.ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden_size or None,
+        "moe_shared_expert_gate": experts.shared_ffn_hidden_size > 0,
+        "moe_router_pre_softmax": not experts.normalizes_topk,
+        "moe_router_dtype": "fp32",
+        "moe_aux_loss_coeff": experts.load_balancing_loss_coef,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_token_dispatcher_type": "alltoall",
+        # One number lets checkpoints stack the layers, as those of models without experts.
+        "moe_layer_freq": 1 if all(layers) else layers,
+        "expert_model_parallel_size": parallel.ep,
+        # Experts are narrow: whole ones on the ranks beat slices on all. And gloo gathers no uneven slices.
+        "expert_tensor_parallel_size": 1,
+    }
 
 
 def _recompute(recompute: Recompute) -> dict[str, Any]:

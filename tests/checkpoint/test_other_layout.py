@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.runs import (
+    LLAMA,
     VOCAB_SIZE,
     Run,
     differences,
@@ -61,9 +62,20 @@ FP16: dict[str, Any] = {
 }
 
 
+EXPERTS: dict[str, Any] = {
+    "model": {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_key_value_heads": 4},
+    # Which tokens are balanced together depends on the layout.
+    "strategy": {"num_microbatches": 1},
+}
+EP2: Layout = (2, {"ep": 2})
+TP2_EP2: Layout = (2, {"tp": 2, "ep": 2, "sequence_parallel": True})
+PP2_EP2: Layout = (4, {"pp": 2, "ep": 2})
+
+
 @pytest.mark.parametrize(
     ("changes", "layouts"),
     [
+        pytest.param(EXPERTS, [EP2, ONE, TP2_EP2, _unsharded(EP2), PP2_EP2, DP3], id="experts"),
         pytest.param({}, [CP2, ONE, TP2_SP, PP2_VPP2, PP2_UNEVEN, PP4, DP3, CP2], id="tied"),
         pytest.param(FP16, [DP2, _unsharded(TP2), DP3], id="fp16"),
     ],

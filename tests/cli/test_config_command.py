@@ -147,7 +147,7 @@ def test_lengths_in_samples_become_steps(tmp_path: Path, capsys: pytest.CaptureF
         ({"megatron_lm_tp_degre": 2}, "megatron_lm_tp_degre is not among the keys .*; did you mean megatron_lm_tp_deg"),
         ({"megatron_lm_tp_degree": 3}, "world size 8 .* is not a multiple of tp=3 x pp=2"),
         ({"megatron_lm_sequence_parallelism": "perhaps"}, "expected yes or no, got 'perhaps'"),
-        ({"megatron_lm_expert_model_parallel_size": 2}, "expected 1, got 2; there are no mixtures of experts yet"),
+        ({"megatron_lm_expert_tensor_parallel_size": 2}, "expected 1, got 2; experts are whole on a rank"),
         ({"mixed_precision": "fp8"}, "expected bf16 or .* no, got 'fp8'; .*for fp8 write bf16, and set"),
         ({"megatron_lm_train_samples": 9, "num_processes": None}, "train_samples: .* expected num_processes, got none"),
         ({"megatron_lm_train_samples": 9, "megatron_lm_rampup_batch_size": [3, 4, 5]}, r"\[3, 4, 5\] must be a first"),

@@ -218,6 +218,8 @@ def check_adapters(hf_model: Any, layout: Layout, rows: Rows) -> None:
 
 
 def _reference(hf_model: Any, rows: Rows) -> _Reference:
+    from transformers.core_model_loading import revert_weight_conversion
+
     hf_model.zero_grad(set_to_none=True)
     output = hf_model(**{name: torch.stack([row[name] for row in rows]) for name in rows[0]})
     output.loss.backward()
@@ -226,6 +228,8 @@ def _reference(hf_model: Any, rows: Rows) -> _Reference:
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
         for name, parameter in hf_model.named_parameters()
     }
+    # transformers keeps all experts of a layer in one tensor, and saves each one's by themselves.
+    gradients = revert_weight_conversion(hf_model, gradients)
     named = ("logits", "prediction_logits", "seq_relationship_logits")
     outputs = [output[name].detach() for name in named if output.get(name) is not None]
     if "start_logits" in output:

@@ -27,6 +27,7 @@ from tests.ranks import run_ranks
 POSITIONS = 40
 _DECODER = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 48}
 _LLAMA = {**_DECODER, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": POSITIONS}
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _GPT2 = {"vocab_size": VOCAB_SIZE, "n_layer": 4, "n_embd": 32, "n_head": 4, "n_positions": POSITIONS}
 _FALCON = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
 _GEMMA = {"head_dim": 10, "query_pre_attn_scalar": 7, "sliding_window": 5}
@@ -46,6 +47,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("bloom", {"vocab_size": VOCAB_SIZE, "n_layer": 4, "hidden_size": 32, "n_head": 4}),
     "falcon": ("falcon", _FALCON),
     "falcon_40b": ("falcon", {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "mixtral": ("mixtral", {**_LLAMA, "num_local_experts": 4}),
+    "qwen2_moe": ("qwen2_moe", {**_LLAMA, **_EXPERTS, "shared_expert_intermediate_size": 24, "decoder_sparse_step": 2}),
+    "olmoe": ("olmoe", {**_LLAMA, "num_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": ("qwen3_moe", {**_LLAMA, **_EXPERTS, "head_dim": 10}),
     "falcon_alibi": ("falcon", {**_FALCON, "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}),
     "gemma": ("gemma", {**_LLAMA, "head_dim": 10}),
     "gemma2": ("gemma2", {**_LLAMA, **_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),

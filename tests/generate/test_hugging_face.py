@@ -86,6 +86,21 @@ def test_each_kind_of_positions_does_with_chunks_and_copies(layout: Layout) -> N
     compare([call for name in FEW for call in _calls_of(name)], layout)
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp=2, ep=2),
+        pytest.param(Layout(tp=2, pp=2, ep=2, sequence_parallel=True), marks=pytest.mark.exhaustive),
+        pytest.param(Layout(tp=2, dp=2, ep=4, sequence_parallel=True), marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_ranks_that_share_experts_write_together(layout: Layout) -> None:
+    # Of six experts four ranks cannot have equal shares.
+    models = ("mixtral", "qwen2_moe", "qwen3_moe")[: 1 if layout.ep == 4 else 3]
+    compare([call for call in calls_of_every_family() if call.model in models], layout)
+
+
 def test_more_ranks_than_key_value_heads() -> None:
     compare([asked(name, max_new_tokens=8, **NO_END) for name in ("gpt_bigcode", "falcon_40b")], Layout(tp=4))
 

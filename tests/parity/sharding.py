@@ -113,12 +113,11 @@ def gradients_in_place_of_weights(module: Any) -> Iterator[None]:
 def _complete_gradients(module: Any) -> None:
     """Under the distributed optimizer each rank of dp x cp has reduced only its part of each bucket: exchange them."""
     import torch.distributed as dist
-    from megatron.core import parallel_state
 
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    if not module.megatron.distributed_optimizer or group.size() == 1:
+    if not module.megatron.distributed_optimizer:
         return
-    for bucket in (b for chunk in module.model_chunks for buffer in chunk.buffers for b in buffer.buckets):
+    buffers = [b for chunk in module.model_chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    for group, bucket in ((buffer.data_parallel_group, bucket) for buffer in buffers for bucket in buffer.buckets):
         part = bucket.grad_data.view(group.size(), -1)[group.rank()].clone()
         parts = [torch.empty_like(part) for _ in range(group.size())]
         dist.all_gather(parts, part, group=group)

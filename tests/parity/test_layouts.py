@@ -73,14 +73,38 @@ def test_recomputed_activations_give_the_same_run(layout: Layout) -> None:
     assert_same_run(outcome(replace(GPT2, layout=layout)), outcome(GPT2))
 
 
+_DESCENT = (("name", "sgd"), ("weight_decay", 0.0))
+
+
 def test_more_tensor_parallel_ranks_than_key_value_heads_train_as_one_process() -> None:
     layout = Layout(tp=4, sequence_parallel=True)
     assert_same_run(outcome(replace(FEW_KEY_VALUE_HEADS, layout=layout)), outcome(FEW_KEY_VALUE_HEADS))
 
 
+WITH_EXPERTS = (
+    Layout(ep=2, dp=2, num_microbatches=3, overlap_communication=True),
+    Layout(ep=2, dp=2, distributed_optimizer=False),
+    Layout(ep=2, tp=2, sequence_parallel=True, distributed_optimizer=False),
+    Layout(ep=2, tp=2, dp=2, sequence_parallel=True, recompute="full"),
+    Layout(ep=4, tp=2, dp=2, sequence_parallel=True),
+    Layout(ep=2, pp=2, dp=2, vpp=2, num_microbatches=2),
+)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(x, marks=[pytest.mark.exhaustive] * (i in (1, 4, 5)), id=str(x)) for i, x in enumerate(WITH_EXPERTS)],
+)
+def test_spread_experts_train_as_one_process(layout: Layout) -> None:
+    # Plain gradient descent and clipping in every step: a wrong gradient or norm of experts would show.
+    experts = Case(model="experts", labels="uneven", clip=0.5, lr=0.1, optimizer=_DESCENT)
+    assert_same_run(outcome(replace(experts, layout=layout)), outcome(experts))
+    assert min(outcome(experts).grad_norms) > 0.5
+
+
 def test_clipping_uses_the_norm_over_all_shards() -> None:
     # Adam would hide a wrong factor; plain gradient descent shows it. The norms are about 3: every step is clipped.
-    descent = replace(GPT2, clip=0.5, lr=0.1, optimizer=(("name", "sgd"), ("weight_decay", 0.0)))
+    descent = replace(GPT2, clip=0.5, lr=0.1, optimizer=_DESCENT)
     layout = Layout(tp=2, pp=2, num_microbatches=2)
     assert_same_run(outcome(replace(descent, layout=layout)), outcome(descent))
     assert min(outcome(descent).grad_norms) > 0.5

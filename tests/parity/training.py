@@ -70,6 +70,17 @@ MODELS["llama_of_3_1"] = {
     },
 }
 MODELS["glm4"] = {**MODELS["llama"], "model_type": "glm4", "head_dim": 8, "pad_token_id": None}
+MODELS["experts"] = {
+    **MODELS["llama"],
+    "model_type": "qwen2_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+    "mlp_only_layers": [1],
+    # It depends on which rows are in one microbatch; tests/families compares it with transformers at every layout.
+    "router_aux_loss_coef": 0.0,
+}
 MODELS["t5"] = {
     "model_type": "t5",
     "num_layers": 3,
@@ -109,6 +120,7 @@ class Layout:
     cuda_graphs: bool = False
     num_layers_in_first_pipeline_stage: int | None = None
     num_layers_in_last_pipeline_stage: int | None = None
+    ep: int = 1
 
     @property
     def world_size(self) -> int:

@@ -11,12 +11,15 @@ import transformers
 
 from lightning_megatron.accounting import (
     AttentionCount,
+    active_parameters,
     forward_flops,
+    layer_flops,
     model_flops,
     peak_flops_per_s,
     rank_parameters,
     total_parameters,
 )
+from lightning_megatron.convert.registry import model_config
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.models.config import ModelConfig
 
@@ -65,6 +68,39 @@ ODD_T5 = replace(FLAN_T5_LARGE, num_layers=3, num_decoder_layers=4, relative_att
 )
 def test_total_is_the_published_count(model: ModelConfig, published: int) -> None:
     assert total_parameters(model) == published
+
+
+_LIKE_LLAMA = {"hidden_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+_LIKE_LLAMA |= {"intermediate_size": 40, "num_experts_per_tok": 3}
+_LIKE_QWEN = {**_LIKE_LLAMA, "num_experts": 6, "moe_intermediate_size": 12, "mlp_only_layers": [2]}
+MIXTURES = {
+    "Mixtral": {**_LIKE_LLAMA, "num_local_experts": 4},
+    "Qwen2Moe": {**_LIKE_QWEN, "shared_expert_intermediate_size": 20},
+    "Qwen3Moe": {**_LIKE_QWEN, "decoder_sparse_step": 2},
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_parameters_of_a_mixture_are_those_of_transformers_and_a_token_meets_some(name: str) -> None:
+    config = getattr(transformers, f"{name}Config")(vocab_size=83, **MIXTURES[name])
+    with torch.device("meta"):
+        theirs = getattr(transformers, f"{name}ForCausalLM")(config)
+    model = model_config(config)
+    assert total_parameters(model) == sum(p.numel() for p in theirs.parameters())
+    of_experts = [p for n, p in theirs.named_parameters() if ".experts." in n]
+    idle = sum(p.numel() // len(p) * (len(p) - model.experts.topk) for p in of_experts)  # type: ignore[union-attr]
+    assert active_parameters(model) == total_parameters(model) - idle
+    # Without attention each matrix but the embedding is one multiply-add for a token.
+    others = sum(p.numel() for n, p in theirs.named_parameters() if p.dim() == 1 or "embed_tokens" in n)
+    scores = sum(layer_flops(model, (8,), layer)[1] for layer in range(4))
+    assert forward_flops(model, (8,), 83) - scores == 2 * 8 * (active_parameters(model) - others)
+
+
+def test_a_rank_has_its_part_of_the_experts() -> None:
+    model = model_config(transformers.MixtralConfig(vocab_size=84, **MIXTURES["Mixtral"]))
+    model = replace(model, make_vocab_size_divisible_by=1)
+    of_all, of_rank = (rank_parameters(model, (4,), tp=1, pp=1, pp_rank=0, ep=ep) for ep in (1, 4))
+    assert of_all - of_rank == 4 * 3 * (3 * 24 * 40)
 
 
 BERT_HEADS = {

@@ -1,0 +1,241 @@
+"""Mixture of experts without Transformer Engine: the router, the experts as one grouped product, the load balance.
+
+They stand in the slots of megatron-core 0.16.1's ``MoELayer``, whose dispatchers send tokens to the ranks of their
+experts. Its own router multiplies the auxiliary loss by the tokens of one tensor-parallel rank instead of all (its
+gradient is wrong by a factor of tp), and means another division than that by the targets of the global batch; its
+``SequentialMLP`` launches two products for each expert, its ``GroupedMLP`` needs another package.
+
+**The auxiliary loss** is that of Fedus et al. 2021 (arXiv 2101.03961, eq. 4-6) as transformers writes it: E * sum_e f_e
+P_e, with f_e the assignments of expert e per token and P_e the mean probability of e, over the tokens of a microbatch
+that are no padding. It is the mean over microbatches, weighed by their tokens, and over layers, times the model's
+coefficient. Each layer is balanced by itself, as in Megatron-LM, because the layers of a pipeline do not know of each
+other in time; transformers 5.23 averages f and P over the layers first, which is the same for one layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from lightning_megatron.engine.fillers.recompute import WithoutOutput
+
+# ---- the router -----------------------------------------------------------------------------------------------------
+
+
+class Router(TopKRouter):
+    """Softmax over all experts, the best ``topk`` of them, in fp32; Megatron's parameter ``weight``, [experts, h].
+
+    Attributes:
+        tokens: [], fp32: tokens of the whole batch, without padding; None outside a step of training.
+        loss: [], fp32: this rank's part of the step's auxiliary loss, coefficient included.
+        counts: [experts], fp32: how many tokens of this rank's copy of the model went to each in the step.
+    """
+
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
+        """Take what Megatron-Core passes to its own router."""
+        super().__init__(config=config, pg_collection=pg_collection)
+        frequency = config.moe_layer_freq
+        self._num_layers = sum(frequency) if isinstance(frequency, list) else config.num_layers
+        self.tokens: Tensor | None = None
+        self.loss: Tensor | None = None
+        self.counts: Tensor | None = None
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Choose the experts of each token.
+
+        Args:
+            logits: [s or s/tp, b, experts], fp32.
+            padding_mask: [s or s/tp, b], bool: which tokens are padding; None for none.
+
+        Returns:
+            [tokens, experts] each: what the outputs are multiplied by, fp32, 0 for other experts; and which are meant.
+        """
+        scores = torch.softmax(logits.view(-1, logits.shape[-1]).float(), dim=-1)
+        best, chosen = torch.topk(scores, self.topk, dim=-1)
+        if not self.config.moe_router_pre_softmax:
+            best = best / best.sum(dim=-1, keepdim=True)
+        routing_map = torch.zeros_like(scores, dtype=torch.bool).scatter(1, chosen, True)
+        probs = torch.zeros_like(scores).scatter(1, chosen, best)
+        if self.training and torch.is_grad_enabled() and self.tokens is not None:
+            probs = self._balanced(probs, scores, routing_map, padding_mask)
+        return probs, routing_map
+
+    def _balanced(self, probs: Tensor, scores: Tensor, routing_map: Tensor, padding_mask: Tensor | None) -> Tensor:
+        """``probs``, to whose backward pass that of the auxiliary loss is attached."""
+        assert self.tokens is not None
+        if padding_mask is not None:
+            is_token = ~padding_mask.reshape(-1, 1)
+            routing_map, scores = routing_map & is_token, scores * is_token
+        counts = routing_map.sum(dim=0).float()
+        if self.tp_cp_group.size() > 1:
+            dist.all_reduce(counts, group=self.tp_cp_group)
+        share = counts * self.topk / counts.sum().clamp(min=1.0)
+        factor = self.config.moe_aux_loss_coeff * self.config.num_moe_experts / self._num_layers
+        loss = factor * (share * scores.sum(dim=0)).sum() / self.tokens
+        self.loss = loss.detach() if self.loss is None else self.loss + loss.detach()
+        if self.tp_cp_group.rank() == 0:
+            self.counts = counts if self.counts is None else self.counts + counts
+        balanced: Tensor = MoEAuxLossAutoScaler.apply(probs, loss)
+        return balanced
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """How one step of training loaded the experts; the same on every rank, on the device."""
+
+    loss: Tensor
+    """[], fp32: the auxiliary loss as it is part of the training loss."""
+    counts: Tensor
+    """[layers, experts], fp32: tokens of the global batch that went to each; 0 in layers without experts."""
+
+    @property
+    def heaviest(self) -> Tensor:
+        """[]: the largest number of tokens of an expert, divided by the mean of its layer; 1 is perfect balance."""
+        return self._of_mean.amax()
+
+    @property
+    def lightest(self) -> Tensor:
+        """[]: the smallest, likewise; 0 where an expert learns nothing."""
+        return torch.where(self.counts.sum(dim=1, keepdim=True) > 0, self._of_mean, torch.inf).amin()
+
+    @property
+    def _of_mean(self) -> Tensor:
+        return self.counts / self.counts.mean(dim=1, keepdim=True).clamp(min=1e-9)
+
+
+class LoadBalance:
+    """The routers of this rank's chunks during one step."""
+
+    def __init__(self, config: TransformerConfig, chunks: Iterable[torch.nn.Module]) -> None:
+        self._shape = (config.num_layers, config.num_moe_experts)
+        self._routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]
+
+    def begin(self, tokens: Tensor) -> None:
+        """Start a step of so many tokens, [], fp32, over all ranks and without padding."""
+        for router in self._routers:
+            router.tokens, router.loss, router.counts = tokens.clamp(min=1.0), None, None
+
+    def end(self, device: torch.device) -> LoadReport:
+        """What became of it: one all-reduce over all ranks, which must all call."""
+        loss, counts = torch.zeros(1, device=device), torch.zeros(self._shape, device=device)
+        for router in self._routers:
+            if router.loss is not None:
+                loss += router.loss
+            if router.counts is not None:
+                counts[router.layer_number - 1] = router.counts
+            router.tokens = None
+        packed = torch.cat([loss, counts.flatten()])
+        dist.all_reduce(packed)
+        return LoadReport(loss=packed[0], counts=packed[1:].view(self._shape))
+
+
+# ---- the experts ----------------------------------------------------------------------------------------------------
+
+
+class GroupedExperts(MegatronModule):
+    """The MLPs of this rank's experts, all in two grouped products (``torch.nn.functional.grouped_mm``).
+
+    Parameters ``linear_fc1`` [experts/ep, (2 *) ffn, h] and ``linear_fc2`` [experts/ep, h, ffn]; their gradients are
+    reduced over Megatron's expert-data-parallel ranks, tensor-parallel ones among them. In checkpoints each expert has
+    matrices of its own, with the names of Megatron's ``SequentialMLP``, so that they load at any ep.
+    """
+
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None
+    ) -> None:
+        """Create the weights; arguments are those of Megatron's ``SequentialMLP``."""
+        super().__init__(config=config)
+        assert pg_collection is not None
+        self._ep, self._dp = pg_collection.ep, pg_collection.expt_dp
+        width, hidden, count = config.moe_ffn_hidden_size, config.hidden_size, num_local_experts
+        self.linear_fc1 = self._weight(count, (2 if config.gated_linear_unit else 1) * width, hidden)
+        self.linear_fc2 = self._weight(count, hidden, width)
+
+    def _weight(self, *shape: int) -> torch.nn.Parameter:
+        device = torch.cuda.current_device()
+        weight = torch.nn.Parameter(torch.empty(*shape, dtype=self.config.params_dtype, device=device))
+        # Also at ep=1, so that the optimizer's groups are the same at any ep.
+        weight.allreduce = False  # type: ignore[attr-defined]
+        # For the gradient norm: megatron-core 0.16.1, optimizer/optimizer.py, counts what is not parallel on the first
+        # tensor-parallel rank only, and misses the experts (or parts of the distributed optimizer) of the others.
+        set_tensor_model_parallel_attributes(weight, True, 0, 1)
+        return weight
+
+    def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """Run each token through its expert.
+
+        Args:
+            tokens: [n, h], those of the first expert first.
+            tokens_per_expert: [experts/ep], int64, on the host.
+            probs: [n], fp32: what the outputs are multiplied by.
+
+        Returns:
+            [n, h]; and no bias.
+        """
+        ends = tokens_per_expert.cumsum(0).to(tokens.device, torch.int32, non_blocking=True)
+        recomputes = self.config.recompute_granularity == "selective" and "layernorm" in self.config.recompute_modules
+        activated = WithoutOutput()
+        hidden = activated.checkpoint(self._activation, _products(tokens, self.linear_fc1, ends), probs)
+        output = _products(hidden, self.linear_fc2, ends)
+        if recomputes:
+            activated.discard_output_and_register_recompute(output)
+        return output, None
+
+    def _activation(self, hidden: Tensor, probs: Tensor) -> Tensor:
+        if self.config.bias_activation_fusion:  # SwiGLU on a GPU
+            fused: Tensor = weighted_bias_swiglu_impl(hidden, None, probs[:, None])
+            return fused
+        if self.config.gated_linear_unit:
+            gate, up = hidden.chunk(2, dim=-1)
+            activated: Tensor = self.config.activation_func(gate) * up
+        else:
+            activated = self.config.activation_func(hidden)
+        return (activated * probs[:, None]).to(hidden.dtype)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """One entry for each expert's matrix, as ``SequentialMLP`` has them."""
+        build, replica = partial(self._shards, sharded_offsets), (0, 0, self._dp.rank())
+        return {
+            prefix + name: ShardedTensorFactory(f"{prefix}experts.{name}.weight", weight, build, torch.stack, replica)
+            for name, weight in self.named_parameters()
+        }
+
+    @torch.no_grad()
+    def _shards(self, before: Any, key: str, weight: Tensor, replica: Any, flattened: Any) -> list[ShardedTensor]:
+        axes, count = len(before), len(weight)
+        return [
+            ShardedTensor.from_rank_offsets(
+                key,
+                expert,
+                *before,
+                (axes, self._ep.rank() * count + number, self._ep.size() * count),
+                replica_id=replica,
+                prepend_axis_num=axes + 1,
+            )
+            for number, expert in enumerate(weight)
+        ]
+
+
+def _products(tokens: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Each token times the transposed matrix of its expert, [n, rows]."""
+    if len(tokens) == 0:  # this rank's experts were never chosen; they have the gradient 0 all the same
+        return tokens @ weights[0].t()
+    products: Tensor = F.grouped_mm(tokens, weights.transpose(1, 2), offs=ends)
+    return products

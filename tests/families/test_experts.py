@@ -1,0 +1,87 @@
+"""Mixtures of experts equal Hugging Face: logits, loss with the auxiliary loss, gradients and saved weights."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DistributedSampler
+
+from tests.families.parity import FOUR_RANKS, VOCAB_SIZE, check_family, padded_sentences, tiny_model
+from tests.parity.training import Layout
+
+_LIKE_LLAMA = {
+    "num_hidden_layers": 4,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 24,
+    "num_experts_per_tok": 2,
+    "output_router_logits": True,
+}
+_QWEN = {**_LIKE_LLAMA, "num_experts": 6, "moe_intermediate_size": 20, "router_aux_loss_coef": 0.5}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {**_LIKE_LLAMA, "num_local_experts": 4, "router_aux_loss_coef": 0.2}),
+    "qwen2_moe": ("Qwen2Moe", {**_QWEN, "shared_expert_intermediate_size": 28}),
+    "olmoe": ("Olmoe", {**_LIKE_LLAMA, "num_experts": 4, "router_aux_loss_coef": 0.1}),
+    "qwen3_moe": ("Qwen3Moe", {**_QWEN, "head_dim": 12, "norm_topk_prob": True}),
+}
+"""Names of transformers' classes, and fields of a tiny model."""
+
+
+def mixture(family: str, **changes: Any) -> Any:
+    """A tiny model of a family."""
+    import transformers
+
+    name, fields = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(vocab_size=VOCAB_SIZE, **{**fields, **changes})
+    return tiny_model(transformers.AutoModelForCausalLM, config)
+
+
+def _per_layer_and_microbatch(original: Any, layout: Layout) -> Any:
+    """transformers' auxiliary loss of each layer and microbatch by itself, averaged as documented."""
+
+    def load_balancing_loss(gate_logits: Any, num_experts: int, top_k: int, attention_mask: torch.Tensor) -> Any:
+        rows, length = attention_mask.shape
+        total = torch.zeros(())
+        for copy in range(layout.dp):
+            dealt = torch.tensor(list(DistributedSampler(range(rows), num_replicas=layout.dp, rank=copy)))  # type: ignore[arg-type]
+            for part in dealt.chunk(layout.num_microbatches):
+                mask = attention_mask[part]
+                for logits in gate_logits:
+                    mine = logits.view(rows, length, -1)[part].flatten(0, 1)
+                    total = total + original((mine,), num_experts, top_k, mask) * mask.sum()
+        return total / attention_mask.sum() / len(gate_logits)
+
+    return load_balancing_loss
+
+
+_SPARSE = {"mlp_only_layers": [0, 3], "decoder_sparse_step": 1}
+CASES: tuple[tuple[str, dict[str, Any], Layout], ...] = (
+    ("mixtral", {}, Layout()),
+    ("mixtral", {"sliding_window": 5}, FOUR_RANKS),
+    ("mixtral", {}, Layout(ep=2, dp=2, recompute="selective")),
+    ("qwen2_moe", {}, Layout(tp=2, sequence_parallel=True, recompute="full")),
+    ("qwen2_moe", {"norm_topk_prob": True, "decoder_sparse_step": 2}, Layout(ep=2, dp=2, pp=2, num_microbatches=2)),
+    ("qwen3_moe", {"tie_word_embeddings": True}, Layout(ep=2, tp=2, dp=2, sequence_parallel=True)),
+    ("qwen3_moe", {}, Layout(ep=2, tp=2, sequence_parallel=True, recompute="selective")),
+    ("qwen3_moe", {}, Layout(ep=2, cp=2)),
+    ("olmoe", {}, Layout(ep=2, tp=2, sequence_parallel=True)),
+    ("qwen3_moe", _SPARSE, Layout(pp=2, vpp=2, num_microbatches=2)),
+    ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": False}, Layout(dp=2, distributed_optimizer=False)),
+)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "layout"), [pytest.param(*case, id=f"{case[0]} {case[1]}-{case[2]}") for case in CASES]
+)
+def test_a_mixture_equals_hugging_face(
+    family: str, changes: dict[str, Any], layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    original = modeling.load_balancing_loss_func
+    monkeypatch.setattr(modeling, "load_balancing_loss_func", _per_layer_and_microbatch(original, layout))
+    check_family(mixture(family, **changes), layout, padded_sentences())
