@@ -31,7 +31,7 @@ import torch
 
 from lightning_megatron.errors import require_number
 
-_STRAGGLER_SAMPLES, _STRAGGLER_STEPS, _STRAGGLER_SHARE = 30, 20, 0.5
+_STRAGGLER_SAMPLES, STRAGGLER_STEPS, _STRAGGLER_SHARE = 30, 20, 0.5
 """A rank is slow if, seen that often and over that many steps, it waited for that much less of its time than others."""
 
 
@@ -252,19 +252,19 @@ def _outsiders(awake: Mapping[int, Beat]) -> list[int]:
     return [rank for rank, beat in awake.items() if beat.place == rarest.place]
 
 
-def straggler(before: Mapping[int, Beat], now: Mapping[int, Beat]) -> str | None:
-    """Which rank the others wait for nearly always; None if none, or not enough was seen between two times."""
+def straggler(before: Mapping[int, Beat], now: Mapping[int, Beat]) -> tuple[int, str] | None:
+    """Which rank the others nearly always wait for, and a line about it; None if none, or if too little was seen."""
     waited = {}
     for rank, beat in now.items():
         samples = beat.samples - before[rank].samples
-        if samples < _STRAGGLER_SAMPLES or beat.steps - before[rank].steps < _STRAGGLER_STEPS:
+        if samples < _STRAGGLER_SAMPLES or beat.steps - before[rank].steps < STRAGGLER_STEPS:
             return None
         waited[rank] = (beat.waited - before[rank].waited) / samples
     slowest = min(waited, key=lambda rank: waited[rank])
     others = statistics.median([share for rank, share in waited.items() if rank != slowest])
     if others - waited[slowest] < _STRAGGLER_SHARE:
         return None
-    return (
+    return slowest, (
         f"rank {slowest} is slower than the others: over the last {now[slowest].steps - before[slowest].steps} steps "
         f"they waited for other ranks {others:.0%} of the time, and it {waited[slowest]:.0%}; mostly it is "
         f"{now[slowest].busy}"

@@ -34,7 +34,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_megatron.engine.heartbeat import Beat, Heartbeat, Kind, Verdict, place_of, progress, straggler, verdict
+from lightning_megatron.engine.heartbeat import (
+    STRAGGLER_STEPS,
+    Beat,
+    Heartbeat,
+    Kind,
+    Verdict,
+    place_of,
+    progress,
+    straggler,
+    verdict,
+)
 from lightning_megatron.errors import require_number
 
 MARGIN = timedelta(seconds=10)
@@ -123,6 +133,8 @@ class Watch:
         """When a signal asked the run to end, and which."""
         now = self._answered = self._progressed = self._looked = time.monotonic()
         self._last_period: tuple[float, dict[int, Beat]] = (now, {})
+        self._named: set[int] = set()
+        """Ranks that were said to be slow."""
         self._ticks, self._computed, self._places = -1, 0.0, set[int]()
         self._stepped: tuple[int, float] | None = None
         self._steps: deque[float] = deque(maxlen=101)
@@ -163,11 +175,18 @@ class Watch:
                 self._judge(now)
             if self._verdict is not None:
                 self._end(self._verdict)
-            if self._rank == 0 and now - self._last_period[0] > _PERIOD:
-                before, beats = self._last_period[1], self._beats
-                if before and beats and (slow := straggler(before, beats)) is not None:
-                    warnings.warn(slow, stacklevel=2)
-                self._last_period = (now, beats)
+            if self._rank == 0:
+                self._name_straggler(now)
+
+    def _name_straggler(self, now: float) -> None:
+        (since, before), beats = self._last_period, self._beats
+        if now - since < _PERIOD or not beats or (before and beats[0].steps - before[0].steps < STRAGGLER_STEPS):
+            return
+        found = straggler(before, beats) if before else None
+        if found is not None and found[0] not in self._named:
+            self._named.add(found[0])
+            warnings.warn(found[1], stacklevel=2)
+        self._last_period = (now, beats)
 
     def _sample(self, now: float) -> None:
         """Note where the main thread is, and whether that is progress."""
@@ -215,7 +234,7 @@ class Watch:
     def _judge(self, now: float) -> None:
         """Propose a verdict if no rank makes progress."""
         most = math.inf
-        if self._asked is not None:
+        if self._asked is not None and self._kind != "checkpoint":  # a save that all ranks have come to may go on
             most = max(self._options.grace, _MEDIANS_OF_GRACE * statistics.median(self._steps or [0.0]))
         mine = self._beat
         if mine.stale < min(mine.limit, most):
