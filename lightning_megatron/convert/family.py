@@ -7,6 +7,7 @@ concatenation along the first axis, an order of rows, or a transposition.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -74,15 +75,13 @@ def qkv_order(num_attention_heads: int, num_query_groups: int, kv_channels: int)
     return (heads[:, None] * kv_channels + torch.arange(kv_channels)).flatten()
 
 
-LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "linear_q", "linear_kv")
-"""The linears of layers, which can have adapters."""
+_LINEAR = re.compile(r"\w+\.layers\.\w+\.linear_\w+")
 
 
 def linears_of(rules: Sequence[Rule]) -> dict[str, Rule]:
-    """The rule of the weight of each linear of layers, by Megatron's name of the linear."""
-    weights = [rule for rule in rules if ".layers." in rule.megatron and rule.megatron.endswith(".weight")]
-    named = {rule.megatron.removesuffix(".weight"): rule for rule in weights}
-    return {name: rule for name, rule in named.items() if name.endswith(LINEARS)}
+    """The rule of the weight of each linear of attention and MLPs, not of experts, by its name in Megatron."""
+    named = {rule.megatron.removesuffix(".weight"): rule for rule in rules if rule.megatron.endswith(".weight")}
+    return {name: rule for name, rule in named.items() if _LINEAR.fullmatch(name)}
 
 
 def adapter_rules(rules: Sequence[Rule], adapters: Adapters) -> list[Rule]:

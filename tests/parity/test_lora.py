@@ -13,7 +13,17 @@ import torch
 from tests.parity.comparison import assert_same_gradients, assert_same_tensors
 from tests.parity.hugging_face import hugging_face_model, tensors_of, train_hugging_face
 from tests.parity.sharding import Tensors
-from tests.parity.training import VOCAB_SIZE, Case, Layout, Outcome, RankOutcome, loader_of, module_of, train_module
+from tests.parity.training import (
+    VOCAB_SIZE,
+    Case,
+    Layout,
+    Outcome,
+    RankOutcome,
+    joined_outcome,
+    loader_of,
+    module_of,
+    train_module,
+)
 from tests.ranks import run_ranks
 
 OPTIMIZER = (("name", "adamw"), ("beta1", 0.8), ("beta2", 0.95), ("eps", 1e-3), ("weight_decay", 0.3))
@@ -133,3 +143,33 @@ def test_adapters_train_as_those_of_peft(case: Case, targets: list[str], tmp_pat
     assert_same_tensors({name: ours.weights[name] for name in base}, base, atol=0.0)
     for theirs_logits in (loaded, merged):  # a few units in the last place of sums of 32 to 48 products
         torch.testing.assert_close(logits, theirs_logits, rtol=1e-5, atol=2e-5)
+
+
+def _drop(case: Case, dropout: float) -> RankOutcome:
+    from lightning_megatron import LoRA
+
+    return train_module(module_of(case, lora=LoRA(rank=3, alpha=30, dropout=dropout)), case, loader_of(case))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=2, sequence_parallel=True, recompute="full")], ids=str)
+def test_ranks_drop_the_same_where_they_read_the_same(layout: Layout) -> None:
+    case = replace(LLAMA, layout=layout, steps=3)
+    # Copies of A and B that ranks hold are compared bit by bit: they would part if ranks dropped differently.
+    with_dropout, again = (joined_outcome(run_ranks(_drop, 2, case, 0.5)) for _ in range(2))
+    without = joined_outcome(run_ranks(_drop, 2, case, 0.0))
+    assert with_dropout.losses == again.losses
+    assert with_dropout.losses[0] == without.losses[0], "B is zero at first"
+    assert with_dropout.losses[-1] != without.losses[-1]
+
+
+@pytest.mark.exhaustive
+def test_adapters_beside_linears_in_fp8_are_near_those_in_bf16() -> None:
+    case = replace(LLAMA, layout=replace(SPLIT, num_microbatches=2), precision="bf16-mixed")
+    wide = replace(case, model_fields=(("hidden_size", 64), ("intermediate_size", 64)))
+    bf16 = joined_outcome(run_ranks(_drop, 4, wide, 0.0))
+    fp8 = joined_outcome(run_ranks(_drop, 4, replace(wide, layout=replace(SPLIT, fp8="tensorwise")), 0.0))
+    assert bf16.losses != fp8.losses
+    # What fp8 costs the losses of tests/trainer/test_fp8.py.
+    assert fp8.losses == pytest.approx(bf16.losses, rel=0.03)
+    assert fp8.losses[-1] != fp8.losses[0]
