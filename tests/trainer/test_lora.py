@@ -13,7 +13,8 @@ import torch
 
 from lightning_megatron.errors import ConfigError
 from tests.checkpoint.runs import read_tensors
-from tests.cli.command import run_all
+from tests.cli.command import run_all, run_cli
+from tests.cli.corpus import make_corpus
 from tests.convert.directories import tiny_llama
 from tests.parity.sharding import shards, whole
 from tests.parity.training import Case, Layout, loader_of, trainer_of
@@ -218,3 +219,44 @@ def test_mistakes_are_told_in_one_line(ranks: list[dict[str, Any]], folder: Path
     assert told.keys() == expected.keys()
     for name, words in expected.items():
         assert words in told[name], told[name]
+
+
+@pytest.mark.exhaustive
+def test_adapters_train_on_instructions_beside_the_weights_of_a_checkpoint(tmp_path: Path) -> None:
+    make_corpus(tmp_path)
+    model = tiny_llama(vocab_size=512, max_position_embeddings=32)
+    model.save_pretrained(tmp_path / "base")
+    lines = [json.dumps({"prompt": f"w{i}", "completion": f" w{i + 1} w{i + 2}"}) for i in range(40)]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    lora = "{rank: 4, targets: [q_proj, v_proj], dropout: 0.1}"
+    fit = ["fit", "--trainer.accelerator", "cpu", "--trainer.devices", "2", "--trainer.max_steps", "4"]
+    fit += ["--trainer.strategy", "MegatronStrategy", "--trainer.strategy.tp", "2"]
+    fit += ["--trainer.strategy.load_from", "base.ckpt", "--model.model", "base/config.json", "--model.lora", lora]
+    fit += ["--data", "InstructionDataModule", "--data.data_path", "data.jsonl", "--data.tokenizer", "tok"]
+    fit += [
+        "--data.seq_length",
+        "16",
+        "--data.micro_batch_size",
+        "2",
+        "--data.split",
+        "80,20,0",
+        "--data.packing",
+        "true",
+    ]
+    fit += ["--trainer.default_root_dir", "runs"]
+    convert = ["convert", "--load-path", "base", "--save-path", "base.ckpt", "--to", "megatron"]
+    ((code, _, err),) = run_all(tmp_path, [convert])
+    assert code == 0, err
+    code, _, err = run_cli(tmp_path, *fit, ranks=2)
+    assert code == 0, err
+    assert "random ones" not in err
+    (checkpoint,) = tmp_path.glob("runs/**/*.ckpt")
+    after = [
+        ["generate", "--checkpoint", checkpoint, "--tokenizer", "tok", "--prompt", "w1", "--max-new-tokens", "4"],
+        ["convert", "--load-path", checkpoint, "--save-path", "adapter", "--to", "peft"],
+    ]
+    assert [code for code, _, _ in run_all(tmp_path, after)] == [0, 0]
+    weights, base = read_tensors(checkpoint), read_tensors(tmp_path / "base.ckpt")
+    assert all(weights[name].equal(base[name]) for name in base if "word_embeddings" not in name)
+    assert any(tensor.any() for name, tensor in weights.items() if name.endswith("linear_qkv_lora.B"))
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] is None
