@@ -17,7 +17,8 @@ _LENGTHS = (96, 60, 25, 75)
 _HIDDEN = 256
 _WIDE = {
     **dict.fromkeys(("n_embd", "hidden_size", "d_model"), _HIDDEN),
-    **dict.fromkeys(("n_inner", "intermediate_size", "d_ff"), 2 * _HIDDEN),
+    **dict.fromkeys(("n_inner", "intermediate_size", "d_ff", "ffn_dim"), 2 * _HIDDEN),
+    "word_embed_proj_dim": _HIDDEN,
     **dict.fromkeys(("n_positions", "max_position_embeddings"), _SEQ_LENGTH),
     **dict.fromkeys(("head_dim", "d_kv"), 64),
     "sliding_window": 20,

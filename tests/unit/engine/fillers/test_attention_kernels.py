@@ -26,6 +26,7 @@ from lightning_megatron.engine.fillers.masks import (
     pattern_of,
     relative,
 )
+from lightning_megatron.engine.fillers.softcap import attend_capped
 
 HEADS, WIDTH = 4, 16
 
@@ -123,6 +124,19 @@ def test_single_pairs_are_scored_as_the_dense_mask_says(
     hidden = hidden_keys(segments, pattern, cpu)
     scores = None if hidden is None and bias is None else added_scores(hidden, bias, q.dtype)
     expected = F.scaled_dot_product_attention(q, k, v, scores, scale=0.3, enable_gqa=True)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
+def test_capped_scores_of_single_pairs_are_those_of_the_dense_way() -> None:
+    generator, pattern, cpu = torch.Generator().manual_seed(3), PATTERNS[0], torch.device("cpu")
+    q = torch.randn(3, HEADS, pattern.num_queries, WIDTH, generator=generator)
+    k, v = (torch.randn(3, 2, pattern.num_keys, WIDTH, generator=generator) for _ in range(2))
+    segments = _segments(pattern.num_keys, 3)
+    mask, hidden = block_mask(segments, pattern, cpu), hidden_keys(segments, pattern, cpu)
+    with torch.no_grad():
+        got = attention.attend_capped_by_blocks(q, k, v, mask, pattern, 0.3, 0.5)
+    expected = attend_capped(q, k, v, added_scores(hidden, None, q.dtype), 0.0, 0.3, 0.5)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
