@@ -62,6 +62,7 @@ def _come(fault: Fault, folder: Path) -> None:
         file.write(f"{time.time()}\n")
     if fault.hang is not None:
         fault.hang()
+        return
     for _ in range(fault.times if fault.signum else 0):
         os.kill(os.getpid(), fault.signum or 0)
         time.sleep(0.01)
