@@ -116,7 +116,7 @@ def docs(session: nox.Session) -> None:
     pages.mkdir()
     for name in ("docs", "configs", "examples", "benchmarks"):
         shutil.copytree(ROOT / name, pages / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE"):
+    for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "LICENSE"):
         shutil.copy(ROOT / name, pages)
     site = str(ROOT / "site")
     session.run("mkdocs", "build", "--strict", "--site-dir", site, *session.posargs, env={"DOCS_DIR": str(pages)})

@@ -268,7 +268,10 @@ def _load_checked(text: str, path: str = "") -> Any:
                 f"{path or text[:40]}: expected at most {_MOST_VALUES:,} values, {_DEEPEST} in each other, got more "
                 "(aliases are counted as what they stand for); write out what is meant"
             )
-    return _load(text)
+    try:
+        return _load(text)
+    except ValueError as error:  # a number of thousands of digits
+        raise ConfigError(f"{path or text[:40]}: {error}; write out what is meant") from error
 
 
 def _explained(error: Exception, arguments: Sequence[str], options: Iterable[str]) -> str:

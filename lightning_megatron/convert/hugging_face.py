@@ -233,10 +233,16 @@ def companion_files(companions: Path | None, tokenizer: Path | None = None) -> l
 
 
 def copy_companions(files: Iterable[Path], folder: Path) -> None:
-    """Copy them into ``folder``, which is made if there are any."""
+    """Copy them into ``folder``, which is made if there are any; of a folder the files right in it.
+
+    Folders that links lead to are left out: one may contain ``folder``.
+    """
     for path in files:
-        folder.mkdir(exist_ok=True)
-        (shutil.copytree if path.is_dir() else shutil.copyfile)(path, folder / path.name)
+        inside = sorted(path.iterdir()) if path.is_dir() and not path.is_symlink() else [path]
+        for file in (each for each in inside if each.is_file()):
+            target = folder / file.relative_to(path.parent)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, target)
 
 
 # ---- loading --------------------------------------------------------------------------------------------------------

@@ -185,7 +185,9 @@ def _config_object(fields: Mapping[str, Any], *, check_keys: bool) -> Any:
                     f"model config key {key!r} does not exist in {config_class.__name__}; remove or correct it"
                 )
     try:
-        return config_class(**arguments)
+        made = config_class(**arguments)
+        made.to_dict()  # it is written again, and not all is checked before
+        return made
     except Exception as error:  # transformers validates with errors of its own
         reason = " ".join(str(error).split())  # they span lines, and the first one only names the field
         raise ConfigError(f"the {fields['model_type']} config is invalid: {reason}; correct it") from None

@@ -23,6 +23,9 @@ PHASES = {
 }
 """By what the run is doing: the hook in which a fault becomes due; in the last the run generates text."""
 
+SLOW_FSYNC = "CAMPAIGN_SLOW_FSYNC"
+"""Environment variable of a run: seconds by which each ``fsync`` takes longer."""
+
 LAYOUTS: dict[str, dict[str, Any]] = {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {}}
 WORLD_SIZE = 2
 
@@ -122,6 +125,9 @@ def train_on(run: Run, folder: Path, fault: Fault | None) -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     rank, code = os.environ["RANK"], 0
+    if delay := os.environ.get(SLOW_FSYNC):
+        fsync = os.fsync
+        os.fsync = lambda descriptor: (time.sleep(float(delay)), fsync(descriptor))[1]  # type: ignore[assignment]
     keeper = ModelCheckpoint(folder / "kept", every_n_train_steps=2, save_last=True)
     faulty = [_faulty_callback(fault, folder)] if fault else []
     try:

@@ -1,0 +1,39 @@
+"""What the campaign of fuzzing (tests/campaigns/fuzzed.py) found by chance."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lightning_megatron.errors import ConfigError
+
+
+def test_a_link_to_a_folder_above_is_not_copied_into_itself(tmp_path: Path) -> None:
+    from lightning_megatron.convert.hugging_face import copy_companions
+
+    model, new = tmp_path / "model", tmp_path / "new"
+    (model / "additional_chat_templates").mkdir(parents=True)
+    (model / "additional_chat_templates" / "tool.jinja").write_text("{{ x }}")
+    (model / "additional_chat_templates" / "up").symlink_to("../..")
+    (model / "tokenizer_config.json").symlink_to("..")
+    os.mkfifo(model / "tokenizer.json")
+    (model / "vocab.json").write_text("{}")
+    copy_companions(sorted(model.iterdir()), new)
+    found = sorted(str(each.relative_to(new)) for each in new.rglob("*") if each.is_file())
+    assert found == ["additional_chat_templates/tool.jinja", "vocab.json"]
+
+
+def test_a_config_that_transformers_could_not_write_again_is_refused() -> None:
+    from lightning_megatron.convert.registry import config_object
+
+    with pytest.raises(ConfigError, match="the gpt2 config is invalid: .*; correct it"):
+        config_object({"model_type": "gpt2", "dtype": "../../etc/passwd"})
+
+
+def test_a_number_of_thousands_of_digits_in_yaml_is_refused() -> None:
+    from lightning_megatron.cli.train import _load_checked
+
+    with pytest.raises(ConfigError, match="fit.yaml: .*5000 digits.*; write out what is meant"):
+        _load_checked(f"lr: {'9' * 5000}", "fit.yaml")
