@@ -104,7 +104,9 @@ def evil_pickle(rng: random.Random, file: Path, marker: Path) -> str:
         file.write_bytes(inside.getvalue())
         return "data.pkl of the archive would run code"
     if rng.random() < 0.5:
-        torch.save({"model": evil, "args": evil}, file)
+        saved = io.BytesIO()
+        torch.save({"model": evil, "args": evil}, saved)
+        file.write_bytes(saved.getvalue())
         return "torch.save of an object that would run code"
     data = pickle.dumps(evil, protocol)
     file.write_bytes(rng.choice((data, data + file.read_bytes(), b"\x93NUMPY\x01\x00v\x00" + data)))
