@@ -47,13 +47,13 @@ class TextBlocks(DatasetDataModule):
             texts = load_dataset("json" if ".json" in self.dataset else "text", data_files=self.dataset, split="train")
         else:
             texts = load_dataset(self.dataset, split="train")
-        tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
+        tokenizer, size = AutoTokenizer.from_pretrained(self.tokenizer), self.seq_length
 
         def tokenized(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
             return {"input_ids": tokenizer([f"{text}\n" for text in rows["text"]])["input_ids"]}
 
         def blocks(rows: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
-            tokens, size = list(chain.from_iterable(rows["input_ids"])), self.seq_length
+            tokens = list(chain.from_iterable(rows["input_ids"]))
             cut = [tokens[start : start + size] for start in range(0, len(tokens) - size + 1, size)]
             return {"input_ids": cut, "labels": cut}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 
 _REPEATED_BY_EVERY_RANK = (
@@ -17,17 +18,20 @@ _REPEATED_BY_EVERY_RANK = (
     (r"`isinstance\(treespec, LeafSpec\)` is deprecated", "", "the same between Lightning and torch"),
     ("Please use DTensor instead", "", "ShardedTensor, in which Megatron's checkpoints are written"),
     (r"It is recommended to use `self\.log\(", "", "sync_dist: our losses are the same on every rank already"),
+    (r"Total length of `list` across ranks is zero", "", "a data module without this split, as its options say"),
+    (r"predict returned None if it was on purpose", "", "ranks but one, and texts that were written at once"),
 )
-_ADVERTISEMENT = "💡 Tip: For seamless cloud"
-"""How lightning 2.6.6 begins the two records in which it recommends litlogger and litmodels, at each start."""
+_RECORDS = re.compile("💡 Tip: For seamless cloud|The following callbacks returned in .* Trainer: (Rich)?ModelSummary$")
+"""Of lightning 2.6.6 at each start: it recommends litlogger and litmodels (two), and tells that its summary of a rank's
+share is replaced by ours, of the whole model."""
 
 
 def hide_known_warnings() -> None:
     """Drop them from now on. Filters of the user's own, and ``python -W``, keep precedence."""
     for message, module, _ in _REPEATED_BY_EVERY_RANK:
         warnings.filterwarnings("ignore", message=message, module=module, append=True)
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_advertisement)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_worth_reading)
 
 
-def _is_no_advertisement(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith(_ADVERTISEMENT)
+def _is_worth_reading(record: logging.LogRecord) -> bool:
+    return _RECORDS.match(str(record.msg)) is None

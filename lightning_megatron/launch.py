@@ -112,6 +112,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             if self.cluster_environment.creates_processes_externally:
                 result = function(*call.args, **call.kwargs)
             else:
+                if trainer is not None:
+                    _check_run(trainer, call.arguments.get("datamodule"))
                 os.environ[LAUNCHER] = str(os.getpid())
                 atexit.register(self._wait_for_other_ranks)
                 result = super().launch(function, *call.args, trainer=trainer, **call.kwargs)
@@ -138,6 +140,13 @@ class ScriptLauncher(_SubprocessScriptLauncher):
                 print(f"error: local rank {local_rank} ended with code {code}", file=sys.stderr, flush=True)
                 sys.stdout.flush()
                 os._exit(1)  # nothing else sets the exit code by now
+
+
+def _check_run(trainer: Any, datamodule: Any) -> None:
+    """Say what cannot work now and once, instead of in every rank; Lightning connects the parts behind the launch."""
+    for part in filter(None, (trainer.lightning_module, datamodule)):
+        part.trainer = trainer  # as the Trainer does next
+    trainer.strategy.check_run(trainer, trainer.lightning_module, datamodule)
 
 
 def die_with_launcher() -> None:

@@ -242,8 +242,9 @@ class MegatronDataModule(LightningDataModule, ABC):
                     f"{needed / 2**30:,.0f} GiB, and this host has {there / 2**30:,.0f} GiB; correct them"
                 )
         environment = strategy.cluster_environment
+        makes_data = type(self).prepare_data is not LightningDataModule.prepare_data  # which Lightning calls later
         # Where all processes exist already, one looks at the files in setup() and tells the others what it found.
-        if environment is None or not environment.creates_processes_externally:
+        if not makes_data and (environment is None or not environment.creates_processes_externally):
             self.check(run)
 
     def model(self) -> ModelConfig | None:

@@ -187,6 +187,7 @@ class MegatronCLI(LightningCLI):
         datamodule: LightningDataModule | None = self.datamodule
         if isinstance(self.trainer.strategy, MegatronStrategy):
             model.trainer = self.trainer  # as Trainer.fit does next; a module checks itself against its Trainer
+            self.trainer.strategy._lightning_module = model  # likewise, and data are checked against the model
             if datamodule is not None:
                 datamodule.trainer = self.trainer  # likewise
             self.trainer.strategy.check_run(self.trainer, model, datamodule)

@@ -82,7 +82,7 @@ class GPTObjective(Objective):
             raise DataError(
                 f"split={part.split!r} gives {part.name} {len(documents)} of {len(lengths)} documents of {part.prefix}"
                 f" with {tokens} tokens, one sample of seq_length={self.seq_length} needs {self.seq_length + 1};"
-                f" {weight}lower seq_length, or add documents"
+                f" {weight}lower seq_length, or add documents (each line of a .jsonl, each .txt file is one)"
             )
         return samples, lengths, documents
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from numpy.typing import NDArray
 
+from lightning_megatron import MegatronModule, MegatronStrategy
 from lightning_megatron.convert.registry import model_config
 from lightning_megatron.data.loader import BatchShape
 from lightning_megatron.datamodules import IndexedDataModule
 from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.launch import LAUNCHER, ScriptLauncher
 from lightning_megatron.megatron_datamodule import Run
 from tests.unit.data.engine_samples import engine_dataset, engine_rows
 from tests.unit.data.indexed_files import build, write_legacy
@@ -273,6 +277,30 @@ def _run(vocab_size: int | None = None) -> Run:
     shape = BatchShape(micro_batch_size=2, num_microbatches=2, data_parallel_size=2, data_parallel_rank=0)
     model = None if vocab_size is None else model_config({"model_type": "gpt2", "vocab_size": vocab_size})
     return Run(shape=shape, model=model)
+
+
+def test_a_script_is_told_before_it_starts_other_processes_unless_its_data_are_made_later(
+    tmp_path: Path, documents: list[NDArray[np.uint16]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+
+    class Preparing(IndexedDataModule):
+        def prepare_data(self) -> None: ...
+
+    def start(launcher: Any) -> None:
+        raise InterruptedError("would start")
+
+    monkeypatch.setenv(LAUNCHER, str(os.getpid()))  # so that what the launch sets is gone afterwards
+    monkeypatch.setattr(ScriptLauncher, "_has_failed", False)
+    monkeypatch.setattr(_SubprocessScriptLauncher, "_call_children_scripts", start)
+    for kind, error, says in (
+        (IndexedDataModule, DataError, "data_path=.*nothing needs two files"),
+        (Preparing, InterruptedError, "would start"),
+    ):
+        trainer = Trainer(accelerator="cpu", devices=2, strategy=MegatronStrategy(tp=2), max_steps=1, logger=False)
+        module = MegatronModule(model={"model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2})
+        with pytest.raises(error, match=says):
+            trainer.fit(module, datamodule=kind(str(tmp_path / "nothing"), seq_length=SEQ_LENGTH))
 
 
 def test_check_refuses_a_vocabulary_that_the_dataset_exceeds(

@@ -41,6 +41,10 @@ def test_lightnings_advertisement_is_dropped_and_its_other_lines_are_not(caplog:
     log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     with caplog.at_level(logging.INFO, logger=log.name):
         log.info("💡 Tip: For seamless cloud uploads and versioning, try installing [litmodels]")
+        for name in ("RichModelSummary", "ModelCheckpoint"):
+            log.info(f"The following callbacks returned in `configure_callbacks` override those of the Trainer: {name}")
         log.info("GPU available: False")
     assert "GPU available: False" in caplog.text
     assert "litmodels" not in caplog.text
+    assert "ModelSummary" not in caplog.text
+    assert "override those of the Trainer: ModelCheckpoint" in caplog.text
