@@ -14,6 +14,7 @@ from lightning_megatron.convert.convert import Converted, ConvertOptions, conver
 from lightning_megatron.errors import CheckpointError, ConfigError
 from tests.convert.directories import FORMATS, MODELS, save_as, tiny, tiny_bert, tiny_gpt2, tiny_llama
 from tests.convert.legacy.written import flat, load
+from tests.families.test_experts import mixture
 from tests.ranks import run_ranks
 
 
@@ -69,6 +70,21 @@ def test_a_model_comes_back_from_every_format(tmp_path: Path, name: str) -> None
     )
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert torch.equal(_outputs(loaded), _outputs(model))
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"), [("mixtral", {}), ("qwen2_moe", {"mlp_only_layers": [1]})], ids=["stacked", "numbered layers"]
+)
+def test_experts_come_back_from_a_checkpoint_and_have_no_legacy_names(
+    tmp_path: Path, family: str, fields: dict[str, Any]
+) -> None:
+    mixture(family, **fields).save_pretrained(tmp_path / "hf")
+    _convert(tmp_path / "hf", tmp_path / "ckpt", to="megatron")
+    _assert_same(_tensors(_convert(tmp_path / "ckpt", tmp_path / "back").path), _tensors(tmp_path / "hf"))
+    with pytest.raises(
+        ConfigError, match=f"expected a model without experts.*, got {family}; use to=megatron or to=hf"
+    ):
+        _convert(tmp_path / "ckpt", tmp_path / "legacy", to="megatron-legacy")
 
 
 @pytest.mark.parametrize("through", ["megatron", "megatron-legacy"])
