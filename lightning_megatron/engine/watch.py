@@ -273,6 +273,8 @@ class Watch:
         deadline = time.monotonic() + _LAST_WORDS
         while self._num_gone < self._world_size - len(found.silent) and time.monotonic() < deadline:
             time.sleep(_BEAT / 20)
+        if self._rank == 0:
+            time.sleep(_BEAT / 4)  # its store answers the others once more
         if self._launcher is not None and 0 in found.silent:
             os.kill(self._launcher, signal.SIGKILL)  # it was stopped, and nobody waits for this process but it
         os._exit(found.code)
@@ -296,12 +298,15 @@ class Watch:
     def _tell(self) -> None:
         counted = False
         while not self._stopped.wait(_BEAT if self._verdict is None else _BEAT / 20):
-            with contextlib.suppress(RuntimeError):  # no answer, no connection: the other thread sees to that
+            try:
                 self._exchange()
                 if self._is_gone:
                     self._num_gone = self._store.add("gone", 0 if counted else 1)
                     counted = True
                 self._answered = time.monotonic()
+            except RuntimeError:  # no answer, no connection: the other thread sees to that
+                if self._is_gone:
+                    return  # torch would print a stack of its own each time
 
     def _exchange(self) -> None:
         self._store.set(self._names[self._rank], json.dumps(asdict(self._beat)))
