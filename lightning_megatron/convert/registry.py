@@ -184,10 +184,6 @@ def _config_object(fields: Mapping[str, Any], *, check_keys: bool) -> Any:
                 raise ConfigError(
                     f"model config key {key!r} does not exist in {config_class.__name__}; remove or correct it"
                 )
-        for name in ("bos_token_id", "eos_token_id"):  # of the usual vocabulary, and outside of a smaller one
-            usual, size = getattr(default, name, None), arguments.get("vocab_size")
-            if isinstance(usual, int) and isinstance(size, int) and usual >= size:
-                arguments.setdefault(name, None)
     try:
         made = config_class(**arguments)
         made.to_dict()  # it is written again, and not all is checked before
