@@ -153,7 +153,7 @@ def sum_up(path: Path) -> None:
     """Write ``checksums.json`` anew, for the files as they are."""
     from lightning_megatron.checkpoint.files import CHECKSUMS, checksums_of, write_checksums
 
-    found = {each.relative_to(path).as_posix(): each for each in path.rglob("*") if each.is_file()}
+    found = {each.name: each for each in path.iterdir() if each.is_file()}
     write_checksums(path, {name: checksums_of(file.read_bytes()) for name, file in found.items() if name != CHECKSUMS})
 
 

@@ -61,8 +61,8 @@ def test_graphs_are_the_steps_that_megatron_runs(model: str) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "reason"),
-    [(Layout(tp=2), "tp=2 and pp=1"), (Layout(pp=2, num_microbatches=2), "pp=2"), (Layout(), "a cpu")],
+    [(Layout(tp=2), "tp=2, pp=1"), (Layout(pp=2, num_microbatches=2), "pp=2"), (Layout(), "a cpu")],
 )
 def test_what_cannot_be_replayed_is_refused(layout: Layout, reason: str) -> None:
-    with pytest.raises(RankError, match=f"cuda_graphs=True: expected tp=1 and pp=1 on GPUs.*{reason}"):
+    with pytest.raises(RankError, match=f"cuda_graphs=True: expected tp=1, pp=1 and cp=1 on GPUs.*{reason}"):
         run_ranks(train, layout.world_size, Case(layout=replace(layout, cuda_graphs=True)))
