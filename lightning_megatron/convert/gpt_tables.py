@@ -109,11 +109,11 @@ def norm(megatron: str, hugging_face: str, model: ModelConfig) -> list[Rule]:
     return [Rule(megatron=megatron + kind, hugging_face=(f"{hugging_face}.{kind}",)) for kind in kinds]
 
 
-def output_layer(model: ModelConfig) -> list[Rule]:
+def output_layer(model: ModelConfig, name: str = "lm_head") -> list[Rule]:
     """The output layer, if it is not the embedding."""
     if model.share_embeddings_and_output_weights:
         return []
-    return [Rule(megatron="output_layer.weight", hugging_face=("lm_head.weight",))]
+    return [Rule(megatron="output_layer.weight", hugging_face=(f"{name}.weight",))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +142,7 @@ class DecoderNames:
     """Gate and up, or one matrix."""
     fc2: str = "mlp.down_proj"
     post_mlp_norm: str = "post_feedforward_layernorm"
+    output: str = "lm_head"
     is_transposed: bool = False
     """Whether the layers' matrices are kept transposed."""
 
@@ -165,7 +166,7 @@ def decoder_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:
         *linear(proj, (hf + names.proj,), has_proj_bias, transposed=transposed),
         *linear(MLP + "linear_fc1", has_bias=model.add_bias_linear, transposed=transposed, **fc1),
         *linear(MLP + "linear_fc2", (hf + names.fc2,), model.add_bias_linear, transposed=transposed),
-        *output_layer(model),
+        *output_layer(model, names.output),
     ]
     optional = {
         "embedding.norm.": (model.embedding_layernorm, names.base + names.embedding_norm),

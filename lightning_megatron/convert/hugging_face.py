@@ -288,7 +288,8 @@ class HuggingFaceSource(Source):
             names = rule.names(*key[1:])
             keys |= dict.fromkeys(names, key)
             shapes |= zip(names, rule.shapes(shape), strict=True)
-        tied, ignorable = _of_transformers(family.architectures[self.model.task])
+        named, ignorable = _of_transformers(family.architectures[self.model.task])
+        tied = {family.old_names.get(copy, copy): source for copy, source in named.items()}
         actual = _renamed(stored, keys, family)
         for name in keys:
             copies = [copy for copy, source in tied.items() if source == name and copy not in keys]

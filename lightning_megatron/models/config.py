@@ -240,7 +240,7 @@ class ModelConfig:
         """Check the rules that hold in any layout.
 
         Raises:
-            ConfigError: If a size is not positive, or the heads do not fit together.
+            ConfigError: If a size is not positive, a probability is none, or the heads do not fit together.
         """
         if isinstance(self.lora, Mapping):  # of a checkpoint
             linears = tuple((name, tuple(parts)) for name, parts in self.lora["linears"])
@@ -249,6 +249,9 @@ class ModelConfig:
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"{name}={value} must be at least 1; correct the model's config")
+        for name in (f"{of}_dropout" for of in ("embedding", "hidden", "attention", "activation", "classifier")):
+            if not 0 <= (value := getattr(self, name)) < 1:
+                raise ConfigError(f"{name}={value}: expected a probability below 1; correct the model's config")
         require_divides("num_query_groups", self.num_query_groups, "num_attention_heads", self.num_attention_heads)
         if self.position_embedding_type == "rope" and (self.rotary_width % 2 != 0 or self.rotary_width < 2):
             raise ConfigError(

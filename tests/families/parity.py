@@ -21,6 +21,7 @@ A model whose embedding has a ``padding_idx`` must not see that token at a real 
 
 from __future__ import annotations
 
+import copy
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -184,7 +185,7 @@ def check_adapters(hf_model: Any, layout: Layout, rows: Rows) -> None:
     """As ``check_family``, with adapters of ``peft`` beside all linears, whose gradients count and which are saved.
 
     Args:
-        hf_model: As there; it is changed.
+        hf_model: As there.
         layout: As there.
         rows: As there.
     """
@@ -192,6 +193,7 @@ def check_adapters(hf_model: Any, layout: Layout, rows: Rows) -> None:
     from safetensors.torch import load_file
 
     directory = Path(tempfile.mkdtemp(prefix="adapters_"))
+    hf_model = copy.deepcopy(hf_model)  # which peft changes, and other tests use
     try:
         hf_model.save_pretrained(directory / "source")
         torch.manual_seed(4)

@@ -110,6 +110,7 @@ _GPT_NEOX = DecoderNames(
     proj="attention.dense",
     fc1=("mlp.dense_h_to_4h",),
     fc2="mlp.dense_4h_to_h",
+    output="embed_out",  # in files; transformers 5 calls it lm_head when it has read them
 )
 _OPT = DecoderNames(
     embedding="decoder.embed_tokens",
@@ -126,7 +127,7 @@ _OPT = DecoderNames(
 FAMILIES = (
     decoder(
         *("gpt_neox", "GPTNeoXForCausalLM", _gpt_neox, _GPT_NEOX),
-        old_names={"embed_out.weight": "lm_head.weight"},
+        old_names={"lm_head.weight": "embed_out.weight"},
     ),
     # Norms of queries and keys have weights for each head, in StableLM 2 12B and Command R+.
     decoder("stablelm", "StableLmForCausalLM", _stablelm, required={"qk_layernorm": (False,)}),
