@@ -25,7 +25,8 @@ def _on_meta(name: str) -> Any:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_rules_name_exactly_the_tensors_of_the_model_and_their_rows(name: str) -> None:
     model = model_config(CONFIGS[name])
-    theirs = {key: tuple(parameter.shape) for key, parameter in _on_meta(name).named_parameters()}
+    in_files = family_of(model.family).old_names
+    theirs = {in_files.get(key, key): tuple(parameter.shape) for key, parameter in _on_meta(name).named_parameters()}
     named: dict[str, int | None] = {}
     for rule in family_of(model.family).rules(model):
         for layer in range(model.num_layers) if LAYER in rule.hugging_face[0] else [0]:
