@@ -205,10 +205,28 @@ class RankPool:
         return _Job(folder, fn, [int(pid) for pid in reply.split()])
 
 
+_ports = range(15_000, 30_000)
+_reserved: list[socket.socket] = []
+
+
+def reserve_ports() -> None:
+    """Have the ranks of this process take ports that no other process takes which has called this."""
+    global _ports
+    for first in range(10_000, 15_000, 100):
+        guard = socket.socket()
+        with contextlib.suppress(OSError):
+            guard.bind(("127.0.0.1", first))
+            _reserved.append(guard)
+            _ports = range(first + 1, first + 100)
+            return
+        guard.close()
+    raise RuntimeError("no ports are left: end other campaigns")
+
+
 def _free_port() -> int:
     """A free port below those that the kernel gives to outgoing connections, one of which could take it meanwhile."""
     while True:
-        port = random.randrange(15_000, 30_000)
+        port = random.choice(_ports)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

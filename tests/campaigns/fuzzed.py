@@ -7,6 +7,7 @@ of CPU time and 200 MB beyond the same command on the sound files; and run nothi
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import os
@@ -16,12 +17,14 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.campaigns.attempts import Attempt, Outcome
 from tests.campaigns.mutations import ANY, BY_SUFFIX
+from tests.rank_zygote import _die_with_parent
 
 _MOST_MEGABYTES, _MOST_SECONDS = 200, 5.0
 _PATIENCE = 60.0
@@ -82,7 +85,9 @@ def _sound() -> Path:
     """A folder with a tiny GPT-2 in every format, its tokenizer, a dataset and a configuration."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    folder = Path(tempfile.mkdtemp(prefix="campaign_sound_"))
+    folder = Path(tempfile.mkdtemp(prefix="campaign_sound_"), "files")
+    atexit.register(shutil.rmtree, folder.parent, True)
+    folder.mkdir()
     GPT2LMHeadModel(GPT2Config(**_SIZES, bos_token_id=0, eos_token_id=0)).save_pretrained(folder / "hf")
     (folder / "text.txt").write_text("\n\n".join(f"w{i} w{i * i % 97} w{i * 7 % 89} and on" for i in range(300)))
     (folder / "fit.yaml").write_text(_FIT_YAML)
@@ -131,8 +136,9 @@ def _run(command: str, folder: Path) -> _Ended:
     import lightning_megatron.module  # noqa: F401  # once, not in each fork
 
     output = folder.parent / f"{folder.name}.printed"
-    pid = os.fork()
+    parent, pid = os.getpid(), os.fork()
     if pid == 0:
+        _die_with_parent(parent)
         _be(command, folder, output)
     deadline, code = time.monotonic() + _PATIENCE, None
     while True:
@@ -200,6 +206,12 @@ def _wrong(ended: _Ended, usual: _Ended, marker: Path) -> str:
     return ""
 
 
+def prepare(rows: Iterable[str]) -> None:
+    """Make the sound files and measure the commands on them, once for all jobs."""
+    for row in rows:
+        _usual(COMMANDS[row.removeprefix(_ROW)][0])
+
+
 def _attempt(command: str, globs: tuple[str, ...], rng: random.Random, folder: Path) -> Outcome:
     usual = _usual(command)
     files, marker = folder / "files", folder / "code_has_run"
@@ -217,6 +229,7 @@ def _attempt(command: str, globs: tuple[str, ...], rng: random.Random, folder: P
     return Outcome(**{"hung" if ended.code is None else "lost": told}, noticed=time.monotonic() - begin)
 
 
+_ROW = "fuzz: "
 ATTEMPTS: dict[str, Attempt] = {
-    f"fuzz: {row}": functools.partial(_attempt, command, globs) for row, (command, globs) in COMMANDS.items()
+    f"{_ROW}{row}": functools.partial(_attempt, command, globs) for row, (command, globs) in COMMANDS.items()
 }
