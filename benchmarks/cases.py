@@ -123,6 +123,35 @@ GPT2_LARGE: Mapping[str, Any] = {
 }
 """GPT-2 large (Radford et al. 2019), with its dropout."""
 
+QWEN3_30B_A3B: Mapping[str, Any] = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 32768,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+}
+"""Qwen3-30B-A3B (Yang et al. 2025): 128 experts a layer, of which a token meets 8."""
+
+_EXPERTS_TINY: Mapping[str, Any] = {
+    **QWEN3_30B_A3B,
+    "vocab_size": 300,
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "num_attention_heads": 4,
+    "head_dim": 8,
+}
+
 BERT_LARGE: Mapping[str, Any] = {
     "model_type": "megatron-bert",
     "vocab_size": 29056,
@@ -290,6 +319,20 @@ _BF16_CASES: tuple[Case, ...] = (
         )
         for length, recompute in ((32768, "selective"), (131072, "full"))
     ),
+    *(
+        # As many layers as fit: 18 bytes for each parameter of a rank's experts, and activations.
+        Case(
+            name=f"qwen3-30b-a3b-{8 * gpus}layers" + (f"-ep{gpus}" if gpus > 1 else ""),
+            model={**QWEN3_30B_A3B, "num_hidden_layers": 8 * gpus},
+            seq_length=4096,
+            micro_batch_size=rows,
+            num_microbatches=8 // rows,
+            num_devices=gpus,
+            layout={"ep": gpus} if gpus > 1 else {},
+            target=Target(metric="mfu_causal", value=0.25),
+        )
+        for gpus, rows in ((1, 4), (2, 2), (4, 2))
+    ),
     Case(name="bert-large", model=BERT_LARGE, seq_length=512, micro_batch_size=32, num_microbatches=2),
     Case(
         name="bert-large-tp2-pp2",
@@ -341,6 +384,13 @@ _BF16_CASES: tuple[Case, ...] = (
     ),
     Case(name="smoke", model=_GPT2_TINY, **_SMOKE),
     Case(name="smoke-lora", model=_GPT2_TINY, num_devices=2, layout={"tp": 2}, lora={"rank": 4}, **_SMOKE),
+    Case(
+        name="smoke-experts",
+        model=_EXPERTS_TINY,
+        num_devices=2,
+        layout={"tp": 2, "sequence_parallel": True, "ep": 2},
+        **_SMOKE,
+    ),
     Case(name="smoke-tp2", model=_GPT2_TINY, num_devices=2, layout={"tp": 2, "sequence_parallel": True}, **_SMOKE),
 )
 

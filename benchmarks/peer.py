@@ -16,6 +16,7 @@ from transformers import (
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.megatron_bert.modeling_megatron_bert import MegatronBertLayer
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 from transformers.models.t5.modeling_t5 import T5Block
 
 from benchmarks.cases import Case
@@ -29,6 +30,7 @@ LAYERS: dict[str, type[torch.nn.Module]] = {
     "gpt2": GPT2Block,
     "llama": LlamaDecoderLayer,
     "megatron-bert": MegatronBertLayer,
+    "qwen3_moe": Qwen3MoeDecoderLayer,
     "t5": T5Block,
 }
 """The unit that is compiled and sharded."""
@@ -38,7 +40,10 @@ _MODELS: dict[str, Any] = {"megatron-bert": AutoModelForPreTraining, "t5": AutoM
 
 
 class PeerModule(pl.LightningModule):
-    """A Hugging Face language model, trained as its documentation shows."""
+    """A Hugging Face language model, trained as its documentation shows.
+
+    Experts are multiplied by ``grouped_mm``, transformers' default from 5.0 on; their load is not balanced.
+    """
 
     def __init__(self, model: dict[str, Any], lr: float, clip: float, compiled: bool) -> None:
         super().__init__()

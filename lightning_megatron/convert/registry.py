@@ -30,8 +30,9 @@ _OLD_ROPE_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 _OLD_KEYS = {
     "gpt_neox": {"rotary_pct", "rotary_emb_base"},
     "gemma3_text": {"rope_local_base_freq", "sliding_window_pattern"},
+    "qwen3_moe": {"head_dim", "max_window_layers"},  # in the published files; the model reads the first
 }
-"""What transformers still reads of config files of earlier versions, by ``model_type``."""
+"""What transformers' classes have no field for, but the config files of (earlier) models, by ``model_type``."""
 _MOST_LAYERS = 100_000
 
 _POST_NORM = "it normalizes after each block (post-LN), and the engine's layers normalize before; use model_type='{}'"
