@@ -15,6 +15,8 @@ from tests.ranks import close_pool
 # Tests must not depend on the network; set before any library reads it.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Inductor's pool of compiling processes outlives a worker of pytest-xdist and keeps its pipe open: the run never ends.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:
     sys.argv[0] = __file__  # a worker of pytest-xdist is `python -c`, in which a run of several processes is refused
 
