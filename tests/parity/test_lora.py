@@ -120,6 +120,12 @@ def _adapters(tensors: Tensors) -> Tensors:
             id="cp2",
             marks=pytest.mark.exhaustive,
         ),
+        pytest.param(
+            replace(LLAMA, layout=Layout(tp=2, sequence_parallel=True, overlap_communication=True), accelerator="gpu"),
+            ALL["llama"],
+            id="llama_on_gpus",
+            marks=pytest.mark.gpu(2),
+        ),
         pytest.param(replace(GPT2, layout=Layout(tp=2)), ["c_attn", "mlp.c_proj"], id="gpt2_tp2"),
         pytest.param(replace(GPT2, layout=SPLIT), ALL["gpt2"], id="gpt2_split", marks=pytest.mark.exhaustive),
         # Norms behind linears, and gate and up in one matrix.
