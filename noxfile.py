@@ -19,9 +19,10 @@ HAS_GPU = shutil.which("nvidia-smi") is not None
 # Without a GPU, a version that is to be had as a build for the CPU:
 # the default one brings gigabytes of CUDA libraries with it.
 TORCH = "torch>=2.10" if HAS_GPU else "torch==2.13.0"
-# A file's tests stay in one process: those of many files share what is slow to make. In the order of their names, as
-# files of few long tests would come last otherwise, when the other process has nothing left to do.
-PYTEST = ("pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+# Three processes for two cores: of the time of the tests two fifths are waits, for ranks, for disks, for what must not
+# happen. A file's tests stay in one process: those of many files share what is slow to make. In the order of their
+# names, as files of few long tests would come last otherwise, when the other processes have nothing left to do.
+PYTEST = ("pytest", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
 CODE = ("lightning_megatron", "tests", "benchmarks", "examples", "docs", "noxfile.py")
 
 

@@ -207,7 +207,7 @@ def _moved_over(folder: str) -> tuple[int, float]:
 
     from lightning_megatron import MegatronModule, MegatronStrategy
 
-    smaller = {"max_steps=4,": "max_steps=4, logger=False, enable_progress_bar=False,"}
+    smaller = {"max_steps=4,": "max_steps=4, limit_val_batches=1, logger=False, enable_progress_bar=False,"}
     variables = execute(FROM_ACCELERATE, 0, folder, smaller)
     losses = []
     for module in (execute(FROM_ACCELERATE, 1, folder, {})["module"], MegatronModule(model="gpt2")):

@@ -25,15 +25,25 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _run(example: str, world_size: int, *arguments: object) -> str:
     """What the first process prints, when the example is started as by torchrun."""
-    printed: list[str] = run_ranks(_main, world_size, example, [str(each) for each in arguments], timeout=240)
+    (printed,) = _run_each(example, world_size, arguments)
+    return printed
+
+
+def _run_each(example: str, world_size: int, *runs: tuple[object, ...]) -> list[str]:
+    """One run after the other in the same processes, which import only once what an example needs."""
+    words = [[str(each) for each in arguments] for arguments in runs]
+    printed: list[list[str]] = run_ranks(_main, world_size, example, words, timeout=240)
     return printed[0]
 
 
-def _main(example: str, arguments: list[str]) -> str:
-    sys.argv = [example, *arguments]
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        runpy.run_path(str(ROOT / "examples" / example), run_name="__main__")
-    return printed.getvalue()
+def _main(example: str, runs: list[list[str]]) -> list[str]:
+    printed = []
+    for arguments in runs:
+        sys.argv = [example, *arguments]
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            runpy.run_path(str(ROOT / "examples" / example), run_name="__main__")
+        printed.append(output.getvalue())
+    return printed
 
 
 def _metrics(folder: Path) -> list[dict[str, str]]:
@@ -59,15 +69,15 @@ def test_pretrain_clm_trains_in_epochs_goes_on_and_leaves_a_hugging_face_model(c
     from transformers import AutoModelForCausalLM
 
     text = tmp_path / "text.txt"
-    text.write_text("\n".join(f"{number} bottles of beer on the wall" for number in range(800)))
+    text.write_text("\n".join(f"{number} bottles of beer on the wall" for number in range(500)))
     given = ("--dataset", text, "--tokenizer", corpus.parent / "tok", "--block-size", 64, "--output", tmp_path / "out")
-    printed = _run("pretrain_clm.py", 4, *given, "--epochs", 2, "--with-tracking", "--report-to", "csv")
-    examples, steps = (int(re.search(rf"{what} = (\d+)", printed)[1]) for what in ("Examples", "Optimization steps"))  # type: ignore[index]
+    begins = ("--epochs", 2, "--with-tracking", "--report-to", "csv")
+    first, second = _run_each("pretrain_clm.py", 4, (*given, *begins), (*given, "--epochs", 3, "--resume"))
+    examples, steps = (int(re.search(rf"{what} = (\d+)", first)[1]) for what in ("Examples", "Optimization steps"))  # type: ignore[index]
     assert steps == 2 * (examples // 8)
     losses = _train_losses(tmp_path / "out")
     assert losses[-1] < losses[0] / 2
-    printed = _run("pretrain_clm.py", 4, *given, "--epochs", 3, "--resume")
-    assert f"Optimization steps = {3 * (examples // 8)}" in printed
+    assert f"Optimization steps = {3 * (examples // 8)}" in second
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model", device_map="auto")
     parts = {"transformer.wte": "cpu", "transformer.wpe": "cpu", "transformer.h": "disk", "transformer.ln_f": "cpu"}
     on_disk = AutoModelForCausalLM.from_pretrained(

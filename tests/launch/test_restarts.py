@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import TCPStore
 
 from tests.cli.command import run_cli
-from tests.launch.test_dead_ranks import _ends
-from tests.launch.test_started_by import _environment
+from tests.launch.test_started_by import _ends, _environment
 from tests.ranks import RankError, run_ranks
 
 _TIMEOUT = timedelta(seconds=20)

@@ -1,25 +1,46 @@
-"""A script trains and saves alike, however its processes are started, without a ``__main__`` guard too."""
+"""A script trains, saves and predicts alike however its processes are started, and none of them is left alone."""
 
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.ranks import ROOT
-
-_TIMEOUT_SECONDS = 180
+from tests.cli.command import leave_torchrun
+from tests.ranks import ROOT, RankError, run_ranks
 
 # No __main__ guard: Megatron's own checkpoint writer would start this script again while it saves, and hang.
 _SCRIPT = """
+import os
+import signal
 import sys
+import time
+from pathlib import Path
 
 import torch
 from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning_megatron import MegatronModule, MegatronStrategy
+
+end, rank = sys.argv[1], int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_PROCID", "0")))
+Path(f"pid_{rank}").write_text(str(os.getpid()))
+
+
+class Ends(BasePredictionWriter):
+    def on_train_batch_end(self, trainer, *rest):
+        if end == f"rank {1 - rank} is killed":
+            Path("killed").touch()
+            os.kill(int(Path(f"pid_{1 - rank}").read_text()), signal.SIGKILL)
+
+    def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
+        time.sleep(7 * trainer.global_rank)
+        Path(f"predictions_{trainer.global_rank}").touch()
+
 
 seed_everything(3, verbose=False)
 rows = [{"input_ids": torch.arange(i, i + 16) % 50} for i in range(8)]
@@ -28,14 +49,23 @@ model = MegatronModule(
            "bos_token_id": 0, "eos_token_id": 0},
     lr=1e-2,
 )
-trainer = Trainer(
-    accelerator="cpu", devices=2, strategy=MegatronStrategy(pp=2, num_microbatches=2), max_steps=2, logger=False,
-    enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+loader = torch.utils.data.DataLoader(rows, batch_size=4)
+options = dict(
+    accelerator="cpu", devices=2, max_steps=2, logger=False, enable_progress_bar=False, enable_model_summary=False,
+    enable_checkpointing=False, callbacks=[Ends("epoch")],
 )
-trainer.fit(model, torch.utils.data.DataLoader(rows, batch_size=4))
+trainer = Trainer(strategy=MegatronStrategy(pp=2, num_microbatches=2), **options)
+trainer.fit(model, loader)
 trainer.save_checkpoint("saved.ckpt")
-with open(f"rank_{trainer.global_rank}.txt", "a") as file:
+with open(f"rank_{rank}.txt", "a") as file:
     file.write(f"{trainer.callback_metrics['train_loss'].item()!r}\\n")
+if end == "an exception" and rank == 0:
+    raise RuntimeError("rank 0 alone")
+Trainer(strategy=MegatronStrategy(), **options).predict(model, loader)
+if rank == 1:
+    time.sleep(2)
+    Path("after").touch()
+    sys.exit(3 if end == "a failing child" else 0)
 """
 
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
@@ -60,37 +90,75 @@ def _slurm(rank: int) -> dict[str, str]:
     )
 
 
-def _start(how: str, script: Path) -> list[subprocess.Popen[str]]:
-    command = [sys.executable, str(script)]
-    if how == "torchrun":
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
+def _ends(pid: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return not os.path.exists(f"/proc/{pid}")
+
+
+def _run(how: str, end: str, folder: Path) -> tuple[list[int], str]:
+    """The exit codes of the processes that were started by hand, and what all have printed."""
+    (folder / "train.py").write_text(_SCRIPT)
+    starts = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] if how == "torchrun" else []
+    command = [sys.executable, *starts, "train.py", end]
     environments = [_slurm(0), _slurm(1)] if how == "slurm" else [_environment()]
-    return [
-        subprocess.Popen(
-            command, cwd=script.parent, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for env in environments
-    ]
+    with (folder / "printed.txt").open("w") as printed:
+        processes = [
+            subprocess.Popen(command, cwd=folder, env=each, stdout=printed, stderr=subprocess.STDOUT)
+            for each in environments
+        ]
+        try:
+            codes = [process.wait(timeout=240) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+    return codes, (folder / "printed.txt").read_text()
 
 
 @pytest.mark.parametrize(
     "how", ["lightning", *(pytest.param(how, marks=pytest.mark.exhaustive) for how in ("torchrun", "slurm"))]
 )
-def test_a_script_without_a_guard_trains_and_saves_once(how: str, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(_SCRIPT)
-    processes = _start(how, script)
-    try:
-        outputs = [process.communicate(timeout=_TIMEOUT_SECONDS)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * len(processes), outputs
+def test_a_script_without_a_guard_runs_once_in_each_rank_and_waits_for_what_others_still_do(
+    how: str, tmp_path: Path
+) -> None:
+    codes, printed = _run(how, "normal", tmp_path)
+    assert not any(codes), printed
     for nobody_can_change_it in ("Warning", "is deprecated", "💡"):
-        assert not any(nobody_can_change_it in output for output in outputs), outputs
+        assert nobody_can_change_it not in printed, printed
     # One line: the script ran once in each rank. The loss is that of both, and of every way of starting.
     losses = [(tmp_path / f"rank_{rank}.txt").read_text().split() for rank in (0, 1)]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 1
     assert 2.5 < float(losses[0][0]) < 4.0  # from ln 50 = 3.9 downwards
-    assert (tmp_path / "saved.ckpt" / "meta.pt").is_file()
+    for written in ("saved.ckpt/meta.pt", "predictions_0", "predictions_1", "after"):
+        assert (tmp_path / written).exists(), written
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("end", "code", "is_waited_for"),
+    [("a failing child", 1, True), ("an exception", 1, False), ("rank 0 is killed", -9, False)],
+)
+def test_no_rank_is_left_alone(end: str, code: int, is_waited_for: bool, tmp_path: Path) -> None:
+    codes, printed = _run("lightning", end, tmp_path)
+    assert codes == [code], printed
+    assert _ends(int((tmp_path / "pid_1").read_text()), seconds=5)
+    assert (tmp_path / "after").exists() == is_waited_for
+
+
+def _run_first(folder: str) -> None:
+    """As the process that a user starts, which starts rank 1."""
+    leave_torchrun()
+    os.chdir(folder)
+    os.environ |= _environment()
+    sys.argv = ["train.py", "rank 1 is killed"]
+    runpy.run_path("train.py", run_name="__main__")
+
+
+def test_the_other_rank_ends_when_one_is_killed_in_training(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_SCRIPT)
+    with pytest.raises(RankError, match="error: local rank 1 was ended by SIGKILL"):
+        run_ranks(_run_first, 1, str(tmp_path), timeout=240)
+    # Lightning looks after its children every few seconds.
+    assert time.time() - (tmp_path / "killed").stat().st_mtime < 40

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
+from tests.cli.command import leave_torchrun
 from tests.ranks import run_ranks
 
 
@@ -68,3 +71,25 @@ def test_a_node_without_others_says_what_it_waits_for_and_gives_up_after_the_tim
     assert "at most 0:00:04" in said
     assert "expected 2 (num_nodes=2) within 0:00:04, got" in said
     assert seconds < 60
+
+
+def _typed() -> tuple[str, int]:
+    """As in a prompt of Python or a notebook, which has no script that other processes could run."""
+    from lightning.pytorch import Trainer
+
+    from tests.parity.training import Case, loader_of, module_of
+
+    leave_torchrun()
+    sys.ps1 = ">>> "
+    quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+    with pytest.raises(ValueError, match="devices=2 needs a script") as refused:
+        Trainer(devices=2, strategy="megatron_pp2", **quiet)
+    trainer = Trainer(devices=1, strategy="megatron", max_steps=2, **quiet)
+    trainer.fit(module_of(Case()), loader_of(Case()))
+    return str(refused.value), trainer.global_step
+
+
+def test_an_interactive_session_trains_on_one_device_and_tells_how_to_use_more() -> None:
+    ((told, steps),) = run_ranks(_typed, 1)
+    assert "torchrun --nproc-per-node 2 FILE.py" in told
+    assert steps == 2

@@ -66,11 +66,13 @@ def test_a_bert_is_trained_too() -> None:
     ("layout", "same_as"),
     [
         (Layout(pp=2, num_microbatches=2), Layout(num_microbatches=2)),
-        (Layout(pp=2, vpp=2, num_microbatches=2), Layout(num_microbatches=2)),
         (Layout(recompute="full"), Layout()),
-        (Layout(recompute="selective"), Layout()),
         (Layout(dp=2, distributed_optimizer=False), Layout(dp=2)),
-        (Layout(dp=2, overlap_communication=True), Layout(dp=2)),
+        pytest.param(
+            *(Layout(pp=2, vpp=2, num_microbatches=2), Layout(num_microbatches=2)), marks=pytest.mark.exhaustive
+        ),
+        pytest.param(Layout(recompute="selective"), Layout(), marks=pytest.mark.exhaustive),
+        pytest.param(Layout(dp=2, overlap_communication=True), Layout(dp=2), marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
@@ -150,7 +152,11 @@ def _logits_and_losses(case: Case, folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, sequence_parallel=True)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(Layout(), marks=pytest.mark.exhaustive), Layout(tp=2, sequence_parallel=True)],
+    ids=str,
+)
 def test_validation_is_in_fp8_and_what_is_generated_in_bf16(layout: Layout, tmp_path: Path) -> None:
     case = replace(BF16, layout=replace(layout, fp8="tensorwise"), steps=1)
     found = run_ranks(_logits_and_losses, layout.world_size, case, str(tmp_path / "model"))[0]

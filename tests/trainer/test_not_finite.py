@@ -135,8 +135,10 @@ def _without_the_step(case: Case) -> tuple[Run, Run]:
     ("layout", "clip", "optimizer", "accelerator", "is_late"),
     [
         (STAGES_AND_COPIES, 0.5, "adamw", "cpu", False),
-        (Layout(tp=2, dp=2, distributed_optimizer=False), None, "sgd", "cpu", False),
-        (STAGES_AND_COPIES, 0.5, "adamw", "cpu", True),
+        pytest.param(
+            *(Layout(tp=2, dp=2, distributed_optimizer=False), None, "sgd", "cpu", False), marks=pytest.mark.exhaustive
+        ),
+        pytest.param(STAGES_AND_COPIES, 0.5, "adamw", "cpu", True, marks=pytest.mark.exhaustive),
         (Layout(tp=2, dp=2, distributed_optimizer=False), 0.5, "sgd", "cpu", True),
         pytest.param(Layout(pp=2, num_microbatches=3), 0.5, "adamw", "gpu", True, marks=pytest.mark.gpu(2)),
         pytest.param(Layout(dp=2, num_microbatches=3), 0.5, "adamw", "gpu", True, marks=pytest.mark.gpu(2)),
@@ -191,7 +193,9 @@ def _ended_and_resumed(case: Case, folder: Path) -> tuple[Run, Run, list[str]]:
     return first, again, saved
 
 
-@pytest.mark.parametrize("run", [_ended_and_resumed, _ended_late_and_resumed])
+@pytest.mark.parametrize(
+    "run", [pytest.param(_ended_and_resumed, marks=pytest.mark.exhaustive), _ended_late_and_resumed]
+)
 def test_checkpoints_are_whole_and_keep_count_of_skipped_steps(tmp_path: Path, run: Any) -> None:
     for first, again, saved in run_ranks(run, 2, Case(layout=Layout(dp=2)), tmp_path):
         assert saved == ["failed.ckpt", "step=1.ckpt", "step=2.ckpt"]

@@ -16,6 +16,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from triton.runtime import interpreter
 
+from lightning_megatron.engine.fillers import fp8, fp8_kernels
 from lightning_megatron.engine.fillers.adam import FusedAdam
 from lightning_megatron.engine.fillers.adam_kernel import step, table_of
 from lightning_megatron.engine.fillers.add_norm import add_norm
@@ -197,3 +198,22 @@ def test_the_optimizer_updates_copies_where_they_are() -> None:
         stepped()
         assert optimizer.has_copied
         torch.testing.assert_close(low.float(), weight.detach(), rtol=2**-7, atol=0.0)
+
+
+# ---- fp8 -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(50, 96), (300, 144)])
+@pytest.mark.parametrize("dtype", [fp8.E4M3, fp8.E5M2], ids=str)
+def test_a_matrix_and_its_transpose_are_cast_as_torch_casts(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    # Triton's interpreter does not round to fp8 as GPUs do: whole numbers up to 7, of which none is rounded.
+    x = torch.randint(-7, 8, shape).bfloat16().to(DEVICE)
+    x[0, 0] = 7
+    amax = fp8_kernels.amax(x)
+    assert amax.item() == 7
+    for rows, columns in ((True, True), (True, False), (False, True)):
+        expected = fp8._cast(x, dtype, amax, rows, columns)
+        found = [None if each is None else torch.full_like(each, 1) for each in expected[:2]]
+        scale = fp8_kernels.cast(x, amax, 1e-30, *found)
+        for each, other in zip((*found, scale), expected, strict=True):
+            assert (each is None and other is None) or torch.equal(each.float(), other.float())
