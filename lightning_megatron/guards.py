@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from lightning_megatron.checkpoint.state import sharded_weights
 from lightning_megatron.engine.groups import host_group
+from lightning_megatron.engine.optimizer import HostCopy
 from lightning_megatron.engine.wrap import finish_parameter_gathers
 from lightning_megatron.errors import ConfigError, NumericsError, require_number
 
@@ -40,16 +41,7 @@ class _Loss(NamedTuple):
     """The loss of a step that is not judged yet."""
 
     step: int
-    copy: Tensor
-    """On its way to the host."""
-    arrived: torch.cuda.Event | None
-    """When it can be read; None for now."""
-
-    def value(self) -> float:
-        """Waits for the device."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return float(self.copy)
+    copy: HostCopy
 
 
 class SpikeGuard(Callback):
@@ -117,12 +109,9 @@ class SpikeGuard(Callback):
         Raises:
             NumericsError: On all ranks, at a spike after the last rollback that is allowed.
         """
-        loss = (outputs["loss"] if isinstance(outputs, dict) else outputs).detach()
-        copy, arrived = loss.to("cpu", non_blocking=True), torch.cuda.Event() if loss.is_cuda else None
-        if arrived is not None:
-            arrived.record()
-        last, self._last = self._last, _Loss(trainer.global_step, copy, arrived)
-        if last is not None and math.isfinite(value := last.value()):  # else the strategy's on_nan has decided
+        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        last, self._last = self._last, _Loss(trainer.global_step, HostCopy(loss))
+        if last is not None and math.isfinite(value := last.copy.read()):  # else the strategy's on_nan has decided
             is_known = len(self._losses) == self.window
             if not (is_known and value > self._limit() and self._goes_back(trainer, last.step, value)):
                 self._losses.append(value)
@@ -161,7 +150,7 @@ class SpikeGuard(Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
         """The losses, that of the last step included."""
-        last = None if self._last is None else [self._last.step, self._last.value()]
+        last = None if self._last is None else [self._last.step, self._last.copy.read()]
         return {"losses": list(self._losses), "last": last, "rollbacks": self.rollbacks}
 
     @override
@@ -169,7 +158,7 @@ class SpikeGuard(Callback):
         """Continue another run's."""
         self._losses = deque(state_dict["losses"], maxlen=self.window)
         self.rollbacks, last = state_dict["rollbacks"], state_dict["last"]
-        self._last = None if last is None else _Loss(last[0], torch.tensor(last[1], dtype=torch.float64), None)
+        self._last = None if last is None else _Loss(last[0], HostCopy(torch.tensor(last[1], dtype=torch.float64)))
 
 
 class ReplicaCheck(Callback):

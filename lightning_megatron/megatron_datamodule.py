@@ -14,7 +14,8 @@ from typing_extensions import override
 
 from lightning_megatron.data.loader import BatchRampup, BatchShape, PassLoader, PassOrder, Shuffling, TrainLoader
 from lightning_megatron.data.samples import SPLIT_NAMES, SampleOrder, Samples, SplitName
-from lightning_megatron.errors import ConfigError, DataError, host_memory, require_number
+from lightning_megatron.engine.collectives import on_all_ranks_alike
+from lightning_megatron.errors import ConfigError, host_memory, require_number
 from lightning_megatron.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -287,26 +288,14 @@ class MegatronDataModule(LightningDataModule, ABC):
     def _open(self, name: SplitName, num_samples: int | None) -> tuple[SampleOrder, Samples | None]:
         """The order of samples on every rank, and the open samples on those that read; every rank must call."""
         order = self._on_first_rank(lambda: self.order_of(name, num_samples))
-        return order, self._on_sources(lambda: self.open(name, num_samples))
+        is_source = self._strategy().is_data_source
+        return order, on_all_ranks_alike(lambda: self.open(name, num_samples) if is_source else None)
 
     def _on_first_rank(self, work: Callable[[], _T]) -> _T:
         """The result of ``work`` on rank 0, or its error, on every rank: none is left waiting for another."""
         strategy = self._strategy()
-        outcome = _attempt(work) if strategy.global_rank == 0 else None
-        result, failure = strategy.broadcast(outcome, src=0)
-        if failure is not None:
-            raise failure
-        return result  # type: ignore[no-any-return]
-
-    def _on_sources(self, work: Callable[[], _T]) -> _T | None:
-        """The result of ``work`` on ranks that read data, None on others; an error on one is an error on all."""
-        strategy = self._strategy()
-        result, failure = _attempt(work) if strategy.is_data_source else (None, None)
-        if not strategy.reduce_boolean_decision(failure is None, all=True):
-            raise failure or DataError(
-                "the data cannot be opened on another rank, see its message; make it visible there"
-            )
-        return result
+        result = on_all_ranks_alike(lambda: work() if strategy.global_rank == 0 else None)
+        return strategy.broadcast(result)  # type: ignore[no-any-return]
 
     def _check_trainer(self, stage: str) -> None:
         trainer = self._trainer()
@@ -372,11 +361,3 @@ class MegatronDataModule(LightningDataModule, ABC):
 
 def _config_of(module: LightningModule) -> ModelConfig | None:
     return getattr(module, "model_config", None)
-
-
-def _attempt(work: Callable[[], _T]) -> tuple[_T | None, ConfigError | None]:
-    """What ``work`` gives, or how it fails."""
-    try:
-        return work(), None
-    except ConfigError as error:
-        return None, error

@@ -31,7 +31,9 @@ from lightning_megatron.engine.runtime import seed_of_run, unchanged_environment
 from lightning_megatron.engine.train_step import TrainStep
 from lightning_megatron.errors import CheckpointError, ConfigError, DataError, as_options, require_number
 from lightning_megatron.foreign_names import explains_options
+from lightning_megatron.generate.inputs import Inputs, inputs_of_batch
 from lightning_megatron.generate.options import GenerationOptions, options_from
+from lightning_megatron.generate.texts import end_tokens
 from lightning_megatron.hub import local_folder, upload
 from lightning_megatron.models.config import AttentionHeads, Positions, with_variant
 from lightning_megatron.steps import train_step_named
@@ -341,13 +343,9 @@ class MegatronModule(pl.LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Megatron's optimizer and the schedule, stepped after every optimizer step."""
         optimizer = self.megatron.build_optimizer(self.optimizer_options, self.lr)
-        scheduler = MegatronLRScheduler(
-            optimizer,
-            lr=self.lr,
-            weight_decay=self.optimizer_options.weight_decay,
-            schedule=self.lr_schedule,
-            total_steps=self._total_steps,
-        )
+        decay = self.optimizer_options.weight_decay
+        settings = scheduler_settings(self.lr_schedule, self.lr, decay, self._total_steps)
+        scheduler = MegatronLRScheduler(optimizer, **settings)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step", "name": "lr"}}
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
@@ -479,9 +477,6 @@ class MegatronModule(pl.LightningModule):
         **options: Any,
     ) -> Generated:
         """As ``generate``, with the log-probability of each new token and the score of each text."""
-        from lightning_megatron.generate.inputs import Inputs
-        from lightning_megatron.generate.texts import end_tokens
-
         model = self._writing_model()
         chosen = on_all_ranks_alike(partial(options_from, options, on_tokens))
         given = Inputs(
@@ -520,9 +515,6 @@ class MegatronModule(pl.LightningModule):
         Raises:
             ConfigError: If the batch has no prompts, or one that cannot be continued (or read).
         """
-        from lightning_megatron.generate.inputs import inputs_of_batch
-        from lightning_megatron.generate.texts import end_tokens
-
         rows = inputs_of_batch(batch, self.model_config, to_continue=not self.return_logits)
         with self.megatron.engine():
             if self.return_logits:
@@ -537,8 +529,6 @@ class MegatronModule(pl.LightningModule):
 
     def forward(self, batch: dict[str, torch.Tensor] | torch.Tensor) -> torch.Tensor | None:
         """What ``logits`` gives, of a batch (but for its targets) or of ``input_ids``; every rank must call alike."""
-        from lightning_megatron.generate.inputs import inputs_of_batch
-
         if isinstance(batch, torch.Tensor):
             return self.logits(batch)
         model = self._live_model()
@@ -576,8 +566,6 @@ class MegatronModule(pl.LightningModule):
         Raises:
             ConfigError: On all ranks alike, before anything runs: if there is no model yet, or it cannot read a row.
         """
-        from lightning_megatron.generate.inputs import Inputs
-
         rows = Inputs(
             input_ids=input_ids,
             attention_mask=attention_mask,

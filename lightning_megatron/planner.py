@@ -57,33 +57,14 @@ class Device:
 
 
 DEVICES = {
-    "b200": Device(
-        name="NVIDIA B200", memory=178 * GIB, memory_bandwidth=8.0e12, link_bandwidth=900e9, network_bandwidth=50e9
-    ),
-    "h200": Device(
-        name="NVIDIA H200", memory=139 * GIB, memory_bandwidth=4.8e12, link_bandwidth=450e9, network_bandwidth=50e9
-    ),
-    "h100": Device(
-        name="NVIDIA H100 80GB HBM3",
-        memory=79 * GIB,
-        memory_bandwidth=3.35e12,
-        link_bandwidth=450e9,
-        network_bandwidth=50e9,
-    ),
-    "a100": Device(
-        name="NVIDIA A100-SXM4-80GB",
-        memory=79 * GIB,
-        memory_bandwidth=2.04e12,
-        link_bandwidth=300e9,
-        network_bandwidth=25e9,
-    ),
-    "a100-40gb": Device(
-        name="NVIDIA A100-SXM4-40GB",
-        memory=39 * GIB,
-        memory_bandwidth=1.56e12,
-        link_bandwidth=300e9,
-        network_bandwidth=25e9,
-    ),
+    word: Device(name=name, memory=gib * GIB, memory_bandwidth=memory, link_bandwidth=link, network_bandwidth=network)
+    for word, name, gib, memory, link, network in (
+        ("b200", "NVIDIA B200", 178, 8.0e12, 900e9, 50e9),
+        ("h200", "NVIDIA H200", 139, 4.8e12, 450e9, 50e9),
+        ("h100", "NVIDIA H100 80GB HBM3", 79, 3.35e12, 450e9, 50e9),
+        ("a100", "NVIDIA A100-SXM4-80GB", 79, 2.04e12, 300e9, 25e9),
+        ("a100-40gb", "NVIDIA A100-SXM4-40GB", 39, 1.56e12, 300e9, 25e9),
+    )
 }
 """Devices by the word of ``plan --device``."""
 

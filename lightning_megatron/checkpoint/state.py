@@ -205,23 +205,10 @@ def _is_plain(value: Any) -> bool:
 # ---- which runs can go on -------------------------------------------------------------------------------------------
 
 _FREE = {
-    "family",
-    "max_position_embeddings",
-    "add_attention_output_bias",
-    "problem_type",
-    "decoder_start_token_id",
-    "pad_token_id",
-    "embedding_dropout",
-    "hidden_dropout",
-    "attention_output_dropout",
-    "attention_dropout",
-    "lora_dropout",
-    "activation_dropout",
-    "classifier_dropout",
-    "init_method_std",
-    "scaled_residual_init",
-    "make_vocab_size_divisible_by",
-    "experts.load_balancing_loss_coef",
+    *("family", "max_position_embeddings", "add_attention_output_bias", "problem_type", "make_vocab_size_divisible_by"),
+    *("decoder_start_token_id", "pad_token_id", "init_method_std", "scaled_residual_init"),
+    *("embedding_dropout", "hidden_dropout", "attention_output_dropout", "attention_dropout", "activation_dropout"),
+    *("classifier_dropout", "lora_dropout", "experts.load_balancing_loss_coef"),
 }
 """Fields of a model in which a run may differ from its checkpoint; in any other one it is another model."""
 
@@ -231,18 +218,8 @@ _MAY_BE_STRETCHED = {
 """A new run may begin with the weights and another reach of positions; a run does not change it on the way."""
 
 _SHOWS_IN_WEIGHTS = {
-    "architecture",
-    "task",
-    "vocab_size",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "embedding_layernorm",
-    "position_embedding_type",
-    "num_tokentypes",
-    "num_labels",
-    "share_embeddings_and_output_weights",
-    "lora",
+    *("architecture", "task", "vocab_size", "num_labels", "num_tokentypes", "share_embeddings_and_output_weights"),
+    *("add_bias_linear", "add_qkv_bias", "qk_layernorm", "embedding_layernorm", "position_embedding_type", "lora"),
 }
 """What can differ although the weights that two models share mean the same: one of them has more, or other rows."""
 
@@ -422,8 +399,8 @@ def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
 def _all_held(optimizer: MegatronOptimizer) -> Iterator[tuple[int, _Held]]:
     number = 0
     for part in optimizer.parts:
-        # Moments exist from here on, also before the first step.
-        part.init_state_fn(part.optimizer, part.config)
+        if part.optimizer is not None:  # moments exist from here on, also before the first step
+            part.optimizer.materialize_state()
         for parameter, master, start in _masters(part):
             moments = {
                 name: value.view(-1)

@@ -11,27 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from lightning_megatron.cli.inspect import columns
-from lightning_megatron.engine.fillers.choice import (
-    DeviceType,
-    has_apex,
-    has_liger,
-    has_transformer_engine,
-    slot_report,
-)
+from lightning_megatron.engine.fillers.choice import DeviceType, has_liger, slot_report
 
 _PACKAGE = "lightning-megatron"
 _NEEDED = ("torch", "lightning", "megatron-core", "transformers", "tokenizers", "jsonargparse", "numpy")
 _OPTIONAL: dict[str, tuple[str, Callable[[], bool], str, str]] = {
     # Module, whether it works, what it gives, how to install it.
     "liger-kernel": ("liger_kernel", has_liger, "fused SwiGLU on a GPU", "pip install 'lightning-megatron[gpu]'"),
-    "Transformer Engine": (
-        *("transformer_engine", has_transformer_engine, "fused optimizer and gradient norm"),
-        "pip install --no-build-isolation 'transformer_engine[pytorch]' (needs the CUDA toolkit)",
-    ),
-    "NVIDIA Apex": (
-        *("apex", has_apex, "fused optimizer and weight gradients"),
-        "from NVIDIA's source; the package called apex on PyPI is another one (see CONTRIBUTING.md)",
-    ),
 }
 
 

@@ -81,7 +81,9 @@ def initialize(parallel: ParallelConfig, timeout: timedelta) -> Topology:
         expert_tensor_parallel_size=1,
         distributed_timeout_minutes=timeout.total_seconds() / 60,
     )
-    mp_group = _model_parallel_group(parallel, timeout)
+    # Megatron's own has no ranks of cp. Gloo never waits for work that is queued on a GPU.
+    mp_group = parallel_state.get_model_parallel_group() if parallel.cp == 1 else _group_of_copy(parallel, timeout)
+    has_gloo = dist.get_backend(mp_group) == "gloo"
     topology = Topology(
         parallel=parallel,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
@@ -93,7 +95,7 @@ def initialize(parallel: ParallelConfig, timeout: timedelta) -> Topology:
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(),
         mp_group=mp_group,
-        mp_header_group=_header_group(mp_group, timeout),
+        mp_header_group=mp_group if has_gloo else _group_of_copy(parallel, timeout, "gloo"),
         mp_source=min(dist.get_process_group_ranks(mp_group)),
         last_stage=parallel_state.get_pipeline_model_parallel_last_rank(),
     )
@@ -101,34 +103,13 @@ def initialize(parallel: ParallelConfig, timeout: timedelta) -> Topology:
     return topology
 
 
-def _model_parallel_group(parallel: ParallelConfig, timeout: timedelta) -> dist.ProcessGroup:
-    """Megatron's, over tp and pp; its ranks over cp, too, are in no group of Megatron's."""
-    mine: dist.ProcessGroup = parallel_state.get_model_parallel_group()
-    if parallel.cp == 1:
-        return mine
+def _group_of_copy(parallel: ParallelConfig, timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:
+    """This rank's copy of the model, over tp, cp and pp; every rank of the world must call."""
     # Megatron counts ranks along tp first, then along cp, dp and pp.
     places = torch.arange(dist.get_world_size()).view(parallel.pp, -1, parallel.cp * parallel.tp)
-    for copy in places.unbind(1):
-        ranks = copy.flatten().tolist()
-        group = dist.new_group(ranks, timeout=timeout)
-        if dist.get_rank() in ranks:
-            mine = group
-    return mine
-
-
-def _header_group(mp_group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
-    """A gloo group over the same ranks as ``mp_group``; gloo never waits for work that is queued on a GPU."""
-    if dist.get_backend(mp_group) == "gloo":
-        return mp_group
-    mine = dist.get_process_group_ranks(mp_group)
-    memberships: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(memberships, mine)
-    header_group = mp_group
-    for ranks in sorted({tuple(m) for m in memberships}):
-        group = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
-        if list(ranks) == mine:
-            header_group = group
-    return header_group
+    copies = [copy.flatten().tolist() for copy in places.unbind(1)]
+    group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(copies, timeout=timeout, backend=backend)[0]
+    return group
 
 
 _host: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None

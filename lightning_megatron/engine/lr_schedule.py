@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from lightning_megatron.errors import CheckpointError, ConfigError, require_number
@@ -199,29 +198,6 @@ class MegatronLRScheduler(OptimizerParamScheduler):
     number, the steps done, so that a resumed run follows the settings that it was started with. ``max_lr`` and
     ``min_lr`` of groups, which Megatron's scheduler prefers, do not count: Megatron's optimizer leaves ``min_lr`` None.
     """
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        *,
-        schedule: LRSchedule,
-        lr: float,
-        weight_decay: float = 0.0,
-        total_steps: int | None = None,
-    ) -> None:
-        """Write the values of the first step.
-
-        Args:
-            optimizer: Its groups must have the keys ``lr`` and ``weight_decay``.
-            schedule: Shape of the curves.
-            lr: Peak learning rate.
-            weight_decay: Weight decay; both ends of the ramp unless ``schedule`` sets them.
-            total_steps: Of the whole run; -1 or None if it has no end.
-
-        Raises:
-            ConfigError: See ``scheduler_settings``.
-        """
-        super().__init__(optimizer, **scheduler_settings(schedule, lr, weight_decay, total_steps))
 
     def get_lr(self, param_group: Mapping[str, Any]) -> float:
         """The learning rate of a group; Megatron's scheduler ignores ``lr_mult``."""

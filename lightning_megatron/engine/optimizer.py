@@ -22,11 +22,9 @@ from typing import Any, Literal, NamedTuple, Self
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 
 from lightning_megatron.engine.fillers.adam import MasterOptimizer
-from lightning_megatron.engine.fillers.kernels import l2_norm
 from lightning_megatron.engine.overrides import configured
 from lightning_megatron.errors import ConfigError, as_options, require_number
 from lightning_megatron.foreign_names import explains_options
@@ -169,21 +167,29 @@ class OptimizerContext:
     """Fields of Megatron's ``OptimizerConfig`` that the user sets by hand; they are checked."""
 
 
-class _Outcome(NamedTuple):
-    """What is on its way to the host."""
+class HostCopy:
+    """A number on its way from the device to the host, which does not wait before it reads it."""
 
-    squared_norm: torch.Tensor
-    """[1], fp32, on the host."""
-    arrived: torch.cuda.Event | None
-    """When it can be read; None for now."""
+    def __init__(self, number: torch.Tensor) -> None:
+        """Queue the copy of ``number``, of one element, behind what the device does now."""
+        self._copy = number.detach().to("cpu", non_blocking=True)
+        self._arrived = torch.cuda.Event() if number.is_cuda else None
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def read(self) -> float:
+        """Waits for the device."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return float(self._copy)
+
+
+class _Outcome(NamedTuple):
+    """Of a step, not known to the host yet."""
+
+    squared_norm: HostCopy
     judge: Callable[[float], None]
     """Of the same step."""
-
-    def norm(self) -> float:
-        """The gradient norm; waits for the device."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return math.sqrt(self.squared_norm)
 
 
 class MegatronOptimizer(torch.optim.Optimizer):
@@ -275,13 +281,13 @@ class MegatronOptimizer(torch.optim.Optimizer):
                 loss = closure()
         with self._context.engine():
             self.settle()  # the step before; this one's gradients are queued by now
-            overflow = self.inner.prepare_grads()
-            if not overflow and self._decides_on_device:
-                self._outcome = self._masked_update()
-                if self._context.may_skip:
-                    self.settle()
+            if self.inner.prepare_grads():  # an overflow of 16-mixed
+                self.grad_norm = torch.tensor(math.nan)
+                self._finish(math.nan, self.judge, overflow=True)
             else:
-                self._update(overflow=overflow)
+                self._outcome = self._masked_update()
+                if not self._settles_late:
+                    self.settle()
         return loss
 
     @property
@@ -289,7 +295,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
         """What the last step did, None before the first. Waits for the device, and never communicates."""
         if self._outcome is None:
             return self._report
-        return self._reported(self._outcome.norm())
+        return self._reported(self._outcome.squared_norm.read() ** 0.5)
 
     @property
     def has_skipped(self) -> bool:
@@ -305,22 +311,11 @@ class MegatronOptimizer(torch.optim.Optimizer):
         if self._outcome is None:
             return
         outcome, self._outcome = self._outcome, None
-        norm = outcome.norm()
+        norm = outcome.squared_norm.read() ** 0.5
         if not math.isfinite(norm):
             for optimizer in self._masters:
                 optimizer.uncount_step()
         self._finish(norm, outcome.judge)
-
-    def _update(self, *, overflow: bool) -> None:
-        """Update the weights if the gradient norm, read by the host, is finite."""
-        norm = math.nan if overflow else float(self._squared_norm()) ** 0.5
-        if math.isfinite(norm):
-            for part in self.parts:
-                if parameters := part.get_parameters():
-                    clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
-            self.inner.step_with_ready_grads()
-        self.grad_norm = torch.tensor(norm)
-        self._finish(norm, self.judge, overflow=overflow)
 
     def _masked_update(self) -> _Outcome:
         """Queue the update, which the device leaves out if the gradient norm is not finite."""
@@ -331,10 +326,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
             optimizer.found_inf = found_inf
             optimizer.grad_scale = ((self.grad_norm + 1e-6) / clip).clamp(min=1.0) if clip else None
         # Copied before the update, behind which the host then need not wait.
-        arrived = torch.cuda.Event() if squared.is_cuda else None
-        outcome = _Outcome(squared.to("cpu", non_blocking=True), arrived, self.judge)
-        if arrived is not None:
-            arrived.record()
+        outcome = _Outcome(HostCopy(squared), self.judge)
         self.inner.step_with_ready_grads()
         return outcome
 
@@ -348,21 +340,21 @@ class MegatronOptimizer(torch.optim.Optimizer):
             of_group.setdefault(part.get_grad_stats_parallel_group(), []).extend(part.get_grads_for_grad_norm())
         total = torch.zeros(1, dtype=torch.float32, device=self.loss.device)
         for group, gradients in of_group.items():
-            norm, _ = l2_norm(0, self.loss, [[*gradients, 0.0 * self.loss.reshape(1)]])
-            squared = norm**2.0
+            norms = torch._foreach_norm([*gradients, 0.0 * self.loss], 2, dtype=torch.float32)
+            squared = torch.linalg.vector_norm(torch.stack(norms)).reshape(1) ** 2.0
             dist.all_reduce(squared, group=group)
             total += squared
         return total
 
     @property
-    def _masters(self) -> list[MasterOptimizer]:
-        """The optimizers inside that can leave a step out by themselves."""
-        return [part.optimizer for part in self.parts if isinstance(part.optimizer, MasterOptimizer)]
+    def _settles_late(self) -> bool:
+        """Whether the host would have to wait for the outcome of a step, and need not."""
+        return self.loss.is_cuda and not self._context.may_skip
 
     @property
-    def _decides_on_device(self) -> bool:
-        """Whether the host would have to wait, and need not."""
-        return self.loss.is_cuda and all(isinstance(p.optimizer, MasterOptimizer | None) for p in self.parts)
+    def _masters(self) -> list[MasterOptimizer]:
+        """The optimizers inside; a part without weights on this rank has none."""
+        return [part.optimizer for part in self.parts if part.optimizer is not None]
 
     def _finish(self, norm: float, judge: Callable[[float], None], *, overflow: bool = False) -> None:
         # Gradients that are too large only with the loss scale are 16-mixed's everyday business.

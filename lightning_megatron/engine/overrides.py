@@ -58,6 +58,8 @@ _INSTEAD: dict[type, dict[str, str]] = {
         "num_layers_in_last_pipeline_stage",
         "use MegatronStrategy(recompute=)": "recompute_granularity recompute_method recompute_num_layers",
         "use MegatronStrategy(cuda_graphs=)": "enable_cuda_graph cuda_graph_impl cuda_graph_scope",
+        "leave it out: it is for attention of Transformer Engine and norms of Apex": "window_size softmax_type "
+        "persist_layer_norm memory_efficient_layer_norm",
         _FP8: "fp8 fp8_recipe fp8_param",
         _PRECISION: "params_dtype pipeline_dtype bf16 fp16",
         _OURS: "calculate_per_token_loss overlap_p2p_comm batch_p2p_comm perform_initialization init_method "

@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 
 from lightning_megatron.engine import cpu
 from lightning_megatron.engine.fillers import adam, kernels, loss, recompute
-from lightning_megatron.engine.fillers.choice import DeviceType, fillers
+from lightning_megatron.engine.fillers.choice import DeviceType, has_liger, has_triton
 
 _MISSING = object()
 
@@ -66,16 +66,8 @@ def _restore(owner: Any, name: str, original: Any) -> None:
 
 def patches(device_type: DeviceType) -> tuple[Patch, ...]:
     """Every change while the engine is held on ``device_type``, from the model's construction to the last step."""
-    choice = fillers(device_type)
-    rows = (
-        *MEGATRON,
-        *LIGHTNING,
-        *(ADAM if choice.native_optimizer else ()),
-        *(MULTI_TENSOR if choice.native_optimizer else ()),
-        *(WEIGHT_GRADIENTS if choice.native_wgrad else ()),
-        *(ROPE if choice.triton else ()),
-        *(SWIGLU if choice.liger else ()),
-    )
+    on_gpu = (*(ROPE if has_triton() else ()), *(SWIGLU if has_liger() else ()))
+    rows = (*MEGATRON, *WEIGHT_GRADIENTS, *LIGHTNING, *(on_gpu if device_type == "cuda" else ()))
     return tuple(row for row in rows if _is_installed(row.engine))
 
 
@@ -100,7 +92,6 @@ def _row(module: str, attribute: str, replacement: Callable[[Any], Any], reason:
 
 
 _FACTORY = "megatron.core.optimizer"
-_CLIP = "megatron.core.optimizer.clip_grads"
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
 _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer"
 _LAYERS = "megatron.core.tensor_parallel.layers"
@@ -115,18 +106,11 @@ MEGATRON: tuple[Patch, ...] = (
         loss.loss_method,
         "it reads the logits often, its fused gradient is always bfloat16, ignored labels have a gradient",
     ),
-    _row(_FACTORY, "SGD", _being(adam.FusedSGD), "no SGD of the engine's has a state that its checkpoints can hold"),
+    _row(_FACTORY, "Adam", _being(adam.FusedAdam), "torch's is unfused; Apex's clips and copies in passes apart"),
+    _row(_FACTORY, "SGD", _being(adam.FusedSGD), "it is unfused, and cannot leave a step out without the host"),
+    _row(_FACTORY, "USING_PYTORCH_OPTIMIZER", _being(False), "if set, torch.optim.AdamW is taken whatever Adam is"),
     # The engine uses this name for nothing but an isinstance() check, which takes a tuple as well.
     _row(_DISTRIBUTED, "Adam", lambda original: (original, adam.MasterOptimizer), "it asserts that it shards an Adam"),
-    _row(
-        _DISTRIBUTED,
-        "DistributedOptimizer._get_main_param_and_optimizer_states",
-        adam.with_adam_moments,
-        "its checkpoints hold exactly two moments per parameter; SGD has one or none",
-    ),
-    _row(
-        _OPTIMIZER, "MegatronOptimizer.__init__", adam.with_init_state, "SGD's init_state_fn is None, loading calls it"
-    ),
     _row(
         _DISTRIBUTED,
         "DistributedOptimizer._build_model_and_main_param_groups",
@@ -168,7 +152,6 @@ MEGATRON: tuple[Patch, ...] = (
         "it recomputes the whole MLP, matrix products too, or nothing (it warns of a subclass in a layer's spec)",
     ),
 )
-"""Whatever is installed."""
 
 LIGHTNING: tuple[Patch, ...] = (
     Patch(
@@ -176,31 +159,10 @@ LIGHTNING: tuple[Patch, ...] = (
         attribute="_TrainingEpochLoop._broadcast_sigterm_tensor",
         replacement=_returning(lambda: None),
         reason="before each batch it asks rank 0 for a SIGTERM over the GPU, and waits for all that is queued there; "
-        "preemption.py has asked every rank by then, beside the step (there is no hook around it)",
+        "launch.py has asked every rank by then, beside the step (there is no hook around it)",
         engine="lightning>=2.6.6,<2.7",
     ),
 )
-"""Whatever is installed."""
-
-ADAM: tuple[Patch, ...] = (
-    _row(_FACTORY, "Adam", _being(adam.FusedAdam), "without TE and Apex, Adam is torch's, unfused"),
-    _row(_FACTORY, "USING_PYTORCH_OPTIMIZER", _being(False), "if set, torch.optim.AdamW is taken whatever Adam is"),
-    _row(
-        _DISTRIBUTED,
-        "HAVE_APEX_OR_TE",
-        _being(True),
-        "if not set, state_dict() asserts on a fresh optimizer, raises KeyError('step') on load and gives all "
-        "parameters one shared step tensor, which then counts once per parameter",
-    ),
-)
-"""Where neither TE nor Apex can be used."""
-
-MULTI_TENSOR: tuple[Patch, ...] = (
-    _row(_CLIP, "l2_norm_impl", _being(kernels.l2_norm), "one device-to-host copy per parameter and step"),
-    _row(_CLIP, "multi_tensor_scale_impl", _being(kernels.scale), "a loop with a temporary per parameter"),
-    _row(_OPTIMIZER, "multi_tensor_scale_impl", _being(kernels.scale), "the same loop, used for fp16 weights"),
-)
-"""Where neither TE nor Apex can be used."""
 
 WEIGHT_GRADIENTS: tuple[Patch, ...] = (
     _row(_LAYERS, "fused_weight_gradient_mlp_cuda", _being(kernels.WeightGradient), "Apex's name, which linears call"),
@@ -208,7 +170,7 @@ WEIGHT_GRADIENTS: tuple[Patch, ...] = (
     _row(_LAYERS, f"{_PRODUCT}.forward", kernels.with_bias_in_product, "the bias is added in a pass of its own"),
     _row(_LAYERS, "F", _being(SimpleNamespace(embedding=kernels.embedding)), "dense gradients, added to the buffer"),
 )
-"""Let ``gradient_accumulation_fusion=True`` work without Apex."""
+"""For ``gradient_accumulation_fusion=True``."""
 
 _ATTENTION = "megatron.core.transformer.attention"
 

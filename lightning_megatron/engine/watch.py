@@ -56,7 +56,7 @@ _STANDSTILL = 10.0
 """Seconds between two looks after which a rank says that it stood still."""
 _LEAST, _MEDIANS, _MEDIANS_OF_GRACE = 60.0, 10, 3
 _LAST_WORDS = 3.0
-"""Seconds that ranks wait for each other's stacks before they end."""
+"""Seconds that a rank stays for the others to hear the verdict, at their next beat, and to leave their stacks."""
 _JUDGES = 8
 _PERIOD = 60.0
 """Seconds between two looks for a rank that is slow."""
@@ -128,7 +128,6 @@ class Watch:
         """When each rank was last heard to tell something new."""
         self._proposal: Verdict | None = None
         self._verdict: Verdict | None = None
-        self._num_gone, self._is_gone = 0, False
         self._asked: tuple[float, int] | None = None
         """When a signal asked the run to end, and which."""
         now = self._answered = self._progressed = self._looked = time.monotonic()
@@ -268,13 +267,7 @@ class Watch:
             print(f"error: {found.text}", file=sys.stderr, flush=True)
         writer = threading.Thread(target=self._leave_stacks, daemon=True)  # the disk may be what hangs
         writer.start()
-        writer.join(_LAST_WORDS)
-        self._is_gone = True
-        deadline = time.monotonic() + _LAST_WORDS
-        while self._num_gone < self._world_size - len(found.silent) and time.monotonic() < deadline:
-            time.sleep(_BEAT / 20)
-        if self._rank == 0:
-            time.sleep(_BEAT / 4)  # its store answers the others once more
+        time.sleep(_LAST_WORDS)  # others ask its store for the verdict, and end with it where it has started them
         if self._launcher is not None and 0 in found.silent:
             os.kill(self._launcher, signal.SIGKILL)  # it was stopped, and nobody waits for this process but it
         os._exit(found.code)
@@ -296,17 +289,11 @@ class Watch:
     # ---- the thread that tells --------------------------------------------------------------------------------------
 
     def _tell(self) -> None:
-        counted = False
-        while not self._stopped.wait(_BEAT if self._verdict is None else _BEAT / 20):
-            try:
+        # After the verdict nobody asks: the store may be gone, and torch would print a stack of its own each time.
+        while self._verdict is None and not self._stopped.wait(_BEAT):
+            with contextlib.suppress(RuntimeError):  # no answer, no connection: the other thread sees to that
                 self._exchange()
-                if self._is_gone:
-                    self._num_gone = self._store.add("gone", 0 if counted else 1)
-                    counted = True
                 self._answered = time.monotonic()
-            except RuntimeError:  # no answer, no connection: the other thread sees to that
-                if self._is_gone:
-                    return  # torch would print a stack of its own each time
 
     def _exchange(self) -> None:
         self._store.set(self._names[self._rank], json.dumps(asdict(self._beat)))

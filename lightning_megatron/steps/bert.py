@@ -7,7 +7,7 @@ batch into rows gives the same means.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, get_args
 
@@ -97,12 +97,14 @@ class BertTrainStep(TrainStep):
         """
         check_trains(self, "bert", model)
         super().bind(model)
-        tasks: dict[str, Callable[[ModelConfig], _Objective]] = {
-            "sequence_classification": _RowLabels,
-            "token_classification": _TokenLabels,
-            "question_answering": _AnswerSpan,
-        }
-        self.objective = tasks[model.task](model) if model.task in tasks else _MaskedTokens(model, self.binary_head)
+        if model.task == "sequence_classification":
+            self.objective = _RowLabels(model, model.problem_type)
+        elif model.task == "token_classification":
+            self.objective = _TokenLabels(model, "single_label_classification")
+        elif model.task == "question_answering":
+            self.objective = _AnswerSpan(model)
+        else:
+            self.objective = _MaskedTokens(model, self.binary_head)
         self.loss_terms = self.objective.terms  # type: ignore[misc]
 
     def check_batch(self, batch: Batch) -> None:
@@ -315,47 +317,22 @@ class _MaskedTokens(_Objective):
             metrics["sop_accuracy"].update(order_logits.argmax(-1) == batch["order"], batch["order_mask"] > 0)
 
 
-class _TokenLabels(_Objective):
-    """The class of each token; the model's output is logits [b, s, num_labels]."""
-
-    optional = ("loss_mask",)
-
-    def __init__(self, model: ModelConfig) -> None:
-        self._num_labels = model.num_labels
-        _check_choice(model)
-
-    def check(self, batch: Batch) -> None:
-        _check_token_labels(batch)
-        check_numbers("labels", batch["labels"], self._num_labels, "num_labels", IGNORED_LABELS)
-
-    def targets(self, batch: Batch, rows: Tensor) -> Batch:
-        return _token_targets(batch, rows)
-
-    def losses(self, batch: Batch, output: Output) -> dict[str, LossTerm]:
-        losses = F.cross_entropy(output.float().flatten(0, 1), batch["targets"].flatten(), reduction="none")
-        return {"label_loss": masked_term(losses, batch["loss_mask"].flatten())}
-
-    def metrics(self) -> dict[str, Metric]:
-        return _class_metrics(self._num_labels)
-
-    def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Output) -> None:
-        _score_classes(metrics, output.flatten(0, 1), batch["targets"].flatten(), batch["loss_mask"].flatten())
-
-
 class _RowLabels(_Objective):
     """The class, the classes or the values of each row; the model's output is logits [b, num_labels]."""
 
-    masks = ("row_mask",)
     reads_first_token = True
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig, problem: ProblemType | None) -> None:
         self._num_labels = model.num_labels
-        self.problem: ProblemType | None = model.problem_type
+        self.problem = problem
         """Told by the config, else by the first batch, as Hugging Face does."""
-        if self.problem is not None:
-            require_choice("problem_type", self.problem, get_args(ProblemType))
-        if self.problem == "single_label_classification":
-            _check_choice(model)
+        if problem is not None:
+            require_choice("problem_type", problem, get_args(ProblemType))
+        if problem == "single_label_classification" and model.num_labels < 2:
+            raise ConfigError(
+                f"num_labels={model.num_labels} leaves nothing to choose for task={model.task!r}; use num_labels=2 for "
+                "two classes, or a sequence classification with problem_type='regression' for one value"
+            )
 
     def _problem_of(self, labels: Tensor) -> ProblemType:
         """Hugging Face's rule (modeling_megatron_bert.py:MegatronBertForSequenceClassification)."""
@@ -385,47 +362,64 @@ class _RowLabels(_Objective):
         self.problem = self._problem_of(labels)
         if self.problem == "single_label_classification":
             classes = labels.long().reshape(-1)
-            return {"labels": classes.clamp(min=0), "row_mask": (classes >= 0) * rows}
-        return {"labels": labels.float().reshape(-1, self._num_labels), "row_mask": rows}
+            return {"targets": classes.clamp(min=0), "loss_mask": (classes >= 0) * rows}
+        return {"targets": labels.float().reshape(-1, self._num_labels), "loss_mask": rows}
 
     def counts(self, batch: Batch) -> dict[str, Tensor]:
         per_row = 1 if self.problem == "single_label_classification" else self._num_labels
-        return {"label_loss": batch["row_mask"].sum() * per_row}
+        return {"label_loss": batch["loss_mask"].sum() * per_row}
 
     def losses(self, batch: Batch, output: Output) -> dict[str, LossTerm]:
-        logits, labels = output.float(), batch["labels"]
+        logits, targets, mask = self._by_target(batch, output)
         if self.problem == "single_label_classification":
-            losses = F.cross_entropy(logits, labels, reduction="none")
+            losses = F.cross_entropy(logits.float(), targets, reduction="none")
         elif self.problem == "regression":
-            losses = (logits - labels).square().sum(-1)
+            losses = (logits.float() - targets).square().sum(-1)
         else:
-            losses = F.binary_cross_entropy_with_logits(logits, labels, reduction="none").sum(-1)
-        return {"label_loss": LossTerm((losses * batch["row_mask"]).sum(), self.counts(batch)["label_loss"])}
+            losses = F.binary_cross_entropy_with_logits(logits.float(), targets, reduction="none").sum(-1)
+        return {"label_loss": LossTerm((losses * mask).sum(), self.counts(batch)["label_loss"])}
+
+    def _by_target(self, batch: Batch, output: Output) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits [n, num_labels], targets [n] or [n, num_labels], and weights [n]."""
+        targets, mask = batch["targets"], batch["loss_mask"]
+        return output.flatten(0, -2), targets.flatten(0, mask.dim() - 1), mask.flatten()
 
     def metrics(self) -> dict[str, Metric]:
         n = self._num_labels
         if self.problem == "regression" or (self.problem is None and n == 1):
             return {"mse": MeanSquaredError()}
         if self.problem != "multi_label_classification":
-            return _class_metrics(n)
+            options: dict[str, Any] = {"num_classes": n, "ignore_index": IGNORE_INDEX, "validate_args": False}
+            f1 = MulticlassF1Score(average="macro", **options)
+            return {"accuracy": MulticlassAccuracy(average="micro", **options), "f1": f1}
         if n == 1:  # torchmetrics' multi-label metrics want two
             return {"accuracy": BinaryAccuracy(), "f1": BinaryF1Score()}
         return {"accuracy": MultilabelAccuracy(num_labels=n), "f1": MultilabelF1Score(num_labels=n)}
 
     def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Output) -> None:
-        labels, mask = batch["labels"], batch["row_mask"]
-        if self.problem == "single_label_classification":
-            _score_classes(metrics, output, labels, mask)
-            return
-        counted = mask > 0
-        if not counted.any():
-            return
-        if self.problem == "regression":
-            metrics["mse"].update(output[counted].float().flatten(), labels[counted].flatten())
-            return
-        for metric in metrics.values():
-            # Not logits: torchmetrics takes those that all lie in 0..1 for probabilities.
-            metric.update((output[counted] > 0).long(), (labels[counted] > 0.5).long())
+        logits, targets, mask = self._by_target(batch, output)
+        counted, is_one = mask > 0, self.problem == "single_label_classification"
+        for metric in metrics.values() if is_one or counted.any() else ():
+            if is_one:
+                metric.update(logits.float(), targets.masked_fill(~counted, IGNORE_INDEX))
+            elif self.problem == "regression":
+                metric.update(logits[counted].float().flatten(), targets[counted].flatten())
+            else:  # not logits: torchmetrics takes those that all lie in 0..1 for probabilities
+                metric.update((logits[counted] > 0).long(), (targets[counted] > 0.5).long())
+
+
+class _TokenLabels(_RowLabels):
+    """The class of each token; the model's output is logits [b, s, num_labels]."""
+
+    optional = ("loss_mask",)
+    reads_first_token = False
+
+    def check(self, batch: Batch) -> None:
+        _check_token_labels(batch)
+        check_numbers("labels", batch["labels"], self._num_labels, "num_labels", IGNORED_LABELS)
+
+    def targets(self, batch: Batch, rows: Tensor) -> Batch:
+        return _token_targets(batch, rows)
 
 
 class _AnswerSpan(_Objective):
@@ -477,28 +471,6 @@ class _AnswerSpan(_Objective):
         right = (places[:, 0] == batch["start"]) & (places[:, 1] == batch["end"])
         counted = (batch["start_mask"] > 0) & (batch["end_mask"] > 0)
         metrics["exact_match"].update(right, counted)
-
-
-def _check_choice(model: ModelConfig) -> None:
-    if model.num_labels < 2:
-        raise ConfigError(
-            f"num_labels={model.num_labels} leaves nothing to choose for task={model.task!r}; use num_labels=2 for two "
-            "classes, or a sequence classification with problem_type='regression' for one value"
-        )
-
-
-def _class_metrics(num_classes: int) -> dict[str, Metric]:
-    options: dict[str, Any] = {"num_classes": num_classes, "ignore_index": IGNORE_INDEX, "validate_args": False}
-    return {
-        "accuracy": MulticlassAccuracy(average="micro", **options),
-        "f1": MulticlassF1Score(average="macro", **options),
-    }
-
-
-def _score_classes(metrics: Mapping[str, Metric], logits: Tensor, targets: Tensor, mask: Tensor) -> None:
-    """Take in classes [n] where ``mask`` [n] is not 0; logits: [n, num_labels]."""
-    for metric in metrics.values():
-        metric.update(logits.float(), targets.masked_fill(mask == 0, IGNORE_INDEX))
 
 
 def _check_one_per_row(name: str, tensor: Tensor, rows: int) -> None:

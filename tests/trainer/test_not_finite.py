@@ -115,7 +115,7 @@ def _decide_on_device() -> None:
     """Have this process work as with a GPU: the host reads a step's outcome behind the next step's gradients."""
     from lightning_megatron.engine.optimizer import MegatronOptimizer
 
-    MegatronOptimizer._decides_on_device = property(lambda self: True)  # type: ignore[assignment, method-assign]
+    MegatronOptimizer._settles_late = property(lambda self: not self._context.may_skip)  # type: ignore[assignment, method-assign]
 
 
 def _all_kinds(case: Case, on_device: bool = False) -> list[tuple[Kind, Run, Run]]:

@@ -1,9 +1,9 @@
-"""AdamW, Adam and SGD on torch's fused kernels, savable at any step.
+"""AdamW, Adam and SGD on fused kernels, which clip, and leave out a step that is not finite, without the host.
 
-Without Transformer Engine and Apex, megatron-core 0.16.1 falls back to ``torch.optim.AdamW``, unfused and with a
-``step`` tensor per parameter that its checkpoint code (optimizer/distrib_optimizer.py) loses, shares between parameters
-or trips over. These optimizers keep Apex's contract instead: ``step`` is an integer of the parameter group, moments are
-called ``exp_avg`` and ``exp_avg_sq``. State exists as soon as anybody asks for it, also before the first step.
+megatron-core 0.16.1 takes Transformer Engine's or Apex's Adam, behind a pass that clips and before one that copies the
+weights, or without them ``torch.optim.AdamW``, unfused. These optimizers keep Apex's contract, which checkpoints are
+written by: ``step`` is an integer of the parameter group, moments are called ``exp_avg`` and ``exp_avg_sq``. They are
+used whatever is installed: on a GPU one kernel clips, updates and copies (``adam_kernel.py``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_megatron.engine.fillers.choice import has_triton
 
 
 class MasterOptimizer(torch.optim.Optimizer):
-    """Common part: the state's names, and its creation before it is saved or loaded."""
+    """Common part: what tells the next step to clip or to change nothing, and the state that is saved."""
 
     state_names: tuple[str, ...]
     """Of the per-parameter tensors, each in the parameter's shape and dtype."""
@@ -47,23 +47,6 @@ class MasterOptimizer(torch.optim.Optimizer):
             if name not in state:
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
-
-    def state_dict(self) -> dict[str, Any]:
-        """State and groups; complete also before the first step."""
-        if self.state_names:
-            self.materialize_state()
-        return super().state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from ``state_dict``; tensors of other names are left out.
-
-        optimizer/distrib_optimizer.py passes uninitialised Adam moments for an optimizer that has no state yet.
-        """
-        kept = {
-            index: {name: value for name, value in state.items() if name in self.state_names}
-            for index, state in state_dict["state"].items()
-        }
-        super().load_state_dict({**state_dict, "state": {i: s for i, s in kept.items() if s}})
 
     def _with_gradients(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], list[dict[str, Tensor]]]:
         parameters = [p for p in group["params"] if p.grad is not None]
@@ -199,33 +182,6 @@ class FusedSGD(MasterOptimizer):
 # ---- what Megatron does around its optimizers, changed ---------------------------------------------------------------
 
 _Groups = tuple[list[list[Tensor]], ...]
-
-
-def with_init_state(original: Callable[..., None]) -> Callable[..., None]:
-    """``MegatronOptimizer.__init__`` that can always make a state."""
-
-    def __init__(self: Any, optimizer: Any, config: Any, init_state_fn: Any = None) -> None:
-        original(self, optimizer, config, init_state_fn if init_state_fn is not None else _materialize)
-
-    return __init__
-
-
-def _materialize(optimizer: Any, config: Any = None) -> None:
-    if isinstance(optimizer, MasterOptimizer):
-        optimizer.materialize_state()
-
-
-def with_adam_moments(original: Callable[[Any, Any], dict[str, Tensor]]) -> Callable[[Any, Any], dict[str, Tensor]]:
-    """``_get_main_param_and_optimizer_states`` that finds two moments in SGD, too."""
-
-    def _get_main_param_and_optimizer_states(self: Any, model_param: Tensor) -> dict[str, Tensor]:
-        tensors = original(self, model_param)
-        if isinstance(self.optimizer, FusedSGD):
-            for name in ("exp_avg", "exp_avg_sq"):
-                tensors.setdefault(name, torch.zeros_like(tensors["param"]))
-        return tensors
-
-    return _get_main_param_and_optimizer_states
 
 
 def with_leaf_shards(original: Callable[..., _Groups]) -> Any:

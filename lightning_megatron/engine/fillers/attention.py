@@ -104,10 +104,11 @@ class SDPAttention(MegatronModule):
             softcap: Scores x become softcap * tanh(x / softcap) before keys are hidden; None leaves them.
 
         Raises:
-            ConfigError: If the config asks for an attention that this one does not compute.
+            ConfigError: If the window is empty.
         """
         super().__init__(config=config)
-        _check(config, sliding_window)
+        if sliding_window is not None and sliding_window < 1:
+            raise ConfigError(f"sliding_window={sliding_window} would hide a token from itself; give at least 1")
         self.attn_mask_type = attn_mask_type
         self.is_cross: bool = attention_type == "cross"
         self.softmax_scale: float | None = softmax_scale
@@ -221,9 +222,8 @@ class SDPAttention(MegatronModule):
         else:
             blocks = PER_MASK.get(segments, pattern, lambda own: block_mask(own, pattern, own.device))
         biases = _key_biases(self._alibi_of(q), segments, pattern, q.device)
-        if self.softcap is not None:
-            return attend_capped_by_blocks(q, k, v, blocks, pattern, self.softmax_scale, self.softcap)
-        return attend_by_blocks(q, k, v, blocks, pattern, biases, self.softmax_scale)
+        change = biases if self.softcap is None else self.softcap
+        return attend_by_blocks(q, k, v, blocks, pattern, change, self.softmax_scale)
 
     def _scores(self, q: Tensor, mask: Tensor | None, pattern: Pattern, bias: Tensor | None) -> Tensor:
         """What is added to the scores where a dense tensor must say it, [b or 1, np or 1, sq or 1, sk] in q's dtype."""
@@ -287,17 +287,6 @@ def _tp_rank(config: TransformerConfig, pg_collection: ProcessGroupCollection | 
     group = parallel_state.get_tensor_model_parallel_group() if pg_collection is None else pg_collection.tp
     rank: int = group.rank()
     return rank
-
-
-def _check(config: TransformerConfig, sliding_window: int | None) -> None:
-    if config.window_size is not None:
-        raise ConfigError(
-            f"window_size={config.window_size} is Transformer Engine's; give SDPAttention its sliding_window instead"
-        )
-    if config.softmax_type != "vanilla":
-        raise ConfigError(f"softmax_type={config.softmax_type!r} is not computed by SDPAttention; use 'vanilla'")
-    if sliding_window is not None and sliding_window < 1:
-        raise ConfigError(f"sliding_window={sliding_window} would hide a token from itself; give at least 1")
 
 
 def _attend_with_mask(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, dropout: float, scale: float | None) -> Tensor:
@@ -365,7 +354,13 @@ def _has_flex_kernels(device: torch.device) -> bool:
 
 
 def attend_by_blocks(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, pattern: Pattern, biases: Tensor | None, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask,
+    pattern: Pattern,
+    change: Tensor | float | None,
+    scale: float | None,
 ) -> Tensor:
     """Weighted sums of the values: [b, np, sq, hn].
 
@@ -375,31 +370,13 @@ def attend_by_blocks(
         v: [b, ng, sk, hn].
         mask: Of ``masks.block_mask``.
         pattern: What ``mask`` was made from.
-        biases: ALiBi: what each key's position adds, [b, np, sk] or [np, sk] fp32.
+        change: ALiBi: what each key's position adds to the scores, [b, np, sk] or [np, sk] fp32; or a number: what they
+            are capped by, see ``softcap.attend_capped``.
         scale: What the scores are multiplied by; None for 1 / sqrt(hn).
     """
-    of_queries = None if biases is None else biases[..., pattern.first_query :]
-    function = _compiled_flex(_kind(q, k, pattern, biases, scale), _flex) if q.is_cuda else _flex
-    out: Tensor = function(q, k, v, mask, biases, of_queries, scale)
-    return out
-
-
-def attend_capped_by_blocks(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, pattern: Pattern, scale: float | None, cap: float
-) -> Tensor:
-    """``attend_by_blocks`` without ALiBi, of scores that are capped: see ``softcap.attend_capped``."""
-    kind = (*_kind(q, k, pattern, None, scale), cap)
-    function = _compiled_flex(kind, _capped_flex) if q.is_cuda else _capped_flex
-    out: Tensor = function(q, k, v, mask, scale, cap)
-    return out
-
-
-def _capped_flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float | None, cap: float) -> Tensor:
-    def bound(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return cap * torch.tanh(score / cap)
-
-    grouped = q.shape[1] != k.shape[1]
-    out: Tensor = flex_attention(q, k, v, score_mod=bound, block_mask=mask, scale=scale, enable_gqa=grouped)
+    of_queries = change[..., pattern.first_query :] if isinstance(change, Tensor) else None
+    function = _compiled_flex(_kind(q, k, pattern, change, scale)) if q.is_cuda else _flex
+    out: Tensor = function(q, k, v, mask, change, of_queries, scale)
     return out
 
 
@@ -408,40 +385,46 @@ def _flex(
     k: Tensor,
     v: Tensor,
     mask: BlockMask,
-    of_keys: Tensor | None,
+    change: Tensor | float | None,
     of_queries: Tensor | None,
     scale: float | None,
 ) -> Tensor:
+    score_mod: Callable[..., Tensor] | None = None
+    if isinstance(change, float):
+
+        def bound(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return change * torch.tanh(score / change)
+
+        score_mod = bound
+    elif change is not None and of_queries is not None:
+        per_row = change.dim() == 3
+
+        def add_bias(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            if per_row:
+                return score + (change[row, head, key] - of_queries[row, head, query])
+            return score + (change[head, key] - of_queries[head, query])
+
+        score_mod = add_bias
     grouped = q.shape[1] != k.shape[1]
-    if of_keys is None or of_queries is None:
-        plain: Tensor = flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped)
-        return plain
-    per_row = of_keys.dim() == 3
-
-    def add_bias(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        if per_row:
-            return score + (of_keys[row, head, key] - of_queries[row, head, query])
-        return score + (of_keys[head, key] - of_queries[head, query])
-
-    out: Tensor = flex_attention(q, k, v, score_mod=add_bias, block_mask=mask, scale=scale, enable_gqa=grouped)
+    out: Tensor = flex_attention(q, k, v, score_mod=score_mod, block_mask=mask, scale=scale, enable_gqa=grouped)
     return out
 
 
-def _kind(q: Tensor, k: Tensor, pattern: Pattern, biases: Tensor | None, scale: float | None) -> tuple[Any, ...]:
+def _kind(q: Tensor, k: Tensor, pattern: Pattern, change: Tensor | float | None, scale: float | None) -> Hashable:
     """What a graph is compiled for, except lengths: two layers of a kind share one."""
     heads = (q.shape[0], q.shape[1], k.shape[1], q.shape[3], q.dtype, scale)
-    seen = (pattern.causal, pattern.window, pattern.cross, None if biases is None else biases.dim())
-    return (*heads, *seen, torch.is_grad_enabled())
+    kind = change.dim() if isinstance(change, Tensor) else change
+    return (*heads, pattern.causal, pattern.window, pattern.cross, kind, torch.is_grad_enabled())
 
 
 @functools.cache
-def _compiled_flex(kind: Hashable, flex: Any) -> Callable[..., Tensor]:
+def _compiled_flex(kind: Hashable) -> Callable[..., Tensor]:
     """Compiled once per kind of attention, for all lengths: the second length makes the graph dynamic.
 
     Each kind has a code object of its own, because torch counts graphs by it and gives up, uncompiled, after eight.
     """
     name = f"_flex_{next(_NUMBERS)}"
-    function = types.FunctionType(flex.__code__.replace(co_name=name), globals(), name)
+    function = types.FunctionType(_flex.__code__.replace(co_name=name), globals(), name)
     compiled: Callable[..., Tensor] = torch.compile(function)
     return compiled
 

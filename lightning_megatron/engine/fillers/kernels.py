@@ -1,10 +1,9 @@
-"""Kernels in place of Transformer Engine's and Apex's: many tensors at once, weight gradients, SwiGLU.
+"""Kernels in place of Transformer Engine's and Apex's: copies of many tensors, weight gradients, SwiGLU.
 
-- norm, scale and copy of many tensors by torch._foreach_*: without TE and Apex, megatron-core 0.16.1 (utils.py)
-  computes the gradient norm with one device-to-host copy per parameter and scales in a Python loop with a temporary per
-  tensor. Here the only wait of a step is the one ``item()`` in optimizer/clip_grads.py:get_grad_norm_fp32;
-- weight gradients by one GEMM that multiplies and adds: without Apex every gradient is written in bf16 and then added
-  to the fp32 buffer by another kernel. The CPU accumulates in the same place, so that a laptop runs the same path;
+- copies of many tensors by torch._foreach_copy_, where megatron-core 0.16.1 has a kernel for each;
+- weight gradients by one GEMM that multiplies and adds, cuBLAS's as in Apex's extension: without either, every gradient
+  is written in bf16 and then added to the fp32 buffer by another kernel. The CPU accumulates in the same place, so that
+  a laptop runs the same path;
 - gradients of embeddings by adding rows to that buffer;
 - SwiGLU by liger-kernel's Triton kernel, if it is installed: the place that liger-kernel 0.8's
   ``apply_liger_kernel_to_megatron`` patches, too.
@@ -23,28 +22,6 @@ from torch import Tensor
 from lightning_megatron.engine.fillers.adam import FusedAdam
 
 # ---- many tensors at once --------------------------------------------------------------------------------------------
-
-
-def l2_norm(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: Sequence[Sequence[Tensor]], per_tensor: bool = False
-) -> tuple[Tensor, None]:
-    """Euclidean norm of all tensors of the first list as one vector: [1], float32, on their device.
-
-    The signature is that of ``amp_C.multi_tensor_l2norm``, whose two first arguments mean nothing here.
-    """
-    norms = torch._foreach_norm(list(tensor_lists[0]), 2, dtype=torch.float32)
-    return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None
-
-
-def scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Sequence[Sequence[Tensor]], factor: float | Tensor) -> None:
-    """Write ``factor`` times the first list into the second; signature of ``amp_C.multi_tensor_scale``."""
-    sources, targets = (list(tensors) for tensors in tensor_lists)
-    if not sources:
-        return
-    if any(source is not target for source, target in zip(sources, targets, strict=True)):
-        torch._foreach_copy_(targets, sources)
-    if not (isinstance(factor, float | int) and factor == 1.0):
-        torch._foreach_mul_(targets, factor)
 
 
 def copy(this: Sequence[Tensor], that: Sequence[Tensor], overflow_buf: Tensor | None = None) -> None:
@@ -110,14 +87,7 @@ def copies_shards(original: Callable[[Any], None]) -> Callable[[Any], None]:
     def _copy_main_params_to_model_params(self: Any) -> None:
         if self.is_stub_optimizer:
             return
-        # FP8 parameters and other owners of the main weights are the engine's business.
-        if (
-            self.ddp_config.use_megatron_fsdp
-            or self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-            or self.model_chunks[0].config.fp8
-        ):
-            original(self)
-        elif isinstance(self.optimizer, FusedAdam) and self.optimizer.has_copied:
+        if isinstance(self.optimizer, FusedAdam) and self.optimizer.has_copied:
             self.optimizer.has_copied = False
         else:
             copy_main_shards_to_parameters(self)

@@ -55,15 +55,21 @@ class KeyValueCache:
             key: [b, ng, s, hn].
             value: [b, ng, s, hn].
         """
-        if self._keys is None or self._values is None:
-            rows, groups, _, width = key.shape
-            self._keys = key.new_empty(rows, groups, self.capacity, width)
-            self._values = value.new_empty(rows, groups, self.capacity, width)
+        kept_keys, kept_values = self._kept(key, value)
         first, self.length = self.length, self.length + key.shape[2]
         assert self.length <= self.capacity, f"{self.length} tokens do not fit into {self.capacity}"
-        self._keys[:, :, first : self.length] = key
-        self._values[:, :, first : self.length] = value
-        return self._keys[:, :, : self.length], self._values[:, :, : self.length]
+        kept_keys[:, :, first : self.length] = key
+        kept_values[:, :, first : self.length] = value
+        return kept_keys[:, :, : self.length], kept_values[:, :, : self.length]
+
+    def _kept(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """All slots, made when first asked for, [b, ng, capacity, hn] each."""
+        if self._keys is None or self._values is None:
+            # Not empty: what stands in a slot that nobody sees is multiplied by 0, and NaN would stay NaN.
+            rows, groups, _, width = key.shape
+            self._keys = key.new_zeros(rows, groups, self.capacity, width)
+            self._values = value.new_zeros(rows, groups, self.capacity, width)
+        return self._keys, self._values
 
     def select(self, rows: Tensor) -> None:
         """Row i becomes what row ``rows[i]`` was; there may be more rows than before, or fewer.
@@ -157,16 +163,12 @@ class StaticCache(KeyValueCache):
 
         In a step they go to the slot that the device knows, and all slots that the step looks at are returned.
         """
-        if self._keys is None or self._values is None:
-            # Not empty: what stands in a slot that nobody sees is multiplied by 0, and NaN would stay NaN.
-            rows, groups, _, width = key.shape
-            self._keys = key.new_zeros(rows, groups, self.capacity, width)
-            self._values = value.new_zeros(rows, groups, self.capacity, width)
         if self.step is None:
             return super().append(key, value)
-        self._keys.index_copy_(2, self.step.place, key)
-        self._values.index_copy_(2, self.step.place, value)
-        return self._keys[:, :, : self.step.num_keys], self._values[:, :, : self.step.num_keys]
+        kept = self._kept(key, value)
+        for each, new in zip(kept, (key, value), strict=True):
+            each.index_copy_(2, self.step.place, new)
+        return kept[0][:, :, : self.step.num_keys], kept[1][:, :, : self.step.num_keys]
 
     def select(self, rows: Tensor) -> None:
         """Row i becomes what row ``rows[i]`` was; as many rows as before stay where they are in memory."""

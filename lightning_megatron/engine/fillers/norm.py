@@ -17,7 +17,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from lightning_megatron.engine.fillers.choice import has_triton
-from lightning_megatron.errors import ConfigError
 
 WIDEST_SUM = 16384
 """Columns that the kernel of ``Norm.add`` holds in registers."""
@@ -40,12 +39,8 @@ class Norm(torch.nn.Module):
             hidden_size: Columns.
             eps: Added to the variance.
             has_bias: Whether a LayerNorm has one; for ``ModuleSpec.params``.
-
-        Raises:
-            ConfigError: If the config asks for a norm that this one does not compute.
         """
         super().__init__()
-        _check(config)
         self.shape: tuple[int, ...] = (hidden_size,)
         self.eps = eps
         self.is_rms: bool = config.normalization == "RMSNorm"
@@ -122,15 +117,7 @@ class NormOfAllHeads(Norm):
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, num_heads: int) -> None:
-        """Take what ``Norm`` takes, and for ``ModuleSpec.params`` how many heads all ranks have; every rank must call.
-
-        Raises:
-            ConfigError: If the config asks for a norm that this one does not compute.
-        """
-        if config.normalization != "RMSNorm" or config.layernorm_zero_centered_gamma:
-            raise ConfigError(
-                "qk_layernorm_of_all_heads: expected RMSNorm with plain weights; use those, or leave it out"
-            )
+        """Take what ``Norm`` takes, of an RMSNorm, and for ``ModuleSpec.params`` how many heads all ranks have."""
         super().__init__(config, num_heads * hidden_size, eps)
         self.num_heads = num_heads
 
@@ -144,13 +131,3 @@ class NormOfAllHeads(Norm):
             squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
         normalized = (x.float() * torch.rsqrt(squares / self.shape[0] + self.eps)).to(x.dtype)
         return normalized * self.weight.view(self.num_heads, -1)[first : first + heads]
-
-
-def _check(config: TransformerConfig) -> None:
-    if config.normalization not in ("LayerNorm", "RMSNorm"):
-        raise ConfigError(
-            f"normalization={config.normalization!r} is not computed by this norm; use 'LayerNorm' or 'RMSNorm'"
-        )
-    for name in ("persist_layer_norm", "memory_efficient_layer_norm"):
-        if getattr(config, name):
-            raise ConfigError(f"{name}=True is a kernel of Apex, which this norm does not use; leave {name} out")

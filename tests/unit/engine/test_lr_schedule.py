@@ -20,9 +20,19 @@ def _optimizer(*groups: dict[str, Any]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(made, lr=1.0, weight_decay=0.1)
 
 
+def _scheduler(
+    optimizer: torch.optim.Optimizer,
+    schedule: LRSchedule,
+    lr: float,
+    weight_decay: float = 0.0,
+    total_steps: int | None = None,
+) -> MegatronLRScheduler:
+    return MegatronLRScheduler(optimizer, **scheduler_settings(schedule, lr, weight_decay, total_steps))
+
+
 def _at(key: str, steps: Any, schedule: LRSchedule, **settings: Any) -> dict[int, float]:
     """``lr`` or ``weight_decay`` of the steps."""
-    scheduler, found = MegatronLRScheduler(_optimizer(), schedule=schedule, **settings), {}
+    scheduler, found = _scheduler(_optimizer(), schedule, **settings), {}
     for step in steps:
         scheduler.load_state_dict({"last_epoch": step})
         found[step] = scheduler.optimizer.param_groups[0][key]
@@ -105,25 +115,25 @@ def test_the_settings_of_the_run_win_over_those_in_groups() -> None:
     """Megatron's optimizer writes ``min_lr=None`` into its groups, and a foreign checkpoint may have rates there."""
     schedule = LRSchedule(style="linear", min_lr=0.2)
     optimizer = _optimizer({"default_config": False, "max_lr": 7.0, "min_lr": None, "start_wd": 5.0})
-    scheduler = MegatronLRScheduler(optimizer, schedule=schedule, lr=1.0, weight_decay=0.1, total_steps=4)
+    scheduler = _scheduler(optimizer, schedule, lr=1.0, weight_decay=0.1, total_steps=4)
     assert [lr for (lr,) in _run(scheduler, 5)] == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
     assert optimizer.param_groups[0]["weight_decay"] == 0.1
 
 
 def test_a_resumed_scheduler_continues_on_the_same_curve() -> None:
-    whole = _run(MegatronLRScheduler(_optimizer(), schedule=LINEAR, lr=1.0, total_steps=9), 9)
-    first = MegatronLRScheduler(_optimizer(), schedule=LINEAR, lr=1.0, total_steps=9)
+    whole = _run(_scheduler(_optimizer(), LINEAR, lr=1.0, total_steps=9), 9)
+    first = _scheduler(_optimizer(), LINEAR, lr=1.0, total_steps=9)
     before = _run(first, 4)
     file = io.BytesIO()
     torch.save(first.state_dict(), file)
     file.seek(0)
-    second = MegatronLRScheduler(_optimizer(), schedule=LINEAR, lr=1.0, total_steps=9)
+    second = _scheduler(_optimizer(), LINEAR, lr=1.0, total_steps=9)
     second.load_state_dict(torch.load(file, weights_only=True))
     assert second.get_last_lr() == first.get_last_lr()
     assert before + _run(second, 5) == whole
 
 
 def test_the_state_of_another_scheduler_is_refused() -> None:
-    scheduler = MegatronLRScheduler(_optimizer(), schedule=LINEAR, lr=1.0, total_steps=6)
+    scheduler = _scheduler(_optimizer(), LINEAR, lr=1.0, total_steps=6)
     with pytest.raises(CheckpointError, match=r"has the keys \['max_lr', 'num_steps'\] and no 'last_epoch'"):
         scheduler.load_state_dict({"num_steps": 4, "max_lr": 1.0})

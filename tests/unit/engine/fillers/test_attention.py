@@ -227,9 +227,6 @@ def test_tp_ranks_draw_from_the_tracked_stream(tp: int, sequence_parallel: bool,
 
 
 def test_what_it_does_not_compute_is_refused() -> None:
-    for name, value in (("window_size", (4, 0)), ("softmax_type", "off-by-one")):
-        with pytest.raises(ConfigError, match=name):
-            SDPAttention(_config(**{name: value}), 1, AttnMaskType.causal, "self")
     with pytest.raises(ConfigError, match=r"attention_mask has the shape \[4, 11\].*\[4, 12\]"):
         _layer()(*_qkv(), SEGMENTS[:, 1:])
     with pytest.raises(ConfigError, match="sliding_window=0"):

@@ -135,7 +135,7 @@ def test_capped_scores_of_single_pairs_are_those_of_the_dense_way() -> None:
     segments = _segments(pattern.num_keys, 3)
     mask, hidden = block_mask(segments, pattern, cpu), hidden_keys(segments, pattern, cpu)
     with torch.no_grad():
-        got = attention.attend_capped_by_blocks(q, k, v, mask, pattern, 0.3, 0.5)
+        got = attention.attend_by_blocks(q, k, v, mask, pattern, 0.5, 0.3)
     expected = attend_capped(q, k, v, added_scores(hidden, None, q.dtype), 0.0, 0.3, 0.5)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 

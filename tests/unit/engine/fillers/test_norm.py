@@ -10,7 +10,6 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from lightning_megatron.engine.fillers.norm import Norm
-from lightning_megatron.errors import ConfigError
 
 HIDDEN = 16
 
@@ -44,14 +43,6 @@ def test_outputs_and_gradients_are_those_of_the_formula(kind: str, zero_centered
     grads = torch.autograd.grad((got * weight).sum(), inputs)
     for grad, reference in zip(grads, torch.autograd.grad((expected * weight).sum(), inputs), strict=True):
         torch.testing.assert_close(grad, reference, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "fields", [{"normalization": "L2Norm"}, {"persist_layer_norm": True}, {"memory_efficient_layer_norm": True}]
-)
-def test_a_norm_that_it_does_not_compute_is_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(fields))):
-        Norm(_config(**fields), HIDDEN)
 
 
 def test_the_engines_norm_still_refuses_sequence_parallelism() -> None:

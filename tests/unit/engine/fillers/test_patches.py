@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 
+from lightning_megatron.engine import patches as table
 from lightning_megatron.engine.fillers import choice
 from lightning_megatron.engine.fillers.choice import DeviceType, slot_report
 from lightning_megatron.engine.patches import LIGHTNING, Patch, active, patches
@@ -21,14 +22,14 @@ def _value(patch: Patch) -> Any:
     return vars(functools.reduce(getattr, path, owner)).get(name, "absent")
 
 
-def _install(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    for name in ("has_transformer_engine", "has_apex", "has_apex_wgrad", "has_liger"):
-        monkeypatch.setattr(choice, name, lambda found=name in names: found)
+def _install(monkeypatch: pytest.MonkeyPatch, *, has_liger: bool) -> None:
+    for module in (choice, table):
+        monkeypatch.setattr(module, "has_liger", lambda: has_liger)
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_every_change_is_made_and_undone(device_type: DeviceType, monkeypatch: pytest.MonkeyPatch) -> None:
-    _install(monkeypatch)  # liger-kernel's rows need Triton
+    _install(monkeypatch, has_liger=False)  # liger-kernel's rows need Triton
     rows = patches(device_type)
     before = [_value(row) for row in rows]
     with active(rows):
@@ -50,16 +51,8 @@ def _fillers(device_type: DeviceType) -> dict[str, str]:
     return {line.slot: line.filler for line in slot_report(device_type)}
 
 
-def test_transformer_engine_keeps_its_optimizer_on_cuda_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    _install(monkeypatch, "has_transformer_engine")
-    assert _changed("cuda").isdisjoint({"USING_PYTORCH_OPTIMIZER", "l2_norm_impl"})
-    assert {"USING_PYTORCH_OPTIMIZER", "l2_norm_impl"} <= _changed("cpu")
-    assert _fillers("cuda")["Adam"] == "Transformer Engine"
-    assert _fillers("cpu")["Adam"] == "torch fused kernel"
-
-
 def test_liger_is_used_on_cuda_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    _install(monkeypatch, "has_liger")
+    _install(monkeypatch, has_liger=True)
     assert "SwiGLUFunction" in _changed("cuda")
     assert "SwiGLUFunction" not in _changed("cpu")
     assert _fillers("cuda")["SwiGLU"] == "liger-kernel"
