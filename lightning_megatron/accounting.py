@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from lightning_megatron.engine.fillers.choice import slot_report
+from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError, host_memory
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.t5_layout import OVERRIDE, t5_layout
@@ -90,6 +91,12 @@ def adapter_parameters(model: ModelConfig) -> int:
     return count
 
 
+def chunk_layout(model: ModelConfig, parallel: ParallelConfig, by_hand: object = None) -> tuple[int, ...]:
+    """Layers of each chunk in the order of the pipeline; of a T5 perhaps as ``by_hand`` says."""
+    is_t5 = model.architecture == "t5"
+    return t5_layout(model, parallel, by_hand) if is_t5 else parallel.layout(model.num_layers)
+
+
 def start_lines(model: ModelConfig, settings: EngineSettings) -> list[str]:
     """What rank 0 logs when a run starts: padded vocabulary, parameters of each rank, what fills the engine's slots."""
     tp, pp = settings.parallel.tp, settings.parallel.pp
@@ -101,15 +108,12 @@ def start_lines(model: ModelConfig, settings: EngineSettings) -> list[str]:
     ]
     if model.experts is not None:
         lines.append(f"Number of parameters that a token meets (active ones): {active_parameters(model)}")
-    if model.architecture != "t5":
-        layout = settings.parallel.layout(model.num_layers)
-    else:
-        layout = t5_layout(model, settings.parallel, settings.overrides.transformer.get(OVERRIDE))
-        if len(layout) > 1:
-            lines.append(
-                f"Layers of each chunk, in the order of the pipeline: {', '.join(map(str, layout))} "
-                f"(the first {model.num_layers} are the encoder's)"
-            )
+    layout = chunk_layout(model, settings.parallel, settings.overrides.transformer.get(OVERRIDE))
+    if model.architecture == "t5" and len(layout) > 1:
+        lines.append(
+            f"Layers of each chunk, in the order of the pipeline: {', '.join(map(str, layout))} "
+            f"(the first {model.num_layers} are the encoder's)"
+        )
     for pp_rank in range(pp):
         count = rank_parameters(model, layout, tp=tp, pp=pp, pp_rank=pp_rank, ep=settings.parallel.ep)
         lines += [f"Number of parameters on (tensor, pipeline) rank ({t}, {pp_rank}): {count}" for t in range(tp)]

@@ -228,11 +228,9 @@ def _check_copies(of_ranks: list[dict[str, int]], step: int) -> None:
     (usual, most), (_, next_most), *_ = Counter(ranks.values()).most_common()
     odd = [str(rank) for rank, each in ranks.items() if most == next_most or each != usual]
     others = f", and {len(wrong) - 1} more tensors" if len(wrong) > 1 else ""
-    whose = (
-        f"rank {', '.join(odd)} holds another copy than the other ranks"
-        if most > next_most
-        else (f"ranks {', '.join(odd)} hold different copies")
-    )
+    whose = f"rank {', '.join(odd)} holds another copy than the other ranks"
+    if most == next_most:
+        whose = f"ranks {', '.join(odd)} hold different copies"
     raise NumericsError(
         f"ReplicaCheck, step {step}: {name}{others}: expected equal bits in all copies, but {whose}; suspect memory or "
         "arithmetic of that device, and resume from a checkpoint before without it"

@@ -21,17 +21,23 @@ _REPEATED_BY_EVERY_RANK = (
     (r"Total length of `list` across ranks is zero", "", "a data module without this split, as its options say"),
     (r"predict returned None if it was on purpose", "", "ranks but one, and texts that were written at once"),
 )
-_RECORDS = re.compile("💡 Tip: For seamless cloud|The following callbacks returned in .* Trainer: (Rich)?ModelSummary$")
+_RECORDS = {
+    "lightning.pytorch.utilities.rank_zero": re.compile(
+        "💡 Tip: For seamless cloud|The following callbacks returned in .* Trainer: (Rich)?ModelSummary$"
+    ),
+    "megatron.core.tensor_parallel.random": re.compile("CPU RNG state changed within GPU RNG context"),
+}
 """Of lightning 2.6.6 at each start: it recommends litlogger and litmodels (two), and tells that its summary of a rank's
-share is replaced by ours, of the whole model."""
+share is replaced by ours, of the whole model. Of Megatron on a CPU: there both states are those of one generator."""
 
 
 def hide_known_warnings() -> None:
     """Drop them from now on. Filters of the user's own, and ``python -W``, keep precedence."""
     for message, module, _ in _REPEATED_BY_EVERY_RANK:
         warnings.filterwarnings("ignore", message=message, module=module, append=True)
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_worth_reading)
+    for name in _RECORDS:
+        logging.getLogger(name).addFilter(_is_worth_reading)
 
 
 def _is_worth_reading(record: logging.LogRecord) -> bool:
-    return _RECORDS.match(str(record.msg)) is None
+    return _RECORDS[record.name].match(str(record.msg)) is None

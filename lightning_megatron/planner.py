@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Literal
 
 from lightning_megatron.accounting import (
     adapter_parameters,
+    chunk_layout,
     head_flops,
     layer_experts,
     layer_flops,
@@ -32,7 +33,7 @@ from lightning_megatron.accounting import (
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError, divisors
 from lightning_megatron.models.config import ModelConfig
-from lightning_megatron.models.t5_layout import OVERRIDE, t5_layout
+from lightning_megatron.models.t5_layout import OVERRIDE
 
 if TYPE_CHECKING:
     from lightning_megatron.models.transformer_config import EngineSettings
@@ -147,11 +148,7 @@ class Run:
     @property
     def chunks(self) -> tuple[int, ...]:
         """Layers of each chunk in the order of the pipeline."""
-        if self.layout:
-            return self.layout
-        if self.model.architecture == "t5":
-            return t5_layout(self.model, self.parallel, None)
-        return self.parallel.layout(self.model.num_layers)
+        return self.layout or chunk_layout(self.model, self.parallel)
 
     def chunks_of(self, pp_rank: int) -> range:
         """Which of ``chunks`` one stage holds."""
@@ -451,8 +448,6 @@ def run_of(
         world_size: GPUs.
     """
     granularity, method = settings.recompute.granularity, settings.recompute.method
-    by_hand = settings.overrides.transformer.get(OVERRIDE)
-    layout = t5_layout(model, settings.parallel, by_hand) if model.architecture == "t5" else ()
     return Run(
         model=model,
         parallel=settings.parallel,
@@ -463,7 +458,7 @@ def run_of(
         recompute=None if granularity == "full" and method == "block" else granularity,
         precision="32-true" if settings.params_dtype.itemsize == 4 else "bf16-mixed",
         cuda_graphs=settings.cuda_graphs,
-        layout=layout,
+        layout=chunk_layout(model, settings.parallel, settings.overrides.transformer.get(OVERRIDE)),
     )
 
 

@@ -7,7 +7,6 @@ schedules, layers and optimizers then run in gloo processes on a laptop.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -75,8 +74,3 @@ def set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
 def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """``maybe_move_tensor_to_cpu`` of Megatron's experts, which returns what is there already as it is."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
-
-
-def is_not_about_one_generator(record: logging.LogRecord) -> bool:
-    """Drop ``CudaRNGStatesTracker.fork``'s warning that GPU code drew from the CPU: here both are one generator."""
-    return "CPU RNG state changed within GPU RNG context" not in record.getMessage()

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from lightning_megatron.errors import CheckpointError, ConfigError, require_number
+from lightning_megatron.errors import CheckpointError, ConfigError, require_choice, require_number
 from lightning_megatron.foreign_names import explains_options
 
 LRStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
@@ -79,10 +79,7 @@ class LRSchedule:
             ConfigError: If a style is unknown, a value is negative, or two settings exclude each other.
         """
         for name, choices in _STYLES.items():
-            if getattr(self, name) not in choices:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)!r} is unknown; choose from {', '.join(map(repr, choices))}"
-                )
+            require_choice(name, getattr(self, name), choices)
         for name, least in _LEAST.items():
             if (value := getattr(self, name)) is not None:
                 require_number(name, value, least)

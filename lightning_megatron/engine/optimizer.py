@@ -26,7 +26,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePred
 
 from lightning_megatron.engine.fillers.adam import MasterOptimizer
 from lightning_megatron.engine.overrides import configured
-from lightning_megatron.errors import ConfigError, as_options, require_number
+from lightning_megatron.errors import ConfigError, as_options, require_choice, require_number
 from lightning_megatron.foreign_names import explains_options
 
 
@@ -84,8 +84,7 @@ class OptimizerOptions:
         """
         factors = {glob: as_options(GroupMultipliers, each, "multipliers") for glob, each in self.multipliers.items()}
         object.__setattr__(self, "multipliers", factors)
-        if self.name not in ("adamw", "adam", "sgd"):
-            raise ConfigError(f"optimizer name={self.name!r} is unknown; choose from 'adamw', 'adam', 'sgd'")
+        require_choice("optimizer name", self.name, ("adamw", "adam", "sgd"))
         for name in ("weight_decay", "eps", "momentum", "beta1", "beta2"):
             require_number(name, getattr(self, name))
         for name in ("beta1", "beta2"):

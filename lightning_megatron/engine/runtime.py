@@ -13,11 +13,11 @@ DataLoaders, other models) sees torch and its random numbers as they are.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import random
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -172,26 +172,14 @@ class Runtime:
 @contextlib.contextmanager
 def emulated_cuda() -> Iterator[None]:
     """While active, the engine's CUDA calls mean the CPU; afterwards torch is as it was."""
-    log = logging.getLogger("megatron.core.tensor_parallel.random")
-    log.addFilter(cpu.is_not_about_one_generator)
-    try:
-        with active(CPU), cpu.CudaMeansCpu():
-            yield
-    finally:
-        log.removeFilter(cpu.is_not_about_one_generator)
+    with active(CPU), cpu.CudaMeansCpu():
+        yield
 
 
-@contextlib.contextmanager
-def unchanged_environment() -> Iterator[None]:
+def unchanged_environment() -> contextlib.AbstractContextManager[Any]:
     """Undo what is written to the environment inside.
 
     megatron-core 0.16.1, models/common/language_module/language_module.py: building a model sets NVTE_FLASH_ATTN and
     the like for the whole process.
     """
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        for name in set(os.environ) - set(before):
-            del os.environ[name]
-        os.environ.update(before)
+    return mock.patch.dict(os.environ)

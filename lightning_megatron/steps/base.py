@@ -46,6 +46,14 @@ def masked_term(losses: Tensor, weights: Tensor) -> LossTerm:
     return LossTerm((losses.float() * weights).sum(), weights.sum())
 
 
+def weighted(mask: Tensor, batch: Batch) -> Tensor:
+    """``mask`` [b, s] of targets, times the weights of tokens and of rows that the user's batch has: [b, s], fp32."""
+    mask = mask.float()
+    if "sample_mask" in batch:
+        mask = mask * batch["sample_mask"].float()[:, None]
+    return mask * batch["loss_mask"].float() if "loss_mask" in batch else mask
+
+
 def without_last_rows(batch: Batch, num_rows: int, weights: tuple[str, ...]) -> Batch:
     """A copy of ``batch`` grown to ``num_rows`` rows by copies of the last one, whose ``weights`` are 0."""
     rows = next(iter(batch.values())).shape[0]

@@ -43,6 +43,7 @@ from lightning_megatron.steps.base import (
     check_trains,
     has_own_batches,
     masked_term,
+    weighted,
     without_last_rows,
 )
 
@@ -283,7 +284,7 @@ class _MaskedTokens(_Objective):
             check_numbers("next_sentence_label", order, 2, "kinds of order", IGNORED_LABELS)
 
     def targets(self, batch: Batch, rows: Tensor) -> Batch:
-        prepared = _token_targets(batch, rows)
+        prepared = _token_targets(batch)
         if self._learns_order:
             order = batch["next_sentence_label"].long().reshape(-1)
             prepared |= {"order": order.clamp(min=0), "order_mask": (order >= 0) * rows}
@@ -419,7 +420,7 @@ class _TokenLabels(_RowLabels):
         check_numbers("labels", batch["labels"], self._num_labels, "num_labels", IGNORED_LABELS)
 
     def targets(self, batch: Batch, rows: Tensor) -> Batch:
-        return _token_targets(batch, rows)
+        return _token_targets(batch)
 
 
 class _AnswerSpan(_Objective):
@@ -482,15 +483,7 @@ def _check_token_labels(batch: Batch) -> None:
     check_shape("labels", batch["labels"], tuple(batch["input_ids"].shape), "as input_ids")
 
 
-def _token_targets(batch: Batch, rows: Tensor) -> Batch:
-    """``targets`` [b, s] and their weights ``loss_mask`` [b, s], fp32.
-
-    Args:
-        batch: Has labels and, perhaps, weights of its own.
-        rows: [b], fp32: the weight of each row.
-    """
+def _token_targets(batch: Batch) -> Batch:
+    """``targets`` [b, s] and their weights ``loss_mask`` [b, s], fp32."""
     labels = batch["labels"].long()
-    mask = (labels >= 0) * rows[:, None]
-    if "loss_mask" in batch:
-        mask = mask * batch["loss_mask"]
-    return {"targets": labels.clamp(min=0), "loss_mask": mask}
+    return {"targets": labels.clamp(min=0), "loss_mask": weighted(labels >= 0, batch)}

@@ -27,6 +27,7 @@ from lightning_megatron.steps.base import (
     check_trains,
     has_own_batches,
     predicted_tokens,
+    weighted,
 )
 
 _KNOWN_KEYS = {"text", "input_ids", "labels", "attention_mask", "position_ids", "sample_mask", "loss_mask"}
@@ -143,11 +144,7 @@ class GPTTrainStep(TokenLossStep):
         given: Batch = {name: batch[name].long() for name in ("attention_mask", "position_ids") if name in batch}
         tokens, targets = _tokens_and_targets(batch, given.get("attention_mask"))
         # No token is negative, so neither is a label that nobody has checked.
-        loss_mask = (targets >= 0).float()
-        if "loss_mask" in batch:
-            loss_mask = loss_mask * batch["loss_mask"]
-        if "sample_mask" in batch:
-            loss_mask = loss_mask * batch["sample_mask"].to(loss_mask.dtype)[:, None]
+        loss_mask = weighted(targets >= 0, batch)
         if self.eod_token is not None and self.eod_mask_loss:
             loss_mask = loss_mask.masked_fill(tokens == self.eod_token, 0.0)
         prepared: Batch = {"tokens": tokens, "targets": targets.clamp(min=0), "loss_mask": loss_mask, **given}

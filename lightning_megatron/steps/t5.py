@@ -22,6 +22,7 @@ from lightning_megatron.steps.base import (
     check_tokens,
     check_trains,
     has_own_batches,
+    weighted,
 )
 
 _MEGATRON_NAMES = {
@@ -109,16 +110,11 @@ class T5TrainStep(TokenLossStep):
         decoder_ids = (
             named["decoder_input_ids"].long() if "decoder_input_ids" in named else shifted_right(labels, self.model)
         )
-        loss_mask = (labels != IGNORE_INDEX).float()
-        if "loss_mask" in named:
-            loss_mask = loss_mask * named["loss_mask"].float()
-        if "sample_mask" in named:
-            loss_mask = loss_mask * named["sample_mask"].float()[:, None]
         prepared = {
             "encoder_ids": named["input_ids"].long(),
             "decoder_ids": decoder_ids,
             "targets": labels.clamp(min=0),
-            "loss_mask": loss_mask,
+            "loss_mask": weighted(labels != IGNORE_INDEX, named),
         }
         for ours, theirs in (("encoder_mask", "attention_mask"), ("decoder_mask", "decoder_attention_mask")):
             if theirs in named:

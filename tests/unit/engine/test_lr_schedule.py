@@ -74,7 +74,7 @@ def test_weight_decay_ramps_between_its_ends_over_the_whole_run(schedule: LRSche
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"style": "square"}, r"style='square' is unknown; choose from 'constant', 'linear', 'cosine'"),
+        ({"style": "square"}, r"style='square' is unknown; choose from constant, linear, cosine"),
         ({"warmup_steps": "10"}, r"warmup_steps='10' must be an integer, and is a str; correct warmup_steps"),
         ({"warmup_steps": 5, "warmup_fraction": 0.1}, r"warmup_steps=5 and warmup_fraction=0.1 .*leave one out"),
         ({"warmup_fraction": 1.0}, r"warmup_fraction=1.0 must be a fraction of the decay, in \[0, 1\)"),
