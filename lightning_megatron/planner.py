@@ -469,6 +469,8 @@ _RESERVED = 0.04
 _FEWEST_TOKENS = 4096
 """Of a row on each rank of a cp group: with fewer, splitting rows gains nothing that splitting the batch does not."""
 _MAX_MICRO_BATCH_SIZE = 64
+_MOVED = 4
+"""Layers of each chunk by which the first and last stage may differ from an even share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -536,7 +538,25 @@ def plans(model: ModelConfig, batch: Batch, device: Device) -> list[Plan]:
             f"memory: expected at least {needed:.1f} GiB a GPU (tp={parallel.tp} pp={parallel.pp} cp={parallel.cp}, "
             f"{how}), got {device.memory / GIB:.1f} GiB; use more GPUs or shorter rows"
         )
-    return sorted(best.values(), key=lambda each: each.time.total)
+    balanced = [_balanced(each, device) for each in best.values()]
+    return sorted(balanced, key=lambda each: each.time.total)
+
+
+def _balanced(even: Plan, device: Device) -> Plan:
+    """The same with fewer layers on the stages that have the embedding and the output layer, if that is faster."""
+    run, found = even.run, even
+    parallel, layers, chunks = run.parallel, run.model.num_layers, run.parallel.num_model_chunks
+    share = layers // parallel.pp
+    if parallel.pp == 1 or run.model.architecture == "t5":
+        return even
+    for last in range(max(chunks, share - _MOVED * chunks), share, chunks):
+        for first in range(last, share + _MOVED * chunks + 1, chunks) if parallel.pp > 2 else (layers - last,):
+            uneven = replace(parallel, num_layers_in_first_pipeline_stage=first, num_layers_in_last_pipeline_stage=last)
+            if _is_allowed(run.model, uneven, run.lengths):
+                moved = plan(replace(run, parallel=uneven), device)
+                if moved.memory.total <= (1 - _RESERVED) * device.memory and moved.time.total < found.time.total:
+                    found = moved
+    return found
 
 
 def _runs(model: ModelConfig, batch: Batch) -> Iterator[Run]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import checkpoint, convergence, generation, loader, preprocess, preprocess_run
+from benchmarks import checkpoint, convergence, generation, loader, picture, preprocess, preprocess_run
 from benchmarks.cases import CASES, case_named
 from benchmarks.generation_measurement import markdown_table as generation_table
 from benchmarks.generation_measurement import read_measurements
@@ -25,6 +25,14 @@ def _measure(case: str, output: str) -> dict[str, Any]:
     """On each rank: run ``case`` as the command line would, and say what the Trainer's loop left behind."""
     code = main(["--case", case, "--output", output, *_STEPS])
     return {"code": code}
+
+
+def test_the_picture_beside_peers_is_that_of_the_table(tmp_path: Path) -> None:
+    names, figures = picture.peers((picture.FOLDER / "results.md").read_text())
+    assert (names[0], names[-1]) == ("lightning-megatron", "floor")
+    assert figures["Llama-3-8B, tp2 dp2 mb2 x 4"] == [10290.0, 10076.0, None, 12952.0]
+    picture.draw(names, figures, tmp_path / "peers.png")
+    assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_loaders_of_all_objectives_are_measured(capfd: pytest.CaptureFixture[str]) -> None:

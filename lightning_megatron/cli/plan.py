@@ -117,7 +117,7 @@ def _table(found: Sequence[Plan], device: Device) -> Iterator[str]:
         row_flops = model_flops(run.model, run.lengths, run.model.padded_vocab_size(parallel.tp))
         flops_per_s = each.tokens_per_s_per_device / sum(run.lengths) * row_flops
         rows.append((
-            *map(str, (parallel.tp, parallel.pp, parallel.vpp or "-", parallel.cp, run.dp, *_ep(run, parallel.ep))),
+            *map(str, (parallel.tp, _pp(run), parallel.vpp or "-", parallel.cp, run.dp, *_ep(run, parallel.ep))),
             f"{run.micro_batch_size} x {parallel.num_microbatches}",
             run.recompute or "-",
             f"{memory.total / GIB:.1f}",
@@ -131,6 +131,12 @@ def _table(found: Sequence[Plan], device: Device) -> Iterator[str]:
     yield from columns(rows)
 
 
+def _pp(run: Run) -> str:
+    """Stages, and the layers of each where they are not the same."""
+    chunks = run.chunks[: run.parallel.pp]
+    return str(run.parallel.pp) if len(set(chunks)) == 1 else f"{run.parallel.pp}:{'-'.join(map(str, chunks))}"
+
+
 def _ep(run: Run, value: T) -> tuple[T, ...]:
     """``value`` for a model with experts, nothing for others."""
     return () if run.model.experts is None else (value,)
@@ -138,6 +144,8 @@ def _ep(run: Run, value: T) -> tuple[T, ...]:
 
 def _yaml(best: Plan, given: str | dict[str, str], options: PlanOptions) -> str:
     """A configuration for ``fit`` with the best layout; data are a placeholder."""
+    from lightning_megatron.engine.parallel import UNEVEN
+
     run = best.run
     strategy = {
         "tp": run.parallel.tp,
@@ -149,6 +157,7 @@ def _yaml(best: Plan, given: str | dict[str, str], options: PlanOptions) -> str:
         **({"cp": run.parallel.cp} if run.parallel.cp > 1 else {}),
         **({"ep": run.parallel.ep} if run.parallel.ep > 1 else {}),
     }
+    strategy |= {name: n for name in UNEVEN if (n := getattr(run.parallel, name)) is not None}
     settings: dict[str, Any] = {f"trainer.strategy.{name}": value for name, value in strategy.items()}
     settings |= {"trainer.devices": min(options.gpus, 8), "trainer.num_nodes": max(1, options.gpus // 8)}
     settings |= {"trainer.precision": run.precision, "model.model": given}
@@ -197,6 +206,6 @@ def _name(each: Plan) -> str:
     vpp = f" vpp{parallel.vpp}" if parallel.vpp else ""
     cp = f" cp{parallel.cp}" if parallel.cp > 1 else ""
     return (
-        f"tp{parallel.tp} pp{parallel.pp}{vpp}{cp} dp{run.dp}, {run.micro_batch_size} x {parallel.num_microbatches}"
+        f"tp{parallel.tp} pp{_pp(run)}{vpp}{cp} dp{run.dp}, {run.micro_batch_size} x {parallel.num_microbatches}"
         f"{', recompute' if run.recompute else ''}"
     )

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 CPCommType = Literal["auto", "a2a", "all_gather"]
 """Heads for tokens (``a2a``), keys and values of all (``all_gather``), or the first of them that the model allows."""
 
-_UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class ParallelConfig:
         require_choice("cp_comm_type", self.cp_comm_type, ("auto", "a2a", "all_gather"))
         if self.vpp is not None:
             self._check_interleaving(self.vpp)
-        for name in _UNEVEN:
+        for name in UNEVEN:
             require_kind(name, getattr(self, name), "int | None")
             if getattr(self, name) is not None and self.pp < 2:
                 raise ConfigError(f"{name}={getattr(self, name)} is for pipelines, but pp={self.pp}; raise pp")
@@ -155,7 +155,7 @@ class ParallelConfig:
         self._check_experts(model)
         if model.architecture == "t5":
             self._check_joint_stack(model)
-        elif any(getattr(self, name) is not None for name in _UNEVEN):
+        elif any(getattr(self, name) is not None for name in UNEVEN):
             self.layout(model.num_layers)
         elif self.vpp is None:
             require_divides("pp", self.pp, "num_layers", model.num_layers)
@@ -220,12 +220,12 @@ class ParallelConfig:
         Raises:
             ConfigError: If the first or last stage leaves the others layers that they cannot share evenly.
         """
-        first, last = (getattr(self, name) for name in _UNEVEN)
+        first, last = (getattr(self, name) for name in UNEVEN)
         ends = [each for each in (first, last) if each is not None]
         others, rest, chunks = self.pp - len(ends), num_layers - sum(ends), self.num_model_chunks
         share = rest // others if others else 0
         if min(ends, default=1) < 1 or share * others != rest or any(n % chunks for n in (*ends, share)) or rest < 0:
-            given = ", ".join(f"{name}={getattr(self, name)}" for name in _UNEVEN)
+            given = ", ".join(f"{name}={getattr(self, name)}" for name in UNEVEN)
             raise ConfigError(
                 f"{given}: expected numbers that leave the other {others} of pp={self.pp} stages equal shares of the "
                 f"{num_layers} layers, each a multiple of vpp={chunks}, got a rest of {rest}; correct them"
@@ -236,7 +236,7 @@ class ParallelConfig:
 
     def _check_joint_stack(self, model: ModelConfig) -> None:
         """T5's encoder and decoder layers are one stack, which is cut anywhere."""
-        for name in _UNEVEN:
+        for name in UNEVEN:
             if getattr(self, name) is not None:
                 raise ConfigError(
                     f"{name}={getattr(self, name)}: a T5 is cut by cost already; leave it out, or cut by hand with "

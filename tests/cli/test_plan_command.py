@@ -6,6 +6,10 @@ import json
 from pathlib import Path
 
 from benchmarks.cases import LLAMA_8B
+from lightning_megatron import planner
+from lightning_megatron.cli import plan as command
+from lightning_megatron.convert.registry import model_config
+from lightning_megatron.engine.parallel import ParallelConfig
 from tests.cli.command import instantiate, run_all, run_cli
 from tests.pages import commands
 from tests.ranks import run_ranks
@@ -31,6 +35,23 @@ def _layout_of(folder: str) -> tuple[int, int, int | None, int, int]:
     made = instantiate(folder, "--config", "best.yaml")
     strategy = made.trainer.strategy
     return strategy.tp, strategy.pp, strategy.vpp, strategy.num_microbatches, made.datamodule.micro_batch_size
+
+
+def test_uneven_stages_are_named_and_become_options() -> None:
+    parallel = ParallelConfig(
+        pp=4,
+        num_microbatches=8,
+        num_layers_in_first_pipeline_stage=8,
+        num_layers_in_last_pipeline_stage=6,
+    )
+    model = model_config(dict(LLAMA_8B))
+    device = planner.DEVICES["h200"]
+    run = planner.Run(model=model, parallel=parallel, micro_batch_size=1, lengths=(4096,), world_size=4)
+    best = planner.plan(run, device)
+    assert list(command._table([best], device))[-1].split()[:2] == ["1", "4:8-9-9-6"]
+    written = command._yaml(best, "llama", command.PlanOptions(model="llama", gpus=4))
+    assert "num_layers_in_first_pipeline_stage: 8" in written
+    assert "num_layers_in_last_pipeline_stage: 6" in written
 
 
 def test_mistakes_are_one_line(tmp_path: Path) -> None:

@@ -86,6 +86,17 @@ def test_layouts_fit_and_the_fastest_is_first() -> None:
     assert (best.parallel.tp, best.parallel.pp, best.recompute) == (1, 1, None)
 
 
+def test_stages_with_an_embedding_or_an_output_layer_may_have_fewer_layers() -> None:
+    even = plan(_run("llama-8b-dp4-mb2", 1, 16, 4, {"pp": 4}), H200)
+    batch = Batch(world_size=4, global_batch_size=16, lengths=(4096,))
+    found = plans(even.run.model, batch, H200)
+    best = next(each for each in found if (each.run.parallel.pp, each.run.parallel.vpp) == (4, None))
+    first, *_, last = best.run.chunks
+    # The output layer is 525 million numbers, a layer 218 million.
+    assert (sum(best.run.chunks), last < first < 9) == (32, True)
+    assert best.time.total < 0.95 * even.time.total
+
+
 def test_long_rows_are_split_between_ranks() -> None:
     model = _run("llama-8b-dp4-mb2", 2, 4, 4, {}).model
     long = Batch(world_size=8, global_batch_size=2, lengths=(65536,))
