@@ -644,7 +644,7 @@ class MegatronModule(pl.LightningModule):
             CheckpointError: If the directory cannot be written, on all ranks alike.
         """
         from lightning_megatron.convert.hugging_face import generation_config
-        from lightning_megatron.engine.wrap import finish_parameter_gathers
+        from lightning_megatron.engine.wrap import finish_parameter_gathers, unwrap
 
         if merge and self.adaptation is None:
             raise ConfigError("merge=True: expected a module with lora, got one without; leave merge out")
@@ -656,6 +656,11 @@ class MegatronModule(pl.LightningModule):
                 "attention_head_type or model_provider are given); save a checkpoint with trainer.save_checkpoint"
             )
         chunks = list(self.model_chunks)
+        if unwrap(chunks[0]).config.moe_router_enable_expert_bias:
+            raise ConfigError(
+                f"no Hugging Face {self.model_config.family} model has biases of experts "
+                "(moe_router_enable_expert_bias); save a checkpoint with trainer.save_checkpoint"
+            )
         directory = Path(self.megatron.broadcast(str(save_directory)))
         with self.megatron.engine():
             finish_parameter_gathers(chunks)

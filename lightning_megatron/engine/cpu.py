@@ -69,8 +69,3 @@ def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
 def set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
     """Set the one generator, whatever the device."""
     torch.set_rng_state(state)
-
-
-def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """``maybe_move_tensor_to_cpu`` of Megatron's experts, which returns what is there already as it is."""
-    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor

@@ -39,6 +39,7 @@ _PRECISION = "use Trainer(precision=)"
 _SHARDED = "use MegatronStrategy(distributed_optimizer=)"
 _SHARDED_WEIGHTS = "leave it out: Megatron's FSDP is not used; tp and pp split the weights"
 _UNREAD = "leave it out: nothing reads it here"
+_ALL_TO_ALL = "leave it out: tokens go to experts by all-to-all; gathering needs rows of one length on all ranks"
 _OFFLOAD = (
     "leave it out: megatron-core 0.16.1 keeps offloaded masters where no checkpoint of this package finds them; "
     "distributed_optimizer=True divides the optimizer's state by dp"
@@ -47,7 +48,17 @@ _INSTEAD: dict[type, dict[str, str]] = {
     TransformerConfig: {
         _MODEL: "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization "
         "layernorm_epsilon activation_func gated_linear_unit add_bias_linear add_qkv_bias qk_layernorm softmax_scale "
-        "hidden_dropout attention_dropout init_method_std",
+        "hidden_dropout attention_dropout init_method_std num_moe_experts moe_layer_freq moe_router_topk "
+        "moe_ffn_hidden_size moe_router_pre_softmax moe_aux_loss_coeff moe_shared_expert_intermediate_size "
+        "moe_shared_expert_gate",
+        "use MegatronStrategy(ep=)": "expert_model_parallel_size",
+        _ALL_TO_ALL: "moe_token_dispatcher_type",
+        _UNREAD: "moe_shared_expert_overlap moe_enable_routing_replay moe_router_topk_limited_devices "
+        "moe_router_padding_for_quantization moe_router_padding_for_fp8 moe_router_num_groups moe_router_group_topk "
+        "moe_router_topk_scaling_factor moe_grouped_gemm moe_use_legacy_grouped_gemm moe_z_loss_coeff "
+        "moe_token_dropping moe_enable_deepep moe_flex_dispatcher_backend moe_per_layer_logging moe_permute_fusion "
+        "moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy moe_router_fusion "
+        "moe_apply_probs_on_input moe_latent_size moe_deepep_num_sms moe_hybridep_num_sms",
         "use MegatronStrategy(tp=)": "tensor_model_parallel_size",
         "use MegatronStrategy(pp=)": "pipeline_model_parallel_size",
         "use MegatronStrategy(vpp=)": "virtual_pipeline_model_parallel_size",
@@ -56,14 +67,16 @@ _INSTEAD: dict[type, dict[str, str]] = {
         "use MegatronStrategy(sequence_parallel=)": "sequence_parallel",
         "use the option of MegatronStrategy of this name": "num_layers_in_first_pipeline_stage "
         "num_layers_in_last_pipeline_stage",
-        "use MegatronStrategy(recompute=)": "recompute_granularity recompute_method recompute_num_layers",
+        "use MegatronStrategy(recompute=)": "recompute_granularity recompute_method recompute_num_layers "
+        "moe_layer_recompute",
         "use MegatronStrategy(cuda_graphs=)": "enable_cuda_graph cuda_graph_impl cuda_graph_scope",
         "leave it out: it is for attention of Transformer Engine and norms of Apex": "window_size softmax_type "
         "persist_layer_norm memory_efficient_layer_norm",
         _FP8: "fp8 fp8_recipe fp8_param",
         _PRECISION: "params_dtype pipeline_dtype bf16 fp16",
         _OURS: "calculate_per_token_loss overlap_p2p_comm batch_p2p_comm perform_initialization init_method "
-        "output_layer_init_method embedding_init_method deallocate_pipeline_outputs",
+        "output_layer_init_method embedding_init_method deallocate_pipeline_outputs expert_tensor_parallel_size "
+        "moe_router_dtype moe_router_load_balancing_type",
     },
     OptimizerConfig: {
         "use MegatronModule(lr=)": "lr",

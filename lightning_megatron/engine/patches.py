@@ -22,6 +22,7 @@ from packaging.requirements import Requirement
 from lightning_megatron.engine import cpu
 from lightning_megatron.engine.fillers import adam, kernels, loss, recompute
 from lightning_megatron.engine.fillers.choice import DeviceType, has_liger, has_triton
+from lightning_megatron.engine.fillers.dispatch import Dispatcher
 
 _MISSING = object()
 
@@ -96,7 +97,6 @@ _OPTIMIZER = "megatron.core.optimizer.optimizer"
 _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer"
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _PRODUCT = "LinearWithGradAccumulationAndAsyncCommunication"
-_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 _RANDOM = "megatron.core.tensor_parallel.random"
 
 MEGATRON: tuple[Patch, ...] = (
@@ -144,6 +144,12 @@ MEGATRON: tuple[Patch, ...] = (
         "te_general_gemm",
         lambda original: original,
         "the router asks whether it is None, and without Transformer Engine there is no such name: NameError",
+    ),
+    _row(
+        "megatron.core.transformer.moe.moe_layer",
+        "MoEAlltoAllTokenDispatcher",
+        _being(Dispatcher),
+        "the host waits three times a layer, a token is sent once for each expert, sums are atomic additions in bf16",
     ),
     _row(
         "megatron.core.transformer.mlp",
@@ -217,7 +223,6 @@ _CUDA: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
 
 CPU: tuple[Patch, ...] = (
     *(_row("torch.cuda", attribute, replacement, reason) for attribute, replacement, reason in _CUDA),
-    _row(_DISPATCHER, "maybe_move_tensor_to_cpu", _being(cpu.on_host), "only what was on a GPU becomes split sizes"),
     _row(_RANDOM, "_get_cuda_rng_state", _being(cpu.get_rng_state), "reads torch.cuda.random directly"),
     _row(_RANDOM, "_set_cuda_rng_state", _being(cpu.set_rng_state), "sets torch.cuda.default_generators"),
 )

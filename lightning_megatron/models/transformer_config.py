@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -72,6 +72,7 @@ class EngineSettings:
             ConfigError: If it cannot be split that way, replayed, or its linears cannot be multiplied in fp8.
         """
         self.parallel.check_model(model)
+        _check_expert_fields(model, self.overrides.transformer)
         if model.experts is not None:
             _check_experts(self)
             self.parallel.check_function(model, function)
@@ -107,6 +108,20 @@ def _check_experts(settings: EngineSettings) -> None:
     for reason, holds in reasons.items():
         if holds:
             raise ConfigError(f"a model with experts: expected bf16-mixed or 32-true, got {reason}; leave it out")
+
+
+def _check_expert_fields(model: ModelConfig, by_hand: Mapping[str, Any]) -> None:
+    """What is set by hand for the router: sigmoids only with a bias, whose name a checkpoint shows."""
+    for name in by_hand:
+        if name.startswith("moe_") and model.experts is None:
+            raise ConfigError(f"{name}: expected a model with experts, got {model.family} without; leave it out")
+    names = "moe_router_score_function", "moe_router_enable_expert_bias"
+    is_sigmoid, has_bias = by_hand.get(names[0]) == "sigmoid", by_hand.get(names[1], False)
+    if is_sigmoid != has_bias:
+        raise ConfigError(
+            f"transformer_config_overrides: expected {names[0]}='sigmoid' and {names[1]}=True together, got one of "
+            "them; set both, or none"
+        )
 
 
 def activation_function(name: Activation) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -37,6 +37,14 @@ LLAMA: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "max_position_embeddings": SEQ_LENGTH,
 }
+EXPERT_BIAS: dict[str, Any] = {
+    "transformer_config_overrides": {
+        "moe_router_bias_update_rate": 0.05,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+    }
+}
+"""Of ``MegatronStrategy``: the load of experts is balanced by a bias."""
 NO_DROPOUT: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
@@ -206,6 +214,7 @@ def live_state(trainer: Any) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for index, chunk in enumerate(strategy.lightning_module.model_chunks):
         flat |= {f"weights.{index}.{name}": p.detach().clone() for name, p in chunk.named_parameters()}
+        flat |= {f"buffers.{index}.{name}": b.clone() for name, b in chunk.named_buffers()}
     for index, part in enumerate(optimizer.parts):
         _flatten(f"optimizer.{index}", part.optimizer.state_dict(), flat)
         for name in ("shard_fp32_from_float16_groups", "fp32_from_float16_groups"):

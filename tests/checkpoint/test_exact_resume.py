@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.runs import (
+    EXPERT_BIAS,
     GLOBAL_BATCH,
+    LLAMA,
     VOCAB_SIZE,
     Run,
     Trace,
@@ -64,6 +66,7 @@ def _assert_goes_on_as(whole: list[Trace], resumed: list[Trace], after: int) -> 
 TP2_SP = {"tp": 2, "sequence_parallel": True}
 PP2_VPP2 = {"pp": 2, "vpp": 2}
 SGD = {"name": "sgd"}
+EP2 = Run(model={**LLAMA, "model_type": "mixtral", "num_local_experts": 4}, strategy={"ep": 2, **EXPERT_BIAS})
 
 
 @pytest.mark.parametrize(
@@ -73,6 +76,7 @@ SGD = {"name": "sgd"}
         pytest.param(2, Run(strategy=PP2_VPP2), id="pp2 vpp2"),
         pytest.param(2, Run(), id="dp2"),
         pytest.param(2, Run(strategy={"cp": 2}), id="cp2"),
+        pytest.param(2, EP2, id="ep2, bias"),
     ],
 )
 def test_a_run_resumed_in_mid_epoch_is_exactly_the_same(tmp_path: Path, world_size: int, run: Run) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.runs import (
+    EXPERT_BIAS,
     LLAMA,
     VOCAB_SIZE,
     Run,
@@ -65,17 +66,18 @@ FP16: dict[str, Any] = {
 EXPERTS: dict[str, Any] = {
     "model": {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_key_value_heads": 4},
     # Which tokens are balanced together depends on the layout.
-    "strategy": {"num_microbatches": 1},
+    "strategy": {"num_microbatches": 1, **EXPERT_BIAS},
 }
 EP2: Layout = (2, {"ep": 2})
 TP2_EP2: Layout = (2, {"tp": 2, "ep": 2, "sequence_parallel": True})
+EP4: Layout = (4, {"ep": 4})
 PP2_EP2: Layout = (4, {"pp": 2, "ep": 2})
 
 
 @pytest.mark.parametrize(
     ("changes", "layouts"),
     [
-        pytest.param(EXPERTS, [EP2, ONE, TP2_EP2, _unsharded(EP2), PP2_EP2, DP3], id="experts"),
+        pytest.param(EXPERTS, [EP2, ONE, EP4, TP2_EP2, _unsharded(EP2), PP2_EP2, DP3], id="experts"),
         pytest.param({}, [CP2, ONE, TP2_SP, PP2_VPP2, PP2_UNEVEN, PP4, DP3, CP2], id="tied"),
         pytest.param(FP16, [DP2, _unsharded(TP2), DP3], id="fp16"),
     ],
@@ -100,6 +102,8 @@ def test_weights_and_moments_pass_through_other_layouts_unchanged(
             assert tensor[:rows].equal(copy[name][:rows]), f"{name} changed on the way to {strategy}"
         assert differences(plain, read_plain_state(path)) == [], f"it changed on the way to {strategy}"
     assert original["optimizer.state.exp_avg.embedding.word_embeddings.weight"][:VOCAB_SIZE].abs().sum() > 0
+    if changes is EXPERTS:
+        assert original["decoder.layers.mlp.router.expert_bias"].abs().sum() > 0
     if "precision" in run.trainer:
         weight = "decoder.layers.mlp.linear_fc1.weight"
         assert original[weight].dtype != original[f"optimizer.state.param.{weight}"].dtype

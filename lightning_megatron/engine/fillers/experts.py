@@ -1,6 +1,6 @@
 """Mixture of experts without Transformer Engine: the router, the experts as one grouped product, the load balance.
 
-They stand in the slots of megatron-core 0.16.1's ``MoELayer``, whose dispatchers send tokens to the ranks of their
+They stand in the slots of megatron-core 0.16.1's ``MoELayer``; ``dispatch.py`` sends tokens to the ranks of their
 experts. Its own router multiplies the auxiliary loss by the tokens of one tensor-parallel rank instead of all (its
 gradient is wrong by a factor of tp), and means another division than that by the targets of the global batch; its
 ``SequentialMLP`` launches two products for each expert, its ``GroupedMLP`` needs another package.
@@ -40,6 +40,10 @@ from lightning_megatron.engine.fillers.recompute import WithoutOutput
 class Router(TopKRouter):
     """Softmax over all experts, the best ``topk`` of them, in fp32; Megatron's parameter ``weight``, [experts, h].
 
+    With ``moe_router_enable_expert_bias`` the scores are sigmoids, and the best are those with the largest sum of score
+    and ``expert_bias``, [experts], fp32, which follows the load of the experts from step to step (Wang et al. 2024,
+    arXiv 2408.15664).
+
     Attributes:
         tokens: [], fp32: tokens of the whole batch, without padding; None outside a step of training.
         loss: [], fp32: this rank's part of the step's auxiliary loss, coefficient included.
@@ -63,21 +67,27 @@ class Router(TopKRouter):
             padding_mask: [s or s/tp, b], bool: which tokens are padding; None for none.
 
         Returns:
-            [tokens, experts] each: what the outputs are multiplied by, fp32, 0 for other experts; and which are meant.
+            [tokens, topk] each: what the outputs of the experts are multiplied by, fp32; and which these are, int64.
         """
-        scores = torch.softmax(logits.view(-1, logits.shape[-1]).float(), dim=-1)
-        best, chosen = torch.topk(scores, self.topk, dim=-1)
+        logits = logits.view(-1, logits.shape[-1]).float()
+        if self.expert_bias is None:
+            scores = torch.softmax(logits, dim=-1)
+            best, chosen = torch.topk(scores, self.topk, dim=-1)
+        else:
+            scores = torch.sigmoid(logits)
+            chosen = torch.topk(scores + self.expert_bias, self.topk, dim=-1).indices
+            best = scores.gather(1, chosen)
+            scores = scores / scores.sum(dim=-1, keepdim=True)  # for the auxiliary loss, as in Megatron
         if not self.config.moe_router_pre_softmax:
             best = best / best.sum(dim=-1, keepdim=True)
-        routing_map = torch.zeros_like(scores, dtype=torch.bool).scatter(1, chosen, True)
-        probs = torch.zeros_like(scores).scatter(1, chosen, best)
         if self.training and torch.is_grad_enabled() and self.tokens is not None:
-            probs = self._balanced(probs, scores, routing_map, padding_mask)
-        return probs, routing_map
+            best = self._balanced(best, scores, chosen, padding_mask)
+        return best, chosen
 
-    def _balanced(self, probs: Tensor, scores: Tensor, routing_map: Tensor, padding_mask: Tensor | None) -> Tensor:
+    def _balanced(self, probs: Tensor, scores: Tensor, chosen: Tensor, padding_mask: Tensor | None) -> Tensor:
         """``probs``, to whose backward pass that of the auxiliary loss is attached."""
         assert self.tokens is not None
+        routing_map = torch.zeros_like(scores, dtype=torch.bool).scatter(1, chosen, True)
         if padding_mask is not None:
             is_token = ~padding_mask.reshape(-1, 1)
             routing_map, scores = routing_map & is_token, scores * is_token
@@ -122,7 +132,7 @@ class LoadBalance:
     """The routers of this rank's chunks during one step."""
 
     def __init__(self, config: TransformerConfig, chunks: Iterable[torch.nn.Module]) -> None:
-        self._shape = (config.num_layers, config.num_moe_experts)
+        self._shape, self._bias_rate = (config.num_layers, config.num_moe_experts), config.moe_router_bias_update_rate
         self._routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]
 
     def begin(self, tokens: Tensor) -> None:
@@ -141,7 +151,13 @@ class LoadBalance:
             router.tokens = None
         packed = torch.cat([loss, counts.flatten()])
         dist.all_reduce(packed)
-        return LoadReport(loss=packed[0], counts=packed[1:].view(self._shape))
+        counts = packed[1:].view(self._shape)
+        for router in self._routers:
+            if router.expert_bias is not None:
+                # Megatron's own update adds 0: it reads counts that a bf16 model keeps in bf16, and the router leaves.
+                of_layer = counts[router.layer_number - 1]
+                router.expert_bias += self._bias_rate * (of_layer.mean() - of_layer).sign()
+        return LoadReport(loss=packed[0], counts=counts)
 
 
 # ---- the experts ----------------------------------------------------------------------------------------------------
@@ -176,18 +192,17 @@ class GroupedExperts(MegatronModule):
         set_tensor_model_parallel_attributes(weight, True, 0, 1)
         return weight
 
-    def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+    def forward(self, tokens: Tensor, ends: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Run each token through its expert.
 
         Args:
             tokens: [n, h], those of the first expert first.
-            tokens_per_expert: [experts/ep], int64, on the host.
+            ends: [experts/ep], int32, on the device: where the tokens of each end.
             probs: [n], fp32: what the outputs are multiplied by.
 
         Returns:
             [n, h]; and no bias.
         """
-        ends = tokens_per_expert.cumsum(0).to(tokens.device, torch.int32, non_blocking=True)
         recomputes = self.config.recompute_granularity == "selective" and "layernorm" in self.config.recompute_modules
         activated = WithoutOutput()
         hidden = activated.checkpoint(self._activation, _products(tokens, self.linear_fc1, ends), probs)
@@ -233,9 +248,36 @@ class GroupedExperts(MegatronModule):
         ]
 
 
+class _GroupedProduct(torch.autograd.Function):
+    """Each token times the transposed matrix of its expert; weight gradients go straight to ``main_grad``.
+
+    Autograd's own are transposed, and added to the buffer by a kernel that reads them against their order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens, ends)
+        ctx.weights = weights
+        products: Tensor = F.grouped_mm(tokens, weights.transpose(1, 2), offs=ends)
+        return products
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        tokens, ends = ctx.saved_tensors
+        gradient, weights = upstream[0].contiguous(), ctx.weights
+        of_tokens = F.grouped_mm(gradient, weights, offs=ends) if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return of_tokens, None, None
+        of_weights = F.grouped_mm(gradient.t(), tokens, offs=ends)
+        if hasattr(weights, "main_grad"):
+            weights.main_grad.add_(of_weights)
+            weights.grad_added_to_main_grad = True  # Megatron's hook wants a gradient, and then leaves it
+        return of_tokens, of_weights, None
+
+
 def _products(tokens: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Each token times the transposed matrix of its expert, [n, rows]."""
     if len(tokens) == 0:  # this rank's experts were never chosen; they have the gradient 0 all the same
         return tokens @ weights[0].t()
-    products: Tensor = F.grouped_mm(tokens, weights.transpose(1, 2), offs=ends)
+    products: Tensor = _GroupedProduct.apply(tokens, weights, ends)  # type: ignore[no-untyped-call]
     return products

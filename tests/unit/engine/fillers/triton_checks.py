@@ -22,6 +22,7 @@ from lightning_megatron.engine.fillers.adam_kernel import step, table_of
 from lightning_megatron.engine.fillers.add_norm import add_norm
 from lightning_megatron.engine.fillers.norm import Norm
 from lightning_megatron.engine.fillers.rope import split_and_turn, turn
+from lightning_megatron.engine.fillers.row_sums import row_sums
 
 DEVICE = os.environ.get("KERNELS_DEVICE", "cpu")
 
@@ -97,6 +98,17 @@ def test_heads_of_their_own_are_rotated() -> None:
     rows, angles = _random(3, 2, 5, 3 * 8), _angles(3, 1, 8)
     t = rows[..., 8:16]  # as keys lie among queries and values
     _assert_same([turn(t, angles)], [_turned(t, angles)], [rows])
+
+
+# ---- sums of rows ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rows", "width", "choices"), [(9, 40, 3), (4, 1100, 1), (0, 8, 2)])
+def test_rows_are_summed_and_missing_ones_are_none(rows: int, width: int, choices: int) -> None:
+    x = torch.randn(rows, width, device=DEVICE)
+    places = torch.randint(0, rows + 1, (7, choices), device=DEVICE)
+    expected = torch.cat((x, x.new_zeros(1, width)))[places].sum(1)
+    torch.testing.assert_close(row_sums(x, places), expected, rtol=1e-6, atol=1e-6)
 
 
 # ---- addition and norm -----------------------------------------------------------------------------------------------

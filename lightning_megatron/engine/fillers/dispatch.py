@@ -1,0 +1,182 @@
+"""Send tokens to the ranks that hold their experts, sort them by expert, and bring the sums back (expert parallelism).
+
+Stands in the place of megatron-core 0.16.1's ``MoEAlltoAllTokenDispatcher``, which sends a token once for each of its
+experts, lets the host wait for the GPU three times a layer at ep=1 too, copies all tokens in pieces of each expert, and
+adds outputs up by atomic additions in bf16: in another order in each run.
+
+- A token goes to a rank once, however many of its experts are there, with their numbers and probabilities; what these
+  experts make of it is added up there. Of 8 experts spread over 2 (4) ranks that is a fourth (0.45) of the rows.
+- The host waits once a layer for the sizes of messages, which NCCL wants to know, and not at all at ep=1.
+- Each sum is made of its few addends in a fixed order, in fp32, and rounded once: runs are reproducible.
+
+Megatron's all-gather dispatcher needs rows of one length on all ranks, which data loaders do not promise: refused.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import all_to_all
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from lightning_megatron.engine.fillers.choice import has_triton
+
+
+class Places(NamedTuple):
+    """Rows sorted by the number of their goal; a row may have several goals, and stands once in front of each."""
+
+    rows: Tensor
+    """[places], int64: which row stands at each place."""
+    choices: Tensor
+    """[places], int64: which of all goals, [n * k], each place is for."""
+    places: Tensor
+    """[n, k], int64: the place of each goal; the number of places for goals that do not count."""
+    ends: Tensor
+    """[goals], int32: where the places of each goal end."""
+
+
+def sorted_by(goals: Tensor, count: int, total: int) -> Places:
+    """Sort rows by their goals, without waiting for the device.
+
+    Args:
+        goals: [n, k], int64: from 0; ``count`` for none.
+        count: How many goals there are.
+        total: How many of ``goals`` are less than ``count``.
+    """
+    keys, order = goals.flatten().to(torch.int16).sort(stable=True)
+    numbers = torch.arange(len(order), device=order.device)
+    places = torch.empty_like(order).scatter_(0, order, numbers).clamp_(max=total)
+    goal = torch.arange(count, dtype=keys.dtype, device=keys.device)
+    ends = torch.searchsorted(keys, goal, right=True, out_int32=True)
+    choices = order[:total]
+    return Places(choices // goals.shape[1], choices, places.view_as(goals), ends)
+
+
+def _sums(x: Tensor, places: Tensor) -> Tensor:
+    """[n, h]: the sum of the rows of ``x``, [m, h], at ``places``, [n, k], in fp32; m stands for no row."""
+    if x.is_cuda and has_triton():
+        summed: Tensor = importlib.import_module("lightning_megatron.engine.fillers.row_sums").row_sums(x, places)
+        return summed
+    padded = torch.cat((x, x.new_zeros(1, x.shape[1])))
+    return padded[places].sum(dim=1, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
+        return _sums(upstream[0], *ctx.saved_tensors), None, None
+
+
+class _Collected(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        return _sums(x, places)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
+        return upstream[0].index_select(0, *ctx.saved_tensors), None, None
+
+
+def spread(x: Tensor, found: Places) -> Tensor:
+    """Rows of ``x``, [n, h], at their places: [places, h]."""
+    rows: Tensor = _Spread.apply(x, found.rows, found.places)  # type: ignore[no-untyped-call]
+    return rows
+
+
+def collected(x: Tensor, found: Places) -> Tensor:
+    """Sums of what stands at the places of each row, [n, h] of [places, h]; in fp32, rounded once."""
+    sums: Tensor = _Collected.apply(x, found.rows, found.places)  # type: ignore[no-untyped-call]
+    return sums
+
+
+class Dispatcher(MoETokenDispatcher):
+    """What ``MoELayer`` calls around its experts, in this order; it keeps what one pass through the layer needs."""
+
+    _to_experts: Places
+    _to_ranks: Places
+    _splits: tuple[list[int], list[int]]
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        local_expert_indices: list[int],
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        """Take what Megatron passes to its own dispatcher; the group ``ep`` communicates."""
+        super().__init__(config=config, pg_collection=pg_collection)
+        self._num_local, self._first = num_local_experts, local_expert_indices[0]
+
+    def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Lay out what each rank gets.
+
+        Args:
+            tokens: [s or s/tp, b, h].
+            routing_map: [n, topk], int64: the experts of each token, of which n = s * b.
+            probs: [n, topk], fp32: what their outputs are multiplied by.
+
+        Returns:
+            Rows, [rows, h], and with each the numbers and the probabilities of its experts, [rows, 2 * topk], fp32.
+        """
+        self._shape, self._num_choices = tokens.shape, routing_map.numel()
+        tokens, with_numbers = tokens.reshape(-1, tokens.shape[-1]), torch.cat((probs, routing_map.to(probs.dtype)), 1)
+        if self.ep_size == 1:
+            return tokens, with_numbers
+        ranks = routing_map // self._num_local
+        goes = torch.zeros(len(tokens), self.ep_size, dtype=torch.bool, device=ranks.device).scatter_(1, ranks, True)
+        choices = ranks.new_zeros(self.ep_size).scatter_add_(0, ranks.flatten(), torch.ones_like(ranks).flatten())
+        sent = torch.stack((goes.sum(dim=0), choices), dim=1)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.ep_group)
+        of_sent, of_received = torch.stack((sent, received)).tolist()
+        self._splits = [rows for rows, _ in of_sent], [rows for rows, _ in of_received]
+        self._num_choices = sum(choices for _, choices in of_received)
+        numbers = torch.arange(self.ep_size, device=ranks.device)
+        self._to_ranks = sorted_by(torch.where(goes, numbers, self.ep_size), self.ep_size, sum(self._splits[0]))
+        return spread(tokens, self._to_ranks), spread(with_numbers, self._to_ranks)
+
+    def token_dispatch(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Exchange both over the ep group."""
+        if self.ep_size == 1:
+            return tokens, probs
+        sent, received = self._splits
+        tokens, probs = (all_to_all(self.ep_group, x, received, sent) for x in (tokens, probs))
+        return tokens, probs
+
+    def dispatch_postprocess(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Sort by expert: the arguments of ``GroupedExperts``."""
+        probs, numbers = probs.chunk(2, dim=1)
+        experts = numbers.detach().long() - self._first
+        experts = experts.where((experts >= 0) & (experts < self._num_local), self._num_local)
+        self._to_experts = found = sorted_by(experts, self._num_local, self._num_choices)
+        return spread(tokens, found), found.ends, probs.flatten().gather(0, found.choices)
+
+    def combine_preprocess(self, outputs: Tensor) -> Tensor:
+        """Add up what this rank's experts made of each token."""
+        return collected(outputs, self._to_experts)
+
+    def token_combine(self, outputs: Tensor) -> Tensor:
+        """Exchange the sums back."""
+        if self.ep_size == 1:
+            return outputs
+        sent, received = self._splits
+        back: Tensor = all_to_all(self.ep_group, outputs, sent, received)
+        return back
+
+    def combine_postprocess(self, outputs: Tensor) -> Tensor:
+        """Add up what the ranks sent, [s or s/tp, b, h]."""
+        if self.ep_size > 1:
+            outputs = collected(outputs, self._to_ranks)
+        return outputs.view(self._shape)

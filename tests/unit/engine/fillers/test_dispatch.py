@@ -1,0 +1,58 @@
+"""Experts without Megatron's layer: sorting by goals, and grouped products, beside loops over tokens in fp32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_megatron.engine.fillers.dispatch import collected, sorted_by, spread
+from lightning_megatron.engine.fillers.experts import _products
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def test_rows_stand_in_front_of_each_of_their_goals() -> None:
+    goals = torch.tensor([[2, 0], [3, 2], [0, 3], [3, 3]])
+    found = sorted_by(goals, 3, 4)
+    assert found.rows.tolist() == [0, 2, 0, 1]
+    assert found.choices.tolist() == [1, 4, 0, 3]
+    assert found.places.tolist() == [[2, 0], [4, 3], [1, 4], [4, 4]]
+    assert found.ends.tolist() == [2, 2, 4]
+
+
+def test_what_is_spread_and_collected_is_counted_and_so_are_gradients() -> None:
+    goals = torch.tensor([[2, 0], [3, 2], [0, 3], [3, 3]])
+    found = sorted_by(goals, 3, 4)
+    x = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    counts = (goals < 3).sum(1, keepdim=True)
+    torch.testing.assert_close(collected(spread(x, found), found), x * counts)
+    assert torch.autograd.gradcheck(lambda y: spread(y, found).sin(), x)
+    assert torch.autograd.gradcheck(lambda y: collected(y, found).sin(), x)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_grouped_products_are_those_of_each_expert_in_fp32(device: str) -> None:
+    """One expert has no token. In bf16 (on a GPU) a product and its gradients are rounded once."""
+    on_gpu = device == "cuda"
+    sizes, width, rows = ([300, 0, 17, 195], 256, 384) if on_gpu else ([5, 0, 1, 4], 8, 12)
+    tokens = torch.randn(sum(sizes), width, device=device, dtype=torch.bfloat16 if on_gpu else torch.float32)
+    weights = torch.nn.Parameter(torch.randn(len(sizes), rows, width, device=device).to(tokens.dtype))
+    tokens.requires_grad_()
+    upstream = torch.randn(sum(sizes), rows, device=device).to(tokens.dtype)
+    expected_inputs = [each.detach().float().requires_grad_() for each in (tokens, weights)]
+    parts = zip(expected_inputs[0].split(sizes), expected_inputs[1], strict=True)
+    expected = torch.cat([part @ weight.t() for part, weight in parts])
+    expected.backward(upstream.float())
+
+    weights.main_grad = torch.ones_like(weights, dtype=torch.float32)  # type: ignore[attr-defined]
+    ends = torch.tensor(sizes, device=device).cumsum(0).int()
+    got = _products(tokens, weights, ends)
+    got.backward(upstream)
+
+    rounded = {"rtol": 2**-7, "atol": 0.2} if on_gpu else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(got.float(), expected, **rounded)
+    torch.testing.assert_close(tokens.grad.float(), expected_inputs[0].grad, **rounded)  # type: ignore[union-attr]
+    torch.testing.assert_close(weights.main_grad - 1.0, expected_inputs[1].grad, **rounded)  # type: ignore[operator]
+    assert weights.grad_added_to_main_grad  # type: ignore[attr-defined]
+    again = _products(tokens, weights, ends)
+    assert torch.equal(again, got)
