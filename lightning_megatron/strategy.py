@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from lightning_megatron.checkpoint.load import LoadFrom, read_weights
 from lightning_megatron.checkpoint.save import write_weights
-from lightning_megatron.checkpoint.state import RunState
+from lightning_megatron.checkpoint.state import EXPERT_BIAS, RunState
 from lightning_megatron.checkpointing import Checkpointing
 from lightning_megatron.data.broadcast import broadcast_batch
 from lightning_megatron.data.loader import (
@@ -556,12 +556,14 @@ class MegatronStrategy(ParallelStrategy):
 
     def _run_state(self, *, with_optimizer: bool) -> RunState:
         module = self._module
+        has_bias = self._overrides.transformer.get("moe_router_enable_expert_bias")
+        description = {**getattr(module, "model_description", {}), **({EXPERT_BIAS: True} if has_bias else {})}
         return RunState(
             chunks=self._chunks,
             optimizer=self.megatron_optimizer if with_optimizer else None,
             rng=ready(ready(self._runtime, "setup_environment").rng, "setup_environment"),
             topology=self.topology,
-            model_description=getattr(module, "model_description", {}),
+            model_description=description,
             hugging_face_config=getattr(module, "hugging_face_config", None),
             base=getattr(getattr(module, "adaptation", None), "base", None),
         )

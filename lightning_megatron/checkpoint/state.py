@@ -47,6 +47,9 @@ FORMAT_VERSION = 1
 OWN_KEYS = {"format_version", "layout", "has_optimizer", "optimizer_format", "model_description"}
 """What ``meta.pt`` always holds."""
 
+EXPERT_BIAS = "transformer_config_overrides.moe_router_enable_expert_bias"
+"""In the description of a model whose router has biases and sigmoids, which no config of Hugging Face tells."""
+
 SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
 """megatron-core 0.16.1, optimizer/distrib_optimizer.py: the default type raises on every save."""
 
@@ -246,12 +249,13 @@ def check_fits(run: RunState, meta: Mapping[str, Any], path: Path) -> None:
 
 def _check_same(run: RunState, meta: Mapping[str, Any], path: Path, free: set[str]) -> None:
     saved, wanted = _flat(meta["model_description"]), _flat(run.model_description)
-    for name in wanted:
-        is_told = name in saved or name == "lora"  # of which checkpoints from before there were adapters say nothing
-        if name not in free and is_told and saved.get(name) != wanted[name]:
+    for name in (*wanted, EXPERT_BIAS):
+        # Checkpoints from before there were adapters, or of models without biases, say nothing of these.
+        is_told = name in saved or name in ("lora", EXPERT_BIAS)
+        if name not in free and is_told and saved.get(name) != wanted.get(name):
             raise CheckpointError(
-                f"checkpoint {path} is of another model: {name}={saved.get(name)} there and {wanted[name]} here; give "
-                "the model's config the checkpoint's values"
+                f"checkpoint {path} is of another model: {name}={saved.get(name)} there and {wanted.get(name)} here; "
+                "give the model's config the checkpoint's values"
             )
     if meta.get("part") == "adapters" and run.base is None:
         raise CheckpointError(

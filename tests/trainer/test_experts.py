@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,6 +142,16 @@ def _export(run: Run, folder: str) -> None:
     fit(run)[0].lightning_module.save_pretrained(folder)
 
 
+def _converted(path: Path, folder: Path) -> str:
+    from lightning_megatron import CheckpointError
+    from lightning_megatron.convert.convert import convert
+    from lightning_megatron.convert.options import ConvertOptions
+
+    with pytest.raises(CheckpointError) as error:
+        convert(ConvertOptions(load_path=path, save_path=folder, to="hf"))
+    return str(error.value)
+
+
 def _go_on(run: Run) -> str:
     from lightning_megatron import CheckpointError
 
@@ -155,6 +166,8 @@ def test_biases_are_not_left_out_silently(tmp_path: Any) -> None:
         run_ranks(_export, 1, biased, str(tmp_path / "hf"))
     run_ranks(train_and_save, 1, biased, path)
     (told,) = run_ranks(_go_on, 1, RUN.but(ckpt_path=str(path)))
+    assert "expert_bias=True there and None here" in told
+    (told,) = run_ranks(_converted, 1, path, tmp_path / "converted")
     assert "expert_bias" in told
     run_ranks(train_and_save, 1, RUN, path)
     (told,) = run_ranks(_go_on, 1, biased.but(ckpt_path=str(path)))
