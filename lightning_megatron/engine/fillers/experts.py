@@ -50,11 +50,11 @@ class Router(TopKRouter):
         counts: [experts], fp32: how many tokens of this rank's copy of the model went to each in the step.
     """
 
-    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
-        """Take what Megatron-Core passes to its own router."""
-        super().__init__(config=config, pg_collection=pg_collection)
-        frequency = config.moe_layer_freq
-        self._num_layers = sum(frequency) if isinstance(frequency, list) else config.num_layers
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Take what Megatron-Core passes to its own router, of which 0.19 has more."""
+        super().__init__(*args, **kwargs)
+        frequency = self.config.moe_layer_freq
+        self._num_layers = sum(frequency) if isinstance(frequency, list) else self.config.num_layers
         self.tokens: Tensor | None = None
         self.loss: Tensor | None = None
         self.counts: Tensor | None = None
@@ -172,9 +172,14 @@ class GroupedExperts(MegatronModule):
     """
 
     def __init__(
-        self, num_local_experts: int, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection | None = None,
+        name: str | None = None,
     ) -> None:
-        """Create the weights; arguments are those of Megatron's ``SequentialMLP``."""
+        """Create the weights; arguments are those of Megatron's ``SequentialMLP``, ``name`` from 0.19 on."""
+        del name
         super().__init__(config=config)
         assert pg_collection is not None
         self._ep, self._dp = pg_collection.ep, pg_collection.expt_dp
