@@ -27,17 +27,24 @@ _TIMES_HUGGING_FACE = 2.0
 
 def _hugging_face(name: str, dtype: str) -> dict[str, torch.Tensor]:
     """Logits at real positions, the loss and the gradients, on one GPU."""
+    from transformers.core_model_loading import revert_weight_conversion
+
     model, rows = wide_model(name)
     model = model.to(getattr(torch, dtype)).cuda()
     batch = {key: torch.stack([row[key] for row in rows]).cuda() for key in rows[0]}
     output = model(**batch)
     output.loss.float().backward()
     logits = output.get("logits", output.get("prediction_logits"))
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {
         "logits": logits[_real(rows)].detach().float().cpu(),
         "loss": output.loss.detach().float().cpu(),
-        "gradients": torch.cat([p.grad.float().flatten().cpu() for p in model.parameters() if p.grad is not None]),
+        "gradients": _flat(revert_weight_conversion(model, gradients)),
     }
+
+
+def _flat(gradients: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([gradients[name].float().flatten().cpu() for name in sorted(gradients)])
 
 
 def _real(rows: Rows) -> torch.Tensor:
@@ -53,11 +60,10 @@ def _ours(name: str, layout: Layout) -> dict[str, torch.Tensor]:
         answers: list[FamilyAnswer] = run_ranks(answer_of_family, layout.world_size, directory, case, rows, None, None)
     last = sorted((each for each in answers if each.outputs and each.cp_rank == 0), key=lambda each: each.tp_rank)
     logits = torch.cat([answer.outputs[0] for answer in last], dim=-1)[..., : model.config.vocab_size]
-    gradients = [answers[0].gradients[key] for key, p in model.named_parameters() if key in answers[0].gradients]
     return {
         "logits": logits[_real(rows)],
         "loss": torch.tensor(answers[0].loss),
-        "gradients": torch.cat([gradient.float().flatten() for gradient in gradients]),
+        "gradients": _flat(answers[0].gradients),
     }
 
 

@@ -47,7 +47,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", {**_LIKE_LLAMA, **_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "gemma3_text": ("Gemma3Text", {**_LIKE_LLAMA, **_GEMMA, "sliding_window_pattern": 3}),
     "phi3": ("Phi3", {**_LIKE_LLAMA, "pad_token_id": 0}),
-    "olmo2": ("Olmo2", _LIKE_LLAMA),
+    "olmo2": ("Olmo2", {**_LIKE_LLAMA, "pad_token_id": 0}),
     "granite": ("Granite", {**_LIKE_LLAMA, **_MULTIPLIERS}),
     "starcoder2": ("Starcoder2", {**_LIKE_LLAMA, "sliding_window": 5}),
     "gpt_neox": ("GPTNeoX", {**_LIKE_LLAMA, **_rope("default", partial_rotary_factor=0.5)}),
