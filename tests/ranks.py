@@ -250,7 +250,7 @@ _pool = RankPool()
 atexit.register(_pool.close)
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 200.0) -> list[Any]:
     """Run ``fn(*args)`` on ``world_size`` ranks and return the results in rank order.
 
     Args:

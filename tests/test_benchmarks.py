@@ -79,6 +79,7 @@ def _measure_checkpoints(folder: str, output: str) -> int:
     return code + checkpoint.main([*common, "--part", "resume", "--resume-layout", "pp=2"])
 
 
+@pytest.mark.exhaustive
 def test_saves_and_a_resume_are_measured(tmp_path: Path) -> None:
     assert run_ranks(_measure_checkpoints, 2, str(tmp_path), str(tmp_path / "out.jsonl")) == [0, 0]
 
@@ -159,6 +160,7 @@ def _converge(folder: str) -> int:
     return convergence.main(["--case", "smoke-fp8", "--text", str(text), *few, "--output", f"{folder}/a/losses.json"])
 
 
+@pytest.mark.exhaustive
 def test_losses_of_bf16_and_fp8_on_text_are_kept_and_drawn(tmp_path: Path) -> None:
     assert run_ranks(_converge, 1, str(tmp_path)) == [0]
     found = json.loads((tmp_path / "a" / "losses.json").read_text())

@@ -69,7 +69,7 @@ def test_a_failing_rank_ends_the_others_and_shows_its_traceback_and_output() -> 
     assert caught.value.error_type == "KeyError"
     assert "about to fail" in str(caught.value)
     assert "_fail_on_rank_one" in str(caught.value)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
 
 
 def test_a_killed_rank_is_noticed_at_once() -> None:
@@ -78,7 +78,7 @@ def test_a_killed_rank_is_noticed_at_once() -> None:
         run_ranks(_die_on_rank_one, 2)
     assert caught.value.rank == 1
     assert "killed while still running: ranks 0" in str(caught.value)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
 
 
 def test_a_hanging_rank_is_killed_and_its_stack_is_shown() -> None:
@@ -86,7 +86,7 @@ def test_a_hanging_rank_is_killed_and_its_stack_is_shown() -> None:
     with pytest.raises(RankError, match="did not end within 1 s on ranks 0, 1") as caught:
         run_ranks(_sleep_forever_here, 2, timeout=1)
     assert "_sleep_forever_here" in str(caught.value).split("their stacks:")[1]
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
 
 
 def test_what_is_imported_once_for_all_ranks_exists() -> None:

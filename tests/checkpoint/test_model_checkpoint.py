@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.checkpoint.find import is_own_within
 from tests.checkpoint.runs import GLOBAL_BATCH, Run, checkpoints_at, fit, rows_dataset
 from tests.ranks import run_ranks
 
@@ -113,38 +112,3 @@ def test_a_new_trainer_finds_the_last_checkpoint_and_old_ones_are_deleted(tmp_pa
     # The step after the last checkpoint is done again; of the folders and the link, the newest are left.
     assert second == [([5, 6, 7], ["last.ckpt", "step=6.ckpt"])] * 2
     assert (tmp_path / "last.ckpt").is_symlink()
-
-
-@pytest.mark.parametrize(
-    ("name", "is_own"),
-    [
-        ("step=1.ckpt", True),
-        ("dangling", True),
-        ("nothing.ckpt", True),
-        ("link_out_of_the_folder", True),  # only the link would go
-        ("link_to_documents", False),
-        ("unfinished.ckpt", False),
-        ("../others.ckpt", False),
-        ("../documents", False),
-        ("elsewhere/others.ckpt", False),
-        ("below/../../checkpoints/step=1.ckpt", True),
-    ],
-)
-def test_what_is_a_checkpoint_of_a_folder_and_what_only_says_so(tmp_path: Path, name: str, is_own: bool) -> None:
-    folder = tmp_path / "checkpoints"
-    for place in (folder / "step=1.ckpt", folder / "below" / "step=2.ckpt", tmp_path / "others.ckpt"):
-        place.mkdir(parents=True)
-        for file in ("meta.pt", ".metadata", "metadata.json", "common.pt", "checksums.json"):
-            (place / file).touch()
-    for place in (folder / "unfinished.ckpt", tmp_path / "documents"):
-        place.mkdir()
-        (place / "common.pt").touch()
-    links = {
-        "dangling": "step=0.ckpt",
-        "link_out_of_the_folder": "../others.ckpt",
-        "link_to_documents": "../documents",
-        "elsewhere": "..",
-    }
-    for link, target in links.items():
-        (folder / link).symlink_to(target)
-    assert is_own_within(folder / name, [tmp_path / "another", folder]) == is_own

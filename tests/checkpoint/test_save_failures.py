@@ -137,7 +137,7 @@ def _fail_on_one_rank(run: Run, folder: Path) -> None:
 def test_a_rank_that_fails_alone_does_not_wait_for_the_others(tmp_path: Path) -> None:
     run = RUN.but(strategy={"tp": 1, "async_save": True}, trainer={"enable_checkpointing": True})
     with pytest.raises(RankError, match="a bad sample") as caught:
-        run_ranks(_fail_on_one_rank, 2, run, tmp_path, timeout=20)
+        run_ranks(_fail_on_one_rank, 2, run, tmp_path, timeout=60)
     assert (caught.value.rank, caught.value.error_type) == (1, "DataError")
     assert "rescue.ckpt is not written: not all ranks have failed" in str(caught.value)
     assert _names(tmp_path) == ["step=2.ckpt"]

@@ -180,7 +180,7 @@ def test_the_command_line_ends_with_143_and_the_next_run_finds_the_checkpoint(tm
     try:
         _wait_for(lambda: any(tmp_path.rglob("version_0/checkpoints/*.ckpt")))
         run.send_signal(signal.SIGTERM)
-        _, err = run.communicate(timeout=60)
+        _, err = run.communicate(timeout=200)
     finally:
         run.kill()
 

@@ -20,7 +20,7 @@ from tests.cli.command import run_cli
 from tests.launch.test_started_by import _ends, _environment
 from tests.ranks import RankError, run_ranks
 
-_TIMEOUT = timedelta(seconds=20)
+_TIMEOUT = timedelta(seconds=60)
 
 
 def _sum_of_ranks(port: int, last: int, *, is_ours: bool = True) -> float:
@@ -91,7 +91,7 @@ def test_what_was_killed_or_failed_is_started_again(
 ) -> None:
     script = _DIES.replace("sys.argv[1]", repr(str(code)))
     command = [sys.executable, "-c", _SUPERVISED, script, str(max_restarts)]
-    ran = subprocess.run(command, cwd=tmp_path, env=_environment(), capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(command, cwd=tmp_path, env=_environment(), capture_output=True, text=True, timeout=200)
     assert ran.returncode == ends, ran.stderr
     assert (tmp_path / "starts").read_text() == "x" * starts
     assert (tmp_path / "is_of_this_run").read_text() == str(starts > 1)
@@ -104,7 +104,7 @@ def test_what_was_killed_or_failed_is_started_again(
     left = int((tmp_path / "left").read_text())
     if ends == 0:
         os.kill(left, signal.SIGKILL)  # what a run that is done has left may go on
-    assert _ends(left, seconds=5)
+    assert _ends(left, seconds=30)
 
 
 def test_a_signal_is_passed_on_and_ends_the_restarts(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_signal_is_passed_on_and_ends_the_restarts(tmp_path: Path) -> None:
         while not (tmp_path / "up").exists():
             time.sleep(0.05)
         process.terminate()
-        assert process.wait(timeout=30) == 5
+        assert process.wait(timeout=200) == 5
 
 
 def test_wrong_restarts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,7 +143,7 @@ def test_a_script_without_a_guard_runs_once_in_each_rank_and_waits_for_what_othe
 def test_no_rank_is_left_alone(end: str, code: int, is_waited_for: bool, tmp_path: Path) -> None:
     codes, printed = _run("lightning", end, tmp_path)
     assert codes == [code], printed
-    assert _ends(int((tmp_path / "pid_1").read_text()), seconds=5)
+    assert _ends(int((tmp_path / "pid_1").read_text()), seconds=30)
     assert (tmp_path / "after").exists() == is_waited_for
 
 

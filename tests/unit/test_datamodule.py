@@ -52,44 +52,6 @@ def _expected(tmp_path: Path, num_samples: int | None, name: str = "train") -> N
     return engine_rows(engine_dataset(blend, split="8,1,1", name=name, num_samples=num_samples, seq_length=SEQ_LENGTH))
 
 
-@pytest.mark.parametrize(
-    ("saved_at", "layout", "early_question", "num_workers"),
-    [(3, (3, 2), True, 0), (7, (2, 3), False, 2)],
-)
-def test_a_resumed_run_goes_on_with_the_next_sample(
-    tmp_path: Path,
-    documents: list[NDArray[np.uint16]],
-    saved_at: int,
-    layout: tuple[int, int],
-    early_question: bool,
-    num_workers: int,
-) -> None:
-    checkpoint = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=1, filename="{step}")
-    first = Recorder()
-    make_trainer(
-        tmp_path,
-        OneOfManyRanks(num_microbatches=6),
-        max_steps=12,
-        enable_checkpointing=True,
-        callbacks=[checkpoint],
-    ).fit(first, datamodule=make_data(tmp_path, num_workers=num_workers))
-
-    dp, num_microbatches = layout
-    resumed = []
-    for rank in range(dp):
-        module = Recorder(early_question)
-        strategy = OneOfManyRanks(dp=dp, dp_rank=rank, num_microbatches=num_microbatches)
-        trainer = make_trainer(tmp_path, strategy, max_steps=12)
-        data = make_data(tmp_path, num_workers=num_workers)
-        trainer.fit(module, datamodule=data, ckpt_path=str(tmp_path / f"step={saved_at}.ckpt"))
-        assert trainer.global_step == 12
-        resumed.append(module.rows.reshape(12 - saved_at, num_microbatches, 1, 2, -1))
-
-    whole = _expected(tmp_path, 12 * 12)[: 12 * 12]
-    assert np.array_equal(np.concatenate(resumed, axis=2).reshape(-1, SEQ_LENGTH + 1), whole[saved_at * 12 :])
-    assert np.array_equal(first.rows, whole)
-
-
 @pytest.mark.parametrize(("num_microbatches", "max_steps"), [(12, 9), (3, 10)])
 def test_a_run_resumed_with_another_batch_size_or_length_skips_and_repeats_nothing_in_a_pass(
     tmp_path: Path, documents: list[NDArray[np.uint16]], num_microbatches: int, max_steps: int

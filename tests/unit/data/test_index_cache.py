@@ -100,7 +100,7 @@ def test_processes_that_start_at_once_build_an_index_once(tmp_path: Path) -> Non
     processes = [context.Process(target=job, daemon=True) for _ in range(4)]
     for process in processes:
         process.start()
-    outcomes = [results.get(timeout=60) for _ in processes]
+    outcomes = [results.get(timeout=200) for _ in processes]
     for process in processes:
         process.join()
 

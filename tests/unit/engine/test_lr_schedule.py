@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from typing import Any
 
@@ -118,19 +117,6 @@ def test_the_settings_of_the_run_win_over_those_in_groups() -> None:
     scheduler = _scheduler(optimizer, schedule, lr=1.0, weight_decay=0.1, total_steps=4)
     assert [lr for (lr,) in _run(scheduler, 5)] == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
     assert optimizer.param_groups[0]["weight_decay"] == 0.1
-
-
-def test_a_resumed_scheduler_continues_on_the_same_curve() -> None:
-    whole = _run(_scheduler(_optimizer(), LINEAR, lr=1.0, total_steps=9), 9)
-    first = _scheduler(_optimizer(), LINEAR, lr=1.0, total_steps=9)
-    before = _run(first, 4)
-    file = io.BytesIO()
-    torch.save(first.state_dict(), file)
-    file.seek(0)
-    second = _scheduler(_optimizer(), LINEAR, lr=1.0, total_steps=9)
-    second.load_state_dict(torch.load(file, weights_only=True))
-    assert second.get_last_lr() == first.get_last_lr()
-    assert before + _run(second, 5) == whole
 
 
 def test_the_state_of_another_scheduler_is_refused() -> None:

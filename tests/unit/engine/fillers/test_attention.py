@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -17,7 +16,6 @@ from transformers.models.falcon import modeling_falcon
 
 from lightning_megatron.engine.fillers.attention import SDPAttention
 from lightning_megatron.engine.fillers.kv_cache import KeyValueCache
-from lightning_megatron.engine.runtime import emulated_cuda
 from lightning_megatron.errors import ConfigError
 
 HEADS, WIDTH, LENGTH = 6, 8, 12
@@ -201,29 +199,6 @@ def test_it_equals_the_engines_attention_which_still_refuses_a_bias() -> None:
     torch.testing.assert_close(ours(*_qkv(), None), theirs(*_qkv(), None), rtol=1e-5, atol=1e-5)
     with pytest.raises(AssertionError, match="Attention bias is not supported"):
         theirs(*_qkv(), None, attention_bias=torch.zeros(1, HEADS, LENGTH, LENGTH))
-
-
-def test_dropout_is_drawn_in_training_only_and_keeps_the_mean() -> None:
-    layer = SDPAttention(_config(attention_dropout=0.5), 1, AttnMaskType.no_mask, "self")
-    q, k = torch.zeros(1, 2, HEADS, WIDTH), torch.zeros(4000, 2, HEADS, WIDTH)
-    torch.manual_seed(1)
-    out = layer(q, k, torch.ones_like(k), None)
-    # A mean of 4000 draws of 0 or 2 has a standard deviation of 1/63.
-    assert 0.0 < (out - 1.0).abs().max() < 0.1
-    torch.testing.assert_close(layer.eval()(q, k, torch.ones_like(k), None), torch.ones(1, 2, HEADS * WIDTH))
-
-
-@pytest.mark.parametrize(("tp", "sequence_parallel", "forks"), [(1, False, False), (2, False, True), (2, True, False)])
-def test_tp_ranks_draw_from_the_tracked_stream(tp: int, sequence_parallel: bool, forks: bool) -> None:
-    fields = {"tensor_model_parallel_size": tp, "sequence_parallel": sequence_parallel, "attention_dropout": 0.5}
-    layer = SDPAttention(_config(**fields), 1, AttnMaskType.causal, "self")
-    with emulated_cuda():
-        model_parallel_cuda_manual_seed(3, force_reset_rng=True, tp_rank=0, ep_rank=0, etp_rank=0)
-        default, tracked = torch.get_rng_state(), get_cuda_rng_tracker().get_states()["model-parallel-rng"]
-        layer(*_qkv(), None)
-        default_unchanged = torch.equal(default, torch.get_rng_state())
-        tracked_unchanged = torch.equal(tracked, get_cuda_rng_tracker().get_states()["model-parallel-rng"])
-    assert (default_unchanged, tracked_unchanged) == (forks, not forks)
 
 
 def test_what_it_does_not_compute_is_refused() -> None:

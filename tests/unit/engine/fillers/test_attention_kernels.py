@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -102,11 +102,16 @@ def test_blocks_of_other_documents_and_of_padding_are_not_computed(length: int) 
 @pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
 @pytest.mark.parametrize(
     ("pattern", "has_segments", "kind"),
-    [(PATTERNS[0], True, "bloom"), (PATTERNS[4], True, "falcon"), (PATTERNS[2], False, None)],
+    [
+        (PATTERNS[0], True, "bloom"),
+        (PATTERNS[4], True, "falcon"),
+        (PATTERNS[2], False, None),
+        (PATTERNS[0], True, "capped"),
+    ],
     ids=str,
 )
 def test_single_pairs_are_scored_as_the_dense_mask_says(
-    pattern: Pattern, has_segments: bool, kind: AlibiKind | None
+    pattern: Pattern, has_segments: bool, kind: AlibiKind | Literal["capped"] | None
 ) -> None:
     generator = torch.Generator().manual_seed(3)
     cpu, rows = torch.device("cpu"), 3
@@ -114,29 +119,19 @@ def test_single_pairs_are_scored_as_the_dense_mask_says(
     k, v = (torch.randn(rows, 2, pattern.num_keys, WIDTH, generator=generator) for _ in range(2))
     segments = _segments(pattern.num_keys, rows) if has_segments else None
     biases = None
-    if kind is not None:
+    if kind not in (None, "capped"):
         alibi = Alibi(kind=kind, num_heads=8, first_head=4, num_local_heads=HEADS, scale=0.25)
         biases = key_biases(alibi, segments, pattern.num_keys, cpu)
     mask = block_mask(segments, pattern, cpu)
     with torch.no_grad():
-        got = attention.attend_by_blocks(q, k, v, mask, pattern, biases, 0.3)
+        got = attention.attend_by_blocks(q, k, v, mask, pattern, 0.5 if kind == "capped" else biases, 0.3)
     bias = None if biases is None else relative(biases, pattern.num_queries)
     hidden = hidden_keys(segments, pattern, cpu)
     scores = None if hidden is None and bias is None else added_scores(hidden, bias, q.dtype)
-    expected = F.scaled_dot_product_attention(q, k, v, scores, scale=0.3, enable_gqa=True)
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
-def test_capped_scores_of_single_pairs_are_those_of_the_dense_way() -> None:
-    generator, pattern, cpu = torch.Generator().manual_seed(3), PATTERNS[0], torch.device("cpu")
-    q = torch.randn(3, HEADS, pattern.num_queries, WIDTH, generator=generator)
-    k, v = (torch.randn(3, 2, pattern.num_keys, WIDTH, generator=generator) for _ in range(2))
-    segments = _segments(pattern.num_keys, 3)
-    mask, hidden = block_mask(segments, pattern, cpu), hidden_keys(segments, pattern, cpu)
-    with torch.no_grad():
-        got = attention.attend_by_blocks(q, k, v, mask, pattern, 0.5, 0.3)
-    expected = attend_capped(q, k, v, added_scores(hidden, None, q.dtype), 0.0, 0.3, 0.5)
+    if kind == "capped":
+        expected = attend_capped(q, k, v, scores, 0.0, 0.3, 0.5)
+    else:
+        expected = F.scaled_dot_product_attention(q, k, v, scores, scale=0.3, enable_gqa=True)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -49,11 +49,18 @@ def _ours(
     return losses.detach(), gradient
 
 
-@pytest.mark.usefixtures("one_rank")
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> str:
+    """With one rank's groups, on a GPU without the emulated CUDA of ``one_rank``."""
+    request.getfixturevalue("one_rank" if request.param == "cpu" else "one_gpu")
+    return str(request.param)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 @pytest.mark.parametrize("padded", [VOCAB, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_one_rank_equals_a_dense_softmax(padded: int, dtype: torch.dtype) -> None:
-    logits, labels, weights = _case(padded, dtype)
+def test_one_rank_equals_a_dense_softmax(padded: int, dtype: torch.dtype, device: str) -> None:
+    logits, labels, weights = (x.to(device) for x in _case(padded, dtype))
     losses, gradient = _ours(logits, labels, weights, 0)
     expected_losses, expected_gradient = _dense(logits, labels, weights)
     assert losses.dtype == torch.float32
@@ -92,6 +99,24 @@ def test_a_split_vocabulary_equals_a_dense_softmax_also_where_a_whole_shard_is_p
     assert not gradient[..., VOCAB:].any()
 
 
+@pytest.fixture
+def world() -> Iterator[Any]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def one_gpu(world: Any) -> Iterator[None]:
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel()
+    yield
+    parallel_state.destroy_model_parallel()
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_upstream_still_gives_padding_a_share_and_ignored_labels_a_gradient() -> None:
     logits, labels, weights = _case(16)
@@ -100,35 +125,6 @@ def test_upstream_still_gives_padding_a_share_and_ignored_labels_a_gradient() ->
     (gradient,) = torch.autograd.grad((losses * weights).sum(), leaf)
     assert gradient[..., VOCAB:].abs().max() > 0.1
     assert gradient[0, 0].any()
-
-
-@pytest.fixture
-def world() -> Iterator[Any]:
-    """A process group without the emulated CUDA of ``one_rank``."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_the_compiled_loss_is_right_on_cuda(dtype: torch.dtype, world: Any) -> None:
-    from megatron.core import parallel_state
-
-    parallel_state.initialize_model_parallel()
-    try:
-        logits, labels, weights = (x.cuda() for x in _case(16, dtype))
-        losses, gradient = _ours(logits, labels, weights, 0)
-        expected_losses, expected_gradient = _dense(logits, labels, weights)
-        tolerance = max(1e-5, 2 * torch.finfo(dtype).eps)
-        torch.testing.assert_close(losses.double(), expected_losses, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(gradient.double(), expected_gradient, rtol=tolerance, atol=tolerance)
-        assert gradient.dtype == dtype
-        assert not gradient[..., VOCAB:].any()
-    finally:
-        parallel_state.destroy_model_parallel()
 
 
 def test_the_compiled_loss_keeps_no_float32_copy_of_the_logits(world: Any) -> None:
