@@ -12,6 +12,7 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from lightning_megatron.engine.fillers.kernels import (
     _LookUp,
@@ -175,3 +176,9 @@ def test_the_engine_still_rotates_eagerly_and_has_a_swiglu_of_its_own() -> None:
     assert not hasattr(rope_utils._apply_rotary_pos_emb_bshd, "_torchdynamo_orig_callable")
     assert issubclass(fused_bias_swiglu.SwiGLUFunction, torch.autograd.Function)
     assert fused_bias_swiglu.SwiGLUFunction.__module__ == "megatron.core.fusions.fused_bias_swiglu"
+
+
+def test_the_engines_norm_still_refuses_sequence_parallelism() -> None:
+    sizes = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "use_cpu_initialization": True}
+    with pytest.raises(AssertionError, match="sequence parallel not supported"):
+        WrappedTorchNorm(TransformerConfig(**sizes, sequence_parallel=True, tensor_model_parallel_size=2), 16)

@@ -12,7 +12,6 @@ from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_ent
 
 from lightning_megatron.engine.fillers.loss import token_losses
 from lightning_megatron.models.chunk import hide_padded_vocab_
-from tests.ranks import run_ranks
 
 VOCAB, S, B = 11, 6, 3
 
@@ -72,31 +71,6 @@ def test_one_rank_equals_a_dense_softmax(padded: int, dtype: torch.dtype, device
     assert not gradient[..., VOCAB:].any()
     assert losses[0, 0] == losses[5, 2] == 0
     assert not gradient[[0, 5], [0, 2]].any()
-
-
-def _split(padded: int) -> tuple[torch.Tensor, torch.Tensor]:
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
-    from lightning_megatron.engine.runtime import emulated_cuda
-
-    dist.init_process_group("gloo")
-    with emulated_cuda():
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
-        logits, labels, weights = _case(padded)
-        shard = logits.chunk(dist.get_world_size(), dim=-1)[dist.get_rank()].contiguous()
-        return _ours(shard, labels, weights, dist.get_rank())
-
-
-@pytest.mark.parametrize(("tp", "padded"), [(2, 12), (4, 32)])
-def test_a_split_vocabulary_equals_a_dense_softmax_also_where_a_whole_shard_is_padding(tp: int, padded: int) -> None:
-    expected_losses, expected_gradient = _dense(*_case(padded))
-    shards = run_ranks(_split, tp, padded)
-    for losses, _ in shards:
-        torch.testing.assert_close(losses.double(), expected_losses, rtol=1e-5, atol=1e-5)
-    gradient = torch.cat([shard for _, shard in shards], dim=-1)
-    torch.testing.assert_close(gradient.double(), expected_gradient, rtol=1e-5, atol=1e-5)
-    assert not gradient[..., VOCAB:].any()
 
 
 @pytest.fixture
