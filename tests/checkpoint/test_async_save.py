@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.engine_runs import RUN, begin_save, change, content_of, engine_run, save
-from tests.checkpoint.runs import Run, checkpoints_at, differences, fit, read_tensors
+from tests.checkpoint.runs import differences, read_tensors
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
@@ -74,29 +74,3 @@ def test_an_abandoned_save_leaves_the_old_checkpoint_and_ends_at_once(tmp_path: 
         assert names == ["a.ckpt"]
         assert content == "old"
         assert seconds < 2  # one piece, of dozens
-
-
-def _blocks_of_memory(run: Run, folder: Path) -> list[tuple[int, int]]:
-    """The block of host memory and its size, before each step, once what gets it is done."""
-    import lightning.pytorch as pl
-
-    blocks = []
-
-    class Looks(pl.Callback):
-        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-            memory = trainer.strategy.checkpointing._memory
-            memory._wait()
-            blocks.append((id(memory._block), memory._size))
-
-    fit(run, Looks(), checkpoints_at(folder))
-    return blocks
-
-
-@pytest.mark.parametrize("strategy", [{}, pytest.param({"tp": 2}, marks=pytest.mark.exhaustive)])
-def test_the_first_save_finds_the_memory_that_it_needs(tmp_path: Path, strategy: dict[str, Any]) -> None:
-    run = Run(strategy={**strategy, "async_save": True}, trainer={"max_steps": 3})
-    for blocks in run_ranks(_blocks_of_memory, 2, run, tmp_path):
-        # Before the first step, behind the first save, and behind the second.
-        assert len(blocks) == 3
-        assert len(set(blocks)) == 1
-        assert blocks[0][1] > 100_000

@@ -90,7 +90,8 @@ def _guarded(strategy: dict[str, Any], folder: Path) -> Guarded:
 @pytest.mark.parametrize(
     "strategy",
     [
-        {"tp": 2},
+        {},
+        pytest.param({"tp": 2}, marks=pytest.mark.exhaustive),
         pytest.param({"tp": 2, "pp": 2}, marks=pytest.mark.exhaustive),
         pytest.param({"pp": 2, "async_save": True, "distributed_optimizer": False}, marks=pytest.mark.exhaustive),
     ],

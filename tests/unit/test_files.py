@@ -11,7 +11,7 @@ import pytest
 from lightning_megatron import files
 from lightning_megatron.checkpoint.save import _start_partial
 from lightning_megatron.errors import CheckpointError, DataError
-from lightning_megatron.files import FolderLock, publish, recover, remove, staged
+from lightning_megatron.files import FolderLock, publish, remove, staged
 
 
 def _folder(path: Path, content: str) -> Path:
@@ -48,15 +48,6 @@ def test_the_new_folder_replaces_whatever_has_the_name(tmp_path: Path, old: str)
     assert not path.is_symlink()
     assert (path / "meta.pt").read_text() == "new"
     assert (tmp_path / "b.ckpt" / "meta.pt").read_text() == "other"
-
-
-def test_what_an_interrupted_swap_left_is_found_and_stays_until_there_is_another(tmp_path: Path) -> None:
-    path = tmp_path / "a.ckpt"
-    replaced = _folder(tmp_path / "a.ckpt.replaced", "old")
-    assert recover(path) == replaced
-    publish(_folder(tmp_path / "a.ckpt.partial", "new"), path)
-    assert recover(path) == path
-    assert _names(tmp_path) == ["a.ckpt"]
 
 
 def test_left_overs_of_killed_programs_are_cleared_and_others_are_not(tmp_path: Path) -> None:

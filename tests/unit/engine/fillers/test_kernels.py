@@ -20,7 +20,7 @@ from lightning_megatron.engine.fillers.kernels import (
     copy,
     embedding,
 )
-from lightning_megatron.engine.patches import ROPE, SWIGLU, WEIGHT_GRADIENTS, active
+from lightning_megatron.engine.patches import SWIGLU, WEIGHT_GRADIENTS, active
 
 FLAG = torch.zeros(1, dtype=torch.int)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -132,33 +132,7 @@ def test_an_embeddings_gradient_is_added_and_autograd_keeps_none(device: str, ti
     assert (weight.grad is None) is tied  # what is not None is looked at by nobody
 
 
-# ---- RoPE -----------------------------------------------------------------------------------------------------------
-
-
-def _rotation(device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    t = torch.randn(6, 2, 3, 8, generator=generator)
-    angles = torch.arange(6.0)[:, None] * torch.tensor([1.0, 0.3, 0.1])  # the last two of eight channels stay
-    return t.to(device).requires_grad_(), torch.cat([angles, angles], -1)[:, None, None].to(device)
-
-
-def _rotated(t: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
-    """Rotation as multiplication of complex numbers."""
-    half = freqs.shape[-1] // 2
-    turned = torch.complex(t[..., :half], t[..., half : 2 * half]) * torch.exp(1j * freqs[..., :half])
-    return torch.cat([turned.real, turned.imag, t[..., 2 * half :]], -1)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_the_rotation_is_that_of_complex_numbers(device: str) -> None:
-    pytest.importorskip("triton")
-    t, freqs = _rotation(device)
-    with active(ROPE):
-        got = rope_utils._apply_rotary_pos_emb_bshd(t, freqs, rotary_interleaved=False)
-    _assert_same_gradients(got, _rotated(t, freqs), t, 1e-5)
-
-
-# ---- SwiGLU ---------------------------------------------------------------------------------------------------------
+# ---- RoPE and SwiGLU -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
