@@ -96,7 +96,7 @@ _STDLIB = sysconfig.get_paths()["stdlib"]
 _EMULATION = os.path.join(_OWN, "engine", "cpu.py")  # around every call of torch
 _DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py")
 _WAITS = re.compile(r"\.wait\(|run_backward")
-_WAITS_FOR_GPU = re.compile(r"\.wait\(|run_backward|\.(item|tolist|cpu|to|copy_|synchronize)\(|\b(float|int|bool)\(")
+_WAITS_FOR_GPU = re.compile(r"\.wait\(|run_backward|\.(item|tolist|cpu|to|copy_)\(|synchronize\(|\b(float|int|bool)\(")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +198,7 @@ class Beat:
     limit: float = 0.0
     """How many it may take where it is."""
     place: str = ""
+    kind: Kind = "setup"
     waits: bool = False
     is_users: bool = False
     samples: int = 0
@@ -233,7 +234,7 @@ def verdict(beats: Mapping[int, Beat], silent: Sequence[int], mine: Beat, most: 
         return None
     hanging = sorted(silent) or [rank for rank, beat in awake.items() if not beat.waits] or _outsiders(awake)
     first = beats[hanging[0]]
-    places = Counter(beat.place for rank, beat in awake.items() if rank not in hanging)
+    places = Counter(beat.place for beat in awake.values() if beat.place != first.place)
     found = "gives no sign of life (stopped, dead, or in code that holds Python's lock), last" if silent else "is"
     names = f"rank {hanging[0]} hangs" if len(hanging) == 1 else f"ranks {', '.join(map(str, hanging[:8]))} hang"
     others = f", and the others {places.most_common(1)[0][0]}" if places else ""
@@ -246,10 +247,10 @@ def verdict(beats: Mapping[int, Beat], silent: Sequence[int], mine: Beat, most: 
 
 
 def _outsiders(awake: Mapping[int, Beat]) -> list[int]:
-    """All wait for each other: the ranks whose place fewest share; of two as rare, that in the user's own code."""
+    """All wait for each other: the ranks whose place fewest share; of those as rare, those in the user's own code."""
     shared = Counter(beat.place for beat in awake.values())
-    rarest = min(awake.values(), key=lambda beat: (shared[beat.place], not beat.is_users, -beat.stale))
-    return [rank for rank, beat in awake.items() if beat.place == rarest.place]
+    rarity = {rank: (shared[beat.place], not beat.is_users) for rank, beat in awake.items()}
+    return [rank for rank in sorted(awake) if rarity[rank] == min(rarity.values())]
 
 
 def straggler(before: Mapping[int, Beat], now: Mapping[int, Beat]) -> tuple[int, str] | None:

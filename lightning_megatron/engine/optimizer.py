@@ -25,7 +25,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 
 from lightning_megatron.engine.fillers.adam import MasterOptimizer
-from lightning_megatron.engine.overrides import configured
+from lightning_megatron.engine.overrides import LEAST_LOSS_SCALE, configured
 from lightning_megatron.errors import ConfigError, as_options, require_choice, require_number
 from lightning_megatron.foreign_names import explains_options
 
@@ -90,6 +90,10 @@ class OptimizerOptions:
         for name in ("beta1", "beta2"):
             if not getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be in [0, 1); correct the optimizer options")
+        for name in ("loss_scale_window", "loss_scale_hysteresis"):
+            require_number(name, getattr(self, name), at_least=1)
+        require_number("min_loss_scale", self.min_loss_scale, LEAST_LOSS_SCALE)
+        require_number("initial_loss_scale", self.initial_loss_scale, self.min_loss_scale)
 
 
 @dataclass(frozen=True, kw_only=True)

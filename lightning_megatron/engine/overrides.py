@@ -23,9 +23,11 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
-from lightning_megatron.errors import ConfigError, require_kind
+from lightning_megatron.errors import ConfigError, require_kind, require_number
 
 _Config = TypeVar("_Config", TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
+LEAST_LOSS_SCALE = 2.0**-24
+"""The smallest number of fp16."""
 _OPTIONS = {
     TransformerConfig: "transformer_config_overrides",
     OptimizerConfig: "optimizer_config_overrides",
@@ -151,6 +153,8 @@ def _check(kind: type, name: str, value: object) -> None:
             raise ConfigError(f"{option}: expected no {name!r}, got {name}={value!r}; {instead}")
     if value is not None or known[name].default is not None:
         require_kind(f"{option}: {name}", value, _annotations(kind)[name])
+    if name == "loss_scale" and value is not None:
+        require_number(f"{option}: {name}", value, LEAST_LOSS_SCALE)
 
 
 @functools.cache

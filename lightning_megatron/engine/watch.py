@@ -139,7 +139,6 @@ class Watch:
         self._steps: deque[float] = deque(maxlen=101)
         """Seconds of each."""
         self._busy: Counter[str] = Counter()
-        self._kind: Kind = "setup"
         self._beat = Beat(limit=self._limit("setup"))
         self._store.set(self._names[self._rank], json.dumps(asdict(self._beat)))
         self._signals = _Signals((signal.SIGTERM, signal.SIGINT))
@@ -207,12 +206,12 @@ class Watch:
         is_step = place.kind == "step"
         if is_step and not place.waits:
             self._busy[str(place)] += 1
-        self._kind = place.kind
         self._beat = Beat(
             number=self._beat.number + 1,
             stale=now - self._progressed,
             limit=self._limit(place.kind),
             place=str(place),
+            kind=place.kind,
             waits=bool(place.waits),
             is_users=place.is_users,
             samples=self._beat.samples + is_step,
@@ -233,7 +232,8 @@ class Watch:
     def _judge(self, now: float) -> None:
         """Propose a verdict if no rank makes progress."""
         most = math.inf
-        if self._asked is not None and self._kind != "checkpoint":  # a save that all ranks have come to may go on
+        is_saved = all(beat.kind == "checkpoint" for beat in (self._beat, *self._beats.values()))
+        if self._asked is not None and not is_saved:  # a save that all ranks have come to may go on
             most = max(self._options.grace, _MEDIANS_OF_GRACE * statistics.median(self._steps or [0.0]))
         mine = self._beat
         if mine.stale < min(mine.limit, most):
@@ -254,9 +254,7 @@ class Watch:
             text += f"; {signal.Signals(signum).name} came {now - since:.0f} s ago, and the run ends without saving"
             found = replace(found, code=128 + signum)
         else:
-            text += (
-                f"; if it only takes long, give MegatronStrategy(heartbeat=Heartbeat({self._kind}=...)) more seconds"
-            )
+            text += f"; if it only takes long, give MegatronStrategy(heartbeat=Heartbeat({mine.kind}=...)) more seconds"
         self._proposal = replace(found, text=text)
         if now - self._answered > _SILENCE:
             self._verdict = self._proposal

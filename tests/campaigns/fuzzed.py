@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import os
 import random
 import shutil
@@ -210,6 +211,8 @@ def prepare(rows: Iterable[str]) -> None:
     """Make the sound files and measure the commands on them, once for all jobs."""
     for row in rows:
         _usual(COMMANDS[row.removeprefix(_ROW)][0])
+    gc.collect()
+    gc.freeze()  # else each fork copies the pages of all that was imported, to visit it
 
 
 def _attempt(command: str, globs: tuple[str, ...], rng: random.Random, folder: Path) -> Outcome:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -78,7 +79,7 @@ BATCH_END = "on_train_batch_end"
             marks=pytest.mark.exhaustive,
         ),
         pytest.param(
-            *({}, _has_a_barrier_of_its_own, BATCH_END, 1, "is in barrier, in "),
+            *({}, _has_a_barrier_of_its_own, "on_train_batch_start", 1, r"is in barrier, in Acts\."),
             id="a barrier of its own",
             marks=pytest.mark.exhaustive,
         ),
@@ -104,21 +105,71 @@ def test_a_run_that_hangs_names_the_rank_and_its_place(
         assert "in _sleeps" not in stacks[0]
 
 
+def _has_a_collective_of_its_own(trainer: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    total = torch.ones(1, device=trainer.strategy.root_device)
+    dist.all_reduce(total)  # NCCL: the host goes on
+    total.item()
+
+
+def _hang_on_gpus(strategy: dict[str, Any], act: Callable[[Any], None], folder: Path) -> None:
+    """Steps are longer than the watch's second, so that it knows how long they take when one hangs."""
+    import lightning.pytorch as pl
+
+    class Slow(pl.Callback):
+        def on_train_batch_start(self, *args: Any) -> None:
+            time.sleep(1.5)
+
+    trainer = {"accelerator": "gpu", "precision": "bf16-mixed", "max_steps": 4, "default_root_dir": str(folder)}
+    fit(
+        Run(strategy={**strategy, "heartbeat": Heartbeat(setup=60, step=5)}, trainer=trainer),
+        *(Slow(), _callback(BATCH_END, act, 1)),
+    )
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize(
+    ("strategy", "act", "told"),
+    [
+        ({"pp": 2}, _sleeps, r"is in Acts\.on_train_batch_end \(.* in _sleeps\)"),
+        ({}, _has_a_collective_of_its_own, r"is in .*, in Acts\.on_train_batch_end \(.* in _has_a_collective"),
+    ],
+    ids=["sleeps", "a collective of its own"],
+)
+def test_a_rank_that_hangs_is_named_while_nccl_waits(
+    tmp_path: Path, strategy: dict[str, Any], act: Callable[[Any], None], told: str
+) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(_hang_on_gpus, 2, strategy, act, tmp_path)
+    lines = re.findall(r"^error: .*", str(caught.value), re.MULTILINE)
+    assert lines, caught.value
+    expected = rf"error: rank 1 hangs: expected progress within 5 s, got none for (\d+) s: rank 1 {told}"
+    found = [re.match(expected, line) for line in lines]
+    assert all(each is not None and int(each[1]) <= 15 for each in found), caught.value
+    for rank in range(2):
+        assert act.__name__ in (tmp_path / "stacks" / "rank_1.txt").read_text()
+        assert pickle.loads((tmp_path / "stacks" / f"nccl_{rank}").read_bytes())["entries"]  # NCCL's last collectives
+
+
 def _gets_sigterm(trainer: Any) -> None:
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
 
 
-def _hang_and_terminate(folder: Path) -> None:
+def _hang_and_terminate(accelerator: str, folder: Path) -> None:
     limits = Heartbeat(setup=100, step=100, grace=2)
-    run = Run(strategy={"heartbeat": limits}, trainer={"max_steps": 4, "default_root_dir": str(folder)})
-    fit(run, _callback(BATCH_END, _gets_sigterm, 0), _callback(BATCH_END, _sleeps, 1), checkpoints_at(folder))
+    trainer = {"accelerator": accelerator, "max_steps": 4, "default_root_dir": str(folder)}
+    callbacks = [_callback(BATCH_END, _gets_sigterm, 0), _callback(BATCH_END, _sleeps, 1)]
+    fit(Run(strategy={"heartbeat": limits}, trainer=trainer), *callbacks, checkpoints_at(folder))
 
 
-def test_sigterm_ends_a_run_that_hangs_within_the_grace(tmp_path: Path) -> None:
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu(2))])
+def test_sigterm_ends_a_run_that_hangs_within_the_grace(tmp_path: Path, accelerator: str) -> None:
     with pytest.raises(
         RankError, match=r"error: rank 1 hangs.*; SIGTERM came \d s ago, and the run ends without saving"
     ):
-        run_ranks(_hang_and_terminate, 2, tmp_path)
+        run_ranks(_hang_and_terminate, 2, accelerator, tmp_path)
 
 
 def _computes(trainer: Any) -> None:
@@ -181,6 +232,12 @@ def test_a_run_hangs_only_if_no_rank_makes_progress() -> None:
     every = verdict({0: waits, 1: waits, 2: _beat(70, "in all_reduce, in C.x (d.py:4 in x)")}, [], waits, 1e9)
     assert every is not None
     assert every.text.startswith("rank 2 hangs")
+    shifted = verdict({0: waits, 1: _beat(70, "in all_reduce, in D.y (d.py:5 in y)")}, [], waits, 1e9)
+    assert shifted is not None
+    assert shifted.text.startswith("ranks 0, 1 hang")
+    assert shifted.text.endswith(
+        "rank 0 is in all_reduce (a.py:1 in f), and the others in all_reduce, in D.y (d.py:5 in y)"
+    )
     assert verdict({0: waits, 1: works}, [], waits, 5) is not None
 
 

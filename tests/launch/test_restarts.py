@@ -138,25 +138,28 @@ class Rows(DatasetDataModule):
     def __init__(self):
         super().__init__(train=[{"input_ids": torch.arange(i, i + 16) % 50} for i in range(400)], micro_batch_size=2)
 
-class Dies(Callback):
+class Fails(Callback):
+    def __init__(self, how: str, rank: int):
+        self.how, self.rank = how, rank
+
     def on_train_batch_end(self, trainer, module, outputs, *rest):
-        if trainer.global_rank == 1 and trainer.global_step == 5 and not Path("died").exists():
-            Path("died").write_text(str(time.time()))
-            os.kill(os.getpid(), signal.SIGKILL)
         if trainer.global_rank == 0:
             with open("steps", "a") as file:
                 print(json.dumps([trainer.global_step, float(outputs["loss"]), time.time()]), file=file)
+        if trainer.global_rank == self.rank and trainer.global_step == 5 and not Path("failed").exists():
+            Path("failed").write_text(str(time.time()))
+            time.sleep(600) if self.how == "sleeps" else os.kill(os.getpid(), getattr(signal, self.how))
 """
 _CONFIG = """
 trainer:
   accelerator: cpu
   devices: 2
   max_steps: 6
-  strategy: {class_path: MegatronStrategy, init_args: {tp: 2}}
+  strategy: {class_path: MegatronStrategy, init_args: {tp: 2, heartbeat: {setup: 15, step: 10, checkpoint: 15}}}
   logger: {class_path: CSVLogger, init_args: {save_dir: logs}}
   enable_progress_bar: false
   callbacks:
-    - class_path: users.Dies
+    - {class_path: users.Fails, init_args: {how: HOW, rank: RANK}}
     - {class_path: ModelCheckpoint, init_args: {every_n_train_steps: 2, save_last: link}}
 model: {model: {model_type: gpt2, n_layer: 2, n_embd: 32, n_head: 2, vocab_size: 50, n_positions: 16}}
 data: {class_path: users.Rows}
@@ -165,20 +168,28 @@ data: {class_path: users.Rows}
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_fit_goes_on_after_a_killed_rank_from_the_newest_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "rank", "told"),
+    [
+        ("SIGKILL", 1, "error: local rank 1 was ended by SIGKILL"),
+        ("sleeps", 1, "error: rank 1 hangs: expected progress within"),
+        ("SIGSTOP", 0, "error: rank 0 hangs, whose store has not answered"),
+    ],
+)
+def test_fit_goes_on_after_a_rank_that_failed_or_hangs(tmp_path: Path, how: str, rank: int, told: str) -> None:
     (tmp_path / "users.py").write_text(_USERS)
-    (tmp_path / "config.yaml").write_text(_CONFIG)
+    (tmp_path / "config.yaml").write_text(_CONFIG.replace("HOW", how).replace("RANK", str(rank)))
     command = [sys.executable, "-m", "lightning_megatron", "fit", "--config", "config.yaml", "--max-restarts", "2"]
     ran = subprocess.run(command, cwd=tmp_path, env=_environment(), capture_output=True, text=True, timeout=400)
     assert ran.returncode == 0, ran.stderr
-    assert "error: local rank 1 was ended by SIGKILL" in ran.stderr
+    assert told in ran.stderr
     assert "; restart 1 of 2\n" in ran.stderr
     steps = [json.loads(line) for line in (tmp_path / "steps").read_text().splitlines()]
     first, again = steps[:-2], steps[-2:]
     assert [step for step, *_ in again] == [5, 6]  # from the checkpoint of step 4, in another version of the logs
     assert [step for step, *_ in first][:4] == [1, 2, 3, 4]
-    if len(first) == 5:  # rank 0 may have been here before rank 1 died
+    if len(first) == 5:  # rank 0 may have been here before rank 1 failed
         assert first[4][1] == again[0][1]
-    seconds = again[0][2] - float((tmp_path / "died").read_text())
-    print(f"killed rank to first new step: {seconds:.1f} s")
-    assert seconds < 60, f"killed rank to first new step: {seconds:.0f} s"
+    seconds = again[0][2] - float((tmp_path / "failed").read_text())
+    print(f"{how} to first new step: {seconds:.1f} s")
+    assert seconds < 60, f"{how} to first new step: {seconds:.0f} s"

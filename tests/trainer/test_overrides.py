@@ -67,6 +67,7 @@ def test_gradients_in_16_bits_train_nearly_as_those_in_32() -> None:
         ("optimizer", {"lr": 0.1}, r"expected no 'lr', got lr=0\.1; use MegatronModule\(lr=\)$"),
         ("optimizer", {"loss_scal": 1.0}, "expected fields of Megatron's OptimizerConfig, got 'loss_scal'; did you"),
         ("optimizer", {"loss_scale": "1e3"}, r"loss_scale='1e3' must be a number, and is a str"),
+        ("optimizer", {"loss_scale": -1.0}, r"loss_scale=-1.0 must be at least 5.96"),
         ("optimizer", {"optimizer_cpu_offload": True}, "leave it out: megatron-core 0.16.1 keeps offloaded masters"),
         ("optimizer", {"exp_avg_dtype": torch.bfloat16}, "leave it out: it is Transformer Engine's Adam"),
         ("ddp", {"overlap_grad_reduce": True}, r"use MegatronStrategy\(overlap_communication=\)$"),
