@@ -215,9 +215,8 @@ def check_host_memory(model: ModelConfig, settings: EngineSettings, ranks: int) 
     needed = of_rank * ranks * settings.params_dtype.itemsize
     if needed > (there := host_memory()):
         raise ConfigError(
-            f"the weights of this model ({count:,} parameters) take {needed / 2**30:,.0f} GiB on the {ranks} "
-            f"ranks of this host, which has {there / 2**30:,.0f} GiB; correct the sizes in the model's config, "
-            "or use more hosts"
+            f"the weights of this model ({count:,} parameters) take {needed / 2**30:,.0f} GiB on {ranks} ranks of this "
+            f"host, which has {there / 2**30:,.0f} GiB; correct the model's sizes, or use more hosts"
         )
 
 

@@ -95,10 +95,7 @@ class ThroughputMonitor(Callback):
             ConfigError: If the Trainer's strategy is not Megatron's.
         """
         if stage == "fit" and not hasattr(trainer.strategy, "step_shape"):
-            raise ConfigError(
-                f"strategy {type(trainer.strategy).__name__} does not tell the tokens of a step, and ThroughputMonitor "
-                "needs them; use MegatronStrategy or remove the callback"
-            )
+            raise ConfigError(f"ThroughputMonitor needs MegatronStrategy, got {type(trainer.strategy).__name__}")
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -529,9 +526,7 @@ class SampleText(Callback):
             return
         model = getattr(pl_module, "model_config", None)
         if model is None or model.architecture not in ("gpt", "t5"):
-            raise ConfigError(
-                f"SampleText shows texts of GPTs and T5s, and {type(pl_module).__name__} has none; remove it"
-            )
+            raise ConfigError(f"SampleText shows texts of GPTs and T5s, not of {type(pl_module).__name__}; remove it")
         is_folder = isinstance(self.tokenizer, (str, Path))
         self._tokenizer = load_tokenizer(self.tokenizer) if is_folder else self.tokenizer
         check_vocabulary(self._tokenizer, getattr(self.tokenizer, "name_or_path", self.tokenizer), model.vocab_size)

@@ -204,10 +204,7 @@ class Checkpointing:
         saving, self.saving = self.saving, None
         if saving is not None:
             saving.abandon()
-            rank_zero_warn(
-                f"checkpoint {saving.path} is not written: the run failed before all ranks had finished it. Older "
-                "checkpoints stay"
-            )
+            rank_zero_warn(f"checkpoint {saving.path} is not written: the run failed before all ranks had finished it")
 
     def remove(self, path: Path) -> None:
         """Remove a checkpoint that a newer one replaces, as soon as none that may is under way or has failed."""
@@ -500,8 +497,7 @@ def find_last(trainer: pl.Trainer) -> Found | None:
     every = [each for each in found if each is not None]
     if not every and broken:
         raise CheckpointError(
-            f"ckpt_path='last' finds no complete checkpoint, but {', '.join(broken)}; give ckpt_path another one, or "
-            "remove them to begin anew"
+            f"ckpt_path='last' finds no complete checkpoint, but {', '.join(broken)}; give another, or remove them"
         )
     return max(preferred(every, _resumes(trainer)), key=lambda each: each.time, default=None)
 

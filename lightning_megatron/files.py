@@ -111,9 +111,7 @@ def fetched(address: str) -> Path:
     try:
         place.fs.get(place.path, f"{copy.name}/{place.name}", recursive=True)
     except OSError as error:
-        raise ConfigError(
-            f"{address} cannot be read ({error}); correct the address, or the rights to read it"
-        ) from error
+        raise ConfigError(f"{address} cannot be read ({error}); correct the address, or its rights") from error
     return Path(copy.name, place.name)
 
 

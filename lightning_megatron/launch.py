@@ -54,9 +54,8 @@ def check_world_size(environment: ClusterEnvironment, num_processes: int, num_no
     has_script = not is_typed and (sys.modules["__main__"].__spec__ is not None or os.path.isfile(sys.argv[0]))
     if num_processes > 1 and not has_script and not environment.creates_processes_externally:
         raise ConfigError(
-            f"devices={num_processes} needs a script, which each process runs, and this program is typed in (a "
-            "notebook, python -i, python -c or standard input); save it as a file and run python FILE.py or "
-            f"torchrun --nproc-per-node {num_processes} FILE.py; devices=1 works here"
+            f"devices={num_processes} needs a script that each process runs, and this program is typed in (a notebook, "
+            f"python -c); save it and run python FILE.py or torchrun --nproc-per-node {num_processes} FILE.py"
         )
     if dist.is_initialized() and dist.get_world_size() != num_processes * num_nodes:
         raise ConfigError(
@@ -69,8 +68,7 @@ def check_world_size(environment: ClusterEnvironment, num_processes: int, num_no
     if started != num_processes * num_nodes:
         raise ConfigError(
             f"{started} processes were started, and the run has {num_processes * num_nodes} (devices={num_processes} x "
-            f"num_nodes={num_nodes}); start as many as it has (torchrun --nproc-per-node {num_processes}), or give the "
-            "devices and num_nodes of those there are"
+            f"num_nodes={num_nodes}); start so many, or give the devices and num_nodes of those there are"
         )
 
 

@@ -80,10 +80,7 @@ class MegatronDataModule(LightningDataModule, ABC):
         self.num_workers = num_workers
         self.seed = seed
         if rampup_batch_size is not None and len(rampup_batch_size) != 3:
-            raise ConfigError(
-                f"rampup_batch_size={list(rampup_batch_size)} must be three numbers: the first global batch, the"
-                " increment, and the samples until the batch has its full size; give these"
-            )
+            raise ConfigError(f"rampup_batch_size={list(rampup_batch_size)}: expected [start, increment, samples]")
         self.rampup = None if rampup_batch_size is None else BatchRampup(*rampup_batch_size)
         self._sources: dict[SplitName, Any] = {}
         self._train_loader: TrainLoader | None = None
@@ -268,9 +265,8 @@ class MegatronDataModule(LightningDataModule, ABC):
         self._check_lengths_of_epochs(loader)
         if restored.get("train_order") != self._train_fingerprint:
             rank_zero_warn(
-                f"The run goes on at sample {loader.consumed_samples} of another order than the checkpoint's,"
-                " so samples may come again: data, split, lengths or seed differ. Resume with the same settings to take"
-                " each sample once."
+                f"The run goes on at sample {loader.consumed_samples} of another order than the checkpoint's: data,"
+                " split, lengths or seed differ, and samples may come again"
             )
 
     def _check_lengths_of_epochs(self, loader: TrainLoader) -> None:
@@ -301,13 +297,11 @@ class MegatronDataModule(LightningDataModule, ABC):
         trainer = self._trainer()
         if stage in _NEEDED and not self.has_split(_NEEDED[stage]):
             raise ConfigError(
-                f"{type(self).__name__} has no {_NEEDED[stage]} split, which trainer.{TrainerFn(stage).value} needs;"
-                " give it one"
+                f"{type(self).__name__} has no {_NEEDED[stage]} split for trainer.{TrainerFn(stage).value}; give it one"
             )
         if trainer.overfit_batches:
             raise ConfigError(
                 f"overfit_batches={trainer.overfit_batches} cannot repeat batches of {type(self).__name__}; set it to 0"
-                " and give a corpus of that size"
             )
 
     def _check_validation_interval(self, num_steps: int) -> None:
@@ -352,10 +346,7 @@ class MegatronDataModule(LightningDataModule, ABC):
     def _strategy(self) -> Any:
         strategy: Any = self._trainer().strategy
         if "is_data_source" not in dir(strategy):  # its value is not known before the run
-            raise ConfigError(
-                f"strategy {type(strategy).__name__} does not know which ranks read data; {type(self).__name__} needs"
-                " Trainer(strategy=MegatronStrategy(...))"
-            )
+            raise ConfigError(f"{type(self).__name__} needs MegatronStrategy, got {type(strategy).__name__}; use it")
         return strategy
 
 

@@ -113,8 +113,7 @@ class MegatronModule(pl.LightningModule):
         self.is_variant = self.model_config != described
         if pretrained and self.is_variant:
             raise ConfigError(
-                "pretrained=True keeps the model's own positions and heads; leave out position_embedding_type and "
-                "attention_head_type, or train from scratch with pretrained=False"
+                "pretrained=True keeps positions and heads; leave out position_embedding_type and attention_head_type"
             )
         if self.adaptation is not None:
             self.model_config = self.adaptation.of(self.model_config, model_provider)
@@ -163,9 +162,7 @@ class MegatronModule(pl.LightningModule):
         meta = load_plain(path / META)
         saved = meta.get("lightning", {}).get("hyper_parameters", {}) if isinstance(meta, Mapping) else {}
         if not isinstance(saved, Mapping) or "model" not in saved:
-            raise CheckpointError(
-                f"checkpoint {path} does not hold the arguments of a MegatronModule; use load_from=PATH"
-            )
+            raise CheckpointError(f"checkpoint {path} has no arguments of a MegatronModule; use load_from=PATH")
         known = inspect.signature(cls).parameters
         takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values())
         # The checkpoint has the weights; the directory that the run began with may be gone. Of adapters it is needed.
@@ -176,8 +173,7 @@ class MegatronModule(pl.LightningModule):
         for name in ("train_step", "model_provider"):
             if name not in hyper_parameters and "." in str(arguments.get(name)):
                 raise ConfigError(
-                    f"checkpoint {path} is of a run with {name}={arguments[name]}, and has only its name; give it: "
-                    f"load_from_checkpoint(PATH, {name}=...)"
+                    f"{name}={arguments[name]} of {path} is a name; give load_from_checkpoint(PATH, {name}=...)"
                 )
         module = cls(**arguments)
         # What only the weight files have told, of a run that began with pretrained=True.
@@ -259,9 +255,7 @@ class MegatronModule(pl.LightningModule):
 
         strategy = self.trainer.strategy
         if not isinstance(strategy, MegatronStrategy):
-            raise ConfigError(
-                f"{type(self).__name__} runs on {type(strategy).__name__}; use Trainer(strategy=MegatronStrategy(...))"
-            )
+            raise ConfigError(f"{type(self).__name__} runs on {type(strategy).__name__}; use MegatronStrategy(...)")
         return strategy
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:

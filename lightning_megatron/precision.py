@@ -61,10 +61,7 @@ class MegatronPrecision(Precision):
         if plugin is None or isinstance(plugin, cls):
             return plugin or cls()
         if type(plugin).__module__.split(".")[0] != "lightning":
-            raise ConfigError(
-                f"precision plugin {type(plugin).__name__} does not work with MegatronStrategy; use "
-                "Trainer(precision=...)"
-            )
+            raise ConfigError(f"precision plugin {type(plugin).__name__} does nothing here; use Trainer(precision=...)")
         return cls(plugin.precision)  # type: ignore[arg-type]
 
     @override

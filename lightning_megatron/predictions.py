@@ -54,10 +54,7 @@ def gather_predictions(trainer: pl.Trainer, predictions: Sequence[Any] | None) -
     """
     loaders = _loaders(trainer)
     if predictions is None:
-        raise ConfigError(
-            "predictions=None: predict was called with return_predictions=False, or had no batch; leave that out, and "
-            "give it at least one sample"
-        )
+        raise ConfigError("predictions=None: expected those of Trainer.predict(return_predictions=True), of a batch")
     strategy: Any = trainer.strategy
     if len(loaders) > 1:
         return [_gathered(loader, part, strategy) for loader, part in zip(loaders, predictions, strict=True)]
@@ -73,10 +70,7 @@ def _loaders(trainer: pl.Trainer) -> list[Any]:
 
 def _gathered(loader: Any, predictions: Sequence[Any], strategy: MegatronStrategy) -> list[Any]:
     if not isinstance(loader, (EvaluationLoader, PassLoader)):
-        raise ConfigError(
-            f"a {type(loader).__name__} does not tell which samples its batches are of; use a DataLoader over a "
-            "map-style dataset, or gather rows that say it themselves with gather_across_data_parallel_groups"
-        )
+        raise ConfigError(f"a {type(loader).__name__} does not tell its samples; use one over a map-style dataset")
     # As the rank knows them that has read them: the loaders of others may have shuffled otherwise, unused.
     dealt = [list(loader.samples_of_batches())]
     topology = strategy.topology
@@ -94,10 +88,7 @@ def _gathered(loader: Any, predictions: Sequence[Any], strategy: MegatronStrateg
     for prediction, samples in chain.from_iterable(of_copies):
         for row, sample in enumerate(samples):
             if sample in found:
-                raise ConfigError(
-                    f"sample {sample[0]} was predicted twice: each copy of the model shuffles on its own, or the "
-                    "sampler repeats it; give predict a DataLoader with shuffle=False"
-                )
+                raise ConfigError(f"sample {sample[0]} was predicted twice; give predict a loader with shuffle=False")
             if sample is not None:
                 found[sample] = pytree.tree_map(lambda leaf, row=row: None if leaf is None else leaf[row], prediction)
     return [found[sample] for sample in sorted(found)]
@@ -114,10 +105,7 @@ def _with_samples(
     leaves, structure = pytree.tree_flatten(prediction)
     for leaf in leaves:
         if leaf is not None and not isinstance(leaf, Tensor):
-            raise ConfigError(
-                f"a {type(leaf).__name__} cannot be gathered; let predict_step return tensors, or lists and dicts of "
-                "tensors"
-            )
+            raise ConfigError(f"a {type(leaf).__name__} cannot be gathered; return tensors, or lists or dicts of them")
     # A view would travel with all that it is a view of.
     is_view = [leaf is not None and leaf.untyped_storage().nbytes() > leaf.nbytes for leaf in leaves]
     leaves = [
@@ -135,8 +123,7 @@ def _with_samples(
         samples = [None if sample == PADDING_ROW else (sample, 0) for sample in dealt]
     else:
         raise ConfigError(
-            f"a prediction has {sorted(lengths)} rows, and its batch has {len(real)} samples; let predict_step return "
-            "one row for each, first axis first"
+            f"a prediction has {sorted(lengths)} rows, and its batch has {len(real)} samples; return a row for each"
         )
     return pytree.tree_unflatten(leaves, structure), samples
 

@@ -55,9 +55,8 @@ def on_present_nodes(
     num_microbatches, rest = divmod(parallel.num_microbatches * dp, left)
     if rest:
         raise ConfigError(
-            f"{news}: expected copies that share the microbatches of a step evenly, got {left} for {dp} x "
-            f"num_microbatches={parallel.num_microbatches} = {parallel.num_microbatches * dp}; choose num_microbatches "
-            f"so that {left} divides them, or start all nodes"
+            f"{news}: expected copies that share num_microbatches={parallel.num_microbatches} x {dp} evenly, got "
+            f"{left}; choose num_microbatches so that {left} divides them, or start all nodes"
         )
     rank_zero_info(
         f"{news}: num_microbatches={num_microbatches} instead of {parallel.num_microbatches} keeps the batch"
@@ -93,9 +92,8 @@ def meeting(environment: ClusterEnvironment, num_nodes: int, timeout: timedelta)
         if num_nodes == 1 or "connectFullMesh" not in str(error):
             raise
         raise ConfigError(
-            f"{_GLOO_INTERFACE}={os.environ.get(_GLOO_INTERFACE)}: expected the network interface of this host that the"
-            f" {num_nodes} hosts reach each other by, got {str(error).splitlines()[0]}; set it on every host (ip addr "
-            "shows the names)"
+            f"{_GLOO_INTERFACE}={os.environ.get(_GLOO_INTERFACE)}: expected the network interface of this host that "
+            f"the {num_nodes} hosts use, got {str(error).splitlines()[0]}; set it on every host (see ip addr)"
         ) from error
 
 

@@ -341,10 +341,7 @@ class MegatronStrategy(ParallelStrategy):
         """
         check_trainer(trainer)
         if not model.automatic_optimization:
-            raise ConfigError(
-                "automatic_optimization=False does not work with MegatronStrategy, whose training_step runs all "
-                "backward passes of a step; leave it True, and override TrainStep's loss_func for a loss of your own"
-            )
+            raise ConfigError("automatic_optimization=False does not work here; leave it True, and override loss_func")
         for part in (model, datamodule):
             if (check := getattr(part, "check_run", None)) is not None:
                 check(self)
@@ -401,10 +398,7 @@ class MegatronStrategy(ParallelStrategy):
         check_trainer(trainer)
         module = self._module
         if not isinstance(getattr(module, "model_chunks", None), torch.nn.ModuleList):
-            raise ConfigError(
-                f"{type(module).__name__} has no model_chunks after configure_model; subclass MegatronModule, or build "
-                "an nn.ModuleList of Megatron chunks there"
-            )
+            raise ConfigError(f"{type(module).__name__}.configure_model made no model_chunks; subclass MegatronModule")
         fitting = trainer.state.fn == TrainerFn.FITTING
         with self.engine():
             graphs = MicrobatchGraphs() if self.cuda_graphs else None
@@ -508,9 +502,7 @@ class MegatronStrategy(ParallelStrategy):
             The losses, the same on every rank, without a graph.
         """
         if (optimizer := self.megatron_optimizer) is None:
-            raise ConfigError(
-                "configure_optimizers returned no Megatron optimizer; make one with strategy.build_optimizer(...)"
-            )
+            raise ConfigError("configure_optimizers returned no Megatron optimizer; use strategy.build_optimizer(...)")
         with self.engine():
             output = ready(self._schedule, "setup").train(batch, train_step, optimizer, self._ramped_micro_batch_size)
         optimizer.loss, self.step_shape = output.loss, output.shape

@@ -30,15 +30,12 @@ def check_trainer(trainer: pl.Trainer) -> None:
     """
     if (steps := trainer.accumulate_grad_batches) != 1:
         raise ConfigError(
-            f"accumulate_grad_batches={steps} does not work with MegatronStrategy, whose batches are whole "
-            f"optimizer steps; use MegatronStrategy(num_microbatches={steps}) and a batch_size that many times as "
-            "large"
+            f"accumulate_grad_batches={steps}: a batch is a whole step; use MegatronStrategy(num_microbatches={steps}) "
+            "and a batch_size that many times as large"
         )
     algorithm = str(trainer.gradient_clip_algorithm or "norm")
     if trainer.gradient_clip_val and algorithm not in ("norm", "GradClipAlgorithmType.NORM"):
-        raise ConfigError(
-            f"gradient_clip_algorithm={algorithm!r} is not supported: Megatron clips by global norm; use 'norm'"
-        )
+        raise ConfigError(f"gradient_clip_algorithm={algorithm!r} is not supported: Megatron clips by norm; use 'norm'")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for kind, reason in _REFUSED_CALLBACKS.items():
             if isinstance(callback, kind) and getattr(callback, "going_to_accumulate_grad_batches", lambda: True)():

@@ -111,8 +111,7 @@ def check_backends(path: Path) -> None:
         or (found.get("common_backend", "torch") != "torch")
     ):
         raise CheckpointError(
-            f"checkpoint {path} has an unreadable {BACKENDS}: expected {KNOWN_BACKENDS}, got {found}; give one that "
-            "MegatronStrategy wrote"
+            f"checkpoint {path} has an unreadable {BACKENDS}: expected {KNOWN_BACKENDS}, got {found}; give another"
         )
 
 
@@ -183,8 +182,7 @@ def verify_checksums(folder: Path, share: tuple[int, int] = (0, 1)) -> None:
             raise _lacks(folder / name)
         if size != checksums.size:
             raise CheckpointError(
-                f"checkpoint {folder} is damaged: {name} has {size} bytes and was written with {checksums.size}; use "
-                "an earlier one"
+                f"checkpoint {folder} is damaged: {name} has {size} of {checksums.size} bytes; use an earlier one"
             )
     work = [(name, index) for name, checksums in files.items() for index in range(len(checksums.segments))]
     rank, world = share

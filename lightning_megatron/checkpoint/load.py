@@ -94,8 +94,7 @@ def read_meta(path: Path) -> dict[str, Any]:
         version = meta["format_version"]
         if version != FORMAT_VERSION:
             raise CheckpointError(
-                f"checkpoint {path} has the format version {version}, and this program reads {FORMAT_VERSION}; load "
-                "it with the version that wrote it"
+                f"checkpoint {path}: format version {version}, this program reads {FORMAT_VERSION}; use its own version"
             )
         return meta
 
@@ -137,9 +136,8 @@ def resume(run: RunState, path: Path) -> dict[str, Any]:
     elif run.optimizer is not None:
         run.rng.load_users_state(random_states)
         rank_zero_warn(
-            f"{path} was written at {_sizes(there)} and this run is at {_sizes(here)}: weights, optimizer, schedule "
-            "and order of samples go on, but the random states of the ranks do not, so dropout draws other numbers "
-            "than it would have; resume at the same sizes to go on exactly"
+            f"{path} was written at {_sizes(there)} and this run is at {_sizes(here)}: all goes on but the random "
+            "states, so dropout draws other numbers; resume at the same sizes to go on exactly"
         )
     lightning_state: dict[str, Any] = meta["lightning"]
     return lightning_state

@@ -276,17 +276,15 @@ def _flat(description: Mapping[str, Any]) -> dict[str, Any]:
 def _check_optimizer_fits(optimizer: MegatronOptimizer, meta: Mapping[str, Any], path: Path) -> None:
     if not meta["has_optimizer"]:
         raise CheckpointError(
-            f"checkpoint {path} holds only weights (by save_weights_only, or converted), so training "
-            "cannot resume from it; use a full checkpoint, or begin a new run with its weights: "
-            "MegatronStrategy(load_from=...), or load_weights_only=True"
+            f"checkpoint {path} holds only weights; resume from a full one, or begin a new run with "
+            "MegatronStrategy(load_from=...) or load_weights_only=True"
         )
     for name, value in _optimizer_format(optimizer).items():
         written = meta["optimizer_format"].get(name)
         if written != value:
             raise CheckpointError(
-                f"checkpoint {path} holds the state of another optimizer: {name} {written} there and {value} here; "
-                "resume with the same optimizer options, or start from its weights with "
-                "MegatronStrategy(load_weights_only=True)"
+                f"checkpoint {path} holds the state of another optimizer: {name} {written} there and {value} here; use "
+                "the same, or MegatronStrategy(load_weights_only=True)"
             )
 
 

@@ -180,8 +180,6 @@ def data_parallel_group() -> dist.ProcessGroup:
         ConfigError: Before the process groups exist.
     """
     if not parallel_state.model_parallel_is_initialized():
-        raise ConfigError(
-            "there is no data-parallel group yet; call this within Trainer.fit, validate or test under MegatronStrategy"
-        )
+        raise ConfigError("there is no data-parallel group yet; call this within Trainer.fit, validate or test")
     group: dist.ProcessGroup = parallel_state.get_data_parallel_group()
     return group

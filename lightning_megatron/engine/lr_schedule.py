@@ -85,20 +85,14 @@ class LRSchedule:
                 require_number(name, value, least)
         if self.warmup_fraction is not None and self.warmup_steps:
             raise ConfigError(
-                f"warmup_steps={self.warmup_steps} and warmup_fraction={self.warmup_fraction} both set the warm-up; "
-                "leave one out"
+                f"warmup_steps={self.warmup_steps} and warmup_fraction={self.warmup_fraction} differ; leave one out"
             )
         if self.warmup_fraction is not None and not self.warmup_fraction < 1.0:
-            raise ConfigError(
-                f"warmup_fraction={self.warmup_fraction} must be a fraction of the decay, in [0, 1); correct it"
-            )
+            raise ConfigError(f"warmup_fraction={self.warmup_fraction} must be in [0, 1); correct it")
         if self.style == "WSD" and self.wsd_decay_steps is None:
             raise ConfigError("style='WSD' needs the length of its final decay; set wsd_decay_steps")
         if self.style != "WSD" and self.wsd_decay_steps is not None:
-            raise ConfigError(
-                f"wsd_decay_steps={self.wsd_decay_steps} has no effect on style={self.style!r}; leave it out or set "
-                "style='WSD'"
-            )
+            raise ConfigError(f"wsd_decay_steps={self.wsd_decay_steps} has no effect on style={self.style!r}; omit it")
         self._check_ramp()
 
     def _check_ramp(self) -> None:
@@ -106,14 +100,10 @@ class LRSchedule:
         has_ends = start is not None or end is not None
         if style == "constant" and has_ends:
             raise ConfigError(
-                f"start_weight_decay={start}, end_weight_decay={end} have no effect on "
-                "weight_decay_incr_style='constant'; leave them out or choose 'linear' or 'cosine'"
+                f"start_weight_decay={start}, end_weight_decay={end} have no effect; set weight_decay_incr_style"
             )
         if style != "constant" and not has_ends:
-            raise ConfigError(
-                f"weight_decay_incr_style={style!r} has nothing to ramp between; set start_weight_decay or "
-                "end_weight_decay"
-            )
+            raise ConfigError(f"weight_decay_incr_style={style!r} has nothing to ramp between; set end_weight_decay")
 
 
 def scheduler_settings(
@@ -135,10 +125,7 @@ def scheduler_settings(
     decay = schedule.decay_steps or known_steps
     if decay is None and (schedule.style != "constant" or schedule.warmup_fraction):
         what = f"style={schedule.style!r}" if schedule.style != "constant" else "warmup_fraction"
-        raise ConfigError(
-            f"{what} needs the number of optimizer steps, and training has no end; set trainer.max_steps, "
-            "trainer.max_epochs or lr_schedule.decay_steps"
-        )
+        raise ConfigError(f"{what} needs the number of steps; set max_steps or max_epochs of Trainer, or decay_steps")
     # A fraction need not be whole steps, as in Megatron.
     warmup = schedule.warmup_fraction * (decay or 0) if schedule.warmup_fraction else schedule.warmup_steps
     if decay is not None:
@@ -154,10 +141,7 @@ def scheduler_settings(
     if start > end:
         raise ConfigError(f"start_weight_decay={start} is above end_weight_decay={end}; a ramp rises, swap them")
     if schedule.weight_decay_incr_style != "constant" and known_steps is None:
-        raise ConfigError(
-            f"weight_decay_incr_style={schedule.weight_decay_incr_style!r} needs the number of optimizer steps, and "
-            "training has no end; set trainer.max_steps or trainer.max_epochs"
-        )
+        raise ConfigError(f"weight_decay_incr_style={schedule.weight_decay_incr_style!r} needs max_steps or max_epochs")
     return {
         # Megatron refuses what is above the peak, also where it has no effect.
         "init_lr": min(schedule.init_lr, lr),
@@ -178,13 +162,10 @@ def scheduler_settings(
 def _check_lengths(schedule: LRSchedule, warmup: float, decay: int) -> None:
     source = "decay_steps" if schedule.decay_steps else "trainer.max_steps"
     if warmup >= decay:
-        raise ConfigError(
-            f"warmup_steps={schedule.warmup_steps} must be less than {source}={decay}; lower it or raise {source}"
-        )
+        raise ConfigError(f"warmup_steps={schedule.warmup_steps} must be less than {source}={decay}; lower it")
     if schedule.wsd_decay_steps is not None and schedule.wsd_decay_steps > decay - warmup:
         raise ConfigError(
-            f"wsd_decay_steps={schedule.wsd_decay_steps} is more than the {decay - warmup:g} steps that the warm-up "
-            f"leaves of {source}={decay}; lower wsd_decay_steps"
+            f"wsd_decay_steps={schedule.wsd_decay_steps}: expected at most {decay - warmup:g}, what the warm-up leaves"
         )
 
 
@@ -224,8 +205,7 @@ class MegatronLRScheduler(OptimizerParamScheduler):
         """
         if "last_epoch" not in state_dict:
             raise CheckpointError(
-                f"learning-rate scheduler state has the keys {sorted(state_dict)} and no 'last_epoch'; resume with the "
-                "kind of scheduler that wrote the checkpoint"
+                f"the state of a scheduler has the keys {sorted(state_dict)} and no 'last_epoch'; use the same kind"
             )
         self.num_steps = int(state_dict["last_epoch"])
         self.step(0)

@@ -76,9 +76,8 @@ class ParallelConfig:
         # megatron-core 0.16.1, pipeline_parallel/schedules.py: the interleaved schedule runs groups of pp microbatches.
         if self.num_microbatches % self.pp != 0:
             raise ConfigError(
-                f"num_microbatches={self.num_microbatches} is not a multiple of pp={self.pp}, which vpp={vpp} needs "
-                f"(in training and in validation); choose num_microbatches from {self.pp}, {2 * self.pp}, "
-                f"{3 * self.pp}, ..."
+                f"num_microbatches={self.num_microbatches} is not a multiple of pp={self.pp}, which vpp={vpp} needs; "
+                f"choose num_microbatches from {self.pp}, {2 * self.pp}, {3 * self.pp}, ..."
             )
 
     @property
@@ -125,9 +124,8 @@ class ParallelConfig:
         copies = world_size // size
         if (ranks := copies * self.tp * self.cp) % self.ep != 0:
             raise ConfigError(
-                f"ep={self.ep}: expected a divisor of the {ranks} ranks of a pipeline stage (tp x cp x data parallel), "
-                f"over which experts are spread; choose ep from {', '.join(str(d) for d in divisors(ranks))}, or use "
-                "more devices"
+                f"ep={self.ep}: expected a divisor of the {ranks} ranks of a stage; choose ep from "
+                f"{', '.join(str(d) for d in divisors(ranks))}"
             )
         return copies
 
@@ -227,8 +225,8 @@ class ParallelConfig:
         if min(ends, default=1) < 1 or share * others != rest or any(n % chunks for n in (*ends, share)) or rest < 0:
             given = ", ".join(f"{name}={getattr(self, name)}" for name in UNEVEN)
             raise ConfigError(
-                f"{given}: expected numbers that leave the other {others} of pp={self.pp} stages equal shares of the "
-                f"{num_layers} layers, each a multiple of vpp={chunks}, got a rest of {rest}; correct them"
+                f"{given}: expected to leave {others} of pp={self.pp} stages equal shares of the {num_layers} layers, "
+                f"multiples of vpp={chunks}, got a rest of {rest}; correct them"
             )
         stages = [share] * self.pp
         stages[0], stages[-1] = first or share, last or share
@@ -246,8 +244,7 @@ class ParallelConfig:
         if layers < self.pp * self.num_model_chunks:
             raise ConfigError(
                 f"pp={self.pp} x vpp={self.num_model_chunks} = {self.pp * self.num_model_chunks} chunks are more than "
-                f"the {layers} layers of this model (num_layers={model.num_layers} in its encoder and "
-                f"num_decoder_layers={model.num_decoder_layers}); use fewer, a chunk without layers would only wait"
+                f"the {layers} layers of encoder and decoder; use fewer"
             )
 
     def check_sequence(
@@ -277,6 +274,5 @@ class ParallelConfig:
             )
         if max_position_embeddings is not None and seq_length > max_position_embeddings:
             raise ConfigError(
-                f"seq_length={seq_length} is longer than the model's max_position_embeddings="
-                f"{max_position_embeddings}; use seq_length={max_position_embeddings} or a model with more positions"
+                f"seq_length={seq_length} is longer than max_position_embeddings={max_position_embeddings}; lower it"
             )

@@ -154,10 +154,7 @@ class Schedule:
         self._train_rows = self._train_rows or rows
         # The last batch of an epoch may be smaller.
         if rows == self._train_rows and rows % self._num_microbatches != 0:
-            raise ConfigError(
-                f"a batch of {rows} rows cannot be cut into num_microbatches={self._num_microbatches} equal parts; use "
-                f"a batch_size that is a multiple of {self._num_microbatches} (micro_batch_size x num_microbatches)"
-            )
+            raise ConfigError(f"a batch of {rows} rows cannot be cut into num_microbatches={self._num_microbatches}")
         return self._run(self._filled_up(prepared), self._num_microbatches, forward_only=False)
 
     def evaluate(self, batch: Batch, train_step: TrainStep, observe: Observer | None = None) -> StepOutput:
@@ -184,8 +181,7 @@ class Schedule:
         for name, weight, is_trained in self._weights:
             if weight.requires_grad != is_trained:
                 raise ConfigError(
-                    f"{name}: expected requires_grad={is_trained} as when the optimizer was made, got "
-                    f"{weight.requires_grad}; freeze and unfreeze before fit, in setup or in configure_model"
+                    f"{name}: expected requires_grad={is_trained} as when the optimizer was made; freeze before fit"
                 )
 
     def judge(
@@ -313,8 +309,7 @@ class Schedule:
             if len(names) > 1 or balance is not None:
                 terms = f"loss terms {', '.join(names)}{' and that of the load of experts' if balance else ''}"
                 raise ConfigError(
-                    f"{type(self._step).__name__} has the {terms} but cannot count their targets in advance; implement "
-                    "counts()"
+                    f"{type(self._step).__name__} has the {terms} but cannot count targets; implement counts()"
                 )
             return None
         packed = [counts[name].float() for name in names]

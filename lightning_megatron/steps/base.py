@@ -177,8 +177,7 @@ def by_known_names(
     for key in batch:
         if key not in names:
             raise DataError(
-                f"batch key {key!r} is not understood by {user}; use {', '.join(sorted(names))}, or override "
-                "prepare_batch"
+                f"batch key {key!r} is not understood by {user}; use {', '.join(sorted(names))}, or prepare_batch"
             )
         if names[key] in found:
             raise DataError(f"batch keys {found[names[key]]!r} and {key!r} mean the same; leave one of them out")
@@ -263,17 +262,12 @@ def check_tokens(name: str, tokens: Tensor, model: ModelConfig, *, shortest: int
         shortest: Tokens that a row must have; all but that many less one are read.
     """
     if tokens.dim() != 2 or tokens.shape[1] < shortest:
-        raise DataError(
-            f"{name} has the shape {list(tokens.shape)}; give it as [rows, tokens], at least {shortest} each"
-        )
+        raise DataError(f"{name} has the shape {list(tokens.shape)}; give [rows, tokens], at least {shortest} each")
     check_integers(name, tokens, "they number rows of the embedding")
     check_numbers(name, tokens, model.vocab_size, "vocab_size")
     length, limit = tokens.shape[1] - shortest + 1, model.max_position_embeddings
     if model.has_position_table and length > limit:
-        raise DataError(
-            f"{name} has {length} tokens per row that the model reads, more than max_position_embeddings={limit}; cut "
-            f"the rows to {limit}"
-        )
+        raise DataError(f"{name} has {length} tokens per row to read, max_position_embeddings={limit}; cut them")
 
 
 def check_beside_tokens(batch: Batch, rows: int, length: int, model: ModelConfig) -> None:
@@ -302,6 +296,4 @@ def check_beside_tokens(batch: Batch, rows: int, length: int, model: ModelConfig
         mask = batch["attention_mask"]
         check_numbers("attention_mask", mask, None, "")
         if not torch.equal(mask.long().to(mask.dtype), mask):
-            raise DataError(
-                "attention_mask has fractions; give 1 for tokens and 0 for padding, or whole numbers of segments"
-            )
+            raise DataError("attention_mask has fractions; give 1 for tokens and 0 for padding, or segments' numbers")

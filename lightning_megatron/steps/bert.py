@@ -331,8 +331,8 @@ class _RowLabels(_Objective):
             require_choice("problem_type", problem, get_args(ProblemType))
         if problem == "single_label_classification" and model.num_labels < 2:
             raise ConfigError(
-                f"num_labels={model.num_labels} leaves nothing to choose for task={model.task!r}; use num_labels=2 for "
-                "two classes, or a sequence classification with problem_type='regression' for one value"
+                f"num_labels={model.num_labels} leaves nothing to choose for task={model.task!r}; use num_labels=2, or "
+                "problem_type='regression' for one value"
             )
 
     def _problem_of(self, labels: Tensor) -> ProblemType:
@@ -436,10 +436,7 @@ class _AnswerSpan(_Objective):
 
     def __init__(self, model: ModelConfig) -> None:
         if model.num_labels != 2:
-            raise ConfigError(
-                f"num_labels={model.num_labels} does not fit task='question_answering', whose head has one logit for "
-                "the start and one for the end; use num_labels=2"
-            )
+            raise ConfigError(f"num_labels={model.num_labels} for task='question_answering'; use num_labels=2")
 
     def check(self, batch: Batch) -> None:
         rows = batch["input_ids"].shape[0]

@@ -92,8 +92,7 @@ class GPTTrainStep(TokenLossStep):
         check_trains(self, "gpt", model)
         if self.eod_token is not None and not 0 <= self.eod_token < model.vocab_size:
             raise ConfigError(
-                f"eod_token={self.eod_token} must be in 0..{model.vocab_size - 1} (vocab_size={model.vocab_size}); "
-                "give the tokenizer's end of document"
+                f"eod_token={self.eod_token} must be in 0..{model.vocab_size - 1} (vocab_size); give the tokenizer's"
             )
         super().bind(model)
 
@@ -130,9 +129,7 @@ class GPTTrainStep(TokenLossStep):
             if "text" in batch and key in batch:
                 raise DataError(f"batch keys 'text' and {key!r} both say what is to be learned; leave one of them out")
         if "position_ids" in batch and self.reset_position_ids:
-            raise DataError(
-                "position_ids are given, and reset_position_ids=True would replace them; leave one of them out"
-            )
+            raise DataError("position_ids are given, and reset_position_ids=True would replace them; leave one out")
 
     def prepare_batch(self, batch: Batch) -> Batch:
         """``tokens``, ``targets`` int64, ``loss_mask`` fp32 and, if any, segments and positions int64: [b, s] each.

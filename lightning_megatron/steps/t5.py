@@ -92,10 +92,7 @@ class T5TrainStep(TokenLossStep):
             seen = named["input_ids"].new_ones(named["input_ids"].shape) if encoder is None else visible_keys(encoder)
             # Rows of padding in the decoder may be told to see nothing.
             if not torch.equal(visible_keys(named["cross_mask"]).bool(), seen.bool()):
-                raise DataError(
-                    "enc_dec_mask shows the decoder other tokens of the encoder than enc_mask shows the encoder; give "
-                    "the padding of text_enc in both, or leave enc_dec_mask out"
-                )
+                raise DataError("enc_dec_mask shows other tokens of the encoder than enc_mask; give both the same")
 
     def prepare_batch(self, batch: Batch) -> Batch:
         """``encoder_ids``, ``decoder_ids``, ``targets`` int64, ``loss_mask`` fp32, and the masks [b, s] that there are.

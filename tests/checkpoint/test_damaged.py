@@ -27,7 +27,7 @@ CASES: Mapping[str, tuple[damage.Damage, str]] = {
         r"meta.pt is not loaded: it holds more than data \(posix.mkdir\)",
     ),
     "meta a malicious pickle": (damage.malicious_pickle("meta.pt"), "meta.pt is damaged, or no file of torch.save"),
-    "meta of another version": (damage.other_version, "has the format version 99, and this program reads 1"),
+    "meta of another version": (damage.other_version, "format version 99, this program reads 1"),
     "meta of another strategy": (damage.another_strategys_meta, "was written by another strategy"),
     "common missing": (damage.missing("common.pt"), "lacks its file common.pt"),
     "common malicious": (

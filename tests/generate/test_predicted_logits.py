@@ -179,7 +179,7 @@ def test_ranks_of_one_copy_agree_on_the_order_that_one_of_them_has_drawn() -> No
         expected = hugging_face("gpt2")(torch.arange(12)[:, None].repeat(1, 3)).logits
     for together, says in run_with_models(_shuffled, Layout(tp=2), ("gpt2",)):
         torch.testing.assert_close(torch.stack(together), expected, rtol=0.0, atol=ATOL)
-        assert "predict was called with return_predictions=False" in says
+        assert "predictions=None: expected those of Trainer.predict" in says
 
 
 def _too_few(directory: str, case: Case, names: tuple[str, ...]) -> list[str]:
@@ -231,7 +231,7 @@ def _refused(directory: str, case: Case, names: tuple[str, ...], what: str) -> A
     [
         ("long", "gpt2", Layout(), "input_ids have 41 tokens per row, more than"),
         ("labels", "t5", Layout(), "batch keys input_ids have neither 'decoder_input_ids' nor 'labels'"),
-        ("stream", "gpt2", Layout(), "a DataLoader does not tell which samples its batches are of"),
+        ("stream", "gpt2", Layout(), "a DataLoader does not tell its samples"),
         ("rows", "gpt2", Layout(), r"a prediction has \[1\] rows, and its batch has 2 samples"),
         ("widths", "gpt2", Layout(dp=2), r"rank 1 gathers torch.float32 of the shape \[rows, 4\] and rank 0"),
     ],

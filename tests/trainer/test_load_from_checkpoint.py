@@ -143,7 +143,7 @@ def _loaded_with(folder: str, kind: str, overrides: dict[str, Any]) -> None:
     [
         ("none", {"lr": "3e-4"}, "lr='3e-4' must be a number, and is a str"),
         ("none", {"optimizer": {"beta3": 1}}, "OptimizerOptions has no option 'beta3'; did you mean beta2"),
-        ("own step", {}, r"a run with train_step=.*Weighted, and has only its name; give it"),
+        ("own step", {}, r"train_step=.*Weighted of .* is a name; give load_from_checkpoint"),
     ],
 )
 def test_what_cannot_be_loaded_is_told_in_one_line(

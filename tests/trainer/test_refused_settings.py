@@ -40,7 +40,7 @@ def _fit_with(what: str) -> int:
         ("ema", "EMAWeightAveraging copies the module.*remove it"),
         ("finetuning", "Unfreezing adds parameters to the optimizer.*requires_grad_"),
         ("by hand", "automatic_optimization=False does not work.*leave it True"),
-        ("wide", r"the weights of this model \(48,.* parameters\) take .* GiB on the 1 ranks of this host"),
+        ("wide", r"the weights of this model \(48,.* parameters\) take .* GiB on 1 ranks of this host"),
     ],
 )
 def test_what_cannot_take_effect_is_refused(what: str, message: str) -> None:

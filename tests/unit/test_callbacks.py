@@ -262,7 +262,7 @@ def test_validation_and_checkpoints_are_not_counted(tmp_path: Path, monkeypatch:
 
 
 def test_another_strategy_is_refused_before_training(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="strategy SingleDeviceStrategy does not tell the tokens of a step"):
+    with pytest.raises(ConfigError, match="ThroughputMonitor needs MegatronStrategy, got SingleDeviceStrategy"):
         toy_trainer(tmp_path, [ThroughputMonitor()]).fit(ToyModule([1.0] * 6), loader(6))
 
 

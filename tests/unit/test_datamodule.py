@@ -190,9 +190,9 @@ def test_a_split_without_weight_has_no_loader(tmp_path: Path, documents: list[ND
 
     assert len(module.train_rows) == 2
     assert not module.val_batches
-    with pytest.raises(ConfigError, match="IndexedDataModule has no valid split, which trainer.validate needs"):
+    with pytest.raises(ConfigError, match="IndexedDataModule has no valid split for trainer.validate"):
         trainer.validate(module, datamodule=make_data(tmp_path, split="1"))
-    with pytest.raises(ConfigError, match="IndexedDataModule has no test split, which trainer.test needs"):
+    with pytest.raises(ConfigError, match="IndexedDataModule has no test split for trainer.test"):
         trainer.test(module, datamodule=make_data(tmp_path, split="1,1"))
 
 

@@ -161,9 +161,7 @@ class SDPAttention(MegatronModule):
         causal = mask_type in CAUSAL and sq > 1
         mask = None if mask_type == AttnMaskType.no_mask else attention_mask
         if mask is not None and mask.dim() == 2 and mask.shape != (b, k.shape[2]):
-            raise ConfigError(
-                f"attention_mask has the shape {list(mask.shape)}; give each key one number: {[b, k.shape[2]]}"
-            )
+            raise ConfigError(f"attention_mask has the shape {list(mask.shape)}; give {[b, k.shape[2]]}")
         dropout = self.dropout if self.training else 0.0
         # Forking the tracker copies random states on the host: only where a mask is really drawn.
         fork = get_cuda_rng_tracker().fork() if dropout > 0.0 and self.forks_rng else contextlib.nullcontext()

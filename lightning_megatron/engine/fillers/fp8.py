@@ -295,10 +295,7 @@ def use_fp8(chunks: torch.nn.Module) -> None:
     kinds = (ColumnParallelLinear, RowParallelLinear)
     linears = [each for layer in layers for each in layer.modules() if isinstance(each, kinds)]
     if not linears:
-        raise ConfigError(
-            "fp8: expected layers with Megatron's ColumnParallelLinear and RowParallelLinear, got none from "
-            "model_provider; use those, or leave fp8 out"
-        )
+        raise ConfigError("fp8: expected Megatron's parallel linears, got none from model_provider; leave fp8 out")
     for linear in linears:
         if not isinstance(linear._forward_impl, Fp8Linear):
             linear._forward_impl = Fp8Linear(linear)
@@ -356,10 +353,7 @@ def check_fp8(model: ModelConfig, tp: int, params_dtype: torch.dtype, device: to
     """
     if params_dtype is not torch.bfloat16:
         name = str(params_dtype).removeprefix("torch.")
-        raise ConfigError(
-            f"fp8: expected precision='bf16-mixed', whose range scales and gradients need, got weights in {name}; set "
-            "Trainer(precision='bf16-mixed') or leave fp8 out"
-        )
+        raise ConfigError(f"fp8: expected precision='bf16-mixed', got weights in {name}; set Trainer(precision=)")
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (8, 9):
         raise ConfigError(
             f"fp8: expected a GPU of compute capability 8.9 or more (Ada, Hopper, Blackwell), got "
@@ -374,7 +368,4 @@ def check_fp8(model: ModelConfig, tp: int, params_dtype: torch.dtype, device: to
     }
     for name, side in sides.items():
         if side % MULTIPLE:
-            raise ConfigError(
-                f"fp8: expected {name} to be a multiple of {MULTIPLE}, as fp8 matrix products need, got {side:g}; "
-                "choose another size or tp, or leave fp8 out"
-            )
+            raise ConfigError(f"fp8: expected {name} to be a multiple of {MULTIPLE}, got {side:g}; choose another")
