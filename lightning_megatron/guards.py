@@ -20,7 +20,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_megatron.checkpoint.state import sharded_weights
@@ -128,8 +127,7 @@ class SpikeGuard(Callback):
         told = f"SpikeGuard: the loss of step {step} is {loss:.4g}, expected at most {self._limit():.4g}"
         if self.rollbacks >= self.max_rollbacks:
             raise NumericsError(
-                f"{told}, after max_rollbacks={self.max_rollbacks} rollbacks; look at the samples and the learning "
-                "rate, or raise max_rollbacks, and resume from a checkpoint before that step"
+                f"{told}, after max_rollbacks={self.max_rollbacks} rollbacks; look at samples and learning rate"
             )
         strategy: Any = trainer.strategy
         loaded = strategy.checkpointing.go_back(before=step)
@@ -142,8 +140,7 @@ class SpikeGuard(Callback):
         first = loaded["global_step"] + 1
         rank_zero_warn(
             f"{told}: weights, optimizer and learning rates are again those of step {first - 1}, and the samples of "
-            f"steps {first} to {trainer.global_step} are left out; rollback {self.rollbacks} of at most "
-            f"{self.max_rollbacks}"
+            f"steps {first} to {trainer.global_step} are left out; rollback {self.rollbacks} of {self.max_rollbacks}"
         )
         return True
 
@@ -205,14 +202,10 @@ def _bit_sums(chunks: list[Any]) -> dict[str, int]:
     state = sharded_weights(chunks)
     apply_factories(state)
     parts = [part for part in nested_values(state) if isinstance(part, ShardedTensor)]
-    sums = [_as_integers(part.data).sum(dtype=torch.int64) for part in parts]
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [p.data.contiguous().view(whole[p.data.element_size()]).sum(dtype=torch.int64) for p in parts]
     names = [f"{part.key} at {tuple(part.global_offset)}" for part in parts]
     return dict(zip(names, torch.stack(sums).tolist(), strict=True)) if sums else {}
-
-
-def _as_integers(tensor: Tensor) -> Tensor:
-    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return tensor.detach().contiguous().view(whole)
 
 
 def _check_copies(of_ranks: list[dict[str, int]], step: int) -> None:

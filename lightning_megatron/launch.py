@@ -59,8 +59,7 @@ def check_world_size(environment: ClusterEnvironment, num_processes: int, num_no
         )
     if dist.is_initialized() and dist.get_world_size() != num_processes * num_nodes:
         raise ConfigError(
-            f"this process is one of {dist.get_world_size()} already (a module that answers without a Trainer, or an "
-            f"earlier run), and the run has {num_processes * num_nodes}; start another process for it"
+            f"this process is one of {dist.get_world_size()}, the run has {num_processes * num_nodes}; start another"
         )
     if isinstance(environment, LightningEnvironment) or not environment.creates_processes_externally:
         return
@@ -68,7 +67,7 @@ def check_world_size(environment: ClusterEnvironment, num_processes: int, num_no
     if started != num_processes * num_nodes:
         raise ConfigError(
             f"{started} processes were started, and the run has {num_processes * num_nodes} (devices={num_processes} x "
-            f"num_nodes={num_nodes}); start so many, or give the devices and num_nodes of those there are"
+            f"num_nodes={num_nodes}); start so many (torchrun --nproc-per-node {num_processes}), or name those there are"
         )
 
 

@@ -118,7 +118,9 @@ class MegatronModule(pl.LightningModule):
         if self.adaptation is not None:
             self.model_config = self.adaptation.of(self.model_config, model_provider)
         self.model_provider = model_provider
-        self.train_step = _bound_step(train_step, self.model_config)
+        named = train_step if isinstance(train_step, str) else self.model_config.architecture
+        self.train_step = train_step if isinstance(train_step, TrainStep) else train_step_named(named)
+        self.train_step.bind(self.model_config)
         require_number("lr", lr)
         self.lr = lr
         self.optimizer_options = as_options(OptimizerOptions, optimizer, "optimizer")
@@ -646,8 +648,7 @@ class MegatronModule(pl.LightningModule):
             raise ConfigError("there is no model to save before Trainer.fit (or validate) has built it; call it then")
         if self.is_variant or self.model_provider is not None:
             raise ConfigError(
-                f"no Hugging Face {self.model_config.family} model computes this one (position_embedding_type, "
-                "attention_head_type or model_provider are given); save a checkpoint with trainer.save_checkpoint"
+                f"no Hugging Face {self.model_config.family} model computes this; use trainer.save_checkpoint"
             )
         chunks = list(self.model_chunks)
         if unwrap(chunks[0]).config.moe_router_enable_expert_bias:
@@ -733,10 +734,3 @@ def _described_object(value: Any) -> str | None:
         return str(value.name_or_path)
     kind = value if hasattr(value, "__qualname__") else type(value)
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _bound_step(train_step: str | TrainStep | None, model: ModelConfig) -> TrainStep:
-    """The objective, told which model it is for."""
-    step = train_step if isinstance(train_step, TrainStep) else train_step_named(train_step or model.architecture)
-    step.bind(model)
-    return step

@@ -21,15 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from lightning_megatron.accounting import (
-    adapter_parameters,
-    chunk_layout,
-    head_flops,
-    layer_experts,
-    layer_flops,
-    peak_flops_per_s,
-    rank_parameters,
-)
+from lightning_megatron import accounting
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError, divisors
 from lightning_megatron.models.config import ModelConfig
@@ -148,7 +140,7 @@ class Run:
     @property
     def chunks(self) -> tuple[int, ...]:
         """Layers of each chunk in the order of the pipeline."""
-        return self.layout or chunk_layout(self.model, self.parallel)
+        return self.layout or accounting.chunk_layout(self.model, self.parallel)
 
     def chunks_of(self, pp_rank: int) -> range:
         """Which of ``chunks`` one stage holds."""
@@ -161,9 +153,11 @@ class Run:
     def parameters(self, pp_rank: int) -> dict[int, int]:
         """On one rank of a stage, by how many ranks of it hold the same ones and reduce their gradients."""
         model, parallel = self.model, self.parallel
-        count = rank_parameters(model, self.chunks, tp=parallel.tp, pp=parallel.pp, pp_rank=pp_rank, ep=parallel.ep)
+        count = accounting.rank_parameters(
+            model, self.chunks, tp=parallel.tp, pp=parallel.pp, pp_rank=pp_rank, ep=parallel.ep
+        )
         layers = [layer for chunk in self.chunks_of(pp_rank) for layer in self.layers_of(chunk)]
-        experts = sum(layer_experts(model, layer) for layer in layers) // parallel.ep
+        experts = sum(accounting.layer_experts(model, layer) for layer in layers) // parallel.ep
         copies = self.dp * parallel.cp
         found = {copies: count - experts}
         copies = copies * parallel.tp // parallel.ep
@@ -171,7 +165,7 @@ class Run:
 
     def trained(self, pp_rank: int) -> dict[int, float]:
         """Those of ``parameters`` that have gradients; adapters are taken to be spread evenly."""
-        adapters = adapter_parameters(self.model) / (self.parallel.tp * self.parallel.pp)
+        adapters = accounting.adapter_parameters(self.model) / (self.parallel.tp * self.parallel.pp)
         return {self.dp * self.parallel.cp: adapters} if adapters else dict(self.parameters(pp_rank))
 
     def optimizer_parameters(self, pp_rank: int) -> float:
@@ -180,7 +174,7 @@ class Run:
 
     def peak_flops_per_s(self, device: Device) -> float | None:
         """Of the matrix products of one device; None where the datasheet is silent."""
-        return peak_flops_per_s(device.name, "tf32" if self.precision == "32-true" else "bf16")
+        return accounting.peak_flops_per_s(device.name, "tf32" if self.precision == "32-true" else "bf16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,12 +343,11 @@ def _microbatch_time(run: Run, pp_rank: int, device: Device) -> StepTime:
     peak = run.peak_flops_per_s(device)
     if peak is None:
         raise ConfigError(
-            f"precision={run.precision}: expected a device whose peak in it is known, got {device.name}; choose from "
-            f"{', '.join(name for name, each in DEVICES.items() if each != device)}"
+            f"precision={run.precision}: expected a device whose peak in it is known, got {device.name}; use another"
         )
     mine = run.chunks_of(pp_rank)
     layers = [layer for chunk in mine for layer in run.layers_of(chunk)]
-    flops = [layer_flops(model, run.lengths, layer) for layer in layers]
+    flops = [accounting.layer_flops(model, run.lengths, layer) for layer in layers]
     passes = 3.0 if model.lora is None else 2.0  # frozen weights have no gradients
     products, scores = passes * sum(each[0] for each in flops), 3.5 * sum(each[1] for each in flops)
     repeated = {None: 0.0, "selective": 0.15, "full": 1 / 3}[run.recompute]  # of the time of what is no product
@@ -363,7 +356,7 @@ def _microbatch_time(run: Run, pp_rank: int, device: Device) -> StepTime:
     logits = 0
     if pp_rank == parallel.pp - 1:
         padded = model.padded_vocab_size(parallel.tp)
-        products += passes * head_flops(model, run.lengths, padded)
+        products += passes * accounting.head_flops(model, run.lengths, padded)
         logits = run.lengths[-1] * padded if model.has_output_layer else 0
     rate = _PRODUCTS_SHARE * peak
     for size in (model.hidden_size, run.tokens_of_rank):
@@ -458,7 +451,7 @@ def run_of(
         recompute=None if granularity == "full" and method == "block" else granularity,
         precision="32-true" if settings.params_dtype.itemsize == 4 else "bf16-mixed",
         cuda_graphs=settings.cuda_graphs,
-        layout=chunk_layout(model, settings.parallel, settings.overrides.transformer.get(OVERRIDE)),
+        layout=accounting.chunk_layout(model, settings.parallel, settings.overrides.transformer.get(OVERRIDE)),
     )
 
 

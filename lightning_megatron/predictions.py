@@ -123,7 +123,7 @@ def _with_samples(
         samples = [None if sample == PADDING_ROW else (sample, 0) for sample in dealt]
     else:
         raise ConfigError(
-            f"a prediction has {sorted(lengths)} rows, and its batch has {len(real)} samples; return a row for each"
+            f"a prediction has {sorted(lengths)} rows, and its batch has {len(real)} samples; return one each"
         )
     return pytree.tree_unflatten(leaves, structure), samples
 

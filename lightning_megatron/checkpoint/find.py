@@ -53,8 +53,7 @@ def check_writable(folders: Iterable[Path]) -> None:
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
             obstacle = "read-only" if there.is_dir() else "no folder"
             raise CheckpointError(
-                f"checkpoints cannot be saved in {folder}: {there} is {obstacle}; give another dirpath or "
-                "default_root_dir, or Trainer(enable_checkpointing=False)"
+                f"checkpoints cannot be saved in {folder}: {there} is {obstacle}; give another dirpath"
             )
 
 

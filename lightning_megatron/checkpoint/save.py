@@ -49,6 +49,7 @@ from torch.distributed.checkpoint.filesystem import (
 )
 from torch.distributed.checkpoint.planner import WriteItemType
 
+from lightning_megatron import files
 from lightning_megatron.checkpoint.files import (
     BACKENDS,
     COMMON,
@@ -67,18 +68,6 @@ from lightning_megatron.engine.collectives import on_all_ranks_alike
 from lightning_megatron.engine.heartbeat import progress
 from lightning_megatron.engine.wrap import finish_parameter_gathers
 from lightning_megatron.errors import CheckpointError
-from lightning_megatron.files import (
-    PARTIAL,
-    FolderLock,
-    as_path,
-    delete_from_store,
-    file_sizes,
-    is_remote,
-    publish,
-    remove_leftovers,
-    wait_for_deletions,
-    written,
-)
 
 T = TypeVar("T")
 
@@ -118,8 +107,8 @@ class Save:
         self.path = path
         self._meta = meta
         self._refusal = f"checkpoint {path} is not written"
-        self._partial = path.with_name(path.name + PARTIAL)
-        if is_remote(path) and not (path / META).is_file():
+        self._partial = path.with_name(path.name + files.PARTIAL)
+        if files.is_remote(path) and not (path / META).is_file():
             self._partial = path  # a store would have to copy all of it
         self._writer: ShardWriter | None = None
         self._begin = time.monotonic()
@@ -177,7 +166,7 @@ class Save:
         """What it took, in a line."""
         seconds, size = time.monotonic() - self._begin, 0
         with contextlib.suppress(OSError):  # this is news, not a check
-            size = sum(file_sizes(self.path).values())
+            size = sum(files.file_sizes(self.path).values())
         return (
             f"checkpoint {self.path} is complete: {size / _GIGABYTE:.3g} GB in {seconds:.3g} s, "
             f"{size / _GIGABYTE / seconds:.3g} GB/s; training stood still for {self._stall:.3g} s"
@@ -185,7 +174,7 @@ class Save:
 
     def _complete(self, checksums: dict[str, FileChecksums], in_background: bool) -> None:
         """Write what only rank 0 writes, ``meta.pt`` last, which says that all the rest is there."""
-        partial, sizes = self._partial, file_sizes(self._partial)
+        partial, sizes = self._partial, files.file_sizes(self._partial)
         for name, each in checksums.items():
             if sizes.get(name) != each.size:
                 raise CheckpointError(
@@ -193,10 +182,10 @@ class Save:
                     "(dirpath, default_root_dir) on a file system that all hosts share, and let nobody else change them"
                 )
         write_checksums(partial, {**checksums, META: checksums_of(self._meta)})
-        with written(partial / META) as stream:
+        with files.written(partial / META) as stream:
             stream.write(self._meta)
         check_complete(partial)
-        publish(partial, self.path, in_background=in_background)
+        files.publish(partial, self.path, in_background=in_background)
 
     def _release(self) -> None:
         if self._lock is not None:
@@ -220,7 +209,7 @@ def _copies(run: RunState) -> dist.ProcessGroup | None:
     return group
 
 
-def _start_partial(path: Path, in_store: Path | None = None) -> FolderLock | None:
+def _start_partial(path: Path, in_store: Path | None = None) -> files.FolderLock | None:
     """Make an empty folder beside ``path`` to write into, after what killed programs left beside it is gone.
 
     In a store, which has neither folders nor locks, it is ``in_store``.
@@ -229,26 +218,26 @@ def _start_partial(path: Path, in_store: Path | None = None) -> FolderLock | Non
         CheckpointError: If another program is writing the same checkpoint, or ``path`` is a folder of other files.
     """
     check_replaceable(path)
-    if is_remote(path):
-        delete_from_store(in_store or path)
+    if files.is_remote(path):
+        files.delete_from_store(in_store or path)
         return None
-    partial = path.with_name(path.name + PARTIAL)
-    wait_for_deletions()
+    partial = path.with_name(path.name + files.PARTIAL)
+    files.wait_for_deletions()
     if partial.is_dir():
-        FolderLock(partial, CheckpointError).release()
+        files.FolderLock(partial, CheckpointError).release()
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
-    lock = FolderLock(partial, CheckpointError)
-    remove_leftovers(path.parent, "*.ckpt", partial)
+    lock = files.FolderLock(partial, CheckpointError)
+    files.remove_leftovers(path.parent, "*.ckpt", partial)
     return lock
 
 
 def _delete_partial(partial: Path) -> None:
     with contextlib.suppress(OSError):
-        if not is_remote(partial):
+        if not files.is_remote(partial):
             shutil.rmtree(partial)
         elif not (partial / META).is_file():  # else it is whole, and what it was to replace may be gone
-            delete_from_store(partial)
+            files.delete_from_store(partial)
 
 
 def write_weights(chunks: list[Any], parent: Path) -> Path:
@@ -265,7 +254,7 @@ def write_weights(chunks: list[Any], parent: Path) -> Path:
         folder = [str(parent / f"megatron_relayout_{uuid.uuid4().hex}")]
     dist.broadcast_object_list(folder, 0)
     finish_parameter_gathers(chunks)
-    path, refusal = as_path(folder[0]), f"weights are not written to {folder[0]}"
+    path, refusal = files.as_path(folder[0]), f"weights are not written to {folder[0]}"
     ShardWriter(sharded_weights(chunks), path, HostMemory(in_place=True), refusal).finish()
     return path
 
@@ -311,12 +300,12 @@ class ShardWriter:
         # Not the planner's own, which refuses moments with gaps, where layers that are stacked with others are frozen.
         self._table = create_default_global_save_plan(plans)[1] if plans else None
         _on_all_ranks(lambda: folder.mkdir(parents=True, exist_ok=True), refusal)
-        files = dict(plain or {})
+        whole = dict(plain or {})
         if dist.get_rank() == 0:
-            files[COMMON] = torch_bytes(common)
-            files[BACKENDS] = json.dumps(KNOWN_BACKENDS).encode()
+            whole[COMMON] = torch_bytes(common)
+            whole[BACKENDS] = json.dumps(KNOWN_BACKENDS).encode()
         shards = _on_all_ranks(lambda: _staged(plan, planner, memory), refusal)
-        self.files = FileWriter(folder, shards, files)
+        self.files = FileWriter(folder, shards, whole)
         """Of this rank."""
 
     def finish(self) -> dict[str, FileChecksums]:
@@ -338,8 +327,8 @@ class ShardWriter:
 
     def _write_table(self, results: list[list[Any]]) -> None:
         assert self._table is not None
-        kind = FsspecWriter if is_remote(self._folder) else FileSystemWriter
-        kind(str(self._folder), sync_files=not is_remote(self._folder)).finish(self._table, results)
+        kind = FsspecWriter if files.is_remote(self._folder) else FileSystemWriter
+        kind(str(self._folder), sync_files=not files.is_remote(self._folder)).finish(self._table, results)
 
 
 def _planned(state: dict[str, Any], copies: dist.ProcessGroup | None) -> tuple[Any, MCoreSavePlanner, dict[str, Any]]:
@@ -474,7 +463,7 @@ class FileWriter:
 
     @contextlib.contextmanager
     def _open(self, name: str) -> Iterator[Any]:
-        with written(self._folder / name, _BUFFER) as stream:
+        with files.written(self._folder / name, _BUFFER) as stream:
             file = _ChecksummedFile(stream, self._is_abandoned)
             yield file
         self._checksums[name] = file.checksums

@@ -367,10 +367,10 @@ def restore_optimizer_state(optimizer: MegatronOptimizer, loaded: Mapping[str, A
             held.tensors["param"].copy_(torch.cat([entries[key].flatten() for _, key in pieces]))
     plain = loaded.get("optimizer", loaded)
     saved = {_identity(group): group for group in plain["param_groups"]}
+    for group in optimizer.param_groups:
+        kept = {"params", *(name for name in _GROUP_SETTINGS if name in group)}
+        group.update({name: value for name, value in saved[_identity(group)].items() if name not in kept})
     for part in optimizer.parts:
-        for group in part.optimizer.param_groups:
-            kept = {"params", *(name for name in _GROUP_SETTINGS if name in group)}
-            group.update({name: value for name, value in saved[_identity(group)].items() if name not in kept})
         scaler = getattr(part, "grad_scaler", None)
         if scaler is not None and "grad_scaler" in loaded:
             scaler.load_state_dict(loaded["grad_scaler"])
@@ -385,11 +385,7 @@ def _share_masters(part: Any) -> None:
 
 
 def _plain_state(optimizer: MegatronOptimizer) -> dict[str, Any]:
-    groups = [
-        {name: value for name, value in group.items() if name != "params"}
-        for part in optimizer.parts
-        for group in part.optimizer.param_groups
-    ]
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     scaler = getattr(optimizer.parts[0], "grad_scaler", None)
     return {"optimizer": {"param_groups": groups}} | ({} if scaler is None else {"grad_scaler": scaler.state_dict()})
 

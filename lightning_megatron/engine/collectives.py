@@ -124,8 +124,7 @@ def gather_across_data_parallel_groups(tensor: Any) -> Any:
     for rank, (other, _) in enumerate(answers):
         if other != answers[0][0]:
             raise ConfigError(
-                f"data-parallel rank {rank} gathers {other} and rank 0 gathers {answers[0][0]}; give all the same, "
-                "each tensor with any number of rows (pad rows to one length, or join a list of batches first)"
+                f"data-parallel rank {rank} gathers {other} and rank 0 gathers {answers[0][0]}; give all the same"
             )
     of_ranks = zip(*(counts for _, counts in answers), strict=True)
     gathered = [r if r is None else gathered_rows(r, n, group) for r, n in zip(rows, of_ranks, strict=True)]

@@ -138,7 +138,7 @@ def place_of(innermost: FrameType) -> Place:
     return Place(
         kind=_kind(hook, frames),
         hook=hook,
-        line=f"{_shortened(file)}:{own.f_lineno} in {own.f_code.co_name}",
+        line=f"{os.sep.join(file.split(os.sep)[-2:])}:{own.f_lineno} in {own.f_code.co_name}",
         waits=_waits(frames),
         is_users=any(_is_told(each) and _OWN not in each and _MEGATRON not in each for each in inside),
         stack=hash(tuple((id(each.f_code), each.f_lasti) for each in frames)),
@@ -168,10 +168,6 @@ def _is_told(file: str) -> bool:
         file.startswith("<") or file.endswith(_EMULATION) or (file.startswith(_STDLIB) and "site-packages" not in file)
     )
     return not is_pythons and not any(name in file for name in _NOBODYS)
-
-
-def _shortened(file: str) -> str:
-    return os.path.join(os.path.basename(os.path.dirname(file)), os.path.basename(file))
 
 
 def _waits(frames: Sequence[FrameType]) -> str:

@@ -155,14 +155,10 @@ class ParallelConfig:
             self._check_joint_stack(model)
         elif any(getattr(self, name) is not None for name in UNEVEN):
             self.layout(model.num_layers)
-        elif self.vpp is None:
-            require_divides("pp", self.pp, "num_layers", model.num_layers)
-        elif model.num_layers % (self.pp * self.vpp) != 0:
-            raise ConfigError(
-                f"pp={self.pp} x vpp={self.vpp} = {self.pp * self.vpp} does not divide num_layers={model.num_layers}; "
-                f"choose pp x vpp from {', '.join(str(d) for d in divisors(model.num_layers))}"
-            )
-        if self.uses_sequence_parallel and model.hidden_size % self.tp != 0:
+        else:
+            stages = "pp" if self.vpp is None else "pp x vpp"
+            require_divides(stages, self.pp * self.num_model_chunks, "num_layers", model.num_layers)
+        if self.uses_sequence_parallel:
             require_divides("tp", self.tp, "hidden_size", model.hidden_size)
 
     def comm_type_of(self, model: ModelConfig) -> Literal["a2a", "all_gather"]:
@@ -176,9 +172,8 @@ class ParallelConfig:
             return "all_gather" if self.cp_comm_type == "all_gather" else "a2a"
         if self.cp_comm_type == "a2a" and self.cp > 1:
             raise ConfigError(
-                f'cp_comm_type="a2a": expected num_query_groups={groups} to be a multiple of tp={self.tp} x '
-                f"cp={self.cp} = {self.tp * self.cp}, got a rest of {groups % (self.tp * self.cp)}; use "
-                'cp_comm_type="all_gather"'
+                f'cp_comm_type="a2a": expected num_query_groups={groups} to be a multiple of tp x cp = {self.tp * self.cp}, '
+                f'got a rest of {groups % (self.tp * self.cp)}; use cp_comm_type="all_gather"'
             )
         return "all_gather"
 
@@ -200,14 +195,12 @@ class ParallelConfig:
         """
         if function == "predict" and not self.ep_is_within_a_copy:
             raise ConfigError(
-                f"ep={self.ep}: Trainer.predict gives each copy of the model rows of its own, and these copies share "
-                "experts; predict with ep=1 or an ep that divides tp x cp, or call generate"
+                f"ep={self.ep}: Trainer.predict gives copies that share experts other rows; use ep=1, or generate"
             )
         if function == "fit" and model.experts is not None and self.tp > 1 and not self.sequence_parallel:
             # megatron-core 0.16.1, transformer/moe/moe_layer.py, refuses it, too.
             raise ConfigError(
-                f"tp={self.tp}: a model with experts is trained with sequence_parallel=True, so that no two ranks send "
-                "the same token to an expert; set it, or use tp=1"
+                f"tp={self.tp}: a model with experts is trained with sequence_parallel=True; set it, or use tp=1"
             )
 
     def layout(self, num_layers: int) -> tuple[int, ...]:
@@ -261,16 +254,12 @@ class ParallelConfig:
             ConfigError: If context or sequence parallelism cannot split the sequence evenly, or it is longer than the
                 model's.
         """
-        if self.cp > 1 and seq_length % self.sequence_divisor != 0:
-            by_tp = f", and by tp={self.tp} with sequence_parallel=True" if self.uses_sequence_parallel else ""
+        if (rest := seq_length % (divisor := self.sequence_divisor)) != 0:
+            reasons = [f"cp={self.cp} splits it into 2 x cp runs"] if self.cp > 1 else []
+            reasons += [f"tp={self.tp} splits it with sequence_parallel=True"] if self.uses_sequence_parallel else []
             raise ConfigError(
-                f"{name}={seq_length}: expected a multiple of {self.sequence_divisor}, because cp={self.cp} splits it "
-                f"into 2 x cp runs{by_tp}; use {math.ceil(seq_length / self.sequence_divisor) * self.sequence_divisor}"
-            )
-        if self.uses_sequence_parallel and seq_length % self.tp != 0:
-            raise ConfigError(
-                f"{name}={seq_length} is not a multiple of tp={self.tp}, which sequence_parallel=True splits it "
-                f"by; use {name}={math.ceil(seq_length / self.tp) * self.tp} or sequence_parallel=False"
+                f"{name}={seq_length}: expected a multiple of {divisor}, because {' and '.join(reasons)}; use "
+                f"{seq_length - rest + divisor}"
             )
         if max_position_embeddings is not None and seq_length > max_position_embeddings:
             raise ConfigError(

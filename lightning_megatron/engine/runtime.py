@@ -80,6 +80,9 @@ class EngineRng:
         kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
         words = np.asarray(keys).astype(np.int64)
         version, internal, gauss = random.getstate()
+        device = torch.get_rng_state() if self._is_active else self._parked
+        if not self._on_cpu:
+            device = torch.cuda.get_rng_state()
         return {
             "python": [version, list(internal), gauss],
             "numpy": [
@@ -90,7 +93,7 @@ class EngineRng:
                 float(cached),
             ],
             "torch": self._parked if self._is_active else torch.get_rng_state(),
-            "device": self._device_state(),
+            "device": device,
             "tracker": dict(get_cuda_rng_tracker().get_states()),
         }
 
@@ -115,11 +118,6 @@ class EngineRng:
             self._parked = state["torch"]
         else:
             torch.set_rng_state(state["torch"])
-
-    def _device_state(self) -> torch.Tensor:
-        if not self._on_cpu:
-            return torch.cuda.get_rng_state()
-        return torch.get_rng_state() if self._is_active else self._parked
 
 
 class Runtime:

@@ -34,17 +34,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_megatron.engine.heartbeat import (
-    STRAGGLER_STEPS,
-    Beat,
-    Heartbeat,
-    Kind,
-    Verdict,
-    place_of,
-    progress,
-    straggler,
-    verdict,
-)
+from lightning_megatron.engine import heartbeat
+from lightning_megatron.engine.heartbeat import Beat, Heartbeat, Kind, Verdict, progress
 from lightning_megatron.errors import require_number
 
 MARGIN = timedelta(seconds=10)
@@ -178,9 +169,13 @@ class Watch:
 
     def _name_straggler(self, now: float) -> None:
         (since, before), beats = self._last_period, self._beats
-        if now - since < _PERIOD or not beats or (before and beats[0].steps - before[0].steps < STRAGGLER_STEPS):
+        if (
+            now - since < _PERIOD
+            or not beats
+            or (before and beats[0].steps - before[0].steps < heartbeat.STRAGGLER_STEPS)
+        ):
             return
-        found = straggler(before, beats) if before else None
+        found = heartbeat.straggler(before, beats) if before else None
         if found is not None and found[0] not in self._named:
             self._named.add(found[0])
             warnings.warn(found[1], stacklevel=2)
@@ -188,7 +183,7 @@ class Watch:
 
     def _sample(self, now: float) -> None:
         """Note where the main thread is, and whether that is progress."""
-        place, steps = place_of(sys._current_frames()[self._thread]), progress.steps
+        place, steps = heartbeat.place_of(sys._current_frames()[self._thread]), progress.steps
         ticks = progress.ticks + steps
         computed = time.process_time()
         computes = place.kind == "setup" and not place.waits and computed - self._computed > _BEAT / 10
@@ -245,7 +240,7 @@ class Watch:
             found = Verdict(text=f"{text}: rank {self._rank} waits {mine.place}", code=1, silent=[0])
         elif len(self._beats) == self._world_size:
             silent = [rank for rank, heard in self._heard.items() if now - heard > _SILENCE]
-            found = verdict(self._beats, silent, mine, most)
+            found = heartbeat.verdict(self._beats, silent, mine, most)
         if found is None:
             return
         text = f"{found.text}; last stacks of all ranks: {self._folder}"

@@ -52,11 +52,7 @@ def to_16bit(chunks: torch.nn.ModuleList, dtype: torch.dtype, fp8: Recipe | None
         return chunks
     if fp8 is not None:
         use_fp8(chunks)
-    return torch.nn.ModuleList([c if _is_wrapped(c) else Float16Module(unwrap(c).config, c) for c in chunks])
-
-
-def _is_wrapped(chunk: torch.nn.Module) -> bool:
-    return isinstance(chunk, (DistributedDataParallel, Float16Module))
+    return torch.nn.ModuleList([c if unwrap(c) is not c else Float16Module(unwrap(c).config, c) for c in chunks])
 
 
 def to_ddp(

@@ -27,25 +27,7 @@ from torchmetrics.classification import (
 from lightning_megatron.engine.train_step import Batch, LossFunc, LossTerm, Output, TrainStep
 from lightning_megatron.errors import ConfigError, DataError, require_choice
 from lightning_megatron.models.config import ModelConfig, ProblemType
-from lightning_megatron.steps.base import (
-    IGNORE_INDEX,
-    IGNORED_LABELS,
-    Perplexity,
-    WeightedMean,
-    by_known_names,
-    check_all,
-    check_beside_tokens,
-    check_floats,
-    check_integers,
-    check_numbers,
-    check_shape,
-    check_tokens,
-    check_trains,
-    has_own_batches,
-    masked_term,
-    weighted,
-    without_last_rows,
-)
+from lightning_megatron.steps import base
 
 _MEGATRON_NAMES = {
     "text": "input_ids",
@@ -96,7 +78,7 @@ class BertTrainStep(TrainStep):
         Raises:
             ConfigError: If the model is no BERT, or its head has another width than its task needs.
         """
-        check_trains(self, "bert", model)
+        base.check_trains(self, "bert", model)
         super().bind(model)
         if model.task == "sequence_classification":
             self.objective = _RowLabels(model, model.problem_type)
@@ -117,12 +99,12 @@ class BertTrainStep(TrainStep):
         Raises:
             DataError: With the key, the value, the rule and the fix.
         """
-        if has_own_batches(self, BertTrainStep):
+        if base.has_own_batches(self, BertTrainStep):
             return
         named = self._named(batch)
         tokens = named["input_ids"]
-        check_tokens("input_ids", tokens, self.model)
-        check_beside_tokens(named, tokens.shape[0], tokens.shape[1], self.model)
+        base.check_tokens("input_ids", tokens, self.model)
+        base.check_beside_tokens(named, tokens.shape[0], tokens.shape[1], self.model)
         self._check_first_tokens(named)
         self.objective.check(named)
         if "attention_mask" in named and bool((named["attention_mask"] == 1).all()):
@@ -157,11 +139,11 @@ class BertTrainStep(TrainStep):
         if "next_sentence_label" in needed:
             needed["next_sentence_label"] = ", or use BertTrainStep(binary_head=False)"
         known = {*_INPUTS, *needed, *self.objective.optional}
-        return by_known_names(batch, known, needed, f"BertTrainStep for task {self.model.task!r}", _MEGATRON_NAMES)
+        return base.by_known_names(batch, known, needed, f"BertTrainStep for task {self.model.task!r}", _MEGATRON_NAMES)
 
     def pad_rows(self, batch: Batch, num_rows: int) -> Batch:
         """Repeat the last row without targets."""
-        return without_last_rows(batch, num_rows, self.objective.masks)
+        return base.without_last_rows(batch, num_rows, self.objective.masks)
 
     def seq_length(self, batch: Batch) -> int:
         """Tokens per row."""
@@ -275,13 +257,13 @@ class _MaskedTokens(_Objective):
     def check(self, batch: Batch) -> None:
         _check_token_labels(batch)
         labels = batch["labels"]
-        counted = labels if "loss_mask" not in batch else labels.masked_fill(batch["loss_mask"] == 0, IGNORE_INDEX)
-        check_numbers("labels", counted, self._vocab_size, "vocab_size", IGNORED_LABELS)
+        counted = labels if "loss_mask" not in batch else labels.masked_fill(batch["loss_mask"] == 0, base.IGNORE_INDEX)
+        base.check_numbers("labels", counted, self._vocab_size, "vocab_size", base.IGNORED_LABELS)
         if self._learns_order:
             order = batch["next_sentence_label"]
-            check_integers("next_sentence_label", order, "0: in order, 1: not")
+            base.check_integers("next_sentence_label", order, "0: in order, 1: not")
             _check_one_per_row("next_sentence_label", order, labels.shape[0])
-            check_numbers("next_sentence_label", order, 2, "kinds of order", IGNORED_LABELS)
+            base.check_numbers("next_sentence_label", order, 2, "kinds of order", base.IGNORED_LABELS)
 
     def targets(self, batch: Batch, rows: Tensor) -> Batch:
         prepared = _token_targets(batch)
@@ -298,18 +280,18 @@ class _MaskedTokens(_Objective):
         if self._learns_order:
             order = F.cross_entropy(order_logits.float(), batch["order"], reduction="none")
             return {
-                "lm_loss": masked_term(losses, batch["loss_mask"]),
-                "sop_loss": masked_term(order, batch["order_mask"]),
+                "lm_loss": base.masked_term(losses, batch["loss_mask"]),
+                "sop_loss": base.masked_term(order, batch["order_mask"]),
             }
-        lm, count = masked_term(losses, batch["loss_mask"])
+        lm, count = base.masked_term(losses, batch["loss_mask"])
         if self._has_order:
             # Its weights must have a gradient, if only zero: the engine waits for that of every weight.
             lm = lm + 0.0 * order_logits.float().sum()
         return {"lm_loss": LossTerm(lm, count)}
 
     def metrics(self) -> dict[str, Metric]:
-        order: dict[str, Metric] = {"sop_accuracy": WeightedMean()} if self._learns_order else {}
-        return {"perplexity": Perplexity(), **order}
+        order: dict[str, Metric] = {"sop_accuracy": base.WeightedMean()} if self._learns_order else {}
+        return {"perplexity": base.Perplexity(), **order}
 
     def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Output) -> None:
         losses, order_logits = output
@@ -349,14 +331,14 @@ class _RowLabels(_Objective):
         problem = self._problem_of(labels)
         rule = f"num_labels={n}, problem_type={problem!r}"
         if problem == "single_label_classification":
-            check_integers("labels", labels, rule)
+            base.check_integers("labels", labels, rule)
             _check_one_per_row("labels", labels, rows)
-            check_numbers("labels", labels, n, "num_labels", IGNORED_LABELS)
+            base.check_numbers("labels", labels, n, "num_labels", base.IGNORED_LABELS)
             return
-        check_floats("labels", labels, rule)
-        check_shape("labels", labels, (rows, n), rule, *([(rows,)] if n == 1 else []))
+        base.check_floats("labels", labels, rule)
+        base.check_shape("labels", labels, (rows, n), rule, *([(rows,)] if n == 1 else []))
         if problem == "multi_label_classification":
-            check_all("labels", labels, (labels >= 0) & (labels <= 1), f"in 0..1 ({rule})")
+            base.check_all("labels", labels, (labels >= 0) & (labels <= 1), f"in 0..1 ({rule})")
 
     def targets(self, batch: Batch, rows: Tensor) -> Batch:
         labels = batch["labels"]
@@ -390,7 +372,7 @@ class _RowLabels(_Objective):
         if self.problem == "regression" or (self.problem is None and n == 1):
             return {"mse": MeanSquaredError()}
         if self.problem != "multi_label_classification":
-            options: dict[str, Any] = {"num_classes": n, "ignore_index": IGNORE_INDEX, "validate_args": False}
+            options: dict[str, Any] = {"num_classes": n, "ignore_index": base.IGNORE_INDEX, "validate_args": False}
             f1 = MulticlassF1Score(average="macro", **options)
             return {"accuracy": MulticlassAccuracy(average="micro", **options), "f1": f1}
         if n == 1:  # torchmetrics' multi-label metrics want two
@@ -402,7 +384,7 @@ class _RowLabels(_Objective):
         counted, is_one = mask > 0, self.problem == "single_label_classification"
         for metric in metrics.values() if is_one or counted.any() else ():
             if is_one:
-                metric.update(logits.float(), targets.masked_fill(~counted, IGNORE_INDEX))
+                metric.update(logits.float(), targets.masked_fill(~counted, base.IGNORE_INDEX))
             elif self.problem == "regression":
                 metric.update(logits[counted].float().flatten(), targets[counted].flatten())
             else:  # not logits: torchmetrics takes those that all lie in 0..1 for probabilities
@@ -417,7 +399,7 @@ class _TokenLabels(_RowLabels):
 
     def check(self, batch: Batch) -> None:
         _check_token_labels(batch)
-        check_numbers("labels", batch["labels"], self._num_labels, "num_labels", IGNORED_LABELS)
+        base.check_numbers("labels", batch["labels"], self._num_labels, "num_labels", base.IGNORED_LABELS)
 
     def targets(self, batch: Batch, rows: Tensor) -> Batch:
         return _token_targets(batch)
@@ -441,7 +423,7 @@ class _AnswerSpan(_Objective):
     def check(self, batch: Batch) -> None:
         rows = batch["input_ids"].shape[0]
         for name in self.needed:
-            check_integers(name, batch[name], "a place in the row")
+            base.check_integers(name, batch[name], "a place in the row")
             _check_one_per_row(name, batch[name], rows)
 
     def targets(self, batch: Batch, rows: Tensor) -> Batch:
@@ -458,11 +440,11 @@ class _AnswerSpan(_Objective):
         terms = {}
         for column, side in enumerate(("start", "end")):
             losses = F.cross_entropy(output[..., column].float(), batch[side], reduction="none")
-            terms[f"{side}_loss"] = masked_term(0.5 * losses, batch[f"{side}_mask"])
+            terms[f"{side}_loss"] = base.masked_term(0.5 * losses, batch[f"{side}_mask"])
         return terms
 
     def metrics(self) -> dict[str, Metric]:
-        return {"exact_match": WeightedMean()}
+        return {"exact_match": base.WeightedMean()}
 
     def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Output) -> None:
         places = output.argmax(1)
@@ -472,15 +454,15 @@ class _AnswerSpan(_Objective):
 
 
 def _check_one_per_row(name: str, tensor: Tensor, rows: int) -> None:
-    check_shape(name, tensor, (rows,), "one per row", (rows, 1))
+    base.check_shape(name, tensor, (rows,), "one per row", (rows, 1))
 
 
 def _check_token_labels(batch: Batch) -> None:
-    check_integers("labels", batch["labels"], "one token or class at each place")
-    check_shape("labels", batch["labels"], tuple(batch["input_ids"].shape), "as input_ids")
+    base.check_integers("labels", batch["labels"], "one token or class at each place")
+    base.check_shape("labels", batch["labels"], tuple(batch["input_ids"].shape), "as input_ids")
 
 
 def _token_targets(batch: Batch) -> Batch:
     """``targets`` [b, s] and their weights ``loss_mask`` [b, s], fp32."""
     labels = batch["labels"].long()
-    return {"targets": labels.clamp(min=0), "loss_mask": weighted(labels >= 0, batch)}
+    return {"targets": labels.clamp(min=0), "loss_mask": base.weighted(labels >= 0, batch)}

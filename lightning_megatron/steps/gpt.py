@@ -14,26 +14,12 @@ from lightning_megatron.engine.train_step import Batch, LossFunc, LossTerm, Outp
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.models.config import ModelConfig
-from lightning_megatron.steps.base import (
-    IGNORE_INDEX,
-    TokenLossStep,
-    WeightedMean,
-    by_known_names,
-    check_beside_tokens,
-    check_integers,
-    check_numbers,
-    check_shape,
-    check_tokens,
-    check_trains,
-    has_own_batches,
-    predicted_tokens,
-    weighted,
-)
+from lightning_megatron.steps import base
 
 _KNOWN_KEYS = {"text", "input_ids", "labels", "attention_mask", "position_ids", "sample_mask", "loss_mask"}
 
 
-class GPTTrainStep(TokenLossStep):
+class GPTTrainStep(base.TokenLossStep):
     """Cross-entropy of the next token, averaged over the targets of the global batch.
 
     Accepts two kinds of batches, [b, s] each:
@@ -89,10 +75,10 @@ class GPTTrainStep(TokenLossStep):
         Raises:
             ConfigError: If the model is no GPT, or ``eod_token`` is none of its tokens.
         """
-        check_trains(self, "gpt", model)
+        base.check_trains(self, "gpt", model)
         if self.eod_token is not None and not 0 <= self.eod_token < model.vocab_size:
             raise ConfigError(
-                f"eod_token={self.eod_token} must be in 0..{model.vocab_size - 1} (vocab_size); give the tokenizer's"
+                f"eod_token={self.eod_token} must be in 0..{model.vocab_size - 1} (vocab_size); correct it"
             )
         super().bind(model)
 
@@ -105,26 +91,28 @@ class GPTTrainStep(TokenLossStep):
         Raises:
             DataError: With the key, the value, the rule and the fix.
         """
-        if has_own_batches(self, GPTTrainStep):
+        if base.has_own_batches(self, GPTTrainStep):
             return
         self._check_keys(batch)
         name = "text" if "text" in batch else "input_ids"
         if name == "text":
-            check_integers("text", batch["text"], "they number rows of the embedding")
-            check_tokens("text", batch["text"].clamp(min=0), self.model, shortest=2)
+            base.check_integers("text", batch["text"], "they number rows of the embedding")
+            base.check_tokens("text", batch["text"].clamp(min=0), self.model, shortest=2)
         else:
-            check_tokens("input_ids", batch["input_ids"], self.model)
+            base.check_tokens("input_ids", batch["input_ids"], self.model)
         rows, length = batch[name].shape[0], batch[name].shape[1] - (name == "text")
-        check_beside_tokens(batch, rows, length, self.model)
+        base.check_beside_tokens(batch, rows, length, self.model)
         if "labels" in batch:
-            check_shape("labels", batch["labels"], (rows, length), "each token's label at its own position")
-            check_integers("labels", batch["labels"], "they are tokens")
-            check_numbers("labels", batch["labels"], self.model.vocab_size, "vocab_size", (IGNORE_INDEX,))
+            base.check_shape("labels", batch["labels"], (rows, length), "each token's label at its own position")
+            base.check_integers("labels", batch["labels"], "they are tokens")
+            base.check_numbers("labels", batch["labels"], self.model.vocab_size, "vocab_size", (base.IGNORE_INDEX,))
         if "attention_mask" in batch and bool((batch["attention_mask"] == 1).all()):
             del batch["attention_mask"]
 
     def _check_keys(self, batch: Batch) -> None:
-        by_known_names(batch, _KNOWN_KEYS, {} if "text" in batch else {"input_ids": " (or 'text')"}, "GPTTrainStep")
+        base.by_known_names(
+            batch, _KNOWN_KEYS, {} if "text" in batch else {"input_ids": " (or 'text')"}, "GPTTrainStep"
+        )
         for key in ("input_ids", "labels"):
             if "text" in batch and key in batch:
                 raise DataError(f"batch keys 'text' and {key!r} both say what is to be learned; leave one of them out")
@@ -141,7 +129,7 @@ class GPTTrainStep(TokenLossStep):
         given: Batch = {name: batch[name].long() for name in ("attention_mask", "position_ids") if name in batch}
         tokens, targets = _tokens_and_targets(batch, given.get("attention_mask"))
         # No token is negative, so neither is a label that nobody has checked.
-        loss_mask = weighted(targets >= 0, batch)
+        loss_mask = base.weighted(targets >= 0, batch)
         if self.eod_token is not None and self.eod_mask_loss:
             loss_mask = loss_mask.masked_fill(tokens == self.eod_token, 0.0)
         prepared: Batch = {"tokens": tokens, "targets": targets.clamp(min=0), "loss_mask": loss_mask, **given}
@@ -168,7 +156,7 @@ def _tokens_and_targets(batch: Batch, attention_mask: torch.Tensor | None) -> tu
     if "text" in batch:
         text = batch["text"].long()
         targets = text[:, 1:]
-        return text[:, :-1].clamp(min=0).contiguous(), targets.masked_fill(targets < 0, IGNORE_INDEX).contiguous()
+        return text[:, :-1].clamp(min=0).contiguous(), targets.masked_fill(targets < 0, base.IGNORE_INDEX).contiguous()
     tokens = batch["input_ids"].long()
     if "labels" not in batch:
         return tokens, next_tokens(tokens, attention_mask)
@@ -223,7 +211,7 @@ def shift_labels(labels: torch.Tensor) -> torch.Tensor:
     Returns:
         [b, s]: the label one to the right; the last position has none.
     """
-    shifted = torch.full_like(labels, IGNORE_INDEX)
+    shifted = torch.full_like(labels, base.IGNORE_INDEX)
     shifted[:, :-1] = labels[:, 1:]
     return shifted
 
@@ -243,7 +231,7 @@ def next_tokens(tokens: torch.Tensor, attention_mask: torch.Tensor | None) -> to
     if attention_mask is None:
         return shift_labels(tokens)
     is_padding = attention_mask == 0
-    return shift_labels(tokens.masked_fill(is_padding, IGNORE_INDEX)).masked_fill(is_padding, IGNORE_INDEX)
+    return shift_labels(tokens.masked_fill(is_padding, base.IGNORE_INDEX)).masked_fill(is_padding, base.IGNORE_INDEX)
 
 
 # ---- last words -----------------------------------------------------------------------------------------------------
@@ -276,7 +264,7 @@ class LastWordTrainStep(GPTTrainStep):
         output = model(batch["tokens"], batch.get("position_ids"), batch.get("attention_mask"))
         chunk: Any = unwrap(model)
         if chunk.post_process:
-            predicted = predicted_tokens(output.detach(), chunk.pg_collection.tp)
+            predicted = base.predicted_tokens(output.detach(), chunk.pg_collection.tp)
             # The loss may overwrite the logits.
             losses = chunk.compute_language_model_loss(batch["targets"], output.transpose(0, 1).contiguous())
             output = TokenOutput(losses=losses, is_predicted=predicted == batch["targets"])
@@ -289,7 +277,7 @@ class LastWordTrainStep(GPTTrainStep):
     @override
     def metrics(self) -> dict[str, Metric]:
         """``last_word_accuracy`` of the rows and ``perplexity`` of their targets."""
-        return {**super().metrics(), "last_word_accuracy": WeightedMean()}
+        return {**super().metrics(), "last_word_accuracy": base.WeightedMean()}
 
     @override
     def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Output) -> None:
@@ -297,4 +285,4 @@ class LastWordTrainStep(GPTTrainStep):
         super().update_metrics(metrics, batch, output.losses)
         is_target = batch["loss_mask"] > 0
         is_right = (output.is_predicted | ~is_target).all(dim=-1)
-        cast("WeightedMean", metrics["last_word_accuracy"]).update(is_right, is_target.any(dim=-1))
+        cast("base.WeightedMean", metrics["last_word_accuracy"]).update(is_right, is_target.any(dim=-1))

@@ -10,20 +10,7 @@ import torch
 from lightning_megatron.engine.train_step import Batch, LossFunc
 from lightning_megatron.errors import DataError
 from lightning_megatron.models.config import ModelConfig
-from lightning_megatron.steps.base import (
-    IGNORE_INDEX,
-    IGNORED_LABELS,
-    TokenLossStep,
-    by_known_names,
-    check_all,
-    check_integers,
-    check_numbers,
-    check_shape,
-    check_tokens,
-    check_trains,
-    has_own_batches,
-    weighted,
-)
+from lightning_megatron.steps import base
 
 _MEGATRON_NAMES = {
     "text_enc": "input_ids",
@@ -38,7 +25,7 @@ _KNOWN = (*_MEGATRON_NAMES.values(), "labels", "loss_mask", "sample_mask", "trun
 """Whether a sample was cut short (``truncated``) changes nothing."""
 
 
-class T5TrainStep(TokenLossStep):
+class T5TrainStep(base.TokenLossStep):
     """Cross-entropy of the decoder's next token, averaged over the targets of the global batch.
 
     Accepts two kinds of batches:
@@ -60,7 +47,7 @@ class T5TrainStep(TokenLossStep):
         Raises:
             ConfigError: If the model is no T5.
         """
-        check_trains(self, "t5", model)
+        base.check_trains(self, "t5", model)
         super().bind(model)
 
     def check_batch(self, batch: Batch) -> None:
@@ -71,22 +58,22 @@ class T5TrainStep(TokenLossStep):
         Raises:
             DataError: With the key, the value and the rule.
         """
-        if has_own_batches(self, T5TrainStep):
+        if base.has_own_batches(self, T5TrainStep):
             return
         named = _named(batch)
         for name in ("input_ids", "decoder_input_ids"):
             if name in named:
-                check_tokens(_given_name(name, batch), named[name], self.model)
+                base.check_tokens(_given_name(name, batch), named[name], self.model)
         labels = named["labels"]
-        check_integers("labels", labels, "they are tokens")
+        base.check_integers("labels", labels, "they are tokens")
         if labels.dim() != 2 or labels.shape[1] < 1:
             raise DataError(f"labels has the shape {list(labels.shape)}; give it as [rows, tokens], at least 1 each")
-        check_numbers("labels", labels, self.model.vocab_size, "vocab_size", IGNORED_LABELS)
+        base.check_numbers("labels", labels, self.model.vocab_size, "vocab_size", base.IGNORED_LABELS)
         _check_shapes(named)
         for name in ("attention_mask", "decoder_attention_mask", "cross_mask"):
             if name in named:
                 mask = named[name]
-                check_all(_given_name(name, batch), mask, (mask == 0) | (mask == 1), "1 to be seen or 0")
+                base.check_all(_given_name(name, batch), mask, (mask == 0) | (mask == 1), "1 to be seen or 0")
         if "cross_mask" in named:
             encoder = named.get("attention_mask")
             seen = named["input_ids"].new_ones(named["input_ids"].shape) if encoder is None else visible_keys(encoder)
@@ -103,7 +90,7 @@ class T5TrainStep(TokenLossStep):
         named = _named(batch)
         labels = named["labels"].long()
         # Megatron's -1, too: no token is negative.
-        labels = labels.masked_fill(labels < 0, IGNORE_INDEX)
+        labels = labels.masked_fill(labels < 0, base.IGNORE_INDEX)
         decoder_ids = (
             named["decoder_input_ids"].long() if "decoder_input_ids" in named else shifted_right(labels, self.model)
         )
@@ -111,7 +98,7 @@ class T5TrainStep(TokenLossStep):
             "encoder_ids": named["input_ids"].long(),
             "decoder_ids": decoder_ids,
             "targets": labels.clamp(min=0),
-            "loss_mask": weighted(labels != IGNORE_INDEX, named),
+            "loss_mask": base.weighted(labels != base.IGNORE_INDEX, named),
         }
         for ours, theirs in (("encoder_mask", "attention_mask"), ("decoder_mask", "decoder_attention_mask")):
             if theirs in named:
@@ -144,7 +131,7 @@ class T5TrainStep(TokenLossStep):
 
 def _named(batch: Batch) -> Batch:
     """The batch by Hugging Face's names."""
-    return by_known_names(batch, _KNOWN, {"input_ids": "", "labels": ""}, "T5TrainStep", _MEGATRON_NAMES)
+    return base.by_known_names(batch, _KNOWN, {"input_ids": "", "labels": ""}, "T5TrainStep", _MEGATRON_NAMES)
 
 
 def _given_name(name: str, batch: Batch) -> str:
@@ -164,7 +151,7 @@ def _check_shapes(named: Batch) -> None:
     }
     for name, (shape, *others) in allowed.items():
         if name in named:
-            check_shape(name, named[name], shape, "as the tokens that it is about", *others)
+            base.check_shape(name, named[name], shape, "as the tokens that it is about", *others)
 
 
 def shifted_right(labels: torch.Tensor, model: ModelConfig) -> torch.Tensor:

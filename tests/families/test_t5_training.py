@@ -237,8 +237,8 @@ def _fit(layout: dict[str, Any], lengths: tuple[int, int] = (8, 8)) -> None:
             "recompute_modules with 'core_attn' cannot train T5's attention bias",
         ),
         ({"pp": 4, "vpp": 2, "num_microbatches": 4}, (8, 8), "8 chunks are more than the 7 layers"),
-        ({"tp": 2, "sequence_parallel": True}, (9, 7), "length of input_ids=9 is not a multiple of tp=2"),
-        ({"tp": 2, "sequence_parallel": True}, (8, 7), "length of labels=7 is not a multiple of tp=2"),
+        ({"tp": 2, "sequence_parallel": True}, (9, 7), "length of input_ids=9: expected a multiple of 2"),
+        ({"tp": 2, "sequence_parallel": True}, (8, 7), "length of labels=7: expected a multiple of 2"),
         (
             {"pp": 2, "transformer_config_overrides": {"pipeline_model_parallel_layout": "Ett|ttL"}},
             (8, 8),

@@ -35,20 +35,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from lightning_megatron.engine.fillers.masks import (
-    Alibi,
-    AlibiKind,
-    Pattern,
-    PerMask,
-    added_scores,
-    block_mask,
-    block_mask_without_segments,
-    hidden_keys,
-    key_biases,
-    key_biases_without_mask,
-    pattern_of,
-    relative,
-)
+from lightning_megatron.engine.fillers import masks
+from lightning_megatron.engine.fillers.masks import Alibi, AlibiKind, Pattern
 from lightning_megatron.engine.fillers.softcap import attend_capped
 from lightning_megatron.errors import ConfigError
 
@@ -60,7 +48,7 @@ CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 _BACKENDS_WITH_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Without cuDNN: with an explicit mask its backward returns NaN at s % 128 == 64 (pytorch#196678, torch 2.11)."""
 
-PER_MASK = PerMask()
+PER_MASK = masks.PerMask()
 """Dense scores, block masks and ALiBi's biases of the masks that are alive, shared by all layers."""
 
 
@@ -151,27 +139,33 @@ class SDPAttention(MegatronModule):
         """
         if packed_seq_params is not None:
             raise ConfigError("packed_seq_params is set, but SDPAttention has no packed sequences; pad them instead")
+        mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        return self.attend(query, key, value, attention_mask, mask_type, attention_bias)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kind: AttnMaskType, bias: Tensor | None
+    ) -> Tensor:
+        """As ``forward``, of what it has chosen."""
         sq, b, np, hn = query.shape
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if self.kv_cache is not None:
             k, v = self.kv_cache.append(k, v)
             if self.kv_cache.step is not None:
                 return self._attend_in_step(self.kv_cache.step, q, k, v)
-        mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        causal = mask_type in CAUSAL and sq > 1
-        mask = None if mask_type == AttnMaskType.no_mask else attention_mask
+        causal = kind in CAUSAL and sq > 1
+        mask = None if kind == AttnMaskType.no_mask else mask
         if mask is not None and mask.dim() == 2 and mask.shape != (b, k.shape[2]):
             raise ConfigError(f"attention_mask has the shape {list(mask.shape)}; give {[b, k.shape[2]]}")
         dropout = self.dropout if self.training else 0.0
         # Forking the tracker copies random states on the host: only where a mask is really drawn.
         fork = get_cuda_rng_tracker().fork() if dropout > 0.0 and self.forks_rng else contextlib.nullcontext()
         with fork:
-            if mask is None and attention_bias is None and self._is_plain(sq, k.shape[2], causal):
+            if mask is None and bias is None and self._is_plain(sq, k.shape[2], causal):
                 out = F.scaled_dot_product_attention(
                     q, k, v, None, dropout, causal, scale=self.softmax_scale, enable_gqa=np != k.shape[1]
                 )
             else:
-                out = self._attend_to_some(q, k, v, mask, attention_bias, causal, dropout)
+                out = self._attend_to_some(q, k, v, mask, bias, causal, dropout)
         return out.permute(2, 0, 1, 3).reshape(sq, b, np * hn)
 
     def _is_plain(self, num_queries: int, num_keys: int, causal: bool) -> bool:
@@ -184,7 +178,9 @@ class SDPAttention(MegatronModule):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, causal: bool, dropout: float
     ) -> Tensor:
         """Where a mask, a bias, a window or ALiBi has a say: [b, np, sq, hn]."""
-        pattern = pattern_of(q.shape[2], k.shape[2], causal=causal, window=self.sliding_window, cross=self.is_cross)
+        pattern = masks.pattern_of(
+            q.shape[2], k.shape[2], causal=causal, window=self.sliding_window, cross=self.is_cross
+        )
         is_one_change = self.softcap is None or self.alibi is None
         if dropout == 0.0 and bias is None and _is_flat(mask) and is_one_change and can_use_flex(q, k):
             return self._attend_by_blocks(q, k, v, mask, pattern)
@@ -216,9 +212,9 @@ class SDPAttention(MegatronModule):
 
     def _attend_by_blocks(self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, pattern: Pattern) -> Tensor:
         if segments is None:
-            blocks = block_mask_without_segments(pattern, q.device)
+            blocks = masks.block_mask_without_segments(pattern, q.device)
         else:
-            blocks = PER_MASK.get(segments, pattern, lambda own: block_mask(own, pattern, own.device))
+            blocks = PER_MASK.get(segments, pattern, lambda own: masks.block_mask(own, pattern, own.device))
         biases = _key_biases(self._alibi_of(q), segments, pattern, q.device)
         change = biases if self.softcap is None else self.softcap
         return attend_by_blocks(q, k, v, blocks, pattern, change, self.softmax_scale)
@@ -227,13 +223,13 @@ class SDPAttention(MegatronModule):
         """What is added to the scores where a dense tensor must say it, [b or 1, np or 1, sq or 1, sk] in q's dtype."""
         alibi = self._alibi_of(q)
         if mask is None or not _is_flat(mask):
-            hidden = hidden_keys(None, pattern, q.device)
+            hidden = masks.hidden_keys(None, pattern, q.device)
             hidden = mask if hidden is None else hidden if mask is None else mask | hidden
-            return added_scores(hidden, _sum_of(bias, _linear_bias(alibi, None, pattern, q.device)), q.dtype)
+            return masks.added_scores(hidden, _sum_of(bias, _linear_bias(alibi, None, pattern, q.device)), q.dtype)
         if bias is None:
             return PER_MASK.get(mask, (pattern, alibi, q.dtype), partial(_own_scores, pattern, alibi, q.dtype))
-        hidden = PER_MASK.get(mask, (pattern, "hidden"), lambda own: hidden_keys(own, pattern, own.device))
-        return added_scores(hidden, _sum_of(bias, _linear_bias(alibi, mask, pattern, q.device)), q.dtype)
+        hidden = PER_MASK.get(mask, (pattern, "hidden"), lambda own: masks.hidden_keys(own, pattern, own.device))
+        return masks.added_scores(hidden, _sum_of(bias, _linear_bias(alibi, mask, pattern, q.device)), q.dtype)
 
     def _alibi_of(self, q: Tensor) -> Alibi | None:
         """The linear biases of the heads of ``q``: [b, np, sq, hn]."""
@@ -251,8 +247,8 @@ class SDPAttention(MegatronModule):
 
 def _own_scores(pattern: Pattern, alibi: Alibi | None, dtype: torch.dtype, segments: Tensor) -> Tensor:
     """What a mask of segments and ALiBi add to the scores, made once for all layers."""
-    hidden = hidden_keys(segments, pattern, segments.device)
-    return added_scores(hidden, _linear_bias(alibi, segments, pattern, segments.device), dtype)
+    hidden = masks.hidden_keys(segments, pattern, segments.device)
+    return masks.added_scores(hidden, _linear_bias(alibi, segments, pattern, segments.device), dtype)
 
 
 def _key_biases(alibi: Alibi | None, segments: Tensor | None, pattern: Pattern, device: torch.device) -> Tensor | None:
@@ -260,14 +256,14 @@ def _key_biases(alibi: Alibi | None, segments: Tensor | None, pattern: Pattern, 
     if alibi is None:
         return None
     if segments is None:
-        return key_biases_without_mask(alibi, pattern.num_keys, device)
-    return PER_MASK.get(segments, alibi, lambda own: key_biases(alibi, own, pattern.num_keys, device))
+        return masks.key_biases_without_mask(alibi, pattern.num_keys, device)
+    return PER_MASK.get(segments, alibi, lambda own: masks.key_biases(alibi, own, pattern.num_keys, device))
 
 
 def _linear_bias(alibi: Alibi | None, segments: Tensor | None, pattern: Pattern, device: torch.device) -> Tensor | None:
     """ALiBi's biases of all pairs: [b or 1, np, sq, sk], fp32."""
     biases = _key_biases(alibi, segments, pattern, device)
-    return None if biases is None else relative(biases, pattern.num_queries)
+    return None if biases is None else masks.relative(biases, pattern.num_queries)
 
 
 def _sum_of(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -127,54 +127,40 @@ class ContextParallelAttention(SDPAttention):
     """``SDPAttention`` of queries, keys and values of the tokens that this rank of the cp group owns."""
 
     @override
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kind: AttnMaskType, bias: Tensor | None
     ) -> Tensor:
-        """Weighted sums of the values; every rank of the cp group must call.
+        """Weighted sums of the values, [sq/cp, b, np * hn]; every rank of the cp group must call.
 
         Args:
             query: [sq/cp, b, np, hn].
             key: [sk/cp, b, ng, hn]; ng divides np.
             value: [sk/cp, b, ng, hn].
-            attention_mask: Of the whole rows, as ``SDPAttention`` takes it; with causal attention [b, sk].
-            attn_mask_type: Replaces the layer's mask type for this call.
-            attention_bias: Of the heads and queries that this rank attends with (``own_heads``, ``own_queries``) and
-                all keys.
-            packed_seq_params: Must be None.
-
-        Returns:
-            [sq/cp, b, np * hn].
+            mask: Of the whole rows, as ``SDPAttention.forward`` takes it; with causal attention [b, sk].
+            kind: What is hidden besides.
+            bias: Of the heads and queries that this rank attends with (``own_heads``, ``own_queries``) and all keys.
         """
         context = ContextParallel(self.config)
-        mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        others = (mask_type, attention_bias, packed_seq_params)
         if context.size == 1:
-            return super().forward(query, key, value, attention_mask, *others)
+            return super().attend(query, key, value, mask, kind, bias)
         if context.exchanges_heads:
             if self.is_cross:
                 (query,), (key, value) = _to_heads(context, query), _to_heads(context, key, value)
             else:
                 query, key, value = _to_heads(context, query, key, value)
-            return _to_tokens(context, super().forward(query, key, value, attention_mask, *others))
+            return _to_tokens(context, super().attend(query, key, value, mask, kind, bias))
         gathered: Tensor = _GatheredKeys.apply(torch.stack((key, value), dim=1), context.group)  # type: ignore[no-untyped-call]
-        if mask_type not in CAUSAL:
-            if not self.is_cross and attention_bias is None:
-                gathered, attention_mask = _own_last(context, gathered, attention_mask)
+        if kind not in CAUSAL:
+            if not self.is_cross and bias is None:
+                gathered, mask = _own_last(context, gathered, mask)
             else:
                 gathered = context.in_order(gathered)
-            return super().forward(query, gathered[:, 0], gathered[:, 1], attention_mask, *others)
+            return super().attend(query, gathered[:, 0], gathered[:, 1], mask, kind, bias)
         gathered, outputs = context.in_order(gathered), []
         for run, number in zip(query.chunk(2), (context.rank, 2 * context.size - 1 - context.rank), strict=True):
             end = (number + 1) * len(run)
-            seen = None if attention_mask is None else _first_keys(attention_mask, end)
-            outputs.append(super().forward(run, gathered[:end, 0], gathered[:end, 1], seen, *others))
+            seen = None if mask is None else _first_keys(mask, end)
+            outputs.append(super().attend(run, gathered[:end, 0], gathered[:end, 1], seen, kind, bias))
         return torch.cat(outputs)
 
     @override

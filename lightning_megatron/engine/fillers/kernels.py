@@ -48,7 +48,7 @@ def copy_main_shards_to_parameters(optimizer: Any) -> None:
 
 def _copies_of(optimizer: Any) -> dict[Tensor, Tensor]:
     """Kept from step to step: every microsecond that the host spends here the GPU may be idle."""
-    addresses = _buffer_addresses(optimizer)
+    addresses = tuple(buffer.param_data.data_ptr() for buffer in optimizer.buffers)
     if optimizer not in _shard_copies or _shard_copies[optimizer][0] != addresses:
         _shard_copies[optimizer] = addresses, _find_shard_copies(optimizer)
     return _shard_copies[optimizer][1]
@@ -68,10 +68,6 @@ def _find_shard_copies(optimizer: Any) -> dict[Tensor, Tensor]:
                 if target.data_ptr() != main.data_ptr():
                     copies[main] = target
     return copies
-
-
-def _buffer_addresses(optimizer: Any) -> tuple[int, ...]:
-    return tuple(buffer.param_data.data_ptr() for buffer in optimizer.buffers)
 
 
 def _shard_in_buffer(optimizer: Any, parameter: Tensor) -> Tensor:
