@@ -67,7 +67,7 @@ def check_world_size(environment: ClusterEnvironment, num_processes: int, num_no
     if started != num_processes * num_nodes:
         raise ConfigError(
             f"{started} processes were started, and the run has {num_processes * num_nodes} (devices={num_processes} x "
-            f"num_nodes={num_nodes}); start so many (torchrun --nproc-per-node {num_processes}), or name those there are"
+            f"num_nodes={num_nodes}); start so many (torchrun --nproc-per-node {num_processes}), or give those"
         )
 
 
