@@ -176,10 +176,7 @@ class MegatronDataModule(LightningDataModule, ABC):
         """One pass over the test split. Every rank must call."""
         return self._pass_loader("test")
 
-    @override
-    def predict_dataloader(self) -> PassLoader | list[PassLoader]:
-        """One pass over the test split. Every rank must call."""
-        return self._pass_loader("test")
+    predict_dataloader = test_dataloader
 
     @override
     def state_dict(self) -> dict[str, Any]:

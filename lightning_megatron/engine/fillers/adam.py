@@ -195,15 +195,11 @@ def with_leaf_shards(original: Callable[..., _Groups]) -> Any:
         for shards, group_range in zip(float32_shards, opt_group_ranges, strict=True):
             for index, shard in enumerate(shards):
                 # The float32 shards come first among the optimizer's parameters of a group.
-                shards[index] = group_range["orig_group"]["params"][index] = _leaf(shard)
+                leaf = shard.detach()
+                copy_tensor_model_parallel_attributes(leaf, shard)
+                if hasattr(shard, "shared"):
+                    leaf.shared = shard.shared  # type: ignore[attr-defined]
+                shards[index] = group_range["orig_group"]["params"][index] = leaf
         return groups
 
     return staticmethod(_build_model_and_main_param_groups)
-
-
-def _leaf(shard: Tensor) -> Tensor:
-    leaf = shard.detach()
-    copy_tensor_model_parallel_attributes(leaf, shard)
-    if hasattr(shard, "shared"):
-        leaf.shared = shard.shared  # type: ignore[attr-defined]
-    return leaf

@@ -86,7 +86,7 @@ class SDPAttention(MegatronModule):
             attention_dropout: Replaces the config's.
             softmax_scale: What scores are multiplied by; None for 1 / sqrt(head width).
             cp_comm_type: Unused; the config has it, too.
-            pg_collection: Tells the TP group; None for Megatron's.
+            pg_collection: Unused; the groups are Megatron's.
             sliding_window: How many tokens back, itself included, a token sees; None for all.
             alibi: Whose linear biases are added; None for none.
             softcap: Scores x become softcap * tanh(x / softcap) before keys are hidden; None leaves them.
@@ -104,7 +104,8 @@ class SDPAttention(MegatronModule):
         self.sliding_window = sliding_window
         self.alibi: AlibiKind | None = alibi
         self.softcap = softcap
-        self.tp_rank: int = 0 if alibi is None else _tp_rank(config, pg_collection)
+        has_slopes = alibi is not None and config.tensor_model_parallel_size > 1
+        self.tp_rank: int = parallel_state.get_tensor_model_parallel_rank() if has_slopes else 0
         self.dropout: float = config.attention_dropout if attention_dropout is None else attention_dropout
         # With sequence parallelism the whole layer already runs in the fork (transformer/transformer_block.py).
         self.forks_rng: bool = config.tensor_model_parallel_size > 1 and not config.sequence_parallel
@@ -273,14 +274,6 @@ def _sum_of(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 def _is_flat(mask: Tensor | None) -> bool:
     """Whether a mask, if any, is one of segments."""
     return mask is None or mask.dim() == 2
-
-
-def _tp_rank(config: TransformerConfig, pg_collection: ProcessGroupCollection | None) -> int:
-    if config.tensor_model_parallel_size == 1:
-        return 0
-    group = parallel_state.get_tensor_model_parallel_group() if pg_collection is None else pg_collection.tp
-    rank: int = group.rank()
-    return rank
 
 
 def _attend_with_mask(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, dropout: float, scale: float | None) -> Tensor:
