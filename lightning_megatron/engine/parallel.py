@@ -172,8 +172,9 @@ class ParallelConfig:
             return "all_gather" if self.cp_comm_type == "all_gather" else "a2a"
         if self.cp_comm_type == "a2a" and self.cp > 1:
             raise ConfigError(
-                f'cp_comm_type="a2a": expected num_query_groups={groups} to be a multiple of tp x cp, got a rest of '
-                f'{groups % (self.tp * self.cp)}; use cp_comm_type="all_gather"'
+                f'cp_comm_type="a2a": expected num_query_groups={groups} to be a multiple of tp={self.tp} x '
+                f"cp={self.cp} = {self.tp * self.cp}, got a rest of {groups % (self.tp * self.cp)}; use "
+                'cp_comm_type="all_gather"'
             )
         return "all_gather"
 
