@@ -49,9 +49,9 @@ class BertChunk(Chunk):
         if model.task == "pretraining":
             self.binary_head = torch.nn.Linear(model.hidden_size, 2, dtype=config.params_dtype)
         if model.task == "sequence_classification":
-            self.classification_head = RowClassifier(model, config)
+            self.classification_head = Classifier(model, config)
         if model.task in ("token_classification", "question_answering"):
-            self.token_head = TokenClassifier(model, config)
+            self.token_head = Classifier(model, config)
         if model.has_output_layer:
             self.lm_head = MaskedLMHead(model, config)
             self.output_layer = self.create_output_layer(bias=True)
@@ -96,7 +96,7 @@ class BertChunk(Chunk):
         if task == "sequence_classification":
             return self.context.of_first_token(self.classification_head(self.pooler(hidden)))
         if task in ("token_classification", "question_answering"):
-            return self.context.all_tokens(self.token_head(hidden))
+            return self.context.all_tokens(self.token_head(hidden).transpose(0, 1).contiguous())
         order = self.context.of_first_token(self.binary_head(self.pooler(hidden))) if task == "pretraining" else None
         return self.predictions(self.lm_head(hidden), labels), order
 
@@ -169,40 +169,26 @@ class Pooler(torch.nn.Module):
         return torch.tanh(self.dense(first[0]))
 
 
-class RowClassifier(MegatronModule):
-    """Logits of a row's classes (or values of a regression) from its summary."""
+class Classifier(MegatronModule):
+    """Logits of the classes (or values of a regression) of a row, from its summary, or of each token.
 
-    def __init__(self, model: ModelConfig, config: TransformerConfig) -> None:
-        """Create the weights, not yet filled."""
-        super().__init__(config=config)
-        self.dropout = torch.nn.Dropout(model.classifier_dropout)
-        self.dense = _linear(model.hidden_size, model.num_labels, config, sees_part_of_sequence=False)
-
-    def forward(self, pooled: Tensor) -> Tensor:
-        """[b, h] -> [b, num_labels]."""
-        # Outside the tracker's fork: all tensor-parallel ranks have the same summary and must drop the same of it.
-        logits: Tensor = self.dense(self.dropout(pooled))
-        return logits
-
-
-class TokenClassifier(MegatronModule):
-    """Logits of each token's classes; for questions, how well an answer may start or end there."""
+    For questions: how well an answer may start or end at a token.
+    """
 
     def __init__(self, model: ModelConfig, config: TransformerConfig) -> None:
         """Create the weights, not yet filled."""
         super().__init__(config=config)
         # Hugging Face's head for questions has no dropout.
         self.dropout = torch.nn.Dropout(0.0 if model.task == "question_answering" else model.classifier_dropout)
-        self.dense = _linear(model.hidden_size, model.num_labels, config, sees_part_of_sequence=True)
+        of_tokens = model.task != "sequence_classification"
+        self.dense = _linear(model.hidden_size, model.num_labels, config, sees_part_of_sequence=of_tokens)
+        self.is_split: bool = config.sequence_parallel and of_tokens
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[s or s/tp, b, h] -> [b, s, num_labels], whole on all tensor-parallel ranks, which must all call."""
-        split = self.config.sequence_parallel
+        """[..., h] -> [..., num_labels], from [s/tp, b, h] [s, b, num_labels]; all tensor-parallel ranks must call."""
         drops = self.training and self.dropout.p > 0.0
-        # Each rank has other tokens and must draw other masks.
-        with get_cuda_rng_tracker().fork() if split and drops else contextlib.nullcontext():
+        # Ranks with other tokens must draw other masks; those with the same summary of a row must drop the same of it.
+        with get_cuda_rng_tracker().fork() if self.is_split and drops else contextlib.nullcontext():
             dropped = self.dropout(hidden)
         logits: Tensor = self.dense(dropped)
-        if split:
-            logits = _whole_sequence(logits)
-        return logits.transpose(0, 1).contiguous()
+        return _whole_sequence(logits) if self.is_split else logits

@@ -90,24 +90,13 @@ def _fill(shard: ShardedTensor, model: ModelConfig, seed: int) -> None:
     whole = torch.empty(global_shape, dtype=torch.float32, device=shard.data.device)
     if is_adapter(shard.key):
         bound = global_shape[1] ** -0.5 if shard.key.endswith(".A") else 0.0
-        _copy_slice(whole.uniform_(-bound, bound, generator=generator), shard, layer_axes)
-        return
-    whole.normal_(0.0, std, generator=generator)
-    if model.architecture == "t5":
-        whole *= torch.as_tensor(_t5_scale(shard.key, model), device=whole.device)
-    _copy_slice(whole, shard, layer_axes)
-
-
-def _copy_slice(whole: torch.Tensor, shard: ShardedTensor, layer_axes: int) -> None:
-    """Copy this rank's part of ``whole``; rows past its end are vocabulary padding and become zero."""
-    shard.data.zero_()
-    offsets = tuple(shard.global_offset)[layer_axes:]
-    source, target = [], []
-    for offset, length, limit in zip(offsets, shard.local_shape, whole.shape, strict=True):
-        real = max(0, min(length, limit - offset))
-        source.append(slice(offset, offset + real))
-        target.append(slice(0, real))
-    shard.data[tuple(target)].copy_(whole[tuple(source)])
+        whole.uniform_(-bound, bound, generator=generator)
+    else:
+        whole.normal_(0.0, std, generator=generator)
+        if model.architecture == "t5":
+            whole *= torch.as_tensor(_t5_scale(shard.key, model), device=whole.device)
+    part = whole[shard.global_slice()[layer_axes:]]
+    shard.data.zero_()[tuple(map(slice, part.shape))] = part  # rows past it pad the vocabulary
 
 
 def _seed_of(key: str, layer: tuple[int, ...], seed: int) -> int:

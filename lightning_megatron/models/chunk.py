@@ -110,7 +110,15 @@ class Chunk(LanguageModule):
         if model.logits_softcap is not None:
             cap = model.logits_softcap
             layer.register_forward_hook(lambda _, args, output: (soft_capped(output[0], cap), output[1]))
-        _silence_padding(layer, model, config.tensor_model_parallel_size)
+        vocab_size, tp_rank = model.vocab_size, self.pg_collection.tp.rank()
+        whole = model.padded_vocab_size(config.tensor_model_parallel_size)
+
+        def silence(module: torch.nn.Module, args: Any, output: tuple[Tensor, Any]) -> None:
+            # [s, b, v/tp], or [s, b, v] where they were gathered.
+            hide_padded_vocab_(output[0], vocab_size, 0 if output[0].shape[-1] == whole else tp_rank)
+
+        if whole != vocab_size:
+            layer.register_forward_hook(silence)
         return layer
 
     def predictions(self, hidden: Tensor, labels: Tensor | None, runtime_gather_output: bool | None = None) -> Tensor:
@@ -144,21 +152,6 @@ class Chunk(LanguageModule):
         else:  # megatron-core 0.16.1, language_module.py: a last stage without an output layer is a KeyError
             state = MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
         return state
-
-
-def _silence_padding(output_layer: ColumnParallelLinear, model: ModelConfig, tp: int) -> None:
-    """Make the logits of rows that pad the vocabulary -inf: they never win, and their gradients are exactly zero."""
-    tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    padded = model.padded_vocab_size(tp)
-    if padded == model.vocab_size:
-        return
-
-    def silence(module: torch.nn.Module, args: Any, output: tuple[Tensor, Any]) -> None:
-        # [s, b, v/tp], or [s, b, v] where they were gathered.
-        is_gathered = output[0].shape[-1] == padded
-        hide_padded_vocab_(output[0], model.vocab_size, 0 if is_gathered else tp_rank)
-
-    output_layer.register_forward_hook(silence)
 
 
 def hide_padded_vocab_(logits: Tensor, vocab_size: int, tp_rank: int) -> Tensor:

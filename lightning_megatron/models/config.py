@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeAlias
 
-from lightning_megatron.errors import ConfigError, require_choice, require_divides
+from lightning_megatron.errors import ConfigError, require_choice, require_divides, require_number
 
 Activation = Literal["gelu", "gelu_tanh", "relu", "silu"]
 Architecture = Literal["gpt", "bert", "t5"]
@@ -89,8 +89,7 @@ class Experts:
             ConfigError: If a size is not positive, or a token shall go through more experts than there are.
         """
         for name in ("num_experts", "topk", "ffn_hidden_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1; correct the model's config")
+            require_number(name, getattr(self, name), at_least=1)
         if self.topk > self.num_experts:
             raise ConfigError(
                 f"num_experts_per_tok: expected at most num_experts={self.num_experts}, got {self.topk}; correct the "
@@ -246,9 +245,7 @@ class ModelConfig:
             linears = tuple((name, tuple(parts)) for name, parts in self.lora["linears"])
             object.__setattr__(self, "lora", Adapters(**{**self.lora, "linears": linears}))
         for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size"):
-            value = getattr(self, name)
-            if value < 1:
-                raise ConfigError(f"{name}={value} must be at least 1; correct the model's config")
+            require_number(name, getattr(self, name), at_least=1)
         for name in (f"{of}_dropout" for of in ("embedding", "hidden", "attention", "activation", "classifier")):
             if not 0 <= (value := getattr(self, name)) < 1:
                 raise ConfigError(f"{name}={value}: expected a probability below 1; correct the model's config")

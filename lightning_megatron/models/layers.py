@@ -124,7 +124,7 @@ def _self_attention(model: ModelConfig, layer: int) -> ModuleSpec:
         module=module,
         params=params,
         submodules=SelfAttentionSubmodules(
-            linear_qkv=_qkv_with_bias if model.add_qkv_bias else _qkv_without_bias,
+            linear_qkv=partial(_linear_qkv, model.add_qkv_bias),
             core_attention=_core_attention(model, layer),
             linear_proj=_output_linear(model, has_bias=model.has_attention_output_bias),
             q_layernorm=q_norm if model.qk_layernorm else None,
@@ -137,13 +137,9 @@ def _output_linear(model: ModelConfig, *, has_bias: bool) -> ModuleSpec:
     return ModuleSpec(module=OutputLinear, params={"has_bias": has_bias, "has_norm": model.post_norms})
 
 
-def _qkv_with_bias(*args: Any, **kwargs: Any) -> ColumnParallelLinear:
-    return ColumnParallelLinear(*args, **{**kwargs, "bias": True})
-
-
-def _qkv_without_bias(*args: Any, **kwargs: Any) -> ColumnParallelLinear:
+def _linear_qkv(has_bias: bool, *args: Any, **kwargs: Any) -> ColumnParallelLinear:
     # megatron-core 0.16.1, transformer/attention.py: add_bias_linear also gives the projection of q, k, v a bias.
-    return ColumnParallelLinear(*args, **{**kwargs, "bias": False})
+    return ColumnParallelLinear(*args, **{**kwargs, "bias": has_bias})
 
 
 def _core_attention(model: ModelConfig, layer: int) -> Callable[..., ContextParallelAttention]:

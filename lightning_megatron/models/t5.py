@@ -10,7 +10,6 @@ attention bias once per layer; hence ``T5Stack``.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -21,6 +20,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+from megatron.core.models.common.embeddings.relative_pos_embedding import RelativePositionEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import checkpoint
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -40,7 +40,7 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.chunk import Chunk
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.layers import join_additions_and_norms, layer_spec
-from lightning_megatron.models.t5_layout import OVERRIDE, Share, shares, t5_layout
+from lightning_megatron.models.t5_layout import OVERRIDE, shares, t5_layout
 from lightning_megatron.models.transformer_config import EngineSettings, transformer_config
 
 _LENGTHS_AT_ONCE = 256
@@ -77,7 +77,9 @@ def t5_chunks(model: ModelConfig, settings: EngineSettings) -> Callable[[int | N
 class T5Chunk(Chunk):
     """One chunk; ``encoder`` and ``decoder`` hold what this chunk has of either, perhaps nothing."""
 
-    def __init__(self, model: ModelConfig, config: TransformerConfig, held: list[Share], vp_stage: int | None) -> None:
+    def __init__(
+        self, model: ModelConfig, config: TransformerConfig, held: list[tuple[range, range]], vp_stage: int | None
+    ) -> None:
         """Create this rank's layers.
 
         Args:
@@ -87,13 +89,11 @@ class T5Chunk(Chunk):
             vp_stage: Which virtual stage; None if there is only one.
         """
         super().__init__(model, config, vp_stage)
-        share = held[(vp_stage or 0) * self.pp_group.size() + self.pp_group.rank()]
+        encoder, decoder = held[(vp_stage or 0) * self.pp_group.size() + self.pp_group.rank()]
         self._output_scale = model.hidden_size**-0.5 if model.scale_decoder_outputs else None
         self._input_tensor: Tensor | None = None
-        heads = model.num_attention_heads // config.tensor_model_parallel_size
-        self._table_shape = (model.relative_attention_num_buckets, heads)
-        self.encoder = T5Stack(model, config, share.encoder, is_decoder=False, has_final_norm=share.ends_encoder)
-        self.decoder = T5Stack(model, config, share.decoder, is_decoder=True, has_final_norm=self.post_process)
+        self.encoder = T5Stack(model, config, encoder, is_decoder=False, has_final_norm=model.num_layers - 1 in encoder)
+        self.decoder = T5Stack(model, config, decoder, is_decoder=True, has_final_norm=self.post_process)
         if len(held) > 1:
             for stack in (self.encoder, self.decoder):
                 if stack.relative_bias is not None:
@@ -105,11 +105,13 @@ class T5Chunk(Chunk):
 
     def replicated(self) -> list[Replicated]:
         """The tables of relative positions, which every chunk with layers of their stack has."""
-        tables = []
-        for name, stack in (("encoder", self.encoder), ("decoder", self.decoder)):
-            weight = None if stack.relative_bias is None else stack.relative_bias.weight
-            tables.append(Replicated(name=name, shape=self._table_shape, parameter=weight))
-        return tables
+        heads = self.config.num_attention_heads // self.config.tensor_model_parallel_size
+        shape = (self.description.relative_attention_num_buckets, heads)
+        tables = {"encoder": self.encoder.relative_bias, "decoder": self.decoder.relative_bias}
+        return [
+            Replicated(name=name, shape=shape, parameter=None if table is None else table.weight)
+            for name, table in tables.items()
+        ]
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
         """Take what the chunk before sent: [(s_enc + s_dec) or a part, b, h]."""
@@ -310,22 +312,14 @@ def relative_buckets(
     Half of the rows stand for one distance each, the others for ranges that grow in geometric progression up to
     ``max_distance``; in both directions each has half of all rows.
 
-    Source: Raffel et al. 2020, arXiv 1910.10683, section 2.1; the rounding is that of Hugging Face's T5.
+    Source: Raffel et al. 2020, arXiv 1910.10683, section 2.1, by Megatron-Core, which rounds as Hugging Face's T5.
     """
     position = torch.arange(length)
     distance = position[None, :] - position[length - (length if num_queries is None else num_queries) :, None]
-    rows, first = num_buckets, torch.zeros_like(distance)
-    if bidirectional:
-        rows //= 2
-        first = (distance > 0) * rows
-        distance = distance.abs()
-    else:
-        distance = (-distance).clamp(min=0)
-    exact = rows // 2
-    # In float32, in this order of operations: another rounding would put some distances into the next row.
-    far = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact) * (rows - exact)
-    far = (exact + far.long()).clamp(max=rows - 1)
-    return first + torch.where(distance < exact, distance, far)
+    # Its module would gather the table for all queries, without context parallelism and masks; this needs no ``self``.
+    bucket_of: Any = RelativePositionEmbedding._relative_position_bucket
+    buckets: Tensor = bucket_of(None, distance, bidirectional, num_buckets, max_distance)
+    return buckets
 
 
 class RelativeBias(MegatronModule):

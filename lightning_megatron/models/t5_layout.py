@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError
@@ -23,31 +23,16 @@ OVERRIDE = "pipeline_model_parallel_layout"
 """Field of Megatron's ``TransformerConfig`` that says a cut by hand; the engine knows no encoder layers in it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Share:
-    """What one chunk holds; the numbers count from 0 in the whole encoder, and in the whole decoder."""
+def shares(num_encoder_layers: int, layout: Sequence[int]) -> list[tuple[range, range]]:
+    """Which layers of the encoder and of the decoder each chunk of ``layout`` holds, in the order of the pipeline.
 
-    encoder: range
-    decoder: range
-    ends_encoder: bool
-    """Whether the encoder's final norm stands here: where its last layer is."""
-
-
-def shares(num_encoder_layers: int, layout: Sequence[int]) -> list[Share]:
-    """What each chunk of ``layout`` holds, in the order of the pipeline."""
-    borders = list(itertools.accumulate(layout, initial=0))
-    split = num_encoder_layers
-    found = []
-    for start, end in itertools.pairwise(borders):
-        encoder = range(min(start, split), min(end, split))
-        found.append(
-            Share(
-                encoder=encoder,
-                decoder=range(max(start, split) - split, max(end, split) - split),
-                ends_encoder=split - 1 in encoder,
-            )
-        )
-    return found
+    The numbers count from 0 in the whole encoder, and in the whole decoder.
+    """
+    split, borders = num_encoder_layers, itertools.accumulate(layout, initial=0)
+    return [
+        (range(min(start, split), min(end, split)), range(max(start, split) - split, max(end, split) - split))
+        for start, end in itertools.pairwise(borders)
+    ]
 
 
 def t5_layout(model: ModelConfig, parallel: ParallelConfig, by_hand: object = None) -> tuple[int, ...]:
@@ -99,20 +84,18 @@ def layout_by_hand(given: object) -> tuple[int, ...]:
     Raises:
         ConfigError: If it is neither.
     """
-    if isinstance(given, str):
-        from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+    try:
+        if isinstance(given, str):
+            from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-        try:
             chunks = PipelineParallelLayerLayout.parse_str_to_list(given)
-        except AssertionError as error:
-            raise ConfigError(f"{OVERRIDE}={given!r} is not in Megatron's notation ({error}); correct it") from None
-        return tuple(sum(layer.name == "decoder" for layer in chunk) for chunk in chunks)
-    if isinstance(given, Sequence) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in given):
-        return tuple(given)
-    raise ConfigError(
-        f"{OVERRIDE}={given!r} does not say how many layers each chunk holds; give numbers, e.g. [2, 5], or Megatron's "
-        "notation, e.g. 'Et*2|t*5L'"
-    )
+            return tuple(sum(layer.name == "decoder" for layer in chunk) for chunk in chunks)
+        return tuple(map(operator.index, given))  # type: ignore[call-overload]  # else a TypeError
+    except (AssertionError, TypeError) as error:
+        raise ConfigError(
+            f"{OVERRIDE}={given!r} does not say how many layers each chunk holds ({error}); give numbers, e.g. [2, 5], "
+            "or Megatron's notation, e.g. 'Et*2|t*5L'"
+        ) from None
 
 
 def check_layout(layout: Sequence[int], num_encoder_layers: int, num_decoder_layers: int, num_chunks: int) -> None:
@@ -121,17 +104,13 @@ def check_layout(layout: Sequence[int], num_encoder_layers: int, num_decoder_lay
     Raises:
         ConfigError: With the numbers that do not agree.
     """
-    if len(layout) != num_chunks:
+    if len(layout) != num_chunks or sum(layout) != num_encoder_layers + num_decoder_layers:
         raise ConfigError(
-            f"{OVERRIDE}={list(layout)} has {len(layout)} parts, but pp x vpp = {num_chunks} chunks; give one number "
-            "for each, in the order of the pipeline"
+            f"{OVERRIDE}={list(layout)}: expected a number for each of the {num_chunks} chunks (pp x vpp), in the "
+            f"order of the pipeline, {num_encoder_layers} layers of the encoder + {num_decoder_layers} of the decoder "
+            f"in all, got {len(layout)} numbers and {sum(layout)} layers; correct them"
         )
-    if sum(layout) != num_encoder_layers + num_decoder_layers:
-        raise ConfigError(
-            f"{OVERRIDE}={list(layout)} has {sum(layout)} layers, but the model has {num_encoder_layers} in its "
-            f"encoder and {num_decoder_layers} in its decoder; correct the numbers"
-        )
-    if 0 in layout[1:-1]:
+    if min(layout) < 0 or 0 in layout[1:-1]:
         raise ConfigError(
             f"{OVERRIDE}={list(layout)} leaves a chunk without weights; only the first, which holds the embedding, and "
             "the last, which holds the output layer, may be without layers"

@@ -16,7 +16,7 @@ from lightning_megatron.engine.fillers.fp8 import Recipe, check_fp8
 from lightning_megatron.engine.overrides import Overrides, configured
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.engine.wrap import GradientReduction
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.errors import ConfigError, require_choice, require_number
 from lightning_megatron.models.config import Activation, ModelConfig
 from lightning_megatron.models.rotary import rope_softmax_scale
 
@@ -38,12 +38,10 @@ class Recompute:
         Raises:
             ConfigError: If a field is not one of its choices.
         """
-        if self.granularity not in (None, "selective", "full"):
-            raise ConfigError(f"recompute={self.granularity!r} is unknown; choose from None, 'selective', 'full'")
-        if self.method not in ("uniform", "block"):
-            raise ConfigError(f"recompute_method={self.method!r} is unknown; choose from 'uniform', 'block'")
-        if self.num_layers < 1:
-            raise ConfigError(f"recompute_num_layers={self.num_layers} must be at least 1; correct it")
+        if self.granularity is not None:
+            require_choice("recompute", self.granularity, ("selective", "full"))
+        require_choice("recompute_method", self.method, ("uniform", "block"))
+        require_number("recompute_num_layers", self.num_layers, at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +80,11 @@ class EngineSettings:
             check_fp8(model, self.parallel.tp, self.params_dtype, self.device)
 
 
+def _refuse(who: str, expected: str, reasons: Mapping[str, bool]) -> None:
+    if reason := next((reason for reason, holds in reasons.items() if holds), None):
+        raise ConfigError(f"{who}: expected {expected}, got {reason}; leave it out")
+
+
 def _check_graphs(settings: EngineSettings) -> None:
     tp, pp, cp = settings.parallel.tp, settings.parallel.pp, settings.parallel.cp
     reasons = {
@@ -92,11 +95,7 @@ def _check_graphs(settings: EngineSettings) -> None:
         "overlap_communication=True (gradients are reduced behind the replays)": settings.reduction.overlap,
         "fp8 (weights are quantized once a step, not once a microbatch)": settings.fp8 is not None,
     }
-    for reason, holds in reasons.items():
-        if holds:
-            raise ConfigError(
-                f"cuda_graphs=True: expected tp=1, pp=1 and cp=1 on GPUs, in bf16 or fp32, got {reason}; leave it out"
-            )
+    _refuse("cuda_graphs=True", "tp=1, pp=1 and cp=1 on GPUs, in bf16 or fp32", reasons)
 
 
 def _check_experts(settings: EngineSettings) -> None:
@@ -105,9 +104,7 @@ def _check_experts(settings: EngineSettings) -> None:
         "fp8 (experts are multiplied in bf16)": settings.fp8 is not None,
         "16-mixed (megatron-core has a loss scale for experts alone)": settings.params_dtype is torch.float16,
     }
-    for reason, holds in reasons.items():
-        if holds:
-            raise ConfigError(f"a model with experts: expected bf16-mixed or 32-true, got {reason}; leave it out")
+    _refuse("a model with experts", "bf16-mixed or 32-true", reasons)
 
 
 def _check_expert_fields(model: ModelConfig, by_hand: Mapping[str, Any]) -> None:
@@ -153,37 +150,26 @@ def transformer_config(model: ModelConfig, settings: EngineSettings) -> Transfor
     return configured(TransformerConfig, chosen, settings.overrides.transformer)
 
 
+_OF_THE_SAME_NAME = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("normalization", "layernorm_epsilon", "gated_linear_unit", "add_bias_linear", "add_qkv_bias", "qk_layernorm"),
+    *("rotary_interleaved", "hidden_dropout", "attention_dropout"),
+)
+"""What Megatron calls as a ``ModelConfig`` does."""
+
+
 def _architecture(model: ModelConfig, device: torch.device) -> dict[str, Any]:
+    scaling = model.rope_scaling if model.position_embedding_type == "rope" else None
     return {
-        "num_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "ffn_hidden_size": model.ffn_hidden_size,
-        "num_attention_heads": model.num_attention_heads,
-        "num_query_groups": model.num_query_groups,
-        "kv_channels": model.kv_channels,
-        "normalization": model.normalization,
-        "layernorm_epsilon": model.layernorm_epsilon,
+        **{name: getattr(model, name) for name in _OF_THE_SAME_NAME},
         "activation_func": activation_function(model.activation),
         "bias_activation_fusion": device.type == "cuda" and model.gated_linear_unit and model.activation == "silu",
-        "gated_linear_unit": model.gated_linear_unit,
-        "add_bias_linear": model.add_bias_linear,
-        "add_qkv_bias": model.add_qkv_bias,
         "layernorm_zero_centered_gamma": model.zero_centered_norms,
-        "qk_layernorm": model.qk_layernorm,
-        "rotary_interleaved": model.rotary_interleaved,
         "no_rope_freq": [int(layer in model.no_rope_layers) for layer in range(model.num_layers)]
         if model.no_rope_layers and model.position_embedding_type == "rope"
         else None,
-        "softmax_scale": _softmax_scale(model),
-        "hidden_dropout": model.hidden_dropout,
-        "attention_dropout": model.attention_dropout,
+        "softmax_scale": rope_softmax_scale(model.softmax_scale, model.kv_channels, scaling),
     }
-
-
-def _softmax_scale(model: ModelConfig) -> float | None:
-    """What scores are multiplied by; None for 1 / sqrt(kv_channels)."""
-    scaling = model.rope_scaling if model.position_embedding_type == "rope" else None
-    return rope_softmax_scale(model.softmax_scale, model.kv_channels, scaling)
 
 
 def _layout(parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, Any]:

@@ -242,7 +242,7 @@ def _fit(layout: dict[str, Any], lengths: tuple[int, int] = (8, 8)) -> None:
         (
             {"pp": 2, "transformer_config_overrides": {"pipeline_model_parallel_layout": "Ett|ttL"}},
             (8, 8),
-            "has 4 layers, but the model has 3 in its encoder and 4 in its decoder",
+            "3 layers of the encoder + 4 of the decoder in all, got 2 numbers and 4 layers",
         ),
         (
             {"transformer_config_overrides": {"distribute_saved_activations": True}},

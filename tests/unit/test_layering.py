@@ -32,7 +32,7 @@ LAYERS = (
 )
 LEVELS = {place: level for level, places in enumerate(LAYERS) for place in places}
 MUST_NOT_IMPORT_LIGHTNING = ("engine", "models", "data", "checkpoint", "steps", "convert", "accounting", "generate")
-MAY_IMPORT_TRANSFORMERS = ("convert", "data", "generate")
+MAY_IMPORT_TRANSFORMERS = ("convert", "data", "generate", "models")  # models for the scalings of rotary frequencies
 
 MAX_CODE_LINES = 450  # of a file: neither blank, comment nor docstring
 MAX_FUNCTION_LINES = 60
