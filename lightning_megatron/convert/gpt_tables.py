@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +11,7 @@ import torch
 from lightning_megatron.convert.family import LAYER, POSITIONS, Family, Rule, activation, qkv_order
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig, RopeScaling
-
-LAYERS = "decoder.layers."
-ATTENTION, MLP = LAYERS + "self_attention.", LAYERS + "mlp."
-INPUT_NORM, MLP_NORM = ATTENTION + "linear_qkv.layer_norm_", MLP + "linear_fc1.layer_norm_"
-
+from lightning_megatron.models.rotary import scaled_frequencies
 
 # ---- configs --------------------------------------------------------------------------------------------------------
 
@@ -56,8 +51,28 @@ def described(hf: Any, own: Mapping[str, Any]) -> ModelConfig:
     fields = {ours: getattr(hf, theirs) for ours, theirs in _SAID_ALIKE.items() if ours not in own}
     if "activation" not in own:
         fields["activation"] = activation(hf.hidden_act)
-    fields["kv_channels"] = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    fields["kv_channels"] = head_width(hf)
     return ModelConfig(**{"family": hf.model_type, "scaled_residual_init": False, **fields, **own})
+
+
+def rotary(hf: Any, own: Mapping[str, Any], *, may_be_partial: bool = False) -> ModelConfig:
+    """``described`` with rotary positions; ``may_be_partial`` as for ``read_rope``."""
+    return described(hf, {**rope_fields(hf, may_be_partial=may_be_partial), **own})
+
+
+def llama_like(hf: Any, own: Mapping[str, Any], *, may_be_partial: bool = False) -> ModelConfig:
+    """``rotary`` with the rest of Llama's mathematics."""
+    return rotary(hf, {**LLAMA, **own}, may_be_partial=may_be_partial)
+
+
+def head_width(hf: Any) -> int:
+    """Numbers of a head."""
+    return int(getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)
+
+
+def attention_biases(hf: Any) -> dict[str, bool]:
+    """One switch of the config for all projections of attention, as fields of a ``ModelConfig``."""
+    return {"add_qkv_bias": hf.attention_bias, "add_attention_output_bias": hf.attention_bias}
 
 
 def windows(hf: Any) -> dict[str, Any]:
@@ -118,7 +133,7 @@ def output_layer(model: ModelConfig, name: str = "lm_head") -> list[Rule]:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderNames:
-    """Hugging Face's names in a decoder, without ``.weight``; by default Llama's. Which ones exist, the model says."""
+    """Hugging Face's names in a stack of layers, without ``.weight``, of which the model says which exist."""
 
     base: str = "model."
     """What the names of the headless model begin with."""
@@ -147,9 +162,10 @@ class DecoderNames:
     """Whether the layers' matrices are kept transposed."""
 
 
-def decoder_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:
-    """All weights of a decoder."""
+def stack_rules(names: DecoderNames, model: ModelConfig, stack: str = "decoder") -> list[Rule]:
+    """The layers of a stack, ``encoder`` or ``decoder``, and its final norm."""
     hf, transposed = names.base + names.layer, names.is_transposed
+    attention, mlp = f"{stack}.layers.self_attention.", f"{stack}.layers.mlp."
     queries, keys = model.num_attention_heads * model.kv_channels, model.num_query_groups * model.kv_channels
     order = qkv_order(model.num_attention_heads, model.num_query_groups, model.kv_channels)
 
@@ -158,27 +174,32 @@ def decoder_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:
 
     qkv, fc1 = fused(names.qkv, (queries, keys, keys)), fused(names.fc1, (model.ffn_hidden_size,) * 2)
     qkv["order"] = None if names.is_in_megatrons_order else order
-    proj, has_proj_bias = ATTENTION + "linear_proj", model.has_attention_output_bias
-    rules = [
-        Rule(megatron="embedding.word_embeddings.weight", hugging_face=(f"{names.base}{names.embedding}.weight",)),
-        *norm("decoder.final_layernorm.", names.base + names.final_norm, model),
-        *linear(ATTENTION + "linear_qkv", has_bias=model.add_qkv_bias, transposed=transposed, **qkv),
-        *linear(proj, (hf + names.proj,), has_proj_bias, transposed=transposed),
-        *linear(MLP + "linear_fc1", has_bias=model.add_bias_linear, transposed=transposed, **fc1),
-        *linear(MLP + "linear_fc2", (hf + names.fc2,), model.add_bias_linear, transposed=transposed),
-        *output_layer(model, names.output),
-    ]
-    optional = {
-        "embedding.norm.": (model.embedding_layernorm, names.base + names.embedding_norm),
-        INPUT_NORM: (model.pre_norms, hf + names.input_norm),
-        MLP_NORM: (model.has_mlp_norm, hf + names.mlp_norm),
-        ATTENTION + "q_layernorm.": (model.qk_layernorm, hf + names.q_norm),
-        ATTENTION + "k_layernorm.": (model.qk_layernorm, hf + names.k_norm),
-        ATTENTION + "linear_proj.post_layernorm.": (model.post_norms, hf + names.post_attention_norm),
-        MLP + "linear_fc2.post_layernorm.": (model.post_norms, hf + names.post_mlp_norm),
+    norms = {
+        "self_attention.linear_qkv.layer_norm_": (model.pre_norms, names.input_norm),
+        "mlp.linear_fc1.layer_norm_": (model.has_mlp_norm, names.mlp_norm),
+        "self_attention.q_layernorm.": (model.qk_layernorm, names.q_norm),
+        "self_attention.k_layernorm.": (model.qk_layernorm, names.k_norm),
+        "self_attention.linear_proj.post_layernorm.": (model.post_norms, names.post_attention_norm),
+        "mlp.linear_fc2.post_layernorm.": (model.post_norms, names.post_mlp_norm),
     }
-    for megatron, (exists, hugging_face) in optional.items():
-        rules += norm(megatron, hugging_face, model) if exists else []
+    rules = [
+        *norm(f"{stack}.final_layernorm.", names.base + names.final_norm, model),
+        *linear(attention + "linear_qkv", has_bias=model.add_qkv_bias, transposed=transposed, **qkv),
+        *linear(attention + "linear_proj", (hf + names.proj,), model.has_attention_output_bias, transposed=transposed),
+        *linear(mlp + "linear_fc1", has_bias=model.add_bias_linear, transposed=transposed, **fc1),
+        *linear(mlp + "linear_fc2", (hf + names.fc2,), model.add_bias_linear, transposed=transposed),
+    ]
+    for megatron, (exists, hugging_face) in norms.items():
+        rules += norm(f"{stack}.layers.{megatron}", hf + hugging_face, model) if exists else []
+    return rules
+
+
+def decoder_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:
+    """All weights of a decoder."""
+    rules = [*linear("embedding.word_embeddings", (names.base + names.embedding,)), *stack_rules(names, model)]
+    rules += output_layer(model, names.output)
+    if model.embedding_layernorm:
+        rules += norm("embedding.norm.", names.base + names.embedding_norm, model)
     if names.positions:
         rules += linear(POSITIONS.removesuffix(".weight"), (names.base + names.positions,))
     return rules
@@ -216,13 +237,6 @@ def decoder(
 
 _TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
-_NEEDED: dict[str, tuple[str, ...]] = {
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "longrope": ("short_factor", "long_factor"),
-}
-
 _KNOWN = {
     *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"),
     *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
@@ -232,83 +246,68 @@ _KNOWN = {
 
 
 def read_rope(
-    rope_parameters: Mapping[str, Any] | None, max_position_embeddings: int, *, may_be_partial: bool = False
+    hf: Any, rope_parameters: Mapping[str, Any] | None, *, may_be_partial: bool = False
 ) -> tuple[float, RopeScaling | None]:
     """Theta and the scaling of the frequencies.
 
     Args:
-        rope_parameters: As a Hugging Face config object has them.
-        max_position_embeddings: The config's.
+        hf: A Hugging Face config object, which has checked that a type's own keys are there.
+        rope_parameters: Those of the config, or of one kind of its layers.
         may_be_partial: Whether Hugging Face's model of the family reads ``partial_rotary_factor``.
 
     Raises:
-        ConfigError: If a key or the type is not honoured.
+        ConfigError: If a key or the type is not honoured, or longrope's factors do not fit the head.
     """
     # Hugging Face takes null for absent, except that a null ``truncate`` is false.
     rope = {k: v for k, v in (rope_parameters or {}).items() if v is not None or k == "truncate"}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in _TYPES:
         raise ConfigError(f"rope_type={kind!r} of rope_parameters is not supported; use one of {', '.join(_TYPES)}")
-    unknown = sorted(set(rope) - _KNOWN)
-    if unknown:
+    for name in sorted(set(rope) - _KNOWN):
         raise ConfigError(
-            f"{unknown[0]}={rope[unknown[0]]!r} of rope_parameters is not supported; the known keys are "
-            f"{', '.join(sorted(_KNOWN))}"
+            f"{name}={rope[name]!r} of rope_parameters is not supported; the known keys are {', '.join(sorted(_KNOWN))}"
         )
-    if rope.get("partial_rotary_factor", 1.0) != 1.0 and not may_be_partial:
+    percent = rope.get("partial_rotary_factor", 1.0)
+    if percent != 1.0 and not may_be_partial:
         raise ConfigError(
-            f"partial_rotary_factor={rope['partial_rotary_factor']} of rope_parameters is not supported; "
-            "Hugging Face's model of this family rotates whole heads, use 1.0"
+            f"partial_rotary_factor={percent} of rope_parameters is not supported; Hugging Face's model of this family "
+            "rotates whole heads, use 1.0"
         )
     base = float(rope.get("rope_theta", 10000.0))
-    return base, None if kind == "default" else _scaling(kind, rope, max_position_embeddings)
+    return base, None if kind == "default" else _scaling(hf, kind, rope, int(head_width(hf) * percent), base)
 
 
-def _scaling(kind: Any, rope: Mapping[str, Any], max_position_embeddings: int) -> RopeScaling:
-    for name in _NEEDED.get(kind, ()):
-        if name not in rope:
-            raise ConfigError(f"rope_parameters of the type {kind!r} have no {name!r}; add it")
+def _scaling(hf: Any, kind: Any, rope: Mapping[str, Any], width: int, base: float) -> RopeScaling:
     # The config's own length is what dynamic scaling starts from, whatever else the parameters say.
-    original = max_position_embeddings if kind == "dynamic" else rope.get("original_max_position_embeddings")
-    original = max_position_embeddings if original is None else int(original)
-    factor = float(rope.get("factor", max_position_embeddings / original))
+    longest = hf.max_position_embeddings
+    original = longest if kind == "dynamic" else int(rope.get("original_max_position_embeddings", longest))
+    factor = float(rope.get("factor", longest / original))
     fields: dict[str, Any] = {}
     if kind == "llama3":
         fields = {name: float(rope[name]) for name in ("low_freq_factor", "high_freq_factor")}
     elif kind == "longrope":
         fields = {name: tuple(float(x) for x in rope[name]) for name in ("short_factor", "long_factor")}
-        fields["attention_factor"] = float(rope.get("attention_factor", _longrope_attention_factor(factor, original)))
+        if any(len(factors) != width // 2 for factors in fields.values()):
+            raise ConfigError(
+                f"short_factor and long_factor of rope_parameters: expected {width // 2} numbers, one for each pair of "
+                f"a head, got {' and '.join(str(len(factors)) for factors in fields.values())}; correct them"
+            )
     elif kind == "yarn":
         # Hugging Face takes 0 for absent, too.
         fields = {"beta_fast": float(rope.get("beta_fast") or 32), "beta_slow": float(rope.get("beta_slow") or 1)}
         fields["truncate"] = bool(rope.get("truncate", True))
-        fields["attention_factor"] = float(rope.get("attention_factor", _yarn_attention_factor(factor, rope)))
+    given = {**rope, **fields, "rope_type": kind, "factor": factor}
+    fields["attention_factor"] = float(scaled_frequencies(given, width, base, original)[1])
     return RopeScaling(rope_type=kind, factor=factor, original_max_position_embeddings=original, **fields)
 
 
-def _longrope_attention_factor(factor: float, original: int) -> float:
-    """Source: Ding et al. 2024, LongRoPE (arXiv 2402.13753), and Phi-3's code."""
-    return math.sqrt(1.0 + math.log(factor) / math.log(original)) if factor > 1.0 else 1.0
-
-
-def _yarn_attention_factor(factor: float, rope: Mapping[str, Any]) -> float:
-    """Source: Peng et al. 2023, YaRN (arXiv 2309.00071), eq. 22; the two mscales are DeepSeek's."""
-
-    def grown(mscale: float) -> float:
-        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
-
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return grown(rope["mscale"]) / grown(rope["mscale_all_dim"])
-    return grown(1.0)
-
-
 def rope_fields(hf: Any, *, may_be_partial: bool = False) -> dict[str, Any]:
-    """Rotary positions, as fields of a ``ModelConfig``.
+    """Rotary positions, as fields of a ``ModelConfig``; the arguments are those of ``read_rope``.
 
     Raises:
         ConfigError: If ``rope_parameters`` cannot be honoured.
     """
-    base, scaling = read_rope(hf.rope_parameters, hf.max_position_embeddings, may_be_partial=may_be_partial)
-    percent = (hf.rope_parameters or {}).get("partial_rotary_factor") if may_be_partial else None
+    base, scaling = read_rope(hf, hf.rope_parameters, may_be_partial=may_be_partial)
     fields = {"position_embedding_type": "rope", "rotary_base": base, "rope_scaling": scaling}
+    percent = (hf.rope_parameters or {}).get("partial_rotary_factor") if may_be_partial else None
     return fields if percent is None else {**fields, "rotary_percent": float(percent)}

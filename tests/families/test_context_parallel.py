@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.families.parity import VOCAB_SIZE, Rows, check_family
+from tests.families.parity import check_family
 from tests.families.t5_models import mt5, t5
-from tests.families.test_gpts import gpt_model
+from tests.families.test_gpts import changes_of, gpt_model
 from tests.families.test_gpts import rows_of as gpt_rows
 from tests.families.test_megatron_bert import CASES as BERTS
 from tests.families.test_megatron_bert import bert_model
+from tests.families.test_t5 import _pairs as pairs
 from tests.parity.comparison import assert_same_within_rounding
 from tests.parity.training import Case, Layout, Outcome, RankOutcome, joined_outcome, module_of, train_module
 from tests.ranks import run_ranks
@@ -24,19 +25,6 @@ _FOUR = Layout(cp=4)
 """Of two key/value heads: they are gathered."""
 _TP = replace(_GATHER, tp=2, sequence_parallel=True)
 _PP = replace(_A2A, pp=2, num_microbatches=2)
-_ALIBI = {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}
-
-
-def _t5_rows() -> Rows:
-    """Padding in both sequences, which are of different length."""
-    generator = torch.Generator().manual_seed(5)
-    rows = []
-    for length, target_length in ((16, 8), (9, 4), (5, 7), (12, 1)):
-        tokens, labels = (torch.randint(2, VOCAB_SIZE, (size,), generator=generator) for size in (16, 8))
-        mask, is_target = torch.arange(16) < length, torch.arange(8) < target_length
-        row = {"input_ids": tokens, "attention_mask": mask.long(), "labels": labels.masked_fill(~is_target, -100)}
-        rows.append(row | {"decoder_attention_mask": is_target.long()})
-    return rows
 
 
 GPTS: tuple[tuple[str, dict[str, Any], Layout, str, bool], ...] = (
@@ -49,7 +37,7 @@ GPTS: tuple[tuple[str, dict[str, Any], Layout, str, bool], ...] = (
     ("llama", {}, replace(_A2A, recompute="full"), "positions", False),
     *(("mistral", {}, layout, rows, False) for layout in (_A2A, _GATHER, _TP) for rows in ("left", "positions")),
     *(("bloom", {}, layout, rows, False) for layout in (_A2A, _GATHER, _FOUR) for rows in ("right", "left", "bare")),
-    *(("falcon", _ALIBI, layout, "left", False) for layout in (_A2A, _GATHER, _TP)),
+    *(("falcon", changes_of("falcon", "rw"), layout, "left", False) for layout in (_A2A, _GATHER, _TP)),
     *(("gpt2", {}, layout, "bare", False) for layout in (_FOUR, _GATHER, _TP, replace(_A2A, dp=2))),
     ("gpt_bigcode", {}, _TP, "left", False),
 )
@@ -83,7 +71,7 @@ def test_a_gpt_equals_hugging_face(family: str, changes: dict[str, Any], layout:
     ],
 )
 def test_a_t5_equals_hugging_face(model: Any, layout: Layout) -> None:
-    check_family(model(), layout, _t5_rows())
+    check_family(model(), layout, pairs(num_targets=8))
 
 
 @pytest.mark.parametrize(

@@ -10,18 +10,10 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from tests.families.parity import FOUR_RANKS, VOCAB_SIZE, check_family, padded_sentences, tiny_model
+from tests.families.test_gpts import LIKE_LLAMA
 from tests.parity.training import Layout
 
-_LIKE_LLAMA = {
-    "num_hidden_layers": 4,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 24,
-    "num_experts_per_tok": 2,
-    "output_router_logits": True,
-}
+_LIKE_LLAMA = {**LIKE_LLAMA, "num_experts_per_tok": 2, "output_router_logits": True}
 _QWEN = {**_LIKE_LLAMA, "num_experts": 6, "moe_intermediate_size": 20, "router_aux_loss_coef": 0.5}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {**_LIKE_LLAMA, "num_local_experts": 4, "router_aux_loss_coef": 0.2}),

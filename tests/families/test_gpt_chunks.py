@@ -9,9 +9,9 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron.accounting import rank_parameters
 from tests.families.parity import FOUR_RANKS, padded_sentences
+from tests.families.test_gpts import CONFIGS
 from tests.parity.training import Case, Layout, trainer_of
 from tests.ranks import run_ranks
-from tests.unit.convert.gpt_configs import CONFIGS
 
 _RESIDUAL_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")
 

@@ -9,10 +9,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.families.parity import padded_sentences
+from tests.families.test_gpts import CONFIGS
 from tests.parity.dropout_masks import Masks, recording
 from tests.parity.training import Case, trainer_of
 from tests.ranks import run_ranks
-from tests.unit.convert.gpt_configs import CONFIGS
 
 _OF_GPT2 = {"embd_pdrop": 0.1, "resid_pdrop": 0.2, "attn_pdrop": 0.3}
 _OF_FALCON = {"hidden_dropout": 0.2, "attention_dropout": 0.3}
@@ -21,8 +21,8 @@ DROPOUTS: dict[str, dict[str, float]] = {
     "gpt_bigcode": _OF_GPT2,
     "llama": {"attention_dropout": 0.3},
     "bloom": {"hidden_dropout": 0.2, "attention_dropout": 0.3},
-    "falcon_7b": _OF_FALCON,
-    "falcon_rw": _OF_FALCON,
+    "falcon": _OF_FALCON,
+    "falcon rw": _OF_FALCON,
 }
 
 

@@ -13,17 +13,15 @@ from tests.families.t5_models import mt5, t5, t5_1_1, t5_config
 from tests.parity.training import Layout
 
 
-def _pairs(*, with_decoder_mask: bool = True, side: str = "right") -> Rows:
+def _pairs(*, with_decoder_mask: bool = True, side: str = "right", num_targets: int = 10) -> Rows:
     """Rows with padding in both sequences; each has another number of targets."""
     generator = torch.Generator().manual_seed(5)
-    lengths = ((16, 10), (9, 4), (5, 7), (12, 1))
     rows = []
-    for length, target_length in lengths:
-        tokens = torch.randint(2, VOCAB_SIZE, (16,), generator=generator)
-        labels = torch.randint(2, VOCAB_SIZE, (10,), generator=generator)
+    for length, target_length in ((16, num_targets), (9, 4), (5, 7), (12, 1)):
+        tokens, labels = (torch.randint(2, VOCAB_SIZE, (size,), generator=generator) for size in (16, num_targets))
         mask = torch.zeros(16, dtype=torch.long)
         mask[slice(None, length) if side == "right" else slice(-length, None)] = 1
-        is_target = torch.arange(10) < target_length
+        is_target = torch.arange(num_targets) < target_length
         row = {"input_ids": tokens, "attention_mask": mask, "labels": labels.masked_fill(~is_target, -100)}
         rows.append(row | ({"decoder_attention_mask": is_target.long()} if with_decoder_mask else {}))
     return rows

@@ -9,7 +9,7 @@ import torch
 
 from tests.families.parity import VOCAB_SIZE, Rows, padded_sentences, tiny_model
 from tests.families.t5_models import t5_config
-from tests.families.test_gpts import FAMILIES, gpt_model
+from tests.families.test_gpts import FAMILIES, changes_of, gpt_model
 
 _SEQ_LENGTH = 96
 """Not 64: with a mask cuDNN has NaN gradients, in transformers too, where s % 128 == 64 (torch 2.11)."""
@@ -23,7 +23,6 @@ _WIDE = {
     **dict.fromkeys(("head_dim", "d_kv"), 64),
     "sliding_window": 20,
 }
-_FALCON_ALIBI = {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}
 _BERT = {"num_hidden_layers": 4, "num_attention_heads": 4, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
 _BERT |= {name: _WIDE[name] for name in ("hidden_size", "intermediate_size", "max_position_embeddings")}
 
@@ -40,7 +39,7 @@ def _model(name: str) -> Any:
     if name in FAMILIES:
         return gpt_model(name, _wide(FAMILIES[name][1]))
     if name == "falcon_alibi":
-        return gpt_model("falcon", {**_wide(FAMILIES["falcon"][1]), **_FALCON_ALIBI})
+        return gpt_model("falcon", {**_wide(FAMILIES["falcon"][1]), **changes_of("falcon", "rw")})
     if name == "megatron-bert":
         config = transformers.MegatronBertConfig(vocab_size=VOCAB_SIZE, **_BERT)
         return tiny_model(transformers.MegatronBertForPreTraining, config)

@@ -1,27 +1,96 @@
-"""Decoders with LayerNorm: GPT-NeoX, StableLM, StarCoder 2, Cohere and OPT.
+"""Decoders with LayerNorm: GPT-2, GPT-BigCode, Bloom, Falcon, GPT-NeoX, StableLM, StarCoder 2, Cohere and OPT.
 
-GPT-NeoX (Black et al. 2022) and Pythia (Biderman et al. 2023): attention beside the MLP, a quarter of each head is
-rotated. StableLM (Bellagente et al. 2024): the same share, a gated MLP. StarCoder 2 (Lozhkov et al. 2024): Llama's
-attention with biases and windows. Command R (Cohere 2024): one norm, without bias, for attention and a gated MLP beside
-it, neighbours rotated in pairs. OPT (Zhang et al. 2022): GPT-2's mathematics with ReLU, whose positions begin at row 2.
+GPT-2 (Radford et al. 2019): learned absolute positions, a tied output layer. GPT-BigCode (Allal et al. 2023,
+SantaCoder; Li et al. 2023, StarCoder): heads share one key and value. Bloom (Le Scao et al. 2022): ALiBi instead of
+positions, and a LayerNorm on the embeddings. Falcon (Almazrouei et al. 2023): attention beside the MLP, few key/value
+heads, rotary positions or ALiBi. GPT-NeoX (Black et al. 2022) and Pythia (Biderman et al. 2023): attention beside the
+MLP, a quarter of each head is rotated. StableLM (Bellagente et al. 2024): the same share, a gated MLP. StarCoder 2
+(Lozhkov et al. 2024): Llama's attention with biases and windows. Command R (Cohere 2024): one norm, without bias, for
+attention and a gated MLP beside it, neighbours rotated in pairs. OPT (Zhang et al. 2022): GPT-2's mathematics with
+ReLU, whose positions begin at row 2.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from lightning_megatron.convert.family import activation
-from lightning_megatron.convert.gpt_tables import DecoderNames, decoder, described, rope_fields
+from lightning_megatron.convert.family import Rule, activation
+from lightning_megatron.convert.gpt_tables import (
+    DecoderNames,
+    attention_biases,
+    decoder,
+    decoder_rules,
+    described,
+    rope_fields,
+    rotary,
+)
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig
 
 
-def _check_dropout(hf: Any, name: str = "hidden_dropout") -> None:
+def _gpt2(hf: Any) -> ModelConfig:
+    own = {
+        "ffn_hidden_size": 4 * hf.n_embd if hf.n_inner is None else hf.n_inner,
+        "num_query_groups": 1 if hf.model_type == "gpt_bigcode" and hf.multi_query else hf.n_head,
+        "layernorm_epsilon": hf.layer_norm_epsilon,
+        "activation": activation(hf.activation_function),
+        "softmax_scale": None if hf.scale_attn_weights else 1.0,
+        "embedding_dropout": hf.embd_pdrop,
+        "hidden_dropout": hf.resid_pdrop,
+        "attention_dropout": hf.attn_pdrop,
+        "scaled_residual_init": True,
+    }
+    return described(hf, own)
+
+
+def _bloom(hf: Any) -> ModelConfig:
+    own = {
+        "ffn_hidden_size": 4 * hf.hidden_size,
+        "num_query_groups": hf.n_head,
+        # Of the training; nothing in the model ends there.
+        "max_position_embeddings": getattr(hf, "seq_length", 2048),
+        "layernorm_epsilon": hf.layer_norm_epsilon,
+        "activation": "gelu_tanh",
+        "embedding_layernorm": True,
+        "position_embedding_type": "alibi",
+        "hidden_dropout": hf.hidden_dropout,
+    }
+    return described(hf, own)
+
+
+def _falcon(hf: Any) -> ModelConfig:
+    groups = hf.num_kv_heads if hf.new_decoder_architecture else 1 if hf.multi_query else hf.num_attention_heads
+    own = {
+        "ffn_hidden_size": hf.ffn_hidden_size,
+        "num_query_groups": groups,
+        "layernorm_epsilon": hf.layer_norm_epsilon,
+        "activation": activation(hf.activation),
+        "add_bias_linear": bool(hf.bias),
+        "add_qkv_bias": bool(hf.bias),
+        "parallel_attention": bool(hf.parallel_attn),
+        "parallel_attention_norms": (hf.num_ln_in_parallel_attn or 2) if hf.new_decoder_architecture else 1,
+        "hidden_dropout": hf.hidden_dropout,
+        # Hugging Face drops what attention returns with the probability for attention weights, unless the two blocks
+        # are parallel, and attention weights with ALiBi only.
+        "attention_output_dropout": None if hf.parallel_attn else hf.attention_dropout,
+        "attention_dropout": hf.attention_dropout if hf.alibi else 0.0,
+    }
+    positions = {"position_embedding_type": "alibi", "alibi_scaled": True} if hf.alibi else rope_fields(hf)
+    return described(hf, {**own, **positions})
+
+
+def _falcon_rules(model: ModelConfig) -> list[Rule]:
+    has_two = model.parallel_attention and model.parallel_attention_norms == 2
+    return decoder_rules(replace(_BLOOM, input_norm="ln_attn", mlp_norm="ln_mlp") if has_two else _BLOOM, model)
+
+
+def _check_dropout(hf: Any) -> None:
     """Refuse what Hugging Face drops behind each of two parallel blocks; ours drops once, behind their sum."""
-    if hf.use_parallel_residual and getattr(hf, name) > 0.0:
+    if hf.use_parallel_residual and hf.hidden_dropout > 0.0:
         raise ConfigError(
-            f"{name}={getattr(hf, name)} of this {hf.model_type} config: expected 0.0 with use_parallel_residual=True, "
-            "where the outputs of attention and MLP are not dropped apart; use 0.0"
+            f"hidden_dropout={hf.hidden_dropout} of this {hf.model_type} config: expected 0.0 with "
+            "use_parallel_residual=True, where the outputs of attention and MLP are not dropped apart; use 0.0"
         )
 
 
@@ -30,14 +99,13 @@ def _gpt_neox(hf: Any) -> ModelConfig:
     own = {
         "num_query_groups": hf.num_attention_heads,
         "layernorm_epsilon": hf.layer_norm_eps,
-        "add_qkv_bias": hf.attention_bias,
-        "add_attention_output_bias": hf.attention_bias,
+        **attention_biases(hf),
         "parallel_attention": hf.use_parallel_residual,
         "parallel_attention_norms": 2,
         "embedding_dropout": hf.hidden_dropout,
         "hidden_dropout": hf.hidden_dropout,
     }
-    return described(hf, {**rope_fields(hf, may_be_partial=True), **own})
+    return rotary(hf, own, may_be_partial=True)
 
 
 def _stablelm(hf: Any) -> ModelConfig:
@@ -51,7 +119,7 @@ def _stablelm(hf: Any) -> ModelConfig:
         "hidden_dropout": hf.hidden_dropout,
         "attention_output_dropout": 0.0,
     }
-    return described(hf, {**rope_fields(hf, may_be_partial=True), **own})
+    return rotary(hf, own, may_be_partial=True)
 
 
 def _starcoder2(hf: Any) -> ModelConfig:
@@ -63,7 +131,7 @@ def _starcoder2(hf: Any) -> ModelConfig:
         "embedding_dropout": hf.embedding_dropout,
         "hidden_dropout": hf.residual_dropout,
     }
-    return described(hf, {**rope_fields(hf), **own})
+    return rotary(hf, own)
 
 
 def _cohere(hf: Any) -> ModelConfig:
@@ -72,13 +140,12 @@ def _cohere(hf: Any) -> ModelConfig:
         "layernorm_epsilon": hf.layer_norm_eps,
         "gated_linear_unit": True,
         "add_bias_linear": False,
-        "add_qkv_bias": hf.attention_bias,
-        "add_attention_output_bias": hf.attention_bias,
+        **attention_biases(hf),
         "parallel_attention": True,
         "rotary_interleaved": True,
         "logits_multiplier": hf.logit_scale,
     }
-    return described(hf, {**rope_fields(hf), **own})
+    return rotary(hf, own)
 
 
 def _opt(hf: Any) -> ModelConfig:
@@ -101,6 +168,33 @@ def _opt(hf: Any) -> ModelConfig:
     return described(hf, own)
 
 
+_GPT2 = DecoderNames(
+    base="transformer.",
+    embedding="wte",
+    positions="wpe",
+    final_norm="ln_f",
+    layer="h.{layer}.",
+    input_norm="ln_1",
+    mlp_norm="ln_2",
+    qkv=("attn.c_attn",),
+    proj="attn.c_proj",
+    fc1=("mlp.c_fc",),
+    fc2="mlp.c_proj",
+    is_transposed=True,
+)
+_BLOOM = DecoderNames(
+    base="transformer.",
+    embedding="word_embeddings",
+    embedding_norm="word_embeddings_layernorm",
+    final_norm="ln_f",
+    layer="h.{layer}.",
+    qkv=("self_attention.query_key_value",),
+    is_in_megatrons_order=True,
+    proj="self_attention.dense",
+    fc1=("mlp.dense_h_to_4h",),
+    fc2="mlp.dense_4h_to_h",
+)
+"""Falcon's, too."""
 _GPT_NEOX = DecoderNames(
     base="gpt_neox.",
     embedding="embed_in",
@@ -125,6 +219,24 @@ _OPT = DecoderNames(
 )
 
 FAMILIES = (
+    decoder(
+        *("gpt2", "GPT2LMHeadModel", _gpt2, _GPT2),
+        # reorder_and_upcast_attn changes the rounding of 16-bit scores only, and ours are added in float32.
+        required={"scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)},
+    ),
+    decoder(
+        *("gpt_bigcode", "GPTBigCodeForCausalLM", _gpt2),
+        # c_attn is in Megatron's order: all queries, the key, the value; without multi_query each head's.
+        replace(_GPT2, is_transposed=False, is_in_megatrons_order=True),
+        # attention_softmax_in_fp32 and scale_attention_softmax_in_fp32 are about rounding; our softmax is in float32.
+        required={"add_cross_attention": (False,)},
+    ),
+    decoder(
+        *("bloom", "BloomForCausalLM", _bloom, _BLOOM),
+        # slow_but_exact leaves out the biases of the output projections where pretraining_tp is more than 1.
+        required={"apply_residual_connection_post_layernorm": (False,), "slow_but_exact": (False,)},
+    ),
+    replace(decoder("falcon", "FalconForCausalLM", _falcon, _BLOOM), rules=_falcon_rules),
     decoder(
         *("gpt_neox", "GPTNeoXForCausalLM", _gpt_neox, _GPT_NEOX),
         old_names={"lm_head.weight": "embed_out.weight"},

@@ -7,34 +7,47 @@ Granite 3 (IBM 2024): embeddings, scores, residuals and logits are multiplied. S
 fourth layer has no positions. OLMo 2 (Walsh et al. 2024): what blocks return is normalized, not what they read, and
 queries and keys over all heads. Phi-3 and Phi-4 (Abdin et al. 2024): fused matrices. GLM-4 (GLM Team 2024): half of
 each head is rotated, neighbours in pairs; the one of 2025 has norms behind blocks, too.
+
+Gemma (Gemma Team 2024, arXiv 2403.08295): norms multiply by 1 + weight, embeddings are multiplied by
+sqrt(hidden_size), heads are wide. Gemma 2 (arXiv 2408.00118): norms behind blocks, too, soft caps on scores and logits,
+windows in every other layer. Gemma 3 (arXiv 2503.19786), its language model: normalized queries and keys instead of the
+scores' cap, five layers of six with windows and with a theta of their own.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from lightning_megatron.convert.gpt_tables import LLAMA, DecoderNames, decoder, described, rope_fields, windows
+from lightning_megatron.convert.family import activation
+from lightning_megatron.convert.gpt_tables import (
+    LLAMA,
+    DecoderNames,
+    attention_biases,
+    decoder,
+    described,
+    llama_like,
+    read_rope,
+    rope_fields,
+    windows,
+)
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig
 
 
-def _attention_biases(hf: Any) -> dict[str, Any]:
-    return {"add_qkv_bias": hf.attention_bias, "add_attention_output_bias": hf.attention_bias}
-
-
 def _llama(hf: Any) -> ModelConfig:
-    return described(hf, {**LLAMA, **rope_fields(hf), **_attention_biases(hf), "add_bias_linear": hf.mlp_bias})
+    return llama_like(hf, {**attention_biases(hf), "add_bias_linear": hf.mlp_bias})
 
 
 def _mistral(hf: Any) -> ModelConfig:
-    return described(hf, {**LLAMA, **rope_fields(hf), "sliding_window": hf.sliding_window})
+    return llama_like(hf, {"sliding_window": hf.sliding_window})
 
 
 def _qwen2(hf: Any) -> ModelConfig:
-    return described(hf, {**LLAMA, **rope_fields(hf), "add_qkv_bias": True, **windows(hf)})
+    return llama_like(hf, {"add_qkv_bias": True, **windows(hf)})
 
 
 def _qwen3(hf: Any) -> ModelConfig:
-    return described(hf, {**LLAMA, **rope_fields(hf), **_attention_biases(hf), "qk_layernorm": True, **windows(hf)})
+    return llama_like(hf, {**attention_biases(hf), "qk_layernorm": True, **windows(hf)})
 
 
 def _granite(hf: Any) -> ModelConfig:
@@ -44,31 +57,71 @@ def _granite(hf: Any) -> ModelConfig:
         "residual_multiplier": float(hf.residual_multiplier),
         "logits_multiplier": 1.0 / hf.logits_scaling,
     }
-    biases = {**_attention_biases(hf), "add_bias_linear": hf.mlp_bias}
-    return described(hf, {**LLAMA, **rope_fields(hf), **biases, **multipliers})
+    biases = {**attention_biases(hf), "add_bias_linear": hf.mlp_bias}
+    return llama_like(hf, {**biases, **multipliers})
 
 
 def _smollm3(hf: Any) -> ModelConfig:
-    own = {**_attention_biases(hf), "add_bias_linear": hf.mlp_bias}
+    own = {**attention_biases(hf), "add_bias_linear": hf.mlp_bias}
     own["no_rope_layers"] = tuple(i for i in range(hf.num_hidden_layers) if not hf.no_rope_layers[i])
-    return described(hf, {**LLAMA, **rope_fields(hf), **own, **(windows(hf) if hf.use_sliding_window else {})})
+    return llama_like(hf, {**own, **(windows(hf) if hf.use_sliding_window else {})})
 
 
 def _olmo2(hf: Any) -> ModelConfig:
     norms = {"pre_norms": False, "post_norms": True, "qk_layernorm": True, "qk_layernorm_of_all_heads": True}
-    return described(hf, {**LLAMA, **rope_fields(hf), **_attention_biases(hf), **norms})
+    return llama_like(hf, {**attention_biases(hf), **norms})
 
 
 def _phi3(hf: Any) -> ModelConfig:
     own = {"hidden_dropout": hf.resid_pdrop, "sliding_window": hf.sliding_window}
-    return described(hf, {**LLAMA, **rope_fields(hf, may_be_partial=True), **own})
+    return llama_like(hf, own, may_be_partial=True)
 
 
 def _glm(hf: Any) -> ModelConfig:
     own = {"add_qkv_bias": hf.attention_bias, "rotary_interleaved": True, "post_norms": hf.model_type == "glm4"}
-    return described(hf, {**LLAMA, **rope_fields(hf, may_be_partial=True), **own})
+    return llama_like(hf, own, may_be_partial=True)
 
 
+def _gemma_like(hf: Any, own: dict[str, Any]) -> ModelConfig:
+    of_all = {"zero_centered_norms": True, "embedding_multiplier": hf.hidden_size**0.5}
+    return described(hf, {**LLAMA, **of_all, **attention_biases(hf), **own})
+
+
+def _gemma(hf: Any) -> ModelConfig:
+    # transformers takes hidden_act, whatever an old hidden_activation beside it says.
+    return _gemma_like(hf, rope_fields(hf))
+
+
+def _of_two_norms(hf: Any) -> dict[str, Any]:
+    return {
+        "activation": activation(hf.hidden_activation),
+        "post_norms": True,
+        "softmax_scale": hf.query_pre_attn_scalar**-0.5,
+        "logits_softcap": hf.final_logit_softcapping,
+        **windows(hf),
+    }
+
+
+def _gemma2(hf: Any) -> ModelConfig:
+    own = {**_of_two_norms(hf), **rope_fields(hf), "attention_softcap": hf.attn_logit_softcapping}
+    return _gemma_like(hf, own)
+
+
+def _gemma3(hf: Any) -> ModelConfig:
+    of_windows, scaled = read_rope(hf, hf.rope_parameters["sliding_attention"])
+    base, scaling = read_rope(hf, hf.rope_parameters["full_attention"])
+    if scaled is not None or (scaling is not None and scaling.attention_factor != 1.0):
+        kind = "sliding_attention" if scaled is not None else "full_attention"
+        raise ConfigError(
+            f"rope_parameters of {kind}: expected 'default' (or for full_attention 'linear' or another without an "
+            f"attention factor), got {hf.rope_parameters[kind]['rope_type']!r}; use one of those"
+        )
+    rope = {"rotary_base": base, "rope_scaling": scaling, "rotary_base_of_windows": of_windows}
+    own = {**_of_two_norms(hf), "position_embedding_type": "rope", **rope, "qk_layernorm": True}
+    return _gemma_like(hf, own)
+
+
+_GEMMA = DecoderNames(mlp_norm="pre_feedforward_layernorm")
 _GLM = DecoderNames(
     fc1=("mlp.gate_up_proj",), post_attention_norm="post_self_attn_layernorm", post_mlp_norm="post_mlp_layernorm"
 )
@@ -84,4 +137,11 @@ FAMILIES = (
     decoder("phi3", "Phi3ForCausalLM", _phi3, DecoderNames(qkv=("self_attn.qkv_proj",), fc1=("mlp.gate_up_proj",))),
     decoder("glm", "GlmForCausalLM", _glm, _GLM),
     decoder("glm4", "Glm4ForCausalLM", _glm, _GLM),
+    decoder("gemma", "GemmaForCausalLM", _gemma, required={"use_bidirectional_attention": (None, False)}),
+    decoder("gemma2", "Gemma2ForCausalLM", _gemma2, _GEMMA, {"use_bidirectional_attention": (None, False)}),
+    decoder(
+        *("gemma3_text", "Gemma3ForCausalLM", _gemma3, _GEMMA),
+        # Hugging Face's Gemma 3 does not read attn_logit_softcapping.
+        required={"use_bidirectional_attention": (False, None), "attn_logit_softcapping": (None,)},
+    ),
 )

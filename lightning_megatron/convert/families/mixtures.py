@@ -17,21 +17,19 @@ from typing import Any
 
 from lightning_megatron.convert.family import EXPERT, LAYER, Rule
 from lightning_megatron.convert.gpt_tables import (
-    LAYERS,
-    LLAMA,
     LLAMA_NAMES,
-    MLP,
+    attention_biases,
     decoder,
     decoder_rules,
-    described,
     linear,
+    llama_like,
     norm,
-    rope_fields,
     windows,
 )
 from lightning_megatron.models.config import Experts, ModelConfig
 
-_ROUTER, _EXPERTS, _SHARED = MLP + "router", MLP + "experts.experts.", MLP + "shared_experts."
+_LAYERS = "decoder.layers."
+_EXPERTS, _SHARED = _LAYERS + "mlp.experts.experts.", _LAYERS + "mlp.shared_experts."
 
 
 def _mixture(block: str, names: tuple[str, str, str], model: ModelConfig) -> list[Rule]:
@@ -48,8 +46,8 @@ def _mixture(block: str, names: tuple[str, str, str], model: ModelConfig) -> lis
     gate, up, down = (f"{hf}{block}.experts.{EXPERT}.{name}" for name in names)
     rules = [
         *decoder_rules(LLAMA_NAMES, model),
-        *norm(LAYERS + "pre_mlp_layernorm.", hf + "post_attention_layernorm", model),
-        *linear(_ROUTER, (f"{hf}{block}.gate",)),
+        *norm(_LAYERS + "pre_mlp_layernorm.", hf + "post_attention_layernorm", model),
+        *linear(_LAYERS + "mlp.router", (f"{hf}{block}.gate",)),
         *linear(_EXPERTS + "linear_fc1", (gate, up), rows=(experts.ffn_hidden_size,) * 2),
         *linear(_EXPERTS + "linear_fc2", (down,)),
     ]
@@ -84,7 +82,7 @@ def _qwen_experts(hf: Any, shared_ffn_hidden_size: int = 0) -> Experts | None:
 
 
 def _described(hf: Any, experts: Experts | None, **own: Any) -> ModelConfig:
-    return described(hf, {**LLAMA, **rope_fields(hf), "experts": experts, **own})
+    return llama_like(hf, {"experts": experts, **own})
 
 
 def _mixtral(hf: Any) -> ModelConfig:
@@ -97,14 +95,14 @@ def _qwen2_moe(hf: Any) -> ModelConfig:
 
 
 def _qwen3_moe(hf: Any) -> ModelConfig:
-    biases = {"add_qkv_bias": hf.attention_bias, "add_attention_output_bias": hf.attention_bias}
-    return _described(hf, _qwen_experts(hf), qk_layernorm=True, sliding_window=hf.sliding_window, **biases)
+    return _described(
+        hf, _qwen_experts(hf), qk_layernorm=True, sliding_window=hf.sliding_window, **attention_biases(hf)
+    )
 
 
 def _olmoe(hf: Any) -> ModelConfig:
-    own = {"add_qkv_bias": hf.attention_bias, "add_attention_output_bias": hf.attention_bias}
     experts = _experts(hf, hf.intermediate_size, normalizes_topk=hf.norm_topk_prob)
-    return _described(hf, experts, qk_layernorm=True, qk_layernorm_of_all_heads=True, **own)
+    return _described(hf, experts, qk_layernorm=True, qk_layernorm_of_all_heads=True, **attention_biases(hf))
 
 
 _of_qwen = partial(_mixture, "mlp", ("gate_proj", "up_proj", "down_proj"))

@@ -15,7 +15,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_megatron.convert.family import LAYER, Family, Rule, activation, qkv_order
-from lightning_megatron.convert.gpt_tables import linear, norm, output_layer
+from lightning_megatron.convert.gpt_tables import (
+    LLAMA,
+    DecoderNames,
+    described,
+    linear,
+    norm,
+    output_layer,
+    stack_rules,
+)
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig
 
@@ -32,40 +40,31 @@ def describe(hf: Any) -> ModelConfig:
         raise ConfigError(f"num_decoder_layers={hf.num_decoder_layers} must be at least 1; correct the model's config")
     pad = 0 if hf.pad_token_id is None else hf.pad_token_id
     start = getattr(hf, "decoder_start_token_id", None)
-    return ModelConfig(
-        family=hf.model_type,
-        architecture="t5",
-        num_layers=hf.num_layers,
-        num_decoder_layers=hf.num_decoder_layers,
-        hidden_size=hf.d_model,
-        ffn_hidden_size=hf.d_ff,
-        num_attention_heads=hf.num_heads,
-        num_query_groups=hf.num_heads,
-        kv_channels=hf.d_kv,
-        vocab_size=hf.vocab_size,
-        max_position_embeddings=_UNLIMITED,
-        normalization="RMSNorm",
-        layernorm_epsilon=hf.layer_norm_epsilon,
-        activation=activation(hf.dense_act_fn),
-        gated_linear_unit=hf.is_gated_act,
-        add_bias_linear=False,
-        add_qkv_bias=False,
-        position_embedding_type="relative",
-        relative_attention_num_buckets=hf.relative_attention_num_buckets,
-        relative_attention_max_distance=hf.relative_attention_max_distance,
-        softmax_scale=1.0,
-        scale_decoder_outputs=getattr(hf, "scale_decoder_outputs", False),
+    dropouts = [f"{of}_dropout" for of in ("embedding", "hidden", "attention", "activation")]
+    own = {
+        **LLAMA,
+        "architecture": "t5",
+        "num_decoder_layers": hf.num_decoder_layers,
+        "ffn_hidden_size": hf.d_ff,
+        "num_query_groups": hf.num_heads,
+        "kv_channels": hf.d_kv,
+        "max_position_embeddings": _UNLIMITED,
+        "layernorm_epsilon": hf.layer_norm_epsilon,
+        "activation": activation(hf.dense_act_fn),
+        "gated_linear_unit": hf.is_gated_act,
+        "position_embedding_type": "relative",
+        "relative_attention_num_buckets": hf.relative_attention_num_buckets,
+        "relative_attention_max_distance": hf.relative_attention_max_distance,
+        "softmax_scale": 1.0,
+        "scale_decoder_outputs": getattr(hf, "scale_decoder_outputs", False),
         # Where the config is silent transformers refuses to shift labels; T5 starts with the padding token.
-        decoder_start_token_id=pad if start is None else start,
-        pad_token_id=pad,
-        share_embeddings_and_output_weights=True,
-        embedding_dropout=hf.dropout_rate,
-        hidden_dropout=hf.dropout_rate,
-        attention_dropout=hf.dropout_rate,
-        activation_dropout=hf.dropout_rate,
-        init_method_std=hf.initializer_factor,
-        scaled_residual_init=False,
-    )
+        "decoder_start_token_id": pad if start is None else start,
+        "pad_token_id": pad,
+        "share_embeddings_and_output_weights": True,
+        **dict.fromkeys(dropouts, hf.dropout_rate),
+        "init_method_std": hf.initializer_factor,
+    }
+    return described(hf, own)
 
 
 def describe_weights(model: ModelConfig, weights: WeightFiles) -> ModelConfig:
@@ -83,36 +82,28 @@ def rules(model: ModelConfig) -> list[Rule]:
 
 
 def _stack(model: ModelConfig, stack: str) -> list[Rule]:
-    ours, theirs = f"{stack}.layers.", f"{stack}.block.{LAYER}.layer."
+    ours, theirs = f"{stack}.layers.", f"{stack}.block.{LAYER}."
     heads, width = model.num_attention_heads, model.num_attention_heads * model.kv_channels
-    mlp = f"{theirs}{1 if stack == 'encoder' else 2}."
+    mlp, up = f"layer.{1 if stack == 'encoder' else 2}.", ("wi_0", "wi_1") if model.gated_linear_unit else ("wi",)
+    names = DecoderNames(
+        base=f"{stack}.",
+        final_norm="final_layer_norm",
+        layer=f"block.{LAYER}.",
+        input_norm="layer.0.layer_norm",
+        qkv=tuple(f"layer.0.SelfAttention.{name}" for name in "qkv"),
+        proj="layer.0.SelfAttention.o",
+        mlp_norm=mlp + "layer_norm",
+        fc1=tuple(f"{mlp}DenseReluDense.{name}" for name in up),
+        fc2=mlp + "DenseReluDense.wo",
+    )
     table = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias"
-    up = ("wi_0", "wi_1") if model.gated_linear_unit else ("wi",)
-    rules = [
-        *linear(f"{stack}_relative_pos_emb.relative_attention_bias", (table,)),
-        *norm(f"{stack}.final_layernorm.", f"{stack}.final_layer_norm", model),
-        *norm(ours + "self_attention.linear_qkv.layer_norm_", theirs + "0.layer_norm", model),
-        *linear(
-            ours + "self_attention.linear_qkv",
-            tuple(f"{theirs}0.SelfAttention.{name}" for name in "qkv"),
-            rows=(width,) * 3,
-            order=qkv_order(heads, heads, model.kv_channels),
-        ),
-        *linear(ours + "self_attention.linear_proj", (theirs + "0.SelfAttention.o",)),
-        *norm(ours + "mlp.linear_fc1.layer_norm_", mlp + "layer_norm", model),
-        *linear(
-            ours + "mlp.linear_fc1",
-            tuple(f"{mlp}DenseReluDense.{name}" for name in up),
-            rows=(model.ffn_hidden_size,) * len(up),
-        ),
-        *linear(ours + "mlp.linear_fc2", (mlp + "DenseReluDense.wo",)),
-    ]
+    rules = linear(f"{stack}_relative_pos_emb.relative_attention_bias", (table,)) + stack_rules(names, model, stack)
     if stack == "encoder":
         return rules
-    attention = theirs + "1.EncDecAttention."
+    attention = theirs + "layer.1.EncDecAttention."
     return [
         *rules,
-        *norm(ours + "pre_cross_attn_layernorm.", theirs + "1.layer_norm", model),
+        *norm(ours + "pre_cross_attn_layernorm.", theirs + "layer.1.layer_norm", model),
         *linear(ours + "cross_attention.linear_q", (attention + "q",)),
         *linear(
             ours + "cross_attention.linear_kv",

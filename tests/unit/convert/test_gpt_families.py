@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from lightning_megatron.accounting import total_parameters
-from lightning_megatron.convert.family import LAYER
 from lightning_megatron.convert.registry import config_object, family_of, model_config
 from lightning_megatron.errors import ConfigError
-from tests.unit.convert.gpt_configs import CONFIGS
+from tests.families.test_gpts import CONFIGS
 
 
 def _on_meta(name: str) -> Any:
@@ -20,25 +19,6 @@ def _on_meta(name: str) -> Any:
 
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config_object(CONFIGS[name]))
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_rules_name_exactly_the_tensors_of_the_model_and_their_rows(name: str) -> None:
-    model = model_config(CONFIGS[name])
-    in_files = family_of(model.family).old_names
-    theirs = {in_files.get(key, key): tuple(parameter.shape) for key, parameter in _on_meta(name).named_parameters()}
-    named: dict[str, int | None] = {}
-    for rule in family_of(model.family).rules(model):
-        for layer in range(model.num_layers) if LAYER in rule.hugging_face[0] else [0]:
-            names = [key.replace(LAYER, str(layer)) for key in rule.hugging_face]
-            assert not named.keys() & names
-            named |= dict(zip(names, rule.rows or (None,), strict=True))
-            rows = sum(theirs[key][-1 if rule.transposed else 0] for key in names)
-            if rule.order is not None:
-                assert rule.order.sort().values.tolist() == list(range(rows))
-    assert named.keys() == theirs.keys()
-    for key, rows_of_one in named.items():
-        assert rows_of_one in (None, theirs[key][0]), key
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -50,7 +30,7 @@ CHANGES_NOTHING = {
     "use_cache": "is about generation",
     "bos_token_id": "is about generation",
     "eos_token_id": "is about generation",
-    "pad_token_id": "is told by the mask; see families/llama.py",
+    "pad_token_id": "is told by the mask; see gpt_tables.py",
     "keys_to_ignore_at_inference": "is about generation",
     "attribute_map": "is about names",
     "summary_type": "is of GPT2DoubleHeadsModel",
