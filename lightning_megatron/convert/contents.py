@@ -32,7 +32,7 @@ from lightning_megatron.convert.hugging_face import (
     read_safetensors,
 )
 from lightning_megatron.convert.megatron_arguments import HUGGING_FACE_CONFIG, arguments_of, own_config
-from lightning_megatron.convert.megatron_lm import OF_MEGATRON_LM, is_legacy, read_ranks, stack, stored_in
+from lightning_megatron.convert.megatron_lm import OF_MEGATRON_LM, TRACKER_FILE, is_legacy, read_ranks, stack, stored_in
 from lightning_megatron.convert.peft import CONFIG, WEIGHTS
 from lightning_megatron.convert.registry import read_json
 from lightning_megatron.convert.shards import Stored
@@ -44,9 +44,6 @@ _LONGEST = 200
 
 
 # ---- iterations ------------------------------------------------------------------------------------------------------
-
-TRACKER_FILE = "latest_checkpointed_iteration.txt"
-"""Megatron's: the number of the last iteration that was saved, or ``release``."""
 
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _RELEASE = "release"
@@ -236,15 +233,8 @@ def _shown(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, (list, tuple)):
-        return [each if isinstance(each, (int, float)) else _text(each) for each in value[:_LONGEST]]
-    return _text(value)
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, StandIn):
-        numbers = ", ".join(repr(each) for each in value.arguments if isinstance(each, (int, str)))
-        return f"{type(value).__name__}({numbers[:_LONGEST]})"
-    plain = isinstance(value, (str, torch.dtype, Path))
+        return [_shown(each) for each in value[:_LONGEST]]
+    plain = isinstance(value, (str, torch.dtype, Path, StandIn))
     return str(value)[:_LONGEST].removeprefix("torch.") if plain else type(value).__name__
 
 

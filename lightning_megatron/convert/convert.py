@@ -35,8 +35,7 @@ from lightning_megatron.convert.hugging_face import (
     staged_directory,
     tokenizer_files,
 )
-from lightning_megatron.convert.megatron_lm import open_megatron_lm
-from lightning_megatron.convert.megatron_lm_save import cut, save_megatron_lm, save_tracker
+from lightning_megatron.convert.megatron_lm import cut, open_megatron_lm, save_megatron_lm
 from lightning_megatron.convert.options import ConvertOptions, Format
 from lightning_megatron.convert.peft import adapter_config, base_of, open_adapter, save_adapter, with_base
 from lightning_megatron.convert.registry import family_of
@@ -136,7 +135,7 @@ def convert(options: ConvertOptions, average_with: Sequence[Path] = ()) -> Conve
             else:
                 rank = None if world == 1 else (topology.tp_rank, topology.pp_rank)
                 on_all_ranks_alike(lambda: save_megatron_lm(chunks, source, model, layout, folder, rank))
-                on_all_ranks_alike(lambda: save_tracker(folder, companions) if not _rank() else None)
+                on_all_ranks_alike(lambda: copy_companions(companions, folder) if not _rank() else None)
     files = [each for each in save_path.rglob("*") if each.is_file()]
     return Converted(
         source=source.kind,

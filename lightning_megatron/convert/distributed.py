@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -39,6 +40,7 @@ from lightning_megatron.convert.registry import config_object, family_of, stored
 from lightning_megatron.convert.shards import EXPERTS, Key, Place, Source, Stored, mismatches
 from lightning_megatron.engine.pickles import read_pickle
 from lightning_megatron.errors import CheckpointError, ConfigError
+from lightning_megatron.files import file_sizes
 from lightning_megatron.models.config import ModelConfig, variant_of
 
 OF_STRATEGY = "checkpoint of MegatronStrategy"
@@ -190,11 +192,16 @@ def stored_tensors(path: Path) -> dict[str, TensorStorageMetadata]:
     Raises:
         CheckpointError: If the table is damaged, could run code, or names files that are missing or too short.
     """
-    table = read_table(path)
-    lengths: dict[str, int] = {}
+    table, sizes = read_table(path), file_sizes(path)
     try:
         for place in table.storage_data.values():
-            lengths[place.relative_path] = max(lengths.get(place.relative_path, 0), place.offset + place.length)
+            name, end = place.relative_path, place.offset + place.length
+            if name not in sizes:
+                raise CheckpointError(f"checkpoint {path} lacks its file {name}: it is damaged; use another")
+            if sizes[name] < end:
+                raise CheckpointError(
+                    f"checkpoint {path} is damaged: {name} has {sizes[name]} bytes and must have {end}; use another"
+                )
         tensors = {
             str(name): stored
             for name, stored in table.state_dict_metadata.items()
@@ -202,15 +209,10 @@ def stored_tensors(path: Path) -> dict[str, TensorStorageMetadata]:
         }
         if not all(type(size) is int for stored in tensors.values() for size in stored.size):
             raise ValueError("a shape that is no list of numbers")
+    except CheckpointError:
+        raise
     except (ArithmeticError, LookupError, AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(f"checkpoint {path} has a damaged table of contents ({error!r}); use another") from None
-    for name, length in lengths.items():
-        if not (path / name).is_file():
-            raise CheckpointError(f"checkpoint {path} lacks its file {name}: it is damaged; use another")
-        if (size := (path / name).stat().st_size) < length:
-            raise CheckpointError(
-                f"checkpoint {path} is damaged: {name} has {size} bytes and must have {length}; use another"
-            )
     return tensors
 
 
@@ -276,36 +278,37 @@ class DistributedSource(Source):
         self.refuse(mismatches(found, expected))
         return {key: each.dtype for key, each in found.items()}
 
-    def parts(self, place: Place) -> Iterator[tuple[Any, torch.Tensor]]:
+    def read(self, place: Place) -> torch.Tensor:
         """See ``Source``."""
         name, index = self._entry[place.key]
         one = (1,) * len(index)
         box = ChunkStorageMetadata(offsets=torch.Size((*index, *place.offset)), sizes=torch.Size((*one, *place.size)))
         stored = self.tensors[name]
-        planner = _Planner(stored.properties.dtype)
+        target = torch.empty(box.sizes, dtype=stored.properties.dtype)
         try:
-            self._reader.read_data(LoadPlan(create_read_items_for_chunk_list(name, stored, [box])), planner).wait()
+            items = create_read_items_for_chunk_list(name, stored, [box])
+            if sum(math.prod(item.lengths) for item in items) != target.numel():
+                raise ValueError("a part of it is in no file")
+            self._reader.read_data(LoadPlan(items), _Planner(target)).wait()
         except Exception as error:  # whatever nonsense the bytes are
             reason = " ".join(str(error).split())[:100]
             raise CheckpointError(
                 f"checkpoint {self.path} is damaged: {name} cannot be read ({type(error).__name__}: {reason}); use "
                 "another"
             ) from None
-        for item, tensor in planner.read:
-            where = tuple(slice(a, a + n) for a, n in zip(item.dest_offsets, item.lengths, strict=True))
-            yield where[len(index) :], tensor[(0,) * len(index)]
+        return target[(0,) * len(index)]
 
 
 class _Planner(DefaultLoadPlanner):
-    """Keeps what is read."""
+    """Has everything read into one tensor."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, target: torch.Tensor) -> None:
         super().__init__()
-        self._dtype = dtype
-        self.read: list[tuple[ReadItem, torch.Tensor]] = []
+        self._target = target
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        return torch.empty(read_item.lengths, dtype=self._dtype)
+        place = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        return self._target[tuple(slice(start, start + length) for start, length in place)]
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        self.read.append((read_item, tensor))
+        pass

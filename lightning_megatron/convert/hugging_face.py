@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,9 +35,6 @@ from lightning_megatron.errors import CheckpointError, ConfigError
 from lightning_megatron.files import PARTIAL, staged, sync
 from lightning_megatron.hub import TOKENIZER_FILES
 from lightning_megatron.models.config import ModelConfig
-
-if TYPE_CHECKING:
-    from huggingface_hub import StateDictSplit
 
 _log = logging.getLogger(__name__)
 
@@ -99,11 +96,9 @@ class WeightFiles:
             part: torch.Tensor = self._opened[1].get_slice(name)[box]
             return part
 
-    def are_equal(self, one: str, other: str, part: int = 0, parts: int = 1) -> bool:
-        """Whether two tensors are the same, in the ``part``-th of ``parts`` of their rows."""
-        shape = self.tensors[one].shape
-        rows = (slice(shape[0] * part // parts, shape[0] * (part + 1) // parts),)
-        return shape == self.tensors[other].shape and torch.equal(self.read(one, rows), self.read(other, rows))
+    def are_equal(self, one: str, other: str) -> bool:
+        """Whether two tensors are the same."""
+        return torch.equal(self.read(one, (slice(None),)), self.read(other, (slice(None),)))
 
 
 def has_weights(directory: Path) -> bool:
@@ -145,27 +140,18 @@ def _of_index(index: Path, read: Callable[[Path], dict[str, StoredTensor]]) -> d
     files = [index.parent / file for file in sorted(set(names.values()))]
     if missing := ", ".join(file.name for file in files if not file.is_file()):
         raise CheckpointError(f"{index} names files that are missing: {missing}; fetch them again")
-    tensors: dict[str, StoredTensor] = {}
-    for file in files:
-        tensors |= read(file)
-    if absent := ", ".join(name for name in names if name not in tensors):
-        raise CheckpointError(f"{index} promises tensors that are in none of its files: {absent}; fetch them again")
-    return tensors
+    return {name: tensor for file in files for name, tensor in read(file).items()}
 
 
 def _weight_map(index: Path) -> dict[str, str]:
     """Which file each tensor is in; files may not lie outside the folder."""
     try:
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        outside = [f"{name!r} is in {file!r}" for name, file in names.items() if not re.fullmatch(r"\w[\w.-]*", file)]
+        if outside or not names:
+            raise ValueError(f"{outside[0]}, which is outside its folder" if outside else "it names none")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} is not an index of weight files ({error!r}); fetch it again") from None
-    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()) or not names:
-        raise CheckpointError(f"the weight_map of {index} does not name a file for each tensor; fetch it again")
-    for name, file in names.items():
-        if not re.fullmatch(r"\w[\w.-]*", file):
-            raise CheckpointError(
-                f"{index} says that {name!r} is in {file!r}, which is outside its folder; do not use this model"
-            )
     return names
 
 
@@ -268,6 +254,7 @@ class HuggingFaceSource(Source):
     def __post_init__(self) -> None:
         self.companions = self.files.directory
         self._rules = {rule.megatron: rule for rule in rules_of(self.model)}
+        self._dtypes: dict[Key, torch.dtype] = {}
 
     @property
     def stored(self) -> Mapping[str, Stored]:
@@ -279,7 +266,7 @@ class HuggingFaceSource(Source):
         return not is_adapter(key.name)
 
     def match(self, expected: Mapping[Key, tuple[int, ...]]) -> dict[Key, torch.dtype]:
-        """See ``Source``; as transformers finds them. Each rank compares its share of what is tied."""
+        """See ``Source``; as transformers finds them. The first rank compares what is tied."""
         stored, family = self.stored, family_of(self.model.family)
         keys: dict[str, Key] = {}
         shapes: dict[str, tuple[int, ...]] = {}
@@ -312,23 +299,20 @@ class HuggingFaceSource(Source):
                 others[in_file] = stored[in_file]
         found_here = {name: stored[in_file] for name, in_file in self.stored_name.items()}
         problems = mismatches(found_here | others, {name: shapes[name] for name in shapes if name not in new})
-        rank, size = dist.get_rank(), dist.get_world_size()
-        self.refuse(
-            problems
-            or [
+        if dist.get_rank() == 0:
+            problems = problems or [
                 f"{copy!r} differs from {source!r}, to which the config ties it (if it should not be tied, set "
                 "tie_word_embeddings=false in config.json)"
                 for copy, source in ties
-                if not self.files.are_equal(copy, source, rank, size)
+                if not self.files.are_equal(copy, source)
             ]
-        )
-        if ignored and rank == 0:
-            _log.warning("of another head in %s and left out: %s", self.path, ", ".join(sorted(ignored)))
-        dtypes: dict[Key, torch.dtype] = {}
+            if ignored:
+                _log.warning("of another head in %s and left out: %s", self.path, ", ".join(sorted(ignored)))
+        self.refuse(problems)
         for name, (_, dtype) in found_here.items():
             # If the tensors that make one of Megatron's differ: the one that holds them all.
-            dtypes[keys[name]] = torch.promote_types(dtypes.get(keys[name], dtype), dtype)
-        return dtypes
+            self._dtypes[keys[name]] = torch.promote_types(self._dtypes.get(keys[name], dtype), dtype)
+        return self._dtypes
 
     def _new_heads(self, keys: Mapping[str, Key]) -> set[str]:
         """Tensors of heads that the files lack altogether: of none of their modules is a part there."""
@@ -340,10 +324,11 @@ class HuggingFaceSource(Source):
         missing = keys.keys() - self.stored_name.keys()
         return {name for name in missing if not keys[name].name.startswith(_BODY) and head_of(name) not in there}
 
-    def parts(self, place: Place) -> Iterator[tuple[Any, torch.Tensor]]:
+    def read(self, place: Place) -> torch.Tensor:
         """See ``Source``."""
         rule, start, stop = self._rules[place.key.name], place.offset[0], place.offset[0] + place.size[0]
         source = torch.arange(start, stop) if rule.order is None else rule.order[start:stop]
+        whole = torch.empty(place.size, dtype=self._dtypes[place.key])
         for name, rows in zip(rule.names(*place.key[1:]), rule.rows or (place.shape[0],), strict=True):
             ours = ((source >= 0) & (source < rows)).nonzero().flatten()
             if len(ours):
@@ -352,10 +337,11 @@ class HuggingFaceSource(Source):
                 span, within = slice(first, int(theirs.max()) + 1), _as_slice(theirs - first)
                 if rule.transposed:
                     block = self.files.read(self.stored_name[name], (columns[0], span))
-                    yield _as_slice(ours), block[:, within].contiguous().t().contiguous()
+                    whole[_as_slice(ours)] = block[:, within].t()
                 else:
-                    yield _as_slice(ours), self.files.read(self.stored_name[name], (span, *columns))[within]
+                    whole[_as_slice(ours)] = self.files.read(self.stored_name[name], (span, *columns))[within]
             source = source - rows
+        return whole
 
 
 def _of_transformers(architecture: str) -> tuple[dict[str, str], Collection[str]]:
@@ -518,7 +504,9 @@ def save_hugging_face(
     config = _saved_config(hf_config, model, contents, is_headless=bool(without))
     is_first, path = dist.get_rank() == 0, Path(directory).absolute()
     with progress_bar("saving weights", split.metadata["total_size"]) as bar, staged_directory(path) as folder:
-        small = partial(_write_small_files, folder, config, _index(split, contents), companions)
+        metadata = {**split.metadata, "total_parameters": sum(math.prod(shape) for shape, _ in contents.values())}
+        index = {"metadata": metadata, "weight_map": split.tensor_to_filename} if split.is_sharded else None
+        small = partial(_write_small_files, folder, config, index, companions)
         on_all_ranks_alike(small if is_first else _nothing)
         held: dict[str, dict[str, torch.Tensor]] = {}
         left = Counter(split.tensor_to_filename.values())
@@ -536,23 +524,16 @@ def _nothing() -> None:
     """What other ranks than the first one do."""
 
 
-def _index(split: StateDictSplit, contents: Mapping[str, Stored]) -> dict[str, Any] | None:
-    """Which tensor is in which file; None if there is only one file."""
-    parameters = sum(math.prod(shape) for shape, _ in contents.values())
-    metadata = {**split.metadata, "total_parameters": parameters}
-    return {"metadata": metadata, "weight_map": split.tensor_to_filename} if split.is_sharded else None
-
-
 def _saved_config(hf_config: Any, model: ModelConfig, contents: Mapping[str, Stored], *, is_headless: bool) -> Any:
     """``hf_config`` of a model with these tensors: its class, and the dtype of most of the numbers."""
-    sizes: dict[torch.dtype, int] = {}
+    sizes: Counter[torch.dtype] = Counter()
     for shape, dtype in contents.values():
-        sizes[dtype] = sizes.get(dtype, 0) + math.prod(shape)
+        sizes[dtype] += math.prod(shape)
     config = copy.deepcopy(hf_config)
     if not (is_headless and str((getattr(hf_config, "architectures", None) or [""])[0]).endswith("Model")):
         config.architectures = [family_of(model.family).architectures[model.task]]
     config.__dict__.pop("auto_map", None)  # it names files with code, which do not travel along
-    config.dtype = str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.")
+    config.dtype = str(sizes.most_common(1)[0][0]).removeprefix("torch.")
     return config
 
 

@@ -13,17 +13,17 @@ import json
 import logging
 import re
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from lightning_megatron.convert.registry import config_object, family_of, stored_config
+from lightning_megatron.convert.registry import config_object, family_of, rules_of, stored_config
 from lightning_megatron.convert.shards import Key
 from lightning_megatron.engine.parallel import ParallelConfig
-from lightning_megatron.errors import CheckpointError
+from lightning_megatron.errors import CheckpointError, ConfigError
 from lightning_megatron.models.config import ModelConfig, variant_of
 
 _log = logging.getLogger(__name__)
@@ -91,7 +91,12 @@ def described_by(
     """
     hf_config = config_object(config) if config is not None else own_config(arguments)
     if hf_config is None:
-        hf_config = _Told(arguments, shapes, tp, path).config()
+        try:
+            hf_config = _Told(arguments, shapes, tp, path).config()
+        except ConfigError:
+            raise
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # arguments and shapes can be anything
+            raise CheckpointError(f"{path}: args and shapes describe no model ({error!r}); {_GIVE_A_CONFIG}") from None
     model = family_of(hf_config.model_type).model_config(hf_config)
     return (variant_of(model, arguments) if config is None and HUGGING_FACE_CONFIG in arguments else model), hf_config
 
@@ -99,7 +104,7 @@ def described_by(
 # ---- from arguments to a config -------------------------------------------------------------------------------------
 
 
-def bert_task(names: Sequence[str]) -> str:
+def bert_task(names: Collection[str]) -> str:
     """The task whose head is among tensors of these names."""
     if "classification_head.dense.weight" in names:
         return "sequence_classification"
@@ -109,7 +114,7 @@ def bert_task(names: Sequence[str]) -> str:
 
 
 class _Told:
-    """A Hugging Face config that arguments and shapes tell; for the parameters see ``described_by``."""
+    """What arguments and shapes tell; for the parameters see ``described_by``."""
 
     def __init__(
         self, arguments: Mapping[str, Any], shapes: Mapping[Key, tuple[int, ...]], tp: int, path: Path
@@ -117,6 +122,7 @@ class _Told:
         stacks = {key.name.split(".")[0] for key in shapes if key.layer is not None}
         self.architecture = "t5" if len(stacks) > 1 else "bert" if "encoder" in stacks else "gpt"
         self.num_layers = 1 + max((key.layer for key in shapes if key.layer is not None), default=-1)
+        self.names = {key.name for key in shapes}
         self.shapes = {
             re.sub(r"^(?:encoder|decoder)\.(?:layers\.)?", "", key.name): shape
             for key, shape in shapes.items()
@@ -124,23 +130,15 @@ class _Told:
         }
         """Of the first layer, and of what is outside of layers; names without their stack."""
         self.tp, self.path = tp, path
-        self.rows, self.width = self.size("embedding.word_embeddings.weight"), self.size("mlp.linear_fc2.weight")
-        self.ffn = self.size("mlp.linear_fc2.weight", 1)
-        self.is_gated = self.size("mlp.linear_fc1.weight") == 2 * self.ffn
+        self.rows = self.shapes["embedding.word_embeddings.weight"][0]
+        self.width, self.ffn = self.shapes["mlp.linear_fc2.weight"]
         self.arguments = arguments or self.published()
-
-    def size(self, name: str, axis: int = 0) -> int:
-        """Length of a tensor that must be there."""
-        shape = self.shapes.get(name, ())
-        if len(shape) <= axis:
-            raise CheckpointError(f"the checkpoint has no {name}, without which it is no model; use another copy")
-        return shape[axis]
 
     def published(self) -> dict[str, Any]:
         """What NVIDIA trained a model of these shapes with, whose file does not say it; heads are never guessed."""
         sizes, vocabularies, arguments = _PUBLISHED.get(self.architecture, ((), (), {}))
         positions = self.shapes.get("embedding.position_embeddings.weight", (0,))[0]
-        found = (self.num_layers, self.width, self.size("mlp.linear_fc1.weight"), positions)
+        found = (self.num_layers, self.width, self.shapes["mlp.linear_fc1.weight"][0], positions)
         if found != sizes or not any(0 <= self.rows - known < _LARGEST_PADDING * self.tp for known in vocabularies):
             raise CheckpointError(
                 f"{self.path} has no arguments (args), and its shapes ({found[0]} layers of {found[1]} columns, "
@@ -150,32 +148,33 @@ class _Told:
         return {"num_attention_heads": 16, **arguments}
 
     def number(self, name: str, default: float) -> float:
-        """An argument that must be a number; ``default`` if it is not given."""
+        """An argument; ``default`` if it is not given."""
         value = self.arguments.get(name)
-        if value is not None and type(value) not in (int, float):
-            raise CheckpointError(f"args.{name} is a {type(value).__name__}, not a number; {_GIVE_A_CONFIG}")
         return default if value is None else float(value)
 
-    def no_family(self, what: str) -> CheckpointError:
-        """The error for a model that no family computes."""
-        return CheckpointError(f"{self.path}: no known Hugging Face family has {what}; {_GIVE_A_CONFIG}")
-
     def config(self) -> Any:
-        """The Hugging Face config object."""
-        layers = self.arguments.get("num_layers")
-        if type(layers) is int and layers > self.num_layers:
-            raise CheckpointError(
-                f"{self.path} was written with num_layers={layers} and has {self.num_layers} layers; give the folder "
-                "of all stages, or if the model has no more, its Hugging Face config.json with --config"
-            )
-        for name in _REFUSED:
-            if self.arguments.get(name):
-                raise self.no_family(f"{name}={self.arguments[name]}")
+        """The Hugging Face config object of the one family that has such tensors."""
+        told = [f"{name}={self.arguments[name]}" for name in _REFUSED if self.arguments.get(name)]
         if self.architecture == "t5":
-            raise self.no_family(
-                "the scaled scores of Megatron-LM's encoder-decoder (if it was made from a T5, say so)"
-            )
-        return config_object(self.bert() if self.architecture == "bert" else self.gpt())
+            told.append("the scaled scores of Megatron-LM's encoder-decoder (if it was made from a T5, say so)")
+        if not told and self.architecture == "bert":
+            return config_object(self.bert())
+        differences = []
+        for fields in () if told else self.gpts():
+            config = config_object(fields)
+            model = family_of(config.model_type).model_config(config)
+            names = {rule.megatron for rule in rules_of(model)}
+            # On the last of several stages a tied model has a copy of its embedding, too.
+            differs = sorted(names ^ (self.names - ({"output_layer.weight"} - names)))
+            if model.gated_linear_unit != (self.shapes["mlp.linear_fc1.weight"][0] == 2 * self.ffn):
+                differs.append("a gated MLP")
+            if not differs:
+                return config
+            differences.append(differs)
+        if not told:
+            names_told = ("position_embedding_type", "rotary_percent", "swiglu")
+            told = [f"{name}={self.arguments.get(name)}" for name in names_told] + min(differences, key=len, default=[])
+        raise CheckpointError(f"{self.path}: no known Hugging Face family has {', '.join(told[:10])}; {_GIVE_A_CONFIG}")
 
     def sizes(self) -> dict[str, Any]:
         """What every family has, under the names that configs of all of them understand."""
@@ -192,18 +191,15 @@ class _Told:
                     self.path,
                     vocab_size,
                 )
-        columns, heads = self.size("self_attention.linear_proj.weight", 1), self.arguments.get("num_attention_heads")
-        if type(heads) is not int or heads < 1 or columns % heads != 0:
-            raise CheckpointError(
-                f"args.num_attention_heads={str(heads)[:40]} does not divide the {columns} columns of the attention's "
-                f"projection; {_GIVE_A_CONFIG}"
-            )
+        columns = self.shapes["self_attention.linear_proj.weight"][1]
+        heads = self.arguments["num_attention_heads"]
+        if columns % heads != 0:
+            raise ValueError(f"num_attention_heads={heads} does not divide {columns} columns")
         return {
             "vocab_size": vocab_size,
             "hidden_size": self.width,
             "num_hidden_layers": self.num_layers,
             "num_attention_heads": heads,
-            "intermediate_size": self.ffn,
             "initializer_range": self.number("init_method_std", 0.02),
         }
 
@@ -219,98 +215,74 @@ class _Told:
 
     def bert(self) -> dict[str, Any]:
         """A Megatron-BERT."""
-        task = bert_task(list(self.shapes))
+        task = bert_task(self.shapes)
         head = {"sequence_classification": "classification_head", "token_classification": "token_head"}.get(task)
         return {
             "model_type": "megatron-bert",
             "architectures": [family_of("megatron-bert").architectures[task]],
             **self.sizes(),
+            "intermediate_size": self.ffn,
             "hidden_act": self.gelu(),
             "hidden_dropout_prob": self.number("hidden_dropout", 0.1),
             "attention_probs_dropout_prob": self.number("attention_dropout", 0.1),
-            "max_position_embeddings": self.size("embedding.position_embeddings.weight"),
-            "type_vocab_size": self.size("embedding.tokentype_embeddings.weight"),
+            "max_position_embeddings": self.shapes["embedding.position_embeddings.weight"][0],
+            "type_vocab_size": self.shapes["embedding.tokentype_embeddings.weight"][0],
             "layer_norm_eps": self.epsilon(),
-            **({} if head is None else {"num_labels": self.size(f"{head}.dense.weight")}),
+            **({} if head is None else {"num_labels": self.shapes[f"{head}.dense.weight"][0]}),
         }
 
-    def gpt(self) -> dict[str, Any]:
-        """A decoder of one of the families that Megatron-LM computes."""
-        is_rms = "final_layernorm.bias" not in self.shapes
-        kind = self.arguments.get("position_embedding_type")
-        untied = self.arguments.get("untie_embeddings_and_output_weights")
-        # On the last of several stages a tied model has a copy, too.
+    def gpts(self) -> Iterator[dict[str, Any]]:
+        """Of each family of decoders that Megatron-LM computes what its config would be."""
+        arguments, sizes = self.arguments, self.sizes()
+        untied = arguments.get("untie_embeddings_and_output_weights")
         is_tied = "output_layer.weight" not in self.shapes if untied is None else not untied
-        if "embedding.position_embeddings.weight" in self.shapes:
-            if not is_rms and not self.is_gated and "mlp.linear_fc1.bias" in self.shapes:
-                return self.gpt2(is_tied)
-        elif "embedding.norm.weight" not in self.shapes and is_rms and self.is_gated:
-            is_rotary = kind == "rope" or self.arguments.get("use_rotary_position_embeddings")
-            if is_rotary and self.arguments.get("swiglu", True) and self.number("rotary_percent", 1.0) == 1.0:
-                return self.llama(is_tied)
-        raise self.no_family(
-            f"position_embedding_type={kind} (rotary_percent={self.arguments.get('rotary_percent')}) with "
-            f"{'RMSNorm' if is_rms else 'LayerNorm'} and {'a gated' if self.is_gated else 'a plain'} MLP"
+        of_all = {**sizes, "tie_word_embeddings": is_tied}
+        if positions := self.shapes.get("embedding.position_embeddings.weight"):
+            has_one_key = self.shapes["self_attention.linear_qkv.weight"][0] != 3 * self.width
+            yield {
+                "model_type": "gpt_bigcode" if has_one_key else "gpt2",
+                "architectures": ["GPTBigCodeForCausalLM" if has_one_key else "GPT2LMHeadModel"],
+                **of_all,
+                "n_inner": self.ffn,
+                "n_positions": positions[0],
+                "activation_function": self.gelu(),
+                **dict.fromkeys(("resid_pdrop", "embd_pdrop"), self.number("hidden_dropout", 0.1)),
+                "attn_pdrop": self.number("attention_dropout", 0.1),
+                "layer_norm_epsilon": self.epsilon(),
+                **dict.fromkeys(("bos_token_id", "eos_token_id"), min(_GPT2_VOCABULARY, sizes["vocab_size"]) - 1),
+            }
+            return
+        is_rotary = arguments.get("position_embedding_type") == "rope" or arguments.get(
+            "use_rotary_position_embeddings"
         )
-
-    def gpt2(self, is_tied: bool) -> dict[str, Any]:
-        """A GPT-2 or GPT-BigCode."""
-        sizes = self.sizes()
-        has_one_key = self.size("self_attention.linear_qkv.weight") != 3 * self.width
-        end = min(_GPT2_VOCABULARY, sizes["vocab_size"]) - 1
-        dropout = self.number("hidden_dropout", 0.1)
-        return {
-            "model_type": "gpt_bigcode" if has_one_key else "gpt2",
-            "architectures": ["GPTBigCodeForCausalLM" if has_one_key else "GPT2LMHeadModel"],
-            "n_inner": sizes.pop("intermediate_size"),
-            **sizes,
-            "n_positions": self.size("embedding.position_embeddings.weight"),
-            "activation_function": self.gelu(),
-            "resid_pdrop": dropout,
-            "embd_pdrop": dropout,
-            "attn_pdrop": self.number("attention_dropout", 0.1),
-            "layer_norm_epsilon": self.epsilon(),
-            "bos_token_id": end,
-            "eos_token_id": end,
-            "tie_word_embeddings": is_tied,
+        if not is_rotary or not arguments.get("swiglu", True) or self.number("rotary_percent", 1.0) != 1.0:
+            return
+        heads, window = sizes["num_attention_heads"], arguments.get("window_size")
+        width = self.shapes["self_attention.linear_proj.weight"][1] // heads
+        own = {"head_dim": width, "attention_bias": "self_attention.linear_qkv.bias" in self.shapes}
+        families: dict[str, dict[str, Any]] = {
+            "Llama": {**own, "mlp_bias": "mlp.linear_fc1.bias" in self.shapes},
+            "Qwen2": {},
+            "Qwen3": own,
         }
-
-    def llama(self, is_tied: bool) -> dict[str, Any]:
-        """One of the families that differ in biases, norms of heads and windows."""
-        sizes, arguments = self.sizes(), self.arguments
-        heads = sizes["num_attention_heads"]
-        width = self.size("self_attention.linear_proj.weight", 1) // heads
-        layers = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1")
-        biases = tuple(f"{layer}.bias" in self.shapes for layer in layers)
-        window = arguments.get("window_size")
-        own: dict[str, Any] = {"head_dim": width, "attention_bias": biases[0]}
-        if "self_attention.q_layernorm.weight" in self.shapes and biases[0] == biases[1] and not biases[2]:
-            family = "Qwen3"
-        elif biases == (True, False, False):
-            family, own = "Qwen2", {}
-        elif window is not None and not any(biases):
-            family = "Mistral"
-            own["sliding_window"] = window[0] + 1 if isinstance(window, (list, tuple)) else window
-        elif biases[0] == biases[1] and window is None:
-            family = "Llama"
-            own["mlp_bias"] = biases[2]
-        else:
-            raise self.no_family(f"biases {biases} of queries, projection and MLP with window_size={window}")
-        if family == "Mistral":
-            del own["attention_bias"]
-        return {
-            "model_type": family.lower(),
-            "architectures": [f"{family}ForCausalLM"],
-            **sizes,
-            **own,
-            "num_key_value_heads": (self.size("self_attention.linear_qkv.weight") // width - heads) // 2,
-            "max_position_embeddings": arguments.get("max_position_embeddings") or arguments.get("seq_length") or 4096,
-            "rms_norm_eps": self.epsilon(),
-            "hidden_act": "silu",
-            "rope_parameters": self.rope(),
-            "attention_dropout": self.number("attention_dropout", 0.1),
-            "tie_word_embeddings": is_tied,
-        }
+        if window is not None:
+            reach = window[0] + 1 if isinstance(window, (list, tuple)) else window
+            families = {"Mistral": {"head_dim": width, "sliding_window": reach}}
+        for family, fields in families.items():
+            yield {
+                "model_type": family.lower(),
+                "architectures": [f"{family}ForCausalLM"],
+                **of_all,
+                **fields,
+                "intermediate_size": self.ffn,
+                "num_key_value_heads": (self.shapes["self_attention.linear_qkv.weight"][0] // width - heads) // 2,
+                "max_position_embeddings": arguments.get("max_position_embeddings")
+                or arguments.get("seq_length")
+                or 4096,
+                "rms_norm_eps": self.epsilon(),
+                "rope_parameters": self.rope(),
+                "attention_dropout": self.number("attention_dropout", 0.1),
+            }
 
     def rope(self) -> dict[str, Any]:
         """Rotary positions."""

@@ -1,4 +1,4 @@
-"""Legacy checkpoints of Megatron-LM (a pickle for each rank) as sources, of any version, layout and release.
+"""Legacy checkpoints of Megatron-LM, a pickle for each rank: of any version, layout and release in, version 3.0 out.
 
 Known are a folder with ``latest_checkpointed_iteration.txt``, one of its iterations (``iter_0000500``, ``release``),
 the folder of one rank, its file, and zip files with any of these inside, as NVIDIA publishes them.
@@ -14,11 +14,25 @@ the same files. The rows of a rank's queries, keys and values stand in an order 
 | 1.0 | [heads, width, 3] | Megatron-LM of some months of 2020 |
 | 2.0, 3.0 | [heads, 3, width] | since; with query groups [groups, heads of a group + 2, width] |
 
-The last one is Megatron-Core's. Of cross-attention's keys and values the same holds with 2 instead of 3.
+The last one is Megatron-Core's. An encoder-decoder is always one of version 3.0 that ``convert`` made from a T5: no
+Hugging Face model computes Megatron-LM's own, which has learned positions and scaled scores.
+
+What is written, for tp=2 and pp=2 (with pp=1 a folder is called ``mp_rank_TT``)::
+
+    latest_checkpointed_iteration.txt       "release", of which Megatron-LM takes nothing but weights
+    release/
+        mp_rank_00_000/model_optim_rng.pt   args, checkpoint_version, iteration, model or model0, ..., optimizer
+        mp_rank_00_001/...
+
+Megatron-LM's rules of pipelines: stages have equally many layers; where they cannot, the ends may be other than the
+middle (``--decoder-first-pipeline-num-layers`` and ``--decoder-last-pipeline-num-layers``). With chunks, stage p holds
+the chunks p, p + pp, p + 2 pp, ... An encoder-decoder is cut between the stacks: stages before
+``--pipeline-model-parallel-split-rank`` hold encoder layers.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import lzma
 import re
@@ -26,20 +40,33 @@ import shutil
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 
+from lightning_megatron.checkpoint.files import failures_as_errors
 from lightning_megatron.convert.family import LAYER, VOCABULARY
 from lightning_megatron.convert.hugging_face import companion_files
-from lightning_megatron.convert.megatron_arguments import arguments_of, bert_task, described_by
+from lightning_megatron.convert.megatron_arguments import arguments_of, bert_task, described_by, megatron_arguments
 from lightning_megatron.convert.registry import family_of, rules_of
-from lightning_megatron.convert.shards import Key, Place, Source, Stored, mismatches
+from lightning_megatron.convert.shards import (
+    Key,
+    Place,
+    Shard,
+    Source,
+    Stored,
+    in_order,
+    mismatches,
+    progress_bar,
+    shards_of,
+)
+from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.engine.pickles import read_pickle
-from lightning_megatron.errors import CheckpointError
+from lightning_megatron.errors import CheckpointError, ConfigError, require_divides
 from lightning_megatron.models.config import Architecture, ModelConfig
 
 OF_MEGATRON_LM = "checkpoint of Megatron-LM"
@@ -51,6 +78,8 @@ EMBEDDING, _OUTPUT, _OUTPUT_BIAS = (Key(name) for name in VOCABULARY)
 _HEADS = ("lm_head.", "pooler.", "binary_head.", "classification_head.", "token_head.", _OUTPUT_BIAS.name)
 """Of a BERT; which of them a model has depends on its task."""
 _MOST_NAMED = 5
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+"""The number of the last iteration that was saved, or ``release``."""
 
 _log = logging.getLogger(__name__)
 
@@ -78,14 +107,11 @@ _IN_A_STACK: Mapping[str, tuple[str, ...]] = {
 """What stands before ``weight`` and ``bias`` in Megatron-Core's name and in the legacy ones; the first is written."""
 _WITH_CROSS_ATTENTION: Mapping[str, tuple[str, ...]] = {
     **_IN_A_STACK,
-    "pre_cross_attn_layernorm.": ("post_attention_layernorm.", "post_attention_norm."),
+    "pre_cross_attn_layernorm.": ("post_attention_layernorm.",),
     "cross_attention.linear_q.": ("inter_attention.query.",),
     "cross_attention.linear_kv.": ("inter_attention.key_value.",),
     "cross_attention.linear_proj.": ("inter_attention.dense.",),
-    "mlp.linear_fc1.layer_norm_": (
-        *("post_inter_attention_layernorm.", "post_inter_attention_norm."),
-        "pre_mlp_layernorm.",
-    ),
+    "mlp.linear_fc1.layer_norm_": ("post_inter_attention_layernorm.",),
 }
 """Of a decoder that reads an encoder's output: its MLP's norm has another name."""
 _OUTSIDE: Mapping[str, tuple[str, ...]] = {
@@ -198,7 +224,7 @@ def rank_folder(tensor: int, stage: int, pp: int) -> str:
 def is_legacy(path: Path) -> bool:
     """Whether ``path`` looks like a legacy checkpoint, in any of the known forms."""
     if path.is_file():
-        return path.suffix == ".pt" or (path.suffix == ".zip" and bool(_members(path)))  # one file has any name
+        return path.suffix in (".pt", ".zip")  # of any name
     return bool(_files_of_ranks(path)) or _model_file(path) is not None
 
 
@@ -209,7 +235,7 @@ def read_ranks(path: Path) -> Ranks:
         CheckpointError: If there is none, or a rank is missing, damaged or unsafe.
     """
     if path.is_file():
-        return _in_archive(path) if _members(path) else _whole(path, {(0, 0): path})
+        return _in_archive(path) if path.suffix == ".zip" else _whole(path, {(0, 0): path})
     own = _model_file(path)
     return _whole(path, _files_of_ranks(path) if own is None else {(0, 0): own})
 
@@ -241,35 +267,24 @@ def _whole(path: Path, files: Mapping[_Rank, Path]) -> Ranks:
     return Ranks(path=path, tp=tp, pp=pp, states={rank: _read_rank(file) for rank, file in sorted(files.items())})
 
 
-def _members(path: Path) -> list[tuple[str, zipfile.ZipInfo]]:
-    """The files of ranks in a zip file, ``anything/mp_rank_TT[_PPP]/model_optim_rng.pt``, with the ranks' folders."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            found = [info for info in archive.infolist() if PurePosixPath(info.filename).name in MODEL_FILES]
-    except _OF_DAMAGED_ZIP_FILES:
-        return []
-    folders = [PurePosixPath(info.filename).parent.name for info in found]
-    return [(name if _RANK.fullmatch(name) else "mp_rank_00", info) for name, info in zip(folders, found, strict=True)]
-
-
 def _in_archive(path: Path) -> Ranks:
     """Members are unpacked into temporary files, which stay mapped; names in the zip name no file."""
     with tempfile.TemporaryDirectory(prefix="lightning_megatron_") as temporary:
         try:
             with zipfile.ZipFile(path) as archive:
-                for name, info in _members(path):
-                    folder = Path(temporary, name)
-                    if folder.exists():
-                        raise CheckpointError(
-                            f"zip file {path} has several checkpoints; unpack it, and give the folder of one"
+                for info in archive.infolist():
+                    name = PurePosixPath(info.filename)
+                    if name.name in MODEL_FILES:
+                        folder = Path(
+                            temporary, name.parent.name if _RANK.fullmatch(name.parent.name) else "mp_rank_00"
                         )
-                    folder.mkdir()
-                    if info.file_size > (free := shutil.disk_usage(folder).free):
-                        raise OSError(f"{info.file_size:,} bytes do not fit into {folder}, where {free:,} are free")
-                    with archive.open(info) as source, (folder / MODEL_FILES[0]).open("wb") as target:
-                        shutil.copyfileobj(source, target, 1 << 24)
-        except CheckpointError:
-            raise
+                        folder.mkdir()
+                        with archive.open(info) as source, (folder / MODEL_FILES[0]).open("wb") as target:
+                            shutil.copyfileobj(source, target, 1 << 24)
+        except FileExistsError:
+            raise CheckpointError(
+                f"zip file {path} has several checkpoints; unpack it, and give one's folder"
+            ) from None
         except _OF_DAMAGED_ZIP_FILES as error:
             raise CheckpointError(f"zip file {path} cannot be unpacked ({error}); fetch it again") from None
         return _whole(path, _files_of_ranks(Path(temporary)))
@@ -347,18 +362,22 @@ def stack(ranks: Ranks) -> Stacked:
         CheckpointError: If ranks do not fit together.
     """
     first, architecture = ranks.states[0, 0], architecture_of(ranks)
-    for rank, state in ranks.states.items():
-        if len(state.chunks) != len(first.chunks) or state.version != first.version:
+    for (tensor, stage), state in ranks.states.items():
+        beside = ranks.states[0, stage]
+        fits_first = (len(state.chunks), state.version) == (len(first.chunks), first.version)
+        if not fits_first or _shapes(state) != _shapes(beside):
             raise CheckpointError(
-                f"{ranks.path} is a mixture: {rank_folder(*rank, ranks.pp)} has {len(state.chunks)} model chunks of "
-                f"version {state.version:g}, mp_rank_00 {len(first.chunks)} of {first.version:g}; copy it again"
+                f"{ranks.path} is a mixture: {rank_folder(tensor, stage, ranks.pp)} has other tensors or another "
+                f"version than {rank_folder(0, stage if fits_first else 0, ranks.pp)}; copy it again"
             )
     stacked: Stacked = {}
     num_layers: dict[str, int] = {}
     for chunk in range(len(first.chunks)):
         for stage in range(ranks.pp):
             before = dict(num_layers)
-            for name, shards in _beside_each_other(ranks, chunk, stage).items():
+            held = [ranks.states[tensor, stage].chunks[chunk] for tensor in range(ranks.tp)]
+            for name in held[0]:
+                shards = tuple(each[name] for each in held)
                 key = _key_of(name, architecture)
                 if key.layer is not None:
                     of = key.name.split(".")[0]
@@ -370,19 +389,8 @@ def stack(ranks: Ranks) -> Stacked:
     return stacked
 
 
-def _beside_each_other(ranks: Ranks, chunk: int, stage: int) -> dict[str, Shards]:
-    """The shards of all tensor-parallel ranks."""
-    first, *others = (ranks.states[tensor, stage].chunks[chunk] for tensor in range(ranks.tp))
-    for tensor, other in enumerate(others, 1):
-        difference = sorted(set(first) ^ set(other)) or sorted(
-            name for name in first if (first[name].shape, first[name].dtype) != (other[name].shape, other[name].dtype)
-        )
-        if difference:
-            raise CheckpointError(
-                f"{ranks.path} is a mixture: {rank_folder(0, stage, ranks.pp)} and "
-                f"{rank_folder(tensor, stage, ranks.pp)} differ in {', '.join(difference[:_MOST_NAMED])}; copy it again"
-            )
-    return {name: (shard, *(other[name] for other in others)) for name, shard in first.items()}
+def _shapes(state: RankState) -> list[dict[str, tuple[torch.Size, torch.dtype]]]:
+    return [{name: (tensor.shape, tensor.dtype) for name, tensor in chunk.items()} for chunk in state.chunks]
 
 
 def merged(key: Key, shards: Shards, model: ModelConfig, version: float) -> torch.Tensor:
@@ -390,10 +398,9 @@ def merged(key: Key, shards: Shards, model: ModelConfig, version: float) -> torc
     axis = split_axis(key.name)
     if axis is None:
         return shards[0]
-    kinds = 3 if ".linear_qkv." in key.name else 2 if ".linear_kv." in key.name else 0
-    if kinds and version < 2.0:
+    if ".linear_qkv." in key.name and version < 2.0:
         heads, width, columns = model.num_attention_heads // len(shards), model.kv_channels, shards[0].shape[1:]
-        sizes, axes = ((heads, width, kinds), (1, 2)) if version == 1.0 else ((kinds, heads, width), (0, 1))
+        sizes, axes = ((heads, width, 3), (1, 2)) if version == 1.0 else ((3, heads, width), (0, 1))
         shards = tuple(each.view(*sizes, *columns).transpose(*axes) for each in shards)
         return torch.cat([each.reshape(-1, *columns) for each in shards])
     if model.gated_linear_unit and ".linear_fc1." in key.name:
@@ -419,13 +426,8 @@ def open_megatron_lm(path: Path, config: Path | None = None) -> MegatronLMSource
     """
     ranks = read_ranks(path)
     first = ranks.states[0, 0]
-    for name, there in (
-        ("model_parallel_size", ranks.tp),
-        ("tensor_model_parallel_size", ranks.tp),
-        ("pipeline_model_parallel_size", ranks.pp),
-    ):
-        wanted = first.arguments.get(name)
-        if type(wanted) is int and wanted > there:
+    for name, there in (("tensor_model_parallel_size", ranks.tp), ("pipeline_model_parallel_size", ranks.pp)):
+        if type(wanted := first.arguments.get(name)) is int and wanted > there:
             raise CheckpointError(
                 f"{path} was written with {name}={wanted} and has the files of {there}; give the folder of all ranks, "
                 "with those that are missing"
@@ -435,7 +437,7 @@ def open_megatron_lm(path: Path, config: Path | None = None) -> MegatronLMSource
     model, hf_config = described_by(first.arguments, shapes, ranks.tp, config, path)
     outside = [Key(rule.megatron) for rule in rules_of(model) if LAYER not in rule.hugging_face[0]]
     if model.architecture == "bert" and not all(key in shapes for key in outside):
-        model = family_of(model.family).model_config(hf_config, bert_task([key.name for key in shapes]))
+        model = family_of(model.family).model_config(hf_config, bert_task({key.name for key in shapes}))
     if model.architecture == "t5" and _OUTPUT in shapes:
         model = replace(model, share_embeddings_and_output_weights=False)  # its config cannot say it: families/t5.py
     is_of_core = not any(name.startswith("language_model.") for name in first.chunks[0])
@@ -496,13 +498,187 @@ class MegatronLMSource(Source):
         """Whether the model has no use for a tensor that it has not."""
         if key == _OUTPUT:
             return self.model.share_embeddings_and_output_weights  # of the last stage: a copy, which is compared
-        if self.model.architecture == "bert":
-            return key.name.startswith(_HEADS)
-        # Megatron-LM's T5 has it, Hugging Face's has not: zeros do nothing.
-        is_t5 = self.model.architecture == "t5" and key == _OUTPUT_BIAS
-        return is_t5 and not any(bool(shard.any()) for shard in self.stacked[key][0][1])
+        return self.model.architecture == "bert" and key.name.startswith(_HEADS)
 
-    def parts(self, place: Place) -> Iterator[tuple[Any, torch.Tensor]]:
+    def read(self, place: Place) -> torch.Tensor:
         """See ``Source``."""
-        shards = self.stacked[place.key][0][1]
-        yield slice(None), merged(place.key, shards, self.model, self.version)[place.slices]
+        return merged(place.key, self.stacked[place.key][0][1], self.model, self.version)[place.slices]
+
+
+# ---- saving ---------------------------------------------------------------------------------------------------------
+
+_RELEASE = "release"
+_VERSION = 3.0
+_NO_OPTIMIZER: Mapping[str, Any] = {
+    "step": 0,
+    "param_groups": [
+        {"lr": 0.0, "beta1": 0.0, "beta2": 0.0, "eps": 0.0, "weight_decay": 0.0, "correct_bias": False, "params": []}
+    ],
+}
+"""Readers of old wanted an optimizer, and this is what transformers' script wrote."""
+
+Chunk = Mapping[str, range]
+"""Which layers of each stack (``encoder``, ``decoder``) a model chunk holds, counted in the whole stack."""
+
+
+def save_megatron_lm(
+    chunks: Iterable[Any],
+    source: Source,
+    model: ModelConfig,
+    layout: ParallelConfig,
+    folder: Path,
+    rank: tuple[int, int] | None,
+) -> None:
+    """Write the files of all ranks from a whole model, or of one from its part of it; does not communicate.
+
+    Args:
+        chunks: Model chunks of this process.
+        source: What they were loaded from.
+        model: Its description, with the padding of its vocabulary that is written.
+        layout: The sizes of tensor and pipeline parallelism that are written.
+        folder: Where to; exists.
+        rank: Tensor- and pipeline-parallel, of a model that is cut like this; None for a whole one.
+
+    Raises:
+        ConfigError: If the layers cannot be cut like this.
+        CheckpointError: If a file cannot be written.
+    """
+    stages, more = cut(model, layout)
+    shards: dict[Key, list[Shard]] = {}
+    for shard in shards_of(chunks, model):
+        shards.setdefault(shard.place.key, []).append(shard)
+    sizes: Counter[torch.dtype] = Counter()
+    for shard in itertools.chain.from_iterable(shards.values()):
+        sizes[shard.data.dtype] += shard.data.nbytes
+    dtype = sizes.most_common(1)[0][0]
+    arguments = megatron_arguments(model, source.hf_config, layout, dtype, {"iteration": source.iteration, **more})
+    every = itertools.product(range(layout.tp), range(layout.pp))
+    with progress_bar("saving weights", sum(sizes.values())) as bar:
+        for tensor, stage in every if rank is None else [rank]:
+            state: dict[str, Any] = {
+                "args": arguments,
+                "checkpoint_version": _VERSION,
+                "iteration": source.iteration,
+                "optimizer": dict(_NO_OPTIMIZER),
+            }
+            for number, chunk in enumerate(stages[stage]):
+                tensors: dict[str, Any] = {}
+                for name, key in _held(shards, chunk, model):
+                    part = _part(shards[key], model, layout.tp, tensor if rank is None else None)
+                    _put(tensors, name, part)
+                    bar.update(part.nbytes)
+                state["model" if layout.vpp is None else f"model{number}"] = tensors
+            file = folder / _RELEASE / rank_folder(tensor, stage, layout.pp) / MODEL_FILES[0]
+            with failures_as_errors(f"{file} is not written"):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                torch.save(state, file)
+                (folder / TRACKER_FILE).write_text(_RELEASE)
+
+
+# ---- tensors --------------------------------------------------------------------------------------------------------
+
+
+def _part(shards: Sequence[Shard], model: ModelConfig, tp: int, rank: int | None) -> torch.Tensor:
+    """What a tensor-parallel rank holds of a tensor, in memory of its own; None if the shards are that."""
+    key = shards[0].place.key
+    axis = split_axis(key.name)
+    # A gated layer has two shards: its gates and its other branch, and of each the rank has a part.
+    parts = [shard.data for shard in sorted(shards, key=lambda shard: shard.place.offset)]
+    if rank is None or axis is None:
+        return torch.cat(parts)
+    if key.name in VOCABULARY:
+        whole = parts[0][: model.vocab_size]
+        padding = whole.new_zeros((model.padded_vocab_size(tp) - len(whole), *whole.shape[1:]))
+        parts = [torch.cat([whole, padding])]
+    return torch.cat([part.chunk(tp, axis)[rank] for part in parts])
+
+
+def _held(keys: Collection[Key], chunk: Chunk, model: ModelConfig) -> list[tuple[str, Key]]:
+    """The tensors of a chunk under flat legacy names; layers in their order, before their stack's final norm.
+
+    Whoever reads a checkpoint takes layers from the front of a dictionary.
+    """
+    counts = _stacks(model)
+    is_first = any(layers.start == 0 for layers in chunk.values())  # also of a decoder that has an encoder before it
+    is_last = next((layers.stop == counts[stack] for stack, layers in chunk.items() if stack == [*counts][-1]), False)
+
+    def is_held(key: Key) -> bool:
+        stack, _, inside = key.name.partition(".")
+        if stack.removesuffix("_relative_pos_emb") in counts:
+            layers = chunk.get(stack.removesuffix("_relative_pos_emb"))
+            if layers is None or not inside.startswith("final_layernorm"):
+                return layers is not None and (key.layer is None or key.layer in layers)
+            return layers.stop == counts[stack]
+        return is_first if stack == "embedding" else is_last
+
+    held = sorted(filter(is_held, in_order(keys, model)), key=lambda key: ".final_layernorm." in key.name)
+    names = []
+    for key in held:
+        first = 0 if key.layer is None else chunk[key.name.split(".")[0]].start
+        local = key._replace(layer=None if key.layer is None else key.layer - first)
+        names.append((written_name(local, model.architecture), key))
+    is_tied = model.share_embeddings_and_output_weights and model.has_output_layer
+    return [*names, (HEAD_COPY, EMBEDDING)] if is_tied and is_last and not is_first else names
+
+
+_LAST_OF_NESTED = re.compile(
+    r"^language_model\.(?:embedding\.\w+|\w+)\.|^(?:lm_head|binary_head|classification_head|token_head)\."
+    r"|^word_embeddings_for_head\."
+)
+
+
+def _put(tensors: MutableMapping[str, Any], name: str, tensor: torch.Tensor) -> None:
+    """Nested as Megatron-LM nests it: ["language_model"]["encoder"]["layers.0.input_layernorm.weight"]."""
+    outer = _LAST_OF_NESTED.match(name)
+    assert outer is not None, name
+    for each in outer[0][:-1].split("."):
+        tensors = tensors.setdefault(each, {})
+    tensors[name[outer.end() :]] = tensor
+
+
+# ---- layers of stages -----------------------------------------------------------------------------------------------
+
+
+def _stacks(model: ModelConfig) -> dict[str, int]:
+    """Layers of each stack, in the order of the pipeline."""
+    if model.architecture == "t5":
+        return {"encoder": model.num_layers, "decoder": model.num_decoder_layers}
+    return {"encoder" if model.architecture == "bert" else "decoder": model.num_layers}
+
+
+def cut(model: ModelConfig, layout: ParallelConfig) -> tuple[list[list[Chunk]], dict[str, int | None]]:
+    """The chunks of each stage, and the arguments by which Megatron-LM cuts so.
+
+    Raises:
+        ConfigError: If Megatron-LM could not hold such chunks.
+    """
+    stacks, pp, num_chunks = _stacks(model), layout.pp, layout.pp * layout.num_model_chunks
+    if layout.vpp is not None:
+        if len(stacks) > 1:
+            raise ConfigError(f"vpp={layout.vpp}: Megatron-LM does not interleave an encoder-decoder; leave vpp out")
+        require_divides("pp x vpp", num_chunks, "num_layers", model.num_layers)
+    split: int | None = None
+    ends: tuple[int | None, int | None] = (None, None)
+    chunks: list[Chunk] = [{stack: range(count) for stack, count in stacks.items()}] if pp == 1 else []
+    parts = [num_chunks]
+    if len(stacks) > 1 and pp > 1:
+        encoder, decoder = stacks.values()
+        split = min(max(1, pp - decoder, round(pp * encoder / (encoder + decoder))), pp - 1, encoder)
+        parts = [split, pp - split]
+    for (stack, count), stages in zip(stacks.items(), parts, strict=True) if pp > 1 else ():
+        sizes = _stage_sizes(count, stages)
+        borders = itertools.accumulate(sizes, initial=0)
+        chunks += [{stack: range(start, stop)} for start, stop in itertools.pairwise(borders)]
+        if len(stacks) == 1 and len(set(sizes)) > 1:
+            ends = (sizes[0], sizes[-1])
+    names = ("pipeline_model_parallel_split_rank", *(f"decoder_{end}_pipeline_num_layers" for end in ("first", "last")))
+    return [chunks[stage::pp] for stage in range(pp)], dict(zip(names, (split, *ends), strict=True))
+
+
+def _stage_sizes(num_layers: int, stages: int) -> list[int]:
+    """Layers of each: as many in each but the first and the last, which share what is left."""
+    if stages == 1:
+        return [num_layers]
+    middle = min(round(num_layers / stages), (num_layers - 2) // max(1, stages - 2))
+    ends = num_layers - middle * (stages - 2)
+    return [ends - ends // 2, *[middle] * (stages - 2), ends // 2]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +26,7 @@ from lightning_megatron.convert.hugging_face import (
     save_hugging_face,
 )
 from lightning_megatron.convert.registry import read_json, rules_of
-from lightning_megatron.convert.shards import Gathering, Key, Loading, Place, Source, Stored, mismatches
+from lightning_megatron.convert.shards import Gathering, Key, Loading, Place, Source, Stored
 from lightning_megatron.engine.adapter_names import is_adapter
 from lightning_megatron.errors import CheckpointError, ConfigError, as_options, require_kind, require_number
 from lightning_megatron.files import staged, sync
@@ -225,18 +225,15 @@ class AdapterSource(HuggingFaceSource):
 
     def match(self, expected: Mapping[Key, tuple[int, ...]]) -> dict[Key, torch.dtype]:
         """See ``Source``; a matrix without an adapter beside one that has one is as if its B were zero."""
-        shapes: dict[str, tuple[int, ...]] = {}
+        tensors = dict(self.files.tensors)
+        zero = torch.zeros((), dtype=next(iter(tensors.values())).dtype)
         for key, shape in expected.items():
             rule = self._rules[key.name]
-            shapes |= zip(rule.names(key.layer), rule.shapes(shape), strict=True)
-        found = dict(self.files.tensors)
-        for name, shape in shapes.items():
-            if name not in found and name.replace(".lora_B.", ".lora_A.") not in shapes:
-                found[name] = StoredTensor(shape, torch.float32, self.path, torch.zeros(()).expand(shape))
-        self.refuse(mismatches({name: Stored(*each[:2]) for name, each in found.items()}, shapes))
-        self.files, self.stored_name = WeightFiles(self.path, found), {name: name for name in found}
-        first = {key: self._rules[key.name].names(key.layer)[0] for key in expected}
-        return {key: found[name].dtype for key, name in first.items()}
+            for name, part in zip(rule.names(key.layer), rule.shapes(shape), strict=True):
+                if ".lora_B." in name and name.replace(".lora_B.", ".lora_A.") not in self.files.tensors:
+                    tensors.setdefault(name, StoredTensor(part, zero.dtype, self.path, zero.expand(part)))
+        self.files = WeightFiles(self.path, tensors)
+        return super().match(expected)
 
 
 def load_adapter(chunks: Iterable[Any], model: ModelConfig, path: Path) -> None:
@@ -266,9 +263,9 @@ class WithBase(Source):
         of_base = {key: shape for key, shape in expected.items() if key not in of_adapters}
         return {**self.base.match(of_base), **self.adapters.match(of_adapters)}
 
-    def parts(self, place: Place) -> Iterator[tuple[Any, torch.Tensor]]:
+    def read(self, place: Place) -> torch.Tensor:
         """See ``Source``."""
-        return (self.adapters if is_adapter(place.key.name) else self.base).parts(place)
+        return (self.adapters if is_adapter(place.key.name) else self.base).read(place)
 
 
 def with_base(adapters: Source, base: Source) -> WithBase:

@@ -202,13 +202,8 @@ class Source(ABC):
         """
 
     @abstractmethod
-    def parts(self, place: Place) -> Iterator[tuple[Any, torch.Tensor]]:
-        """Read the part of a tensor at ``place``, which has no padding.
-
-        Yields:
-            Pieces that do not overlap, each with where it belongs in the part: anything that indexes a tensor. One is
-            used before the next is asked for.
-        """
+    def read(self, place: Place) -> torch.Tensor:
+        """The part of a tensor at ``place``, which has no padding; not to be kept, it may be the file's own memory."""
 
     @property
     @abstractmethod
@@ -276,7 +271,7 @@ class Loading:
             self._dtypes = source.match(expected)
         except CheckpointError as error:
             problem = str(error)
-        if problem := next(filter(None, _gathered(problem)), None):  # each rank looks at a share of what is tied
+        if problem := next(filter(None, _gathered(problem)), None):  # the first rank looks at what is tied
             raise CheckpointError(problem)
         self.missing = frozenset(shapes) - frozenset(self._dtypes)
         """What ``source`` does not hold, and the tensors of a head that it lacks; their weights stay as they are."""
@@ -304,7 +299,7 @@ class Loading:
                 for shard in shards:
                     place = shard.place.unpadded
                     shard.data[place.size[0] :] = 0
-                    assemble(str(place.key), shard.data[: place.size[0]], source.parts(place))
+                    shard.data[: place.size[0]].copy_(source.read(place))
                     bar.update(shard.data.nbytes)
 
             on_all_ranks_alike(fill_all)
@@ -331,29 +326,6 @@ def cast(chunks: Iterable[Any], dtype: torch.dtype, without: frozenset[Key] = fr
                 tensor.data = result
 
     on_all_ranks_alike(cast_all)
-
-
-def assemble(name: str, target: torch.Tensor, parts: Iterable[tuple[Any, torch.Tensor]]) -> None:
-    """Write parts that do not overlap into a tensor, on any device and of any dtype.
-
-    Args:
-        name: What it is, for the error.
-        target: The memory. What it held before means nothing.
-        parts: Where each belongs in it, and its numbers.
-
-    Raises:
-        CheckpointError: If an element was never written.
-    """
-    written = 0
-    for where, part in parts:
-        # Slices convert without a copy of their own.
-        target[where] = part.to(target.device, target.dtype) if isinstance(where, torch.Tensor) else part
-        written += part.numel()
-    if written != target.numel():
-        raise CheckpointError(
-            f"{name}: expected {target.numel()} elements, got {written}; the checkpoint is damaged or of another "
-            "model: use another copy, or the config that belongs to it"
-        )
 
 
 def progress_bar(what: str, total_bytes: int) -> tqdm[Any]:
@@ -427,8 +399,8 @@ class Gathering:
         if len(parts) == 1:
             return self._received(*parts[0])[: shape[0]]
         whole = torch.empty(shape, dtype=parts[0][2].dtype)
-        received = ((each.unpadded, self._received(rank, number, each)) for rank, number, each in parts)
-        assemble(str(key), whole, ((each.slices, data[: each.size[0]]) for each, data in received))
+        for rank, number, each in parts:
+            whole[each.unpadded.slices] = self._received(rank, number, each)[: each.unpadded.size[0]]
         return whole
 
     def _received(self, rank: int, number: int, place: Place) -> torch.Tensor:

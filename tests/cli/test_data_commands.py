@@ -202,11 +202,11 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
 def test_sigterm_leaves_nothing_of_a_conversion(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning_megatron.convert.hugging_face import HuggingFaceSource
 
-    def parts(*_: object) -> None:
+    def read(*_: object) -> None:
         assert list(tmp_path.iterdir())
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(HuggingFaceSource, "parts", parts)
+    monkeypatch.setattr(HuggingFaceSource, "read", read)
     before = signal.getsignal(signal.SIGTERM)
     arguments = ["convert", "--load-path", str(source), "--save-path", str(tmp_path / "new"), "--to", "megatron"]
     assert main(arguments) == 143

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import load_file
 
 from tests.families.parity import VOCAB_SIZE, tiny_model
+from tests.families.t5_models import mt5, t5
+from tests.families.test_gpts import changes_of, gpt_model
 
 Format = Literal["safetensors", "sharded_safetensors", "bin", "sharded_bin", "old_bin"]
 FORMATS: tuple[Format, ...] = ("safetensors", "sharded_safetensors", "bin", "sharded_bin", "old_bin")
@@ -16,21 +20,7 @@ FORMATS: tuple[Format, ...] = ("safetensors", "sharded_safetensors", "bin", "sha
 
 def tiny_llama(**fields: Any) -> Any:
     """A Llama of four layers, whose query, key and value projections and output layer are tensors of their own."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    config = LlamaConfig(
-        **{
-            "vocab_size": VOCAB_SIZE,
-            "num_hidden_layers": 4,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 24,
-            **fields,
-        }
-    )
-    return tiny_model(AutoModelForCausalLM, config)
+    return gpt_model("llama", {"max_position_embeddings": 24, **fields})
 
 
 def tiny_gpt2(vocab_size: int = VOCAB_SIZE) -> Any:
@@ -56,12 +46,24 @@ def tiny_bert(head: str, **fields: Any) -> Any:
     return tiny_model(getattr(transformers, f"MegatronBertFor{head}"), config)
 
 
+def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
+    """What a model directory's safetensors hold."""
+    return {name: each for file in directory.glob("*.safetensors") for name, each in load_file(file).items()}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """The same names, dtypes and numbers."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype is tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
 def save_as(model: Any, directory: Path, kind: Format) -> dict[str, torch.Tensor]:
     """Save ``model``; returns the tensors that the files hold."""
     if kind in ("safetensors", "sharded_safetensors"):
         model.save_pretrained(directory, max_shard_size="20KB" if kind == "sharded_safetensors" else "1GB")
-        tied = (model._tied_weights_keys or {}) if model.config.tie_word_embeddings else {}
-        return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+        return tensors_in(directory)
     directory.mkdir()
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(directory)
@@ -83,56 +85,21 @@ def save_pickled(tensors: dict[str, torch.Tensor], directory: Path, kind: Format
     return tensors
 
 
-_DECODER = {
-    "vocab_size": VOCAB_SIZE,
-    "num_hidden_layers": 3,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 24,
-}
-_T5 = {
-    **{"vocab_size": VOCAB_SIZE, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 3},
-    **{"num_layers": 3, "num_decoder_layers": 2, "relative_attention_num_buckets": 8},
-}
-_CONFIGS: dict[str, dict[str, Any]] = {
-    "gpt2": {"vocab_size": VOCAB_SIZE, "n_layer": 3, "n_embd": 32, "n_head": 4, "n_positions": 24},
-    "llama": _DECODER,
-    "llama-biases": {**_DECODER, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
-    "mistral": {**_DECODER, "head_dim": 16},
-    "qwen2": _DECODER,
-    "qwen3": {**_DECODER, "head_dim": 16},
-    "gpt_bigcode": {"vocab_size": VOCAB_SIZE, "n_layer": 3, "n_embd": 32, "n_head": 4, "n_positions": 24},
-    "bloom": {"vocab_size": VOCAB_SIZE, "n_layer": 3, "hidden_size": 32, "n_head": 4},
-    "falcon": {
-        **{"vocab_size": VOCAB_SIZE, "num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 4},
-        **{"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True},
-    },
-    "falcon-one-key": {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 4},
-    "gemma2": {**_DECODER, "head_dim": 16},
-    "gemma3_text": {**_DECODER, "head_dim": 16, "sliding_window_pattern": 3},
-    "phi3": _DECODER,
-    "olmo2": _DECODER,
-    "gpt_neox": {**_DECODER, "rotary_pct": 0.5},
-    "opt": {**_DECODER, "ffn_dim": 48, "word_embed_proj_dim": 32},
-    "cohere": _DECODER,
-    "glm4": {**_DECODER, "head_dim": 16},
-    "t5": _T5,
-    "mt5": {**_T5, "feed_forward_proj": "gated-gelu"},
-}
+_GPTS = (
+    *("gpt2", "llama", "llama tied, biased", "mistral", "qwen2", "qwen3", "gpt_bigcode", "bloom", "falcon"),
+    *("falcon 40b", "gemma2", "gemma3_text", "phi3", "olmo2", "gpt_neox", "opt", "cohere", "glm4"),
+)
 _BERT_HEADS = ("PreTraining", "MaskedLM", "SequenceClassification", "TokenClassification", "QuestionAnswering")
-MODELS = (*_CONFIGS, *(f"megatron-bert-{head}" for head in _BERT_HEADS))
-"""Each family once, with its variants and heads, for ``tiny``; no two sizes of a tensor are alike by chance."""
+MODELS = (*_GPTS, "t5", "mt5", *(f"megatron-bert-{head}" for head in _BERT_HEADS))
+"""Families whose weights are laid out in different ways, with variants and heads, for ``tiny``."""
 
 
 def tiny(name: str) -> Any:
-    """One of ``MODELS``: some layers, whose number most pipelines do not divide."""
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM
-
+    """One of ``MODELS``."""
     if name.startswith("megatron-bert-"):
         labels = {"num_labels": 3} if name.endswith("Classification") else {}
         return tiny_bert(name.removeprefix("megatron-bert-"), **labels)
-    model_type = name.split("-")[0]
-    config = CONFIG_MAPPING[model_type](**{"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0, **_CONFIGS[name]})
-    return tiny_model(AutoModelForSeq2SeqLM if model_type in ("t5", "mt5") else AutoModelForCausalLM, config)
+    if name in ("t5", "mt5"):
+        return copy.deepcopy(t5() if name == "t5" else mt5())
+    family, _, variant = name.partition(" ")
+    return gpt_model(family, changes_of(family, variant) if variant else {})

@@ -140,10 +140,10 @@ def test_a_file_of_a_checkpoint_names_the_checkpoint(source: Path, tmp_path: Pat
 
 
 def _stop(error: BaseException) -> Any:
-    def parts(self: Any, place: Any) -> None:
+    def read(self: Any, place: Any) -> None:
         raise error
 
-    return parts
+    return read
 
 
 @pytest.mark.parametrize("to", ["hf", "megatron", "megatron-legacy"])
@@ -151,7 +151,7 @@ def _stop(error: BaseException) -> Any:
 def test_what_fails_leaves_nothing(
     source: Path, monkeypatch: pytest.MonkeyPatch, to: str, error: BaseException
 ) -> None:
-    monkeypatch.setattr(HuggingFaceSource, "parts", _stop(error))
+    monkeypatch.setattr(HuggingFaceSource, "read", _stop(error))
     with pytest.raises(type(error)):
         convert(_options(source, to=to))
     assert _nothing_but_the_source(source)

@@ -105,7 +105,7 @@ def test_megatron_lms_arguments_describe_the_model(tmp_path: Path) -> None:
         normalization="RMSNorm",
         norm_epsilon=config["rms_norm_eps"],
         max_position_embeddings=24,
-        untie_embeddings_and_output_weights=True,
+        untie_embeddings_and_output_weights=False,
     )
     common = {"args": arguments, "iteration": 12, "checkpoint_version": 3.0}
     path, tensors = tmp_path / "core", _stacked(tmp_path / "source")
@@ -145,30 +145,11 @@ def test_a_model_that_nothing_describes_needs_a_config(tmp_path: Path, source: P
         open_distributed(_write(tmp_path / "core", _stacked(source)), None)
 
 
-def _truncate(folder: Path) -> None:
-    file = next(folder.glob("*.distcp"))
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-def _remove_file(folder: Path) -> None:
-    next(folder.glob("*.distcp")).unlink()
-
-
-def _shift(folder: Path) -> None:
-    """The first archive begins elsewhere."""
-    file = next(folder.glob("*.distcp"))
-    file.write_bytes(b"x" * 64 + file.read_bytes()[:-64])
-
-
 def _point_outside(folder: Path) -> None:
-    shutil.copy(next(folder.glob("*.distcp")), folder.parent / "other.distcp")
-    _change_table(folder, lambda place: setattr(place, "relative_path", "../other.distcp"))
-
-
-def _change_table(folder: Path, change: Callable[[Any], None]) -> None:
+    shutil.copy(_file(folder), folder.parent / "other.distcp")
     table = pickle.loads((folder / ".metadata").read_bytes())
     for place in table.storage_data.values():
-        change(place)
+        place.relative_path = "../other.distcp"
     (folder / ".metadata").write_bytes(pickle.dumps(table))
 
 
@@ -177,29 +158,25 @@ class _Hostile:
         return (print, ("run",))
 
 
-def _run_code(folder: Path) -> None:
-    (folder / ".metadata").write_bytes(pickle.dumps(_Hostile()))
+def _file(folder: Path) -> Path:
+    return next(folder.glob("*.distcp"))
 
 
-def _run_code_from_common(folder: Path) -> None:
-    torch.save({"args": _Hostile()}, folder / "common.pt")
+HARM: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (lambda f: _file(f).write_bytes(_file(f).read_bytes()[:-100]), "is damaged: .* bytes and must have"),
+    "missing": (lambda f: _file(f).unlink(), "lacks its file"),
+    "shifted": (lambda f: _file(f).write_bytes(b"x" * 64 + _file(f).read_bytes()[:-64]), "is damaged"),
+    "outside": (_point_outside, "outside itself"),
+    "hostile table": (lambda f: (f / ".metadata").write_bytes(pickle.dumps(_Hostile())), "would run builtins.print"),
+    "hostile common": (lambda f: torch.save({"args": _Hostile()}, f / "common.pt"), "would run builtins.print"),
+}
 
 
-@pytest.mark.parametrize(
-    ("harm", "says"),
-    [
-        (_truncate, "is damaged: .* bytes and must have"),
-        (_remove_file, "lacks its file"),
-        (_shift, "is damaged"),
-        (_point_outside, "outside itself"),
-        (_run_code, "would run builtins.print"),
-        (_run_code_from_common, "would run builtins.print"),
-    ],
-)
+@pytest.mark.parametrize("kind", HARM)
 def test_what_is_damaged_or_hostile_is_refused(
-    tmp_path: Path, source: Path, harm: Callable[[Path], None], says: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, source: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = _write(tmp_path / "core", _stacked(source))
+    path, (harm, says) = _write(tmp_path / "core", _stacked(source)), HARM[kind]
     harm(path)
     with pytest.raises(CheckpointError, match=says):
         convert(ConvertOptions(load_path=path, save_path=tmp_path / "hf", to="hf", config=source / "config.json"))

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from lightning_megatron.convert.convert import ConvertOptions, convert
 from lightning_megatron.convert.distributed import open_distributed
 from lightning_megatron.convert.shards import Key
 from tests.checkpoint.runs import LLAMA, Run, Trace, fit, read_tensors
-from tests.convert.directories import save_as, tiny, tiny_gpt2, tiny_llama
+from tests.convert.directories import assert_same, save_as, tensors_in, tiny, tiny_gpt2, tiny_llama
 from tests.convert.weights import weights_of
 from tests.families.parity import Rows, padded_sentences
 from tests.parity.training import Case, Layout, trainer_of
@@ -25,17 +24,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, u
 def _convert(source: Path, target: Path, **options: Any) -> Path:
     convert(ConvertOptions(**{"load_path": source, "save_path": target, "to": "megatron", **options}))
     return target
-
-
-def _tensors(directory: Path) -> dict[str, torch.Tensor]:
-    return {name: t for file in directory.glob("*.safetensors") for name, t in load_file(file).items()}
-
-
-def _assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype is tensor.dtype, name
-        assert torch.equal(found[name], tensor), name
 
 
 # ---- on the ranks ---------------------------------------------------------------------------------------------------
@@ -146,8 +134,8 @@ def test_a_trained_checkpoint_becomes_what_the_module_saves(
 
     for step, source in enumerate((tmp_path / "legacy", tmp_path / "weights.ckpt")):
         _convert(source, tmp_path / f"from{step}", to="hf")
-        _assert_same(_tensors(tmp_path / f"from{step}"), _tensors(tmp_path / "expected"))
-    _assert_same(_tensors(tmp_path / "back"), _tensors(tmp_path / "expected"))
+        assert_same(tensors_in(tmp_path / f"from{step}"), tensors_in(tmp_path / "expected"))
+    assert_same(tensors_in(tmp_path / "back"), tensors_in(tmp_path / "expected"))
     assert open_distributed(tmp_path / "run.ckpt", None).iteration == 2
     assert any(name.startswith("optimizer.") for name in read_tensors(tmp_path / "run.ckpt"))
     assert not any(name.startswith("optimizer.") for name in read_tensors(tmp_path / "weights.ckpt"))

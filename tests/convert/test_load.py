@@ -93,7 +93,7 @@ def _change(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-# ---- all formats ----------------------------------------------------------------------------------------------------
+# ---- what is loaded ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["sharded_safetensors", "sharded_bin", "old_bin"])
@@ -104,63 +104,54 @@ def test_every_format_is_loaded_bit_for_bit(tmp_path: Path, kind: Format) -> Non
     assert all(torch.equal(tensors[name], expected[name]) for name in expected)
 
 
-def test_a_pickled_tied_model_may_hold_the_output_layer_twice(tmp_path: Path) -> None:
-    expected = save_as(tiny_gpt2(), tmp_path / "model", "bin")
-    assert "lm_head.weight" in expected
+def _only_the_output_layer(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["lm_head.weight"] = tensors.pop("transformer.wte.weight")
+
+
+def _with_a_buffer(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["transformer.h.0.attn.bias"] = torch.ones(1, 1, 4, 4).bool()
+
+
+@pytest.mark.parametrize("change", [None, _only_the_output_layer, _with_a_buffer, "headless"])
+def test_files_of_other_days_are_the_same_model(tmp_path: Path, change: Any) -> None:
+    """A tied output layer twice, alone, buffers, and the model without its head."""
+    model = tiny_gpt2()
+    if change == "headless":
+        model.transformer.save_pretrained(tmp_path / "model")
+    else:
+        save_as(model, tmp_path / "model", "bin" if change is None else "safetensors")
+    if callable(change):
+        _change(tmp_path / "model", change)
     result = _loaded(tmp_path / "model", TWO_RANKS)
-    assert expected.keys() - result["tensors"].keys() == {"lm_head.weight"}
+    expected = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    assert result["tensors"].keys() == expected.keys()
+    assert all(torch.equal(result["tensors"][name], expected[name]) for name in expected)
     assert result["messages"] == []
-
-
-def test_a_tied_model_may_hold_the_output_layer_only(tmp_path: Path) -> None:
-    expected = save_as(tiny_gpt2(), tmp_path / "model", "safetensors")
-    _change(tmp_path / "model", lambda t: t.update({"lm_head.weight": t.pop("transformer.wte.weight")}))
-    tensors = _loaded(tmp_path / "model", TWO_RANKS)["tensors"]
-    assert torch.equal(tensors["transformer.wte.weight"], expected["transformer.wte.weight"])
-
-
-def test_buffers_of_old_files_are_left_out(tmp_path: Path) -> None:
-    save_as(tiny_gpt2(), tmp_path / "model", "safetensors")
-    _change(tmp_path / "model", lambda t: t.update({"transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4).bool()}))
-    assert _loaded(tmp_path / "model", TWO_RANKS)["messages"] == []
-
-
-# ---- precision ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [("safetensors", torch.float16), ("bin", torch.bfloat16), ("safetensors", torch.float64)]
+    ("kind", "dtype", "precision", "layout"),
+    [
+        ("safetensors", torch.float16, "32-true", TWO_RANKS),
+        ("bin", torch.bfloat16, "32-true", TWO_RANKS),
+        ("safetensors", torch.float64, "32-true", TWO_RANKS),
+        ("safetensors", torch.float32, "bf16-mixed", TWO_RANKS),
+        ("safetensors", torch.bfloat16, "bf16-mixed", Layout()),
+        ("safetensors", torch.bfloat16, "bf16-mixed", Layout(dp=2, distributed_optimizer=False)),
+    ],
 )
-def test_files_of_any_precision_are_loaded_into_fp32(tmp_path: Path, kind: Format, dtype: torch.dtype) -> None:
+def test_files_of_any_precision_are_rounded_to_the_models(
+    tmp_path: Path, kind: Format, dtype: torch.dtype, precision: str, layout: Layout
+) -> None:
+    """And master weights are the same numbers."""
     expected = save_as(tiny_llama().to(dtype), tmp_path / "model", kind)
-    tensors = _loaded(tmp_path / "model", TWO_RANKS)["tensors"]
-    assert all(torch.equal(tensors[name], expected[name].float()) for name in expected)
-
-
-@pytest.mark.parametrize("layout", [Layout(), TWO_RANKS, Layout(dp=2, distributed_optimizer=False)], ids=str)
-def test_master_weights_are_the_files(tmp_path: Path, layout: Layout) -> None:
-    expected = save_as(tiny_llama().to(torch.bfloat16), tmp_path / "model", "safetensors")
-    result = _loaded(tmp_path / "model", layout, "bf16-mixed")
-    assert result["num_masters"] > 0
-    assert all(torch.equal(result["tensors"][name], expected[name]) for name in expected)
-
-
-def test_fp32_files_are_rounded_to_the_models_precision(tmp_path: Path) -> None:
-    expected = save_as(tiny_llama(), tmp_path / "model", "safetensors")
-    tensors = _loaded(tmp_path / "model", TWO_RANKS, "bf16-mixed")["tensors"]
-    assert all(torch.equal(tensors[name], expected[name].to(torch.bfloat16)) for name in expected)
+    result = _loaded(tmp_path / "model", layout, precision)
+    rounded = torch.float32 if precision == "32-true" else torch.bfloat16
+    assert all(torch.equal(result["tensors"][name], expected[name].to(rounded)) for name in expected)
+    assert (result["num_masters"] > 0) == (precision == "bf16-mixed")
 
 
 # ---- heads ----------------------------------------------------------------------------------------------------------
-
-
-def test_files_of_the_headless_model_fit(tmp_path: Path) -> None:
-    model = tiny_gpt2()
-    model.transformer.save_pretrained(tmp_path / "model")
-    result = _loaded(tmp_path / "model", TWO_RANKS)
-    expected = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-    assert all(torch.equal(result["tensors"][name], expected[name]) for name in expected)
-    assert result["messages"] == []
 
 
 def test_an_output_layer_that_a_headless_model_lacks_is_new(tmp_path: Path) -> None:

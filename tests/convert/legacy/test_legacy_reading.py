@@ -14,7 +14,7 @@ import torch
 from lightning_megatron.convert.convert import ConvertOptions, convert, open_source
 from lightning_megatron.convert.megatron_arguments import described_by
 from lightning_megatron.convert.megatron_lm import is_legacy
-from lightning_megatron.convert.registry import config_object
+from lightning_megatron.convert.registry import config_object, model_config, rules_of
 from lightning_megatron.convert.shards import Key
 from lightning_megatron.errors import CheckpointError
 from tests.convert.directories import tiny_bert, tiny_llama
@@ -28,11 +28,11 @@ from tests.convert.legacy.layouts import (
     even,
     gpt2,
     llama,
-    t5,
     write,
 )
 from tests.convert.weights import Weights, assert_same_weights, weights_of
 from tests.families.parity import tiny_model
+from tests.families.test_gpts import gpt_model
 
 LAYERS = 4
 UNEVEN = (((0,),), ((1, 2),), ((3,),))
@@ -60,22 +60,11 @@ def _bert() -> Any:
     return tiny_bert("PreTraining")
 
 
-@functools.cache
-def _t5() -> Any:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
-        vocab_size=45, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_decoder_layers=3, num_heads=4,
-        feed_forward_proj="gated-gelu", relative_attention_num_buckets=8,
-    )  # fmt: skip
-    return tiny_model(T5ForConditionalGeneration, config)
-
-
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Weights]:
     """The models as Hugging Face saved them, opened."""
     folder = tmp_path_factory.mktemp("references")
-    for name, model in (("gpt2", _gpt2()), ("llama", _llama()), ("bert", _bert()), ("t5", _t5())):
+    for name, model in (("gpt2", _gpt2()), ("llama", _llama()), ("bert", _bert())):
         model.save_pretrained(folder / name)
     return {each.name: weights_of(each) for each in folder.iterdir()}
 
@@ -168,20 +157,9 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize(("pp", "is_of_core"), [(1, False), (2, True)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_with_rotary_positions_are_told_apart(tmp_path: Path, family: str, pp: int, is_of_core: bool) -> None:
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-
     fields, arguments = FAMILIES[family]
-    config = CONFIG_MAPPING[family.split()[0]](
-        vocab_size=45,
-        hidden_size=32,
-        num_hidden_layers=2,
-        intermediate_size=48,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=24,
-        **fields,
-    )
-    model = tiny_model(AutoModelForCausalLM, config)
+    sizes = {"num_hidden_layers": 2, "max_position_embeddings": 24, "head_dim": 8, "sliding_window": None}
+    model = gpt_model(family.split()[0], {**sizes, "tie_word_embeddings": False, **fields})
     model.save_pretrained(tmp_path / "hf")
     layout = Layout(stages=even(2, pp), tp=2, arguments=arguments, names=MEGATRON_CORE if is_of_core else {})
     write(tmp_path / "legacy", layout, llama(model))
@@ -229,22 +207,6 @@ def test_a_bert_with_and_without_its_second_head(
         assert_same_weights(read, references["bert"])
     heads = {key for key in references["bert"].tensors if key.name.startswith(("pooler.", "binary_head."))}
     assert set(read.tensors) == set(references["bert"].tensors) - (set() if is_whole else heads)
-
-
-@pytest.mark.parametrize(("version", "tp"), [(0, 2), (1.0, 2), (2.0, 1)])
-def test_a_t5_with_relative_positions(references: dict[str, Weights], tmp_path: Path, version: float, tp: int) -> None:
-    layout = Layout(stages=even(2), tp=tp, version=version)
-    write(tmp_path / "t5", layout, t5(_t5()))
-    with pytest.raises(ValueError, match="no known Hugging Face family has .*encoder-decoder.*--config"):
-        open_source(tmp_path / "t5")
-
-    assert_same_weights(weights_of(tmp_path / "t5", references["t5"].source.path), references["t5"])
-
-    own = Layout(
-        stages=even(2), tp=tp, version=version, arguments={"hugging_face_config": _t5().config.to_json_string()}
-    )
-    write(tmp_path / "ours", own, t5(_t5()))
-    assert_same_weights(weights_of(tmp_path / "ours"), references["t5"])
 
 
 # ---- where it is ----------------------------------------------------------------------------------------------------
@@ -307,11 +269,8 @@ def test_nvidias_zip_files(
         ({"model_type": "gpt2"}, 50304, ("gpt2", 50257, 16, "gelu_new")),
         # As the script of transformers and the config.json on the hub have it: with the rows that pad it.
         ({"model_type": "megatron-bert"}, 29056, ("megatron-bert", 29056, 16, "gelu")),
-        ({"model_type": "megatron-bert"}, 30592, ("megatron-bert", 30592, 16, "gelu")),
         ({"model_type": "gpt2"}, 50048, None),
         ({"model_type": "gpt2", "n_layer": 23}, 50304, None),
-        ({"model_type": "gpt2", "n_inner": 2048}, 50304, None),
-        ({"model_type": "gpt2", "n_positions": 2048}, 50304, None),
         ({"model_type": "gpt2", "n_embd": 768, "n_layer": 12}, 50304, None),
     ],
 )
@@ -324,15 +283,16 @@ def test_without_arguments_only_nvidias_345m_models_are_known(
     stack = "encoder" if config["model_type"] == "megatron-bert" else "decoder"
     h, last = fields.hidden_size, Key(f"{stack}.layers.mlp.linear_fc1.weight", fields.num_hidden_layers - 1)
     of = {
+        **{
+            Key(rule.megatron, 0 if ".layers." in rule.megatron else None): (1,)
+            for rule in rules_of(model_config(fields))
+        },
         Key("embedding.word_embeddings.weight"): (rows, h),
         Key("embedding.position_embeddings.weight"): (fields.max_position_embeddings, h),
-        Key(f"{stack}.final_layernorm.bias"): (h,),
         Key(f"{stack}.layers.self_attention.linear_qkv.weight", 0): (3 * h, h),
         Key(f"{stack}.layers.self_attention.linear_proj.weight", 0): (h, h),
-        last._replace(layer=0): (getattr(fields, "n_inner", None) or 4 * h, h),
-        Key(f"{stack}.layers.mlp.linear_fc1.bias", 0): (4 * h,),
         Key(f"{stack}.layers.mlp.linear_fc2.weight", 0): (h, 4 * h),
-        last: (4 * h, h),
+        **dict.fromkeys((last, last._replace(layer=0)), (4 * h, h)),
     }
     if stack == "encoder":
         of[Key("embedding.tokentype_embeddings.weight")] = (2, h)

