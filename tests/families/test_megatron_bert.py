@@ -204,10 +204,3 @@ def test_a_bert_with_norms_after_its_blocks_is_refused_with_the_reason(family: s
 def test_what_cannot_be_honoured_is_refused_by_name(field: str, value: bool) -> None:
     with pytest.raises(ConfigError, match=f"{field}={value} of this megatron-bert config"):
         model_config({**FIELDS, field: value})
-
-
-def test_dropouts_and_the_head_are_those_of_the_config() -> None:
-    fields = {**FIELDS, "hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.3, "num_labels": 7}
-    model = model_config({**fields, "pad_token_id": None}, "sequence_classification")
-    assert (model.embedding_dropout, model.hidden_dropout, model.classifier_dropout) == (0.2, 0.2, 0.2)
-    assert (model.attention_dropout, model.num_labels, model.pad_token_id) == (0.3, 7, -1)

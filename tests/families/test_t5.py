@@ -85,23 +85,6 @@ def test_a_model_from_a_config_alone_is_tied_as_in_transformers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "activation", "is_gated"),
-    [
-        ("relu", "relu", False),
-        ("gelu", "gelu", False),
-        ("gelu_new", "gelu_tanh", False),
-        ("gated-gelu", "gelu_tanh", True),
-        ("gated-silu", "silu", True),
-    ],
-)
-def test_every_kind_of_mlp_is_described(name: str, activation: str, is_gated: bool) -> None:
-    from lightning_megatron.convert.registry import model_config
-
-    described = model_config(t5_config("T5Config", feed_forward_proj=name))
-    assert (described.activation, described.gated_linear_unit) == (activation, is_gated)
-
-
-@pytest.mark.parametrize(
     ("fields", "says"),
     [
         ({"model_type": "t5", "feed_forward_proj": "tanh"}, "'tanh' is not supported"),
