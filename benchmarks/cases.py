@@ -326,7 +326,7 @@ _BF16_CASES: tuple[Case, ...] = (
             model={**QWEN3_30B_A3B, "num_hidden_layers": 8 * gpus},
             seq_length=4096,
             micro_batch_size=rows,
-            num_microbatches=8 // rows,
+            num_microbatches=16 // rows,
             num_devices=gpus,
             layout={"ep": gpus} if gpus > 1 else {},
             target=Target(metric="mfu_causal", value=0.25),

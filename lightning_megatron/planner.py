@@ -280,6 +280,12 @@ def _kept_layers(run: Run, pp_rank: int) -> float:
     return under_way * inputs / (parallel.tp if parallel.uses_sequence_parallel else 1) + kept / layers
 
 
+def _ranks_of_a_token(run: Run) -> float:
+    """To how many ranks of its ep group a token goes, if all experts are chosen equally often."""
+    assert run.model.experts is not None
+    return run.parallel.ep * (1 - (1 - 1 / run.parallel.ep) ** run.model.experts.topk)
+
+
 def _chunk_bytes(run: Run, chunk: int, *, remakes: bool = False) -> float:
     """What a chunk keeps of one microbatch; without the outputs of norms and activations if it ``remakes`` them."""
     model, whole = run.model, 0.0
@@ -292,7 +298,10 @@ def _chunk_bytes(run: Run, chunk: int, *, remakes: bool = False) -> float:
             model, layer, cross_attention_ratio=run.lengths[0] / run.lengths[-1] if is_decoder else None
         )
         norms = 3 if is_decoder else 2
-        split, stream = size - 2 * norms * h - remakes * f, norms * h * (1 if remakes else 2)
+        again = f
+        if model.experts is not None and model.has_experts(layer):  # the rows that experts read, but not what arrives
+            again += h * (model.experts.topk - (_ranks_of_a_token(run) if run.parallel.ep > 1 else 0))
+        split, stream = size - 2 * norms * h - remakes * again, norms * h * (1 if remakes else 2)
         whole += tokens * (
             split / run.parallel.tp + stream / (run.parallel.tp if run.parallel.sequence_parallel else 1)
         )
@@ -372,7 +381,7 @@ def _microbatch_time(run: Run, pp_rank: int, device: Device) -> StepTime:
     sent = 0.0
     if model.experts is not None and parallel.ep > 1:  # to the experts and back, in both passes
         split = parallel.tp if parallel.uses_sequence_parallel else 1
-        sent = 4 * model.experts.topk * rows_of_hidden / split * (1 - 1 / parallel.ep)
+        sent = 4 * _ranks_of_a_token(run) * rows_of_hidden / split * (1 - 1 / parallel.ep)
         sent /= _link(device, parallel.ep, stride=1)
         sent *= sum(model.has_experts(layer) for layer in layers)
     busy = StepTime(

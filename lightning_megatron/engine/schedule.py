@@ -315,8 +315,8 @@ class Schedule:
         packed = [counts[name].float() for name in names]
         if balance is not None:
             mask = batch.get("attention_mask")
-            tokens = _num_rows(batch) * self._step.seq_length(batch) if mask is None else (mask != 0).sum()
-            packed.append(torch.as_tensor(tokens, dtype=torch.float32, device=packed[0].device))
+            tokens = _num_rows(batch) * self._step.seq_length(batch)
+            packed.append(packed[0].new_full((), tokens) if mask is None else (mask != 0).sum().float())
         totals = torch.stack(packed)
         dist.all_reduce(totals, group=self._topology.dp_group)
         if balance is not None:

@@ -14,6 +14,7 @@ other in time; transformers 5.23 averages f and P over the layers first, which i
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +33,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from lightning_megatron.engine.fillers.choice import has_triton
 from lightning_megatron.engine.fillers.recompute import WithoutOutput
 
 # ---- the router -----------------------------------------------------------------------------------------------------
@@ -275,7 +277,12 @@ class _GroupedProduct(torch.autograd.Function):
             return of_tokens, None, None
         of_weights = F.grouped_mm(gradient.t(), tokens, offs=ends)
         if hasattr(weights, "main_grad"):
-            weights.main_grad.add_(of_weights)
+            if of_weights.is_cuda and has_triton():
+                importlib.import_module("lightning_megatron.engine.fillers.row_sums").add_to(
+                    weights.main_grad, of_weights
+                )
+            else:
+                weights.main_grad.add_(of_weights)
             weights.grad_added_to_main_grad = True  # Megatron's hook wants a gradient, and then leaves it
         return of_tokens, of_weights, None
 

@@ -1,7 +1,7 @@
-"""Sums of a few rows each, in one Triton kernel: what the experts of a token made of it.
+"""Triton kernels of experts: sums of a few rows each, and weight gradients added to their buffer.
 
-In fp32, in a fixed order, rounded once; each row is read once and no copy of them is written, where indexing and adding
-write and read all of them again.
+What the experts of a token made of it is summed in fp32, in a fixed order, and rounded once; each row is read once, and
+no copy of them is written. torch adds bf16 to fp32 number by number: H200, 1.2 ms for 302 M, where the bytes take 0.65.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -33,3 +33,17 @@ def row_sums(x: Tensor, places: Tensor) -> Tensor:
         grid = (len(places), triton.cdiv(x.shape[1], columns))
         _row_sums[grid](x, places, out, len(x), x.shape[1], PLACES=places.shape[1], COLUMNS=columns)
     return out
+
+
+@triton.jit
+def _add(total, x, count, NUMBERS: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
+    inside = place < count
+    added = tl.load(total + place, inside).to(tl.float32) + tl.load(x + place, inside).to(tl.float32)
+    tl.store(total + place, added, inside)
+
+
+def add_to(total: Tensor, x: Tensor) -> None:
+    """Add ``x`` to ``total``, of the same shape and any dtypes; the sum is of fp32."""
+    assert total.is_contiguous(), "a buffer of gradients holds each one in a piece"
+    _add[(triton.cdiv(x.numel(), 4096),)](total, x.contiguous(), x.numel(), NUMBERS=4096, num_warps=8)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from lightning_megatron.engine.fillers.dispatch import collected, sorted_by, spread
+from lightning_megatron.engine.fillers.dispatch import Dispatcher, collected, sorted_by, spread
 from lightning_megatron.engine.fillers.experts import _products
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -28,6 +31,25 @@ def test_what_is_spread_and_collected_is_counted_and_so_are_gradients() -> None:
     torch.testing.assert_close(collected(spread(x, found), found), x * counts)
     assert torch.autograd.gradcheck(lambda y: spread(y, found).sin(), x)
     assert torch.autograd.gradcheck(lambda y: collected(y, found).sin(), x)
+
+
+def test_rows_of_experts_are_gathered_again_where_norms_are() -> None:
+    tokens, probs = torch.randn(5, 1, 8), torch.rand(5, 2)
+    chosen, weights = torch.tensor([[0, 3], [3, 1], [1, 0], [0, 1], [3, 0]]), torch.randn(4, 8, 8)
+    kept, gradients = [], []
+    for modules in (["layernorm"], ["core_attn"]):
+        config: Any = SimpleNamespace(recompute_granularity="selective", recompute_modules=modules)
+        alone: Any = SimpleNamespace(ep=None, expt_tp=None, tp_ep=None)
+        dispatcher = Dispatcher(4, [0, 1, 2, 3], config, alone)
+        inputs = [each.clone().requires_grad_() for each in (tokens, probs, weights)]
+        sent = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(inputs[0], chosen, inputs[1]))
+        rows, ends, factors = dispatcher.dispatch_postprocess(*sent)
+        outputs = dispatcher.combine_preprocess(_products(rows, inputs[2], ends) * factors[:, None])
+        outputs = dispatcher.combine_postprocess(dispatcher.token_combine(outputs))
+        kept.append(rows.untyped_storage().nbytes())
+        gradients.append(torch.autograd.grad(outputs.square().sum(), inputs))
+    assert kept == [0, 10 * 8 * 4]
+    assert all(torch.equal(*each) for each in zip(*gradients, strict=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -22,7 +22,7 @@ from lightning_megatron.engine.fillers.adam_kernel import step, table_of
 from lightning_megatron.engine.fillers.add_norm import add_norm
 from lightning_megatron.engine.fillers.norm import Norm
 from lightning_megatron.engine.fillers.rope import split_and_turn, turn
-from lightning_megatron.engine.fillers.row_sums import row_sums
+from lightning_megatron.engine.fillers.row_sums import add_to, row_sums
 
 DEVICE = os.environ.get("KERNELS_DEVICE", "cpu")
 
@@ -109,6 +109,13 @@ def test_rows_are_summed_and_missing_ones_are_none(rows: int, width: int, choice
     places = torch.randint(0, rows + 1, (7, choices), device=DEVICE)
     expected = torch.cat((x, x.new_zeros(1, width)))[places].sum(1)
     torch.testing.assert_close(row_sums(x, places), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_numbers_of_16_bits_are_added_to_those_of_32() -> None:
+    total, x = torch.randn(5, 1000, device=DEVICE), torch.randn(5, 1000, device=DEVICE).bfloat16()
+    expected = total + x
+    add_to(total, x)
+    assert torch.equal(total, expected)
 
 
 # ---- addition and norm -----------------------------------------------------------------------------------------------
