@@ -1,8 +1,9 @@
 """Model families of Hugging Face in Megatron's words: what a config describes, and which weight is which.
 
-A family is data, one module in ``families/`` for those that share a table. Its rules work in both directions, for
-weights and for gradients, and for any slice: a rank reads only the rows that it holds. Two namings disagree on a
-concatenation along the first axis, an order of rows, or a transposition.
+A family is data, one module in ``families/`` for those that are alike; here is what they share: the fields that most
+configs have, the names in a stack of layers, rotary positions. Its rules work in both directions, for weights and for
+gradients, and for any slice: a rank reads only the rows that it holds. Two namings disagree on a concatenation along
+the first axis, an order of rows, or a transposition.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import torch
 
 from lightning_megatron.engine.adapter_names import ADAPTER
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.models.config import Activation, Adapters, ModelConfig
+from lightning_megatron.models.config import Activation, Adapters, ModelConfig, RopeScaling
+from lightning_megatron.models.rotary import scaled_frequencies
 
 if TYPE_CHECKING:
     from lightning_megatron.convert.hugging_face import WeightFiles
@@ -197,3 +199,303 @@ def activation(name: str) -> Activation:
     if name not in _ACTIVATIONS:
         raise ConfigError(f"activation {name!r} is not supported; use one of {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
+
+
+# ---- configs --------------------------------------------------------------------------------------------------------
+
+_SAID_ALIKE = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_position_embeddings",
+    "layernorm_epsilon": "rms_norm_eps",
+    "share_embeddings_and_output_weights": "tie_word_embeddings",
+    "attention_dropout": "attention_dropout",
+    "init_method_std": "initializer_range",
+}
+"""Fields of a ``ModelConfig``, and what most Hugging Face configs call them."""
+
+LLAMA: Mapping[str, Any] = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "add_bias_linear": False,
+    "add_qkv_bias": False,
+}
+"""How Llama's mathematics differ from GPT-2's, besides rotary positions."""
+
+
+def described(hf: Any, own: Mapping[str, Any]) -> ModelConfig:
+    """A decoder whose config has the usual names, where ``own`` has no field.
+
+    ``pad_token_id`` is not among them: Hugging Face does not train that row of the input embedding, we do where the
+    token stands in a sentence. Padding is told by the mask, and where it is, no row gets a gradient.
+
+    Raises:
+        ConfigError: If the activation is not known.
+    """
+    fields = {ours: getattr(hf, theirs) for ours, theirs in _SAID_ALIKE.items() if ours not in own}
+    if "activation" not in own:
+        fields["activation"] = activation(hf.hidden_act)
+    fields["kv_channels"] = head_width(hf)
+    return ModelConfig(**{"family": hf.model_type, "scaled_residual_init": False, **fields, **own})
+
+
+def rotary(hf: Any, own: Mapping[str, Any], *, may_be_partial: bool = False) -> ModelConfig:
+    """``described`` with rotary positions; ``may_be_partial`` as for ``read_rope``."""
+    return described(hf, {**rope_fields(hf, may_be_partial=may_be_partial), **own})
+
+
+def llama_like(hf: Any, own: Mapping[str, Any], *, may_be_partial: bool = False) -> ModelConfig:
+    """``rotary`` with the rest of Llama's mathematics."""
+    return rotary(hf, {**LLAMA, **own}, may_be_partial=may_be_partial)
+
+
+def head_width(hf: Any) -> int:
+    """Numbers of a head."""
+    return int(getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)
+
+
+def attention_biases(hf: Any) -> dict[str, bool]:
+    """One switch of the config for all projections of attention, as fields of a ``ModelConfig``."""
+    return {"add_qkv_bias": hf.attention_bias, "add_attention_output_bias": hf.attention_bias}
+
+
+def windows(hf: Any) -> dict[str, Any]:
+    """Which layers see how far back, from ``layer_types``, as fields of a ``ModelConfig``.
+
+    Raises:
+        ConfigError: If a layer is of an unknown type, or has a window of unknown width.
+    """
+    unknown = sorted(set(hf.layer_types) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ConfigError(
+            f"layer_types has {unknown[0]!r}, which is not supported; use 'full_attention' or 'sliding_attention'"
+        )
+    windowed = tuple(i for i, kind in enumerate(hf.layer_types) if kind == "sliding_attention")
+    if windowed and hf.sliding_window is None:
+        raise ConfigError(
+            "layer_types has 'sliding_attention', but use_sliding_window is not True and sliding_window is not set; "
+            "set both, or use 'full_attention'"
+        )
+    return {
+        "sliding_window": hf.sliding_window if windowed else None,
+        "sliding_window_layers": windowed or None,
+    }
+
+
+# ---- rules ----------------------------------------------------------------------------------------------------------
+
+
+def linear(
+    megatron: str,
+    hugging_face: tuple[str, ...],
+    has_bias: bool = False,
+    *,
+    rows: tuple[int, ...] = (),
+    order: torch.Tensor | None = None,
+    transposed: bool = False,
+) -> list[Rule]:
+    """A matrix and, if it has one, its bias; the arguments are those of ``Rule``, names without ``.weight``."""
+    weights, biases = (tuple(f"{name}.{kind}" for name in hugging_face) for kind in ("weight", "bias"))
+    rules = [Rule(megatron=megatron + ".weight", hugging_face=weights, rows=rows, order=order, transposed=transposed)]
+    if has_bias:
+        rules.append(Rule(megatron=megatron + ".bias", hugging_face=biases, rows=rows, order=order))
+    return rules
+
+
+def norm(megatron: str, hugging_face: str, model: ModelConfig) -> list[Rule]:
+    """A norm's weight and, for most LayerNorms, its bias; ``megatron`` ends where ``weight`` begins."""
+    kinds = ("weight", "bias") if model.normalization == "LayerNorm" and model.norm_bias else ("weight",)
+    return [Rule(megatron=megatron + kind, hugging_face=(f"{hugging_face}.{kind}",)) for kind in kinds]
+
+
+def output_layer(model: ModelConfig, name: str = "lm_head") -> list[Rule]:
+    """The output layer, if it is not the embedding."""
+    if model.share_embeddings_and_output_weights:
+        return []
+    return [Rule(megatron="output_layer.weight", hugging_face=(f"{name}.weight",))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderNames:
+    """Hugging Face's names in a stack of layers, without ``.weight``, of which the model says which exist."""
+
+    base: str = "model."
+    """What the names of the headless model begin with."""
+    embedding: str = "embed_tokens"
+    positions: str = ""
+    embedding_norm: str = ""
+    final_norm: str = "norm"
+    layer: str = f"layers.{LAYER}."
+    """What the following names begin with."""
+    input_norm: str = "input_layernorm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    """Three matrices, or one."""
+    is_in_megatrons_order: bool = False
+    """Whether one matrix has each group's queries, key and value together, not all queries, all keys, all values."""
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    proj: str = "self_attn.o_proj"
+    post_attention_norm: str = "post_attention_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    fc1: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    """Gate and up, or one matrix."""
+    fc2: str = "mlp.down_proj"
+    post_mlp_norm: str = "post_feedforward_layernorm"
+    output: str = "lm_head"
+    is_transposed: bool = False
+    """Whether the layers' matrices are kept transposed."""
+
+
+def stack_rules(names: DecoderNames, model: ModelConfig, stack: str = "decoder") -> list[Rule]:
+    """The layers of a stack, ``encoder`` or ``decoder``, and its final norm."""
+    hf, transposed = names.base + names.layer, names.is_transposed
+    attention, mlp = f"{stack}.layers.self_attention.", f"{stack}.layers.mlp."
+    queries, keys = model.num_attention_heads * model.kv_channels, model.num_query_groups * model.kv_channels
+    order = qkv_order(model.num_attention_heads, model.num_query_groups, model.kv_channels)
+
+    def fused(parts: tuple[str, ...], rows: tuple[int, ...]) -> dict[str, Any]:
+        return {"hugging_face": tuple(hf + part for part in parts), "rows": rows if len(parts) > 1 else ()}
+
+    qkv, fc1 = fused(names.qkv, (queries, keys, keys)), fused(names.fc1, (model.ffn_hidden_size,) * 2)
+    qkv["order"] = None if names.is_in_megatrons_order else order
+    norms = {
+        "self_attention.linear_qkv.layer_norm_": (model.pre_norms, names.input_norm),
+        "mlp.linear_fc1.layer_norm_": (model.has_mlp_norm, names.mlp_norm),
+        "self_attention.q_layernorm.": (model.qk_layernorm, names.q_norm),
+        "self_attention.k_layernorm.": (model.qk_layernorm, names.k_norm),
+        "self_attention.linear_proj.post_layernorm.": (model.post_norms, names.post_attention_norm),
+        "mlp.linear_fc2.post_layernorm.": (model.post_norms, names.post_mlp_norm),
+    }
+    rules = [
+        *norm(f"{stack}.final_layernorm.", names.base + names.final_norm, model),
+        *linear(attention + "linear_qkv", has_bias=model.add_qkv_bias, transposed=transposed, **qkv),
+        *linear(attention + "linear_proj", (hf + names.proj,), model.has_attention_output_bias, transposed=transposed),
+        *linear(mlp + "linear_fc1", has_bias=model.add_bias_linear, transposed=transposed, **fc1),
+        *linear(mlp + "linear_fc2", (hf + names.fc2,), model.add_bias_linear, transposed=transposed),
+    ]
+    for megatron, (exists, hugging_face) in norms.items():
+        rules += norm(f"{stack}.layers.{megatron}", hf + hugging_face, model) if exists else []
+    return rules
+
+
+def decoder_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:
+    """All weights of a decoder."""
+    rules = [*linear("embedding.word_embeddings", (names.base + names.embedding,)), *stack_rules(names, model)]
+    rules += output_layer(model, names.output)
+    if model.embedding_layernorm:
+        rules += norm("embedding.norm.", names.base + names.embedding_norm, model)
+    if names.positions:
+        rules += linear(POSITIONS.removesuffix(".weight"), (names.base + names.positions,))
+    return rules
+
+
+LLAMA_NAMES = DecoderNames()
+
+
+def decoder(
+    model_type: str,
+    architecture: str,
+    describe: Callable[[Any], ModelConfig],
+    names: DecoderNames = LLAMA_NAMES,
+    required: Mapping[str, tuple[Any, ...]] | None = None,
+    old_names: Mapping[str, str] | None = None,
+) -> Family:
+    """A family of decoders; the arguments are those of ``Family``, the class with the head, and the weights' names."""
+    return Family(
+        model_type=model_type,
+        describe=describe,
+        required=required or {},
+        rules=lambda model: decoder_rules(names, model),
+        architectures={"causal_lm": architecture},
+        base_prefix=names.base,
+        old_names=old_names or {},
+        # Of any family, in old files: tables of positions and masks.
+        buffers=(
+            *("*.rotary_emb.inv_freq", "*.attn.bias", "*.attn.masked_bias"),
+            *("*.attention.bias", "*.attention.masked_bias"),
+        ),
+    )
+
+
+# ---- rotary positions -----------------------------------------------------------------------------------------------
+
+_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+
+_KNOWN = {
+    *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"),
+    *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    *("short_factor", "long_factor", "low_freq_factor", "high_freq_factor"),
+}
+"""Some type of Hugging Face's reads them. A type that does not read one ignores it, and so do we."""
+
+
+def read_rope(
+    hf: Any, rope_parameters: Mapping[str, Any] | None, *, may_be_partial: bool = False
+) -> tuple[float, RopeScaling | None]:
+    """Theta and the scaling of the frequencies.
+
+    Args:
+        hf: A Hugging Face config object, which has checked that a type's own keys are there.
+        rope_parameters: Those of the config, or of one kind of its layers.
+        may_be_partial: Whether Hugging Face's model of the family reads ``partial_rotary_factor``.
+
+    Raises:
+        ConfigError: If a key or the type is not honoured, or longrope's factors do not fit the head.
+    """
+    # Hugging Face takes null for absent, except that a null ``truncate`` is false.
+    rope = {k: v for k, v in (rope_parameters or {}).items() if v is not None or k == "truncate"}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in _TYPES:
+        raise ConfigError(f"rope_type={kind!r} of rope_parameters is not supported; use one of {', '.join(_TYPES)}")
+    for name in sorted(set(rope) - _KNOWN):
+        raise ConfigError(
+            f"{name}={rope[name]!r} of rope_parameters is not supported; the known keys are {', '.join(sorted(_KNOWN))}"
+        )
+    percent = rope.get("partial_rotary_factor", 1.0)
+    if percent != 1.0 and not may_be_partial:
+        raise ConfigError(
+            f"partial_rotary_factor={percent} of rope_parameters is not supported; Hugging Face's model of this family "
+            "rotates whole heads, use 1.0"
+        )
+    base = float(rope.get("rope_theta", 10000.0))
+    return base, None if kind == "default" else _scaling(hf, kind, rope, int(head_width(hf) * percent), base)
+
+
+def _scaling(hf: Any, kind: Any, rope: Mapping[str, Any], width: int, base: float) -> RopeScaling:
+    # The config's own length is what dynamic scaling starts from, whatever else the parameters say.
+    longest = hf.max_position_embeddings
+    original = longest if kind == "dynamic" else int(rope.get("original_max_position_embeddings", longest))
+    factor = float(rope.get("factor", longest / original))
+    fields: dict[str, Any] = {}
+    if kind == "llama3":
+        fields = {name: float(rope[name]) for name in ("low_freq_factor", "high_freq_factor")}
+    elif kind == "longrope":
+        fields = {name: tuple(float(x) for x in rope[name]) for name in ("short_factor", "long_factor")}
+        if any(len(factors) != width // 2 for factors in fields.values()):
+            raise ConfigError(
+                f"short_factor and long_factor of rope_parameters: expected {width // 2} numbers, one for each pair of "
+                f"a head, got {' and '.join(str(len(factors)) for factors in fields.values())}; correct them"
+            )
+    elif kind == "yarn":
+        # Hugging Face takes 0 for absent, too.
+        fields = {"beta_fast": float(rope.get("beta_fast") or 32), "beta_slow": float(rope.get("beta_slow") or 1)}
+        fields["truncate"] = bool(rope.get("truncate", True))
+    given = {**rope, **fields, "rope_type": kind, "factor": factor}
+    fields["attention_factor"] = float(scaled_frequencies(given, width, base, original)[1])
+    return RopeScaling(rope_type=kind, factor=factor, original_max_position_embeddings=original, **fields)
+
+
+def rope_fields(hf: Any, *, may_be_partial: bool = False) -> dict[str, Any]:
+    """Rotary positions, as fields of a ``ModelConfig``; the arguments are those of ``read_rope``.
+
+    Raises:
+        ConfigError: If ``rope_parameters`` cannot be honoured.
+    """
+    base, scaling = read_rope(hf, hf.rope_parameters, may_be_partial=may_be_partial)
+    fields = {"position_embedding_type": "rope", "rotary_base": base, "rope_scaling": scaling}
+    percent = (hf.rope_parameters or {}).get("partial_rotary_factor") if may_be_partial else None
+    return fields if percent is None else {**fields, "rotary_percent": float(percent)}

@@ -15,9 +15,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from lightning_megatron.convert.family import Rule, activation
-from lightning_megatron.convert.gpt_tables import (
+from lightning_megatron.convert.family import (
     DecoderNames,
+    Rule,
+    activation,
     attention_biases,
     decoder,
     decoder_rules,

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_megatron.convert.family import activation
-from lightning_megatron.convert.gpt_tables import (
+from lightning_megatron.convert.family import (
     LLAMA,
     DecoderNames,
+    activation,
     attention_biases,
     decoder,
     described,

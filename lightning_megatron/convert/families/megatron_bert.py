@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_megatron.convert.family import LAYER, Family, Rule
-from lightning_megatron.convert.gpt_tables import DecoderNames, described, linear, stack_rules
+from lightning_megatron.convert.family import LAYER, DecoderNames, Family, Rule, described, linear, stack_rules
 from lightning_megatron.models.config import ModelConfig
 
 _HEADS = {

@@ -15,9 +15,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lightning_megatron.convert.family import EXPERT, LAYER, Rule
-from lightning_megatron.convert.gpt_tables import (
+from lightning_megatron.convert.family import (
+    EXPERT,
+    LAYER,
     LLAMA_NAMES,
+    Rule,
     attention_biases,
     decoder,
     decoder_rules,

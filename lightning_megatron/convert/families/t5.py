@@ -14,14 +14,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from lightning_megatron.convert.family import LAYER, Family, Rule, activation, qkv_order
-from lightning_megatron.convert.gpt_tables import (
+from lightning_megatron.convert.family import (
+    LAYER,
     LLAMA,
     DecoderNames,
+    Family,
+    Rule,
+    activation,
     described,
     linear,
     norm,
     output_layer,
+    qkv_order,
     stack_rules,
 )
 from lightning_megatron.errors import ConfigError

@@ -30,7 +30,7 @@ CHANGES_NOTHING = {
     "use_cache": "is about generation",
     "bos_token_id": "is about generation",
     "eos_token_id": "is about generation",
-    "pad_token_id": "is told by the mask; see gpt_tables.py",
+    "pad_token_id": "is told by the mask; see described() of family.py",
     "keys_to_ignore_at_inference": "is about generation",
     "attribute_map": "is about names",
     "summary_type": "is of GPT2DoubleHeadsModel",
