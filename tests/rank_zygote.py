@@ -28,11 +28,13 @@ from typing import Any
 # What most rank functions need. A module that is broken is skipped: the rank's own import shows the error.
 _PRELOADED = (
     "numpy",
+    "numpy.ctypeslib",
     "pytest",
     "torch",
     "torch.distributed",
     "torch._dynamo",  # torch.optim imports it at the first step
     "lightning.pytorch",
+    "lightning.pytorch.cli",
     "megatron.core",
     "megatron.core.dist_checkpointing",
     "megatron.core.fusions.fused_bias_dropout",  # asks Dynamo for its rules, which takes as long as a step
@@ -51,6 +53,14 @@ _PRELOADED = (
     "lightning_megatron.convert.hugging_face",
     "lightning_megatron.datamodules",
     "lightning_megatron.models.build",
+    "lightning_megatron.model_summary",
+    "lightning_megatron.cli.train",
+    "lightning_megatron.convert.convert",
+    "lightning_megatron.generate.pipeline",
+    "tests.cli.command",
+    "tests.checkpoint.runs",
+    "tests.families.parity",
+    "tests.parity.logits",
 )
 _PR_SET_PDEATHSIG = 1
 
