@@ -21,6 +21,8 @@ RUN = Run(model=LLAMA, module={"make_vocab_size_divisible_by": 4}, trainer={"max
 
 def _save_and_gather(run: Run, now: Path, before: Path) -> None:
     """Save as we do, and as Megatron does."""
+    from megatron.core.optimizer import distrib_optimizer
+
     from lightning_megatron.checkpoint import state as module
 
     def gathered(optimizer: Any, models: Any, **options: Any) -> dict[str, Any]:
@@ -29,7 +31,9 @@ def _save_and_gather(run: Run, now: Path, before: Path) -> None:
 
     trainer, _ = fit(run)
     trainer.save_checkpoint(now)
-    with patch.object(module, "sharded_optimizer_state", gathered):
+    # The step is kept in the groups, as Apex's Adam has it.
+    like_apex = patch.multiple(distrib_optimizer, HAVE_APEX_OR_TE=True, USING_APEX_OPTIMIZER=True)
+    with like_apex, patch.object(module, "sharded_optimizer_state", gathered):
         trainer.save_checkpoint(before)
 
 
