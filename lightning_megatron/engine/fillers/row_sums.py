@@ -1,7 +1,7 @@
 """Triton kernels of experts: sums of a few rows each, and weight gradients added to their buffer.
 
 What the experts of a token made of it is summed in fp32, in a fixed order, and rounded once; each row is read once, and
-no copy of them is written. torch adds bf16 to fp32 number by number: H200, 1.2 ms for 302 M, where the bytes take 0.65.
+no copy of them is written. Adding bf16 to fp32, H200, 302 M numbers: 1.2 ms by torch, 0.71 here (bytes alone 0.65).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
