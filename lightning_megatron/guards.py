@@ -95,8 +95,7 @@ class SpikeGuard(Callback):
         savers = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
         if all(each.save_weights_only for each in savers):
             raise ConfigError(
-                "SpikeGuard has no checkpoint to go back to; add ModelCheckpoint(every_n_train_steps=...) without "
-                "save_weights_only"
+                "SpikeGuard has no checkpoint to go back to; add ModelCheckpoint(every_n_train_steps=1000)"
             )
 
     @override

@@ -165,7 +165,6 @@ def upload(
         )
     except Exception as error:  # of any kind: huggingface_hub's own, or its HTTP client's
         raise ConfigError(
-            f"{repo_id} cannot be written on the Hugging Face hub ({_first_line(error)}); check the name, the "
-            "connection and HF_HUB_OFFLINE, and log in with `hf auth login` or set HF_TOKEN"
+            f"{repo_id} cannot be written on the Hugging Face hub ({_first_line(error)}); try `hf auth login`"
         ) from error
     return str(done.pr_url or done.commit_url)

@@ -273,9 +273,8 @@ class MegatronDataModule(LightningDataModule, ABC):
         if is_last or trainer.reload_dataloaders_every_n_epochs == 1 or loader.next_epoch_is_as_long():
             return
         raise ConfigError(
-            f"epoch {loader.epoch} has {len(loader)} steps and later ones have others (the global batch grows, or was"
-            " another one before the checkpoint), and Lightning takes the first length for all; set"
-            " Trainer(reload_dataloaders_every_n_epochs=1), or go on with the global batch size of the checkpoint"
+            f"epoch {loader.epoch} has {len(loader)} steps and later ones have others, and Lightning takes the first"
+            " length for all; set Trainer(reload_dataloaders_every_n_epochs=1), or keep the global batch size"
         )
 
     def _open(self, name: SplitName, num_samples: int | None) -> tuple[SampleOrder, Samples | None]:

@@ -73,14 +73,10 @@ def check_complete(path: Path) -> None:
 
 def _require(file: Path) -> None:
     if not file.is_file():
-        raise _lacks(file)
-
-
-def _lacks(file: Path) -> CheckpointError:
-    return CheckpointError(
-        f"checkpoint {file.parent} lacks its file {file.name}: it was never finished, is damaged, or another program "
-        "wrote it; use an earlier one"
-    )
+        raise CheckpointError(
+            f"checkpoint {file.parent} lacks its file {file.name}: it was never finished, is damaged, or another "
+            "program wrote it; use an earlier one"
+        )
 
 
 def check_replaceable(path: Path) -> None:
@@ -178,9 +174,9 @@ def verify_checksums(folder: Path, share: tuple[int, int] = (0, 1)) -> None:
     """
     files, sizes = _read_checksums(folder), file_sizes(folder)
     for name, checksums in files.items():
-        if (size := sizes.get(name)) is None:
-            raise _lacks(folder / name)
-        if size != checksums.size:
+        if name not in sizes:
+            _require(folder / name)
+        if (size := sizes.get(name)) != checksums.size:
             raise CheckpointError(
                 f"checkpoint {folder} is damaged: {name} has {size} of {checksums.size} bytes; use an earlier one"
             )

@@ -124,8 +124,7 @@ class ParallelConfig:
         copies = world_size // size
         if (ranks := copies * self.tp * self.cp) % self.ep != 0:
             raise ConfigError(
-                f"ep={self.ep}: expected a divisor of the {ranks} ranks of a stage; choose ep from "
-                f"{', '.join(str(d) for d in divisors(ranks))}"
+                f"ep={self.ep}: expected a divisor of the {ranks} ranks of a stage; choose from {divisors(ranks)}"
             )
         return copies
 

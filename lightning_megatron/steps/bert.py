@@ -117,8 +117,7 @@ class BertTrainStep(TrainStep):
         padded = (named["attention_mask"][:, 0] == 0) & counted
         if padded.any():
             raise DataError(
-                f"attention_mask[{int(padded.nonzero()[0])}, 0] is 0, but the head reads the first token of each row; "
-                "pad on the right (padding_side='right')"
+                f"attention_mask[{int(padded.nonzero()[0])}, 0] is 0, and the head reads that token; pad on the right"
             )
 
     def prepare_batch(self, batch: Batch) -> Batch:
