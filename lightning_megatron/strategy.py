@@ -28,14 +28,8 @@ from lightning_megatron.checkpoint.load import LoadFrom, read_weights
 from lightning_megatron.checkpoint.save import write_weights
 from lightning_megatron.checkpoint.state import EXPERT_BIAS, RunState
 from lightning_megatron.checkpointing import Checkpointing
+from lightning_megatron.data import loader as loaders
 from lightning_megatron.data.broadcast import broadcast_batch
-from lightning_megatron.data.loader import (
-    EvaluationLoader,
-    ResumableLoader,
-    TrainLoader,
-    dealt_to_fewer,
-    is_map_style,
-)
 from lightning_megatron.engine import groups
 from lightning_megatron.engine.collectives import on_all_ranks_alike
 from lightning_megatron.engine.fillers.fp8 import Recipe, known_recipe
@@ -448,17 +442,17 @@ class MegatronStrategy(ParallelStrategy):
         trainer = self._module.trainer
         if trainer.state.stage in _EVALUATING:
             check_predict_size(dataloader)
-            return EvaluationLoader(dataloader) if is_map_style(dataloader) else dataloader
-        loader = dealt_to_fewer(dataloader, self._asked.num_microbatches, self.num_microbatches)
-        loader = self._resumable(loader) if is_map_style(loader) else loader
-        self._loader_tells_steps = isinstance(loader, (ResumableLoader, TrainLoader))
-        if isinstance(loader, (ResumableLoader, TrainLoader)):
+            return loaders.EvaluationLoader(dataloader) if loaders.is_map_style(dataloader) else dataloader
+        loader = loaders.dealt_to_fewer(dataloader, self._asked.num_microbatches, self.num_microbatches)
+        loader = self._resumable(loader) if loaders.is_map_style(loader) else loader
+        self._loader_tells_steps = isinstance(loader, (loaders.ResumableLoader, loaders.TrainLoader))
+        if isinstance(loader, (loaders.ResumableLoader, loaders.TrainLoader)):
             loader.before_batch = self.checkpointing.at_step_boundary
         return loader
 
-    def _resumable(self, dataloader: DataLoader[Any]) -> ResumableLoader:
+    def _resumable(self, dataloader: DataLoader[Any]) -> loaders.ResumableLoader:
         trainer = self._module.trainer
-        loader = ResumableLoader(
+        loader = loaders.ResumableLoader(
             dataloader, self.topology.dp, lambda: trainer.num_training_batches, first_epoch=trainer.current_epoch
         )
         if (state := self.checkpointing.take_loader_state()) is not None:

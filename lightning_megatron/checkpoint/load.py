@@ -20,15 +20,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factory_merges
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreLoadPlanner,
-    TorchDistLoadShardedStrategy,
-    _replace_sharded_keys_with_state_dict_keys,
-    _replace_state_dict_keys_with_sharded_keys,
-    _restore_dict_types,
-    _unwrap_pyt_sharded_tensor,
-    mcore_to_pyt_state_dict,
-)
+from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.dist_checkpointing.validation import (
     StrictHandling,
@@ -40,6 +32,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
+from lightning_megatron.checkpoint import state as run_state
 from lightning_megatron.checkpoint.files import (
     COMMON,
     META,
@@ -51,18 +44,7 @@ from lightning_megatron.checkpoint.files import (
     verify_checksums,
 )
 from lightning_megatron.checkpoint.find import find_newest
-from lightning_megatron.checkpoint.state import (
-    FORMAT_VERSION,
-    OWN_KEYS,
-    RunState,
-    check_fits,
-    check_means_the_same,
-    layout_of,
-    restore_optimizer_state,
-    rng_file,
-    sharded_state,
-    sharded_weights,
-)
+from lightning_megatron.checkpoint.state import RunState
 from lightning_megatron.engine.collectives import on_all_ranks_alike
 from lightning_megatron.engine.optimizer import MegatronOptimizer
 from lightning_megatron.engine.pickles import read_pickle
@@ -89,12 +71,12 @@ def read_meta(path: Path) -> dict[str, Any]:
 
     def check_and_read() -> dict[str, Any]:
         meta = load_plain(path / META)
-        if not isinstance(meta, dict) or not meta.keys() >= OWN_KEYS:
+        if not isinstance(meta, dict) or not meta.keys() >= run_state.OWN_KEYS:
             raise CheckpointError(f"checkpoint {path} was written by another strategy; give one of MegatronStrategy's")
-        version = meta["format_version"]
-        if version != FORMAT_VERSION:
+        version, known = meta["format_version"], run_state.FORMAT_VERSION
+        if version != known:
             raise CheckpointError(
-                f"checkpoint {path}: format version {version}, this program reads {FORMAT_VERSION}; use its own version"
+                f"checkpoint {path}: format version {version}, this program reads {known}; use its own"
             )
         return meta
 
@@ -122,12 +104,12 @@ def resume(run: RunState, path: Path) -> dict[str, Any]:
     """
     path = recover(path)
     meta = read_meta(path)
-    there, here = meta["layout"], layout_of(run.topology)
+    there, here = meta["layout"], run_state.layout_of(run.topology)
 
     def check_and_read_random_states() -> dict[str, Any]:
-        check_fits(run, meta, path)
+        run_state.check_fits(run, meta, path)
         rank = dist.get_rank() if there == here else 0
-        return {} if run.optimizer is None else dict(load_plain(path / rng_file(rank)))
+        return {} if run.optimizer is None else dict(load_plain(path / run_state.rng_file(rank)))
 
     random_states = on_all_ranks_alike(check_and_read_random_states)
     _load(_as_stored(run, meta), path)
@@ -150,10 +132,10 @@ def _sizes(layout: Mapping[str, Any]) -> str:
 @torch.no_grad()
 def _load(run: RunState, path: Path) -> None:
     """Load weights, and the optimizer's state if ``run`` has one; every rank must call."""
-    loaded, _, _ = _load_sharded(sharded_state(run, is_loading=True), path)
+    loaded, _, _ = _load_sharded(run_state.sharded_state(run, is_loading=True), path)
     _fill(run.chunks, loaded, strict=run.part == "all")
     if run.optimizer is not None:
-        restore_optimizer_state(run.optimizer, loaded["optimizer"])
+        run_state.restore_optimizer_state(run.optimizer, loaded["optimizer"])
 
 
 def _fill(chunks: list[Any], loaded: Mapping[str, Any], *, strict: bool = True) -> None:
@@ -164,7 +146,7 @@ def _fill(chunks: list[Any], loaded: Mapping[str, Any], *, strict: bool = True) 
 @torch.no_grad()
 def read_weights(chunks: list[Any], folder: Path) -> None:
     """Load what ``save.write_weights`` wrote into chunks of another layout, and delete it; every rank must call."""
-    _fill(chunks, _load_sharded(sharded_weights(chunks), folder)[0])
+    _fill(chunks, _load_sharded(run_state.sharded_weights(chunks), folder)[0])
     dist.barrier()
     if dist.get_rank() == 0:
         remove(folder)
@@ -238,7 +220,7 @@ def load_initial_weights(run: RunState, options: LoadFrom) -> None:
         is_base = meta["model_description"].get("lora") is None and run.model_description.get("lora") is not None
         if optimizer is None and is_base:  # of adapters that begin
             run_to_load = replace(run_to_load, part="base", model_description={**run.model_description, "lora": None})
-        on_all_ranks_alike(lambda: check_fits(run_to_load, meta, path))
+        on_all_ranks_alike(lambda: run_state.check_fits(run_to_load, meta, path))
         _load(run_to_load, path)
         for group, before in zip([] if optimizer is None else optimizer.param_groups, groups, strict=True):
             group.update({name: value for name, value in before.items() if name not in _OF_THE_MOMENTS})
@@ -259,8 +241,8 @@ def _load_what_fits(run: RunState, meta: Mapping[str, Any], path: Path) -> None:
     megatron-core 0.16.1 (dist_checkpointing/strategies/torch.py) makes all rows zero before it reads those that are
     there, so the others are put back.
     """
-    on_all_ranks_alike(lambda: check_means_the_same(run, meta, path))
-    state = sharded_weights(run.chunks, _as_stored(run, meta).part)
+    on_all_ranks_alike(lambda: run_state.check_means_the_same(run, meta, path))
+    state = run_state.sharded_weights(run.chunks, _as_stored(run, meta).part)
     weights = [each for each in nested_values(dict(state)) if isinstance(each, ShardedTensor)]
     vocabulary = [(each, each.data.detach().clone()) for each in weights if each.allow_shape_mismatch]
     loaded, not_asked_for, not_there = _load_sharded(state, path, StrictHandling.RETURN_ALL)
@@ -336,7 +318,7 @@ def _entries(path: Path, table: Metadata) -> dict[str, Any]:
     """What the checkpoint has, as Megatron describes it."""
     entries = table.state_dict_metadata.items()
     objects = [ShardedObject.empty_from_unique_key(k) for k, e in entries if isinstance(e, BytesStorageMetadata)]
-    tensors: dict[str, Any] = TorchDistLoadShardedStrategy().load_tensors_metadata(path, table)
+    tensors: dict[str, Any] = torch_dist.TorchDistLoadShardedStrategy().load_tensors_metadata(path, table)
     return {each.unique_key: each for each in objects} | tensors
 
 
@@ -347,16 +329,18 @@ def _read_shards(state: dict[str, Any], reader: _Reader) -> dict[str, Any]:
         shapes_validation_sharded_tensors=[each for each in weights if not each.allow_shape_mismatch],
         allow_shape_mismatch_sharded_tensors={each.key: each for each in weights if each.allow_shape_mismatch},
     )
-    by_key, flat_mapping, rename_mapping = _replace_state_dict_keys_with_sharded_keys(state)
-    tensors = mcore_to_pyt_state_dict(by_key, True)
+    by_key, flat_mapping, rename_mapping = torch_dist._replace_state_dict_keys_with_sharded_keys(state)
+    tensors = torch_dist.mcore_to_pyt_state_dict(by_key, True)
     _load_state_dict(tensors, storage_reader=reader, planner=planner)
-    unwrapped = {name: _unwrap_pyt_sharded_tensor(value) for name, value in tensors.items()}
-    loaded: dict[str, Any] = _replace_sharded_keys_with_state_dict_keys(unwrapped, flat_mapping, rename_mapping)
-    _restore_dict_types(loaded, state)
+    unwrapped = {name: torch_dist._unwrap_pyt_sharded_tensor(value) for name, value in tensors.items()}
+    loaded: dict[str, Any] = torch_dist._replace_sharded_keys_with_state_dict_keys(
+        unwrapped, flat_mapping, rename_mapping
+    )
+    torch_dist._restore_dict_types(loaded, state)
     return loaded
 
 
-class _LoadPlanner(MCoreLoadPlanner):
+class _LoadPlanner(torch_dist.MCoreLoadPlanner):
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         """As torch's, of the data that is in the bytes, written anew: two readers may differ in what bytes mean."""
         data = read_pickle(value, foreign=False, name=f"its entry {read_item.dest_index.fqn}")
