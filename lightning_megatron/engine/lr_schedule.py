@@ -130,8 +130,6 @@ def scheduler_settings(
     warmup = schedule.warmup_fraction * (decay or 0) if schedule.warmup_fraction else schedule.warmup_steps
     if decay is not None:
         _check_lengths(schedule, warmup, decay)
-    require_number("lr", lr)
-    require_number("weight_decay", weight_decay)
     if schedule.style != "constant" and schedule.min_lr > lr:
         raise ConfigError(f"min_lr={schedule.min_lr} is above the peak lr={lr}; lower min_lr or raise lr")
     if warmup and schedule.init_lr > lr:

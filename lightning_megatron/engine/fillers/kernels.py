@@ -35,17 +35,6 @@ _shard_copies: weakref.WeakKeyDictionary[Any, _Copies] = weakref.WeakKeyDictiona
 """Of each ``DistributedOptimizer``: where its parameter buffers were, and which part of them is each shard's copy."""
 
 
-@torch.no_grad()
-def copy_main_shards_to_parameters(optimizer: Any) -> None:
-    """Write the updated fp32 shards of a ``DistributedOptimizer`` into its parameter buffers.
-
-    Args:
-        optimizer: A ``DistributedOptimizer`` that has shards on this rank.
-    """
-    copies = _copies_of(optimizer)
-    copy(list(copies), list(copies.values()))
-
-
 def _copies_of(optimizer: Any) -> dict[Tensor, Tensor]:
     """Kept from step to step: every microsecond that the host spends here the GPU may be idle."""
     addresses = tuple(buffer.param_data.data_ptr() for buffer in optimizer.buffers)
@@ -78,15 +67,17 @@ def _shard_in_buffer(optimizer: Any, parameter: Tensor) -> Tensor:
 
 
 def copies_shards(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """``DistributedOptimizer._copy_main_params_to_model_params`` by ``copy_main_shards_to_parameters``."""
+    """``DistributedOptimizer._copy_main_params_to_model_params`` by one copy of all updated shards."""
 
+    @torch.no_grad()
     def _copy_main_params_to_model_params(self: Any) -> None:
         if self.is_stub_optimizer:
             return
         if isinstance(self.optimizer, FusedAdam) and self.optimizer.has_copied:
             self.optimizer.has_copied = False
         else:
-            copy_main_shards_to_parameters(self)
+            copies = _copies_of(self)
+            copy(list(copies), list(copies.values()))
             if isinstance(self.optimizer, FusedAdam):  # from the next step on
                 reference = weakref.ref(self)
                 self.optimizer.low_copies = lambda: _copies_of(reference())
