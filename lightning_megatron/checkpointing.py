@@ -482,9 +482,8 @@ def find_last(trainer: pl.Trainer) -> find.Found | None:
             folders = _folders_of_versions(callback, trainer)
             complete = [each for folder in folders for each in find.found_in(folder)]
             found += complete
-            broken += (
-                [] if complete else [str(folder / name) for folder in folders for name in find.broken_names(folder)]
-            )
+            if not complete:
+                broken += [str(folder / name) for folder in folders for name in find.broken_names(folder)]
     every = [each for each in found if each is not None]
     if not every and broken:
         raise CheckpointError(

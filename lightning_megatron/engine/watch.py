@@ -169,11 +169,8 @@ class Watch:
 
     def _name_straggler(self, now: float) -> None:
         (since, before), beats = self._last_period, self._beats
-        if (
-            now - since < _PERIOD
-            or not beats
-            or (before and beats[0].steps - before[0].steps < heartbeat.STRAGGLER_STEPS)
-        ):
+        steps = beats[0].steps - before[0].steps if beats and before else math.inf
+        if now - since < _PERIOD or not beats or steps < heartbeat.STRAGGLER_STEPS:
             return
         found = heartbeat.straggler(before, beats) if before else None
         if found is not None and found[0] not in self._named:

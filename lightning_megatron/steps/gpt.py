@@ -110,9 +110,8 @@ class GPTTrainStep(base.TokenLossStep):
             del batch["attention_mask"]
 
     def _check_keys(self, batch: Batch) -> None:
-        base.by_known_names(
-            batch, _KNOWN_KEYS, {} if "text" in batch else {"input_ids": " (or 'text')"}, "GPTTrainStep"
-        )
+        needed = {} if "text" in batch else {"input_ids": " (or 'text')"}
+        base.by_known_names(batch, _KNOWN_KEYS, needed, "GPTTrainStep")
         for key in ("input_ids", "labels"):
             if "text" in batch and key in batch:
                 raise DataError(f"batch keys 'text' and {key!r} both say what is to be learned; leave one of them out")
