@@ -555,8 +555,8 @@ class HostMemory:
         self._wait()
         self._reserve(size, next((tensor.device for tensor in tensors if tensor.is_cuda), None))
         copies = [self._view(tensor, offset) for tensor, offset in zip(tensors, offsets, strict=True)]
-        for copy, tensor in zip(copies, tensors, strict=True):
-            copy.copy_(tensor.detach(), non_blocking=True)
+        for tensor, offset in zip(tensors, offsets, strict=True):
+            self._fill(tensor, offset)
         if on_gpu:
             torch.cuda.synchronize()
         return copies
@@ -602,11 +602,26 @@ class HostMemory:
                 if gpu is not None and _call_cuda("cudaHostRegister", piece.data_ptr(), piece.numel(), 0):
                     self._pinned.append(piece)
 
+    def _fill(self, tensor: torch.Tensor, offset: int) -> None:
+        """Copy ``tensor`` to ``offset``; CUDA refuses a copy that reaches from one pinned piece into another."""
+        if tensor.numel() == 0 or self._block is None:
+            return
+        data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        target = torch.frombuffer(self._block, dtype=torch.uint8, count=len(data), offset=offset)
+        to_boundary = min(-offset % _PINNED_AT_ONCE, len(data))
+        for part, source in zip(_cut(target, to_boundary), _cut(data, to_boundary), strict=True):
+            part.copy_(source, non_blocking=True)
+
     def _view(self, tensor: torch.Tensor, offset: int) -> torch.Tensor:
         if tensor.numel() == 0 or self._block is None:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         flat = torch.frombuffer(self._block, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
         return flat.view(tensor.shape)
+
+
+def _cut(data: torch.Tensor, first: int) -> list[torch.Tensor]:
+    """``first`` bytes, and the rest in pieces as they are pinned."""
+    return [data[:first], *data[first:].split(_PINNED_AT_ONCE)]
 
 
 def _offsets(tensors: Sequence[torch.Tensor]) -> list[int]:

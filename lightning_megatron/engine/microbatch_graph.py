@@ -48,9 +48,10 @@ class MicrobatchGraphs:
 
     @contextlib.contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Where to make what adds gradients up, which autograd does on the stream of that moment.
+        """Where to make what adds gradients up, which autograd does on the stream of that moment, and run such steps.
 
-        The default stream cannot be recorded.
+        The default stream cannot be recorded; and microbatches that run as ever on another one than this would add to
+        the gradient of a tied embedding on two streams at once.
         """
         outside = torch.cuda.current_stream()
         self._stream.wait_stream(outside)

@@ -8,6 +8,7 @@ any dp give the same numbers, for uneven masks too.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -260,7 +261,8 @@ class Schedule:
         if not forward_only and (reports := self._replayed(microbatches)) is not None:
             return self._reduce(reports, shape, next(iter(batch.values())).device)
         iterators = [iter(microbatches) for _ in self._chunks]
-        with quantized_weights(self._fp8_linears):
+        stream = contextlib.nullcontext() if self._graphs is None else self._graphs.on_stream()
+        with quantized_weights(self._fp8_linears), stream:
             reports = get_forward_backward_func()(
                 forward_step_func=self._forward_step,
                 data_iterator=iterators if parallel.vpp else iterators[0],

@@ -52,6 +52,9 @@ def _on_host(state: dict[str, Any]) -> dict[str, Any]:
 
 def _save_then_resume(run: Run, path: Path) -> tuple[list[str], list[float], list[float]]:
     """What differs between the state that was saved and the one that came back, and the losses after it of both."""
+    from lightning_megatron.checkpoint import save
+
+    save._PINNED_AT_ONCE = 2**12  # tensors reach over several pieces, as those of large models do
     before, after = _watch(path), _watch(None)
     _, whole = fit(run.but(strategy={"async_save": True}), before)
     _, resumed = fit(run.but(ckpt_path=str(path)), after)

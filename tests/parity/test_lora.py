@@ -59,7 +59,7 @@ def _train(case: Case, folder: str) -> tuple[RankOutcome, torch.Tensor]:
     module.save_pretrained(f"{folder}/written")
     module.save_pretrained(f"{folder}/merged", merge=True)
     assert torch.equal(module.logits(TOKENS), logits), "adapters are as before"
-    return outcome, logits
+    return outcome, logits.cpu()
 
 
 def _adapt(model: Any, folder: str) -> None:

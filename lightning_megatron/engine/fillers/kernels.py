@@ -131,7 +131,10 @@ def with_bias_in_product(original: Callable[..., Tensor]) -> Any:
             whole = input.new_empty(group.size() * input.shape[0], *input.shape[1:])
             torch.distributed.all_gather_into_tensor(whole, input.contiguous(), group=group)
             input = whole
-        return torch.addmm(bias, input.flatten(0, -2), weight.t()).view(*input.shape[:-1], -1)
+        product = torch.addmm(bias, input.flatten(0, -2), weight.t())
+        # Not a view, whose padded columns nobody could overwrite (models/chunk.py).
+        output: Tensor = torch.ops.aten._unsafe_view(product, [*input.shape[:-1], len(weight)])
+        return output
 
     return staticmethod(forward)
 
