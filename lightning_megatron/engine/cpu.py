@@ -53,6 +53,9 @@ class Stream:
     def wait_stream(self, stream: Any) -> None:
         """Nothing can be behind."""
 
+    def wait_event(self, event: Any) -> None:
+        """Nothing can be behind."""
+
     def record_event(self) -> Stream:
         """What can be waited for by ``synchronize``."""
         return self

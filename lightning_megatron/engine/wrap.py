@@ -19,6 +19,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer.module import Float16Module
 
 from lightning_megatron.engine.fillers.fp8 import Recipe, use_fp8
+from lightning_megatron.engine.fillers.peer_copies import use_peer_copies
 from lightning_megatron.engine.microbatch_graph import MicrobatchGraphs
 from lightning_megatron.engine.overrides import configured
 from lightning_megatron.errors import ConfigError
@@ -59,6 +60,8 @@ def to_ddp(
     chunks: torch.nn.ModuleList, reduction: GradientReduction, graphs: MicrobatchGraphs | None = None
 ) -> torch.nn.ModuleList:
     """Chunks whose gradients land in fp32 buffers that data-parallel ranks reduce; needed to train, by ``graphs``."""
+    if unwrap(chunks[0]).config.tp_comm_overlap:
+        use_peer_copies(chunks)
     with graphs.on_stream() if graphs is not None else contextlib.nullcontext():
         return torch.nn.ModuleList([_ddp(_with_current_buffers(c), reduction, i) for i, c in enumerate(chunks)])
 

@@ -199,6 +199,11 @@ def _numerics(model: ModelConfig, settings: EngineSettings) -> dict[str, Any]:
         "fp16": dtype is torch.float16,
         "bias_dropout_fusion": on_gpu,
         "gradient_accumulation_fusion": True,
+        # engine/fillers/peer_copies.py, measured for two ranks; what it keeps is what "selective" makes again.
+        "tp_comm_overlap": on_gpu
+        and settings.parallel.tp == 2
+        and settings.parallel.uses_sequence_parallel
+        and settings.recompute.granularity != "selective",
         # fusions/fused_cross_entropy.py casts its gradient to bf16 whatever the logits were.
         "cross_entropy_loss_fusion": on_gpu and dtype is torch.bfloat16,
         "cross_entropy_fusion_impl": "native",

@@ -35,6 +35,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from lightning_megatron.engine.fillers.kernels import reported_gradient
 from lightning_megatron.errors import ConfigError, require_choice
 
 if TYPE_CHECKING:
@@ -204,12 +205,7 @@ class Fp8Linear:
                 gradient, inputs.t(), *scales, out_dtype=torch.float32, use_fast_accum=FAST_BACKWARD, out=main_grad
             )
         self.has_gradient = True
-        if not hasattr(weight, "grad_added_to_main_grad"):
-            return None
-        # megatron-core 0.16.1, tensor_parallel/layers.py: some gradient, or the hook that reduces would not run.
-        weight.grad_added_to_main_grad = True
-        make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
-        return make(weight)
+        return reported_gradient(weight)
 
 
 class _Product(torch.autograd.Function):

@@ -105,6 +105,19 @@ def accumulate_weight_gradient(total_input: Tensor, grad_output: Tensor, main_gr
         main_grad.addmm_(grad_output.t().to(main_grad.dtype), total_input.to(main_grad.dtype))
 
 
+def reported_gradient(weight: Any) -> Tensor | None:
+    """What autograd gets for ``weight``, whose gradient was added to ``main_grad``.
+
+    megatron-core 0.16.1, tensor_parallel/layers.py: some gradient, or the hook that reduces would not run; and zeros
+    for a tied weight, to whose others this one is added.
+    """
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
+    return make(weight)
+
+
 class WeightGradient:
     """The two functions of Apex's extension that the engine calls."""
 

@@ -1,0 +1,95 @@
+"""Linears that copy rows into other ranks' memory give the numbers of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.parity.comparison import assert_same_run
+from tests.parity.training import Case, Layout, RankOutcome, joined_outcome, outcome, train
+from tests.ranks import run_ranks
+
+
+class _Mail:
+    """Stands for a window where there is no GPU: what was written for another rank is sent when the ranks meet."""
+
+    def __init__(self, group: Any, num_bytes: int, device: torch.device) -> None:
+        self.group, self.num_bytes, self.rank = group, num_bytes, group.rank()
+        self.met = 0
+
+    def next(self) -> None:
+        self.sent: dict[int, torch.Tensor] = {}
+        self.got: dict[int, torch.Tensor] = {}
+
+    def place(self, of: int, on: int, like: torch.Tensor) -> torch.Tensor:
+        assert like.numel() * like.element_size() <= self.num_bytes
+        return self.got[of] if on == self.rank else self.sent.setdefault(on, torch.empty_like(like))
+
+    def meet(self) -> None:
+        self.met += 1
+        self.got = {rank: torch.empty_like(sent) for rank, sent in self.sent.items()}
+        operations = []
+        for rank, sent in self.sent.items():
+            operations.append(dist.P2POp(dist.isend, sent, group=self.group, group_peer=rank))
+            operations.append(dist.P2POp(dist.irecv, self.got[rank], group=self.group, group_peer=rank))
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+
+def _train_with_mail(case: Case) -> tuple[RankOutcome, int]:
+    from lightning_megatron.engine.fillers import peer_copies
+
+    windows: list[_Mail] = []
+
+    def window(*args: Any) -> _Mail:
+        windows.append(_Mail(*args))
+        return windows[-1]
+
+    peer_copies.Window, peer_copies.share_memory = window, lambda group: True  # type: ignore[assignment, misc]
+    return train(case), sum(each.met for each in windows)
+
+
+_FORCED = (("tp_comm_overlap", True),)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "exchanges"),
+    [
+        # Four linears in each of four layers, and the output layer, forwards and backwards.
+        ("llama", Layout(tp=2, dp=2, num_microbatches=3, overlap_communication=True), 2 * (4 * 4 + 1)),
+        ("gpt2", Layout(tp=4, num_microbatches=3), 2 * (4 * 4 + 1)),
+        ("t5", Layout(tp=2, recompute="selective", num_microbatches=3), None),
+    ],
+    ids=str,
+)
+def test_copied_rows_are_those_of_collectives(model: str, layout: Layout, exchanges: int | None) -> None:
+    from dataclasses import replace
+
+    layout = replace(layout, sequence_parallel=True, transformer_config_overrides=_FORCED)
+    case = Case(model=model, layout=layout, steps=3, labels="uneven", clip=0.5)
+    ranks = run_ranks(_train_with_mail, layout.world_size, case)
+    met = [met for _, met in ranks]
+    assert min(met) == max(met) > 0
+    assert exchanges is None or met[0] == 3 * 3 * exchanges
+    assert_same_run(joined_outcome([run for run, _ in ranks]), outcome(case.on_one_process))
+
+
+@pytest.mark.gpu(2)
+def test_copied_rows_are_those_of_collectives_on_gpus() -> None:
+    plain, copied = (
+        Case(
+            model="llama",
+            layout=Layout(
+                tp=2,
+                sequence_parallel=True,
+                num_microbatches=3,
+                transformer_config_overrides=(("tp_comm_overlap", copies),),
+            ),
+            accelerator="gpu",
+        )
+        for copies in (False, True)
+    )
+    assert_same_run(outcome(copied), outcome(plain))
