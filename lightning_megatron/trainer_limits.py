@@ -30,8 +30,8 @@ def check_trainer(trainer: pl.Trainer) -> None:
     """
     if (steps := trainer.accumulate_grad_batches) != 1:
         raise ConfigError(
-            f"accumulate_grad_batches={steps}: a batch is a whole step; use MegatronStrategy(num_microbatches={steps}) "
-            "and a batch_size that many times as large"
+            f"accumulate_grad_batches={steps} does not work, a batch is a whole step; use "
+            f"MegatronStrategy(num_microbatches={steps}) and a batch_size that many times as large"
         )
     algorithm = str(trainer.gradient_clip_algorithm or "norm")
     if trainer.gradient_clip_val and algorithm not in ("norm", "GradClipAlgorithmType.NORM"):
