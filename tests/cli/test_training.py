@@ -79,7 +79,11 @@ MISTAKES = (
     ("--trainer.logger.save_dir", "/dev/null/x", "saved in /dev/null/x: /dev/null is no folder"),
     ("--trainer.strategy", "megatron_tp3_pp1", "expected MegatronStrategy, megatron, megatron_tpN"),
     ("--trainer.strategy.num_microbatches", "100000000000", "the tokens of one step take"),
-    ("--trainer.accumulate_grad_batches", "2", "accumulate_grad_batches=2 does not work"),
+    (
+        "--trainer.accumulate_grad_batches",
+        "2",
+        "accumulate_grad_batches=2: a batch is a whole step; use MegatronStrategy",
+    ),
     ("--model.optimizer.weight_decay", "-1", "weight_decay=-1.0 must be at least 0"),
     ("--model.model", "nowhere/config.json", "nowhere/config.json does not exist"),
     ("--data.data_path", "nowhere", "nowhere"),
