@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
-import numpy as np
 import torch
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.trainer.states import TrainerFn
@@ -147,10 +146,7 @@ class IndexedDataModule(MegatronDataModule):
     def check(self, run: Run) -> None:
         name = self._name(run.model)
         if run.model is not None and run.model.architecture != name:
-            raise ConfigError(
-                f"objective={name!r} makes samples for another architecture than {run.model.family}'s; use"
-                f" objective={run.model.architecture!r} or leave it out"
-            )
+            raise ConfigError(f"objective={name!r}: expected {run.model.architecture!r} for a {run.model.family}")
         objective = self._objective(run.model)
         for split in self._sources:
             check_request(self._request(split, run.model, None), is_used=split in run.splits)
@@ -179,10 +175,7 @@ class IndexedDataModule(MegatronDataModule):
     @cached_property
     def _facts(self) -> TokenizerFacts:
         if self.tokenizer is None:
-            raise ConfigError(
-                "tokenizer=None does not tell which tokens mask and separate, which samples for a BERT or T5 need; give"
-                " the folder of the tokenizer that the dataset was made with"
-            )
+            raise ConfigError("tokenizer=None: expected the folder of the dataset's tokenizer for a BERT or T5")
         return TokenizerFacts.read(self.tokenizer)
 
     def _objective(self, model: ModelConfig | None) -> Objective:
@@ -265,10 +258,7 @@ class InstructionDataModule(MegatronDataModule):
         self.packing, self.pad_to_multiple_of = packing, pad_to_multiple_of
         if pad_to_multiple_of is not None:
             if packing:
-                raise ConfigError(
-                    f"pad_to_multiple_of={pad_to_multiple_of} is for rows of one sample, and packing=True fills rows of"
-                    " seq_length; leave one of them out"
-                )
+                raise ConfigError(f"pad_to_multiple_of={pad_to_multiple_of} is not for packing=True; leave one out")
             require_divides("pad_to_multiple_of", pad_to_multiple_of, "seq_length", seq_length)
         paths = _paths_of_splits(data_path, split, train=train_data_path, valid=valid_data_path, test=test_data_path)
         options = {"tokenizer": tokenizer, "seq_length": seq_length, "answers": answers, "separator": separator}
@@ -301,10 +291,7 @@ class InstructionDataModule(MegatronDataModule):
         instructions = self._read[options]
         part = split_ranges(split, len(instructions))[name]
         if not part:
-            raise DataError(
-                f"split={split!r} gives {name} none of the {len(instructions)} samples of {options.path}; give it a"
-                " larger weight or weight 0, or add samples"
-            )
+            raise DataError(f"split={split!r} gives {name} none of the {len(instructions)} samples of {options.path}")
         return InstructionSamples(
             instructions.part(part),
             pack_by=self.seed if self.packing else None,
@@ -434,49 +421,28 @@ def _load_dataset(folder: str) -> Any:
     try:
         from datasets import load_from_disk
     except ImportError as error:
-        raise ConfigError(
-            f"{folder} is read with the library datasets, which is not installed; run: pip install datasets"
-        ) from error
+        raise ConfigError(f"{folder} is read with the library datasets; pip install datasets") from error
     try:
         return load_from_disk(folder)
     except (OSError, ValueError, IndexError) as error:  # IndexError is the library's own, where there is not one row
-        raise DataError(
-            f"{folder} holds no dataset with items that save_to_disk wrote ({str(error).splitlines()[0]}); give the"
-            " folder of one"
-        ) from error
+        raise DataError(f"{folder} holds no dataset of save_to_disk ({str(error).splitlines()[0]})") from error
 
 
 def _stacked(key: str, values: list[Any], indices: Sequence[int]) -> Tensor:
-    tensors = [_tensor(value) for value in values]
-    found = [
-        type(value).__name__ if tensor is None else list(tensor.shape)
-        for value, tensor in zip(values, tensors, strict=True)
-    ]
-    for index, shape in zip(indices, found, strict=True):
-        if shape != found[0] or isinstance(shape, str):
-            raise DataError(
-                f"items {indices[0]} and {index} of the dataset have {found[0]} and {shape} under {key!r}, one batch"
-                " needs numbers of one shape; remove the key (remove_columns), pad them to one length, or give a"
-                " collate function that does, such as transformers' DataCollatorForLanguageModeling(tokenizer,"
-                " mlm=False)"
-            )
-    return torch.stack([tensor for tensor in tensors if tensor is not None])
-
-
-def _tensor(value: Any) -> Tensor | None:
-    """``value`` as a tensor on the host, None if it is none."""
-    if isinstance(value, Tensor):
-        return value.cpu()
-    if isinstance(value, np.ndarray | np.generic):
-        if value.dtype.kind not in "biuf":
-            return None
-        # torch computes little with the larger unsigned integers, and warns of arrays that it must not write to.
-        is_large_unsigned = value.dtype.kind == "u" and value.dtype.itemsize > 1
-        return torch.from_numpy(np.array(value, dtype=np.int64 if is_large_unsigned else value.dtype))
     try:
-        return torch.tensor(value)
-    except (TypeError, ValueError, RuntimeError):
-        return None
+        return torch.stack([_tensor(value) for value in values])
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"items {', '.join(map(str, indices))} cannot be stacked under {key!r} ({error}); remove the key"
+            " (remove_columns), pad them to one length, or give a collate function that does"
+        ) from None
+
+
+def _tensor(value: Any) -> Tensor:
+    """``value`` on the host; an error of torch's if it is no number and not made of numbers."""
+    tensor = value.cpu() if isinstance(value, Tensor) else torch.tensor(value)
+    # torch computes little with the larger unsigned integers.
+    return tensor.long() if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64) else tensor
 
 
 def _content(item: Any) -> list[Any]:
@@ -484,9 +450,11 @@ def _content(item: Any) -> list[Any]:
     keyed = item.items() if isinstance(item, Mapping) else enumerate(item if isinstance(item, tuple) else (item,))
     content: list[Any] = []
     for key, value in keyed:
-        tensor = _tensor(value)
-        plain = value if isinstance(value, str) else type(value).__name__
-        content.append((key, plain if tensor is None else (str(tensor.dtype), tensor.tolist())))
+        try:
+            tensor = _tensor(value)
+            content.append((key, (str(tensor.dtype), tensor.tolist())))
+        except (TypeError, ValueError, RuntimeError):
+            content.append((key, value if isinstance(value, str) else type(value).__name__))
     return content
 
 
@@ -551,10 +519,7 @@ class TextEvaluationDataModule(MegatronDataModule):
         _check_gpt(run.model, f"{type(self).__name__} asks GPTs")
         is_asked = self._trainer().state.fn in (TrainerFn.TESTING, TrainerFn.VALIDATING)
         if self._options.task == "last_word" and is_asked and type(run.train_step) is GPTTrainStep:
-            raise ConfigError(
-                "task=last_word asks how many last words are right, which train_step='gpt' does not count; set "
-                "train_step='last_word' of the model"
-            )
+            raise ConfigError("task=last_word: expected train_step='last_word', which counts last words, got 'gpt'")
         _check_token(int(self._texts.tokens.max()), run.model, f"tokenizer={self.tokenizer}")
 
     @override
@@ -596,10 +561,7 @@ def _paths_of_splits(data_path: Any, split: str, **own: Any) -> dict[SplitName, 
     alone: dict[Any, Any] = {name: path for name, path in own.items() if path is not None}
     if (data_path is None) != bool(alone):
         given = ", ".join(f"{name}_data_path={path}" for name, path in alone.items()) or "no path of a single split"
-        raise ConfigError(
-            f"data_path={data_path} with {given}: samples come from one or the other; give data_path and split, or only"
-            " train_data_path and others"
-        )
+        raise ConfigError(f"data_path={data_path} with {given}: expected data_path and split, or only paths of splits")
     if data_path is None:
         whole = {"train": "1,0,0", "valid": "0,1,0", "test": "0,0,1"}
         return {name: (path, whole[name]) for name, path in alone.items()}
@@ -609,15 +571,10 @@ def _paths_of_splits(data_path: Any, split: str, **own: Any) -> dict[SplitName, 
 
 def _check_gpt(model: ModelConfig | None, what: str) -> None:
     if model is not None and model.architecture != "gpt":
-        raise ConfigError(
-            f"{what}, and {model.family} is a {model.architecture.upper()}; give a LightningDataModule of your own"
-        )
+        raise ConfigError(f"{what}, and {model.family} is a {model.architecture.upper()}")
 
 
 def _check_token(largest: int, model: ModelConfig | None, source: str) -> None:
     """Refuse a token outside of the model's table, which would end the run inside a CUDA kernel."""
     if model is not None and largest >= model.vocab_size:
-        raise DataError(
-            f"{source} holds token {largest}, the model's vocab_size={model.vocab_size} ends at {model.vocab_size - 1}:"
-            " made for another model; use the model's tokenizer"
-        )
+        raise DataError(f"{source} holds token {largest}, the model's vocab_size={model.vocab_size} ends before it")

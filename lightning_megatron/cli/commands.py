@@ -123,7 +123,6 @@ def _run_command(arguments: list[str]) -> None:
         flags = {action.dest: action.option_strings[-1] for action in command._actions if action.option_strings}
         hint = advice(unknown[0].partition("=")[0], flags).partition("choose from")[0]  # --help shows what there is
         command.error(f"unrecognized arguments: {' '.join(unknown)}{hint and f'; {hint}'}")
-    errors.expand_home(command, parsed)
     try:
         parsed.run(parsed)
     except Exception as error:
@@ -205,9 +204,11 @@ def _add_argument(
     if choices := [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]:
         details["choices"] = choices
     else:
-        details["type"] = next((each for each in (int, float, Path) if kinds == {each}), str)
+        kind: type = next((each for each in (int, float, Path) if kinds == {each}), str)
+        # Shells leave the ~ of --option=~/folder.
+        details["type"] = (lambda text: kind(os.path.expanduser(text))) if Path in kinds else kind
         name_of = {int: "N", float: "X", Path: "PATH", str: parameter.name.rpartition("_")[2].rstrip("s").upper()}
-        details["metavar"] = "PATH" if Path in kinds else name_of[details["type"]]
+        details["metavar"] = "PATH" if Path in kinds else name_of[kind]
     if any(get_origin(each) in (Sequence, tuple) for each in (hint, *get_args(hint))):
         details["nargs"] = "+"
     if default is not parameter.empty:
@@ -260,7 +261,6 @@ def _under_supervision(options: list[str]) -> list[str]:
         raise errors.UsageError(f"--max-restarts: expected a number, got {parsed.max_restarts}; give 0 or more")
     if started_by := next((name for name in ("RANK", "LOCAL_RANK", "SLURM_NTASKS") if name in os.environ), None):
         raise errors.UsageError(
-            f"--max-restarts: expected one host where nothing else starts the ranks, got {started_by} in the "
-            "environment; use torchrun --max-restarts, or SLURM's --requeue, with --ckpt_path last"
+            f"--max-restarts: expected no other launcher, got {started_by} in the environment; use its restarts"
         )
     sys.exit(supervise([sys.executable, "-m", "lightning_megatron", "fit", *others], parsed.max_restarts))

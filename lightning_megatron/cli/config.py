@@ -228,9 +228,7 @@ def _interview() -> Settings:
                 parallel.check_model(model)
                 parallel.check_sequence(settings.get("data.seq_length", parallel.tp), _longest(model))
             except EOFError:
-                raise UsageError(
-                    f"{place}: expected an answer, got the end of the input; an empty line is {default}"
-                ) from None
+                raise UsageError(f"{place}: expected an answer, got the end of the input (none is {default})") from None
             except ConfigError as error:
                 if not sys.stdin.isatty():
                     raise

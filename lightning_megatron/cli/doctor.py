@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import platform
-import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from importlib.util import find_spec
 
 import torch
 
@@ -15,9 +15,13 @@ from lightning_megatron.engine.fillers.choice import DeviceType, has_liger, slot
 
 _PACKAGE = "lightning-megatron"
 _NEEDED = ("torch", "lightning", "megatron-core", "transformers", "tokenizers", "jsonargparse", "numpy")
-_OPTIONAL: dict[str, tuple[str, Callable[[], bool], str, str]] = {
+_OPTIONAL: dict[str, tuple[str, Callable[[], object], str, str]] = {
     # Module, whether it works, what it gives, how to install it.
     "liger-kernel": ("liger_kernel", has_liger, "fused SwiGLU on a GPU", "pip install 'lightning-megatron[gpu]'"),
+    **{
+        name: (name, partial(find_spec, name), "for preprocess", "pip install 'lightning-megatron[data]'")
+        for name in ("pyarrow", "zstandard", "sentencex", "orjson")
+    },
 }
 
 
@@ -32,16 +36,15 @@ def report_installation() -> str:
             _table("Devices", ("device", "what"), _devices()),
             _table(f"Engine slots when a strategy runs on {device_type}", ("slot", "filled by", "why"), slots),
             _table("Optional", ("package", "state", "gives", "install"), optional),
-            _table("Extras", ("extra", "state", "install"), _extras()),
         )
     )
 
 
-def _state(module: str, works: Callable[[], bool]) -> str:
+def _state(module: str, works: Callable[[], object]) -> str:
     """Whether it is there, and whether it works: a half-installed CUDA extension is there only."""
     if works():
         return "usable"
-    return "not installed" if importlib.util.find_spec(module) is None else "installed, but not usable"
+    return "not installed" if find_spec(module) is None else "installed, but not usable"
 
 
 def _versions() -> list[tuple[str, str]]:
@@ -60,16 +63,6 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _extras() -> Iterable[tuple[str, str, str]]:
-    """What pip would install for each extra that is no developer's, and which of it is there."""
-    if _version(_PACKAGE) == "not installed":  # run from a source folder: nothing says what the extras are
-        return
-    lines = importlib.metadata.requires(_PACKAGE) or []
-    for extra in ("gpu", "data"):
-        names = [re.split(r"[^\w.-]", line)[0] for line in lines if re.search(rf"extra == .{extra}\b", line)]
-        yield extra, ", ".join(f"{name} {_version(name)}" for name in names), f"pip install '{_PACKAGE}[{extra}]'"
 
 
 def _devices() -> Iterable[tuple[str, str]]:

@@ -22,8 +22,6 @@ _PATIENCE_SECONDS = 6.0
 Longer than the 5 s after which Lightning's launcher notices a child that ended, and kills local rank 0 unheard.
 """
 _LONGEST_LINE = 600
-_PATH_METAVARS = ("PATH", "DIR", "FILE", "PREFIX")
-"""By which the parsers tell options that name something on the disk."""
 
 
 class UsageError(ConfigError):
@@ -79,20 +77,6 @@ def in_typed_words(message: str, parser: argparse.ArgumentParser) -> str:
             if "_" in name:
                 message = re.sub(rf"{begin}{name}(?![\w/=]|\.\w)", flag, message)
     return message
-
-
-def expand_home(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
-    """Replace ``~`` at the beginning of every path; shells leave it in ``--option=~/folder``.
-
-    Args:
-        parser: Whose options with the metavars of paths are meant.
-        parsed: Changed in place.
-    """
-    for action in parser._actions:
-        value = getattr(parsed, action.dest, None)
-        if action.metavar in _PATH_METAVARS and value is not None:
-            paths = [type(each)(os.path.expanduser(each)) for each in (value if isinstance(value, list) else [value])]
-            setattr(parsed, action.dest, paths if isinstance(value, list) else paths[0])
 
 
 def report(message: str) -> int:

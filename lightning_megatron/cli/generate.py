@@ -180,9 +180,7 @@ def _opened(options: GenerateOptions) -> Source:
     config = None if options.config is None else local_folder(options.config, "config")
     stored = open_source(local_folder(options.load_path, "model"), config, options.iteration)
     if stored.model.architecture not in ("gpt", "t5"):
-        raise ConfigError(
-            f"{stored.path} is a {stored.model.family}, and generate needs a GPT or T5, which write texts"
-        )
+        raise ConfigError(f"{stored.path} is a {stored.model.family}, generate needs a GPT or T5")
     if stored.model.architecture == "t5" and options.add_bos:
         raise ConfigError("--add-bos is for texts that are continued, and a T5 starts its own; leave it out")
     return stored
@@ -229,21 +227,16 @@ def read_prompts(texts: Sequence[str] | None, file: Path | None, num_processes: 
         num_processes: How many will read the same.
 
     Raises:
-        ConfigError: If there is none of the two, or both; the file cannot be read, has no text, or a text is not UTF-8.
+        ConfigError: If there is none of the two, or both; the file cannot be read, is not UTF-8, or has no text.
     """
     if (texts is None) == (file is None):
         raise UsageError(f"{'one' if file is None else 'only one'} of the arguments --prompt --prompt-file is required")
     if file is None:
-        for text in texts or []:
-            if text.encode(errors="replace").decode() != text:  # bytes that Python has kept as halves of characters
-                raise ConfigError(f"--prompt {text!r} is not UTF-8; write it so")
         return list(texts or [])
     if file == Path("-"):
         if num_processes > 1 and not stat.S_ISREG(os.fstat(0).st_mode):
             if "LOCAL_RANK" in os.environ:
-                raise ConfigError(
-                    f"--prompt-file - is read by one process, and {num_processes} were started already; give a file"
-                )
+                raise ConfigError(f"--prompt-file - is read by one process, got {num_processes}; give a file")
             with tempfile.TemporaryFile() as copy:
                 shutil.copyfileobj(sys.stdin.buffer, copy)
                 copy.flush()

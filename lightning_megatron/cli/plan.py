@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_megatron.cli.config import as_yaml, described_model
 from lightning_megatron.cli.errors import UsageError
@@ -14,7 +14,6 @@ from lightning_megatron.errors import require_number
 if TYPE_CHECKING:
     from lightning_megatron.planner import Device, Plan, Run
 
-T = TypeVar("T")
 _PRECISIONS = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true"}
 DeviceName = Literal["b200", "h200", "h100", "a100", "a100-40gb"]
 
@@ -106,7 +105,8 @@ def _table(found: Sequence[Plan], device: Device) -> Iterator[str]:
         f"{first.precision}; GiB are of the fullest GPU"
     )
     yield ""
-    layout = ("tp", "pp", "vpp", "cp", "dp", *_ep(first, "ep"), "mb x m", "recompute")
+    has_experts = first.model.experts is not None
+    layout = ("tp", "pp", "vpp", "cp", "dp", *("ep",) * has_experts, "mb x m", "recompute")
     rows: list[Sequence[str]] = [
         (*layout, "GiB", *_PARTS, "s/step", "bubble", "comm.", "tok/s/GPU", "MFU"),
     ]
@@ -117,7 +117,8 @@ def _table(found: Sequence[Plan], device: Device) -> Iterator[str]:
         row_flops = model_flops(run.model, run.lengths, run.model.padded_vocab_size(parallel.tp))
         flops_per_s = each.tokens_per_s_per_device / sum(run.lengths) * row_flops
         rows.append((
-            *map(str, (parallel.tp, _pp(run), parallel.vpp or "-", parallel.cp, run.dp, *_ep(run, parallel.ep))),
+            *map(str, (parallel.tp, _pp(run), parallel.vpp or "-", parallel.cp, run.dp)),
+            *(str(parallel.ep),) * has_experts,
             f"{run.micro_batch_size} x {parallel.num_microbatches}",
             run.recompute or "-",
             f"{memory.total / GIB:.1f}",
@@ -135,11 +136,6 @@ def _pp(run: Run) -> str:
     """Stages, and the layers of each where they are not the same."""
     chunks = run.chunks[: run.parallel.pp]
     return str(run.parallel.pp) if len(set(chunks)) == 1 else f"{run.parallel.pp}:{'-'.join(map(str, chunks))}"
-
-
-def _ep(run: Run, value: T) -> tuple[T, ...]:
-    """``value`` for a model with experts, nothing for others."""
-    return () if run.model.experts is None else (value,)
 
 
 def _yaml(best: Plan, given: str | dict[str, str], options: PlanOptions) -> str:

@@ -18,7 +18,7 @@ import reprlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -125,10 +125,7 @@ def parse_blend(data_path: str | Sequence[str | float]) -> tuple[Source, ...]:
     are_weights = all(weight is not None and 0 <= weight < math.inf for weight in weights)
     are_prefixes = all(isinstance(item, str) and item.strip() and _number(item) is None for item in items)
     if not items or not are_prefixes or not are_weights or len(weights) not in (0, len(items)):
-        raise ConfigError(
-            f"data_path={shown} must be prefixes that preprocess printed, or weights (finite numbers of at least 0) and"
-            " prefixes in turn, as in [0.7, books, 0.3, web]; write a prefix that looks like a number ./30"
-        )
+        raise ConfigError(f"data_path={shown} must be prefixes (./30 for 30), or finite weights and prefixes in turn")
     prefixes = [os.path.expanduser(item) for item in items]
     ((most_common, times),) = Counter(map(os.path.abspath, prefixes)).most_common(1)
     if times > 1:
@@ -136,10 +133,7 @@ def parse_blend(data_path: str | Sequence[str | float]) -> tuple[Source, ...]:
     pairs = zip(prefixes, weights or [None] * len(prefixes), strict=True)
     sources = tuple(Source(prefix, weight) for prefix, weight in pairs if weight != 0)
     if not 1 <= len(sources) <= MAX_DATASETS:
-        raise ConfigError(
-            f"data_path={shown} gives {len(sources)} datasets a weight, a blend has 1 to {MAX_DATASETS}; make a weight"
-            " positive, or merge some"
-        )
+        raise ConfigError(f"data_path={shown} gives {len(sources)} datasets a weight, expected 1 to {MAX_DATASETS}")
     return sources
 
 
@@ -197,25 +191,22 @@ def mix(sources: tuple[Source, ...], counts: Sequence[int], num_samples: int | N
 class BlendedSamples:
     """Several open datasets as one; each is opened when a sample of it is read, and only some are open at a time."""
 
-    def __init__(
-        self, folder: str, openers: Sequence[Callable[[], Samples]], num_samples: int, fingerprint: str
-    ) -> None:
+    def __init__(self, folder: str, openers: Sequence[Callable[[], Samples]], fingerprint: str) -> None:
         """Bind the parts.
 
         Args:
             folder: Where the mixture is.
             openers: Open one dataset each; picklable.
-            num_samples: Samples in the mixture.
             fingerprint: Of the order of datasets, and of the samples in each.
         """
-        self._folder = folder
+        self._arguments = (folder, openers, fingerprint)
+        self._mixture = Mixture.load(folder)
         self._openers = openers
-        self._num_samples = num_samples
         self.fingerprint = fingerprint
         self._open: OrderedDict[int, Samples] = OrderedDict()
 
     def __len__(self) -> int:
-        return self._num_samples
+        return len(self._mixture.dataset_index)
 
     def rows(self, indices: Sequence[int]) -> Rows:
         """The samples at ``indices``, stacked; all datasets give rows of the same lengths."""
@@ -226,14 +217,9 @@ class BlendedSamples:
         back = torch.from_numpy(np.argsort(np.concatenate(groups)))
         return {key: torch.cat([part[key] for part in parts])[back] for key in parts[0]}
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Open files do not travel to other processes."""
-        state = {name: value for name, value in self.__dict__.items() if name != "_mixture"}
-        return {**state, "_open": OrderedDict()}
-
-    @cached_property
-    def _mixture(self) -> Mixture:
-        return Mixture.load(self._folder)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Maps of files do not travel to other processes, which open them again."""
+        return type(self), self._arguments
 
     def _dataset(self, number: int) -> Samples:
         if number not in self._open:
@@ -332,7 +318,7 @@ def open_samples(request: SplitRequest, index_cache: str | None) -> Samples:
     for part in request.parts(Mixture.load(folder)):
         folder_of_part, _ = _built_part(request.objective, part, index_cache)
         openers.append(partial(request.objective.open, part, folder_of_part))
-    return BlendedSamples(folder, openers, order.num_samples, order.fingerprint)
+    return BlendedSamples(folder, openers, order.fingerprint)
 
 
 @lru_cache(maxsize=4096)

@@ -37,10 +37,7 @@ def check_batch(batch: Any) -> dict[str, torch.Tensor]:
         raise DataError(f"a batch is a {type(batch).__name__}; the DataLoader must yield dicts of tensors")
     for name, value in batch.items():
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
-            raise DataError(
-                f"batch[{name!r}] is a {type(value).__name__}; every value must be a tensor with one row per sample: "
-                "drop or convert it in the collate function"
-            )
+            raise DataError(f"batch[{name!r}]: expected a tensor with a row per sample, got a {type(value).__name__}")
     rows = {name: value.shape[0] for name, value in batch.items()}
     if len(set(rows.values())) > 1:
         raise DataError(f"the tensors of a batch have different numbers of rows, {rows}; give all the same")

@@ -116,10 +116,7 @@ def _first_documents(dataset: IndexedDataset, count: int, tokenizer: Any) -> lis
 def _decoded(tokens: NDArray[Any], tokenizer: Any, prefix: str) -> str:
     foreign = tokens[(tokens < 0) | (tokens >= len(tokenizer)) | (tokens != np.floor(tokens))]
     if foreign.size:
-        raise DataError(
-            f"{prefix} holds token {foreign[0]}, the tokenizer has 0 to {len(tokenizer) - 1}: it was made with"
-            " another; give that one, or leave --tokenizer out"
-        )
+        raise DataError(f"{prefix} holds token {foreign[0]}, the tokenizer has 0 to {len(tokenizer) - 1}; give its own")
     return str(tokenizer.decode(tokens.tolist()))
 
 

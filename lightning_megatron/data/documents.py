@@ -141,12 +141,10 @@ def find_files(inputs: Sequence[str | Path], keys: Sequence[str] = (PLAIN_TEXT_K
         keys: That will be read; text files have none but ``text``.
 
     Raises:
-        DataError: If there are no inputs, an input does not exist or matches nothing, or there is no file in it, or a
+        DataError: If an input does not exist or matches nothing, or there is no file in it, or a
             text file has not the key.
         ConfigError: If a file needs a library that is not installed.
     """
-    if not inputs:
-        raise DataError("no input path was given; name at least one file, folder or pattern with --input")
     files: dict[str, Path] = {}
     for text in inputs:
         for path in _files_of_input(text):
@@ -156,10 +154,7 @@ def find_files(inputs: Sequence[str | Path], keys: Sequence[str] = (PLAIN_TEXT_K
         if content == "parquet" or compression == ".zst":
             require_library("pyarrow" if content == "parquet" else "zstandard", f"reading {path}")
         if content == "text" and list(keys) != [PLAIN_TEXT_KEY]:
-            raise DataError(
-                f"json keys {', '.join(keys)} cannot be read from {path}: a text file has only the key"
-                f" '{PLAIN_TEXT_KEY}'; give .jsonl or .parquet files, or leave the json key out"
-            )
+            raise DataError(f"json keys {', '.join(keys)}: {path} is a text file, which has only '{PLAIN_TEXT_KEY}'")
     return list(files.values())
 
 
@@ -170,9 +165,7 @@ def require_library(name: str, purpose: str) -> None:
         ConfigError: If the optional library ``name`` is not installed.
     """
     if importlib.util.find_spec(name) is None:
-        raise ConfigError(
-            f"{purpose} needs the library {name}, which is not installed; pip install 'lightning-megatron[data]'"
-        )
+        raise ConfigError(f"{purpose} needs the library {name}; pip install 'lightning-megatron[data]'")
 
 
 def progress_bar(files: Sequence[Path], activity: str, delay: float = 0) -> Any:
@@ -212,26 +205,16 @@ def cut_into_pieces(
         yield Piece(files=tuple(group), num_bytes=group_bytes)
 
 
-def read_documents(
-    piece: Piece, keys: Sequence[str], stop_at_bad: bool = True
-) -> tuple[list[tuple[str, ...]], list[str]]:
+def read_documents(piece: Piece, keys: Sequence[str]) -> tuple[list[tuple[str, ...]], list[str]]:
     """The documents of ``piece`` in order, one text a key; and what is no document, with its place and what to do.
 
     Args:
         piece: What ``cut_into_pieces`` gave.
         keys: Of the JSON objects or rows.
-        stop_at_bad: Leave out everything after the first bad document, as it ends the run.
     """
-    documents: list[tuple[str, ...]] = []
-    bad: list[str] = []
-    for place, found in _documents(piece, keys):
-        if isinstance(found, tuple):
-            documents.append(found)
-            continue
-        bad.append(f"{place} {found}")
-        if stop_at_bad:
-            break
-    return documents, bad
+    found = list(_documents(piece, keys))
+    bad = [f"{place} {problem}" for place, problem in found if isinstance(problem, str)]
+    return [texts for _, texts in found if isinstance(texts, tuple)], bad
 
 
 def read_texts(path: str, key: str = PLAIN_TEXT_KEY) -> Iterator[tuple[str, str]]:
@@ -443,18 +426,13 @@ def _unreadable(error: Exception) -> str:
 
 
 def _files_of_input(text: str | Path) -> list[Path]:
-    if not os.fspath(text):
-        raise DataError("input='' is empty; give a file, folder or pattern, or . for this folder")
     path = os.path.expanduser(text)
     matches = [path]
     if glob.has_magic(str(path)) and not os.path.exists(path):
         matches = sorted(glob.glob(str(path), recursive=True))
     files = [file for match in matches for file in (_files_of_folder(match) if os.path.isdir(match) else [Path(match)])]
     if not files:
-        raise DataError(
-            f"{path} matches no file, or holds no .jsonl, .parquet, .txt or source file; name files with other suffixes"
-            " singly or by a quoted pattern"
-        )
+        raise DataError(f"{path} matches no file, or holds no .jsonl, .parquet, .txt or source file; name others")
     for file in files:
         # Unlike its namesake in pathlib, this raises nothing for what cannot be looked up or is too long for a name.
         if not os.path.isfile(file):
@@ -464,9 +442,7 @@ def _files_of_input(text: str | Path) -> list[Path]:
 
 def _files_of_folder(folder: str | Path) -> list[Path]:
     def refuse(error: OSError) -> NoReturn:  # its documents would be missing, and nobody would know
-        raise DataError(
-            f"{error.filename} cannot be searched ({error.strerror}); allow access, or name the other inputs singly"
-        ) from error
+        raise DataError(f"{error.filename} cannot be searched ({error.strerror}); allow access") from error
 
     found: list[Path] = []
     for parent, folders, names in os.walk(folder, onerror=refuse):

@@ -59,10 +59,7 @@ class EvaluationOptions:
         require_choice("task", self.task, get_args(EvaluationTask))
         require_number("seq_length", self.seq_length, at_least=1)
         if self.stride is not None and (self.task != "perplexity" or not 1 <= self.stride <= self.seq_length):
-            raise ConfigError(
-                f"stride={self.stride} with task={self.task} must be between 1 and seq_length={self.seq_length}, and is"
-                " for task=perplexity: each row goes on by that many tokens; correct it or leave it out"
-            )
+            raise ConfigError(f"stride={self.stride} is for task=perplexity, and 1 to seq_length={self.seq_length}")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -174,20 +171,14 @@ def _last_words(batch: Sequence[_Text], encode: _Encode, prefix: list[int], opti
         target = of_both[len(context) :] if of_both[: len(context)] == context else word
         ids, num_targets = [*prefix, *context, *target], len(target) if options.strict else 1
         if num_targets > options.seq_length:
-            raise DataError(
-                f"{place} ends with a word of {num_targets} tokens, more than seq_length={options.seq_length} can "
-                "predict; raise seq_length or remove the line"
-            )
+            raise DataError(f"{place} ends with a word of {num_targets} tokens, seq_length={options.seq_length}")
         yield ids, [(max(0, len(ids) - options.seq_length - 1), len(ids) - num_targets, len(ids))]
 
 
 def _context_and_word(text: str, place: str) -> tuple[str, str]:
     words = text.split()
     if len(words) < 2:
-        raise DataError(
-            f"{place} has {len(words)} words, and a last word is predicted from those before it; remove the line or "
-            "give it more text"
-        )
+        raise DataError(f"{place} has {len(words)} words, a last word is predicted from those before it; remove it")
     return text[: text.rstrip().rfind(words[-1])].strip(), words[-1]
 
 

@@ -5,9 +5,10 @@ All documents of a split, shuffled, are one stream of tokens; sample k is its to
 rule by which the last pass is shuffled by itself, are Megatron's, so samples and order equal its own for the same file,
 split, sequence length, seed and number of samples (megatron-core 0.16.1, datasets/gpt_dataset.py).
 
-Its ``GPTDataset`` itself is not used, only ``build_sample_idx`` beneath it. It reads document by document: with 4,096
-tokens a sample 18 M tokens/s from documents of 50 tokens and 73 M from those of 5,000, where this reads 250 M and
-300 M. It counts a partial last sample in single precision, and builds on global rank 0 alone, not atomically.
+Its ``GPTDataset`` itself is not used, only the functions beneath it that lay out samples and shuffle them. It reads
+document by document: with 4,096 tokens a sample 18 M tokens/s from documents of 50 tokens and 73 M from those of 5,000,
+where this reads 250 M and 300 M. It counts a partial last sample in single precision, and builds on global rank 0
+alone, not atomically.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -122,6 +122,7 @@ def build_gpt_index(
         keep_partial: Whether tokens at the end that fill no whole sample are one.
     """
     from megatron.core.datasets import helpers
+    from megatron.core.datasets.gpt_dataset import _build_document_index, _build_shuffle_index
 
     per_pass = int(lengths[documents].sum(dtype=np.int64))
     passes = 1 if num_samples is None else max(1, -(-(num_samples * seq_length + 1) // per_pass))
@@ -130,9 +131,7 @@ def build_gpt_index(
     alone = passes > 1 and of_last < int(_OWN_SHUFFLE_BELOW * _count(per_pass, seq_length))
     random = np.random.RandomState(seed)
 
-    order = _shuffled(np.tile(documents, passes - alone), random)
-    if alone:
-        order = np.concatenate((order, _shuffled(documents.copy(), random)))
+    order = _build_document_index(documents, passes, random, alone)
     begins = helpers.build_sample_idx(lengths, order, seq_length, passes, per_pass, True, True)
     # The engine counts a partial sample in single precision (helpers.cpp:build_sample_idx): from 2^24 tokens on one
     # sample too few or too many, which is then padding alone.
@@ -140,16 +139,12 @@ def build_gpt_index(
         last = np.flatnonzero(lengths[order])[-1]
         begins = np.concatenate((begins, np.array([[last, lengths[order[last]] - 1]], dtype=begins.dtype)))
     total = len(begins) - 1
-    wide = total >= np.iinfo(np.uint32).max - 1
-    samples = np.arange(total, dtype=np.int64 if wide else np.uint32)
-    together = before_last if alone else total
-    _shuffled(samples[:together], random)
-    _shuffled(samples[together:], random)
+    samples = _build_shuffle_index(before_last if alone else total, total, random)
     return GPTIndex(document_index=order, sample_index=begins, shuffle_index=samples)
 
 
 class GPTSamples:
-    """An open split. Files are mapped when they are needed, by each process for itself; their pages are shared."""
+    """An open split; each process maps the files for itself, and shares their pages."""
 
     def __init__(self, prefix: str, seq_length: int, folder: str) -> None:
         """Bind the parts.
@@ -159,9 +154,9 @@ class GPTSamples:
             seq_length: Predictions of a sample.
             folder: Where its index is.
         """
-        self._dataset = open_dataset(prefix)
+        self._arguments = (prefix, seq_length, folder)
+        self._dataset, self._index = open_dataset(prefix), GPTIndex.load(folder)
         self._row_length = seq_length + 1
-        self._folder = folder
 
     @property
     def fingerprint(self) -> str:
@@ -178,7 +173,7 @@ class GPTSamples:
         """``text`` [rows, seq_length + 1] int64; -1 where there is no token.
 
         Raises:
-            DataError: If a file of the dataset is not as it was opened, or its index points outside of the tokens.
+            DataError: If a file of the dataset is not as it was opened.
         """
         self._dataset.check_unchanged()
         pieces, begins, counts = self._pieces(np.asarray(indices, dtype=np.int64))
@@ -192,16 +187,15 @@ class GPTSamples:
             found = partly
         return {"text": torch.from_numpy(found.reshape(len(pieces), self._row_length))}
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Maps of files do not travel to other processes."""
-        return {name: value for name, value in self.__dict__.items() if name != "_index"}
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Maps of files do not travel to other processes, which open them again."""
+        return type(self), self._arguments
 
     def _pieces(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Pieces of documents that make up rows: how many for each row; for each its first token and its length.
 
         A row is the end of one document, whole documents, and the beginning of another, or a piece of one document.
         """
-        tokens = self._dataset.tokens
         samples = self._index.shuffle_index[indices].astype(np.int64)
         first, first_token = self._index.sample_index[samples].astype(np.int64).T
         last, last_token = self._index.sample_index[samples + 1].astype(np.int64).T
@@ -214,26 +208,10 @@ class GPTSamples:
         starts = np.zeros_like(ends)
         starts[row_ends - pieces] = first_token
         counts = ends - starts
-        begins, odd = np.divmod(self._dataset.positions[documents], tokens.dtype.itemsize)
-        begins += starts
-        if odd.any() or (counts < 0).any() or (begins < 0).any() or (begins + counts > len(tokens)).any():
-            raise DataError(
-                f"{self._dataset.prefix}.idx points outside of .bin or between tokens; run preprocess again"
-            )
-        return pieces, begins, counts
-
-    @cached_property
-    def _index(self) -> GPTIndex:
-        return GPTIndex.load(self._folder)
+        return pieces, self._dataset.positions[documents] // self._dataset.dtype.itemsize + starts, counts
 
 
 def _count(tokens: int, seq_length: int, keep_partial: bool = False) -> int:
     """Samples in a stream of tokens."""
     predictions = max(0, tokens - 1)
     return -(-predictions // seq_length) if keep_partial else predictions // seq_length
-
-
-def _shuffled(array: NDArray[Any], random: np.random.RandomState) -> NDArray[Any]:
-    """The same array, shuffled in place."""
-    random.shuffle(array)
-    return array

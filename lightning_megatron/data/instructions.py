@@ -13,7 +13,7 @@ import re
 import reprlib
 from array import array
 from bisect import bisect_left, insort
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -217,10 +217,7 @@ class _Reader:
         self._options = options
         self._tokenizer = tokenizer = load_tokenizer(options.tokenizer)
         if not tokenizer.is_fast:
-            raise DataError(
-                f"tokenizer={options.tokenizer} is a {type(tokenizer).__name__}, which cannot tell where in a text its"
-                " tokens are, so answers cannot be found; give one with a tokenizer.json"
-            )
+            raise DataError(f"tokenizer={options.tokenizer}: expected one with tokenizer.json, got {tokenizer!r:.40}")
         self.padding_token: int = next(t for t in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if t is not None)
 
     def samples(self, records: Iterator[tuple[str, Message]]) -> Iterator[TokenizedSample]:
@@ -267,10 +264,7 @@ class _Reader:
         if not completion.strip():
             raise DataError(f"{place} has an empty 'completion', so there is nothing to learn; remove or complete it")
         if self._tokenizer.eos_token_id is None:
-            raise DataError(
-                f"{place} has a prompt and a completion, which an end-of-sequence token must end, and the tokenizer"
-                " has none; set eos_token in its tokenizer_config.json"
-            )
+            raise DataError(f"{place}: expected a tokenizer with an eos_token, which ends a completion, got none")
         text = prompt + completion
         return _Rendered(text=text, answers=[(len(prompt), len(text))], is_chat=False)
 
@@ -281,10 +275,7 @@ class _Reader:
             # Many templates pass over roles that they do not know, without a word.
             content, role = message.get("content"), message["role"]
             if role not in _REWRITTEN_ROLES and isinstance(content, str) and content.strip() not in text:
-                raise DataError(
-                    f"{place}: the chat template leaves out what the role {role!r} says; use a role that it knows, or"
-                    " another template"
-                )
+                raise DataError(f"{place}: the chat template leaves out what the role {role!r} says; use another")
         if marks is not None:
             before = self._apply_template(messages[: turns[0]], tools, place)[1] if turns[0] else None
             return _Rendered(text=text, answers=marks[len(before or ()) :], is_chat=True)
@@ -410,44 +401,32 @@ def pack(lengths: NDArray[np.integer], capacity: int, seed: int) -> tuple[NDArra
     generator = np.random.default_rng(seed)
     drawn = generator.permutation(len(lengths))
     by_length = drawn[np.argsort(-lengths[drawn].astype(np.int64), kind="stable")]
-    row_of, num_rows = _rows_of(lengths, capacity)
-    row_of = generator.permutation(num_rows)[row_of]
+    found, num_rows = _rows_of(lengths, capacity)
+    row_of = generator.permutation(num_rows)[found]
     starts = np.concatenate([[0], np.bincount(row_of, minlength=num_rows).cumsum()]).astype(np.int64)
     return by_length[np.argsort(row_of, kind="stable")], starts
 
 
-def _rows_of(lengths: NDArray[np.integer], capacity: int) -> tuple[NDArray[np.int64], int]:
-    """The row of each sample, the longest first, and the number of rows; all rows of as much room are filled at once.
-
-    Once a row with the least room that suffices has taken a sample, no other has less room that suffices for the next
-    one of the same length: it goes on until its room does not suffice.
-    """
-    row_of: list[NDArray[np.int64]] = [np.empty(0, dtype=np.int64)]
-    with_room: defaultdict[int, list[int]] = defaultdict(list)  # rows by the room that they have left
+def _rows_of(lengths: NDArray[np.integer], capacity: int) -> tuple[list[int], int]:
+    """The row of each sample, the longest first, and the number of rows."""
+    row_of: list[int] = []
+    with_room: defaultdict[int, deque[int]] = defaultdict(deque)  # rows by the room that they have left
     rooms: list[int] = []  # what there is of it, ascending
     num_rows = 0
-    for length, count in reversed(list(zip(*(found.tolist() for found in np.unique_counts(lengths)), strict=True))):
-        while count:
-            place = bisect_left(rooms, length)
-            room = capacity if place == len(rooms) else rooms[place]
-            each = room // length
-            needed = -(-count // each)
-            if place == len(rooms):
-                rows = list(range(num_rows, num_rows + needed))
-                num_rows += needed
-            else:
-                rows, with_room[room] = with_room[room][:needed], with_room[room][needed:]
-                if not with_room[room]:
-                    del rooms[place]
-            taken = min(count, each * len(rows))
-            row_of.append(np.repeat(rows, each)[:taken])
-            count -= taken
-            of_last = taken - each * (len(rows) - 1)
-            for left, those in ((room - each * length, rows[:-1]), (room - of_last * length, rows[-1:])):
-                if those and not with_room[left]:
-                    insort(rooms, left)
-                with_room[left] += those
-    return np.concatenate(row_of), num_rows
+    for length in np.sort(lengths)[::-1].tolist():
+        place = bisect_left(rooms, length)
+        if place == len(rooms):
+            row, room, num_rows = num_rows, capacity, num_rows + 1
+        else:
+            room = rooms[place]
+            row = with_room[room].popleft()
+            if not with_room[room]:
+                del rooms[place]
+        row_of.append(row)
+        if not with_room[room - length]:
+            insort(rooms, room - length)
+        with_room[room - length].append(row)
+    return row_of, num_rows
 
 
 # ---- rows -----------------------------------------------------------------------------------------------------------
@@ -499,23 +478,23 @@ class InstructionSamples:
         if self._multiple is not None:
             longest = max(int(source.lengths[row].sum()) for row in members)
             length = -(-longest // self._multiple) * self._multiple
-        shape = (len(members), length)
-        input_ids = np.full(shape, source.padding_token, dtype=np.int64)
-        labels = np.full(shape, _NO_TARGET, dtype=np.int64)
-        attention_mask, position_ids = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+        fillings = {"input_ids": source.padding_token, "labels": _NO_TARGET, "attention_mask": 0, "position_ids": 0}
+        columns = {name: np.full((len(members), length), filling, np.int64) for name, filling in fillings.items()}
         for row, samples in enumerate(members):
             begin = 0
             for number, sample in enumerate(samples, 1):
                 tokens, is_answer = source.sample(sample)
-                place = (row, slice(begin, begin + len(tokens)))
-                input_ids[place] = tokens
-                labels[place] = np.where(is_answer, tokens, _NO_TARGET)
-                attention_mask[place] = number
-                position_ids[place] = np.arange(len(tokens))
-                begin += len(tokens)
-        arrays = (input_ids, labels, attention_mask, position_ids)
-        names = ("input_ids", "labels", "attention_mask", "position_ids")
-        return dict(zip(names, map(torch.from_numpy, arrays), strict=True))
+                end = begin + len(tokens)
+                values: tuple[Any, ...] = (
+                    tokens,
+                    np.where(is_answer, tokens, _NO_TARGET),
+                    number,
+                    np.arange(len(tokens)),
+                )
+                for column, value in zip(columns.values(), values, strict=True):
+                    column[row, begin:end] = value
+                begin = end
+        return {name: torch.from_numpy(column) for name, column in columns.items()}
 
 
 _LAYOUT = 1

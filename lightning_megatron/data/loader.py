@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from lightning_megatron.data.samples import Rows, Samples
-from lightning_megatron.errors import CheckpointError, ConfigError, DataError
+from lightning_megatron.errors import ConfigError, DataError
 
 PADDING_ROW = -1
 """Stands for a row without a sample in the last batch of an evaluation."""
@@ -264,21 +264,9 @@ class TrainLoader:
         return {**position, "earlier_samples": self._earlier_samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved position, of a run with any layout.
-
-        Raises:
-            CheckpointError: If ``state`` is not one of ``state_dict``.
-        """
-        names = ("epoch", "consumed_samples", "steps", "earlier_samples")
-        values: list[Any] = [
-            {"earlier_samples": 0, **state}.get(name) for name in names
-        ]  # older checkpoints do not say
-        if not all(isinstance(value, int) and value >= 0 for value in values):
-            raise CheckpointError(
-                f"position of the training data {state} needs whole numbers {', '.join(names)}: the checkpoint was"
-                " written with another data module; resume with that one"
-            )
-        self.epoch, self.consumed_samples, self.steps, self._earlier_samples = values
+        """Go to a saved position, of a run with any layout."""
+        self.epoch, self.consumed_samples, self.steps = state["epoch"], state["consumed_samples"], state["steps"]
+        self._earlier_samples = state.get("earlier_samples", 0)  # older checkpoints do not say
         if self._max_steps is not None and self.epoch > 0:
             # The run counted epochs: each was a pass, of which this one goes on.
             self.consumed_samples += self.epoch * self.order.num_samples
@@ -556,15 +544,15 @@ class EvaluationLoader:
             samples = 1 if self.loader.batch_sampler is None else rows
             mask = self._counts(taken, samples)
             taken += samples
-            if mask is not None and not bool(mask.all()):
+            if not bool(mask.all()):
                 batch = {**batch, "sample_mask": batch.get("sample_mask", torch.ones(rows)) * mask}
             yield batch
 
-    def _counts(self, taken: int, samples: int) -> torch.Tensor | None:
+    def _counts(self, taken: int, samples: int) -> torch.Tensor:
         """1 for each sample whose place in the epoch's order is a first visit, else 0: [samples], fp32."""
         sampler = self.loader.sampler
-        if not isinstance(sampler, DistributedSampler) or samples == 0:
-            return None
+        if not isinstance(sampler, DistributedSampler):
+            return torch.ones(samples)
         places = (taken + torch.arange(samples)) * sampler.num_replicas + sampler.rank
         num_samples: int = len(sampler.dataset)  # type: ignore[arg-type]
         return (places < num_samples).float()
@@ -581,8 +569,7 @@ class EvaluationLoader:
         for samples in seen:
             mask = self._counts(taken, len(samples))
             taken += len(samples)
-            is_first = [True] * len(samples) if mask is None else mask.bool().tolist()
-            yield [sample if first else PADDING_ROW for sample, first in zip(samples, is_first, strict=True)]
+            yield [sample if first else PADDING_ROW for sample, first in zip(samples, mask.tolist(), strict=True)]
 
 
 def _sampler_of(loader: DataLoader[Any]) -> Any:

@@ -56,7 +56,7 @@ class MaskingOptions:
     Args:
         probability: Share of the tokens that is masked; more than 0, less than 1.
         short_sequence_probability: Share of the samples that are made shorter than the row, at random; drawn as one in
-            a whole number.
+            the nearest whole number: 0.1 and 0.097 are one in 10.
         max_ngram: Words that are masked together, at most; None for 3 (BERT) and 10 (T5).
         whole_words: Whether all pieces of a word are masked, or none of them.
     """
@@ -74,13 +74,8 @@ class MaskingOptions:
         """
         if not 0 < self.probability < 1:
             raise ConfigError(f"probability={self.probability} must be more than 0 and less than 1; 0.15 is usual")
-        share = self.short_sequence_probability
-        one_in = round(1 / share) if 1e-9 < share <= 1 else 0
-        if share != 0 and not (one_in and abs(1 / one_in - share) <= 0.1 * share):
-            raise ConfigError(
-                f"short_sequence_probability={share} must be 0 or close to one in a whole number (1, 0.5, 0.33, 0.25,"
-                " 0.2, ...), as it is drawn so; 0.1 is usual"
-            )
+        if not 0 <= (share := self.short_sequence_probability) <= 1:
+            raise ConfigError(f"short_sequence_probability={share} must be from 0 to 1; 0.1 is usual")
         require_number("max_ngram", 1 if self.max_ngram is None else self.max_ngram, at_least=1)
 
     def masked(self, num_tokens: int, target: int) -> float:
@@ -143,10 +138,7 @@ class _Documents:
 
     def __init__(self, part: Part, objective: MaskedObjective) -> None:
         if not 0 < part.seed < _MAX_INT32:
-            raise ConfigError(
-                f"seed={part.seed} must be from 1 to {_MAX_INT32 - 1} for BERT and T5 (the engine's index of sentences"
-                " takes no other); choose such a seed"
-            )
+            raise ConfigError(f"seed={part.seed}: expected 1 to {_MAX_INT32 - 1} for BERT and T5 (the engine's rule)")
         dataset = open_dataset(part.prefix)
         self.part, self.objective = part, objective
         self.total = dataset.num_documents
@@ -297,11 +289,8 @@ class MaskedObjective(Objective):
         """Raise ConfigError if rows are so short that not one token would be masked."""
         probability = self.masking.probability
         if self.max_tokens < 2 or probability * self.max_tokens < 1:
-            raise ConfigError(
-                f"seq_length={self.seq_length} is too small: a row has {self.special_tokens} special tokens, and"
-                f" probability={probability:g} of the others must be a token; choose at least"
-                f" {self.special_tokens + max(2, math.ceil(1 / probability))}"
-            )
+            least = self.special_tokens + max(2, math.ceil(1 / probability))
+            raise ConfigError(f"seq_length={self.seq_length} is too small to mask a token; choose at least {least}")
 
 
 class MaskedSamples:
@@ -315,24 +304,21 @@ class MaskedSamples:
             part: Which documents.
             folder: Where the index is, or is to be written if this is empty.
         """
-        self._objective, self._folder, self._seed = objective, folder, part.seed
+        self._arguments = (objective, part, folder)
+        self._objective, self._seed = objective, part.seed
         if not os.listdir(folder):
             documents = _Documents(part, objective)
             documents.warn()
             np.save(os.path.join(folder, "sentences.npy"), documents.mapping(part.num_samples))
-        self._dataset = open_dataset(part.prefix)
+        self._dataset, self._mapping = open_dataset(part.prefix), open_array(folder, "sentences")
 
     def __len__(self) -> int:
         """Samples."""
         return len(self._mapping)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Maps of files do not travel to other processes."""
-        return {name: value for name, value in self.__dict__.items() if name != "_mapping"}
-
-    @cached_property
-    def _mapping(self) -> NDArray[Any]:
-        return open_array(self._folder, "sentences")
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Maps of files do not travel to other processes, which open them again."""
+        return type(self), self._arguments
 
     @property
     def fingerprint(self) -> str:
@@ -366,8 +352,7 @@ class MaskedSamples:
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < tokenizer.size:
             token = tokens.min() if tokens.min() < 0 else tokens.max()
             raise DataError(
-                f"{self._dataset.prefix} has the token {token}, ids of the tokenizer {tokenizer.source} are from 0 to"
-                f" {tokenizer.size - 1}; give the tokenizer that made the dataset"
+                f"{self._dataset.prefix} has token {token}, {tokenizer.source} has 0 to {tokenizer.size - 1}"
             )
         begins = tokenizer.begins_word[tokens]
         begins[(lengths.cumsum() - lengths)[lengths > 0]] = True
@@ -532,11 +517,7 @@ class T5Objective(MaskedObjective):
         require_choice("t5_format", self.format, get_args(T5Format))
         assert self._eos is not None
         if self.max_spans < 1:
-            raise ConfigError(
-                f"the tokenizer {self.tokenizer.source} has {len(self.tokenizer.sentinels)} sentinels (<extra_id_0>,"
-                " <extra_id_1>, ...), T5 needs one for each span; use the tokenizer of a T5 model, or give it 100 with"
-                " tokenizer.add_special_tokens and save it"
-            )
+            raise ConfigError(f"the tokenizer {self.tokenizer.source} has too few sentinels (<extra_id_0>, ...) for T5")
         self._check_length()
         tokens, spans = self._usual_spans
         needed = tokens + spans + self._ending
@@ -576,16 +557,6 @@ class T5Objective(MaskedObjective):
         tokens = int(self.masking.masked(self.max_tokens, self.max_tokens))
         mean_words = (1 - (1 - GEOMETRIC_PROBABILITY) ** self.max_ngram) / GEOMETRIC_PROBABILITY
         return tokens, round(tokens / mean_words)
-
-    @override
-    def open(self, part: Part, folder: str) -> MaskedSamples:
-        if (spans := self._usual_spans[1]) > self.max_spans:
-            _log.warning(
-                "Rows of seq_length=%d have about %d spans, the tokenizer %s has sentinels for %d: fewer than"
-                " probability=%g of the tokens will be masked; raise max_ngram, or add sentinels to the tokenizer.",
-                *(self.seq_length, spans, self.tokenizer.source, self.max_spans, self.masking.probability),
-            )
-        return super().open(part, folder)
 
     @override
     def empty_rows(self, num_rows: int) -> Arrays:

@@ -12,14 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_megatron.data.indexed import IndexedDataset, IndexedDatasetWriter, check_dataset
+from lightning_megatron.data.indexed import IndexedDataset, IndexedDatasetWriter, check_dataset, open_dataset
 from lightning_megatron.errors import DataError
 from lightning_megatron.files import exit_on_sigterm
 
 PIECE_TOKENS = 1 << 22
 """Tokens that are copied at a time."""
-
-_LONGEST_SEQUENCE = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,44 +45,16 @@ def merge_datasets(inputs: Sequence[str], output_prefix: str) -> MergedDataset:
         DataError: If an input is missing, damaged, foreign or does not go with the others, or ``output_prefix`` exists
             or cannot be written.
     """
-    if not inputs:
-        raise DataError("input=[] names no dataset; give at least one")
+    from tqdm import tqdm
+
     _require_new(output_prefix)
     sources = [check_dataset(prefix, option="input", for_training=False) for prefix in inputs]
     for source in sources:
         _require_alike(sources[0], source)
-    return _write(sources, output_prefix, "Merging")
-
-
-def convert_dataset(source: str, output_prefix: str) -> MergedDataset:
-    """Write the dataset of an old format (cached, lazy) at ``source`` in the mmap format.
-
-    Documents, sequences and the type of tokens stay as they are.
-
-    Raises:
-        DataError: If ``source`` is missing, damaged, foreign or has a sequence too long for the mmap format, or
-            ``output_prefix`` exists or cannot be written.
-    """
-    _require_new(output_prefix)
-    dataset = check_dataset(source, option="input", for_training=False)
-    if dataset.format == "mmap":
-        raise DataError(f"{source}.idx is in the mmap format (MMIDIDX) already; use the dataset as it is")
-    return _write([dataset], output_prefix, "Converting")
-
-
-def _write(sources: Sequence[IndexedDataset], output_prefix: str, activity: str) -> MergedDataset:
-    from tqdm import tqdm
-
-    for source in sources:
-        if (longest := int(source.lengths.max())) > _LONGEST_SEQUENCE:
-            raise DataError(
-                f"{source.prefix} has a sequence of {longest} tokens, the mmap format holds at most {_LONGEST_SEQUENCE}"
-                " in one; preprocess the text again, in shorter documents"
-            )
     dtype = np.result_type(*(source.dtype for source in sources))
     num_tokens = sum(len(source.tokens) for source in sources)
     # A corpus that is done within a second needs no bar.
-    bar = tqdm(total=num_tokens, unit=" tokens", unit_scale=True, desc=activity, mininterval=0.5, delay=1.0)
+    bar = tqdm(total=num_tokens, unit=" tokens", unit_scale=True, desc="Writing", mininterval=0.5, delay=1.0)
     with exit_on_sigterm(), IndexedDatasetWriter(output_prefix, dtype) as writer, bar:
         for source in sources:
             for begin in range(0, len(source.tokens), PIECE_TOKENS):
@@ -104,6 +74,19 @@ def _write(sources: Sequence[IndexedDataset], output_prefix: str, activity: str)
     )
 
 
+def convert_dataset(source: str, output_prefix: str) -> MergedDataset:
+    """Write the dataset of an old format (cached, lazy) at ``source`` in the mmap format.
+
+    Documents, sequences and the type of tokens stay as they are.
+
+    Raises:
+        DataError: As ``merge_datasets``, or if ``source`` is in the mmap format.
+    """
+    if open_dataset(source, option="input", for_training=False).format == "mmap":
+        raise DataError(f"{source}.idx is in the mmap format (MMIDIDX) already; use the dataset as it is")
+    return merge_datasets([source], output_prefix)
+
+
 def _require_new(prefix: str) -> None:
     """Nothing is overwritten: the only copy of a corpus may be what stands there, an input included."""
     existing = [prefix + suffix for suffix in (".idx", ".bin") if os.path.lexists(prefix + suffix)]
@@ -115,12 +98,6 @@ def _require_new(prefix: str) -> None:
 
 def _require_alike(first: IndexedDataset, source: IndexedDataset) -> None:
     if bool(len(first.modes)) != bool(len(source.modes)):
-        raise DataError(
-            f"{first.prefix} and {source.prefix}: only one of them has modes (multimodal); merge datasets that all have"
-            " them, or none"
-        )
+        raise DataError(f"{first.prefix} and {source.prefix}: only one of them has modes (multimodal)")
     if source.dtype != first.dtype and "f" in (source.dtype.kind, first.dtype.kind):
-        raise DataError(
-            f"{source.prefix} holds {source.dtype} and {first.prefix} {first.dtype}; only integers can be merged"
-            " with those of another type"
-        )
+        raise DataError(f"{source.prefix} holds {source.dtype} and {first.prefix} {first.dtype}; only integers mix")

@@ -1,8 +1,8 @@
 """Tokenize a corpus into indexed datasets: documents in parallel, written in input order (``preprocess``).
 
-Each worker is a process with a pipe of its own, which ends when the process does: one that is killed is noticed at
-once. Workers of ``concurrent.futures.ProcessPoolExecutor`` share their queues; one that is killed while it writes
-leaves half a message there, for the rest of which the executor waits for ever (24 of 120 such runs hung).
+Workers are those of ``torch.utils.data.DataLoader``, which keeps the order, bounds what waits and hears of a worker
+that is killed by a signal of its own. ``concurrent.futures.ProcessPoolExecutor`` waits for ever for the rest of a
+message that a killed worker has left half written (24 of 120 such runs hung).
 
 Sentences are those of sentencex (MIT licence), which ships its rules and lists of abbreviations: nothing is downloaded.
 """
@@ -10,19 +10,15 @@ Sentences are those of sentencex (MIT licence), which ships its rules and lists 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import re
-import signal
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 
@@ -128,7 +124,7 @@ def preprocess(options: PreprocessOptions) -> PreprocessResult:
         stack.enter_context(exit_on_sigterm())
         writers = [stack.enter_context(IndexedDatasetWriter(prefix, encoder.dtype)) for prefix in prefixes]
         pieces = cut_into_pieces(files, options.json_keys)
-        encoded = stack.enter_context(_encode_all(pieces, encoder, options.workers))
+        encoded = stack.enter_context(contextlib.closing(_encode_all(pieces, encoder, options.workers)))
         bar = stack.enter_context(progress_bar(files, "Tokenizing"))
         bad = BadDocuments(options.on_error, lambda line: bar.write(line, file=sys.stderr))
         for piece in encoded:
@@ -143,9 +139,7 @@ def preprocess(options: PreprocessOptions) -> PreprocessResult:
         for key, tokens in zip(options.json_keys, num_tokens, strict=True):
             if not tokens:
                 skipped = f" ({bad.count} lines, rows or files were skipped)" if bad.count else ""
-                raise DataError(
-                    f"no document has a token under '{key}' in {len(files)} files{skipped}; give inputs with text"
-                )
+                raise DataError(f"no document has a token under '{key}' in {len(files)} files{skipped}; give others")
         for writer in writers:
             writer.complete()
     return PreprocessResult(
@@ -199,16 +193,10 @@ class DocumentEncoder:
     """Id after the last token of each document that has one."""
     split: Callable[[str], list[str]] | None = None
     """Makes several sequences of a text; None leaves it whole."""
-    stop_at_bad: bool = True
-    """Read no further than to the first bad document."""
 
     def __call__(self, piece: Piece) -> EncodedPiece:
-        """The tokens of ``piece``.
-
-        Raises:
-            DataError: If the tokenizer gives an id that ``dtype`` cannot hold.
-        """
-        documents, bad = read_documents(piece, self.keys, self.stop_at_bad)
+        """The tokens of ``piece``."""
+        documents, bad = read_documents(piece, self.keys)
         columns = zip(*documents, strict=True) if documents else ((),) * len(self.keys)
         keys = [self._encode_key(texts) for texts in columns]
         return EncodedPiece(bad=bad, num_bytes=piece.num_bytes, num_documents=len(documents), keys=keys)
@@ -225,14 +213,10 @@ class DocumentEncoder:
             sequences += kept
             counts.append(len(kept))
         lengths = [len(ids) for ids in sequences]
-        flat = np.fromiter(chain.from_iterable(sequences), dtype=np.int64, count=sum(lengths))
-        if len(flat) and flat.max() > np.iinfo(self.dtype).max:
-            raise DataError(
-                f"the tokenizer gave the id {flat.max()}, beyond its own vocabulary or what a dataset can hold"
-                f" ({self.dtype.name}); number its tokens anew, and save it again"
-            )
+        # An id that the type cannot hold is an OverflowError.
+        flat = np.fromiter(chain.from_iterable(sequences), dtype=self.dtype, count=sum(lengths))
         return EncodedKey(
-            tokens=flat.astype(self.dtype).tobytes(),
+            tokens=flat.tobytes(),
             lengths=lengths,
             sequences=None if counts.count(1) == len(counts) else counts,
         )
@@ -288,102 +272,63 @@ def _encoder(options: PreprocessOptions) -> DocumentEncoder:
         splitter = SentenceSplitter(language=options.language, keep_newlines=options.keep_newlines)
     tokenizer = load_tokenizer(options.tokenizer)
     if options.append_eod and tokenizer.eos_token_id is None:
-        raise ConfigError(
-            f"append_eod needs an end-of-sequence token, {options.tokenizer} has none; set eos_token in its"
-            " tokenizer_config.json or leave --append-eod out"
-        )
+        raise ConfigError(f"append_eod needs an eos_token, {options.tokenizer} has none in its tokenizer_config.json")
     return DocumentEncoder(
         tokenizer=tokenizer,
         keys=tuple(options.json_keys),
         dtype=token_dtype(largest_id(tokenizer) + 1),
         end_of_document=tokenizer.eos_token_id if options.append_eod else None,
         split=splitter,
-        stop_at_bad=options.on_error == "fail",
     )
 
 
 # ---- worker processes -----------------------------------------------------------------------------------------------
 
-_Encode: TypeAlias = Callable[[Piece], EncodedPiece]
+
+class _Encoded:
+    """What a DataLoader reads: an item is an encoded piece, and its key the piece.
+
+    A mistake of the user's is an item, too: a DataLoader would hide its message behind a worker's traceback.
+    """
+
+    def __init__(self, encode: Callable[[Piece], EncodedPiece]) -> None:
+        self._encode = encode
+
+    def __getitem__(self, piece: Piece) -> EncodedPiece | ConfigError:
+        try:
+            return self._encode(piece)
+        except ConfigError as error:
+            return error
 
 
-@contextlib.contextmanager
-def _encode_all(pieces: Iterator[Piece], encode: _Encode, workers: int) -> Iterator[Iterator[EncodedPiece]]:
-    """The tokens of each piece in input order, encoded here or by ``workers`` processes, which end with the context."""
-    if workers == 1:
-        with _one_thread():
-            yield map(encode, pieces)
-        return
-    # Fork shares what is loaded, the tokenizer included; macOS libraries do not survive it.
-    context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    started: dict[Connection, Any] = {}
-    try:
-        for _ in range(workers):
-            ours, theirs = context.Pipe()
-            started[ours] = context.Process(target=_work, args=(encode, theirs), daemon=True)
-            started[ours].start()
-            theirs.close()  # so that its end ends the pipe
-        yield _in_order(pieces, started)
-    finally:
-        running = [process for process in started.values() if process.pid is not None]
-        for process in running:  # at once: they have nothing to lose
-            process.kill()
-        for process in running:
-            process.join()
+def _encode_all(
+    pieces: Iterator[Piece], encode: Callable[[Piece], EncodedPiece], workers: int
+) -> Generator[EncodedPiece, None, None]:
+    """The tokens of each piece in input order, encoded here or by ``workers`` processes, which end with the iterator.
 
+    Raises:
+        RuntimeError: If a worker fails or is killed.
+    """
+    from torch.utils.data import DataLoader
 
-def _in_order(pieces: Iterator[Piece], workers: Mapping[Connection, Any]) -> Iterator[EncodedPiece]:
-    """One piece at a time in each worker; as many more as PENDING_A_WORKER wait until those before them are done."""
-    numbered, idle, number = enumerate(pieces), list(workers), 0
-    begun: dict[Connection, int] = {}
-    done: dict[int, EncodedPiece] = {}
-    while True:
-        while idle and len(begun) + len(done) < PENDING_A_WORKER * len(workers):
-            following, piece = next(numbered, (0, None))
-            if piece is None:
-                break
-            connection = idle.pop()
-            begun[connection] = following
-            with contextlib.suppress(OSError):  # it has ended, as is noticed below
-                connection.send(piece)
-        if number in done:
-            yield done.pop(number)
-            number += 1
-            continue
-        if not begun:
-            return
-        for connection in [each for each in wait(list(begun)) if isinstance(each, Connection)]:
-            try:
-                result = connection.recv()
-            except (EOFError, OSError) as error:
-                workers[connection].join()
-                raise RuntimeError(
-                    f"a tokenizing worker ended with exit code {workers[connection].exitcode}; -9 is often for its"
-                    " memory: use fewer workers"
-                ) from error
-            if isinstance(result, Exception):
-                raise result
-            done[begun.pop(connection)] = result
-            idle.append(connection)
-
-
-def _work(encode: _Encode, connection: Connection) -> None:
-    # Ctrl-C reaches the whole process group; the parent ends the workers.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "runs only in workers"
-    # A killed parent cannot end its workers; its end of the pipe lives on in those that were started later.
-    with _one_thread(), contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        while connection in wait([connection, parent.sentinel]):
-            piece = connection.recv()
-            try:
-                result: EncodedPiece | Exception = encode(piece)
-            except ConfigError as error:
-                result = error
-            except Exception:
-                result = RuntimeError(f"a tokenizing worker failed:\n{traceback.format_exc()}")
-            connection.send(result)
+    parallel: dict[str, Any] = {}
+    if workers > 1:
+        # Fork shares what is loaded, the tokenizer included; macOS libraries do not survive it.
+        context = "fork" if sys.platform == "linux" else "spawn"
+        parallel = {"num_workers": workers, "prefetch_factor": PENDING_A_WORKER, "multiprocessing_context": context}
+    read: Any = _Encoded(encode)
+    items: Any = DataLoader(read, batch_size=None, sampler=pieces, **parallel)
+    failure = ""
+    with _one_thread():
+        try:
+            for item in items:
+                if isinstance(item, ConfigError):
+                    raise item
+                yield item
+        except RuntimeError as error:
+            failure = str(error)
+    if failure:  # behind the handler: the traceback of torch's error would keep the other workers alive
+        raise RuntimeError(f"a tokenizing worker failed; one that was killed often lacked memory: {failure}")
 
 
 @contextlib.contextmanager

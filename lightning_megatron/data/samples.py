@@ -69,10 +69,7 @@ def parse_split(split: str) -> tuple[float, float, float]:
     parts = [part.strip() for part in re.split("[,/]", split)]
     is_read = all(map(_WEIGHT.fullmatch, parts)) and any(map(float, parts))
     if not is_read or len(parts) > len(SPLIT_NAMES):
-        raise ConfigError(
-            f"split={split!r} must be one to three weights like 949,50,1 (digits and points, no signs or exponents),"
-            " not all 0; give one for train, valid and test"
-        )
+        raise ConfigError(f"split={split!r} must be one to three weights like 949,50,1 of digits and points, not all 0")
     train, valid, test = [float(part) for part in parts] + [0.0] * (len(SPLIT_NAMES) - len(parts))
     return train, valid, test
 
@@ -199,8 +196,7 @@ def open_array(folder: str, name: str) -> NDArray[Any]:
         return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)  # type: ignore[no-any-return]
     except (OSError, ValueError, EOFError) as error:
         raise DataError(
-            f"{path} cannot be read ({error}): removed or damaged; start the run again, which builds the index anew,"
-            " and keep its folder as long as it lasts"
+            f"{path} cannot be read ({error}): removed or damaged; start the run again, which builds it anew"
         ) from error
 
 
@@ -235,8 +231,7 @@ def build_once(folder: str, write: Callable[[str], SampleOrder], subject: str) -
             return order
     except OSError as error:
         raise DataError(
-            f"the index of {subject} cannot be written to {folder} ({error.strerror or error}); set index_cache to a"
-            " folder that can be written and has room"
+            f"the index of {subject} cannot be written to {folder} ({error.strerror or error}); set index_cache"
         ) from error
 
 

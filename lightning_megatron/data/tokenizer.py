@@ -81,8 +81,7 @@ class TokenizerTrainingOptions:
         least = 256 + len(special_tokens(self.kind))
         if not least <= self.vocab_size <= LARGEST_VOCABULARY:
             raise ConfigError(
-                f"vocab_size={self.vocab_size} must be from {least}, which 256 bytes and the special tokens of"
-                f" kind={self.kind!r} need, to {LARGEST_VOCABULARY}: memory is taken for all entries at once"
+                f"vocab_size={self.vocab_size} must be from {least} (bytes, special tokens) to {LARGEST_VOCABULARY}"
             )
 
 
@@ -134,9 +133,7 @@ def train_tokenizer(options: TokenizerTrainingOptions) -> TokenizerTrainingResul
     with staged(Path(options.output), "tokenizer.json", error=DataError) as hidden:
         tokenizer.train_from_iterator(_texts_with_progress(files, options, counts), trainer=trainer)
         if not counts["characters"]:
-            raise DataError(
-                f"the {len(files)} input files hold no text; give files with text to train the tokenizer on"
-            )
+            raise DataError(f"the {len(files)} input files hold no text; give files with text")
         _save(tokenizer, options.kind, hidden)
     return TokenizerTrainingResult(
         vocab_size=tokenizer.get_vocab_size(),
@@ -162,10 +159,7 @@ def load_tokenizer(folder: str | Path) -> Any:
         # Without a word on it, a tokenizer with code of its own has transformers ask on the terminal.
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of any kind: what is in the files decides which library meets it, and how
-        raise DataError(
-            f"{folder} holds no tokenizer that transformers can load ({_first_line(error)});"
-            " it needs tokenizer.json and tokenizer_config.json, as train-tokenizer writes them"
-        ) from error
+        raise DataError(f"{folder} holds no tokenizer that transformers can load ({_first_line(error)})") from error
 
 
 def largest_id(tokenizer: Any) -> int:
@@ -181,10 +175,7 @@ def check_vocabulary(tokenizer: Any, source: object, vocab_size: int) -> None:
         ConfigError: With the largest id.
     """
     if (largest := largest_id(tokenizer)) >= vocab_size:
-        raise ConfigError(
-            f"tokenizer={source} gives ids up to {largest}, and the model has vocab_size={vocab_size}; give the "
-            "tokenizer that it was trained with"
-        )
+        raise ConfigError(f"tokenizer={source} gives ids up to {largest}, the model's vocab_size is {vocab_size}")
 
 
 def batch_encoder(tokenizer: Any) -> Callable[[list[str]], list[list[int]]]:
@@ -205,7 +196,7 @@ def _texts_with_progress(
     with progress_bar(files, "Reading text") as bar:
         bad = BadDocuments(options.on_error, lambda line: bar.write(line, file=sys.stderr))
         for piece in cut_into_pieces(files, [options.json_key]):
-            documents, messages = read_documents(piece, [options.json_key], options.on_error == "fail")
+            documents, messages = read_documents(piece, [options.json_key])
             bad.add(messages)
             for (text,) in documents:
                 counts["documents"] += 1
@@ -325,10 +316,7 @@ class TokenizerFacts:
         """
         missing = [f"{role}_token" for role in roles if getattr(self, role) is None]
         if missing:
-            raise ConfigError(
-                f"the tokenizer {self.source} has no {', no '.join(missing)}, which {user} needs; use the tokenizer of"
-                f" a {user} model, or give it these with tokenizer.add_special_tokens and save it"
-            )
+            raise ConfigError(f"the tokenizer {self.source} has no {', no '.join(missing)}, which {user} needs")
         return tuple(getattr(self, role) for role in roles)
 
 

@@ -135,10 +135,6 @@ class LiveModel:
         if not has_mask and pad is not None and pad not in options.eos_token_ids:
             given = replace(given, attention_mask=(given.input_ids != pad).long())
         check_prompts(given, model, options)
-        if options.top_k > model.vocab_size:
-            raise ConfigError(
-                f"top_k={options.top_k} is more than the {model.vocab_size} tokens of the vocabulary; lower it"
-            )
         for sequence in options.stop_sequences:
             check_in_vocabulary("stop_sequences", sequence, model.vocab_size)
         strings = stop_strings(options.stop_texts, options.tokenizer) if options.stop_texts else None
@@ -246,7 +242,4 @@ def _check_agreement(settings: object, *tensors: Tensor | None) -> None:
     dist.all_gather_object(digests, digest.hexdigest())
     different = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if different:
-        raise ConfigError(
-            f"rank {different[0]} asks with other prompts or options than rank 0; give every rank the same (they share "
-            "the rows)"
-        )
+        raise ConfigError(f"rank {different[0]} asks with other prompts or options than rank 0; give all the same")

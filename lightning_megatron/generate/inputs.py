@@ -155,10 +155,7 @@ def inputs_of_batch(batch: Mapping[str, Tensor], model: ModelConfig, *, to_conti
     if model.architecture == "t5":
         if not to_continue and "decoder_input_ids" not in found:
             if "labels" not in batch:
-                raise DataError(
-                    f"batch keys {', '.join(sorted(batch))} have neither 'decoder_input_ids' nor 'labels', one of "
-                    f"which the decoder of {model.family} reads; add one"
-                )
+                raise DataError(f"batch: expected 'decoder_input_ids' or 'labels', got {', '.join(sorted(batch))}")
             found["decoder_input_ids"] = shifted_right(batch["labels"].long(), model)
         found = {name: visible_keys(x) if name.endswith("mask") else x for name, x in found.items()}
     rows = Inputs(**found)
@@ -177,16 +174,11 @@ def check_prompts(inputs: Inputs, model: ModelConfig, options: GenerationOptions
             what its kind does not read.
     """
     check_rows(inputs, model, to_continue=True)
-    if options.stop_texts and options.tokenizer is None:
-        raise ConfigError(
-            f"stop_strings={options.stop_strings!r} need a tokenizer, which knows how tokens read; give it"
-        )
     if model.architecture != "t5":
         check_length(inputs.input_ids, inputs.attention_mask, model, options)
     elif options.bos_token_id is not None:
         raise ConfigError(
-            f"bos_token_id={options.bos_token_id} stands before texts that are continued, and a {model.family} starts "
-            "its own with decoder_start_token_id; leave it out, or give decoder_input_ids"
+            f"bos_token_id={options.bos_token_id} is for texts that are continued; give decoder_input_ids"
         )
 
 
@@ -214,9 +206,7 @@ def check_rows(inputs: Inputs, model: ModelConfig, *, to_continue: bool = False)
         tokens = given["decoder_input_ids"]
         _check_tokens("decoder_input_ids", tokens, inputs.decoder_attention_mask, model, to_continue=to_continue)
         if len(tokens) != len(inputs):
-            raise ConfigError(
-                f"decoder_input_ids: expected as many rows as input_ids, {len(inputs)}, got {len(tokens)}"
-            )
+            raise ConfigError(f"decoder_input_ids: expected {len(inputs)} rows, as input_ids have, got {len(tokens)}")
     elif model.architecture == "t5" and (not to_continue or "decoder_attention_mask" in given):
         raise ConfigError(f"{model.family} needs decoder_input_ids here, what its decoder reads; give them")
     limits = {
@@ -262,10 +252,7 @@ def check_in_vocabulary(name: str, tokens: tuple[int, ...], vocab_size: int) -> 
     """
     for token in tokens:
         if not 0 <= token < vocab_size:
-            raise ConfigError(
-                f"{name} has the token {token}, and the model's vocabulary is 0..{vocab_size - 1}; does the tokenizer "
-                "belong to the model?"
-            )
+            raise ConfigError(f"{name}: expected tokens of the vocabulary, 0 to {vocab_size - 1}, got {token}")
 
 
 def _check_tokens(name: str, input_ids: Any, mask: Any, model: ModelConfig, *, to_continue: bool) -> None:
@@ -277,9 +264,7 @@ def _check_tokens(name: str, input_ids: Any, mask: Any, model: ModelConfig, *, t
     if mask is not None:
         mask_name = name.replace("input_ids", "attention_mask")
         if not isinstance(mask, Tensor) or mask.shape != input_ids.shape:
-            raise ConfigError(
-                f"{mask_name}: expected a tensor {list(input_ids.shape)}, as {name} have it, got {_kind(mask)}"
-            )
+            raise ConfigError(f"{mask_name}: expected the shape {list(input_ids.shape)} of {name}, got {_kind(mask)}")
         if not bool(((mask == 0) | (mask == 1)).all()):
             raise ConfigError(f"{mask_name}: expected 1 for tokens and 0 for padding, got other numbers")
         if to_continue:
@@ -289,9 +274,7 @@ def _check_tokens(name: str, input_ids: Any, mask: Any, model: ModelConfig, *, t
     check_in_vocabulary(name, (int(real.min()), int(real.max())), model.vocab_size)
     limit, length = _positions(model), input_ids.shape[1]
     if not to_continue and limit is not None and length > limit:
-        raise ConfigError(
-            f"{name} have {length} tokens per row, more than the model's max_position_embeddings={limit}; cut them"
-        )
+        raise ConfigError(f"{name}: expected rows of at most max_position_embeddings={limit} tokens, got {length}")
 
 
 def _positions(model: ModelConfig) -> int | None:

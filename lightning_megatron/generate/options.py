@@ -110,8 +110,7 @@ class GenerationOptions:
         are_runs = isinstance(runs, Sequence) and all(isinstance(run, Sequence) and len(run) > 0 for run in runs)
         if not are_runs or not all(isinstance(token, int) for run in (self.eos_token_ids, *runs) for token in run):
             raise ConfigError(
-                f"eos_token_id={self.eos_token_id!r} must be an integer or a tuple of them, and stop_sequences={runs!r}"
-                " tuples of integers in a tuple, none of them empty (texts are stop_strings)"
+                f"eos_token_id={self.eos_token_id!r}, stop_sequences={runs!r}: expected integers, and tuples of them"
             )
         are_texts = isinstance(self.stop_strings, Sequence)
         if not are_texts or not all(isinstance(text, str) and text for text in self.stop_texts):
@@ -228,8 +227,5 @@ def options_from(arguments: dict[str, Any], on_tokens: object = None) -> Generat
     if on_tokens is not None and not callable(on_tokens):
         raise ConfigError(f"on_tokens must be callable, got {on_tokens!r}")
     if on_tokens is not None and options.num_beams > 1:
-        raise ConfigError(
-            f"on_tokens shows texts while they grow, and a search with num_beams={options.num_beams} knows none before "
-            "its end; leave one of them out"
-        )
+        raise ConfigError(f"on_tokens shows texts while they grow, num_beams={options.num_beams} finds them at the end")
     return options

@@ -49,13 +49,15 @@ FEWEST_NEW_TOKENS = 8
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Rotary scalings whose frequencies the host computes from the texts' length."""
 
-_WHOLE_SEQUENCES = {
+_INFERRING = {
+    "training": False,  # the engine recomputes only what is in training
     "sequence_parallel": False,
     "scatter_to_sequence_parallel": False,
     "reduce_scatter_embeddings": False,
     "context_parallel_size": 1,
 }
-"""What layers and their config remember of a split sequence, and what it is without; a single token cannot be split."""
+"""What modules and their configs remember of training and of a split sequence, and what it is else; a single token
+cannot be split."""
 
 
 @contextlib.contextmanager
@@ -71,30 +73,16 @@ def inference_mode(chunks: Sequence[torch.nn.Module]) -> Iterator[list[Any]]:
     finish_parameter_gathers(list(chunks))
     models = [unwrap(chunk) for chunk in chunks]
     modules = [module for model in models for module in model.modules()]
-    were_training = [module.training for module in modules]
     # Some modules have a copy of the config (megatron-core 0.16.1, transformer/attention.py).
     configs = {id(module.config): module.config for module in modules if hasattr(module, "config")}
-    holders: list[Any] = [*modules, *configs.values()]
-    switched = [
-        (x, name, whole, split)
-        for x in holders
-        for name, whole in _WHOLE_SEQUENCES.items()
-        if (split := getattr(x, name, whole)) != whole
-    ]
-    try:
-        for holder, name, whole, _ in switched:
-            setattr(holder, name, whole)
-        for module in modules:
-            # The engine recomputes only what is in training.
-            module.training = False
-        # What the engine caches meanwhile (rotary angles) is for training, too: no tensors of torch's inference mode.
-        with torch.inference_mode(False), torch.no_grad():
-            yield models
-    finally:
-        for holder, name, _, split in switched:
-            setattr(holder, name, split)
-        for module, was_training in zip(modules, were_training, strict=True):
-            module.training = was_training
+    # What the engine caches meanwhile (rotary angles) is for training, too: no tensors of torch's inference mode.
+    with contextlib.ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
+        for holder in (*modules, *configs.values()):
+            for name, inferring in _INFERRING.items():
+                if (before := getattr(holder, name, inferring)) != inferring:
+                    stack.callback(setattr, holder, name, before)
+                    setattr(holder, name, inferring)
+        yield models
 
 
 def uses_static_cache(options: GenerationOptions, model: ModelConfig, device: torch.device) -> bool:
@@ -118,10 +106,7 @@ def uses_static_cache(options: GenerationOptions, model: ModelConfig, device: to
     if options.static_cache is None:
         return device.type == "cuda" and reason is None and options.num_new_tokens >= FEWEST_NEW_TOKENS
     if options.static_cache and reason is not None:
-        raise ConfigError(
-            f"static_cache=True repeats one step that depends on no length, and a {model.family} cannot: {reason}; "
-            "leave it out"
-        )
+        raise ConfigError(f"static_cache=True: expected steps that are all alike, {model.family} has none: {reason}")
     return options.static_cache
 
 
@@ -157,12 +142,13 @@ class CachedChunk:
             group: Whose caches.
             every_position: Whether the logits are of every position, [b, s, v], instead of the last one, [b, v].
         """
-        model, takes_all = self.model, every_position or rows.tokens.shape[1] == 1
+        model = self.model
+        cuts = model.post_process and not every_position and rows.tokens.shape[1] > 1
         for layer, cache in zip(self.layers, self.caches[group], strict=True):
             layer.kv_cache = cache
         model.set_input_tensor(hidden)
         try:
-            with contextlib.nullcontext() if takes_all else _last_position_only(model):
+            with model.output_layer.register_forward_pre_hook(_last_position) if cuts else contextlib.nullcontext():
                 output = self._forward(rows)
         finally:
             model.set_input_tensor(None)
@@ -192,17 +178,9 @@ class CachedChunk:
         return output
 
 
-@contextlib.contextmanager
-def _last_position_only(model: Any) -> Iterator[None]:
-    """The output layer, if this chunk has it, computes the logits of the last position alone."""
-    if not model.post_process:
-        yield
-        return
-    hook = model.output_layer.register_forward_pre_hook(lambda layer, inputs: (inputs[0][-1:], *inputs[1:]))
-    try:
-        yield
-    finally:
-        hook.remove()
+def _last_position(layer: object, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What the output layer gets, [s, b, h] and others, of the last position alone."""
+    return (inputs[0][-1:], *inputs[1:])
 
 
 class Stages:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from lightning_megatron.convert.hugging_face import GENERATION_CONFIG_FILE
 from lightning_megatron.convert.registry import HFConfigLike, config_object, read_json
@@ -39,14 +41,9 @@ def encoded(texts: Sequence[str], tokenizer: Any, *, add_bos: bool = False) -> t
         rows = [row if row[:1] == [bos] else [bos, *row] for row in rows]
     for text, row in zip(texts, rows, strict=True):
         if not row:
-            raise ConfigError(
-                f"the prompt {text!r} has no token to continue; give it some text, or a first token (--add-bos)"
-            )
-    width = max((len(row) for row in rows), default=0)
-    return (
-        torch.tensor([[0] * (width - len(row)) + row for row in rows], dtype=torch.long),
-        torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], dtype=torch.long),
-    )
+            raise ConfigError(f"the prompt {text!r} has no token to continue; give it text, or --add-bos")
+    padded = partial(pad_sequence, batch_first=True, padding_side="left")
+    return padded([torch.tensor(row) for row in rows]), padded([torch.ones(len(row), dtype=torch.long) for row in rows])
 
 
 def continuation(tokenizer: Any, prompt: Sequence[int], new: Sequence[int]) -> str:
@@ -152,9 +149,7 @@ def stop_strings(strings: Sequence[str], tokenizer: Any) -> StopStringCriteria:
     if isinstance(tokenizer, (str, Path)):
         tokenizer = _loaded(tokenizer)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise ConfigError(
-            f"tokenizer={tokenizer!r}: stop_strings need a tokenizer of transformers, or the folder of one; give that"
-        )
+        raise ConfigError(f"stop_strings: expected a tokenizer of transformers or its folder, got {tokenizer!r}")
     return _criteria(tuple(strings), tokenizer, len(tokenizer))
 
 

@@ -162,7 +162,7 @@ CONVERT = "convert --load-path {source} --save-path sub/x --to"
     [
         (f"{PREPROCESS} --keep-newlines", "--keep-newlines needs --split-sentences"),
         (f"{PREPROCESS} --split-sentences --language english", "--language english is no ISO 639 code"),
-        (f"{PREPROCESS} --json-keys title", "json keys title cannot be read from"),
+        (f"{PREPROCESS} --json-keys title", "json keys title: "),
         ("inspect nowhere", "path=nowhere does not exist, nor do nowhere.bin and .idx; give the prefix of a dataset"),
         ("inspect .", "path=. is neither a dataset (.bin and .idx) nor a checkpoint that is read; give one of"),
         (

@@ -168,7 +168,7 @@ MISTAKES = (
     ("--checkpoint {folder}/hf --prompt x --stream --num-beams 2", "--stream shows one text of one prompt"),
     ("--checkpoint {folder}/none --prompt x", "does not exist"),
     ("--checkpoint {folder}/bare --prompt x", "/bare comes with no tokenizer; give --tokenizer DIR"),
-    ("--checkpoint {folder}/bert --prompt x", "bert is a megatron-bert, and generate needs a GPT or T5"),
+    ("--checkpoint {folder}/bert --prompt x", "bert is a megatron-bert, generate needs a GPT or T5"),
     ("--checkpoint {folder}/t5 --tokenizer {folder}/hf --prompt x --add-bos", "--add-bos is for texts that are"),
     ("--checkpoint {folder}/hf --prompt x --num-beams 2 --top-k 3", "--num-beams 2 searches for the likeliest"),
     (

@@ -189,7 +189,7 @@ def test_another_tokenizer_takes_the_place_of_the_sources(tmp_path: Path) -> Non
     _tokenizer(tmp_path / "large", 84)
     _convert(tmp_path / "source", tmp_path / "target", tokenizer=tmp_path / "small")
     assert (tmp_path / "target" / "tokenizer.json").read_bytes() == (tmp_path / "small/tokenizer.json").read_bytes()
-    with pytest.raises(ValueError, match="ids up to 83, and the model has vocab_size=83"):
+    with pytest.raises(ValueError, match="ids up to 83, the model's vocab_size is 83"):
         _convert(tmp_path / "source", tmp_path / "other", tokenizer=tmp_path / "large")
 
 

@@ -112,11 +112,11 @@ def _drawn_by_hand(call: Call, options: GenerationOptions) -> torch.Tensor:
 
 
 REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
-    ("generate", {"bos_token_id": 3}, "bos_token_id=3 stands before texts that are continued, and a t5 starts its own"),
+    ("generate", {"bos_token_id": 3}, "bos_token_id=3 is for texts that are continued"),
     (
         "generate",
         {"decoder_input_ids": torch.ones(1, 2).long()},
-        "decoder_input_ids: expected as many rows as input_ids, 2, got 1",
+        "decoder_input_ids: expected 2 rows, as input_ids have, got 1",
     ),
     (
         "generate",

@@ -99,10 +99,13 @@ def _switches(module: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("calls", "says"),
     [
-        ([{"stop_strings": "a", "tokenizer": byte_level_tokenizer({83: b"a"})}], "tokenizer has the token 83, and"),
+        (
+            [{"stop_strings": "a", "tokenizer": byte_level_tokenizer({83: b"a"})}],
+            "tokenizer: expected tokens of the vocabulary, 0 to 82, got 83",
+        ),
         ([{}, {"on_tokens": 3}], "on_tokens must be callable, got 3"),
         ([{"decoder_input_ids": torch.ones(1, 1)}], "decoder_input_ids are nothing that gpt2 reads"),
-        ([{"tokens": [[83]]}], "token 83, and the model's vocabulary is 0..82"),
+        ([{"tokens": [[83]]}], "expected tokens of the vocabulary, 0 to 82, got 83"),
         ([{}, {"tokens": [[2]]}], "rank 1 asks with other prompts or options than rank 0"),
         ([{}, {"top_k": -3}], "top_k=-3 must be a number at least 0"),
     ],

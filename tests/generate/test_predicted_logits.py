@@ -229,8 +229,8 @@ def _refused(directory: str, case: Case, names: tuple[str, ...], what: str) -> A
 @pytest.mark.parametrize(
     ("what", "model", "layout", "says"),
     [
-        ("long", "gpt2", Layout(), "input_ids have 41 tokens per row, more than"),
-        ("labels", "t5", Layout(), "batch keys input_ids have neither 'decoder_input_ids' nor 'labels'"),
+        ("long", "gpt2", Layout(), "input_ids: expected rows of at most max_position_embeddings="),
+        ("labels", "t5", Layout(), "batch: expected 'decoder_input_ids' or 'labels', got input_ids"),
         ("stream", "gpt2", Layout(), "a DataLoader does not tell its samples"),
         ("rows", "gpt2", Layout(), r"a prediction has \[1\] rows, and its batch has 2 samples"),
         ("widths", "gpt2", Layout(dp=2), r"rank 1 gathers torch.float32 of the shape \[rows, 4\] and rank 0"),

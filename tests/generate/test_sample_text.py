@@ -115,7 +115,7 @@ def _printed(case: Case, tokenizer: Path) -> tuple[str, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("extra_words", "prompts", "says"),
     [
-        (1, PROMPTS, f"gives ids up to {VOCAB_SIZE}, and the model has vocab_size={VOCAB_SIZE}"),
+        (1, PROMPTS, f"gives ids up to {VOCAB_SIZE}, the model's vocab_size is {VOCAB_SIZE}"),
         (0, [" ".join(["w1"] * 17)], "need more positions than the model's max_position_embeddings=16"),
         (0, ["w1", ""], "the prompt '' has no token to continue"),
     ],

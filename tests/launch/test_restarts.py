@@ -124,7 +124,7 @@ def test_wrong_restarts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("SLURM_NTASKS", "2")
     code, _, said = run_cli(tmp_path, "fit", "--max-restarts", "2")
     assert code == 2
-    assert "expected one host where nothing else starts the ranks, got SLURM_NTASKS in the environment" in said
+    assert "expected no other launcher, got SLURM_NTASKS in the environment" in said
 
 
 _USERS = """

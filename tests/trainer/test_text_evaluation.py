@@ -154,8 +154,8 @@ def _refused(folder: str, changes: dict[str, Any], step: str, vocab_size: int, t
 @pytest.mark.parametrize(
     ("changes", "options", "says"),
     [
-        ({}, {"vocab_size": 200}, r"holds token \d+, the model's vocab_size=200 ends at 199: .* use the model's"),
-        ({"task": "last_word"}, {}, "task=last_word asks how many last words are right, which train_step='gpt' does"),
+        ({}, {"vocab_size": 200}, r"holds token \d+, the model's vocab_size=200 ends before it"),
+        ({"task": "last_word"}, {}, "task=last_word: expected train_step='last_word', which counts last words, got"),
         ({"seq_length": 20}, {}, "seq_length=20 is longer than max_position"),
         ({}, {"train": True}, "TextEvaluationDataModule has no train split"),
     ],

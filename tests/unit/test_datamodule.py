@@ -271,7 +271,7 @@ def test_check_refuses_a_vocabulary_that_the_dataset_exceeds(
     largest = max(int(tokens.max()) for tokens in documents)
 
     make_data(tmp_path).check(_run(vocab_size=largest + 1))
-    with pytest.raises(DataError, match=f"holds token {largest}, the model's vocab_size={largest} ends at"):
+    with pytest.raises(DataError, match=f"holds token {largest}, the model's vocab_size={largest} ends before it"):
         make_data(tmp_path).check(_run(vocab_size=largest))
 
 

@@ -30,10 +30,3 @@ def test_a_config_that_transformers_could_not_write_again_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="the gpt2 config is invalid: .*; correct it"):
         config_object({"model_type": "gpt2", "dtype": "../../etc/passwd"})
-
-
-def test_a_number_of_thousands_of_digits_in_yaml_is_refused() -> None:
-    from lightning_megatron.cli.train import _load_checked
-
-    with pytest.raises(ConfigError, match="fit.yaml: .*5000 digits.*; write out what is meant"):
-        _load_checked(f"lr: {'9' * 5000}", "fit.yaml")

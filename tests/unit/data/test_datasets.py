@@ -85,9 +85,9 @@ def _items(*items: Any) -> Any:
     ("dataset", "says"),
     [
         (TensorDataset(TOKENS), "item 1 of the dataset is a tuple with no keys; give dicts"),
-        (_items({}, {"a": [1, 2]}, {"a": [3]}), r"items 1 and 2 .* have \[2\] and \[1\] under 'a', .* pad them"),
+        (_items({}, {"a": [1, 2]}, {"a": [3]}), r"items 1, 2 .* under 'a' \(.*\[2\] .*\[1\] .*\); .* pad them"),
         (_items({}, {"a": 1}, {"b": 1}), "item 2 of the dataset is a dict with 'b'; give dicts that all have the"),
-        (_hugging_face(text=list("abcde")), "items 1 and 1 of the dataset have str_ and str_ under 'text'"),
+        (_hugging_face(text=list("abcde")), "items 1, 2 cannot be stacked under 'text'"),
     ],
 )
 def test_items_that_cannot_be_stacked_are_named(dataset: Any, says: str) -> None:

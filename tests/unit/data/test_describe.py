@@ -72,5 +72,5 @@ def test_a_description_says_what_was_written(
 
 def test_a_tokenizer_of_another_dataset_is_refused(tmp_path: Path) -> None:
     prefix = _build(tmp_path / "x", DOCUMENTS)
-    with pytest.raises(DataError, match=r"x holds token 8, the tokenizer has 0 to 7: it was made with another; give"):
+    with pytest.raises(DataError, match=r"x holds token 8, the tokenizer has 0 to 7; give its own"):
         describe_dataset(prefix, 4, _Letters("abcdefgh"))

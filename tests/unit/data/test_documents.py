@@ -34,7 +34,7 @@ def _texts(
     bad = BadDocuments("fail" if skip is None else "skip", print if skip is None else skip.append)
     documents: list[tuple[str, ...]] = []
     for piece in cut_into_pieces(find_files(list(paths)), keys, piece_bytes):
-        found, messages = read_documents(piece, keys, stop_at_bad=skip is None)
+        found, messages = read_documents(piece, keys)
         bad.add(messages)
         documents += found
     return documents

@@ -56,9 +56,9 @@ def test_a_last_word_is_tokenized_with_its_space_and_a_long_text_loses_its_begin
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ('{"text": "one"}', "line 2 has 1 words, and a last word is predicted from those before it"),
+        ('{"text": "one"}', "line 2 has 1 words, a last word is predicted from those before it"),
         ('{"content": "a b"}', "line 2 has no key 'text'; choose the json key from content"),
-        ('{"text": "a bcdefghijk"}', "line 2 ends with a word of 11 tokens, more than seq_length=5"),
+        ('{"text": "a bcdefghijk"}', "line 2 ends with a word of 11 tokens, seq_length=5"),
     ],
 )
 def test_a_line_that_cannot_be_asked_is_named(folder: Path, line: str, says: str) -> None:
@@ -70,8 +70,8 @@ def test_a_line_that_cannot_be_asked_is_named(folder: Path, line: str, says: str
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"stride": 0}, "must be between 1 and seq_length=8"),
-        ({"stride": 4, "task": "last_word"}, "stride=4 with task=last_word must be"),
+        ({"stride": 0}, "and 1 to seq_length=8"),
+        ({"stride": 4, "task": "last_word"}, "stride=4 is for task=perplexity"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], says: str) -> None:

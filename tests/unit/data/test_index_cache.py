@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
 import time
@@ -180,10 +181,11 @@ def test_a_dataset_written_again_under_the_same_name_gets_a_new_index(tmp_path: 
     assert np.array_equal(rows, engine_rows(engine_dataset(blend, split="8,1,1", name="train", num_samples=None)))
 
 
-def test_an_index_that_is_removed_while_a_run_lasts_is_named(tmp_path: Path) -> None:
+def test_an_index_that_is_removed_while_a_run_lasts_still_serves_it_and_no_new_process(tmp_path: Path) -> None:
     write_corpus(tmp_path / "corpus", 50)
     samples = open_samples(_request(tmp_path / "corpus"), str(tmp_path / "cache"))
     shutil.rmtree(tmp_path / "cache")
 
+    samples.rows([0])
     with pytest.raises(DataError, match=r"cache/gpt-train-.*\.npy cannot be read .*; start the run again"):
-        samples.rows([0])
+        pickle.loads(pickle.dumps(samples))

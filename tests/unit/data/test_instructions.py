@@ -207,7 +207,7 @@ def test_a_malformed_record_is_named_by_its_line(tmp_path: Path, record: dict[st
     ("template", "messages", "says"),
     [
         (STRICT, CHAT, "does not take a conversation of system, user, .*Only user and assistant roles are supported!"),
-        (FORGETFUL, CHAT, "leaves out what the role 'system' says; use a role"),
+        (FORGETFUL, CHAT, "leaves out what the role 'system' says; use another"),
         (UNMARKED[:-11] + "<think>{% endif %}", CHAT, "the answer in message 3 cannot be found"),
         (REASONING, CHAT, "the answer in message 3 cannot be found.* put {% generation %} .*, or set answers=each"),
         (None, CHAT, "the tokenizer has no chat template, .* use the tokenizer of a chat model"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_megatron.data.loader import BatchRampup, BatchShape, PassLoader, PassOrder, ResumableLoader, TrainLoader
 from lightning_megatron.data.samples import Rows
-from lightning_megatron.errors import CheckpointError, ConfigError, DataError
+from lightning_megatron.errors import ConfigError, DataError
 
 
 def _shape(mbs: int = 2, num: int = 3, dp: int = 1, rank: int = 0, rampup: BatchRampup | None = None) -> BatchShape:
@@ -60,12 +59,6 @@ def _loader_of_one_row(epoch: int) -> TrainLoader:
     loader = _loader(_shape(1, 1), num_samples=200)
     loader.set_epoch(epoch)
     return loader
-
-
-@pytest.mark.parametrize("state", [{}, {"consumed_samples": 3}, {"epoch": 0, "consumed_samples": -1, "steps": 0}])
-def test_a_foreign_position_is_refused(state: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointError, match="needs whole numbers epoch, consumed_samples, steps"):
-        _loader(_shape()).load_state_dict(state)
 
 
 RAMPUP = BatchRampup(start=4, increment=4, samples=60)

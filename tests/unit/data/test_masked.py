@@ -182,9 +182,9 @@ def test_spans_without_a_sentinel_stay_in_the_text(tmp_path: Path) -> None:
     ("make", "message"),
     [
         (lambda: MaskingOptions(probability=0.0), "probability=0.0 must be more than 0 and less than 1"),
-        (lambda: MaskingOptions(short_sequence_probability=0.7), "short_sequence_probability=0.7 must be 0 or close"),
+        (lambda: MaskingOptions(short_sequence_probability=1.7), "short_sequence_probability=1.7 must be from 0 to 1"),
         (lambda: _t5(seq_length=128, seq_length_decoder=20), "seq_length_decoder=20 is too small: 15% of seq_length="),
-        (lambda: _t5(tokenizer=replace(FEW, sentinels=())), "has 0 sentinels .*T5 needs one for each"),
+        (lambda: _t5(tokenizer=replace(FEW, sentinels=())), "has too few sentinels .* for T5"),
         (lambda: _bert(tokenizer=replace(FEW, cls=None, mask=None)), "has no cls_token, no mask_token, which BERT"),
     ],
 )
@@ -242,5 +242,5 @@ def _t5_rows(prefix: Path, documents: Documents) -> Any:
 def test_ids_that_the_tokenizer_has_not_are_refused(tmp_path: Path, token: int) -> None:
     write_sentences(tmp_path / "corpus", [[[WORD, token], [WORD]]] * 20, dtype="<i4")
 
-    with pytest.raises(DataError, match=f"corpus has the token {token}, ids of the tokenizer word-pieces are from 0"):
+    with pytest.raises(DataError, match=f"corpus has token {token}, word-pieces has 0 to"):
         _opened(_bert(), tmp_path / "corpus").rows([0])

@@ -207,13 +207,13 @@ def test_what_cannot_work_is_refused(tmp_path: Path, tokenizer: Path, monkeypatc
     for options, message in (
         ({"workers": 0}, "workers=0 must be at least 1"),
         ({"input": [tmp_path / "empty.txt"]}, "no document has a token under 'text' in 1 files"),
-        ({"tokenizer": tmp_path / "endless", "append_eod": True}, "needs an end-of-sequence token, .*endless has none"),
+        ({"tokenizer": tmp_path / "endless", "append_eod": True}, "needs an eos_token, .*endless has none"),
     ):
         with pytest.raises(ConfigError, match=message):
             _run(tmp_path, **({"tokenizer": tokenizer} | options))
     assert not any((tmp_path / "out").iterdir())
     monkeypatch.setattr(documents.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"split_sentences needs the library sentencex, .*\[data\]"):
+    with pytest.raises(ConfigError, match=r"split_sentences needs the library sentencex; .*\[data\]"):
         SentenceSplitter(language="en", keep_newlines=False)
 
 
@@ -237,7 +237,7 @@ def test_a_worker_that_is_killed_ends_the_run(
             return encoded
 
     monkeypatch.setattr(preprocess, "DocumentEncoder", Deadly)
-    with pytest.raises(RuntimeError, match="a tokenizing worker ended with exit code -9; .* use fewer workers"):
+    with pytest.raises(RuntimeError, match="a tokenizing worker failed; .*lacked memory: DataLoader worker"):
         _run(tmp_path, tokenizer, workers=2)
     assert list((tmp_path / "out").iterdir()) == []
     assert multiprocessing.active_children() == []

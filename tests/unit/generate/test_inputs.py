@@ -71,14 +71,13 @@ def _ids(*rows: list[int]) -> torch.Tensor:
     [
         ([[1]], None, {}, r"input_ids: expected a tensor of integers, \[prompts, tokens\], got a list"),
         (torch.ones(0, 2).long(), None, {}, r"got torch.int64 \[0, 2\]"),
-        (_ids([1, 2]), [[1, 1]], {}, r"attention_mask: expected a tensor \[1, 2\], as input_ids have it, got a list"),
+        (_ids([1, 2]), [[1, 1]], {}, r"attention_mask: expected the shape \[1, 2\] of input_ids, got a list"),
         (_ids([1, 2]), _ids([1, 2]), {}, "expected 1 for tokens and 0 for padding"),
         (_ids([1], [2]), _ids([0], [1]), {}, r"prompts \[0\] are empty"),
-        (_ids([1, 50]), None, {}, r"token 50, and the model's vocabulary is 0..49"),
+        (_ids([1, 50]), None, {}, r"expected tokens of the vocabulary, 0 to 49, got 50"),
         (_ids([1] * 8), None, {"max_new_tokens": 10}, "a prompt of 8 tokens and max_new_tokens=10 .* at most 9"),
         (_ids([1] * 8), None, {"max_length": 18}, "a prompt of 8 tokens and max_length=18 .* max_length of at most 17"),
         (_ids([1] * 20), None, {}, "cut the prompts to 16 tokens"),
-        (_ids([1]), None, {"stop_strings": "a"}, "stop_strings='a' need a tokenizer"),
     ],
 )
 def test_prompts_that_cannot_be_continued_are_refused(input_ids: Any, mask: Any, options: Any, says: str) -> None:

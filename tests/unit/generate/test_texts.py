@@ -42,7 +42,7 @@ def test_a_generation_config_that_is_none_is_refused(tmp_path: Path, text: str, 
 
 @pytest.mark.parametrize("tokenizer", [3, "no/such/folder"])
 def test_what_is_no_tokenizer_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(ConfigError, match="no/such/folder|tokenizer=3: stop_strings need"):
+    with pytest.raises(ConfigError, match="no/such/folder|stop_strings: expected a tokenizer .* got 3"):
         stop_strings(["a"], tokenizer)
 
 
