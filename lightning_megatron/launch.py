@@ -59,8 +59,8 @@ def check_world_size(environment: ClusterEnvironment, num_processes: int, num_no
         )
     if dist.is_initialized() and dist.get_world_size() != num_processes * num_nodes:
         raise ConfigError(
-            f"this process is one of {dist.get_world_size()} already, and the run has {num_processes * num_nodes}; start "
-            "another process for it"
+            f"this process is one of {dist.get_world_size()} already, and the run has {num_processes * num_nodes}; "
+            "start another process for it"
         )
     if isinstance(environment, LightningEnvironment) or not environment.creates_processes_externally:
         return
