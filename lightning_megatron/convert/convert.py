@@ -402,8 +402,16 @@ def build_on_cpu(model: ModelConfig, layout: ParallelConfig) -> list[Any]:
     from lightning_megatron.models.transformer_config import EngineSettings
 
     settings = EngineSettings(parallel=layout, params_dtype=torch.float32, device=torch.device("cpu"))
-    with unchanged_environment():
-        return list(build_chunks(model, settings))
+    try:
+        with unchanged_environment():
+            return list(build_chunks(model, settings))
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):
+            raise
+        raise ConfigError(
+            "the model's config: expected sizes that this host has memory for, got weights that it cannot reserve; "
+            "correct the sizes, or convert on more ranks with torchrun"
+        ) from error
 
 
 def _merged(chunks: list[Any]) -> contextlib.AbstractContextManager[None]:

@@ -157,7 +157,9 @@ def load_tokenizer(folder: str | Path) -> Any:
 
     try:
         # Without a word on it, a tokenizer with code of its own has transformers ask on the terminal.
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer.encode("")  # some of its settings are read here first
+        return tokenizer
     except Exception as error:  # of any kind: what is in the files decides which library meets it, and how
         raise DataError(f"{folder} holds no tokenizer that transformers can load ({_first_line(error)})") from error
 

@@ -244,7 +244,8 @@ class ModelConfig:
         if isinstance(self.lora, Mapping):  # of a checkpoint
             linears = tuple((name, tuple(parts)) for name, parts in self.lora["linears"])
             object.__setattr__(self, "lora", Adapters(**{**self.lora, "linears": linears}))
-        for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size"):
+        sizes = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "vocab_size")
+        for name in sizes:
             require_number(name, getattr(self, name), at_least=1)
         for name in (f"{of}_dropout" for of in ("embedding", "hidden", "attention", "activation", "classifier")):
             if not 0 <= (value := getattr(self, name)) < 1:

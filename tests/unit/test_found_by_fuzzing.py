@@ -30,3 +30,25 @@ def test_a_config_that_transformers_could_not_write_again_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="the gpt2 config is invalid: .*; correct it"):
         config_object({"model_type": "gpt2", "dtype": "../../etc/passwd"})
+
+
+def test_more_heads_than_the_model_is_wide_are_refused() -> None:
+    from lightning_megatron.convert.registry import model_config
+
+    with pytest.raises(ConfigError, match="kv_channels=0 must be at least 1"):
+        model_config({"model_type": "gpt2", "n_embd": 32, "n_head": 2**62, "n_layer": 2, "vocab_size": 50})
+
+
+def test_a_tokenizer_whose_length_is_no_number_is_refused(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    from lightning_megatron.data.tokenizer import load_tokenizer
+    from lightning_megatron.errors import DataError
+
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    text = '{"tokenizer_class": "TokenizersBackend", "backend": "tokenizers", "model_max_length": %s}'
+    (tmp_path / "tokenizer_config.json").write_text(text % "8")
+    assert load_tokenizer(tmp_path).encode("a") == [0]
+    (tmp_path / "tokenizer_config.json").write_text(text % '"x"')
+    with pytest.raises(DataError, match="holds no tokenizer that transformers can load"):
+        load_tokenizer(tmp_path)
