@@ -77,7 +77,7 @@ def _asked(folder: str) -> dict[str, Any]:
     sys.argv = [__file__]
     module = MegatronModule.load_from_checkpoint(folder)  # the newest of the folder
     text = module.generate(TOKENS)
-    with pytest.raises(ConfigError, match="this process is one of 1, the run has 2"):
+    with pytest.raises(ConfigError, match="this process is one of 1 already, and the run has 2"):
         check_world_size(LightningEnvironment(), 2, 1)
     return {"logits": module(TOKENS), "text": text, "hparams": dict(module.hparams), "options": module.generation}
 
