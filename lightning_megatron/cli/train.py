@@ -21,7 +21,7 @@ from typing import Any, get_args, get_type_hints
 
 import torch
 import yaml
-from jsonargparse import ArgumentError, set_parsing_settings
+from jsonargparse import ArgumentError, get_loader, set_loader, set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, callbacks, loggers
 from lightning.pytorch.callbacks import ProgressBar
@@ -48,6 +48,8 @@ SHORT_NAMES: list[type] = [
 DATA_MODULES = [each for each in SHORT_NAMES if issubclass(each, LightningDataModule) and not inspect.isabstract(each)]
 DEFAULT_SEED = 1234
 _CHECKPOINT_WORDS = ("last", "best", "hpc")
+_MOST_VALUES, _DEEPEST = 100_000, 100
+_load = get_loader("yaml")
 _REFUSED = re.compile(r"(?:[Oo]ption '|arguments: (?:--)?|import path string: )([\w./-]+)")
 """How jsonargparse names an option or a class that there is not."""
 
@@ -115,6 +117,7 @@ class MegatronCLI(LightningCLI):
         if not isinstance(args, list):
             super().parse_arguments(parser, args)
             return
+        set_loader("yaml", _load_checked, (yaml.YAMLError,))
         try:
             self.config = parser.parse_args(args)
         except (ArgumentError, UnicodeDecodeError) as error:
@@ -240,6 +243,36 @@ class HeldMessages:
 
 
 # ---- mistakes in options and YAML -----------------------------------------------------------------------------------
+
+
+def _load_checked(text: str, path: str = "") -> Any:
+    """Load YAML unless it expands to more, or is deeper, than any configuration.
+
+    jsonargparse gives the path, if there is one, to a loader that has a parameter of this name.
+    """
+    sizes: dict[str | None, float] = {}
+    above: list[tuple[str | None, float]] = []
+    size = 0.0
+    for event in yaml.parse(text, Loader=yaml.CSafeLoader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            sizes[event.anchor] = _MOST_VALUES  # if it contains itself
+            above.append((event.anchor, size))
+            size = 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = above.pop()
+            sizes[anchor] = size
+            size += before
+        elif isinstance(event, yaml.NodeEvent):
+            size += sizes.get(event.anchor, 1) if isinstance(event, yaml.AliasEvent) else 1
+        if size > _MOST_VALUES or len(above) > _DEEPEST:
+            raise ConfigError(
+                f"{path or text[:40]}: expected at most {_MOST_VALUES:,} values, {_DEEPEST} in each other, got more "
+                "(aliases are counted as what they stand for); write out what is meant"
+            )
+    try:
+        return _load(text)
+    except ValueError as error:  # a number of thousands of digits
+        raise ConfigError(f"{path or text[:40]}: {error}; write out what is meant") from error
 
 
 def _explained(error: Exception, arguments: Sequence[str], options: Iterable[str]) -> str:

@@ -156,12 +156,13 @@ def nested(rng: random.Random, file: Path, marker: Path) -> str:
 
 
 def yaml_harm(rng: random.Random, file: Path, marker: Path) -> str:
+    bomb = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
     place = f"!!python/object/apply:os.mkdir [{marker}]"
     text = file.read_text()
     harm = rng.choice(
         (
-            *(f"x: {place}\n{text}", text.replace("max_steps: 1", f"max_steps: {place}")),
-            *(text.replace("max_steps: 1", f"max_steps: !!python/name:os.system {marker}")),
+            *(f"x: {place}\n{text}", text.replace("max_steps: 1", f"max_steps: {place}"), f"{bomb}{text}"),
+            *(text.replace("max_steps: 1", f"max_steps: !!python/name:os.system {marker}"), f"&a [*a]\n{text}"),
             *(
                 f"trainer: *nowhere\n{text}",
                 text.replace("MegatronModule", "os.mkdir"),
@@ -173,6 +174,7 @@ def yaml_harm(rng: random.Random, file: Path, marker: Path) -> str:
                     "class_path: MegatronModule", f"class_path: os.system\n  init_args: {{command: mkdir {marker}}}"
                 ),
             ),
+            text.replace("lr: 0.001", "lr: " + "9" * 5000),
         )
     )
     file.write_text(harm)

@@ -117,6 +117,11 @@ def test_what_stands_alone_or_is_missing_is_told_with_the_option(tmp_path: Path)
     _assert_one_line(results, [expected for _, expected in cases])
 
 
+_ALIASES = "a0: &a0 [1,1,1,1,1,1,1,1,1,1]\n" + "".join(
+    f"a{level}: &a{level} [{','.join([f'*a{level - 1}'] * 10)}]\n" for level in range(1, 10)
+)
+
+
 FILES = (
     ("trainer:\n\tmax_steps: 3", "bad.yaml:2: Problems parsing config: while scanning for the next token found"),
     ("trainer:\n  max_stepps: 3", "bad.yaml:2: Subcommand 'fit' does not accept option 'trainer.max_stepps'; did"),
@@ -127,6 +132,10 @@ FILES = (
         r"bad.yaml:2: trainer.max_steps: Expected a <class 'int'>. Got value: \x1b]0",
     ),
     ("trainer.max_steps", "bad.yaml:1: Unexpected config: trainer.max_steps"),
+    (_ALIASES, "bad.yaml: expected at most 100,000 values, 100 in each other, got more"),
+    ("trainer: &a {logger: *a}", "bad.yaml: expected at most 100,000 values, 100 in each other, got more"),
+    (f"trainer: {'[' * 5000}{']' * 5000}", "bad.yaml: expected at most 100,000 values, 100 in each other, got"),
+    (f"trainer: {'9' * 5000}", "value has 5000 digits"),
     ("trainer: \xff", "bad.yaml is no text in UTF-8"),
 )
 
