@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_megatron.data.loader import BatchRampup, BatchShape, PassLoader, PassOrder, Shuffling, TrainLoader
 from lightning_megatron.data.samples import SPLIT_NAMES, SampleOrder, Samples, SplitName
 from lightning_megatron.engine.collectives import on_all_ranks_alike
-from lightning_megatron.errors import ConfigError, require_number
+from lightning_megatron.errors import ConfigError, host_memory, require_number
 from lightning_megatron.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -229,6 +229,13 @@ class MegatronDataModule(LightningDataModule, ABC):
             limit = run.model.max_position_embeddings
         for name, length in self.lengths(run.model).items():
             strategy.parallel.check_sequence(length, limit, name=name)
+            rows, microbatches = self.micro_batch_size, max(run.shape.stages)
+            needed, there = rows * microbatches * length * 8, host_memory()
+            if needed > there:
+                raise ConfigError(
+                    f"micro_batch_size={rows} x num_microbatches={microbatches}: expected the tokens of a step in the "
+                    f"host's {there / 2**30:,.0f} GiB, got {needed / 2**30:,.0f} GiB; give fewer"
+                )
         environment = strategy.cluster_environment
         makes_data = type(self).prepare_data is not LightningDataModule.prepare_data  # which Lightning calls later
         # Where all processes exist already, one looks at the files in setup() and tells the others what it found.
