@@ -8,7 +8,6 @@ any dp give the same numbers, for uneven masks too.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,7 @@ from lightning_megatron.engine.fillers.experts import LoadBalance, LoadReport
 from lightning_megatron.engine.fillers.fp8 import fp8_linears, quantized_weights
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.heartbeat import progress
-from lightning_megatron.engine.microbatch_graph import MicrobatchGraphs
+from lightning_megatron.engine.microbatch_graph import MicrobatchGraphs, on_stream_of
 from lightning_megatron.engine.wrap import add_replicas, unwrap
 from lightning_megatron.errors import ConfigError, NonFiniteError
 
@@ -261,8 +260,7 @@ class Schedule:
         if not forward_only and (reports := self._replayed(microbatches)) is not None:
             return self._reduce(reports, shape, next(iter(batch.values())).device)
         iterators = [iter(microbatches) for _ in self._chunks]
-        stream = contextlib.nullcontext() if self._graphs is None else self._graphs.on_stream()
-        with quantized_weights(self._fp8_linears), stream:
+        with quantized_weights(self._fp8_linears), on_stream_of(self._graphs):
             reports = get_forward_backward_func()(
                 forward_step_func=self._forward_step,
                 data_iterator=iterators if parallel.vpp else iterators[0],

@@ -48,7 +48,7 @@ class Window:
         self._memory = symmetric.rendezvous(
             symmetric.empty(2 * group.size() * num_bytes, dtype=torch.uint8, device=device), group
         )
-        self.num_bytes, self._rank, self._size, self._turn = num_bytes, group.rank(), group.size(), 0
+        self.num_bytes, self._size, self._turn = num_bytes, group.size(), 0
 
     def next(self) -> None:
         """Begin with another exchange."""
