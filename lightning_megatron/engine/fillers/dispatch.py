@@ -16,7 +16,6 @@ Megatron's all-gather dispatcher needs rows of one length on all ranks, which da
 
 from __future__ import annotations
 
-import importlib
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from lightning_megatron.engine.fillers.choice import has_triton
-from lightning_megatron.engine.fillers.recompute import WithoutOutput
+from lightning_megatron.engine.fillers.recompute import WithoutOutput, recomputes_cheap_outputs
 
 
 class Places(NamedTuple):
@@ -64,8 +63,9 @@ def sorted_by(goals: Tensor, count: int, total: int) -> Places:
 def _sums(x: Tensor, places: Tensor) -> Tensor:
     """[n, h]: the sum of the rows of ``x``, [m, h], at ``places``, [n, k], in fp32; m stands for no row."""
     if x.is_cuda and has_triton():
-        summed: Tensor = importlib.import_module("lightning_megatron.engine.fillers.row_sums").row_sums(x, places)
-        return summed
+        from lightning_megatron.engine.fillers.row_sums import row_sums  # needs Triton
+
+        return row_sums(x, places)
     padded = torch.cat((x, x.new_zeros(1, x.shape[1])))
     return padded[places].sum(dim=1, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
 
@@ -168,10 +168,9 @@ class Dispatcher(MoETokenDispatcher):
             # Those of other ranks come behind this rank's.
             experts = (numbers.detach() - self._first).remainder(self.ep_size * self._num_local)
         self._to_experts = found = sorted_by(experts, self._num_local, self._num_choices)
-        rows, probs = self._rows.checkpoint(spread, tokens, found), probs.flatten().gather(0, found.choices)
-        if self.config.recompute_granularity != "selective" or "layernorm" not in self.config.recompute_modules:
-            self._rows = WithoutOutput()
-        return rows, found.ends, probs
+        is_kept = not recomputes_cheap_outputs(self.config)
+        rows = spread(tokens, found) if is_kept else self._rows.checkpoint(spread, tokens, found)
+        return rows, found.ends, probs.flatten().gather(0, found.choices)
 
     def combine_preprocess(self, outputs: Tensor) -> Tensor:
         """Add up what this rank's experts made of each token."""

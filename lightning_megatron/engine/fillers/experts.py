@@ -14,7 +14,6 @@ other in time; transformers 5.23 averages f and P over the layers first, which i
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +33,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from lightning_megatron.engine.fillers.choice import has_triton
-from lightning_megatron.engine.fillers.recompute import WithoutOutput
+from lightning_megatron.engine.fillers.recompute import WithoutOutput, recomputes_cheap_outputs
 
 # ---- the router -----------------------------------------------------------------------------------------------------
 
@@ -210,11 +209,10 @@ class GroupedExperts(MegatronModule):
         Returns:
             [n, h]; and no bias.
         """
-        recomputes = self.config.recompute_granularity == "selective" and "layernorm" in self.config.recompute_modules
         activated = WithoutOutput()
         hidden = activated.checkpoint(self._activation, _products(tokens, self.linear_fc1, ends), probs)
         output = _products(hidden, self.linear_fc2, ends)
-        if recomputes:
+        if recomputes_cheap_outputs(self.config):
             activated.discard_output_and_register_recompute(output)
         return output, None
 
@@ -278,9 +276,9 @@ class _GroupedProduct(torch.autograd.Function):
         of_weights = F.grouped_mm(gradient.t(), tokens, offs=ends)
         if hasattr(weights, "main_grad"):
             if of_weights.is_cuda and has_triton():
-                importlib.import_module("lightning_megatron.engine.fillers.row_sums").add_to(
-                    weights.main_grad, of_weights
-                )
+                from lightning_megatron.engine.fillers.row_sums import add_to  # needs Triton
+
+                add_to(weights.main_grad, of_weights)
             else:
                 weights.main_grad.add_(of_weights)
             weights.grad_added_to_main_grad = True  # Megatron's hook wants a gradient, and then leaves it

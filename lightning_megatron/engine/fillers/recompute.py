@@ -22,6 +22,11 @@ _Output: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 """Of a linear: [s, b, h] and a bias that is not added yet."""
 
 
+def recomputes_cheap_outputs(config: Any) -> bool:
+    """Whether norms, activations and rows of experts are made again: ``recompute="selective"``."""
+    return config.recompute_granularity == "selective" and "layernorm" in config.recompute_modules
+
+
 class WithoutOutput:
     """One call of a deterministic function, whose output's storage is free between forward and backward pass.
 
@@ -77,7 +82,7 @@ def recomputes_activation(original: Callable[..., _Output]) -> Callable[..., _Ou
 
     def forward(self: Any, hidden_states: torch.Tensor, per_token_scale: Any = None, **others: Any) -> _Output:
         config = self.config
-        is_asked = config.recompute_granularity == "selective" and "layernorm" in config.recompute_modules
+        is_asked = recomputes_cheap_outputs(config)
         if not is_asked or per_token_scale is not None or getattr(self.linear_fc2, "input_dropout", 0.0) > 0.0:
             return original(self, hidden_states, per_token_scale, **others)
 
