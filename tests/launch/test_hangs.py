@@ -148,7 +148,7 @@ def _hang_and_terminate(accelerator: str, folder: Path) -> None:
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu(2))])
 def test_sigterm_ends_a_run_that_hangs_within_the_grace(tmp_path: Path, accelerator: str) -> None:
     with pytest.raises(
-        RankError, match=r"error: rank 1 hangs.*; SIGTERM came \d s ago, and the run ends without saving"
+        RankError, match=r"error: rank 1 hangs.*; SIGTERM came \d+ s ago, and the run ends without saving"
     ):
         run_ranks(_hang_and_terminate, 2, accelerator, tmp_path)
 

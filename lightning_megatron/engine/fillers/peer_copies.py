@@ -25,7 +25,10 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.mappings import reduce_scatter_to_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from torch import Tensor
 
 from lightning_megatron.engine.fillers.kernels import accumulate_weight_gradient, reported_gradient
@@ -174,8 +177,10 @@ class PeerLinear:
             rows: Tensor = product.apply(input.flatten(0, 1), weight, bias, self)  # type: ignore[no-untyped-call]
             return rows.view(-1, *input.shape[1:-1], rows.shape[-1])
         output: Tensor = self.native(input=input, weight=weight, bias=bias, **megatrons)
-        if self.is_row:
-            output = reduce_scatter_to_sequence_parallel_region(output, group=self.module.tp_group)
+        if self.is_row:  # a model in training that generates in between holds whole rows then
+            is_split = self.module.sequence_parallel
+            add = reduce_scatter_to_sequence_parallel_region if is_split else reduce_from_tensor_model_parallel_region
+            output = add(output, group=self.module.tp_group)
         return output
 
     def weight_gradient(self, weight: Any, inputs: Tensor, gradient: Tensor) -> Tensor | None:
