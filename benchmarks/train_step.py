@@ -41,7 +41,6 @@ def _run(case: Case, options: argparse.Namespace) -> tuple[Measurement, str]:
     # Imported late: --list must not load torch, and the allocator's settings must be in the environment before.
     from benchmarks.recorder import Plan
     from benchmarks.runs import run_megatron, run_peer
-    from lightning_megatron.engine.fillers import fp8
 
     plan = Plan(
         warmup_steps=options.warmup_steps,
@@ -51,7 +50,6 @@ def _run(case: Case, options: argparse.Namespace) -> tuple[Measurement, str]:
         profile=options.profile,
     )
     if options.implementation == "megatron":
-        fp8.FAST_BACKWARD = options.fp8_fast_backward or fp8.FAST_BACKWARD
         return run_megatron(case, plan, options.indexed_workers)
     return run_peer(case, plan, compiled=options.implementation == "peer-compiled")
 
@@ -93,9 +91,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--micro-batch-size", type=int, help="instead of the case's")
     parser.add_argument("--num-microbatches", type=int, help="instead of the case's")
     parser.add_argument("--layers", type=int, help="fewer layers than the case has")
-    parser.add_argument(
-        "--fp8-fast-backward", action="store_true", help="sum fp8 gradients in the tensor cores' own registers"
-    )
     parser.add_argument("--no-host-waits", action="store_true", help="do not count the waits of the host")
     parser.add_argument("--profile", action="store_true", help="print the top 25 kernels of 3 more steps")
     parser.add_argument("--expandable-segments", action="store_true", help="let torch's allocator grow its segments")

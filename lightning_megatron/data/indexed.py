@@ -149,9 +149,10 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 def is_old_format(prefix: str) -> bool:
     """Whether the dataset at ``prefix`` is there, and in the cached/lazy format."""
-    with contextlib.suppress(OSError), open(f"{prefix}.idx", "rb") as index:
+    if not os.path.isfile(f"{prefix}.idx"):  # a pipe would be waited for
+        return False
+    with open(f"{prefix}.idx", "rb") as index:
         return index.read(len(OLD_MAGIC)) == OLD_MAGIC
-    return False
 
 
 def open_dataset(prefix: str, *, option: str = "data_path", for_training: bool = True) -> IndexedDataset:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeAlias
@@ -250,6 +251,11 @@ class ModelConfig:
         for name in (f"{of}_dropout" for of in ("embedding", "hidden", "attention", "activation", "classifier")):
             if not 0 <= (value := getattr(self, name)) < 1:
                 raise ConfigError(f"{name}={value}: expected a probability below 1; correct the model's config")
+        if not 0 <= self.init_method_std < math.inf:
+            raise ConfigError(
+                f"init_method_std={self.init_method_std}: expected a finite number, at least 0; correct the model's"
+                " config"
+            )
         require_divides("num_query_groups", self.num_query_groups, "num_attention_heads", self.num_attention_heads)
         if self.position_embedding_type == "rope" and (self.rotary_width % 2 != 0 or self.rotary_width < 2):
             raise ConfigError(

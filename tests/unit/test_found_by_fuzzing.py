@@ -39,6 +39,20 @@ def test_more_heads_than_the_model_is_wide_are_refused() -> None:
         model_config({"model_type": "gpt2", "n_embd": 32, "n_head": 2**62, "n_layer": 2, "vocab_size": 50})
 
 
+def test_random_weights_need_a_finite_deviation() -> None:
+    from lightning_megatron.convert.registry import model_config
+
+    with pytest.raises(ConfigError, match="init_method_std=nan: expected a finite number, at least 0"):
+        model_config({"model_type": "gpt2", "n_embd": 32, "n_head": 2, "n_layer": 2, "initializer_range": float("nan")})
+
+
+def test_an_index_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    from lightning_megatron.data.indexed import is_old_format
+
+    os.mkfifo(tmp_path / "corpus.idx")
+    assert not is_old_format(str(tmp_path / "corpus"))
+
+
 def test_a_tokenizer_whose_length_is_no_number_is_refused(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models
 
