@@ -23,8 +23,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from typing_extensions import override
 
 from lightning_megatron.checkpoint.state import sharded_weights
+from lightning_megatron.engine.collectives import HostCopy
 from lightning_megatron.engine.groups import host_group
-from lightning_megatron.engine.optimizer import HostCopy
 from lightning_megatron.engine.wrap import finish_parameter_gathers
 from lightning_megatron.errors import ConfigError, NumericsError, require_number
 

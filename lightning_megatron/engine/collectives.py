@@ -182,3 +182,20 @@ def data_parallel_group() -> dist.ProcessGroup:
         raise ConfigError("there is no data-parallel group yet; call this within Trainer.fit, validate or test")
     group: dist.ProcessGroup = parallel_state.get_data_parallel_group()
     return group
+
+
+class HostCopy:
+    """A number on its way from the device to the host, which does not wait before it reads it."""
+
+    def __init__(self, number: torch.Tensor) -> None:
+        """Queue the copy of ``number``, of one element, behind what the device does now."""
+        self._copy = number.detach().to("cpu", non_blocking=True)
+        self._arrived = torch.cuda.Event() if number.is_cuda else None
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def read(self) -> float:
+        """Waits for the device."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return float(self._copy)

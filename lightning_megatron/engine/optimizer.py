@@ -24,6 +24,7 @@ import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 
+from lightning_megatron.engine.collectives import HostCopy
 from lightning_megatron.engine.fillers.adam import MasterOptimizer
 from lightning_megatron.engine.overrides import LEAST_LOSS_SCALE, configured
 from lightning_megatron.errors import ConfigError, as_options, require_choice, require_number
@@ -168,23 +169,6 @@ class OptimizerContext:
     """Whether training goes on behind a step that was left out, so that its outcome must be known before the next."""
     overrides: Mapping[str, Any]
     """Fields of Megatron's ``OptimizerConfig`` that the user sets by hand; they are checked."""
-
-
-class HostCopy:
-    """A number on its way from the device to the host, which does not wait before it reads it."""
-
-    def __init__(self, number: torch.Tensor) -> None:
-        """Queue the copy of ``number``, of one element, behind what the device does now."""
-        self._copy = number.detach().to("cpu", non_blocking=True)
-        self._arrived = torch.cuda.Event() if number.is_cuda else None
-        if self._arrived is not None:
-            self._arrived.record()
-
-    def read(self) -> float:
-        """Waits for the device."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return float(self._copy)
 
 
 class _Outcome(NamedTuple):

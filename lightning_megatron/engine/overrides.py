@@ -23,7 +23,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
-from lightning_megatron.errors import ConfigError, require_kind, require_number
+from lightning_megatron.errors import ConfigError, require_choice, require_kind, require_number
 
 _Config = TypeVar("_Config", TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
 LEAST_LOSS_SCALE = 2.0**-24
@@ -41,7 +41,6 @@ _PRECISION = "use Trainer(precision=)"
 _SHARDED = "use MegatronStrategy(distributed_optimizer=)"
 _SHARDED_WEIGHTS = "leave it out: Megatron's FSDP is not used; tp and pp split the weights"
 _UNREAD = "leave it out: nothing reads it here"
-_ALL_TO_ALL = "leave it out: tokens go to experts by all-to-all; gathering needs rows of one length on all ranks"
 _OFFLOAD = (
     "leave it out: megatron-core 0.16.1 keeps offloaded masters where no checkpoint of this package finds them; "
     "distributed_optimizer=True divides the optimizer's state by dp"
@@ -54,7 +53,6 @@ _INSTEAD: dict[type, dict[str, str]] = {
         "moe_ffn_hidden_size moe_router_pre_softmax moe_aux_loss_coeff moe_shared_expert_intermediate_size "
         "moe_shared_expert_gate",
         "use MegatronStrategy(ep=)": "expert_model_parallel_size",
-        _ALL_TO_ALL: "moe_token_dispatcher_type",
         _UNREAD: "moe_shared_expert_overlap moe_enable_routing_replay moe_router_topk_limited_devices "
         "moe_router_padding_for_quantization moe_router_padding_for_fp8 moe_router_num_groups moe_router_group_topk "
         "moe_router_topk_scaling_factor moe_grouped_gemm moe_use_legacy_grouped_gemm moe_z_loss_coeff "
@@ -153,6 +151,8 @@ def _check(kind: type, name: str, value: object) -> None:
             raise ConfigError(f"{option}: expected no {name!r}, got {name}={value!r}; {instead}")
     if value is not None or known[name].default is not None:
         require_kind(f"{option}: {name}", value, _annotations(kind)[name])
+    if name == "moe_token_dispatcher_type":
+        require_choice(f"{option}: {name}", value, ("alltoall", "allgather"))
     if name == "loss_scale" and value is not None:
         require_number(f"{option}: {name}", value, LEAST_LOSS_SCALE)
 

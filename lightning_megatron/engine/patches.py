@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 from lightning_megatron.engine import cpu
 from lightning_megatron.engine.fillers import adam, kernels, loss, recompute
 from lightning_megatron.engine.fillers.choice import DeviceType, has_liger, has_triton
-from lightning_megatron.engine.fillers.dispatch import Dispatcher
+from lightning_megatron.engine.fillers.dispatch import AllGatherDispatcher, Dispatcher
 
 _MISSING = object()
 
@@ -150,6 +150,12 @@ MEGATRON: tuple[Patch, ...] = (
         "MoEAlltoAllTokenDispatcher",
         _being(Dispatcher),
         "the host waits three times a layer, a token is sent once for each expert, sums are atomic additions in bf16",
+    ),
+    _row(
+        "megatron.core.transformer.moe.moe_layer",
+        "MoEAllGatherTokenDispatcher",
+        _being(AllGatherDispatcher),
+        "it gathers all probabilities of all experts, and needs as many rows on all ranks",
     ),
     _row(
         "megatron.core.transformer.mlp",

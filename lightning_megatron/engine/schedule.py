@@ -19,6 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from lightning_megatron.engine.fillers.dispatch import gathering_dispatchers, padded_to_most
 from lightning_megatron.engine.fillers.experts import LoadBalance, LoadReport
 from lightning_megatron.engine.fillers.fp8 import fp8_linears, quantized_weights
 from lightning_megatron.engine.groups import Topology
@@ -115,7 +116,7 @@ class Schedule:
         self._num_microbatches = topology.parallel.num_microbatches
         # Each chunk has its own reference to the config, and Megatron's schedule reads the first one's.
         self._configs = [unwrap(chunk).config for chunk in chunks]
-        self._fp8_linears = fp8_linears(chunks)
+        self._fp8_linears, self._dispatchers = fp8_linears(chunks), gathering_dispatchers(chunks)
         self._train_rows: int | None = None
         self._weights = [(n, p, p.requires_grad) for chunk in chunks for n, p in chunk.named_parameters()]
         self._denominators: dict[str, torch.Tensor] | None = None
@@ -260,7 +261,9 @@ class Schedule:
         if not forward_only and (reports := self._replayed(microbatches)) is not None:
             return self._reduce(reports, shape, next(iter(batch.values())).device)
         iterators = [iter(microbatches) for _ in self._chunks]
-        with quantized_weights(self._fp8_linears), on_stream_of(self._graphs):
+        tokens = shape.micro_batch_size * shape.seq_length
+        padded = padded_to_most(self._dispatchers, tokens, self._topology.dp_group)
+        with quantized_weights(self._fp8_linears), on_stream_of(self._graphs), padded:
             reports = get_forward_backward_func()(
                 forward_step_func=self._forward_step,
                 data_iterator=iterators if parallel.vpp else iterators[0],

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.parity.comparison import assert_same_run, assert_same_within_rounding
-from tests.parity.training import Case, Layout, outcome
+from tests.parity.training import Case, Labels, Layout, outcome
 
 LAYOUTS = (
     Layout(num_microbatches=3),
@@ -81,6 +81,7 @@ def test_more_tensor_parallel_ranks_than_key_value_heads_train_as_one_process() 
     assert_same_run(outcome(replace(FEW_KEY_VALUE_HEADS, layout=layout)), outcome(FEW_KEY_VALUE_HEADS))
 
 
+_GATHERING = (("moe_token_dispatcher_type", "allgather"),)
 WITH_EXPERTS = (
     Layout(ep=2, dp=2, num_microbatches=3, overlap_communication=True),
     Layout(ep=2, dp=2, distributed_optimizer=False),
@@ -88,6 +89,9 @@ WITH_EXPERTS = (
     Layout(ep=2, tp=2, dp=2, sequence_parallel=True, recompute="full"),
     Layout(ep=4, tp=2, dp=2, sequence_parallel=True),
     Layout(ep=2, pp=2, dp=2, vpp=2, num_microbatches=2),
+    Layout(ep=2, dp=2, num_microbatches=3, transformer_config_overrides=_GATHERING),
+    Layout(ep=2, tp=2, sequence_parallel=True, recompute="selective", transformer_config_overrides=_GATHERING),
+    Layout(ep=4, tp=2, dp=2, sequence_parallel=True, transformer_config_overrides=_GATHERING),
 )
 
 
@@ -97,7 +101,8 @@ WITH_EXPERTS = (
 )
 def test_spread_experts_train_as_one_process(layout: Layout) -> None:
     # Plain gradient descent and clipping in every step: a wrong gradient or norm of experts would show.
-    experts = Case(model="experts", labels="uneven", clip=0.5, lr=0.1, optimizer=_DESCENT)
+    labels: Labels = "short" if layout.transformer_config_overrides else "uneven"
+    experts = Case(model="experts", labels=labels, clip=0.5, lr=0.1, optimizer=_DESCENT)
     assert_same_run(outcome(replace(experts, layout=layout)), outcome(experts))
     assert min(outcome(experts).grad_norms) > 0.5
 

@@ -31,6 +31,10 @@ SEQ_LENGTH = 16
 VOCAB_SIZE = 83
 """A prime: every layout needs padding rows."""
 
+Labels = Literal["all", "uneven", "short"]
+"""``uneven``: each row has another number of targets, between none and all. ``short``: one row of eight has all, the
+others half, and a batch is as long as its longest row needs, so that copies of the model have others."""
+
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {
         "model_type": "gpt2",
@@ -142,8 +146,7 @@ class Case:
     model_fields: tuple[tuple[str, Any], ...] = ()
     """Changes to the model's config."""
     make_vocab_size_divisible_by: int = 8
-    labels: Literal["all", "uneven"] = "all"
-    """``uneven``: each row has another number of targets, between none and all."""
+    labels: Labels = "all"
     steps: int = 10
     global_batch_size: int = 12
     """A multiple of every dp x num_microbatches of the tests."""
@@ -219,7 +222,7 @@ def joined_outcome(ranks: list[RankOutcome], copies_rtol: float = 0.0) -> Outcom
 class Sentences(Dataset[dict[str, torch.Tensor]]):
     """Rows of random tokens, the same in every process."""
 
-    def __init__(self, num_rows: int, labels: Literal["all", "uneven"] = "all") -> None:
+    def __init__(self, num_rows: int, labels: Labels = "all") -> None:
         generator = torch.Generator().manual_seed(5)
         self.tokens = torch.randint(0, VOCAB_SIZE, (num_rows, SEQ_LENGTH), generator=generator)
         self.labels = self.tokens.clone()
@@ -227,6 +230,8 @@ class Sentences(Dataset[dict[str, torch.Tensor]]):
             for row in range(num_rows):
                 # 0, 7, 14, 4, 11, 1, ... labels are left out.
                 self.labels[row, : (7 * row) % (SEQ_LENGTH + 1)] = -100
+        if labels == "short":
+            self.labels[torch.arange(num_rows) % 8 > 0, SEQ_LENGTH // 2 :] = -100
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -321,4 +326,11 @@ def trainer_of(case: Case, **options: Any) -> Any:
 def loader_of(case: Case) -> DataLoader[dict[str, torch.Tensor]]:
     """One epoch of ``case.steps`` global batches, the same ones for every layout."""
     rows = Sentences(case.steps * case.global_batch_size, case.labels)
-    return DataLoader(rows, batch_size=case.global_batch_size // case.layout.dp)
+    collate = _without_unlabelled_end if case.labels == "short" else None
+    return DataLoader(rows, batch_size=case.global_batch_size // case.layout.dp, collate_fn=collate)
+
+
+def _without_unlabelled_end(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    end = SEQ_LENGTH if (batch["labels"][:, -1] != -100).any() else SEQ_LENGTH // 2
+    return {name: tensor[:, :end] for name, tensor in batch.items()}

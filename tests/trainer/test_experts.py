@@ -102,13 +102,19 @@ REFUSED: tuple[tuple[str, int, dict[str, Any], dict[str, Any], dict[str, Any]], 
     ("expected at most num_experts=4, got 5", 1, {"num_experts_per_tok": 5}, {}, {}),
     ("together, got one of", 1, {}, {"transformer_config_overrides": {"moe_router_score_function": "sigmoid"}}, {}),
     ("moe_router_bias_update_rate: expected a model with", 1, {"model_type": "llama"}, EXPERT_BIAS, {}),
+    (
+        "moe_token_dispatcher_type='flex' is unknown",
+        1,
+        {},
+        {"transformer_config_overrides": {"moe_token_dispatcher_type": "flex"}},
+        {},
+    ),
     ("router_jitter_noise=0.1", 1, {"router_jitter_noise": 0.1}, {}, {}),
     ("expected bf16-mixed or 32-true, got 16-mixed", 1, {}, {}, {"precision": "16-mixed"}),
 )
 
 
 BY_HAND = (
-    ("moe_token_dispatcher_type", "allgather", "tokens go to experts by all-to-all"),
     ("moe_z_loss_coeff", 0.1, "nothing reads it here"),
     ("moe_aux_loss_coeff", 0.1, "set it in the model's config"),
     ("expert_model_parallel_size", 2, r"use MegatronStrategy\(ep=\)"),

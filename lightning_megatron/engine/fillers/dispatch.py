@@ -11,21 +11,29 @@ adds outputs up by atomic additions in bf16: in another order in each run.
   instead of being kept: 32 of 140 kB a token and layer of Qwen3-30B-A3B.
 - Each sum is made of its few addends in a fixed order, in fp32, and rounded once: runs are reproducible.
 
-Megatron's all-gather dispatcher needs rows of one length on all ranks, which data loaders do not promise: refused.
+``AllGatherDispatcher`` stands in the place of ``MoEAllGatherTokenDispatcher``, which needs as many rows on all ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.mappings import all_to_all
+from megatron.core.tensor_parallel.mappings import (
+    all_to_all,
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from lightning_megatron.engine.collectives import HostCopy
 from lightning_megatron.engine.fillers.choice import has_triton
 from lightning_megatron.engine.fillers.recompute import WithoutOutput, recomputes_cheap_outputs
 
@@ -162,15 +170,20 @@ class Dispatcher(MoETokenDispatcher):
 
     def dispatch_postprocess(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Sort by expert: the arguments of ``GroupedExperts``."""
-        experts = self._chosen
-        if self.ep_size > 1:
-            probs, numbers = probs.chunk(2, dim=1)
-            # Those of other ranks come behind this rank's.
-            experts = (numbers.detach() - self._first).remainder(self.ep_size * self._num_local)
+        probs, experts = (probs, self._chosen) if self.ep_size == 1 else self._of_own_experts(probs)
         self._to_experts = found = sorted_by(experts, self._num_local, self._num_choices)
         is_kept = not recomputes_cheap_outputs(self.config)
         rows = spread(tokens, found) if is_kept else self._rows.checkpoint(spread, tokens, found)
         return rows, found.ends, probs.flatten().gather(0, found.choices)
+
+    def _of_own_experts(self, with_numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """What outputs are multiplied by, and which of this rank's experts made them, [rows, topk] each.
+
+        Those of other ranks have the number behind the last.
+        """
+        probs, numbers = with_numbers.chunk(2, dim=1)
+        experts = numbers.detach() - self._first
+        return probs, experts.where((experts >= 0) & (experts < self._num_local), self._num_local)
 
     def combine_preprocess(self, outputs: Tensor) -> Tensor:
         """Add up what this rank's experts made of each token."""
@@ -191,3 +204,78 @@ class Dispatcher(MoETokenDispatcher):
         if self.ep_size > 1:
             outputs = collected(outputs, self._to_ranks)
         return outputs.view(self._shape)
+
+
+class AllGatherDispatcher(Dispatcher):
+    """Each rank of the ep group gets the rows of all, and what its experts make of them is added up and scattered.
+
+    All messages are of one size, which the host knows: it waits for the number of this rank's rows alone, beside the
+    exchange. What travels is (ep - 1) / ep of all ranks' rows in either direction, however few a rank needs: as much as
+    by all-to-all where tokens have at least as many experts as there are ranks, more where they have fewer.
+    """
+
+    most_tokens: int | None = None
+    """Of a microbatch, on any rank; None where all ranks have as many as this one."""
+
+    def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """As ``Dispatcher``'s, of this rank's own rows and as many that no expert wants as other ranks have more."""
+        if self.ep_size == 1:
+            return super().dispatch_preprocess(tokens, routing_map, probs)
+        self._shape, rows = tokens.shape, tokens.reshape(-1, tokens.shape[-1])
+        config, missing = self.config, 0
+        if self.most_tokens is not None:
+            parts = config.context_parallel_size * (
+                config.tensor_model_parallel_size if config.sequence_parallel else 1
+            )
+            missing = self.most_tokens // parts - len(rows)
+        with_numbers = torch.cat((probs, routing_map.to(probs.dtype)), dim=1)
+        return F.pad(rows, (0, 0, 0, missing)), F.pad(with_numbers, (0, 0, 0, missing), value=-1.0)
+
+    def token_dispatch(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Gather both over the ep group: [ep * rows, h] and [ep * rows, 2 * topk]."""
+        if self.ep_size == 1:
+            return tokens, probs
+        probs = gather_from_sequence_parallel_region(probs, group=self.ep_group)
+        num_choices = HostCopy((self._of_own_experts(probs)[1] < self._num_local).sum())
+        tokens = gather_from_sequence_parallel_region(tokens, group=self.ep_group)
+        self._num_choices = int(num_choices.read())
+        return tokens, probs
+
+    def token_combine(self, outputs: Tensor) -> Tensor:
+        """Add up what all ranks' experts made of this rank's rows, [rows, h]."""
+        if self.ep_size == 1:
+            return outputs
+        sums: Tensor = reduce_scatter_to_sequence_parallel_region(outputs, group=self.ep_group)
+        return sums
+
+    def combine_postprocess(self, outputs: Tensor) -> Tensor:
+        """Without the rows that were added, [s or s/tp, b, h]."""
+        return outputs[: self._shape[:-1].numel()].view(self._shape)
+
+
+def gathering_dispatchers(chunks: Iterable[torch.nn.Module]) -> list[AllGatherDispatcher]:
+    """Those of all layers of ``chunks``."""
+    found = (getattr(module, "token_dispatcher", None) for chunk in chunks for module in chunk.modules())
+    return [dispatcher for dispatcher in found if isinstance(dispatcher, AllGatherDispatcher)]
+
+
+@contextlib.contextmanager
+def padded_to_most(dispatchers: list[AllGatherDispatcher], tokens: int, group: dist.ProcessGroup) -> Iterator[None]:
+    """While microbatches of one size run, which may be larger on other ranks.
+
+    Args:
+        dispatchers: Of all layers; nothing happens without any.
+        tokens: How many a microbatch of this rank has.
+        group: The data-parallel ranks, which must all call; one all-reduce.
+    """
+    if dispatchers:
+        most = torch.tensor(tokens, device=torch.cuda.current_device())
+        dist.all_reduce(most, dist.ReduceOp.MAX, group)
+        tokens = int(most)
+    for dispatcher in dispatchers:
+        dispatcher.most_tokens = tokens
+    try:
+        yield
+    finally:
+        for dispatcher in dispatchers:
+            dispatcher.most_tokens = None
