@@ -200,7 +200,7 @@ ROPE: tuple[Patch, ...] = (
 
 
 def _rope() -> Any:
-    return importlib.import_module("lightning_megatron.engine.fillers.rope")
+    return importlib.import_module("lightning_megatron.engine.fillers.triton_kernels")
 
 
 SWIGLU: tuple[Patch, ...] = (

@@ -45,7 +45,6 @@ MANY_PARAMETERS = {
     "DatasetDataModule.__init__",  # likewise
     "TextEvaluationDataModule.__init__",  # likewise
     "SDPAttention.__init__",  # Megatron-Core calls it as it calls its own core attention
-    "_cast",  # a Triton kernel takes pointers and numbers
 }
 
 

@@ -3,7 +3,7 @@
 megatron-core 0.16.1 takes Transformer Engine's or Apex's Adam, behind a pass that clips and before one that copies the
 weights, or without them ``torch.optim.AdamW``, unfused. These optimizers keep Apex's contract, which checkpoints are
 written by: ``step`` is an integer of the parameter group, moments are called ``exp_avg`` and ``exp_avg_sq``. They are
-used whatever is installed: on a GPU one kernel clips, updates and copies (``adam_kernel.py``).
+used whatever is installed: on a GPU one kernel clips, updates and copies (``triton_kernels.py``).
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class FusedAdam(MasterOptimizer):
     def _step_in_one_pass(
         self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor], states: list[dict[str, Tensor]]
     ) -> None:
-        from lightning_megatron.engine.fillers import adam_kernel  # needs Triton
+        from lightning_megatron.engine.fillers import triton_kernels  # needs Triton
 
         copies = {} if self.low_copies is None else self.low_copies()
         lows = [copies.get(parameter) for parameter in parameters]
@@ -132,12 +132,12 @@ class FusedAdam(MasterOptimizer):
         lists: tuple[list[Any], ...] = (parameters, gradients, *moments, lows)
         key = tuple(tuple(0 if each is None else each.data_ptr() for each in tensors) for tensors in lists)
         if self._tables.get(id(group), ((), ()))[0] != key:
-            table = adam_kernel.table_of(key, [p.numel() for p in parameters], parameters[0].device)
+            table = triton_kernels.adam_table(key, [p.numel() for p in parameters], parameters[0].device)
             self._tables[id(group)] = key, table
         low = next((each.dtype for each in lows if each is not None), None)
         self.has_copied = self.low_copies is not None
         table = self._tables[id(group)][1]
-        adam_kernel.step(table, low, group, self.grad_scale, self.found_inf, decoupled=self.adam_w_mode)
+        triton_kernels.adam_step(table, low, group, self.grad_scale, self.found_inf, decoupled=self.adam_w_mode)
 
 
 class FusedSGD(MasterOptimizer):

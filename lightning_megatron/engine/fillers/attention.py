@@ -36,8 +36,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from lightning_megatron.engine.fillers import masks
+from lightning_megatron.engine.fillers.loss import soft_capped
 from lightning_megatron.engine.fillers.masks import Alibi, AlibiKind, Pattern
-from lightning_megatron.engine.fillers.softcap import attend_capped
 from lightning_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -276,6 +276,29 @@ def _is_flat(mask: Tensor | None) -> bool:
     return mask is None or mask.dim() == 2
 
 
+def attend_capped(
+    q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, dropout: float, scale: float | None, cap: float
+) -> Tensor:
+    """Weighted sums of the values, whose scores are capped before masks hide keys: [b, np, sq, hn].
+
+    Args:
+        q: [b, np, sq, hn].
+        k: [b, ng, sk, hn]; ng divides np.
+        v: [b, ng, sk, hn].
+        added: To the capped scores, [b or 1, np or 1, sq or 1, sk]; None where no key is hidden.
+        dropout: Probability with which a weight is dropped.
+        scale: What scores are multiplied by; None for 1 / sqrt(hn).
+        cap: Of the scores.
+    """
+    rows, heads, queries, width = q.shape
+    grouped = (rows, k.shape[1], -1, width)  # the heads of a group are queries of one head, and no key is copied
+    products = torch.matmul(q.reshape(grouped), k.transpose(2, 3)) * (width**-0.5 if scale is None else scale)
+    scores = soft_capped(products.view(rows, heads, queries, -1), cap)
+    weights = torch.softmax(scores if added is None else scores + added, dim=-1, dtype=torch.float32).to(v.dtype)
+    dropped = F.dropout(weights, dropout) if dropout > 0.0 else weights
+    return torch.matmul(dropped.view(*products.shape), v).view(q.shape)
+
+
 def _attend_with_mask(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, dropout: float, scale: float | None) -> Tensor:
     grouped = q.shape[1] != k.shape[1]
     if grouped and q.shape[2] == 1:
@@ -358,7 +381,7 @@ def attend_by_blocks(
         mask: Of ``masks.block_mask``.
         pattern: What ``mask`` was made from.
         change: ALiBi: what each key's position adds to the scores, [b, np, sk] or [np, sk] fp32; or a number: what they
-            are capped by, see ``softcap.attend_capped``.
+            are capped by, see ``attend_capped``.
         scale: What the scores are multiplied by; None for 1 / sqrt(hn).
     """
     of_queries = change[..., pattern.first_query :] if isinstance(change, Tensor) else None

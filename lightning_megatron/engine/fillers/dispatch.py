@@ -71,7 +71,7 @@ def sorted_by(goals: Tensor, count: int, total: int) -> Places:
 def _sums(x: Tensor, places: Tensor) -> Tensor:
     """[n, h]: the sum of the rows of ``x``, [m, h], at ``places``, [n, k], in fp32; m stands for no row."""
     if x.is_cuda and has_triton():
-        from lightning_megatron.engine.fillers.row_sums import row_sums  # needs Triton
+        from lightning_megatron.engine.fillers.triton_kernels import row_sums  # needs Triton
 
         return row_sums(x, places)
     padded = torch.cat((x, x.new_zeros(1, x.shape[1])))

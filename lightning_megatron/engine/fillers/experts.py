@@ -276,7 +276,7 @@ class _GroupedProduct(torch.autograd.Function):
         of_weights = F.grouped_mm(gradient.t(), tokens, offs=ends)
         if hasattr(weights, "main_grad"):
             if of_weights.is_cuda and has_triton():
-                from lightning_megatron.engine.fillers.row_sums import add_to  # needs Triton
+                from lightning_megatron.engine.fillers.triton_kernels import add_to  # needs Triton
 
                 add_to(weights.main_grad, of_weights)
             else:

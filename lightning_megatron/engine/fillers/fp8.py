@@ -91,9 +91,9 @@ def quantize(
         group: Whose parts are to have one scale: one all-reduce; every rank must call. None for this rank alone.
     """
     if x.is_cuda:
-        from lightning_megatron.engine.fillers import fp8_kernels
+        from lightning_megatron.engine.fillers import triton_kernels
 
-        amax = fp8_kernels.amax(x)
+        amax = triton_kernels.fp8_amax(x)
     else:
         amax = x.abs().amax().float().reshape(1)
     if group is not None:
@@ -107,9 +107,9 @@ def _cast(x: Tensor, dtype: torch.dtype, amax: Tensor, rows: bool, columns: bool
     filled = -(-m // MULTIPLE) * MULTIPLE
     transposed = torch.empty((n, filled), dtype=dtype, device=x.device) if columns else None
     if x.is_cuda:
-        from lightning_megatron.engine.fillers import fp8_kernels
+        from lightning_megatron.engine.fillers import triton_kernels
 
-        return Quantized(straight, transposed, fp8_kernels.cast(x, amax, _SMALLEST, straight, transposed))
+        return Quantized(straight, transposed, triton_kernels.fp8_cast(x, amax, _SMALLEST, straight, transposed))
     # Two tensors are divided as IEEE says, and as the kernel does; a number by a tensor is not.
     amax, most = amax.clamp(min=_SMALLEST), torch.full_like(amax, torch.finfo(dtype).max)
     numbers = (x.float() * (most / amax)).to(dtype)

@@ -117,3 +117,38 @@ def loss_method(original: Any) -> Callable[[Any, Tensor, Tensor], Tensor]:
         return loss.transpose(0, 1).contiguous()
 
     return compute_language_model_loss
+
+
+# ---- soft caps -------------------------------------------------------------------------------------------------------
+# Numbers between two soft bounds, cap * tanh(x / cap): scores of attention and logits of Gemma 2. Bello et al. 2016
+# (arXiv 1611.09940), section 5; Gemma Team 2024, Gemma 2 (arXiv 2408.00118), section 2.
+
+
+def _capped(x: Tensor, cap: float) -> Tensor:
+    return (torch.tanh(x.float() / cap) * cap).to(x.dtype)
+
+
+def _gradient(x: Tensor, upstream: Tensor, cap: float) -> Tensor:
+    return (upstream.float() * (1.0 - torch.tanh(x.float() / cap).square())).to(x.dtype)
+
+
+class _SoftCap(torch.autograd.Function):
+    """Keeps its input, not its output: the logits of padding are hidden by overwriting the output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cap: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.cap = cap
+        capped: Tensor = compiled_for(x, _capped)(x, cap)
+        return capped
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return compiled_for(x, _gradient)(x, upstream[0], ctx.cap), None
+
+
+def soft_capped(x: Tensor, cap: float) -> Tensor:
+    """``cap * tanh(x / cap)``, of ``x``'s shape and dtype, computed in float32."""
+    capped: Tensor = _SoftCap.apply(x, cap)  # type: ignore[no-untyped-call]
+    return capped

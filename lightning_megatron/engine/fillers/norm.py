@@ -77,7 +77,7 @@ class Norm(torch.nn.Module):
             residual: As ``x``.
             probability: With which a number is dropped.
         """
-        from lightning_megatron.engine.fillers.add_norm import add_norm  # needs Triton
+        from lightning_megatron.engine.fillers.triton_kernels import add_norm  # needs Triton
 
         for hook in self._forward_pre_hooks.values():  # DDP's, that waits until the parameters are gathered
             hook(self, ())

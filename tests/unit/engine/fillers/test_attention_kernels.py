@@ -12,7 +12,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch.nn.attention.flex_attention import BlockMask
 
 from lightning_megatron.engine.fillers import attention
-from lightning_megatron.engine.fillers.attention import SDPAttention
+from lightning_megatron.engine.fillers.attention import SDPAttention, attend_capped
 from lightning_megatron.engine.fillers.masks import (
     BLOCK,
     MASKED_SCORE,
@@ -26,7 +26,6 @@ from lightning_megatron.engine.fillers.masks import (
     pattern_of,
     relative,
 )
-from lightning_megatron.engine.fillers.softcap import attend_capped
 
 HEADS, WIDTH = 4, 16
 

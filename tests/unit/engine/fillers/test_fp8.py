@@ -71,7 +71,7 @@ def test_the_kernels_compile_for_hopper_where_there_is_none(dtype: str) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from lightning_megatron.engine.fillers import fp8_kernels
+    from lightning_megatron.engine.fillers import triton_kernels
 
     def compiled(kernel: Any, pointers: dict[str, str], constants: dict[str, Any]) -> Any:
         kinds = dict.fromkeys(kernel.arg_names, "i32") | pointers | dict.fromkeys(constants, "constexpr")
@@ -80,8 +80,8 @@ def test_the_kernels_compile_for_hopper_where_there_is_none(dtype: str) -> None:
 
     pointers = {"x": "*bf16", "amax": "*fp32", "scale": "*fp32", "rows": f"*{dtype}", "columns": f"*{dtype}"}
     constants = {"MAX": 448.0, "SMALLEST": 1e-30, "BM": 128, "BN": 128, "ROWS": True, "COLUMNS": True}
-    assert compiled(fp8_kernels._cast, pointers, constants)["cubin"]
-    assert compiled(fp8_kernels._amax, {"x": "*bf16", "out": "*fp32"}, {"BLOCK": 4096, "ROUNDS": 16})["cubin"]
+    assert compiled(triton_kernels._fp8_cast, pointers, constants)["cubin"]
+    assert compiled(triton_kernels._fp8_amax, {"x": "*bf16", "out": "*fp32"}, {"BLOCK": 4096, "ROUNDS": 16})["cubin"]
 
 
 @pytest.mark.gpu(1)

@@ -16,13 +16,10 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from triton.runtime import interpreter
 
-from lightning_megatron.engine.fillers import fp8, fp8_kernels
+from lightning_megatron.engine.fillers import fp8, triton_kernels
 from lightning_megatron.engine.fillers.adam import FusedAdam
-from lightning_megatron.engine.fillers.adam_kernel import step, table_of
-from lightning_megatron.engine.fillers.add_norm import add_norm
 from lightning_megatron.engine.fillers.norm import Norm
-from lightning_megatron.engine.fillers.rope import split_and_turn, turn
-from lightning_megatron.engine.fillers.row_sums import add_to, row_sums
+from lightning_megatron.engine.fillers.triton_kernels import add_norm, add_to, row_sums, split_and_turn, turn
 
 DEVICE = os.environ.get("KERNELS_DEVICE", "cpu")
 
@@ -182,8 +179,8 @@ def test_one_pass_clips_steps_and_copies(decoupled: bool, found_inf: float | Non
     scale = torch.tensor([4.0], device=DEVICE)
     found = None if found_inf is None else torch.tensor([found_inf], device=DEVICE)
     key = tuple(tuple(0 if x is None else x.data_ptr() for x in kind) for kind in (*lists, lows))
-    table = table_of(key, [x.numel() for x in weights], weights[0].device)
-    step(table, torch.bfloat16, options, scale, found, decoupled=decoupled)
+    table = triton_kernels.adam_table(key, [x.numel() for x in weights], weights[0].device)
+    triton_kernels.adam_step(table, torch.bfloat16, options, scale, found, decoupled=decoupled)
     if not found_inf:
         torch._foreach_div_(expected[1], 4.0)
         (torch._fused_adamw_ if decoupled else torch._fused_adam_)(
@@ -228,11 +225,11 @@ def test_a_matrix_and_its_transpose_are_cast_as_torch_casts(dtype: torch.dtype, 
     # Triton's interpreter does not round to fp8 as GPUs do: whole numbers up to 7, of which none is rounded.
     x = torch.randint(-7, 8, shape).bfloat16().to(DEVICE)
     x[0, 0] = 7
-    amax = fp8_kernels.amax(x)
+    amax = triton_kernels.fp8_amax(x)
     assert amax.item() == 7
     for rows, columns in ((True, True), (True, False), (False, True)):
         expected = fp8._cast(x, dtype, amax, rows, columns)
         found = [None if each is None else torch.full_like(each, 1) for each in expected[:2]]
-        scale = fp8_kernels.cast(x, amax, 1e-30, *found)
+        scale = triton_kernels.fp8_cast(x, amax, 1e-30, *found)
         for each, other in zip((*found, scale), expected, strict=True):
             assert (each is None and other is None) or torch.equal(each.float(), other.float())
