@@ -92,6 +92,7 @@ def measure(name: str, seq_length: int, document_tokens: int, num_workers: list[
         part = Part(prefix=prefix, split="1", name="train", seed=1, num_samples=200_000)
         index = Path(folder, "index")
         index.mkdir()
+        objective.lay_out(part).save(str(index))
         samples = objective.open(part, str(index))
         shape = BatchShape(
             micro_batch_size=options.rows, num_microbatches=1, data_parallel_size=1, data_parallel_rank=0

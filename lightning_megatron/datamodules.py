@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
@@ -16,14 +15,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from typing_extensions import override
 
-from lightning_megatron.data.blend import Source, SplitRequest, check_request, in_mmap, open_samples, parse_blend
 from lightning_megatron.data.broadcast import check_batch
-from lightning_megatron.data.evaluation import (
-    EvaluationOptions,
-    EvaluationTask,
-    EvaluationTexts,
-    read_evaluation_texts,
-)
+from lightning_megatron.data.evaluation import EvaluationTask, EvaluationTexts, read_evaluation_texts
 from lightning_megatron.data.gpt import GPTObjective
 from lightning_megatron.data.indexed import largest_token_at_the_ends, open_dataset
 from lightning_megatron.data.instructions import (
@@ -38,15 +31,26 @@ from lightning_megatron.data.masked import BertObjective, MaskingOptions, T5Form
 from lightning_megatron.data.samples import (
     SPLIT_NAMES,
     Objective,
+    Part,
     Rows,
-    SampleOrder,
     Samples,
     SplitName,
+    check_parts,
+    in_mmap,
+    open_samples,
+    parse_blend,
     parse_split,
     split_ranges,
 )
 from lightning_megatron.data.tokenizer import TokenizerFacts
-from lightning_megatron.errors import ConfigError, DataError, as_options, require_divides, require_number
+from lightning_megatron.errors import (
+    ConfigError,
+    DataError,
+    as_options,
+    require_choice,
+    require_divides,
+    require_number,
+)
 from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.megatron_datamodule import MegatronDataModule, Run
 from lightning_megatron.models.config import ModelConfig
@@ -148,26 +152,23 @@ class IndexedDataModule(MegatronDataModule):
         if run.model is not None and run.model.architecture != name:
             raise ConfigError(f"objective={name!r}: expected {run.model.architecture!r} for a {run.model.family}")
         objective = self._objective(run.model)
-        for split in self._sources:
-            check_request(self._request(split, run.model, None), is_used=split in run.splits)
+        parts = {split: self._parts(split, None) for split in self._sources}
+        for split, of_split in parts.items():
+            check_parts(objective, of_split, are_used=split in run.splits)
         if run.model is None:
             return
         _check_token(objective.largest_token, run.model, f"tokenizer={self.tokenizer}")
-        for prefix in dict.fromkeys(source.prefix for split in self._sources for source in self._mmap(split)):
+        for prefix in dict.fromkeys(part.prefix for of_split in parts.values() for part in of_split):
             _check_token(largest_token_at_the_ends(open_dataset(prefix)), run.model, prefix)
 
     @override
     def open(self, name: SplitName, num_samples: int | None) -> Samples:
-        return open_samples(self._request(name, self.model(), num_samples), self.index_cache)
+        return open_samples(self._objective(self.model()), self._parts(name, num_samples), self.index_cache)
 
-    def _request(self, name: SplitName, model: ModelConfig | None, num_samples: int | None) -> SplitRequest:
-        sources, (_, split), objective = self._mmap(name), self._sources[name], self._objective(model)
-        return SplitRequest(
-            name=name, sources=sources, split=split, objective=objective, seed=self.seed, num_samples=num_samples
-        )
-
-    def _mmap(self, name: SplitName) -> tuple[Source, ...]:
-        return tuple(in_mmap(source, self.index_cache, rank_zero_info) for source in self._sources[name][0])
+    def _parts(self, name: SplitName, num_samples: int | None) -> list[Part]:
+        blend, split = self._sources[name]
+        common = {"split": split, "name": name, "seed": self.seed, "num_samples": num_samples}
+        return [Part(prefix=in_mmap(prefix, self.index_cache), weight=weight, **common) for prefix, weight in blend]
 
     def _name(self, model: ModelConfig | None) -> str:
         return self.objective_name or ("gpt" if model is None else model.architecture)
@@ -275,13 +276,6 @@ class InstructionDataModule(MegatronDataModule):
             check_instructions(options)
 
     @override
-    def order_of(self, name: SplitName, num_samples: int | None) -> SampleOrder:
-        samples = self.open(name, num_samples)
-        if self.packing:
-            rank_zero_info(f"Packing: {len(samples):,} {name} rows, of which {samples.efficiency:.1%} is no padding")
-        return SampleOrder(num_samples=len(samples), fingerprint=samples.fingerprint)
-
-    @override
     def open(self, name: SplitName, num_samples: int | None) -> InstructionSamples:
         options, split = self._sources[name]
         if options not in self._read:
@@ -292,11 +286,15 @@ class InstructionDataModule(MegatronDataModule):
         part = split_ranges(split, len(instructions))[name]
         if not part:
             raise DataError(f"split={split!r} gives {name} none of the {len(instructions)} samples of {options.path}")
-        return InstructionSamples(
+        samples = InstructionSamples(
             instructions.part(part),
+            self.seq_length,
             pack_by=self.seed if self.packing else None,
             pad_to_multiple_of=self.pad_to_multiple_of,
         )
+        if self.packing:
+            rank_zero_info(f"Packing: {len(samples):,} {name} rows, of which {samples.efficiency:.1%} is no padding")
+        return samples
 
 
 class DatasetDataModule(MegatronDataModule):
@@ -380,15 +378,11 @@ class DatasetSamples:
             else dataset
         )
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
-        """The dataset's own if it has one; else of its length and, where they are not drawn at random, its ends."""
+        """The dataset's own, as those of Hugging Face have; else of its length."""
         own = getattr(self._dataset, "_fingerprint", None)
-        if isinstance(own, str):
-            return own
-        ends = [_content(self._dataset[index]) for index in (0, 0, len(self) - 1, len(self) - 1)]
-        contents = ends if ends[0] == ends[1] and ends[2] == ends[3] else []
-        return hashlib.sha256(repr((len(self), contents)).encode()).hexdigest()[:16]
+        return own if isinstance(own, str) else f"{len(self)} items"
 
     def __len__(self) -> int:
         """Items."""
@@ -445,19 +439,6 @@ def _tensor(value: Any) -> Tensor:
     return tensor.long() if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64) else tensor
 
 
-def _content(item: Any) -> list[Any]:
-    """What tells an item from others, the same in every process."""
-    keyed = item.items() if isinstance(item, Mapping) else enumerate(item if isinstance(item, tuple) else (item,))
-    content: list[Any] = []
-    for key, value in keyed:
-        try:
-            tensor = _tensor(value)
-            content.append((key, (str(tensor.dtype), tensor.tolist())))
-        except (TypeError, ValueError, RuntimeError):
-            content.append((key, value if isinstance(value, str) else type(value).__name__))
-    return content
-
-
 class TextEvaluationDataModule(MegatronDataModule):
     """Texts for ``Trainer.test``, ``validate`` and ``predict`` of a GPT; each target counts once, at any layout.
 
@@ -501,50 +482,42 @@ class TextEvaluationDataModule(MegatronDataModule):
         num_workers: int = 0,
     ) -> None:
         super().__init__(micro_batch_size=micro_batch_size, num_workers=num_workers, seed=0)
-        self.seq_length = seq_length
-        self.tokenizer = tokenizer
-        self._options = EvaluationOptions(
-            path=data_path,
-            tokenizer=tokenizer,
-            seq_length=seq_length,
-            task=task,
-            stride=stride,
-            strict=strict,
-            json_key=json_key,
-        )
+        require_choice("task", task, get_args(EvaluationTask))
+        require_number("seq_length", seq_length, at_least=1)
+        if stride is not None and (task != "perplexity" or not 1 <= stride <= seq_length):
+            raise ConfigError(f"stride={stride} is for task=perplexity, and 1 to seq_length={seq_length}")
+        self.data_path, self.tokenizer, self.task, self.seq_length = data_path, tokenizer, task, seq_length
+        self.stride, self.strict, self.json_key = stride, strict, json_key
         self._sources = dict.fromkeys(("valid", "test"))
 
     @override
     def check(self, run: Run) -> None:
         _check_gpt(run.model, f"{type(self).__name__} asks GPTs")
         is_asked = self._trainer().state.fn in (TrainerFn.TESTING, TrainerFn.VALIDATING)
-        if self._options.task == "last_word" and is_asked and type(run.train_step) is GPTTrainStep:
+        if self.task == "last_word" and is_asked and type(run.train_step) is GPTTrainStep:
             raise ConfigError("task=last_word: expected train_step='last_word', which counts last words, got 'gpt'")
         _check_token(int(self._texts.tokens.max()), run.model, f"tokenizer={self.tokenizer}")
 
     @override
-    def order_of(self, name: SplitName, num_samples: int | None) -> SampleOrder:
-        texts = self._texts
-        rank_zero_info(f"{self._options.path}: {texts.num_targets:,} targets in {len(texts):,} rows")
+    def open(self, name: SplitName, num_samples: int | None) -> EvaluationTexts:
+        texts, strategy = self._texts, self._strategy()
+        rank_zero_info(f"{self.data_path}: {texts.num_targets:,} targets in {len(texts):,} rows")
         if texts.num_cut:
             rank_zero_warn(
-                f"{texts.num_cut} texts of {self._options.path} have more tokens than seq_length={self.seq_length} and "
-                "lose their beginning; raise it to keep them whole"
+                f"{texts.num_cut} texts of {self.data_path} have more tokens than seq_length={self.seq_length} and lose"
+                " their beginning; raise it to keep them whole"
             )
         if texts.num_left_out:
             rank_zero_info(f"{texts.num_left_out} texts of less than two tokens are left out")
-        return super().order_of(name, num_samples)
-
-    @override
-    def open(self, name: SplitName, num_samples: int | None) -> EvaluationTexts:
-        texts, strategy = self._texts, self._strategy()
         # Kernels like even shapes.
         multiple = math.lcm(8, strategy.parallel.sequence_divisor)
         return replace(texts, row_length=min(self.seq_length, -(-texts.longest // multiple) * multiple))
 
     @cached_property
     def _texts(self) -> EvaluationTexts:
-        return read_evaluation_texts(self._options)
+        stride = self.stride or self.seq_length
+        given = self.data_path, self.tokenizer, self.seq_length, self.task, stride, self.strict, self.json_key
+        return read_evaluation_texts(*given)
 
 
 def _paths_of_splits(data_path: Any, split: str, **own: Any) -> dict[SplitName, tuple[Any, str]]:

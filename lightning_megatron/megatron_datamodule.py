@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_megatron.data.loader import BatchRampup, BatchShape, PassLoader, PassOrder, Shuffling, TrainLoader
-from lightning_megatron.data.samples import SPLIT_NAMES, SampleOrder, Samples, SplitName
+from lightning_megatron.data.samples import SPLIT_NAMES, Samples, SplitName
 from lightning_megatron.engine.collectives import on_all_ranks_alike
 from lightning_megatron.errors import ConfigError, host_memory, require_number
 from lightning_megatron.models.config import ModelConfig
@@ -118,11 +118,6 @@ class MegatronDataModule(LightningDataModule, ABC):
             name: The split.
             num_samples: Samples of the whole run if they depend on that, None for one pass.
         """
-
-    def order_of(self, name: SplitName, num_samples: int | None) -> SampleOrder:
-        """What the ranks that do not read must know of a split; called on rank 0 only, before ``open``."""
-        samples = self.open(name, num_samples)
-        return SampleOrder(num_samples=len(samples), fingerprint=samples.fingerprint)
 
     # ---- Lightning's hooks ------------------------------------------------------------------------------------------
 
@@ -247,15 +242,15 @@ class MegatronDataModule(LightningDataModule, ABC):
         return None if self.trainer is None else _config_of(self.trainer.lightning_module)
 
     def _open_train(self, num_samples: int | None) -> tuple[PassOrder, Samples | None]:
-        order, samples = self._open("train", num_samples)
-        self._train_request, self._train_fingerprint = num_samples, order.fingerprint
-        return PassOrder(order.num_samples, self.seed, self.shuffling), samples
+        size, fingerprint, samples = self._open("train", num_samples)
+        self._train_request, self._train_fingerprint = num_samples, fingerprint
+        return PassOrder(size, self.seed, self.shuffling), samples
 
     def _pass_loader(self, name: SplitName) -> PassLoader | list[PassLoader]:
         if not self.has_split(name):
             return []
-        order, samples = self._open(name, None)
-        return PassLoader(samples, order.num_samples, self._shape(), self.num_workers)
+        size, _, samples = self._open(name, None)
+        return PassLoader(samples, size, self._shape(), self.num_workers)
 
     def _go_to(self, loader: TrainLoader, restored: dict[str, Any]) -> None:
         loader.load_state_dict(restored["train"])
@@ -277,11 +272,20 @@ class MegatronDataModule(LightningDataModule, ABC):
             " length for all; set Trainer(reload_dataloaders_every_n_epochs=1), or keep the global batch size"
         )
 
-    def _open(self, name: SplitName, num_samples: int | None) -> tuple[SampleOrder, Samples | None]:
-        """The order of samples on every rank, and the open samples on those that read; every rank must call."""
-        order = self._on_first_rank(lambda: self.order_of(name, num_samples))
-        is_source = self._strategy().is_data_source
-        return order, on_all_ranks_alike(lambda: self.open(name, num_samples) if is_source else None)
+    def _open(self, name: SplitName, num_samples: int | None) -> tuple[int, str, Samples | None]:
+        """Number and fingerprint of samples on every rank, and these on those that read; every rank must call.
+
+        Rank 0 reads, and is the first to open them: it builds what the others find.
+        """
+        strategy = self._strategy()
+
+        def opened(is_mine: bool) -> Samples | None:
+            return on_all_ranks_alike(lambda: self.open(name, num_samples) if is_mine else None)
+
+        samples = opened(strategy.global_rank == 0)
+        told = strategy.broadcast(None if samples is None else (len(samples), samples.fingerprint))
+        others = opened(strategy.is_data_source and strategy.global_rank != 0)
+        return *told, others if samples is None else samples
 
     def _on_first_rank(self, work: Callable[[], _T]) -> _T:
         """The result of ``work`` on rank 0, or its error, on every rank: none is left waiting for another."""

@@ -16,7 +16,7 @@ from lightning_megatron.data.tokenizer import TokenizerTrainingOptions
 from lightning_megatron.files import readable_size
 
 if TYPE_CHECKING:
-    from lightning_megatron.data.merge import MergedDataset
+    from lightning_megatron.data.indexed import IndexedDataset
 
 
 def train_tokenizer(options: TokenizerTrainingOptions) -> None:
@@ -66,9 +66,9 @@ def convert_dataset(*, input: str | Path, output_prefix: str | Path) -> None:
         input: Dataset to read, without .bin.
         output_prefix: Dataset to write, without .bin; must not exist.
     """
-    from lightning_megatron.data.merge import convert_dataset
+    from lightning_megatron.data.indexed import convert_dataset
 
-    _print_merged(convert_dataset(str(input), str(output_prefix)), [input])
+    _print_merged(*convert_dataset(str(input), str(output_prefix)), [input])
 
 
 def merge(*, input: Sequence[str | Path], output_prefix: str | Path) -> None:
@@ -81,17 +81,17 @@ def merge(*, input: Sequence[str | Path], output_prefix: str | Path) -> None:
         input: Datasets to read (mmap, cached, lazy), without .bin.
         output_prefix: Dataset to write, without .bin; must not exist.
     """
-    from lightning_megatron.data.merge import merge_datasets
+    from lightning_megatron.data.indexed import merge_datasets
 
-    _print_merged(merge_datasets([str(each) for each in input], str(output_prefix)), input)
+    _print_merged(*merge_datasets([str(each) for each in input], str(output_prefix)), input)
 
 
-def _print_merged(result: MergedDataset, sources: Sequence[str | Path]) -> None:
+def _print_merged(new: IndexedDataset, notes: Sequence[str], sources: Sequence[str | Path]) -> None:
     print(
-        f"{result.prefix}: {result.documents:,} documents, {result.sequences:,} sequences, {result.tokens:,} tokens"
+        f"{new.prefix}: {new.num_documents:,} documents, {len(new.lengths):,} sequences, {len(new.tokens):,} tokens"
         f" from {', '.join(map(str, sources))}"
     )
-    for note in result.notes:
+    for note in notes:
         print(f"note: {note}")
 
 

@@ -68,7 +68,7 @@ def inspect_path(
 
 
 def _dataset(path: str, tokenizer_folder: Path | None, documents: int | None, as_json: bool) -> str | None:
-    from lightning_megatron.data.describe import as_text, dataset_prefix, describe_dataset
+    from lightning_megatron.data.indexed import as_text, dataset_prefix, describe_dataset
 
     prefix = dataset_prefix(path)
     if prefix is None or (path.endswith(".bin") and not os.path.exists(f"{prefix}.idx") and _is_weights(Path(path))):

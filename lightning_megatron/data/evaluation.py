@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from lightning_megatron.data.documents import read_texts
 from lightning_megatron.data.samples import Rows
 from lightning_megatron.data.tokenizer import batch_encoder, load_tokenizer
-from lightning_megatron.errors import ConfigError, DataError, require_choice, require_number
+from lightning_megatron.errors import DataError
 
 EvaluationTask: TypeAlias = Literal["perplexity", "last_word"]
 """How well every token is predicted, or the last word of each text."""
@@ -29,37 +29,6 @@ _PADDING = -1
 """``GPTTrainStep``: no token, no target."""
 _BATCH = 256
 """Texts that are tokenized at a time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluationOptions:
-    """What determines the rows of a set of texts."""
-
-    path: str
-    """A file, a folder or a pattern, as for ``preprocess``."""
-    tokenizer: str
-    """Folder of a transformers tokenizer."""
-    seq_length: int
-    """Most tokens that the model reads in one row."""
-    task: EvaluationTask = "perplexity"
-    """Which targets count."""
-    stride: int | None = None
-    """Perplexity: tokens by which each row begins behind the one before; None for ``seq_length``, no overlap."""
-    strict: bool = True
-    """Last word: whether all of its tokens must be right, or only the last token of the text counts."""
-    json_key: str = "text"
-    """What holds the text in .jsonl and .parquet files."""
-
-    def __post_init__(self) -> None:
-        """Check what can be known before anything is read.
-
-        Raises:
-            ConfigError: If a value cannot work.
-        """
-        require_choice("task", self.task, get_args(EvaluationTask))
-        require_number("seq_length", self.seq_length, at_least=1)
-        if self.stride is not None and (self.task != "perplexity" or not 1 <= self.stride <= self.seq_length):
-            raise ConfigError(f"stride={self.stride} is for task=perplexity, and 1 to seq_length={self.seq_length}")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -108,21 +77,35 @@ class EvaluationTexts:
         return {"text": torch.from_numpy(text), "loss_mask": torch.from_numpy(loss_mask)}
 
 
-def read_evaluation_texts(options: EvaluationOptions) -> EvaluationTexts:
+def read_evaluation_texts(
+    path: str, tokenizer: str, seq_length: int, task: EvaluationTask, stride: int, strict: bool, json_key: str
+) -> EvaluationTexts:
     """All rows in the order of the texts.
+
+    Args:
+        path: A file, a folder or a pattern, as for ``preprocess``.
+        tokenizer: Folder of a transformers tokenizer.
+        seq_length: Most tokens that the model reads in one row.
+        task: Which targets count.
+        stride: Perplexity: tokens by which each row begins behind the one before.
+        strict: Last word: whether all of its tokens must be right, or only the last token of the text counts.
+        json_key: What holds the text in .jsonl and .parquet files.
 
     Raises:
         DataError: With file and line, if a text is malformed or has no last word; if files or tokenizer are missing, or
             there is no text.
     """
-    tokenizer = load_tokenizer(options.tokenizer)
-    encode, prefix = batch_encoder(tokenizer), _tokens_before_texts(tokenizer)
-    cut = _last_words if options.task == "last_word" else _windows
-    texts = read_texts(options.path, options.json_key)
+    loaded = load_tokenizer(tokenizer)
+    encode, prefix = batch_encoder(loaded), _tokens_before_texts(loaded)
+    texts = read_texts(path, json_key)
     tokens, bounds = array("i"), array("q")
     num_cut = num_left_out = 0
     while batch := list(islice(texts, _BATCH)):
-        for ids, rows in cut(batch, encode, prefix, options):
+        if task == "last_word":
+            found = _last_words(batch, encode, prefix, seq_length, strict)
+        else:
+            found = (_windows([*prefix, *ids], seq_length, stride) for ids in encode([text for _, text in batch]))
+        for ids, rows in found:
             if rows:
                 num_cut += rows[0][0] > 0
                 bounds.extend(len(tokens) + bound for row in rows for bound in row)
@@ -130,37 +113,37 @@ def read_evaluation_texts(options: EvaluationOptions) -> EvaluationTexts:
             else:
                 num_left_out += 1
     if not bounds:
-        raise DataError(f"{options.path} has no text of two tokens; give a file with at least one")
+        raise DataError(f"{path} has no text of two tokens; give a file with at least one")
     return EvaluationTexts(
         tokens=np.frombuffer(tokens, dtype=np.int32),
         bounds=np.frombuffer(bounds, dtype=np.int64).reshape(-1, 3),
-        row_length=options.seq_length,
+        row_length=seq_length,
         num_cut=num_cut,
         num_left_out=num_left_out,
     )
 
 
-_Text: TypeAlias = tuple[str, str]
-"""Where a text is, and the text."""
-_Cut: TypeAlias = Iterator[tuple[list[int], list[tuple[int, int, int]]]]
-"""Tokens of each text, and the bounds of its rows in them."""
-_Encode: TypeAlias = Callable[[list[str]], list[list[int]]]
+_Rows: TypeAlias = tuple[list[int], list[tuple[int, int, int]]]
+"""Tokens of a text, and the bounds of its rows in them."""
 
 
-def _windows(batch: Sequence[_Text], encode: _Encode, prefix: list[int], options: EvaluationOptions) -> _Cut:
+def _windows(ids: list[int], length: int, stride: int) -> _Rows:
     """Every token but the first is a target of one row, the first that comes to it."""
-    length, stride = options.seq_length, options.stride or options.seq_length
-    for encoded in encode([text for _, text in batch]):
-        ids, end = [*prefix, *encoded], 1
-        rows: list[tuple[int, int, int]] = []
-        for begin in range(0, len(ids), stride):
-            if end < len(ids):
-                first, end = end, min(begin + length + 1, len(ids))
-                rows.append((begin, first, end))
-        yield ids, rows
+    rows, end = [], 1
+    for begin in range(0, len(ids), stride):
+        if end < len(ids):
+            first, end = end, min(begin + length + 1, len(ids))
+            rows.append((begin, first, end))
+    return ids, rows
 
 
-def _last_words(batch: Sequence[_Text], encode: _Encode, prefix: list[int], options: EvaluationOptions) -> _Cut:
+def _last_words(
+    batch: Sequence[tuple[str, str]],
+    encode: Callable[[list[str]], list[list[int]]],
+    prefix: list[int],
+    length: int,
+    strict: bool,
+) -> Iterator[_Rows]:
     """One row whose last tokens are its targets, and which loses what does not fit of its beginning."""
     parts = [_context_and_word(text, place) for place, text in batch]
     whole = encode([f"{context} {word}" for context, word in parts])
@@ -169,10 +152,10 @@ def _last_words(batch: Sequence[_Text], encode: _Encode, prefix: list[int], opti
         # Some tokenizers (SentencePiece) put a space before every text that they get: there the tokens of the word
         # are those that follow the context's in the whole.
         target = of_both[len(context) :] if of_both[: len(context)] == context else word
-        ids, num_targets = [*prefix, *context, *target], len(target) if options.strict else 1
-        if num_targets > options.seq_length:
-            raise DataError(f"{place} ends with a word of {num_targets} tokens, seq_length={options.seq_length}")
-        yield ids, [(max(0, len(ids) - options.seq_length - 1), len(ids) - num_targets, len(ids))]
+        ids, num_targets = [*prefix, *context, *target], len(target) if strict else 1
+        if num_targets > length:
+            raise DataError(f"{place} ends with a word of {num_targets} tokens, seq_length={length}")
+        yield ids, [(max(0, len(ids) - length - 1), len(ids) - num_targets, len(ids))]
 
 
 def _context_and_word(text: str, place: str) -> tuple[str, str]:

@@ -13,10 +13,8 @@ alone, not atomically.
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from lightning_megatron.data.indexed import open_dataset
+from lightning_megatron.data.indexed import IndexedDataset, open_dataset
 from lightning_megatron.data.samples import Objective, Part, Rows, SavedArrays, split_ranges
 from lightning_megatron.errors import DataError
 
@@ -61,14 +59,14 @@ class GPTObjective(Objective):
         return self._measured(part)[0]
 
     @override
+    def lay_out(self, part: Part) -> GPTIndex:
+        _, lengths, documents = self._measured(part)
+        keep_partial = self._keeps_partial(part)
+        return build_gpt_index(lengths.copy(), documents, self.seq_length, part.num_samples, part.seed, keep_partial)
+
+    @override
     def open(self, part: Part, folder: str) -> GPTSamples:
-        if not os.listdir(folder):
-            _, lengths, documents = self._measured(part)
-            keep_partial = self._keeps_partial(part)
-            build_gpt_index(lengths.copy(), documents, self.seq_length, part.num_samples, part.seed, keep_partial).save(
-                folder
-            )
-        return GPTSamples(part.prefix, self.seq_length, folder)
+        return GPTSamples(open_dataset(part.prefix), GPTIndex.load(folder), self.seq_length)
 
     def _measured(self, part: Part) -> tuple[int, NDArray[np.int32], NDArray[np.int32]]:
         """Samples in one pass, at least one; tokens of each document of the dataset; and the documents of ``part``."""
@@ -143,31 +141,24 @@ def build_gpt_index(
     return GPTIndex(document_index=order, sample_index=begins, shuffle_index=samples)
 
 
+@dataclass(frozen=True, eq=False)
 class GPTSamples:
     """An open split; each process maps the files for itself, and shares their pages."""
 
-    def __init__(self, prefix: str, seq_length: int, folder: str) -> None:
-        """Bind the parts.
-
-        Args:
-            prefix: Dataset, without suffix.
-            seq_length: Predictions of a sample.
-            folder: Where its index is.
-        """
-        self._arguments = (prefix, seq_length, folder)
-        self._dataset, self._index = open_dataset(prefix), GPTIndex.load(folder)
-        self._row_length = seq_length + 1
+    dataset: IndexedDataset
+    """What is read."""
+    index: GPTIndex
+    """In which order."""
+    seq_length: int
+    """Predictions of a sample."""
 
     @property
     def fingerprint(self) -> str:
-        """The beginning of an order tells it from others: any difference reshuffles all of it."""
-        digest = hashlib.sha256(repr((len(self), self._row_length - 1)).encode())
-        for field in fields(self._index):
-            digest.update(np.ascontiguousarray(getattr(self._index, field.name)[:4096]).tobytes())
-        return digest.hexdigest()[:16]
+        """Of the order."""
+        return self.index.fingerprint(f"({len(self)}, {self.seq_length})")
 
     def __len__(self) -> int:
-        return len(self._index.shuffle_index)
+        return len(self.index.shuffle_index)
 
     def rows(self, indices: Sequence[int]) -> Rows:
         """``text`` [rows, seq_length + 1] int64; -1 where there is no token.
@@ -175,40 +166,37 @@ class GPTSamples:
         Raises:
             DataError: If a file of the dataset is not as it was opened.
         """
-        self._dataset.check_unchanged()
+        width = self.seq_length + 1
+        self.dataset.check_unchanged()
         pieces, begins, counts = self._pieces(np.asarray(indices, dtype=np.int64))
         ends = np.cumsum(counts)
-        found = self._dataset.tokens[np.repeat(begins - (ends - counts), counts) + np.arange(ends[-1])].astype(np.int64)
-        self._dataset.check_unchanged()
-        if len(found) < len(pieces) * self._row_length:
+        found = self.dataset.tokens[np.repeat(begins - (ends - counts), counts) + np.arange(ends[-1])].astype(np.int64)
+        self.dataset.check_unchanged()
+        if len(found) < len(pieces) * width:
             filled = np.add.reduceat(counts, np.cumsum(pieces) - pieces)
-            partly = np.full((len(pieces), self._row_length), PADDING, dtype=np.int64)
-            partly[np.arange(self._row_length) < filled[:, None]] = found
+            partly = np.full((len(pieces), width), PADDING, dtype=np.int64)
+            partly[np.arange(width) < filled[:, None]] = found
             found = partly
-        return {"text": torch.from_numpy(found.reshape(len(pieces), self._row_length))}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Maps of files do not travel to other processes, which open them again."""
-        return type(self), self._arguments
+        return {"text": torch.from_numpy(found.reshape(len(pieces), width))}
 
     def _pieces(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Pieces of documents that make up rows: how many for each row; for each its first token and its length.
 
         A row is the end of one document, whole documents, and the beginning of another, or a piece of one document.
         """
-        samples = self._index.shuffle_index[indices].astype(np.int64)
-        first, first_token = self._index.sample_index[samples].astype(np.int64).T
-        last, last_token = self._index.sample_index[samples + 1].astype(np.int64).T
+        samples = self.index.shuffle_index[indices].astype(np.int64)
+        first, first_token = self.index.sample_index[samples].astype(np.int64).T
+        last, last_token = self.index.sample_index[samples + 1].astype(np.int64).T
         pieces = last - first + 1
         row_ends = np.cumsum(pieces)
         places = np.repeat(first - (row_ends - pieces), pieces) + np.arange(row_ends[-1])
-        documents = self._index.document_index[places]
-        ends = self._dataset.lengths[documents].astype(np.int64)
+        documents = self.index.document_index[places]
+        ends = self.dataset.lengths[documents].astype(np.int64)
         ends[row_ends - 1] = last_token + 1
         starts = np.zeros_like(ends)
         starts[row_ends - pieces] = first_token
         counts = ends - starts
-        return pieces, self._dataset.positions[documents] // self._dataset.dtype.itemsize + starts, counts
+        return pieces, self.dataset.positions[documents] // self.dataset.dtype.itemsize + starts, counts
 
 
 def _count(tokens: int, seq_length: int, keep_partial: bool = False) -> int:

@@ -1,4 +1,4 @@
-r"""Read, check and write Megatron's indexed datasets: ``PREFIX.bin`` (tokens) and ``PREFIX.idx`` (where they belong).
+r"""Read, check, write, merge and describe Megatron's indexed datasets: ``PREFIX.bin`` (tokens), ``PREFIX.idx`` (where).
 
 ``.bin``: all tokens one after the other. ``.idx``, little endian, in two formats:
 
@@ -20,7 +20,10 @@ The engine's ``IndexedDataset`` and ``IndexedDatasetBuilder`` do not serve here.
 damaged, takes 19 us for a run of 20 sentences (2 us here) and cannot gather the pieces of a batch at once, and closes
 its maps when it is collected, so that arrays which outlive it end the process. The builder leaves half-written files
 under their names when it is interrupted, takes ten times as long and ten times the memory for its lists, and both cost
-the import of torch, which neither ``preprocess`` nor ``inspect`` needs.
+the import of torch, which ``inspect`` does not need.
+
+``merge_datasets`` copies tokens, or widens them, piece by piece; the new index is held in memory: 8 bytes a sequence,
+and about 25 at the peak, while it is written.
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ import os
 import struct
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -41,7 +44,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_megatron.errors import DataError
-from lightning_megatron.files import staged
+from lightning_megatron.files import exit_on_sigterm, readable_size, staged
 
 MAGIC = b"MMIDIDX\x00\x00"
 OLD_MAGIC = b"TNTIDX\x00\x00"
@@ -49,6 +52,8 @@ UINT16_VOCAB_LIMIT = 65500
 """Vocabularies below this are stored as uint16, larger ones as int32: Megatron's rule (``DType.optimal_dtype``)."""
 CHUNK = 1 << 18
 """Elements of an index that are checked at a time: the index of a billion documents has 20 GB."""
+PIECE_TOKENS = 1 << 22
+"""Tokens that are copied at a time."""
 
 _INTEGERS: dict[int, np.dtype[Any]] = {
     code: np.dtype(name) for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()
@@ -80,14 +85,25 @@ class IndexedDataset:
     """Where each sequence begins: [N], in units of ``position_bytes``."""
     document_bounds: NDArray[np.int64]
     """The first sequence of each document and, last, N: [documents + 1]."""
-    modes: NDArray[np.int8]
+    modes: NDArray[np.int8] = field(default_factory=lambda: np.empty(0, np.int8))
     """Mode of each sequence, as those of multimodal datasets have: [N], or [0] if there are none."""
-    index_bytes: int
-    """Size of ``.idx``."""
+    files: dict[str, mmap.mmap | None]
+    """The maps of both files, by suffix; None of an empty one."""
     position_bytes: int = 1
     """Bytes of one step in ``positions``; 1 in the mmap format."""
     note: str | None = None
     """What whoever uses the dataset should know about the way it was read."""
+
+    def __post_init__(self) -> None:
+        """Refuse a ``.bin`` that has not the size by which the last sequence ends.
+
+        Raises:
+            DataError: As since then it was cut or replaced.
+        """
+        size, width = len(self.files[".bin"] or b""), self.dtype.itemsize
+        end = int(self.positions[-1]) * self.position_bytes + int(self.lengths[-1]) * width
+        if size != end or size % width:
+            raise _damaged(self.prefix, f"accounts for {end} bytes, and .bin has {size}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Maps of files do not travel to other processes, which open the dataset again."""
@@ -98,25 +114,10 @@ class IndexedDataset:
         """Documents in the dataset."""
         return len(self.document_bounds) - 1
 
-    @cached_property
+    @property
     def tokens(self) -> NDArray[Any]:
-        """All tokens, one sequence after the other.
-
-        Raises:
-            DataError: If ``.bin`` has not the size by which the last sequence ends: since then it was cut or replaced.
-        """
-        data = _mapped(self.prefix + ".bin")
-        end = int(self.positions[-1]) * self.position_bytes + int(self.lengths[-1]) * self.dtype.itemsize
-        if len(data) != end:
-            raise _damaged(self.prefix, f"accounts for {end} bytes, and .bin has {len(data)}")
-        return data.view(self.dtype)
-
-    @cached_property
-    def _maps(self) -> list[tuple[str, mmap.mmap, int]]:
-        """The files, as they are mapped, with the size that each had when it was opened."""
-        sizes = {".bin": self.tokens.nbytes, ".idx": self.index_bytes}
-        maps = {".bin": _map_of(self.tokens), ".idx": _map_of(self.lengths)}
-        return [(self.prefix + suffix, file, sizes[suffix]) for suffix, file in maps.items() if file is not None]
+        """All tokens, one sequence after the other."""
+        return _content(self.files[".bin"]).view(self.dtype)
 
     def check_unchanged(self) -> None:
         """Raise unless both files have the sizes that they were opened with: 1 us on a local disk.
@@ -128,11 +129,11 @@ class IndexedDataset:
         Raises:
             DataError: With the file, the size that it had and the one that it has.
         """
-        for path, file, size in self._maps:
-            if (now := file.size()) != size:
+        for suffix, file in self.files.items():
+            if file is not None and (now := file.size()) != len(file):
                 raise DataError(
-                    f"{path}: expected {size} bytes, got {now}: it was cut or overwritten while it was in use; copy it"
-                    " again and resume from the last checkpoint, and give new data a new name"
+                    f"{self.prefix}{suffix}: expected {len(file)} bytes, got {now}: it was cut or overwritten while it"
+                    " was in use; copy it again and resume from the last checkpoint, and give new data a new name"
                 )
 
     def sequences(self, begin: int, end: int) -> tuple[NDArray[Any], NDArray[np.int32]]:
@@ -174,10 +175,10 @@ def open_dataset(prefix: str, *, option: str = "data_path", for_training: bool =
             f"{option}={prefix} needs two files, missing: {', '.join(missing)}; give the prefix that preprocess"
             " printed, e.g. data/corpus_text_document"
         )
-    index = _mapped(f"{prefix}.idx")
-    if index[: len(OLD_MAGIC)].tobytes() != OLD_MAGIC:
-        return _open_mmap(prefix, index, _INTEGERS if for_training else _TYPES)
-    return _open_old(prefix, index)
+    files = {suffix: _mapped(prefix + suffix) for suffix in (".idx", ".bin")}
+    if _content(files[".idx"])[: len(OLD_MAGIC)].tobytes() == OLD_MAGIC:
+        return _open_old(prefix, files)
+    return _open_mmap(prefix, files, _INTEGERS if for_training else _TYPES)
 
 
 def check_dataset(prefix: str, *, option: str = "data_path", for_training: bool = True) -> IndexedDataset:
@@ -220,7 +221,8 @@ def _check_sequences(dataset: IndexedDataset) -> None:
         end = int(ends[-1])
 
 
-def _open_mmap(prefix: str, index: NDArray[np.uint8], types: dict[int, np.dtype[Any]]) -> IndexedDataset:
+def _open_mmap(prefix: str, files: dict[str, mmap.mmap | None], types: dict[int, np.dtype[Any]]) -> IndexedDataset:
+    index = _content(files[".idx"])
     code, num_sequences, num_bounds = _read_header(prefix, index, MAGIC, "<QBQQ")
     if code not in types:
         kind = "floating-point tokens" if code in _TYPES else "an unknown token type"
@@ -228,7 +230,7 @@ def _open_mmap(prefix: str, index: NDArray[np.uint8], types: dict[int, np.dtype[
     layout = [("<i4", num_sequences), ("<i8", num_sequences), ("<i8", num_bounds)]
     (lengths, positions, bounds), modes = _cut(prefix, index, 34, layout, num_sequences)
     dtype = _TYPES[code]
-    if code == 7 and 0 < 8 * int(lengths.sum(dtype=np.int64)) == os.path.getsize(f"{prefix}.bin"):
+    if code == 7 and 0 < 8 * int(lengths.sum(dtype=np.int64)) == len(files[".bin"] or b""):
         dtype = np.dtype("<f8")
     return IndexedDataset(
         prefix=prefix,
@@ -237,12 +239,13 @@ def _open_mmap(prefix: str, index: NDArray[np.uint8], types: dict[int, np.dtype[
         lengths=lengths,
         positions=positions,
         document_bounds=bounds,
-        index_bytes=len(index),
         modes=modes.view(np.int8),
+        files=files,
     )
 
 
-def _open_old(prefix: str, index: NDArray[np.uint8]) -> IndexedDataset:
+def _open_old(prefix: str, files: dict[str, mmap.mmap | None]) -> IndexedDataset:
+    index = _content(files[".idx"])
     code, element_size, num_sequences, num_axes, num_bounds = _read_header(prefix, index, OLD_MAGIC, "<6Q")
     if (code, element_size) not in _OLD_TYPES:
         known = ", ".join(f"{number} of {width}" for number, width in sorted(_OLD_TYPES))
@@ -267,8 +270,7 @@ def _open_old(prefix: str, index: NDArray[np.uint8]) -> IndexedDataset:
         lengths=lengths,
         positions=positions[:-1],
         document_bounds=bounds,
-        index_bytes=len(index),
-        modes=np.empty(0, np.int8),
+        files=files,
         position_bytes=element_size,
         note=note,
     )
@@ -396,18 +398,192 @@ class IndexedDatasetWriter:
                 self.complete()
 
 
-def _mapped(path: str) -> NDArray[np.uint8]:
+def _mapped(path: str) -> mmap.mmap | None:
+    """The file as a map, whose ``size()`` is the file's at any time; None of an empty one."""
     try:
-        if os.path.getsize(path) == 0:
-            return np.empty(0, np.uint8)
-        # A plain array over the map: taking a slice of a memmap costs several times more.
-        return np.memmap(path, np.uint8, mode="r").view(np.ndarray)
+        with open(path, "rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if os.fstat(file.fileno()).st_size else None
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}); make it readable, or copy it again") from error
 
 
-def _map_of(array: Any) -> mmap.mmap | None:
-    """The map that ``array`` is a view of; None for that of an empty file."""
-    while array is not None and not isinstance(array, mmap.mmap):
-        array = array.base
-    return array
+def _content(file: mmap.mmap | None) -> NDArray[np.uint8]:
+    return np.empty(0, np.uint8) if file is None else np.frombuffer(file, np.uint8)
+
+
+# ---- merging --------------------------------------------------------------------------------------------------------
+
+
+def merge_datasets(inputs: Sequence[str], output_prefix: str) -> tuple[IndexedDataset, list[str]]:
+    """Write the datasets at ``inputs`` one after the other, in the mmap format, as one dataset.
+
+    Documents and sequences stay as they are; the type of tokens is the smallest that holds those of all inputs.
+
+    Returns:
+        The new dataset, and what whoever uses it should know.
+
+    Raises:
+        DataError: If an input is missing, damaged, foreign or does not go with the others, or ``output_prefix`` exists
+            or cannot be written.
+    """
+    from tqdm import tqdm
+
+    existing = [output_prefix + suffix for suffix in (".idx", ".bin") if os.path.lexists(output_prefix + suffix)]
+    if existing:  # the only copy of a corpus may be what stands there, an input included
+        given = f"output_prefix={output_prefix}"
+        raise DataError(f"{given} would overwrite {', '.join(existing)}; choose another or remove them")
+    if output_prefix.endswith((".bin", ".idx")) or not os.path.basename(output_prefix):
+        raise DataError(f"output_prefix={output_prefix} must be the prefix of two files; write it like data/corpus")
+    sources = [check_dataset(prefix, option="input", for_training=False) for prefix in inputs]
+    first = sources[0]
+    for source in sources:
+        if bool(len(first.modes)) != bool(len(source.modes)):
+            raise DataError(f"{first.prefix} and {source.prefix}: only one of them has modes (multimodal)")
+        if source.dtype != first.dtype and "f" in (source.dtype.kind, first.dtype.kind):
+            types = f"{source.prefix} holds {source.dtype} and {first.prefix} {first.dtype}"
+            raise DataError(f"{types}; only integers mix")
+    dtype = np.result_type(*(source.dtype for source in sources))
+    # A corpus that is done within a second needs no bar.
+    total = sum(len(source.tokens) for source in sources)
+    bar = tqdm(total=total, unit=" tokens", unit_scale=True, desc="Writing", mininterval=0.5, delay=1.0)
+    with exit_on_sigterm(), IndexedDatasetWriter(output_prefix, dtype) as writer, bar:
+        for source in sources:
+            for begin in range(0, len(source.tokens), PIECE_TOKENS):
+                piece = source.tokens[begin : begin + PIECE_TOKENS]
+                writer.add_documents(piece.astype(dtype, copy=False).data, ())
+                source.check_unchanged()
+                bar.update(len(piece))
+            writer.add_documents(b"", source.lengths, np.diff(source.document_bounds), source.modes.tobytes())
+    notes = [source.note for source in sources if source.note is not None]
+    notes += [f"{each.prefix} was widened from {each.dtype} to {dtype}" for each in sources if each.dtype != dtype]
+    return open_dataset(output_prefix, for_training=False), notes
+
+
+def convert_dataset(source: str, output_prefix: str) -> tuple[IndexedDataset, list[str]]:
+    """Write the dataset of an old format (cached, lazy) at ``source`` in the mmap format.
+
+    Documents, sequences and the type of tokens stay as they are.
+
+    Raises:
+        DataError: As ``merge_datasets``, or if ``source`` is in the mmap format.
+    """
+    if open_dataset(source, option="input", for_training=False).format == "mmap":
+        raise DataError(f"{source}.idx is in the mmap format (MMIDIDX) already; use the dataset as it is")
+    return merge_datasets([source], output_prefix)
+
+
+# ---- description ----------------------------------------------------------------------------------------------------
+
+MOST_TOKENS_SHOWN = 256
+"""Tokens of a document that a preview decodes; a document may be a book."""
+_MOST_CHARACTERS = 400
+"""Characters of a document that are shown."""
+_MOST_NUMBERS = 64
+"""Tokens of a document that are shown as numbers."""
+
+
+def dataset_prefix(path: str) -> str | None:
+    """The prefix of the dataset that ``path`` is, be it the prefix or one of the files; None if it is none."""
+    if path.endswith((".bin", ".idx")) and os.path.isfile(path):
+        return path[: -len(".bin")]
+    return path if any(os.path.isfile(path + suffix) for suffix in (".bin", ".idx")) else None
+
+
+def describe_dataset(prefix: str, num_documents: int = 0, tokenizer: Any = None) -> dict[str, Any]:
+    """What is known of a dataset whose index has been read and checked as a whole, in JSON's types.
+
+    Args:
+        prefix: Path of both files without suffix.
+        num_documents: Of how many documents the beginning is shown; of fewer if there are fewer.
+        tokenizer: A transformers tokenizer that turns these tokens into text.
+
+    Raises:
+        DataError: If the dataset is missing, damaged or foreign, or the tokenizer does not know a token.
+    """
+    dataset = check_dataset(prefix, option="path", for_training=False)
+    modes, counts = np.unique(dataset.modes, return_counts=True)
+    report: dict[str, Any] = {
+        "kind": "dataset",
+        "prefix": prefix,
+        "format": dataset.format,
+        "documents": dataset.num_documents,
+        "sequences": len(dataset.lengths),
+        "tokens": len(dataset.tokens),
+        "dtype": str(dataset.dtype),
+        "bin_bytes": dataset.tokens.nbytes,
+        "idx_bytes": os.path.getsize(prefix + ".idx"),
+        "lengths": _summary(dataset.lengths),
+        "histogram": _histogram(dataset.lengths),
+        "sequences_per_document": _summary(np.diff(dataset.document_bounds)) if dataset.num_documents else None,
+        "modes": dict(zip(map(str, modes), counts.tolist(), strict=True)) or None,
+        "note": dataset.note,
+    }
+    if num_documents and dataset.num_documents:
+        report["first_documents"] = _first_documents(dataset, num_documents, tokenizer)
+    return report
+
+
+def as_text(report: dict[str, Any]) -> str:
+    """What ``describe_dataset`` found, on a screen or so of a terminal."""
+    rows: dict[str, Any] = {name: report[name] for name in ("format", "documents", "sequences", "tokens", "dtype")}
+    rows |= {f".{suffix}": readable_size(report[f"{suffix}_bytes"]) for suffix in ("bin", "idx")}
+    rows |= {"lengths": report["lengths"], "a document": report["sequences_per_document"], "modes": report["modes"]}
+    rows["note"] = report["note"]
+    lines = [report["prefix"], *(f"  {name:10}  {_shown(value)}" for name, value in rows.items() if value)]
+    lines += ["", "Sequences by length in tokens"]
+    for each in report["histogram"]:
+        span = f"{each['first']:,}" + (f" - {each['last']:,}" if each["last"] > each["first"] else "")
+        lines.append(f"  {span:>21}  {each['count']:>13,}  {each['count'] / report['sequences']:6.1%}")
+    for document in report.get("first_documents", ()):
+        unit = "token" if document["num_tokens"] == 1 else "tokens"
+        lines += ["", f"Document {document['number']}, {document['num_tokens']:,} {unit}", *_beginning(document)]
+    return "\n".join(lines)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {number:,}" for name, number in value.items())
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _summary(numbers: NDArray[Any]) -> dict[str, int | float]:
+    mean = int(numbers.sum(dtype=np.int64)) / len(numbers)
+    return {"min": int(numbers.min()), "mean": round(mean, 2), "max": int(numbers.max())}
+
+
+def _histogram(numbers: NDArray[Any]) -> list[dict[str, int]]:
+    """How many lie between powers of two, from the smallest to the largest."""
+    by_bits: NDArray[np.int64] = np.zeros(65, dtype=np.int64)
+    for begin in range(0, len(numbers), CHUNK):
+        by_bits += np.bincount(np.frexp(numbers[begin : begin + CHUNK].astype(np.float64))[1], minlength=65)
+    found = np.flatnonzero(by_bits)
+    return [
+        {"first": 2**bits // 2, "last": 2**bits - 1, "count": int(by_bits[bits])}
+        for bits in range(int(found[0]), int(found[-1]) + 1)
+    ]
+
+
+def _first_documents(dataset: IndexedDataset, count: int, tokenizer: Any) -> list[dict[str, Any]]:
+    bounds = dataset.document_bounds[: min(count, dataset.num_documents) + 1]
+    ends = np.cumsum([0, *dataset.lengths[: bounds[-1]]])[bounds].tolist()
+    documents = []
+    for number, (begin, end) in enumerate(pairwise(ends)):
+        tokens = dataset.tokens[begin : min(end, begin + MOST_TOKENS_SHOWN)]
+        text = None if tokenizer is None else _decoded(tokens, tokenizer, dataset.prefix)
+        documents.append({"number": number, "num_tokens": end - begin, "tokens": tokens.tolist(), "text": text})
+    return documents
+
+
+def _decoded(tokens: NDArray[Any], tokenizer: Any, prefix: str) -> str:
+    foreign = tokens[(tokens < 0) | (tokens >= len(tokenizer)) | (tokens != np.floor(tokens))]
+    if foreign.size:
+        raise DataError(f"{prefix} holds token {foreign[0]}, the tokenizer has 0 to {len(tokenizer) - 1}; give its own")
+    return str(tokenizer.decode(tokens.tolist()))
+
+
+def _beginning(document: dict[str, Any]) -> list[str]:
+    tokens, text, num_tokens = document["tokens"], document["text"], document["num_tokens"]
+    shown, is_cut = " ".join(map(str, tokens[:_MOST_NUMBERS])), num_tokens > _MOST_NUMBERS
+    if text is not None:
+        shown, is_cut = text[:_MOST_CHARACTERS], len(text) > _MOST_CHARACTERS or num_tokens > len(tokens)
+    return [f"  {line}" for line in (shown + " …" * is_cut).split("\n")]

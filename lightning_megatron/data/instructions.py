@@ -31,7 +31,7 @@ from lightning_megatron.data.documents import (
     read_records,
     without_surrogates,
 )
-from lightning_megatron.data.samples import Rows, SampleOrder, build_once, open_array
+from lightning_megatron.data.samples import Rows, SavedArrays, build_once
 from lightning_megatron.data.tokenizer import load_tokenizer
 from lightning_megatron.errors import DataError, require_choice
 
@@ -81,7 +81,7 @@ class InstructionOptions:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Instructions:
+class Instructions(SavedArrays):
     """Tokenized samples, in flat arrays: 5 bytes a token."""
 
     tokens: NDArray[np.int32]
@@ -90,10 +90,8 @@ class Instructions:
     """[tokens of all samples]: whether a token is learned; a sample's first one never is, as nothing predicts it."""
     starts: NDArray[np.int64]
     """[samples + 1]: sample ``i`` has the tokens ``starts[i]:starts[i + 1]``."""
-    seq_length: int
-    """Tokens of a row; no sample is longer."""
-    padding_token: int
-    """What fills rows up; never seen, never learned."""
+    padding_token: NDArray[np.int64]
+    """[]: what fills rows up; never seen, never learned."""
 
     def __len__(self) -> int:
         """Samples."""
@@ -104,21 +102,12 @@ class Instructions:
         """[samples]: tokens of each."""
         return np.diff(self.starts)
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """Of the content."""
-        digest = hashlib.blake2b(repr((self.seq_length, self.padding_token)).encode(), digest_size=8)
-        begin, end = self.starts[0], self.starts[-1]
-        for part in (self.starts - begin, self.tokens[begin:end], self.is_answer[begin:end]):
-            digest.update(np.ascontiguousarray(part).data)
-        return digest.hexdigest()
-
     @property
     def largest_token(self) -> int:
         """For a comparison with the model's vocabulary; covers ``padding_token``."""
-        return max(int(self.tokens.max()), self.padding_token)
+        return max(int(self.tokens.max()), int(self.padding_token))
 
-    def sample(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+    def sample(self, index: int) -> TokenizedSample:
         """Tokens of one sample, and which of them are learned."""
         begin, end = self.starts[index], self.starts[index + 1]
         return self.tokens[begin:end], self.is_answer[begin:end]
@@ -191,8 +180,7 @@ def read_instructions(options: InstructionOptions) -> Instructions:
         tokens=np.frombuffer(tokens, dtype=np.int32),
         is_answer=np.frombuffer(is_answer, dtype=np.bool_),
         starts=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]),
-        seq_length=limit,
-        padding_token=reader.padding_token,
+        padding_token=np.array(reader.padding_token),
     )
 
 
@@ -437,28 +425,39 @@ class InstructionSamples:
 
     Args:
         instructions: The samples.
+        seq_length: Tokens of a row; no sample is longer.
         pack_by: Let short samples share a row, without seeing each other, in an order drawn from this seed.
         pad_to_multiple_of: Pad to the longest row of the batch, rounded up to this; None: to ``seq_length``.
     """
 
     def __init__(
-        self, instructions: Instructions, *, pack_by: int | None = None, pad_to_multiple_of: int | None = None
+        self,
+        instructions: Instructions,
+        seq_length: int,
+        *,
+        pack_by: int | None = None,
+        pad_to_multiple_of: int | None = None,
     ) -> None:
-        self._instructions, self._pack_by, self._multiple = instructions, pack_by, pad_to_multiple_of
+        self._instructions, self._seq_length = instructions, seq_length
+        self._pack_by, self._multiple = pack_by, pad_to_multiple_of
         self._members, self._starts = np.arange(len(instructions)), np.arange(len(instructions) + 1)
         if pack_by is not None:
-            self._members, self._starts = pack(instructions.lengths, instructions.seq_length, pack_by)
+            self._members, self._starts = pack(instructions.lengths, seq_length, pack_by)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Of samples and packing; not of padding, which changes nothing that is learned."""
-        order = "alone" if self._pack_by is None else f"packed-{self._pack_by}"
-        return f"{self._instructions.fingerprint}-{order}"
+        source = self._instructions
+        digest = hashlib.blake2b(repr((self._seq_length, int(source.padding_token))).encode(), digest_size=8)
+        begin, end = source.starts[0], source.starts[-1]
+        for part in (source.starts - begin, source.tokens[begin:end], source.is_answer[begin:end]):
+            digest.update(np.ascontiguousarray(part).data)
+        return f"{digest.hexdigest()}-{'alone' if self._pack_by is None else f'packed-{self._pack_by}'}"
 
     @property
     def efficiency(self) -> float:
         """Fraction of tokens in rows of ``seq_length`` that is no padding."""
-        return float(self._instructions.lengths.sum() / (len(self) * self._instructions.seq_length))
+        return float(self._instructions.lengths.sum() / (len(self) * self._seq_length))
 
     def __len__(self) -> int:
         """Rows."""
@@ -474,33 +473,25 @@ class InstructionSamples:
 
         source = self._instructions
         members = [self._members[self._starts[index] : self._starts[index + 1]] for index in indices]
-        length = source.seq_length
+        length = self._seq_length
         if self._multiple is not None:
             longest = max(int(source.lengths[row].sum()) for row in members)
             length = -(-longest // self._multiple) * self._multiple
         fillings = {"input_ids": source.padding_token, "labels": _NO_TARGET, "attention_mask": 0, "position_ids": 0}
         columns = {name: np.full((len(members), length), filling, np.int64) for name, filling in fillings.items()}
         for row, samples in enumerate(members):
-            begin = 0
+            end = 0
             for number, sample in enumerate(samples, 1):
                 tokens, is_answer = source.sample(sample)
-                end = begin + len(tokens)
-                values: tuple[Any, ...] = (
-                    tokens,
-                    np.where(is_answer, tokens, _NO_TARGET),
-                    number,
-                    np.arange(len(tokens)),
-                )
+                begin, end = end, end + len(tokens)
+                values: list[Any] = [tokens, np.where(is_answer, tokens, _NO_TARGET), number, np.arange(len(tokens))]
                 for column, value in zip(columns.values(), values, strict=True):
                     column[row, begin:end] = value
-                begin = end
         return {name: torch.from_numpy(column) for name, column in columns.items()}
 
 
 _LAYOUT = 1
 """Of the files in a folder, and of the rules by which they come about; a change makes the old folders unknown."""
-
-_SAVED = ("tokens", "is_answer", "starts", "padding_token")
 
 
 def cached_instructions(options: InstructionOptions, index_cache: str | None) -> Instructions:
@@ -517,15 +508,12 @@ def cached_instructions(options: InstructionOptions, index_cache: str | None) ->
         return read_instructions(options)
     folder = os.path.join(os.path.abspath(index_cache), f"instructions-{_identity(options)}")
 
-    def write(staging: str) -> SampleOrder:
-        made = read_instructions(options)
-        for name in _SAVED:
-            np.save(os.path.join(staging, f"{name}.npy"), getattr(made, name))
-        return SampleOrder(num_samples=len(made), fingerprint=made.fingerprint)
+    def write(staging: str) -> str:
+        read_instructions(options).save(staging)
+        return "as tokenized"
 
     build_once(folder, write, options.path)
-    saved: dict[str, Any] = {name: open_array(folder, name) for name in _SAVED}
-    return Instructions(**{**saved, "padding_token": int(saved["padding_token"])}, seq_length=options.seq_length)
+    return Instructions.load(folder)
 
 
 def _identity(options: InstructionOptions) -> str:

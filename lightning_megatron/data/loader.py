@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from typing import Any, Literal, Self, TypeAlias, TypeGuard
+from functools import cached_property, lru_cache, partial
+from typing import Any, Literal, Self, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ from lightning_megatron.errors import ConfigError, DataError
 
 PADDING_ROW = -1
 """Stands for a row without a sample in the last batch of an evaluation."""
+
+_Key = TypeVar("_Key")
+_Item = TypeVar("_Item")
 
 Shuffling: TypeAlias = Literal["later passes", "every pass", "never"]
 """When samples are put in another order: their own may be shuffled already, or be the one that the user wants."""
@@ -237,7 +240,8 @@ class TrainLoader:
         first = self.consumed_samples
         for _ in range(self._remaining_steps()):
             shape = self._shape.at(self._earlier_samples + first)
-            yield [self._entry(position) for position in shape.positions(first)]
+            places = (divmod(position, self.order.num_samples) for position in shape.positions(first))
+            yield [self.order.entry(self.epoch + passes, place) for passes, place in places]
             first += shape.global_batch_size
 
     def advance(self) -> None:
@@ -271,11 +275,6 @@ class TrainLoader:
             # The run counted epochs: each was a pass, of which this one goes on.
             self.consumed_samples += self.epoch * self.order.num_samples
             self.epoch = self._earlier_samples = 0
-
-    def _entry(self, position: int) -> int:
-        if self._max_steps is None:
-            return self.order.entry(self.epoch, position)
-        return self.order.entry(*divmod(position, self.order.num_samples))
 
     def _remaining_steps(self) -> int:
         if self._max_steps is not None:
@@ -315,25 +314,48 @@ class PassLoader:
         return _read(self._samples, self.samples_of_batches(), self._num_workers, seed, with_sample_mask=True)
 
 
-class _Batches(Dataset[Rows | DataError]):
-    """Samples by the batch: an item is a batch of rows, and its key the list of their indices.
+class _Calls(Dataset[Any]):
+    """Items that a function makes of keys.
 
-    An error is an item, too: a DataLoader would hide its message behind a worker's traceback.
+    A mistake of the user's is an item, too: a DataLoader would hide its message behind a worker's traceback.
     """
 
-    def __init__(self, samples: Samples, with_sample_mask: bool) -> None:
-        self._samples, self._with_sample_mask = samples, with_sample_mask
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self._function = function
 
-    def __getitem__(self, indices: list[int]) -> Rows | DataError:
-        """The rows at ``indices``; where there is none stands the first sample, with the weight 0."""
+    def __getitem__(self, key: Any) -> Any:
         try:
-            rows = self._samples.rows([0 if index == PADDING_ROW else index for index in indices])
-        except DataError as error:
+            return self._function(key)
+        except ConfigError as error:
             return error
-        if self._with_sample_mask:
-            given = torch.tensor([float(index != PADDING_ROW) for index in indices])
-            rows = {**rows, "sample_mask": rows["sample_mask"] * given if "sample_mask" in rows else given}
-        return rows
+
+
+def read(function: Callable[[_Key], _Item], keys: Iterator[_Key], options: dict[str, Any]) -> Iterator[_Item]:
+    """What ``function`` makes of each key, in order, here or in processes that end with the iterator.
+
+    Args:
+        function: Picklable where ``options`` ask for processes that are not forked.
+        keys: Are asked for here.
+        options: Of a ``DataLoader``: its workers keep the order, bound what waits, and are missed when they are killed.
+
+    Raises:
+        ConfigError: That of ``function``.
+        RuntimeError: If a process fails or is killed.
+    """
+    items: Any = DataLoader(_Calls(function), batch_size=None, sampler=keys, **options)
+    for item in items:
+        if isinstance(item, ConfigError):
+            raise item
+        yield item
+
+
+def _rows(samples: Samples, with_sample_mask: bool, indices: list[int]) -> Rows:
+    """The rows at ``indices``; where there is none stands the first sample, with the weight 0."""
+    rows = samples.rows([0 if index == PADDING_ROW else index for index in indices])
+    if with_sample_mask:
+        given = torch.tensor([float(index != PADDING_ROW) for index in indices])
+        rows = {**rows, "sample_mask": rows["sample_mask"] * given if "sample_mask" in rows else given}
+    return rows
 
 
 def _read(
@@ -351,19 +373,10 @@ def _read(
     # uses, on this rank alone and at another step after a resume.
     private = torch.Generator()
     private.manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
-    items: DataLoader[Rows | DataError] = DataLoader(
-        _Batches(samples, with_sample_mask),
-        batch_size=None,
-        sampler=batches,
-        num_workers=num_workers,
-        generator=private,
-        # A thread takes what workers hand over into pinned memory, from which a GPU copies without waiting.
-        pin_memory=num_workers > 0 and torch.cuda.is_available(),
-    )
-    for item in items:
-        if isinstance(item, DataError):
-            raise item
-        yield item
+    # A thread takes what workers hand over into pinned memory, from which a GPU copies without waiting.
+    pins = num_workers > 0 and torch.cuda.is_available()
+    options = {"num_workers": num_workers, "generator": private, "pin_memory": pins}
+    yield from read(partial(_rows, samples, with_sample_mask), batches, options)
 
 
 # ---- ordinary DataLoaders -------------------------------------------------------------------------------------------
@@ -391,14 +404,6 @@ def _like(loader: DataLoader[Any], **order: Any) -> DataLoader[Any]:
         generator=loader.generator,
         prefetch_factor=loader.prefetch_factor,
     )
-
-
-def _without_first(loader: DataLoader[Any], skipped: int, after_skipping: Callable[[], None]) -> DataLoader[Any]:
-    """The same batches without the first ones, which are never read from the dataset; for one pass."""
-    rest = _skipping(loader.batch_sampler or loader.sampler, skipped, after_skipping)
-    if loader.batch_sampler is None:
-        return _like(loader, batch_size=None, sampler=rest)
-    return _like(loader, batch_sampler=rest)
 
 
 def dealt_to_fewer(loader: object, asked: int, num_microbatches: int) -> object:
@@ -484,7 +489,13 @@ class ResumableLoader:
         if self._random_state is not None:
             torch.set_rng_state(self._random_state)
         _set_state(self._generator, self._generator_state)
-        return _without_first(self.loader, self._handed_out, lambda: torch.set_rng_state(outside))
+        batches = self.loader.batch_sampler
+        order = self.loader.sampler if batches is None else batches
+        # The first ones are never read from the dataset.
+        rest = _skipping(order, self._handed_out, lambda: torch.set_rng_state(outside))
+        return _like(
+            self.loader, **({"sampler": rest, "batch_size": None} if batches is None else {"batch_sampler": rest})
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The epoch, the samples of it that all ranks together have consumed, and where its order comes from."""

@@ -12,10 +12,8 @@ single pass, and know no words but WordPiece's.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
-import os
 from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -28,8 +26,8 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from lightning_megatron.data.indexed import open_dataset
-from lightning_megatron.data.samples import Objective, Part, Rows, open_array, split_ranges
+from lightning_megatron.data.indexed import IndexedDataset, open_dataset
+from lightning_megatron.data.samples import Objective, Part, Rows, SavedArrays, split_ranges
 from lightning_megatron.data.tokenizer import TokenizerFacts
 from lightning_megatron.errors import ConfigError, DataError, require_choice, require_number
 
@@ -257,8 +255,14 @@ class MaskedObjective(Objective):
         return len(_Documents(part, self).mapping(None))
 
     @override
+    def lay_out(self, part: Part) -> SentenceIndex:
+        documents = _Documents(part, self)
+        documents.warn()
+        return SentenceIndex(sentences=documents.mapping(part.num_samples))
+
+    @override
     def open(self, part: Part, folder: str) -> MaskedSamples:
-        return MaskedSamples(self, part, folder)
+        return MaskedSamples(self, open_dataset(part.prefix), SentenceIndex.load(folder), part.seed)
 
     @abstractmethod
     def empty_rows(self, num_rows: int) -> Arrays:
@@ -293,43 +297,35 @@ class MaskedObjective(Objective):
             raise ConfigError(f"seq_length={self.seq_length} is too small to mask a token; choose at least {least}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class SentenceIndex(SavedArrays):
+    """Which sentences samples are made of, in which order."""
+
+    sentences: NDArray[Any]
+    """First sentence, end, and tokens to have of each sample: [samples, 3], uint32 or uint64."""
+
+
+@dataclass(frozen=True, eq=False)
 class MaskedSamples:
     """The samples of one split of one dataset: runs of sentences."""
 
-    def __init__(self, objective: MaskedObjective, part: Part, folder: str) -> None:
-        """Open the index, or build it.
-
-        Args:
-            objective: What is masked.
-            part: Which documents.
-            folder: Where the index is, or is to be written if this is empty.
-        """
-        self._arguments = (objective, part, folder)
-        self._objective, self._seed = objective, part.seed
-        if not os.listdir(folder):
-            documents = _Documents(part, objective)
-            documents.warn()
-            np.save(os.path.join(folder, "sentences.npy"), documents.mapping(part.num_samples))
-        self._dataset, self._mapping = open_dataset(part.prefix), open_array(folder, "sentences")
+    objective: MaskedObjective
+    """What is masked."""
+    dataset: IndexedDataset
+    """What is read."""
+    index: SentenceIndex
+    """In which order."""
+    seed: int
+    """Of what is masked."""
 
     def __len__(self) -> int:
         """Samples."""
-        return len(self._mapping)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Maps of files do not travel to other processes, which open them again."""
-        return type(self), self._arguments
+        return len(self.index.sentences)
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal runs of sentences in equal order; masking may change when a run is resumed, the order not.
-
-        The beginning of an order tells it from others: any difference reshuffles all of it.
-        """
-        beginning = np.ascontiguousarray(self._mapping[:4096])
-        # As repr of the tuple whose last element was once an object.
-        digest = hashlib.sha256(f"({len(self)}, {self._seed}, {self._objective.cut})".encode() + beginning.tobytes())
-        return digest.hexdigest()[:16]
+        """Equal for equal runs of sentences in equal order; masking may change when a run is resumed, the order not."""
+        return self.index.fingerprint(f"({len(self)}, {self.seed}, {self.objective.cut})")
 
     def rows(self, indices: Sequence[int]) -> Rows:
         """What ``objective.empty_rows`` names, filled.
@@ -337,22 +333,22 @@ class MaskedSamples:
         Raises:
             DataError: If the dataset has an id that the tokenizer has not, or is not as it was opened.
         """
-        self._dataset.check_unchanged()
-        rows, state = self._objective.empty_rows(len(indices)), np.random.RandomState(0)
+        self.dataset.check_unchanged()
+        rows, state = self.objective.empty_rows(len(indices)), np.random.RandomState(0)
         for number, index in enumerate(indices):
-            state.seed((self._seed + int(index)) % 2**32)
-            self._objective.fill(rows, number, self._sentences(int(index)), state)
-        self._dataset.check_unchanged()
+            state.seed((self.seed + int(index)) % 2**32)
+            self.objective.fill(rows, number, self._sentences(int(index)), state)
+        self.dataset.check_unchanged()
         return {name: torch.from_numpy(array) for name, array in rows.items()}
 
     def _sentences(self, index: int) -> Sentences:
-        first, end, target = self._mapping[index].tolist()
-        found, lengths = self._dataset.sequences(first, end)
-        tokens, tokenizer = found.astype(np.int64), self._objective.tokenizer
+        first, end, target = self.index.sentences[index].tolist()
+        found, lengths = self.dataset.sequences(first, end)
+        tokens, tokenizer = found.astype(np.int64), self.objective.tokenizer
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < tokenizer.size:
             token = tokens.min() if tokens.min() < 0 else tokens.max()
             raise DataError(
-                f"{self._dataset.prefix} has token {token}, {tokenizer.source} has 0 to {tokenizer.size - 1}"
+                f"{self.dataset.prefix} has token {token}, {tokenizer.source} has 0 to {tokenizer.size - 1}"
             )
         begins = tokenizer.begins_word[tokens]
         begins[(lengths.cumsum() - lengths)[lengths > 0]] = True
@@ -472,22 +468,16 @@ class BertObjective(MaskedObjective):
 def _trimmed(segments: list[slice], target: int, state: np.random.RandomState) -> list[slice]:
     """Two segments of ``target`` tokens together at most: the longer one loses a token at a random end, repeatedly.
 
-    One draw a token, as the engine's loop; which segment is the longer one each time is known beforehand.
+    One draw a token, as in the engine's loop; of two that are equally long the second is cut.
     """
-    first, second = segments
-    longer = (first.stop - first.start) - (second.stop - second.start)
-    excess = (first.stop - first.start) + (second.stop - second.start) - target
-    if excess <= 0:
-        return segments
-    at_front = state.random_sample(excess) < 0.5
-    of_first = np.zeros(excess, dtype=np.bool_)
-    of_first[: abs(longer)] = longer > 0
-    of_first[abs(longer) + 1 :: 2] = True  # of two that are equal the second is cut
-    trimmed = []
-    for segment, here in ((first, of_first), (second, ~of_first)):
-        front = int((here & at_front).sum())
-        trimmed.append(slice(segment.start + front, segment.stop - int(here.sum()) + front))
-    return trimmed
+    (begin, end), (other_begin, other_end) = ((segment.start, segment.stop) for segment in segments)
+    excess = max(0, end - begin + other_end - other_begin - target)
+    for at_front in (state.random_sample(excess) < 0.5).tolist():
+        if end - begin > other_end - other_begin:
+            begin, end = begin + at_front, end - (not at_front)
+        else:
+            other_begin, other_end = other_begin + at_front, other_end - (not at_front)
+    return [slice(begin, end), slice(other_begin, other_end)]
 
 
 # ---- T5 -------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -84,6 +84,11 @@ class PreprocessOptions:
             raise ConfigError(f"json_keys={keys!r} must name at least one key, each once; correct the list")
         if self.keep_newlines and not self.split_sentences:
             raise ConfigError("keep_newlines needs split_sentences: whole documents keep theirs; leave it out")
+        # The library takes anything that it does not know for English-like.
+        if not re.fullmatch("[a-z]{2,3}", self.language):
+            raise ConfigError(f"language={self.language} is no ISO 639 code; write it like en, de or ja")
+        if self.split_sentences:
+            require_library("sentencex", "split_sentences")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +119,7 @@ def preprocess(options: PreprocessOptions) -> PreprocessResult:
         ConfigError: If the tokenizer or the installation cannot do what is asked.
     """
     files = find_files(options.input, options.json_keys)
-    encoder = _encoder(options)
+    encoder = DocumentEncoder(options)
     level = "sentence" if options.split_sentences else "document"
     prefixes = tuple(f"{options.output_prefix}_{key}_{level}" for key in options.json_keys)
     began = time.perf_counter()
@@ -130,9 +135,9 @@ def preprocess(options: PreprocessOptions) -> PreprocessResult:
         for piece in encoded:
             bad.add(piece.bad)
             for number, (writer, part) in enumerate(zip(writers, piece.keys, strict=True)):
-                writer.add_documents(part.tokens, part.lengths, part.sequences)
+                writer.add_documents(*part)
                 num_tokens[number] += sum(part.lengths)
-                num_empty += (part.sequences or []).count(0)
+                num_empty += part.sequences.count(0)
             num_documents += piece.num_documents
             bar.set_postfix(docs=f"{num_documents:,}", tokens=f"{sum(num_tokens):,}", refresh=False)
             bar.update(piece.num_bytes)
@@ -153,16 +158,15 @@ def preprocess(options: PreprocessOptions) -> PreprocessResult:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class EncodedKey:
-    """One key's documents of one piece."""
+class EncodedKey(NamedTuple):
+    """One key's documents of one piece, as the writer takes them."""
 
     tokens: bytes
     """All ids one after the other, in the dataset's type."""
     lengths: list[int]
     """Tokens of each sequence: of a document, or of a sentence."""
-    sequences: list[int] | None
-    """Sequences of each document, none of one without a token; None if every document is one."""
+    sequences: list[int]
+    """Sequences of each document, none of one without a token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,126 +183,79 @@ class EncodedPiece:
     """Documents that are bad under one key are in none of them."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class DocumentEncoder:
-    """Turns pieces into tokens, as they are stored; processes that tokenize get a copy."""
+    """Turns pieces into tokens, as they are stored; processes that tokenize get a copy.
 
-    tokenizer: Any
-    """A transformers tokenizer."""
-    keys: Sequence[str]
-    """What to encode of each document."""
-    dtype: np.dtype[Any]
-    """How an id is stored."""
-    end_of_document: int | None = None
-    """Id after the last token of each document that has one."""
-    split: Callable[[str], list[str]] | None = None
-    """Makes several sequences of a text; None leaves it whole."""
+    Raises:
+        DataError: If there is no such tokenizer.
+        ConfigError: If it lacks the token that is asked for.
+    """
+
+    def __init__(self, options: PreprocessOptions) -> None:
+        self._options, self._tokenizer = options, load_tokenizer(options.tokenizer)
+        self.dtype = token_dtype(largest_id(self._tokenizer) + 1)
+        """How an id is stored."""
+        self._end: int | None = self._tokenizer.eos_token_id if options.append_eod else None
+        if options.append_eod and self._end is None:
+            raise ConfigError(
+                f"append_eod needs an eos_token, {options.tokenizer} has none in its tokenizer_config.json"
+            )
 
     def __call__(self, piece: Piece) -> EncodedPiece:
         """The tokens of ``piece``."""
-        documents, bad = read_documents(piece, self.keys)
-        columns = zip(*documents, strict=True) if documents else ((),) * len(self.keys)
+        documents, bad = read_documents(piece, self._options.json_keys)
+        columns = zip(*documents, strict=True) if documents else ((),) * len(self._options.json_keys)
         keys = [self._encode_key(texts) for texts in columns]
         return EncodedPiece(bad=bad, num_bytes=piece.num_bytes, num_documents=len(documents), keys=keys)
 
     def _encode_key(self, texts: Sequence[str]) -> EncodedKey:
-        groups = [[text] if self.split is None else self.split(text) for text in texts]
-        encoded = iter(batch_encoder(self.tokenizer)(list(chain.from_iterable(groups))))
+        groups = [[text] for text in texts]
+        if self._options.split_sentences:
+            groups = [split_sentences(text, self._options.language, self._options.keep_newlines) for text in texts]
+        encoded = iter(batch_encoder(self._tokenizer)(list(chain.from_iterable(groups))))
         sequences: list[list[int]] = []
         counts: list[int] = []
         for group in groups:
             kept = [ids for _, ids in zip(group, encoded, strict=False) if ids]
-            if kept and self.end_of_document is not None:
-                kept[-1].append(self.end_of_document)
+            if kept and self._end is not None:
+                kept[-1].append(self._end)
             sequences += kept
             counts.append(len(kept))
         lengths = [len(ids) for ids in sequences]
         # An id that the type cannot hold is an OverflowError.
         flat = np.fromiter(chain.from_iterable(sequences), dtype=self.dtype, count=sum(lengths))
-        return EncodedKey(
-            tokens=flat.tobytes(),
-            lengths=lengths,
-            sequences=None if counts.count(1) == len(counts) else counts,
-        )
+        return EncodedKey(flat.tobytes(), lengths, counts)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SentenceSplitter:
-    """Cuts texts into sentences."""
+def split_sentences(text: str, language: str, keep_newlines: bool) -> list[str]:
+    """The sentences of ``text``, none of them blank.
 
-    language: str
-    """ISO 639 code."""
-    keep_newlines: bool
-    """Leave the white space between two sentences at the end of the first; else it is dropped."""
-
-    def __post_init__(self) -> None:
-        """Check the language, as the library takes anything that it does not know for English-like.
-
-        Raises:
-            ConfigError: If it is no ISO 639 code, or the library is not installed.
-        """
-        if not re.fullmatch("[a-z]{2,3}", self.language):
-            raise ConfigError(f"language={self.language} is no ISO 639 code; write it like en, de or ja")
-        require_library("sentencex", "split_sentences")
-
-    def __call__(self, text: str) -> list[str]:
-        """The sentences of ``text``, none of them blank."""
-        from sentencex import segment
-
-        plain = text if text.isascii() else _WIDE_SPACE.sub(" ", text)
-        try:
-            sentences: list[str] = segment(self.language, plain)
-        except BaseException as error:
-            # A panic of the library has been printed by it; one text that stays whole is no reason to end the run.
-            if type(error).__name__ != "PanicException":
-                raise
-            sentences = [plain]
-        bounds: list[tuple[int, int]] = []
-        position = 0
-        for sentence in filter(None, map(str.strip, sentences)):
-            # Found again, not counted: of a long text's white space some is missing in what comes back.
-            start = plain.index(sentence, position)
-            position = start + len(sentence)
-            bounds.append((start, position))
-        if self.keep_newlines and bounds:
-            starts = [0, *(start for start, _ in bounds[1:]), len(text)]
-            bounds = list(zip(starts, starts[1:], strict=False))
-        return [text[start:stop] for start, stop in bounds]
-
-
-def _encoder(options: PreprocessOptions) -> DocumentEncoder:
-    splitter = None
-    if options.split_sentences:
-        splitter = SentenceSplitter(language=options.language, keep_newlines=options.keep_newlines)
-    tokenizer = load_tokenizer(options.tokenizer)
-    if options.append_eod and tokenizer.eos_token_id is None:
-        raise ConfigError(f"append_eod needs an eos_token, {options.tokenizer} has none in its tokenizer_config.json")
-    return DocumentEncoder(
-        tokenizer=tokenizer,
-        keys=tuple(options.json_keys),
-        dtype=token_dtype(largest_id(tokenizer) + 1),
-        end_of_document=tokenizer.eos_token_id if options.append_eod else None,
-        split=splitter,
-    )
-
-
-# ---- worker processes -----------------------------------------------------------------------------------------------
-
-
-class _Encoded:
-    """What a DataLoader reads: an item is an encoded piece, and its key the piece.
-
-    A mistake of the user's is an item, too: a DataLoader would hide its message behind a worker's traceback.
+    Args:
+        text: Any.
+        language: ISO 639 code.
+        keep_newlines: Leave the white space between two sentences at the end of the first; else it is dropped.
     """
+    from sentencex import segment
 
-    def __init__(self, encode: Callable[[Piece], EncodedPiece]) -> None:
-        self._encode = encode
-
-    def __getitem__(self, piece: Piece) -> EncodedPiece | ConfigError:
-        try:
-            return self._encode(piece)
-        except ConfigError as error:
-            return error
+    plain = text if text.isascii() else _WIDE_SPACE.sub(" ", text)
+    try:
+        sentences: list[str] = segment(language, plain)
+    except BaseException as error:
+        # A panic of the library has been printed by it; one text that stays whole is no reason to end the run.
+        if type(error).__name__ != "PanicException":
+            raise
+        sentences = [plain]
+    bounds: list[tuple[int, int]] = []
+    position = 0
+    for sentence in filter(None, map(str.strip, sentences)):
+        # Found again, not counted: of a long text's white space some is missing in what comes back.
+        start = plain.index(sentence, position)
+        position = start + len(sentence)
+        bounds.append((start, position))
+    if keep_newlines and bounds:
+        starts = [0, *(start for start, _ in bounds[1:]), len(text)]
+        bounds = list(zip(starts, starts[1:], strict=False))
+    return [text[start:stop] for start, stop in bounds]
 
 
 def _encode_all(
@@ -309,22 +266,17 @@ def _encode_all(
     Raises:
         RuntimeError: If a worker fails or is killed.
     """
-    from torch.utils.data import DataLoader
+    from lightning_megatron.data.loader import read
 
-    parallel: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if workers > 1:
         # Fork shares what is loaded, the tokenizer included; macOS libraries do not survive it.
         context = "fork" if sys.platform == "linux" else "spawn"
-        parallel = {"num_workers": workers, "prefetch_factor": PENDING_A_WORKER, "multiprocessing_context": context}
-    read: Any = _Encoded(encode)
-    items: Any = DataLoader(read, batch_size=None, sampler=pieces, **parallel)
+        options = {"num_workers": workers, "prefetch_factor": PENDING_A_WORKER, "multiprocessing_context": context}
     failure = ""
     with _one_thread():
         try:
-            for item in items:
-                if isinstance(item, ConfigError):
-                    raise item
-                yield item
+            yield from read(encode, pieces, options)
         except RuntimeError as error:
             failure = str(error)
     if failure:  # behind the handler: the traceback of torch's error would keep the other workers alive

@@ -26,11 +26,11 @@ def _instructions() -> Instructions:
     is_answer = generator.random(starts[-1]) < 0.5
     is_answer[starts[1:] - 1], is_answer[starts[:-1]] = True, False
     tokens = generator.integers(0, VOCAB_SIZE, starts[-1]).astype(np.int32)
-    return Instructions(tokens=tokens, is_answer=is_answer, starts=starts, seq_length=SEQ_LENGTH, padding_token=0)
+    return Instructions(tokens=tokens, is_answer=is_answer, starts=starts, padding_token=np.array(0))
 
 
 def _train_packed(case: Case) -> RankOutcome:
-    samples = InstructionSamples(_instructions(), pack_by=1234)
+    samples = InstructionSamples(_instructions(), SEQ_LENGTH, pack_by=1234)
     assert len(samples) == ROWS, "several samples a row, and some padding"
     rows = samples.rows(range(ROWS))
     items = [{name: tensor[row] for name, tensor in rows.items()} for row in range(ROWS)]

@@ -21,7 +21,7 @@ from lightning_megatron.datamodules import IndexedDataModule
 from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.launch import LAUNCHER, ScriptLauncher
 from lightning_megatron.megatron_datamodule import Run
-from tests.unit.data.engine_samples import engine_dataset, engine_rows
+from tests.unit.data.corpus import engine_rows
 from tests.unit.data.indexed_files import build, write_legacy
 from tests.unit.data.one_of_many_ranks import (
     SEQ_LENGTH,
@@ -48,8 +48,7 @@ def documents(tmp_path: Path) -> list[NDArray[np.uint16]]:
 
 def _expected(tmp_path: Path, num_samples: int | None, name: str = "train") -> NDArray[np.int64]:
     """The engine's own samples."""
-    blend = ([str(tmp_path / "corpus")], None)
-    return engine_rows(engine_dataset(blend, split="8,1,1", name=name, num_samples=num_samples, seq_length=SEQ_LENGTH))
+    return engine_rows(([str(tmp_path / "corpus")], None), num_samples, name=name, seq_length=SEQ_LENGTH)
 
 
 @pytest.mark.parametrize(("num_microbatches", "max_steps"), [(12, 9), (3, 10)])

@@ -2,53 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
-from lightning_megatron.data.blend import (
-    Source,
-    SplitRequest,
-    check_request,
+from lightning_megatron.data.gpt import GPTObjective
+from lightning_megatron.data.samples import (
+    SPLIT_NAMES,
+    Part,
+    canonical_split,
+    check_parts,
     mix,
-    num_samples_of_one_pass,
     open_samples,
     parse_blend,
+    parse_split,
+    split_ranges,
 )
-from lightning_megatron.data.gpt import GPTObjective
-from lightning_megatron.data.indexed import IndexedDatasetWriter
-from lightning_megatron.data.samples import SPLIT_NAMES, Samples, SplitName, canonical_split, parse_split, split_ranges
 from lightning_megatron.errors import ConfigError, DataError
-from tests.unit.data.corpus import write_corpus
-from tests.unit.data.engine_samples import engine_dataset, engine_rows
+from tests.unit.data.corpus import engine_rows, write_corpus
 
-SEQ_LENGTH = 16
+GPT = GPTObjective(seq_length=16)
 
 
 @pytest.mark.parametrize(
-    ("data_path", "sources"),
+    ("data_path", "blend"),
     [
         ("books", [("books", None)]),
         (["books", "web"], [("books", None), ("web", None)]),
         ([0.7, "books", 0.3, "web"], [("books", 0.7), ("web", 0.3)]),
-        (["70", "books", "3e1", "web"], [("books", 70), ("web", 30)]),
-        ([1, "books", 0, "web", 2, "code"], [("books", 1), ("code", 2)]),
-    ],
-)
-def test_paths_and_weights_are_read(
-    data_path: str | Sequence[str | float], sources: list[tuple[str, float | None]]
-) -> None:
-    assert parse_blend(data_path) == tuple(Source(prefix, weight) for prefix, weight in sources)
-
-
-@pytest.mark.parametrize(
-    ("data_path", "message"),
-    [
+        (["70", "books", 0, "web", "3e1", "code"], [("books", 70), ("code", 30)]),
         ([], "must be prefixes"),
         (["a", " "], "must be prefixes"),
         ("30", r"data_path=\['30'\] must be prefixes \(./30 for 30\)"),
@@ -59,49 +45,37 @@ def test_paths_and_weights_are_read(
         (["books", "web", "./books"], r"has \S+/books 2 times; give it once"),
     ],
 )
-def test_what_can_be_read_in_two_ways_or_none_is_refused(data_path: str | Sequence[str | float], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse_blend(data_path)
-
-
-def _request(
-    data_path: Sequence[str | float], num_samples: int | None, name: SplitName = "train", split: str = "8,1,1"
-) -> SplitRequest:
-    return SplitRequest(
-        name=name,
-        sources=parse_blend(data_path),
-        split=split,
-        objective=GPTObjective(seq_length=SEQ_LENGTH),
-        seed=1234,
-        num_samples=num_samples,
-    )
-
-
-def _rows(samples: Samples, indices: Sequence[int] | None = None) -> NDArray[np.int64]:
-    return samples.rows(range(len(samples)) if indices is None else indices)["text"].numpy()
-
-
-@pytest.fixture(scope="module")
-def corpora(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    folder = tmp_path_factory.mktemp("corpora")
-    for seed, num_documents in enumerate((50, 25, 120)):
-        write_corpus(folder / str(seed), num_documents, seed=seed)
-    return [str(folder / str(seed)) for seed in range(3)]
-
-
-@pytest.mark.parametrize("num_samples", [1, 77, 1000])
-@pytest.mark.parametrize("weights", [(0.3, 0.3, 0.4), (5, 1, 0.001), None], ids=str)
-def test_a_blend_equals_the_engines(
-    corpora: list[str], tmp_path: Path, weights: tuple[float, ...] | None, num_samples: int
+def test_paths_and_weights_are_read_and_what_can_be_read_in_two_ways_or_none_is_refused(
+    data_path: Any, blend: Any
 ) -> None:
-    wanted = num_samples if weights else min(num_samples, 20) if num_samples < 1000 else None
-    theirs = engine_dataset((corpora, weights and list(weights)), split="8,1,1", name="train", num_samples=wanted)
+    if isinstance(blend, list):
+        assert parse_blend(data_path) == blend
+    else:
+        with pytest.raises(ConfigError, match=blend):
+            parse_blend(data_path)
+
+
+def _parts(data_path: Any, num_samples: int | None, split: str = "8,1,1") -> list[Part]:
+    common: dict[str, Any] = {"split": split, "name": "train", "seed": 1234, "num_samples": num_samples}
+    return [Part(prefix=prefix, weight=weight, **common) for prefix, weight in parse_blend(data_path)]
+
+
+@pytest.mark.parametrize(
+    ("weights", "num_samples"),
+    [((0.3, 0.3, 0.4), 1000), ((5, 1, 0.001), 77), (None, 20), (None, None)],
+    ids=str,
+)
+def test_a_blend_equals_the_engines(tmp_path: Path, weights: tuple[float, ...] | None, num_samples: int | None) -> None:
+    corpora = [str(tmp_path / name) for name in "abc"]
+    for seed, (prefix, num_documents) in enumerate(zip(corpora, (50, 25, 120), strict=True)):
+        write_corpus(Path(prefix), num_documents, seed=seed)
     pairs = [item for pair in zip(weights, corpora, strict=True) for item in pair] if weights else corpora
 
-    samples = open_samples(_request(pairs, wanted), str(tmp_path))
+    samples = open_samples(GPT, _parts(pairs, num_samples), str(tmp_path / "cache"))
 
-    assert len(samples) >= (wanted or 1)
-    assert np.array_equal(_rows(samples), engine_rows(theirs))
+    assert len(samples) >= (num_samples or 1)
+    rows = samples.rows(range(len(samples)))["text"].numpy()
+    assert np.array_equal(rows, engine_rows((corpora, weights and list(weights)), num_samples))
 
 
 @settings(max_examples=100, deadline=None)
@@ -112,20 +86,17 @@ def test_a_blend_equals_the_engines(
 def test_no_blend_takes_more_of_a_dataset_than_there_is(
     datasets: list[tuple[int, float]], num_samples: int | None
 ) -> None:
-    counts = [count for count, _ in datasets]
-    sources = tuple(Source(str(number), weight) for number, (_, weight) in enumerate(datasets))
+    counts, weights = zip(*datasets, strict=True)
+    mixture = mix(weights, counts, num_samples)
 
-    mixture = mix(sources, counts, num_samples)
-
-    taken = np.bincount(mixture.dataset_index, minlength=len(sources))
+    size = len(mixture.dataset_index)
     if num_samples is None:
         assert not mixture.part_samples.any()
-        assert len(mixture.dataset_index) == num_samples_of_one_pass(sources, counts)
         # One more sample for everyone's share would be one too many for one of them.
-        shares = np.array([weight for _, weight in datasets]) / sum(weight for _, weight in datasets)
-        assert (shares * (len(mixture.dataset_index) + 1) > np.array(counts) - 1e-6).any()
+        assert (np.array(weights) / sum(weights) * (size + 1) > np.array(counts) - 1e-6).any()
     else:
-        assert len(mixture.dataset_index) >= num_samples
+        assert size >= num_samples
+    taken = np.bincount(mixture.dataset_index, minlength=len(datasets))
     assert (taken <= np.where(mixture.part_samples > 0, mixture.part_samples, counts)).all()
     for number, count in enumerate(taken):
         assert np.array_equal(mixture.sample_index[mixture.dataset_index == number], np.arange(count))
@@ -133,16 +104,15 @@ def test_no_blend_takes_more_of_a_dataset_than_there_is(
 
 def test_a_dataset_without_a_sample_or_with_damage_is_named(tmp_path: Path) -> None:
     write_corpus(tmp_path / "large", 50)
-    with IndexedDatasetWriter(str(tmp_path / "small"), np.dtype("<u2")) as writer:
-        writer.add_documents(bytes(2 * SEQ_LENGTH), [SEQ_LENGTH])
-    data_path = [1, str(tmp_path / "large"), 2, str(tmp_path / "small")]
+    write_corpus(tmp_path / "small", 1, longest=2)
+    parts = _parts([1, str(tmp_path / "large"), 2, str(tmp_path / "small")], None, split="1")
 
-    with pytest.raises(DataError, match=r"gives train 1 of 1 documents of .*small with 16 tokens, .* needs 17; lower"):
-        check_request(_request(data_path, None, split="1"), is_used=True)
+    with pytest.raises(DataError, match=r"gives train 1 of 1 documents of .*small with 1 tokens, .* needs 17; lower"):
+        check_parts(GPT, parts, are_used=True)
     assert not (tmp_path / "large").exists()
     (tmp_path / "large.bin").write_bytes((tmp_path / "large.bin").read_bytes()[:-2])
     with pytest.raises(DataError, match=r"large.idx accounts for \d+ bytes, and .bin has"):
-        check_request(_request(data_path, None, split="1"), is_used=True)
+        check_parts(GPT, parts, are_used=False)
 
 
 # ---- splits ---------------------------------------------------------------------------------------------------------

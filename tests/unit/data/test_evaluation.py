@@ -1,4 +1,4 @@
-"""Every token of a text is asked for once, a last word is what stands behind the last space, mistakes are named."""
+"""A last word is what stands behind the last space, mistakes are named; test_text_evaluation.py has the figures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.data.evaluation import EvaluationOptions, EvaluationTexts, read_evaluation_texts
+from lightning_megatron import TextEvaluationDataModule
+from lightning_megatron.data.evaluation import EvaluationTexts, read_evaluation_texts
 from lightning_megatron.errors import ConfigError, DataError
 from tests.unit.data.chat_tokenizer import make_tokenizer
 
@@ -23,18 +24,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _texts(folder: Path, lines: list[str], **options: Any) -> EvaluationTexts:
-    file = folder / "texts.jsonl"
-    file.write_text("\n".join(lines))
-    return read_evaluation_texts(EvaluationOptions(path=str(file), tokenizer=str(folder / "tok"), **options))
-
-
-def _lines(*texts: str) -> list[str]:
-    return [json.dumps({"text": text}) for text in texts]
-
-
-def _targets(texts: EvaluationTexts, row: int) -> list[int]:
-    return [int(token) for token in texts.tokens[slice(*texts.bounds[row, 1:])]]
+def _texts(folder: Path, lines: list[str], seq_length: int, strict: bool = True) -> EvaluationTexts:
+    (folder / "texts.jsonl").write_text("\n".join(lines))
+    return read_evaluation_texts(
+        str(folder / "texts.jsonl"), str(folder / "tok"), seq_length, "last_word", seq_length, strict, "text"
+    )
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -44,9 +38,9 @@ def test_a_last_word_is_tokenized_with_its_space_and_a_long_text_loses_its_begin
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "tok")
-    texts = _texts(folder, _lines(*TEXTS), seq_length=8, task="last_word", strict=strict)
+    texts = _texts(folder, [json.dumps({"text": text}) for text in TEXTS], 8, strict)
     words = [" yes", " yes?" if strict else "?"]
-    assert [tokenizer.decode(_targets(texts, row)) for row in range(2)] == words
+    assert [tokenizer.decode(texts.tokens[first:end]) for _, first, end in texts.bounds.tolist()] == words
     whole = [tokenizer.encode(text.strip()) for text in TEXTS]
     assert texts.tokens[: texts.bounds[0, 2]].tolist() == whole[0]
     assert texts.tokens[texts.bounds[1, 0] :].tolist() == whole[1][-9:]
@@ -62,19 +56,14 @@ def test_a_last_word_is_tokenized_with_its_space_and_a_long_text_loses_its_begin
     ],
 )
 def test_a_line_that_cannot_be_asked_is_named(folder: Path, line: str, says: str) -> None:
-    with pytest.raises(DataError) as caught:
-        _texts(folder, ['{"text": "it is"}', line], seq_length=5, task="last_word")
-    assert says in str(caught.value)
+    with pytest.raises(DataError, match=says):
+        _texts(folder, ['{"text": "it is"}', line], 5)
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
-    [
-        ({"stride": 0}, "and 1 to seq_length=8"),
-        ({"stride": 4, "task": "last_word"}, "stride=4 is for task=perplexity"),
-    ],
+    [({"stride": 0}, "and 1 to seq_length=8"), ({"stride": 4, "task": "last_word"}, "stride=4 is for task=perplexity")],
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        EvaluationOptions(**{"path": "texts", "tokenizer": "tok", "seq_length": 8, **options})
-    assert says in str(caught.value)
+    with pytest.raises(ConfigError, match=says):
+        TextEvaluationDataModule("texts", "tok", seq_length=8, **options)

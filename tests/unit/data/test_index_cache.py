@@ -9,7 +9,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,43 +18,21 @@ import pytest
 import torch
 from typing_extensions import override
 
-from lightning_megatron.data.blend import Source, SplitRequest, open_samples
-from lightning_megatron.data.gpt import GPTObjective
-from lightning_megatron.data.samples import Part, SampleOrder, Samples, build_once
+from lightning_megatron.data.gpt import GPTIndex, GPTObjective
+from lightning_megatron.data.samples import Part, Samples, build_once, open_samples
 from lightning_megatron.errors import DataError
-from tests.unit.data.corpus import write_corpus
-from tests.unit.data.engine_samples import engine_dataset, engine_rows
+from tests.unit.data.corpus import engine_rows, write_corpus
 
-SEQ_LENGTH = 16
-ORDER = SampleOrder(num_samples=3, fingerprint="f")
+GPT = GPTObjective(seq_length=16)
 
 
-def _request(prefix: Path, **changes: Any) -> SplitRequest:
-    request = SplitRequest(
-        name="train",
-        sources=(Source(str(prefix)),),
-        split="8,1,1",
-        objective=GPTObjective(seq_length=SEQ_LENGTH),
-        seed=1234,
-        num_samples=None,
-    )
-    return replace(request, **changes)
+def _parts(folder: Path, names: str = "a", **changes: Any) -> list[Part]:
+    given = {"split": "8,1,1", "name": "train", "seed": 1234, "num_samples": None, **changes}
+    return [Part(prefix=str(folder / name), **given) for name in names]
 
 
 def _rows(samples: Samples) -> np.ndarray:
     return samples.rows(range(len(samples)))["text"].numpy()
-
-
-def _files(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-
-
-def _write(text: str = "content") -> Callable[[str], SampleOrder]:
-    def write(staging: str) -> SampleOrder:
-        Path(staging, "file").write_text(text)
-        return ORDER
-
-    return write
 
 
 # ---- one builder at a time ----------------------------------------------------------------------------------------
@@ -67,27 +45,21 @@ class _SlowObjective(GPTObjective):
     trace: str
 
     @override
-    def open(self, part: Part, folder: str) -> Any:
-        if not os.listdir(folder):
-            with open(self.trace, "a") as stream:
-                stream.write(f"{part.prefix}\n")
-            time.sleep(0.05)
-        return super().open(part, folder)
+    def lay_out(self, part: Part) -> GPTIndex:
+        with open(self.trace, "a") as stream:
+            stream.write(f"{part.prefix}\n")
+        time.sleep(0.05)
+        return super().lay_out(part)
 
 
 def test_processes_that_start_at_once_build_an_index_once(tmp_path: Path) -> None:
     from megatron.core.datasets import helpers  # noqa: F401 (once, not in each process)
 
-    prefixes = [tmp_path / "a", tmp_path / "b"]
-    for seed, prefix in enumerate(prefixes):
-        write_corpus(prefix, 50, seed=seed)
+    for seed, name in enumerate("ab"):
+        write_corpus(tmp_path / name, 50, seed=seed)
     trace = tmp_path / "trace"
-    request = _request(
-        prefixes[0],
-        sources=tuple(Source(str(prefix), 0.5) for prefix in prefixes),
-        objective=_SlowObjective(seq_length=SEQ_LENGTH, trace=str(trace)),
-        num_samples=200,
-    )
+    objective = _SlowObjective(seq_length=16, trace=str(trace))
+    parts = _parts(tmp_path, "ab", weight=0.5, num_samples=200)
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     together = context.Barrier(4)
@@ -95,7 +67,7 @@ def test_processes_that_start_at_once_build_an_index_once(tmp_path: Path) -> Non
     def job() -> None:
         torch.set_num_threads(1)  # as in a worker of a DataLoader: a forked process has no OpenMP threads
         together.wait()
-        samples = open_samples(request, str(tmp_path / "cache"))
+        samples = open_samples(objective, parts, str(tmp_path / "cache"))
         results.put((samples.fingerprint, _rows(samples).tobytes()))
 
     processes = [context.Process(target=job, daemon=True) for _ in range(4)]
@@ -105,7 +77,7 @@ def test_processes_that_start_at_once_build_an_index_once(tmp_path: Path) -> Non
     for process in processes:
         process.join()
 
-    assert sorted(trace.read_text().split()) == sorted(map(str, prefixes))
+    assert sorted(trace.read_text().split()) == [part.prefix for part in parts]
     assert len(set(outcomes)) == 1
     assert len(os.listdir(tmp_path / "cache")) == 3
 
@@ -113,22 +85,25 @@ def test_processes_that_start_at_once_build_an_index_once(tmp_path: Path) -> Non
 def test_a_builder_that_was_killed_blocks_nobody_and_leaves_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "index"
 
-    def write_half_and_die(staging: str) -> SampleOrder:
+    def write(staging: str) -> str:
+        Path(staging, "file").write_text("whole")
+        return "fingerprint"
+
+    def write_half_and_die(staging: str) -> str:
         Path(staging, "file").write_text("half")
         os.kill(os.getpid(), signal.SIGKILL)
-        return ORDER
+        return ""
 
-    process = multiprocessing.get_context("fork").Process(
-        target=build_once, args=(str(folder), write_half_and_die, "corpus")
-    )
+    arguments = (str(folder), write_half_and_die, "corpus")
+    process = multiprocessing.get_context("fork").Process(target=build_once, args=arguments)
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
     assert sorted(os.listdir(tmp_path)) == [".index.lock", ".index.partial"]
 
-    assert build_once(str(folder), _write("whole"), "corpus") == ORDER
-
-    assert _files(tmp_path) == ["index/file", "index/index.json"]
+    assert build_once(str(folder), write, "corpus") == "fingerprint"
+    assert os.listdir(tmp_path) == ["index"]
+    assert sorted(os.listdir(folder)) == ["file", "index.json"]
     assert (folder / "file").read_text() == "whole"
 
 
@@ -145,24 +120,22 @@ def _truncate(path: Path) -> None:
 def test_a_damaged_index_is_built_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, damage: Callable[[Path], None]
 ) -> None:
-    prefixes = [tmp_path / "a", tmp_path / "b"]
-    for seed, prefix in enumerate(prefixes):
-        write_corpus(prefix, 30, seed=seed)
+    for seed, name in enumerate("ab"):
+        write_corpus(tmp_path / name, 30, seed=seed)
     cache = tmp_path / "cache"
-    request = _request(prefixes[0], sources=tuple(Source(str(prefix)) for prefix in prefixes))
-    open_samples(request, str(cache))
-    expected = _rows(open_samples(request, str(cache)))
+    parts = _parts(tmp_path, "ab")
+    expected = _rows(open_samples(GPT, parts, str(cache)))
     assert caplog.text == ""
     damaged = list(cache.glob(f"*/{file}"))
     for path in damaged:
         damage(path)
 
-    assert np.array_equal(_rows(open_samples(request, str(cache))), expected)
+    assert np.array_equal(_rows(open_samples(GPT, parts, str(cache))), expected)
 
     assert caplog.text.count("is damaged and is not used") >= len(damaged) > 0
     assert [name for name in os.listdir(cache) if name.startswith(".")] == []
     caplog.clear()
-    open_samples(request, str(cache))
+    open_samples(GPT, parts, str(cache))
     assert caplog.text == ""
 
 
@@ -170,20 +143,18 @@ def test_a_damaged_index_is_built_again(
 
 
 def test_a_dataset_written_again_under_the_same_name_gets_a_new_index(tmp_path: Path) -> None:
-    request = _request(tmp_path / "corpus")
-    write_corpus(tmp_path / "corpus", 50, seed=0)
-    open_samples(request, None)
-    write_corpus(tmp_path / "corpus", 50, seed=1)
+    for seed in range(2):
+        write_corpus(tmp_path / "a", 50, seed=seed)
+        rows = _rows(open_samples(GPT, _parts(tmp_path), None))
 
-    rows = _rows(open_samples(request, None))
-
-    blend = ([str(tmp_path / "corpus")], None)
-    assert np.array_equal(rows, engine_rows(engine_dataset(blend, split="8,1,1", name="train", num_samples=None)))
+    assert np.array_equal(rows, engine_rows(([str(tmp_path / "a")], None), None))
 
 
 def test_an_index_that_is_removed_while_a_run_lasts_still_serves_it_and_no_new_process(tmp_path: Path) -> None:
-    write_corpus(tmp_path / "corpus", 50)
-    samples = open_samples(_request(tmp_path / "corpus"), str(tmp_path / "cache"))
+    write_corpus(tmp_path / "a", 50)
+    samples = open_samples(GPT, _parts(tmp_path), str(tmp_path / "cache"))
+    again = pickle.loads(pickle.dumps(samples))
+    assert np.array_equal(_rows(again), _rows(samples))
     shutil.rmtree(tmp_path / "cache")
 
     samples.rows([0])

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import functools
 import io
+import json
 import os
 import pickle
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,19 +19,33 @@ import pytest
 from lightning_megatron.data import indexed
 from lightning_megatron.data.indexed import (
     MAGIC,
+    MOST_TOKENS_SHOWN,
     OLD_MAGIC,
     IndexedDataset,
     IndexedDatasetWriter,
     check_dataset,
+    convert_dataset,
+    describe_dataset,
+    merge_datasets,
     open_dataset,
 )
 from lightning_megatron.errors import DataError
-from tests.unit.data.indexed_files import build, longs
+from tests.unit.data.indexed_files import (
+    INT32,
+    Documents,
+    build,
+    longs,
+    read_by_the_engine,
+    without_documents,
+    write_legacy,
+)
 
 check_any = functools.partial(check_dataset, for_training=False)
 
-# Documents of sequences; an empty document and empty sequences are among them.
-DOCUMENTS = [[[5], [1, 2]], [], [[3]], [[], [4, 5, 6]], [[7], []], [[8, 9]]]
+# Documents of sequences; empty documents and empty sequences are among them.
+FIRST: Documents = [[[5], [1, 2]], [], [[3]]]
+SECOND: Documents = [[], [[], [4, 5, 6]], [[7], []]]
+THIRD: Documents = [[[8, 9, 10, 11]]]
 
 # Three sequences in three documents, assembled by hand from the descriptions of the formats.
 NEW_IDX = MAGIC + struct.pack("<QBQQ3i", 1, 8, 3, 4, 3, 1, 2) + longs(0, 6, 8) + longs(0, 1, 2, 3)
@@ -44,49 +60,44 @@ SOUND: dict[str, tuple[bytes, bytes, Callable[[str], IndexedDataset]]] = {
 }
 
 
-def _write(prefix: Path, sizes: list[int], times: int = 1) -> None:
-    """Documents of one sequence of zeros each."""
-    with IndexedDatasetWriter(str(prefix), np.dtype("<u2")) as writer:
-        for _ in range(times):
-            writer.add_documents(bytes(2 * sum(sizes)), sizes)
-
-
 def _files(folder: Path, idx: bytes = NEW_IDX, data: bytes = NEW_BIN) -> str:
     (folder / "x.idx").write_bytes(idx)
     (folder / "x.bin").write_bytes(data)
     return str(folder / "x")
 
 
-def _names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def _assert_same_files(ours: Path, theirs: Path) -> None:
+    for suffix in (".idx", ".bin"):
+        assert Path(f"{ours}{suffix}").read_bytes() == Path(f"{theirs}{suffix}").read_bytes()
+
+
+# ---- writing and reading --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["u1", "<i4", "<f8", "<u2"])
 def test_written_files_equal_those_of_the_engines_builder(tmp_path: Path, dtype: str) -> None:
     one_each = [[[number, 1, 2][: 1 + number % 3]] for number in range(20)]
-    build(tmp_path / "theirs", one_each + DOCUMENTS, dtype)
+    build(tmp_path / "theirs", one_each + FIRST + SECOND, dtype)
     with IndexedDatasetWriter(str(tmp_path / "ours"), np.dtype(dtype)) as writer:
         flat = [token for (tokens,) in one_each for token in tokens]
         writer.add_documents(np.array(flat, dtype).tobytes(), [len(tokens) for (tokens,) in one_each])
-        for document in DOCUMENTS:
+        for document in FIRST + SECOND:
             flat, lengths = [token for each in document for token in each], [len(each) for each in document]
             writer.add_documents(np.array(flat, dtype).tobytes(), lengths, [len(lengths)])
-
-    for suffix in (".idx", ".bin"):
-        assert (tmp_path / f"ours{suffix}").read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
-    assert check_dataset(str(tmp_path / "ours"), for_training=False).num_documents == 26
+    _assert_same_files(tmp_path / "ours", tmp_path / "theirs")
 
 
 def test_a_dataset_gives_runs_of_sequences_and_travels_by_its_name(tmp_path: Path) -> None:
-    dataset = open_dataset(build(tmp_path / "x", DOCUMENTS))
+    dataset = open_dataset(build(tmp_path / "x", FIRST + SECOND))
     sent = pickle.dumps(dataset)
 
     assert len(sent) < 200
-    tokens, lengths = pickle.loads(sent).sequences(1, 6)
-    assert (tokens.tolist(), lengths.tolist()) == ([1, 2, 3, 4, 5, 6, 7], [2, 1, 0, 3, 1])
-    (tmp_path / "x.bin").write_bytes(bytes(4))
-    with pytest.raises(DataError, match=r"x\.idx accounts for 20 bytes, and \.bin has 4: damaged"):
-        open_dataset(dataset.prefix).sequences(1, 6)
+    tokens, lengths = pickle.loads(sent).sequences(1, 5)
+    assert (tokens.tolist(), lengths.tolist()) == ([1, 2, 3, 4, 5, 6], [2, 1, 0, 3])
 
 
 class _FullDisk(io.FileIO):
@@ -102,18 +113,25 @@ class _FullDisk(io.FileIO):
         return super().write(data)  # type: ignore[arg-type]
 
 
+def _write_zeros(prefix: Path) -> None:
+    """200,000 bytes of .bin, 20 bytes a sequence in .idx."""
+    with IndexedDatasetWriter(str(prefix), np.dtype("<u2")) as writer:
+        for _ in range(10_000):
+            writer.add_documents(bytes(20), [10])
+
+
 # In the midst of .bin, at its end, in .idx.
 @pytest.mark.parametrize("room", [0, 150_000, 200_010])
 def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
-    _write(tmp_path / "x", [3])
+    build(tmp_path / "x", THIRD)
+    before = _contents(tmp_path)
     monkeypatch.setattr(indexed, "open", lambda path, mode: io.BufferedWriter(_FullDisk(path, mode)), raising=False)
     monkeypatch.setattr(_FullDisk, "room", room)
     for name in ("x", "new"):
         with pytest.raises(DataError, match=r"cannot be written \(.*No space left on device\); choose a folder"):
-            _write(tmp_path / name, [10], times=10_000)  # 200,000 bytes of .bin, 20 bytes a sequence in .idx
+            _write_zeros(tmp_path / name)
 
-    assert _names(tmp_path) == ["x.bin", "x.idx"]
-    assert check_dataset(str(tmp_path / "x")).lengths.tolist() == [3]
+    assert _contents(tmp_path) == before
 
 
 def test_missing_files_and_suffixes_are_named(tmp_path: Path) -> None:
@@ -187,3 +205,132 @@ def test_every_truncation_and_every_flipped_bit_is_refused_or_harmless(
         accepted += _refusal(check, prefix) is None
     # Another type of as many bytes, other bounds in order: nothing in the files contradicts them.
     assert accepted <= 2
+
+
+# ---- merging and converting -----------------------------------------------------------------------------------------
+
+# (code, element size, struct's letter of a token, elements of a token, the engine's name of the type)
+KINDS = [
+    (1, 1, "B", 1, "uint8"),
+    INT32,
+    (6, 4, "d", 2, "float64"),  # np.float until 2022: 8 bytes, counted in fours
+    (6, 8, "d", 1, "float64"),
+    (7, 8, "d", 1, "float64"),  # np.double until 2022
+    (7, 4, "f", 1, "float32"),  # since 2023
+    (8, 2, "H", 1, "uint16"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "modes"), [("int64", False), ("float32", False), ("uint16", True)])
+def test_merged_files_equal_those_of_the_engines_builder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, modes: bool
+) -> None:
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    monkeypatch.setattr(indexed, "PIECE_TOKENS", 2)
+    inputs = [build(tmp_path / str(n), each, dtype, modes) for n, each in enumerate((FIRST, SECOND, THIRD))]
+    inputs.append(inputs[0])  # once more
+    builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.dtype(dtype).type, multimodal=modes)
+    # It collects garbage after each input, which takes half a second where torch is loaded.
+    with patch("gc.collect"):
+        for each in inputs:
+            builder.add_index(each)
+    builder.finalize(str(tmp_path / "theirs.idx"))
+
+    _, notes = merge_datasets(inputs, str(tmp_path / "ours"))
+
+    _assert_same_files(tmp_path / "ours", tmp_path / "theirs")
+    assert notes == []
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0]}-of-{kind[1]}")
+def test_every_type_of_token_of_older_formats_is_converted_to_what_it_holds(
+    tmp_path: Path, kind: tuple[int, int, str, int, str]
+) -> None:
+    prefix = write_legacy(tmp_path / "old", FIRST + SECOND, kind)
+    before = _contents(tmp_path)
+
+    new, _ = convert_dataset(prefix, str(tmp_path / "new"))
+
+    assert read_by_the_engine(new.prefix) == (FIRST + SECOND, kind[4])
+    assert {**_contents(tmp_path), **before} == _contents(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "documents"),
+    [
+        ([[5, 6], [7], [], [8], []], [[[5, 6], [7], []], [[8], []]]),
+        ([[5, 6], [], [7], [8]], [[[5, 6], []], [[7], [8]]]),  # the last document is not ended
+        ([[5, 6], [7]], [[[5, 6]], [[7]]]),  # nothing says where documents end
+    ],
+)
+def test_documents_of_the_oldest_files_end_with_empty_sequences(
+    tmp_path: Path, sequences: list[list[int]], documents: Documents
+) -> None:
+    old = without_documents(write_legacy(tmp_path / "old", [sequences]))
+    new, (note,) = convert_dataset(old, str(tmp_path / "new"))
+
+    assert read_by_the_engine(new.prefix) == (documents, "int32")
+    found = "an empty sequence ends a document" if [] in sequences else "each sequence is taken for a document"
+    assert found in note
+
+
+def test_what_cannot_be_merged_is_refused_before_anything_is_written_and_nothing_is_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    integers, floats = build(tmp_path / "a", FIRST), build(tmp_path / "f", FIRST, "float32")
+    with_modes = build(tmp_path / "m", FIRST, modes=True)
+    before = _contents(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+    for inputs, output, message in (
+        ([integers, floats], "out", r"\S+/f holds float32 and \S+/a uint16; only integers mix"),
+        ([integers, with_modes], "out", r"\S+/a and \S+/m: only one of them has modes \(multimodal\)"),
+        ([integers, "x"], "out", r"input=x needs two files, missing"),
+        ([integers], floats, r"output_prefix=\S*f would overwrite \S+f\.idx, \S+f\.bin; choose another or remove"),
+        ([integers], "c.bin", r"output_prefix=c\.bin must be the prefix of two files"),
+        ([integers], "c/", r"output_prefix=c/ must be the prefix"),
+    ):
+        with pytest.raises(DataError, match=message):
+            merge_datasets(inputs, output)
+    with pytest.raises(DataError, match=r"is in the mmap format \(MMIDIDX\) already; use"):
+        convert_dataset(integers, "c")
+    assert _contents(tmp_path) == before
+
+
+# ---- description ----------------------------------------------------------------------------------------------------
+
+
+class _Letters(str):
+    """A tokenizer of which token n is the n-th letter."""
+
+    def decode(self, tokens: list[int]) -> str:  # type: ignore[override]
+        return "".join(self[token] for token in tokens)
+
+
+@pytest.mark.parametrize("write", [functools.partial(build, dtype="int32"), write_legacy], ids=["mmap", "cached/lazy"])
+def test_a_description_says_what_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, write: Callable[..., str]
+) -> None:
+    monkeypatch.setattr(indexed, "CHUNK", 2)
+    prefix = write(tmp_path / "x", [[[5, 6, 7], [1]], [], [[], [2, 3]], [list(range(300))]])
+    described = describe_dataset(prefix)
+
+    bounds = [(0, 0), *((2**bits, 2 ** (bits + 1) - 1) for bits in range(9))]
+    counts = [1, 1, 2, 0, 0, 0, 0, 0, 0, 1]
+    assert described == {
+        **{"kind": "dataset", "prefix": prefix, "format": request.node.callspec.id, "dtype": "int32", "note": None},
+        **{"documents": 4, "sequences": 5, "tokens": 306, "modes": None},
+        **{"bin_bytes": 4 * 306, "idx_bytes": (tmp_path / "x.idx").stat().st_size},
+        "lengths": {"min": 0, "mean": 61.2, "max": 300},
+        "histogram": [{"first": a, "last": b, "count": n} for (a, b), n in zip(bounds, counts, strict=True)],
+        "sequences_per_document": {"min": 0, "mean": 1.25, "max": 2},
+    }
+    assert json.loads(json.dumps(described)) == described
+    shown = describe_dataset(prefix, 9)["first_documents"]
+    assert [each["tokens"] for each in shown] == [[5, 6, 7, 1], [], [2, 3], list(range(MOST_TOKENS_SHOWN))]
+    assert [(each["number"], each["num_tokens"]) for each in shown] == [(0, 4), (1, 0), (2, 2), (3, 300)]
+    shown = describe_dataset(prefix, 3, _Letters("abcdefgh"))["first_documents"]
+    assert [each["text"] for each in shown] == ["fghb", "", "cd"]
+    with pytest.raises(DataError, match=r"x holds token 8, the tokenizer has 0 to 7; give its own"):
+        describe_dataset(prefix, 4, _Letters("abcdefgh"))

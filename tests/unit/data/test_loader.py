@@ -26,19 +26,18 @@ def _loader(shape: BatchShape, num_samples: int = 100) -> TrainLoader:
     return TrainLoader(None, PassOrder(num_samples, 5, "later passes"), shape)
 
 
+LAYOUTS = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
+
+
 @settings(deadline=None)
-@given(
-    before=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3)),
-    after=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3)),
-    done=st.integers(0, 3),
-    epoch=st.integers(0, 2),
-)
+@given(before=LAYOUTS, after=LAYOUTS, done=st.integers(0, 3), epoch=st.integers(0, 2))
 def test_any_layout_goes_on_with_the_next_sample_of_the_epoch(
     before: tuple[int, int, int], after: tuple[int, int, int], done: int, epoch: int
 ) -> None:
-    first = _loader(_shape(*before), num_samples=200)
-    first.set_epoch(epoch)
-    order = [index for batch in _loader_of_one_row(epoch).batches() for index in batch]
+    first, one_row = _loader(_shape(*before), num_samples=200), _loader(_shape(1, 1), num_samples=200)
+    for loader in (first, one_row):
+        loader.set_epoch(epoch)
+    order = [index for batch in one_row.batches() for index in batch]
     for _ in range(done):
         first.advance()
 
@@ -51,17 +50,7 @@ def test_any_layout_goes_on_with_the_next_sample_of_the_epoch(
 
     whole = [index for step in zip(*per_rank, strict=True) for rank in step for index in rank]
     assert sorted(whole) == sorted(order[first.consumed_samples : first.consumed_samples + len(whole)])
-    global_batch = _shape(*after).global_batch_size
-    assert 200 - first.consumed_samples - len(whole) < global_batch
-
-
-def _loader_of_one_row(epoch: int) -> TrainLoader:
-    loader = _loader(_shape(1, 1), num_samples=200)
-    loader.set_epoch(epoch)
-    return loader
-
-
-RAMPUP = BatchRampup(start=4, increment=4, samples=60)
+    assert 200 - first.consumed_samples - len(whole) < _shape(*after).global_batch_size
 
 
 @pytest.mark.parametrize(
@@ -73,11 +62,8 @@ RAMPUP = BatchRampup(start=4, increment=4, samples=60)
     ],
 )
 def test_an_impossible_ramp_up_is_refused(rampup: tuple[int, int, int], message: str) -> None:
-    start, increment, samples = rampup
-    shape = _shape(mbs=2, num=4, dp=2, rampup=BatchRampup(start=start, increment=increment, samples=samples))
-
     with pytest.raises(ConfigError, match=message):
-        _ = shape.stages
+        _ = _shape(mbs=2, num=4, dp=2, rampup=BatchRampup(*rampup)).stages
 
 
 class RandomSamples:

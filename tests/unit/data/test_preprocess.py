@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gzip
 import json
 import multiprocessing
@@ -28,11 +27,10 @@ from lightning_megatron.data.preprocess import (
     EncodedPiece,
     PreprocessOptions,
     PreprocessResult,
-    SentenceSplitter,
+    split_sentences,
 )
 from lightning_megatron.data.tokenizer import TokenizerTrainingOptions, load_tokenizer, train_tokenizer
 from lightning_megatron.errors import ConfigError, DataError
-from tests.unit.data.chat_tokenizer import make_tokenizer
 from tests.unit.data.indexed_files import build, read_by_the_engine
 
 
@@ -86,25 +84,18 @@ def test_documents_are_the_tokenizers_ids_in_input_order(tmp_path: Path, tokeniz
         assert check_dataset(result.prefixes[0]).dtype == np.dtype("<u2")
 
 
-@pytest.mark.parametrize("kind", ["Rust", "Python"])
-def test_ids_of_any_tokenizer_are_its_own_without_special_tokens(tmp_path: Path, kind: str) -> None:
+def test_ids_of_a_tokenizer_without_a_rust_library_are_its_own_without_special_tokens(tmp_path: Path) -> None:
     from transformers import ByT5Tokenizer
 
-    texts = ["the quick brown fox", "Jumps over ünïcödé dogs.", "the the  fox\n", "[SEP] unknown 漢字"]
-    if kind == "Rust":
-        make_tokenizer(tmp_path, bos=True)
-    else:
-        ByT5Tokenizer().save_pretrained(tmp_path)
-    tokenizer = load_tokenizer(tmp_path)
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
-    encoder = DocumentEncoder(tokenizer=tokenizer, keys=["text"], dtype=np.dtype("<u2"))
+    texts = ["the quick brown fox", "ünïcödé", "the the  fox\n", "[SEP] unknown 漢字"]
+    ByT5Tokenizer().save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
-    (found,) = encoder(Piece(path="x", lines=lines, num_bytes=0)).keys
+    (prefix,) = _run(tmp_path, tmp_path / "tokenizer", input=[tmp_path / "in.jsonl"]).prefixes
 
-    expected = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-    assert np.frombuffer(found.tokens, "<u2").tolist() == sum(expected, [])
-    assert found.lengths == [len(ids) for ids in expected]
-    assert tokenizer.encode(texts[0]) != expected[0]  # which does add some
+    tokenizer = load_tokenizer(tmp_path / "tokenizer")
+    assert _documents(prefix) == [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    assert tokenizer.encode(texts[0]) != _documents(prefix)[0]  # which does add some
 
 
 def test_the_output_does_not_depend_on_the_number_of_workers(
@@ -192,8 +183,8 @@ def test_sentences_are_sequences_and_the_files_are_those_of_the_engines_builder(
 def test_no_character_of_a_sentence_is_lost_and_white_space_does_no_harm(text: str, times: int) -> None:
     long = text * (1 if times == 1 else 400)  # the library cuts long texts once more
 
-    assert "".join(SentenceSplitter(language="en", keep_newlines=True)(long)) == (long if long.strip() else "")
-    dropped = SentenceSplitter(language="en", keep_newlines=False)(long)
+    assert "".join(split_sentences(long, "en", True)) == (long if long.strip() else "")
+    dropped = split_sentences(long, "en", False)
     assert all(dropped)
     assert "".join("".join(dropped).split()) == "".join(long.split())
 
@@ -214,7 +205,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path, tokenizer: Path, monkeypatc
     assert not any((tmp_path / "out").iterdir())
     monkeypatch.setattr(documents.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"split_sentences needs the library sentencex; .*\[data\]"):
-        SentenceSplitter(language="en", keep_newlines=False)
+        _run(tmp_path, tokenizer, split_sentences=True)
 
 
 @pytest.mark.parametrize("when", ["before it answers", "while it writes"])
@@ -232,8 +223,7 @@ def test_a_worker_that_is_killed_ends_the_run(
                     os.kill(os.getpid(), signal.SIGKILL)
                 # Half of it is a message that nobody will complete.
                 threading.Timer(0.005, os.kill, (os.getpid(), signal.SIGKILL)).start()
-                large = dataclasses.replace(encoded.keys[0], tokens=bytes(50_000_000))
-                return dataclasses.replace(encoded, keys=[large])
+                encoded.keys[0] = encoded.keys[0]._replace(tokens=bytes(50_000_000))
             return encoded
 
     monkeypatch.setattr(preprocess, "DocumentEncoder", Deadly)
