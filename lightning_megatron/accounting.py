@@ -215,8 +215,9 @@ def check_host_memory(model: ModelConfig, settings: EngineSettings, ranks: int) 
     needed = of_rank * ranks * settings.params_dtype.itemsize
     if needed > (there := host_memory()):
         raise ConfigError(
-            f"the weights of this model ({count:,} parameters) take {needed / 2**30:,.0f} GiB on {ranks} ranks of this "
-            f"host, which has {there / 2**30:,.0f} GiB; correct the model's sizes, or use more hosts"
+            f"the weights of this model ({count:,} parameters) take {needed / 2**30:,.0f} GiB on {ranks} "
+            f"rank{'s' * (ranks > 1)} of this host, which has {there / 2**30:,.0f} GiB; correct the model's sizes, or "
+            "use more hosts"
         )
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 import torch.distributed as dist
 
+from lightning_megatron.accounting import check_host_memory
 from lightning_megatron.checkpoint.files import is_distributed
 from lightning_megatron.convert.contents import find_checkpoint, named
 from lightning_megatron.convert.distributed import COMPANIONS, open_distributed
@@ -396,12 +397,17 @@ def live_engine(layout: ParallelConfig) -> Iterator[tuple[Runtime, Topology]]:
 
 
 def build_on_cpu(model: ModelConfig, layout: ParallelConfig) -> list[Any]:
-    """This process's chunks, whose weights take no memory before they are filled."""
+    """This process's chunks, whose weights take no memory before they are filled.
+
+    Raises:
+        ConfigError: If that will be more than the host has.
+    """
     from lightning_megatron.engine.runtime import unchanged_environment
     from lightning_megatron.models.build import build_chunks
     from lightning_megatron.models.transformer_config import EngineSettings
 
     settings = EngineSettings(parallel=layout, params_dtype=torch.float32, device=torch.device("cpu"))
+    check_host_memory(model, replace(settings, params_dtype=torch.bfloat16), 1)  # what is stored has two bytes or more
     try:
         with unchanged_environment():
             return list(build_chunks(model, settings))

@@ -46,8 +46,8 @@ class Heartbeat:
             is more. No limit is more than ``MegatronStrategy(timeout=)``.
         checkpoint: While training stands still for a checkpoint; each 16 MiB written are progress. None: 60 s, or ten
             times the median if that is more.
-        grace: After SIGTERM or SIGINT, on which the ranks save and end as soon as they meet: a run that makes no
-            progress for so long (or for three median steps, if that is more) ends without saving.
+        grace: After SIGTERM or SIGINT, on which the ranks save and end as soon as they meet, between two steps: a run
+            that makes no progress for so long, and for three median steps at least, ends without saving.
 
     Raises:
         ConfigError: If a number is below 1.
@@ -243,9 +243,12 @@ def verdict(beats: Mapping[int, Beat], silent: Sequence[int], mine: Beat, most: 
 
 
 def _outsiders(awake: Mapping[int, Beat]) -> list[int]:
-    """All wait for each other: the ranks whose place fewest share; of those as rare, those in the user's own code."""
+    """All wait for each other: the ranks whose place fewest share; of those as rare, those in the user's own code.
+
+    Of these the ones with the fewest batches: under NCCL the others may be steps ahead before their host waits, too.
+    """
     shared = Counter(beat.place for beat in awake.values())
-    rarity = {rank: (shared[beat.place], not beat.is_users) for rank, beat in awake.items()}
+    rarity = {rank: (shared[beat.place], not beat.is_users, beat.steps) for rank, beat in awake.items()}
     return [rank for rank in sorted(awake) if rarity[rank] == min(rarity.values())]
 
 

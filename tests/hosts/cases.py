@@ -57,13 +57,12 @@ class Cluster:
         name, value = export.removeprefix("export ").split("=")
         return self.start(host, python("-m", "torch.distributed.run", *options), **{name: value})
 
-    def srun(self, host: str, local: int, num_nodes: int = 0, **more: str) -> subprocess.Popen[bytes]:
-        """A task as SLURM starts it."""
-        nodes, tasks, node = num_nodes or self.options["num_nodes"], self.options["devices"], int(host[-1]) - 1
-        names = f"host[1-{nodes}]" if nodes > 1 else "host1"
+    def task(self, host: str, **more: str) -> subprocess.Popen[bytes]:
+        """The one task of a host, with the variables of SLURM."""
+        nodes, node = self.options["num_nodes"], int(host[-1]) - 1
         variables = {
-            **{"JOB_ID": "7070", "JOB_NAME": "train", "NODELIST": names, "NNODES": nodes, "NTASKS": nodes * tasks},
-            **{"NTASKS_PER_NODE": tasks, "NODEID": node, "LOCALID": local, "PROCID": node * tasks + local},
+            **{"JOB_ID": "7070", "JOB_NAME": "train", "NODELIST": f"host[1-{nodes}]", "NNODES": nodes, "NTASKS": nodes},
+            **{"NTASKS_PER_NODE": 1, "NODEID": node, "LOCALID": 0, "PROCID": node},
         }
         return self.start(host, python(), **{f"SLURM_{name}": str(value) for name, value in variables.items()}, **more)
 
@@ -161,33 +160,9 @@ def test_torchrun_goes_on_without_a_host_and_takes_it_back(network: Network, tmp
 
 
 @pytest.mark.parametrize("network", [2], indirect=True)
-def test_slurm_starts_a_job_again_on_one_host_when_another_is_cut_off(network: Network, tmp_path: Path) -> None:
-    cluster = Cluster(network, tmp_path, devices=2, max_steps=20, cache="cache of HOST")
-    ranks = [(host, cluster.srun(host, local)) for host in network.hosts for local in range(2)]
-    cluster.wait_for_step(8, world_size=4)
-    network.unplug("host2")
-    begin = time.monotonic()
-    ends = {}
-    for host, rank in ranks:
-        assert rank.wait(120) != 0
-        ends[host] = time.monotonic() - begin
-    _print(
-        "cable pulled for ever, timeout=40 s: " + ", ".join(f"{host} ends after {ends[host]:.0f} s" for host in ends)
-    )
-    again = [cluster.srun("host1", local, num_nodes=1, SLURM_RESTART_COUNT="1") for local in range(2)]
-    cluster.wait_for(lambda: len(cluster.lines("begins")) == 6)
-    _print(f"SLURM's requeue: begins {time.monotonic() - begin:.0f} s after the cable was pulled")
-    assert [rank.wait(240) for rank in again] == [0, 0], cluster.told()
-    assert cluster.lines("begins")[-1][:2] == [5, 2]
-    assert "num_microbatches=6 instead of 3 keeps the batch" in cluster.said()
-    cluster.check_losses()
-    assert cluster.said().count("Building the index") == 2  # once on each host
-
-
-@pytest.mark.parametrize("network", [2], indirect=True)
 def test_a_wrong_interface_is_named(network: Network, tmp_path: Path) -> None:
     cluster = Cluster(network, tmp_path, devices=1, max_steps=2)
-    ranks = [cluster.srun(host, 0, GLOO_SOCKET_IFNAME="lo") for host in network.hosts]
+    ranks = [cluster.task(host, GLOO_SOCKET_IFNAME="lo") for host in network.hosts]
     # A rank to which others connect waits for five times a collective's timeout in gloo, unless its launcher ends it.
     assert all(rank.wait(400) != 0 for rank in ranks)
     assert "GLOO_SOCKET_IFNAME=lo: expected the network interface of this host that the 2 hosts" in cluster.said()

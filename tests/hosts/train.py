@@ -29,7 +29,7 @@ class Told(Callback):
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         """Note a beginning."""
-        _write("begins", [trainer.global_step, trainer.world_size, socket.gethostname(), time.time()])
+        _write("begins", [trainer.global_step, trainer.world_size, socket.gethostname(), time.time(), os.getpid()])
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *rest: Any) -> None:
         """Note a step."""

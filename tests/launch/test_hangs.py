@@ -105,7 +105,16 @@ def test_a_run_that_hangs_names_the_rank_and_its_place(
         assert "in _sleeps" not in stacks[0]
 
 
-def _hang_on_gpus(folder: Path) -> None:
+def _has_an_nccl_collective_of_its_own(trainer: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    total = torch.ones(1, device=trainer.strategy.root_device)
+    dist.all_reduce(total)
+    total.item()  # here the host waits; those of the others go on to where they read a number of the next step
+
+
+def _hang_on_gpus(strategy: dict[str, Any], act: Callable[[Any], None], folder: Path) -> None:
     """Steps are longer than the watch's second, so that it knows how long they take when one hangs."""
     import lightning.pytorch as pl
 
@@ -115,21 +124,26 @@ def _hang_on_gpus(folder: Path) -> None:
 
     trainer = {"accelerator": "gpu", "precision": "bf16-mixed", "max_steps": 4, "default_root_dir": str(folder)}
     fit(
-        Run(strategy={"pp": 2, "heartbeat": Heartbeat(setup=60, step=5)}, trainer=trainer),
-        *(Slow(), _callback(BATCH_END, _sleeps, 1)),
+        Run(strategy={**strategy, "heartbeat": Heartbeat(setup=60, step=5)}, trainer=trainer),
+        *(Slow(), _callback(BATCH_END, act, 1)),
     )
 
 
 @pytest.mark.gpu(2)
-def test_a_rank_that_sleeps_is_named_while_nccl_waits(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "act"), [({"pp": 2}, _sleeps), ({}, _has_an_nccl_collective_of_its_own)], ids=["sleeps", "collective"]
+)
+def test_a_rank_that_hangs_is_named_while_nccl_waits(
+    tmp_path: Path, strategy: dict[str, Any], act: Callable[[Any], None]
+) -> None:
     with pytest.raises(RankError) as caught:
-        run_ranks(_hang_on_gpus, 2, tmp_path)
+        run_ranks(_hang_on_gpus, 2, strategy, act, tmp_path)
     lines = re.findall(r"^error: .*", str(caught.value), re.MULTILINE)
     assert lines, caught.value
-    expected = r"error: rank 1 hangs: expected progress within 5 s, got none for (\d+) s: rank 1 is in Acts\.on_train"
+    expected = r"error: rank 1 hangs: expected progress within 5 s, got none for (\d+) s: rank 1 is in .*Acts\.on_train"
     found = [re.match(expected, line) for line in lines]
     assert all(each is not None and int(each[1]) <= 15 for each in found), lines
-    assert "in _sleeps" in (tmp_path / "stacks" / "rank_1.txt").read_text()
+    assert f"in {act.__name__}" in (tmp_path / "stacks" / "rank_1.txt").read_text()
     for rank in range(2):
         assert pickle.loads((tmp_path / "stacks" / f"nccl_{rank}").read_bytes())["entries"]  # NCCL's last collectives
 
@@ -219,6 +233,10 @@ def test_a_run_hangs_only_if_no_rank_makes_progress() -> None:
     assert shifted.text.endswith(
         "rank 0 is in all_reduce (a.py:1 in f), and the others in all_reduce, in D.y (d.py:5 in y)"
     )
+    behind, ahead = (_beat(70, f"in all_reduce, in E.z (e.py:{n} in z)", is_users=True, steps=n) for n in (6, 7))
+    found = verdict({0: ahead, 1: behind}, [], ahead, 1e9)
+    assert found is not None
+    assert found.text.startswith("rank 1 hangs")
     assert verdict({0: waits, 1: works}, [], waits, 5) is not None
 
 

@@ -53,6 +53,16 @@ def test_an_index_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     assert not is_old_format(str(tmp_path / "corpus"))
 
 
+def test_a_model_that_no_host_can_hold_is_refused_before_it_is_built() -> None:
+    from lightning_megatron.convert.convert import build_on_cpu
+    from lightning_megatron.convert.registry import model_config
+    from lightning_megatron.engine.parallel import ParallelConfig
+
+    model = model_config({"model_type": "gpt2", "n_embd": 32, "n_inner": 2**40, "n_head": 4, "n_layer": 2})
+    with pytest.raises(ConfigError, match=r"take [\d,]+ GiB on 1 rank of this host, which has \d+ GiB"):
+        build_on_cpu(model, ParallelConfig())
+
+
 def test_a_tokenizer_whose_length_is_no_number_is_refused(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models
 
