@@ -139,11 +139,12 @@ MEGATRON: tuple[Patch, ...] = (
         _being(recompute.WithoutOutput),
         "it needs Transformer Engine, and saves and restores random streams that norms do not draw from",
     ),
-    _row(
-        "megatron.core.transformer.moe.moe_utils",
-        "te_general_gemm",
-        lambda original: original,
-        "the router asks whether it is None, and without Transformer Engine there is no such name: NameError",
+    Patch(
+        module="megatron.core.transformer.moe.moe_utils",
+        attribute="te_general_gemm",
+        replacement=lambda original: original,
+        reason="the router asks whether it is None, and without Transformer Engine there is no such name: NameError",
+        engine="megatron-core<0.19",
     ),
     _row(
         "megatron.core.transformer.moe.moe_layer",
