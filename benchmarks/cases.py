@@ -1,4 +1,4 @@
-"""Cases of the training benchmark: models, layouts and batch sizes as data; importing this loads no torch."""
+"""Cases of the benchmarks of training and generation: models, layouts and sizes as data; loads no torch."""
 
 from __future__ import annotations
 
@@ -7,22 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-TargetMetric = Literal["tokens_per_s", "tokens_per_s_per_gpu", "step_seconds", "mfu_causal"]
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Target:
-    """The figure that a case must reach; a step time from above, everything else from below."""
+    """The figure that a case must reach on H200s; a step time from above, everything else from below."""
 
-    metric: TargetMetric
-    """A field of ``Measurement``."""
+    metric: Literal["tokens_per_s", "tokens_per_s_per_gpu", "step_seconds", "mfu_causal"]
+    """A figure of a training record (``measurement.py``)."""
     value: float
     """In the metric's unit."""
 
-    def is_met(self, measured: float | None) -> bool | None:
-        """Whether ``measured`` reaches the target; None if it could not be measured."""
-        if measured is None:
-            return None
+    def is_met(self, measured: float) -> bool:
+        """Whether ``measured`` reaches the target."""
         return measured <= self.value if self.metric == "step_seconds" else measured >= self.value
 
     def __str__(self) -> str:
@@ -33,7 +29,7 @@ class Target:
         return f">= {self.value:,.0f} tok/s" + ("/GPU" if self.metric == "tokens_per_s_per_gpu" else "")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Case:
     """One training run whose steps are timed."""
 
@@ -47,20 +43,20 @@ class Case:
     """Rows of one microbatch."""
     num_microbatches: int
     """Microbatches per step of one data-parallel rank."""
-    decoder_seq_length: int = 0
-    """Tokens per row of a T5's decoder."""
     num_devices: int = 1
     """GPUs (or CPU processes) of the run."""
     layout: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of ``MegatronStrategy`` besides ``num_microbatches``."""
+    target: Target | None = None
+    """What must be reached on H200s."""
+    decoder_seq_length: int = 0
+    """Tokens per row of a T5's decoder."""
+    lora: Mapping[str, Any] | None = None
+    """Fields of ``LoRA``; None to train the weights."""
     precision: str = "bf16-mixed"
     """Of the Trainer."""
     accelerator: Literal["gpu", "cpu"] = "gpu"
     """Of the Trainer."""
-    target: Target | None = None
-    """What must be reached on H200s."""
-    lora: Mapping[str, Any] | None = None
-    """Fields of ``LoRA``; None to train the weights."""
 
     @property
     def data_parallel_size(self) -> int:
@@ -83,6 +79,32 @@ class Case:
         decoder = f"+{self.decoder_seq_length}" if self.decoder_seq_length else ""
         batch = f"s{self.seq_length}{decoder} mb{self.micro_batch_size} x {self.num_microbatches}"
         return f"{self.num_devices} {self.accelerator}, {batch}, dp={self.data_parallel_size} {layout}".rstrip()
+
+
+@dataclass(frozen=True)
+class GenerationCase:
+    """Prompts of one length that all get the same number of new tokens."""
+
+    name: str
+    """By which it is chosen on the command line."""
+    model: Mapping[str, Any]
+    """Fields of a Hugging Face config."""
+    batch_size: int
+    """Prompts that are continued together."""
+    tp: int = 1
+    """GPUs (or CPU processes) of the run."""
+    prompt_length: int = 512
+    """Tokens of each prompt."""
+    new_tokens: int = 256
+    """Tokens that each prompt gets; nothing ends a text before."""
+    precision: str = "bf16-true"
+    """Of the Trainer."""
+    accelerator: Literal["gpu", "cpu"] = "gpu"
+    """Of the Trainer."""
+
+    def __str__(self) -> str:
+        rows = f"{self.batch_size} x ({self.prompt_length} in + {self.new_tokens} out)"
+        return f"{self.tp} {self.accelerator}, {rows}" + (f" tp={self.tp}" if self.tp > 1 else "")
 
 
 LLAMA_1B: Mapping[str, Any] = {
@@ -140,18 +162,6 @@ QWEN3_30B_A3B: Mapping[str, Any] = {
 }
 """Qwen3-30B-A3B (Yang et al. 2025): 128 experts a layer, of which a token meets 8."""
 
-_EXPERTS_TINY: Mapping[str, Any] = {
-    **QWEN3_30B_A3B,
-    "vocab_size": 300,
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "num_attention_heads": 4,
-    "head_dim": 8,
-}
-
 BERT_LARGE: Mapping[str, Any] = {
     "model_type": "megatron-bert",
     "vocab_size": 29056,
@@ -175,236 +185,77 @@ T5_LARGE: Mapping[str, Any] = {
 }
 """T5-large (Raffel et al. 2020), version 1.0, with its dropout."""
 
-_TP2_PP2: Mapping[str, Any] = {"tp": 2, "pp": 2, "sequence_parallel": True}
+_TINY: Mapping[str, Any] = {"vocab_size": 300, "num_hidden_layers": 2, "hidden_size": 32}
+_GPT2_TINY = {**GPT2_LARGE, "vocab_size": 300, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
+_BERT_TINY = {**BERT_LARGE, **_TINY, "intermediate_size": 32, "num_attention_heads": 2}
+_T5_TINY = {**T5_LARGE, "vocab_size": 300, "d_model": 32, "d_ff": 32, "d_kv": 16, "num_layers": 2, "num_heads": 2}
+_EXPERTS_TINY = {**QWEN3_30B_A3B, **_TINY, "num_attention_heads": 4, "moe_intermediate_size": 16}
+_EXPERTS_TINY |= {"num_experts": 8, "num_experts_per_tok": 2, "head_dim": 8}
+_LLAMA_TINY = {**LLAMA_8B, **_TINY, "intermediate_size": 64, "head_dim": 8}
+_LLAMA_TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 
-_GPT2_TINY: Mapping[str, Any] = {
-    **GPT2_LARGE,
-    "vocab_size": 300,
-    "n_positions": 64,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 2,
-}
+_LLAMA_8_LAYERS = {**LLAMA_8B, "num_hidden_layers": 8}
+_TP2 = {"tp": 2, "sequence_parallel": True}
+_TP2_PP2 = {"tp": 2, "pp": 2, "sequence_parallel": True}
+_CPU: Mapping[str, Any] = {"precision": "32-true", "accelerator": "cpu"}
 
-_SMOKE: Mapping[str, Any] = {
-    "seq_length": 32,
-    "micro_batch_size": 2,
-    "num_microbatches": 2,
-    "precision": "32-true",
-    "accelerator": "cpu",
-}
+
+def _per_gpu(tokens: float) -> Target:
+    return Target("tokens_per_s_per_gpu", tokens)
+
 
 _BF16_CASES: tuple[Case, ...] = (
-    Case(
-        name="llama-1b",
-        model=LLAMA_1B,
-        seq_length=4096,
-        micro_batch_size=4,
-        num_microbatches=2,
-        target=Target(metric="tokens_per_s", value=60_000),
-    ),
-    Case(
-        name="gpt2-large",
-        model=GPT2_LARGE,
-        seq_length=1024,
-        micro_batch_size=24,
-        num_microbatches=2,
-        target=Target(metric="tokens_per_s", value=80_000),
-    ),
-    Case(
-        name="llama-8b-8layers",
-        model={**LLAMA_8B, "num_hidden_layers": 8},
-        seq_length=4096,
-        micro_batch_size=2,
-        num_microbatches=8,
-        target=Target(metric="mfu_causal", value=0.58),
-    ),
-    Case(
-        name="gpt2-large-tp2-pp2",
-        model=GPT2_LARGE,
-        seq_length=1024,
-        micro_batch_size=24,
-        num_microbatches=2,
-        num_devices=4,
-        layout={"tp": 2, "pp": 2, "sequence_parallel": True, "distributed_optimizer": True},
-        target=Target(metric="step_seconds", value=0.32),
-    ),
-    Case(
-        name="gpt2-large-dp4",
-        model=GPT2_LARGE,
-        seq_length=1024,
-        micro_batch_size=12,
-        num_microbatches=1,
-        num_devices=4,
-    ),
-    Case(
-        name="llama-8b-lora",
-        model=LLAMA_8B,
-        seq_length=4096,
-        micro_batch_size=2,
-        num_microbatches=4,
-        lora={"rank": 16, "alpha": 32.0},
-        target=Target(metric="tokens_per_s_per_gpu", value=14_000),
-    ),
-    Case(
-        name="llama-8b-tp2-dp2",
-        model=LLAMA_8B,
-        seq_length=4096,
-        micro_batch_size=2,
-        num_microbatches=4,
-        num_devices=4,
-        layout={"tp": 2, "sequence_parallel": True},
-        target=Target(metric="tokens_per_s_per_gpu", value=9_700),
-    ),
-    Case(
-        name="llama-8b-tp2",
-        model=LLAMA_8B,
-        seq_length=4096,
-        micro_batch_size=2,
-        num_microbatches=4,
-        num_devices=2,
-        layout={"tp": 2, "sequence_parallel": True},
-    ),
-    Case(
-        name="llama-8b-dp2",
-        model=LLAMA_8B,
-        seq_length=4096,
-        micro_batch_size=1,
-        num_microbatches=8,
-        num_devices=2,
-    ),
-    Case(
-        name="llama-8b-dp4-mb1",
-        model=LLAMA_8B,
-        seq_length=4096,
-        micro_batch_size=1,
-        num_microbatches=8,
-        num_devices=4,
-    ),
-    Case(
-        name="llama-8b-dp4-mb2",
-        model=LLAMA_8B,
-        seq_length=4096,
-        micro_batch_size=2,
-        num_microbatches=4,
-        num_devices=4,
-        target=Target(metric="tokens_per_s_per_gpu", value=11_000),
-    ),
-    Case(
-        name="llama-8b-dp4-s8192",
-        model=LLAMA_8B,
-        seq_length=8192,
-        micro_batch_size=1,
-        num_microbatches=4,
-        num_devices=4,
-    ),
-    Case(
-        name="llama-8b-cp2-dp2-s8192",
-        model=LLAMA_8B,
-        seq_length=8192,
-        micro_batch_size=2,
-        num_microbatches=4,
-        num_devices=4,
-        layout={"cp": 2},
-    ),
+    # Name, model, tokens of a row, rows of a microbatch, microbatches, GPUs, layout, target.
+    Case("llama-1b", LLAMA_1B, 4096, 4, 2, target=Target("tokens_per_s", 60_000)),
+    Case("gpt2-large", GPT2_LARGE, 1024, 24, 2, target=Target("tokens_per_s", 80_000)),
+    Case("llama-8b-8layers", _LLAMA_8_LAYERS, 4096, 2, 8, target=Target("mfu_causal", 0.58)),
+    Case("gpt2-large-tp2-pp2", GPT2_LARGE, 1024, 24, 2, 4, _TP2_PP2, Target("step_seconds", 0.32)),
+    Case("gpt2-large-dp4", GPT2_LARGE, 1024, 12, 1, 4),
+    Case("llama-8b-lora", LLAMA_8B, 4096, 2, 4, lora={"rank": 16, "alpha": 32.0}, target=_per_gpu(14_000)),
+    Case("llama-8b-tp2-dp2", LLAMA_8B, 4096, 2, 4, 4, _TP2, _per_gpu(9_700)),
+    Case("llama-8b-tp2", LLAMA_8B, 4096, 2, 4, 2, _TP2),
+    Case("llama-8b-dp2", LLAMA_8B, 4096, 1, 8, 2),
+    Case("llama-8b-dp4-mb1", LLAMA_8B, 4096, 1, 8, 4),
+    Case("llama-8b-dp4-mb2", LLAMA_8B, 4096, 2, 4, 4, target=_per_gpu(11_000)),
+    Case("llama-8b-dp4-s8192", LLAMA_8B, 8192, 1, 4, 4),
+    Case("llama-8b-cp2-dp2-s8192", LLAMA_8B, 8192, 2, 4, 4, {"cp": 2}),
     *(
-        Case(
-            name=f"llama-8b-cp4-s{length}",
-            model={**LLAMA_8B, "max_position_embeddings": length},
-            seq_length=length,
-            micro_batch_size=1,
-            num_microbatches=2,
-            num_devices=4,
-            layout={"cp": 4, "recompute": recompute},
+        Case(f"llama-8b-cp4-s{length}", {**LLAMA_8B, "max_position_embeddings": length}, length, 1, 2, 4, layout)
+        for length, layout in (
+            (32768, {"cp": 4, "recompute": "selective"}),
+            (131072, {"cp": 4, "recompute": "full"}),
         )
-        for length, recompute in ((32768, "selective"), (131072, "full"))
     ),
     *(
         # As many layers as fit: 18 bytes for each parameter of a rank's experts, and activations.
         Case(
-            name=f"qwen3-30b-a3b-{8 * gpus}layers" + (f"-ep{gpus}" if gpus > 1 else ""),
-            model={**QWEN3_30B_A3B, "num_hidden_layers": 8 * gpus},
-            seq_length=4096,
-            micro_batch_size=rows,
-            num_microbatches=16 // rows,
-            num_devices=gpus,
-            layout={"ep": gpus} if gpus > 1 else {},
-            target=Target(metric="mfu_causal", value=0.25),
+            f"qwen3-30b-a3b-{8 * gpus}layers" + (f"-ep{gpus}" if gpus > 1 else ""),
+            *({**QWEN3_30B_A3B, "num_hidden_layers": 8 * gpus}, 4096, rows, 16 // rows, gpus),
+            *({"ep": gpus} if gpus > 1 else {}, Target("mfu_causal", 0.25)),
         )
         for gpus, rows in ((1, 4), (2, 2), (4, 2))
     ),
-    Case(name="bert-large", model=BERT_LARGE, seq_length=512, micro_batch_size=32, num_microbatches=2),
-    Case(
-        name="bert-large-tp2-pp2",
-        model=BERT_LARGE,
-        seq_length=512,
-        micro_batch_size=32,
-        num_microbatches=8,
-        num_devices=4,
-        layout=_TP2_PP2,
-    ),
-    Case(
-        name="t5-large",
-        model=T5_LARGE,
-        seq_length=512,
-        decoder_seq_length=128,
-        micro_batch_size=32,
-        num_microbatches=2,
-    ),
-    Case(
-        name="t5-large-tp2-pp2",
-        model=T5_LARGE,
-        seq_length=512,
-        decoder_seq_length=128,
-        micro_batch_size=32,
-        num_microbatches=8,
-        num_devices=4,
-        layout=_TP2_PP2,
-    ),
-    Case(
-        name="gpt2-large-graphs",
-        model=GPT2_LARGE,
-        seq_length=1024,
-        micro_batch_size=12,
-        num_microbatches=1,
-        layout={"cuda_graphs": True},
-    ),
-    Case(
-        name="smoke-bert",
-        model={**BERT_LARGE, **dict.fromkeys(("hidden_size", "intermediate_size"), 32), "vocab_size": 300}
-        | {"num_hidden_layers": 2, "num_attention_heads": 2},
-        **_SMOKE,
-    ),
-    Case(
-        name="smoke-t5",
-        model={**T5_LARGE, **dict.fromkeys(("d_model", "d_ff"), 32), "vocab_size": 300, "d_kv": 16}
-        | {"num_layers": 2, "num_heads": 2},
-        decoder_seq_length=16,
-        **_SMOKE,
-    ),
-    Case(name="smoke", model=_GPT2_TINY, **_SMOKE),
-    Case(name="smoke-lora", model=_GPT2_TINY, num_devices=2, layout={"tp": 2}, lora={"rank": 4}, **_SMOKE),
-    Case(
-        name="smoke-experts",
-        model=_EXPERTS_TINY,
-        num_devices=2,
-        layout={"tp": 2, "sequence_parallel": True, "ep": 2},
-        **_SMOKE,
-    ),
-    Case(name="smoke-tp2", model=_GPT2_TINY, num_devices=2, layout={"tp": 2, "sequence_parallel": True}, **_SMOKE),
+    Case("bert-large", BERT_LARGE, 512, 32, 2),
+    Case("bert-large-tp2-pp2", BERT_LARGE, 512, 32, 8, 4, _TP2_PP2),
+    Case("t5-large", T5_LARGE, 512, 32, 2, decoder_seq_length=128),
+    Case("t5-large-tp2-pp2", T5_LARGE, 512, 32, 8, 4, _TP2_PP2, decoder_seq_length=128),
+    Case("gpt2-large-graphs", GPT2_LARGE, 1024, 12, 1, layout={"cuda_graphs": True}),
+    Case("smoke", _GPT2_TINY, 32, 2, 2, **_CPU),
+    Case("smoke-bert", _BERT_TINY, 32, 2, 2, **_CPU),
+    Case("smoke-t5", _T5_TINY, 32, 2, 2, decoder_seq_length=16, **_CPU),
+    Case("smoke-lora", _GPT2_TINY, 32, 2, 2, 2, {"tp": 2}, lora={"rank": 4}, **_CPU),
+    Case("smoke-experts", _EXPERTS_TINY, 32, 2, 2, 2, {**_TP2, "ep": 2}, **_CPU),
+    Case("smoke-tp2", _GPT2_TINY, 32, 2, 2, 2, _TP2, **_CPU),
 )
 
-_FP8_TARGETS: Mapping[str, int | None] = {
-    "llama-1b": 72_000,
-    "llama-8b-8layers": None,
-    "llama-8b-dp4-mb2": 17_000,
-    "llama-8b-tp2-dp2": 14_200,
-    "llama-8b-dp4-s8192": 15_200,
-    "llama-8b-tp2": None,
-    "gpt2-large": None,
-    "smoke": None,
+_FP8_TARGETS: Mapping[str, Target | None] = {
+    "llama-1b": _per_gpu(72_000),
+    "llama-8b-dp4-mb2": _per_gpu(17_000),
+    "llama-8b-tp2-dp2": _per_gpu(14_200),
+    "llama-8b-dp4-s8192": _per_gpu(15_200),
+    **dict.fromkeys(("llama-8b-8layers", "llama-8b-tp2", "gpt2-large", "smoke")),
 }
-"""Cases that are run in fp8, too, with the tokens per second of a GPU that are to be reached."""
+"""Cases that are run in fp8, too."""
 
 CASES: tuple[Case, ...] = (
     *_BF16_CASES,
@@ -419,17 +270,30 @@ CASES: tuple[Case, ...] = (
             name=f"{case.name}-fp8",
             layout={**case.layout, "fp8": "tensorwise"},
             precision="bf16-mixed",
-            target=goal and Target(metric="tokens_per_s_per_gpu", value=goal),
+            target=_FP8_TARGETS[case.name],
         )
         for case in _BF16_CASES
-        if (goal := _FP8_TARGETS.get(case.name, 0)) != 0
+        if case.name in _FP8_TARGETS
     ),
 )
 """Every case; those called ``smoke`` only prove that the programs run."""
 
 
+_PROMPTS: Mapping[str, Any] = {"prompt_length": 12, "new_tokens": 10, **_CPU}
+
+GENERATION_CASES: tuple[GenerationCase, ...] = (
+    GenerationCase("llama-8b-b1", LLAMA_8B, 1),
+    GenerationCase("llama-8b-b32", LLAMA_8B, 32),
+    GenerationCase("llama-8b-b1-tp2", LLAMA_8B, 1, 2),
+    GenerationCase("llama-8b-b32-tp2", LLAMA_8B, 32, 2),
+    GenerationCase("smoke", _LLAMA_TINY, 2, **_PROMPTS),
+    GenerationCase("smoke-tp2", _LLAMA_TINY, 2, 2, **_PROMPTS),
+)
+"""Likewise."""
+
+
 def case_named(name: str) -> Case:
-    """The case called ``name``.
+    """The training case called ``name``.
 
     Raises:
         KeyError: If there is none.
@@ -437,24 +301,15 @@ def case_named(name: str) -> Case:
     return {case.name: case for case in CASES}[name]
 
 
-_NUMBERS_OF_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
-
-
-def with_layers(case: Case, layers: int | None) -> Case:
-    """The case with fewer layers, and then without its target; the same one where ``layers`` is None."""
-    if layers is None:
-        return case
-    changed = {name: layers for name in _NUMBERS_OF_LAYERS if name in case.model}
-    return replace(case, model={**case.model, **changed}, target=None)
-
-
-def with_batch(case: Case, micro_batch_size: int | None, num_microbatches: int | None) -> Case:
-    """The case with another batch, and then without its target; the same case where both are None."""
-    if micro_batch_size is None and num_microbatches is None:
-        return case
-    return replace(
+def changed(
+    case: Case, layers: int | None = None, micro_batch_size: int | None = None, num_microbatches: int | None = None
+) -> Case:
+    """The case with fewer layers or another batch, and then without its target; what is None stays."""
+    names = [name for name in ("num_hidden_layers", "n_layer", "num_layers") if name in case.model]
+    found = replace(
         case,
+        model={**case.model, **dict.fromkeys(names, layers)} if layers else case.model,
         micro_batch_size=micro_batch_size or case.micro_batch_size,
         num_microbatches=num_microbatches or case.num_microbatches,
-        target=None,
     )
+    return case if found == case else replace(found, target=None)

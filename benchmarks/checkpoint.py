@@ -10,61 +10,45 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.cases import CASES, Case, case_named, with_layers
-from benchmarks.checkpoint_measurement import CheckpointMeasurement, markdown_table
-from benchmarks.measurement import append_line, is_first_rank, run_each
+from benchmarks.cases import CASES, Case, case_named, changed
+from benchmarks.measurement import report, run_each
 
 PARTS = ("sync", "async", "resume", "peer")
-_FOLDER = "lightning_megatron_checkpoint_benchmark"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts that the command line asks for; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(given)
+    folder = Path(options.folder, "lightning_megatron_checkpoint_benchmark")
     parts = options.part or [part for part in PARTS if part != "peer" or case_named(options.case).accelerator == "gpu"]
-    if len(parts) > 1:
-        return _one_process_each(parts, given, options)
-    measurement = _run(parts[0], options)
-    if is_first_rank():
-        line = measurement.to_json()
-        print(line)
-        print(markdown_table([measurement]), flush=True)
-        append_line(options.output, line)
+    if options.only is None and len(parts) > 1:
+        try:
+            return run_each("benchmarks.checkpoint", given, parts, options.output)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    number = options.only or 0
+    keeps = options.keep or parts[number + 1 : number + 2] == ["resume"]
+    report(_run(parts[number], folder, keeps, options), options.output)
     return 0
 
 
-def _one_process_each(parts: Sequence[str], given: Sequence[str], options: argparse.Namespace) -> int:
-    keep = [["--keep"] if following == "resume" else [] for following in [*parts[1:], ""]]
-    try:
-        return run_each("benchmarks.checkpoint", "--part", parts, given, *keep)
-    finally:
-        shutil.rmtree(_folder(options), ignore_errors=True)
-
-
-def _folder(options: argparse.Namespace) -> Path:
-    return Path(options.folder) / _FOLDER
-
-
-def _run(part: str, options: argparse.Namespace) -> CheckpointMeasurement:
+def _run(part: str, folder: Path, keeps: bool, options: argparse.Namespace) -> SimpleNamespace:
     # Imported late: --help must not load torch.
-    from benchmarks.checkpoint_recorder import SavePlan
-    from benchmarks.checkpoint_runs import run_peer, run_resume, run_saves
+    from benchmarks.checkpoint_runs import SavePlan, run_peer, run_resume, run_saves
 
-    case = with_layers(case_named(options.case), options.layers)
-    if options.num_microbatches is not None:
-        case = replace(case, num_microbatches=options.num_microbatches, target=None)
+    case = changed(case_named(options.case), options.layers, num_microbatches=options.num_microbatches)
     plan = SavePlan(
-        folder=_folder(options),
+        folder=folder,
         saves=options.saves,
         warmup_steps=options.warmup_steps,
         plain_steps=options.plain_steps,
         load=not options.no_load,
-        keep=options.keep,
+        keep=keeps,
     )
     if part == "resume":
         return run_resume(case, plan, _other_layout(case, options.resume_layout))
@@ -97,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="where there is room for one checkpoint")
     parser.add_argument("--output", type=Path, help="append the measurements to this file, as lines of JSON")
+    parser.add_argument("--only", type=int, help=argparse.SUPPRESS)
     return parser
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.cases import CASES, Case, case_named, with_batch, with_layers
+from benchmarks.cases import CASES, Case, case_named, changed
 from benchmarks.measurement import is_first_rank
 from lightning_megatron import LRSchedule, MegatronModule, MegatronStrategy
 from lightning_megatron.engine.fillers import fp8
@@ -167,8 +167,7 @@ def draw(curves: dict[str, list[float]], file: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the command line asks for; returns the exit code."""
     options = _parser().parse_args(arguments)
-    case = with_layers(case_named(options.case), options.layers)
-    case = with_batch(case, options.micro_batch_size, options.num_microbatches)
+    case = changed(case_named(options.case), options.layers, options.micro_batch_size, options.num_microbatches)
     layout = {name: value for name, value in case.layout.items() if name != "fp8"}
     case = replace(
         case,

@@ -6,12 +6,15 @@ that fails does not keep the others from running.
 
 from __future__ import annotations
 
+import statistics
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,42 +23,32 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from benchmarks.generation_cases import GenerationCase, Variant
-from benchmarks.generation_measurement import GenerationMeasurement
-from benchmarks.recorder import most_gib
+from benchmarks.cases import GenerationCase
+from benchmarks.generation import VARIANTS
+from benchmarks.measurement import report
+from benchmarks.recorder import peak_gib
 from benchmarks.runs import installed_versions
 from lightning_megatron import MegatronModule, MegatronStrategy
 
 _TIMEOUT = timedelta(minutes=3)
 """A rank that fails alone leaves the others waiting; no step takes longer."""
 _DTYPES = {"bf16-true": torch.bfloat16, "32-true": torch.float32}
+_Continue = Callable[[bool, Tensor, int], Tensor]
+"""Whether the cache is static, the prompts, how many tokens they get, to the rows, [b, s + n]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What one process measures, and who hears of it."""
+    """What one process measures."""
 
     cases: Sequence[GenerationCase]
     """All of one model and layout."""
-    variants: Sequence[Variant]
+    variants: Sequence[str]
     """All of one implementation."""
     calls: int
     """Timed calls of each case and variant."""
-    report: Callable[[GenerationMeasurement], None]
-    """Gets each result, on rank 0."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Engine:
-    """A model that was built, and how it is asked."""
-
-    device: torch.device
-    is_first: bool
-    """Whether this is rank 0."""
-    continued: Callable[[bool, Tensor, int], Tensor]
-    """Whether the cache is static, the prompts, how many tokens they get: the rows, [b, s + n]."""
-    wait: Callable[[], None]
-    """Until every rank and device has done what it was told."""
+    output: Path | None
+    """Where each record is added."""
 
 
 def run_megatron(job: Job) -> int:
@@ -64,8 +57,8 @@ def run_megatron(job: Job) -> int:
     module = _Asked(job)
     trainer = pl.Trainer(
         accelerator=case.accelerator,
-        devices=case.num_devices,
-        strategy=MegatronStrategy(timeout=_TIMEOUT, **case.layout),
+        devices=case.tp,
+        strategy=MegatronStrategy(tp=case.tp, timeout=_TIMEOUT),
         precision=case.precision,  # type: ignore[arg-type]
         logger=False,
         enable_checkpointing=False,
@@ -86,13 +79,7 @@ class _Asked(MegatronModule):
         self.failures = 0
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        engine = _Engine(
-            device=self.megatron.root_device,
-            is_first=self.trainer.is_global_zero,
-            continued=self._continued,
-            wait=self._wait,
-        )
-        self.failures = _measure_all(self._job, engine)
+        self.failures = _measure_all(self._job, self.megatron.root_device, self._continued, self.megatron.barrier)
         return batch["input_ids"]
 
     def _continued(self, static: bool, prompts: Tensor, new_tokens: int) -> Tensor:
@@ -103,10 +90,6 @@ class _Asked(MegatronModule):
             eos_token_id=(),
             static_cache=static,
         )
-
-    def _wait(self) -> None:
-        self.megatron.barrier()
-        _synchronize(self.megatron.root_device)
 
 
 def run_peer(job: Job) -> int:
@@ -133,87 +116,85 @@ def run_peer(job: Job) -> int:
         )
         return rows
 
-    engine = _Engine(device=device, is_first=True, continued=continued, wait=lambda: _synchronize(device))
-    return _measure_all(job, engine)
+    return _measure_all(job, device, continued, lambda: None)
 
 
-def _measure_all(job: Job, engine: _Engine) -> int:
+def _measure_all(job: Job, device: torch.device, continued: _Continue, barrier: Callable[[], None]) -> int:
     failures = 0
     # The plain variant of every case first: what breaks the device while steps are recorded comes after it.
     for variant in job.variants:
         for case in job.cases:
             try:
-                measurement = _measured(job, engine, case, variant)
-                if engine.is_first:
-                    job.report(measurement)
+                _measure(job, case, variant, _Clock(case, device, continued, barrier))
             except Exception:
                 failures += 1
-                print(f"FAILED: {case.name}, {variant.label}\n{traceback.format_exc()}", flush=True)
+                print(f"FAILED: {case.name}, {VARIANTS[variant]}\n{traceback.format_exc()}", flush=True)
     return failures
 
 
-def _measured(job: Job, engine: _Engine, case: GenerationCase, variant: Variant) -> GenerationMeasurement:
-    # What was compiled for another batch would be compiled anew for batches of any size, which is slower.
-    torch.compiler.reset()
-    if engine.device.type == "cuda":
-        torch.cuda.empty_cache()
-    prompts = random_prompts(case, engine.device)
+class _Clock:
+    """Times calls with the same random prompts in every process, until every rank and device has done them."""
 
-    def seconds(new_tokens: int) -> float:
-        engine.wait()
-        began = time.perf_counter()
-        rows = engine.continued(variant.has_static_cache, prompts, new_tokens)
-        engine.wait()
-        taken = time.perf_counter() - began
-        if rows.shape != (case.batch_size, case.prompt_length + new_tokens):
+    def __init__(
+        self, case: GenerationCase, device: torch.device, continued: _Continue, barrier: Callable[[], None]
+    ) -> None:
+        shape = (case.batch_size, case.prompt_length)
+        generator = torch.Generator().manual_seed(0)
+        self._prompts = torch.randint(0, case.model["vocab_size"], shape, generator=generator).to(device)
+        self._continued, self._barrier = continued, barrier
+        self.device = device
+
+    def seconds(self, is_static: bool, new_tokens: int) -> float:
+        """Of one call for so many new tokens."""
+        began = self._now()
+        rows = self._continued(is_static, self._prompts, new_tokens)
+        taken = self._now() - began
+        if rows.shape != (len(self._prompts), self._prompts.shape[1] + new_tokens):
             raise RuntimeError(f"{new_tokens} new tokens were asked for, and the rows are {list(rows.shape)}")
         return taken
 
+    def _now(self) -> float:
+        self._barrier()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+def _measure(job: Job, case: GenerationCase, variant: str, clock: _Clock) -> None:
+    """Report one case and variant. Memory is the largest of all ranks; all else is rank 0's."""
+    # What was compiled for another batch would be compiled anew for batches of any size, which is slower.
+    torch.compiler.reset()
+    is_static, on_gpu = "static" in variant, clock.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.empty_cache()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")  # again, if an earlier case was warned of the same
-        warmup = seconds(case.new_tokens)
-        if engine.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(engine.device)
-        calls = tuple(seconds(case.new_tokens) for _ in range(job.calls))
-        first_tokens = tuple(seconds(1) for _ in range(job.calls + 1))[1:]
-    ours = {str(warning.message) for warning in caught if "lightning_megatron" in str(warning.filename)}
-    allocated, reserved = _peaks(engine.device)
-    return GenerationMeasurement(
+        warmup = clock.seconds(is_static, case.new_tokens)
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(clock.device)
+        calls = [clock.seconds(is_static, case.new_tokens) for _ in range(job.calls)]
+        first_tokens = [clock.seconds(is_static, 1) for _ in range(job.calls + 1)][1:]
+    median, prefill = statistics.median(calls), statistics.median(first_tokens)
+    allocated, reserved = peak_gib(clock.device)
+    record = SimpleNamespace(
         case=case.name,
-        implementation=variant.label,
+        implementation=VARIANTS[variant],
         description=str(case),
-        device=torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "cpu",
-        num_devices=case.num_devices,
+        device=torch.cuda.get_device_name(clock.device) if on_gpu else "cpu",
+        num_devices=case.tp,
         batch_size=case.batch_size,
         prompt_length=case.prompt_length,
         new_tokens=case.new_tokens,
         warmup_seconds=warmup,
         call_seconds=calls,
         first_token_seconds=first_tokens,
+        seconds=median,
+        tokens_per_s=case.batch_size * case.new_tokens / median,
+        prefill_seconds=prefill,
+        token_seconds=(median - prefill) / (case.new_tokens - 1),
         peak_allocated_gib=allocated,
         peak_reserved_gib=reserved,
-        warnings=tuple(sorted(ours)),
+        warnings=sorted({str(each.message) for each in caught if "lightning_megatron" in str(each.filename)}),
         versions=installed_versions(),
     )
-
-
-def random_prompts(case: GenerationCase, device: torch.device) -> Tensor:
-    """The same in every process: [b, s]."""
-    shape = (case.batch_size, case.prompt_length)
-    tokens = torch.randint(0, case.model["vocab_size"], shape, generator=torch.Generator().manual_seed(0))
-    return tokens.to(device)
-
-
-def _peaks(device: torch.device) -> tuple[float | None, float | None]:
-    """Allocated and reserved GiB, the most of all ranks; None on a CPU. Every rank must call."""
-    if device.type != "cuda":
-        return None, None
-    return (
-        most_gib(torch.cuda.max_memory_allocated(device), device),
-        most_gib(torch.cuda.max_memory_reserved(device), device),
-    )
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    report(record, job.output)

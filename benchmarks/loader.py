@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.corpus import save_tokenizer, write_corpus
+from benchmarks.data import save_tokenizer, write_corpus
 from lightning_megatron.data.gpt import GPTObjective
 from lightning_megatron.data.loader import BatchShape, PassOrder, TrainLoader
 from lightning_megatron.data.masked import BertObjective, T5Objective

@@ -1,170 +1,128 @@
-"""Record of one run of the training benchmark: a JSON line and a row of a table. Loads no torch."""
+"""Records of all benchmarks: lines of JSON, and tables of them: ``python -m benchmarks.measurement FILE ...``.
+
+A record is what was measured, by name; README.md says what each figure means. Loads no torch.
+"""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.cases import CASES
 
-
-@dataclass(frozen=True, kw_only=True)
-class StepTimes:
-    """Seconds of the steps of one loop."""
-
-    median: float
-    p10: float
-    p90: float
-    count: int
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> StepTimes | None:
-        """Median and deciles of at least two steps; None of fewer."""
-        if len(seconds) < 2:
-            return None
-        deciles = statistics.quantiles(seconds, n=10, method="inclusive")
-        return cls(median=statistics.median(seconds), p10=deciles[0], p90=deciles[-1], count=len(seconds))
+PEER_STATIC = "transformers, static cache, compiled"
+"""The implementation that others are compared with, by rows on the same kind of device."""
+_SAME_WORK = ("device", "batch_size", "prompt_length", "new_tokens")
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostWaits:
-    """Times that the host waited for the GPU in one step of the Trainer, by who made it wait."""
-
-    ours: float
-    """In lightning_megatron or in the engine."""
-    trainer: float
-    """In Lightning's own loop."""
-    places: Mapping[str, float] = field(default_factory=dict)
-    """Line of code to waits per step."""
+def _shown(value: float | None, form: str = ".2f") -> str:
+    return "-" if value is None else format(value, form)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """One case, run once by one implementation. Memory is the largest of all ranks; all else is rank 0's."""
-
-    case: str
-    implementation: str
-    description: str
-    device: str
-    num_devices: int
-    tokens_per_step: int
-    """Over all ranks."""
-    steps: StepTimes
-    """Of the Trainer's loop, from the end of one step to the end of the next."""
-    bare_steps: StepTimes | None
-    """Of the engine without the Trainer and without new data, in the same process, in turns with the Trainer's."""
-    tflops_causal: float
-    """Model TFLOP/s per device, causal attention counted half."""
-    mfu_causal: float | None
-    """Of the dense peak; None on a device whose peak is not known."""
-    mfu_full: float | None
-    """The same with the whole attention matrix counted."""
-    peak_allocated_gib: float | None
-    """Since the first step, the largest of all ranks; None on a CPU."""
-    peak_reserved_gib: float | None
-    """Since the first step, the largest of all ranks; None on a CPU."""
-    loss_first: float
-    loss_last: float
-    host_waits: HostWaits | None
-    """None on a CPU, and where they were not counted."""
-    versions: Mapping[str, str]
-
-    @property
-    def step_seconds(self) -> float:
-        """Median of a step."""
-        return self.steps.median
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Over all ranks."""
-        return self.tokens_per_step / self.steps.median
-
-    @property
-    def tokens_per_s_per_gpu(self) -> float:
-        """Of one device."""
-        return self.tokens_per_s / self.num_devices
-
-    @property
-    def trainer_overhead(self) -> float | None:
-        """By how much a step of the Trainer's loop takes longer than the engine alone: 0.01 is 1 %."""
-        return None if self.bare_steps is None else self.steps.median / self.bare_steps.median - 1.0
-
-    def to_json(self) -> str:
-        """One line, with the figures that follow from the others."""
-        derived = ("step_seconds", "tokens_per_s", "tokens_per_s_per_gpu", "trainer_overhead")
-        return json.dumps({**asdict(self), **{name: getattr(self, name) for name in derived}})
-
-    @classmethod
-    def from_json(cls, line: str) -> Measurement:
-        """The opposite of ``to_json``."""
-        fields: dict[str, Any] = json.loads(line)
-        known = {name: fields[name] for name in cls.__dataclass_fields__}
-        known["steps"] = StepTimes(**known["steps"])
-        known["bare_steps"] = known["bare_steps"] and StepTimes(**known["bare_steps"])
-        known["host_waits"] = known["host_waits"] and HostWaits(**known["host_waits"])
-        return cls(**known)
+def _all(values: Iterable[float], form: str = ".2f") -> str:
+    return ", ".join(format(value, form) for value in values) or "-"
 
 
-_COLUMNS = (
-    "case",
-    "implementation",
-    "s/step (p10-p90)",
-    "tok/s",
-    "tok/s/GPU",
-    "MFU causal / full",
-    "peak GiB allocated / reserved",
-    "bare s/step",
-    "Trainer overhead",
-    "host waits ours / Trainer's",
-    "loss first -> last",
-    "target",
-)
+def _spread(m: Any) -> str:
+    deciles = statistics.quantiles(m.steps, n=10, method="inclusive")
+    return f"{m.step_seconds:.4f} ({deciles[0]:.4f}-{deciles[-1]:.4f}, n={len(m.steps)})"
 
 
-def markdown_table(measurements: Iterable[Measurement]) -> str:
-    """One row for each measurement."""
-    rows = [_COLUMNS, ("---",) * len(_COLUMNS), *(_row(m) for m in measurements)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
-
-
-def _row(m: Measurement) -> tuple[str, ...]:
-    steps = m.steps
-    overhead = m.trainer_overhead
-    return (
-        f"{m.case} ({m.description})",
-        m.implementation,
-        f"{steps.median:.4f} ({steps.p10:.4f}-{steps.p90:.4f}, n={steps.count})",
-        f"{m.tokens_per_s:,.0f}",
-        f"{m.tokens_per_s_per_gpu:,.0f}",
-        f"{_percent(m.mfu_causal)} / {_percent(m.mfu_full)}",
-        "-" if m.peak_allocated_gib is None else f"{m.peak_allocated_gib:.1f} / {m.peak_reserved_gib:.1f}",
-        "-" if m.bare_steps is None else f"{m.bare_steps.median:.4f} (n={m.bare_steps.count})",
-        "-" if overhead is None else f"{overhead:+.2%}",
-        "-" if m.host_waits is None else f"{m.host_waits.ours:g} / {m.host_waits.trainer:g}",
-        f"{m.loss_first:.3f} -> {m.loss_last:.3f}",
-        _verdict(m),
-    )
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"
-
-
-def _verdict(m: Measurement) -> str:
+def _verdict(m: Any) -> str:
     """The target of the case and whether it is met; only for the case as it is in the table, on the GPUs it is for."""
-    case = next((c for c in CASES if c.name == m.case and str(c) == m.description), None)
+    case = next((case for case in CASES if (case.name, str(case)) == (m.case, m.description)), None)
     if case is None or case.target is None or m.device != "NVIDIA H200":
         return "-"
-    met = case.target.is_met(getattr(m, case.target.metric))
-    return f"{case.target} {'met' if met else 'MISSED'}"
+    return f"{case.target} {'met' if case.target.is_met(getattr(m, case.target.metric)) else 'MISSED'}"
+
+
+_Columns = Mapping[str, Callable[[Any], str]]
+_RUN: _Columns = {
+    "case": lambda m: f"{m.case} ({m.description})",
+    "implementation": lambda m: m.implementation,
+}
+_MEMORY: _Columns = {
+    "peak GiB allocated / reserved": lambda m: (
+        f"{_shown(m.peak_allocated_gib, '.1f')} / {_shown(m.peak_reserved_gib, '.1f')}"
+    )
+}
+_LOSSES: _Columns = {"loss first -> last": lambda m: f"{m.loss_first:.3f} -> {m.loss_last:.3f}"}
+
+TABLES: Mapping[str, _Columns] = {
+    "steps": {
+        **_RUN,
+        "s/step (p10-p90)": _spread,
+        "tok/s": lambda m: f"{m.tokens_per_s:,.0f}",
+        "tok/s/GPU": lambda m: f"{m.tokens_per_s_per_gpu:,.0f}",
+        "MFU causal / full": lambda m: f"{_shown(m.mfu_causal, '.1%')} / {_shown(m.mfu_full, '.1%')}",
+        **_MEMORY,
+        "bare s/step": lambda m: f"{_shown(m.bare_step_seconds, '.4f')} (n={len(m.bare_steps)})",
+        "Trainer overhead": lambda m: _shown(m.trainer_overhead, "+.2%"),
+        "host waits ours / Trainer's": lambda m: (
+            f"{_shown(m.host_waits_ours, 'g')} / {_shown(m.host_waits_trainer, 'g')}"
+        ),
+        **_LOSSES,
+        "target": _verdict,
+    },
+    "saves": {
+        **_RUN,
+        "GB": lambda m: _shown(m.gigabytes),
+        "stall s": lambda m: _all(save["stall"] for save in m.saves),
+        "complete s": lambda m: _all(save["complete"] for save in m.saves),
+        "GB/s": lambda m: _all(m.gigabytes / save["complete"] for save in m.saves),
+        "s/step alone / beside a save": lambda m: f"{_shown(m.plain_step)} / {_shown(m.step_during)}",
+        "training lost s/save": lambda m: _shown(m.lost_per_save),
+        "load s": lambda m: _shown(m.load_seconds) + f" ({m.load_layout})",
+        "host GiB before / peak": lambda m: f"{_shown(m.host_gib_before)} / {_shown(m.host_gib_peak)}",
+        "GPU peak GiB": lambda m: _shown(m.gpu_gib_peak),
+        **_LOSSES,
+    },
+    "call_seconds": {
+        **_RUN,
+        "tok/s": lambda m: f"{m.tokens_per_s:,.1f}",
+        "of transformers static": lambda m: _shown(m.of_peer, ".2f") + "x",
+        "s/call (all)": lambda m: f"{m.seconds:.3f} ({_all(m.call_seconds, '.3f')})",
+        "prefill ms": lambda m: f"{m.prefill_seconds * 1e3:.1f}",
+        "ms/token": lambda m: f"{m.token_seconds * 1e3:.2f}",
+        **_MEMORY,
+        "first call s": lambda m: f"{m.warmup_seconds:.1f}",
+        "warnings": lambda m: "; ".join(m.warnings) or "-",
+    },
+}
+"""Columns of the records of training, checkpoints and generation, by a figure that only they have."""
+
+
+def tables(records: Iterable[SimpleNamespace]) -> str:
+    """A table for each benchmark of which there are records."""
+    records = list(records)
+    peers = {_work(m): m.tokens_per_s for m in records if m.implementation == PEER_STATIC}
+    found = []
+    for figure, columns in TABLES.items():
+        rows = [SimpleNamespace(**vars(m)) for m in records if hasattr(m, figure)]
+        for m in rows if figure == "call_seconds" else ():
+            peer = peers.get(_work(m))
+            m.of_peer = peer and m.tokens_per_s / peer
+        cells = [list(columns), ["---"] * len(columns), *([shown(m) for shown in columns.values()] for m in rows)]
+        found += ["\n".join(f"| {' | '.join(line)} |" for line in cells)] if rows else []
+    return "\n\n".join(found)
+
+
+def _work(m: Any) -> tuple[Any, ...]:
+    return tuple(getattr(m, name, None) for name in _SAME_WORK)
+
+
+def read(file: Path) -> list[SimpleNamespace]:
+    """The records of a file; none if it does not exist."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return [SimpleNamespace(**json.loads(line)) for line in lines if line.strip()]
 
 
 def is_first_rank() -> bool:
@@ -172,41 +130,41 @@ def is_first_rank() -> bool:
     return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) == 0
 
 
-def append_line(file: Path | None, line: str) -> None:
-    """Add ``line`` to ``file``, with its folder; nothing without a file."""
-    if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a", encoding="utf-8") as opened:
+def report(record: SimpleNamespace, output: Path | None) -> None:
+    """Print a record and its table, and add it to ``output``; on the first rank."""
+    if not is_first_rank():
+        return
+    line = json.dumps(vars(record))
+    print(line)
+    print(tables([record]), flush=True)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with output.open("a", encoding="utf-8") as opened:
             opened.write(line + "\n")
 
 
-def run_each(module: str, option: str, values: Sequence[str], given: Sequence[str], *more: Sequence[str]) -> int:
-    """Run ``module`` in a process for each of ``values`` of ``option``, with otherwise the same arguments.
+def run_each(module: str, given: Sequence[str], names: Sequence[str], output: Path | None) -> int:
+    """Run ``module`` in a process for each of ``names``, which it knows by ``--only NUMBER``, and print their tables.
 
-    Goes on after one that fails; returns 1 then. ``more`` are further arguments, those of each value.
+    Goes on after one that fails; returns 1 then.
     """
-    others = [
-        argument
-        for before, argument in zip(["", *given], given, strict=False)
-        if option not in (before, argument) and not argument.startswith(f"{option}=")
-    ]
+    if "LOCAL_RANK" in os.environ:
+        print(f"error: {', '.join(names)} under torchrun; start torchrun once for each", file=sys.stderr)
+        return 2
     failed = []
-    for value, further in itertools.zip_longest(values, more, fillvalue=()):
-        print(f"== {value}", flush=True)
-        command = [sys.executable, "-m", module, option, str(value), *further, *others]
-        if subprocess.run(command, check=False).returncode != 0:
-            failed.append(str(value))
+    with tempfile.TemporaryDirectory() as folder:
+        file = output or Path(folder, "out.jsonl")
+        known = len(read(file))
+        for number, name in enumerate(names):
+            print(f"== {name}", flush=True)
+            command = [sys.executable, "-m", module, *given, "--output", str(file), "--only", str(number)]
+            if subprocess.run(command, check=False).returncode != 0:
+                failed.append(name)
+        print(f"== all\n{tables(read(file)[known:])}", flush=True)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
 
 
-def main(files: Sequence[str]) -> int:
-    """Print the table of all measurements in ``files``."""
-    lines = [line for file in files for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
-    print(markdown_table([Measurement.from_json(line) for line in lines]))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    print(tables(record for file in sys.argv[1:] for record in read(Path(file))))

@@ -6,20 +6,26 @@ waits for the GPU between two timed steps: CUDA events are recorded and read at 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from benchmarks.host_waits import HostWaitCounter
-from benchmarks.measurement import HostWaits
 from lightning_megatron.callbacks import StepClock
 from lightning_megatron.module import MegatronModule
 from lightning_megatron.steps.base import Batch
 
+_MESSAGE = "called a synchronizing CUDA operation"
+_OURS = ("lightning_megatron", "megatron")
+_LIGHTNING = ("lightning", "pytorch_lightning")
 NUM_BLOCKS = 2
 COUNTED_STEPS = 2
 PROFILED_STEPS = 3
@@ -62,21 +68,13 @@ class Plan:
         return self.warmup_steps + self.steps + (PROFILED_STEPS if self.profile else 0)
 
 
-class BareLoop(Protocol):
-    """Training steps on one batch without the Trainer."""
-
-    def __call__(self, trainer: Trainer, module: LightningModule, batch: Batch) -> Callable[[], None]:
-        """What runs one step."""
-
-
-def engine_step(trainer: Trainer, module: LightningModule, batch: Batch) -> Callable[[], None]:
+def engine_step(trainer: Trainer, module: MegatronModule, batch: Batch) -> Callable[[], None]:
     """One step of the engine: gradients of ``batch``, then the optimizer, on the same chunks as the Trainer's."""
     from lightning_megatron.engine.schedule import Schedule
     from lightning_megatron.strategy import MegatronStrategy
 
     strategy, optimizer = trainer.strategy, trainer.optimizers[0]
     assert isinstance(strategy, MegatronStrategy), "only our engine can run without the Trainer"
-    assert isinstance(module, MegatronModule), "only our engine can run without the Trainer"
     schedule = Schedule(list(module.model_chunks or []), strategy.topology)
 
     def step() -> None:
@@ -86,19 +84,69 @@ def engine_step(trainer: Trainer, module: LightningModule, batch: Batch) -> Call
     return step
 
 
-class StepRecorder(Callback):
-    """Times the steps of a Trainer, and those of ``bare_loop`` in between."""
+class HostWaitCounter:
+    """Counts, from ``start`` to ``stop``, the calls of PyTorch in which the host waits for the GPU, by the code's line.
 
-    def __init__(self, plan: Plan, bare_loop: BareLoop | None) -> None:
+    PyTorch's sync debug mode sees what goes through its own operators: reading a tensor, blocking copies,
+    data-dependent shapes; no explicit ``torch.cuda.synchronize()``, and no wait for a communication on the host.
+    """
+
+    def __init__(self) -> None:
+        self._undo = contextlib.ExitStack()
+        self.places: Counter[tuple[bool, str]] = Counter()
+        """Whether this package or the engine made the host wait, and where, to how often."""
+
+    def start(self) -> None:
+        """Count from here."""
+        self._undo.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        # It announces itself as a prototype.
+        torch.cuda.set_sync_debug_mode("warn")
+        self._undo.callback(torch.cuda.set_sync_debug_mode, "default")
+        warnings.simplefilter("always")
+        warnings.showwarning = self._note
+
+    def stop(self) -> None:
+        """Count no longer."""
+        self._undo.close()
+
+    def _note(self, message: Any, *args: Any, **kwargs: Any) -> None:
+        if _MESSAGE in str(message):
+            self.places[attributed(traceback.extract_stack())] += 1
+
+
+def attributed(stack: Iterable[traceback.FrameSummary]) -> tuple[bool, str]:
+    """Whether our code or the engine's is in the stack, and the innermost line of it, else Lightning's."""
+    places = [(_package(frame.filename), f"{Path(frame.filename).name}:{frame.lineno} {frame.name}") for frame in stack]
+    # The launcher only calls the Trainer: what waits below it is not ours for that.
+    places = [each for each in places if not (each[1].startswith("launch.py:") and each[1].endswith(" launch"))]
+    for is_ours, packages in ((True, _OURS), (False, _LIGHTNING)):
+        found = [f"{package}/{place}" for package, place in places if package in packages]
+        if found:
+            return is_ours, found[-1]
+    return False, places[-1][1]
+
+
+def _package(file: str) -> str:
+    """The top-level package that a file belongs to, wherever it is installed."""
+    parts = Path(file).parts
+    return next((part for part in reversed(parts[:-1]) if part in (*_OURS, *_LIGHTNING)), "")
+
+
+class StepRecorder(Callback):
+    """Times the steps of a Trainer, and in between those of the engine alone where it trains."""
+
+    def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.seconds: list[float] = []
         self.bare_seconds: list[float] = []
-        self.host_waits: HostWaits | None = None
+        self.host_waits_ours: float | None = None
+        self.host_waits_trainer: float | None = None
+        self.host_wait_places: dict[str, float] = {}
         self.losses: tuple[float, float] = (float("nan"), float("nan"))
         self.peak_allocated_gib: float | None = None
         self.peak_reserved_gib: float | None = None
         self.profile_text = ""
-        self._bare_loop = bare_loop if plan.bare_steps else None
         self._clock = StepClock(torch.device("cpu"))
         self._waits = HostWaitCounter()
         self._profiler: Any = None
@@ -145,9 +193,7 @@ class StepRecorder(Callback):
             # Lightning divides the loss of a batch by the number of batches that it accumulates.
             batches = trainer.accumulate_grad_batches
             self.losses = (float(self._loss_first) * batches, float(self._loss_last) * batches)
-        if device.type == "cuda":
-            self.peak_allocated_gib = most_gib(torch.cuda.max_memory_allocated(device), device)
-            self.peak_reserved_gib = most_gib(torch.cuda.max_memory_reserved(device), device)
+        self.peak_allocated_gib, self.peak_reserved_gib = peak_gib(device)
 
     def _is_end_of_step(self, trainer: Trainer) -> bool:
         """With accumulated gradients, a peer's way to microbatches, not every batch ends an optimizer step."""
@@ -161,12 +207,15 @@ class StepRecorder(Callback):
             self._waits.start()
         elif self._done == plan.warmup_steps - 1:
             self._waits.stop()
-            self.host_waits = self._waits.per_step(COUNTED_STEPS)
+            found = self._waits.places
+            self.host_wait_places = {place: n / COUNTED_STEPS for (_, place), n in found.most_common()}
+            self.host_waits_ours = sum(n for (is_ours, _), n in found.items() if is_ours) / COUNTED_STEPS
+            self.host_waits_trainer = sum(self.host_wait_places.values()) - self.host_waits_ours
 
     def _run_bare(self, trainer: Trainer, module: LightningModule, batch: Batch) -> None:
-        if self._bare_loop is None:
+        if not self.plan.bare_steps or not isinstance(module, MegatronModule):
             return
-        step = self._bare_loop(trainer, module, batch)
+        step = engine_step(trainer, module, batch)
         with trainer.strategy.engine(), torch.enable_grad():  # type: ignore[attr-defined]
             self._clock.mark(tokens=0, flops=0.0)
             for _ in range(self.plan.bare_steps // NUM_BLOCKS):
@@ -186,12 +235,16 @@ class StepRecorder(Callback):
         self._profiler.start()
 
 
-def most_gib(num_bytes: int, device: torch.device) -> float:
-    """The largest ``num_bytes`` of all ranks, each of which must call, in GiB."""
-    most = torch.tensor(float(num_bytes), dtype=torch.float64, device=device)
+def peak_gib(device: torch.device) -> tuple[float | None, float | None]:
+    """The most GiB that PyTorch has allocated and reserved, of all ranks, each of which must call; None on a CPU."""
+    if device.type != "cuda":
+        return None, None
+    sizes = (torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
+    most = torch.tensor(sizes, dtype=torch.float64, device=device) / 2**30
     if dist.is_initialized():
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return float(most) / 2**30
+    allocated, reserved = most.tolist()
+    return allocated, reserved
 
 
 def _profile_text(profiler: Any, device: torch.device) -> str:

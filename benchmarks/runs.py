@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import platform
+import statistics
 from importlib.metadata import PackageNotFoundError, version
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 
 from benchmarks.cases import Case
-from benchmarks.corpus import indexed_data
-from benchmarks.measurement import Measurement, StepTimes
-from benchmarks.recorder import Plan, StepRecorder, engine_step
-from benchmarks.tokens import loader
+from benchmarks.data import indexed_data, loader
+from benchmarks.recorder import Plan, StepRecorder
 from lightning_megatron import LoRA, MegatronModule, MegatronStrategy
 from lightning_megatron.accounting import AttentionCount, model_flops, peak_flops_per_s
 from lightning_megatron.convert.peft import with_adapters
@@ -24,7 +24,7 @@ LR = 1e-4
 _PACKAGES = ("torch", "lightning", "megatron-core", "liger-kernel", "transformer-engine", "transformers", "triton")
 
 
-def run_megatron(case: Case, plan: Plan, indexed_workers: int | None = None) -> tuple[Measurement, str]:
+def run_megatron(case: Case, plan: Plan, indexed_workers: int | None = None) -> tuple[SimpleNamespace, str]:
     """Measure ``MegatronStrategy``; returns the profile too, empty if none was asked for.
 
     Args:
@@ -34,7 +34,7 @@ def run_megatron(case: Case, plan: Plan, indexed_workers: int | None = None) -> 
     """
     strategy = MegatronStrategy(num_microbatches=case.num_microbatches, **case.layout)
     module = MegatronModule(model=dict(case.model), lr=LR, lora=None if case.lora is None else LoRA(**case.lora))
-    recorder = StepRecorder(plan, engine_step)
+    recorder = StepRecorder(plan)
     trainer = make_trainer(case, strategy, recorder, max_steps=plan.trainer_steps, gradient_clip_val=CLIP)
     if indexed_workers is None:
         trainer.fit(module, loader(case, module.model_config, case.rows))
@@ -44,22 +44,28 @@ def run_megatron(case: Case, plan: Plan, indexed_workers: int | None = None) -> 
     return _measurement(case, label, recorder), recorder.profile_text
 
 
-def run_peer(case: Case, plan: Plan, compiled: bool) -> tuple[Measurement, str]:
+def run_peer(case: Case, plan: Plan, compiled: bool) -> tuple[SimpleNamespace, str]:
     """Measure Lightning's FSDP (DDP where one GPU is enough) with the Hugging Face model on all devices.
 
     The microbatches become accumulated batches, and each device gets as many tokens per step as in the case.
     """
     from benchmarks.peer import PeerModule, peer_strategy
 
-    per_device = case.rows * case.data_parallel_size // case.num_devices
-    accumulated = max(1, per_device // case.micro_batch_size)
+    rows, accumulated = accumulated_batches(case)
     module = PeerModule(dict(case.model), lr=LR, clip=CLIP, compiled=compiled)
-    recorder = StepRecorder(plan, None)
+    recorder = StepRecorder(plan)
     strategy, name = peer_strategy(case)
     trainer = make_trainer(case, strategy, recorder, max_steps=plan.trainer_steps, accumulate_grad_batches=accumulated)
-    trainer.fit(module, loader(case, model_config(case.model), per_device // accumulated))
+    trainer.fit(module, loader(case, model_config(case.model), rows))
     label = f"Lightning {name} + transformers{' + torch.compile' if compiled else ''}"
     return _measurement(case, label, recorder), recorder.profile_text
+
+
+def accumulated_batches(case: Case) -> tuple[int, int]:
+    """Rows of a peer's batch on each device, and how many batches it accumulates for as many tokens as the case has."""
+    per_device = case.rows * case.data_parallel_size // case.num_devices
+    accumulated = max(1, per_device // case.micro_batch_size)
+    return per_device // accumulated, accumulated
 
 
 def make_trainer(case: Case, strategy: Any, recorder: pl.Callback, **options: Any) -> pl.Trainer:
@@ -79,31 +85,40 @@ def make_trainer(case: Case, strategy: Any, recorder: pl.Callback, **options: An
     )
 
 
-def _measurement(case: Case, implementation: str, recorder: StepRecorder) -> Measurement:
-    steps = StepTimes.of(recorder.seconds)
-    assert steps is not None, "a plan has at least four timed steps"
-    device = device_name(case)
-    peak = peak_flops_per_s(device, "bf16")
-    causal, full = (_flops_per_s(case, steps.median, attention) for attention in ("causal", "full"))
-    return Measurement(
-        case=case.name,
-        implementation=implementation,
-        description=str(case),
-        device=device,
-        num_devices=case.num_devices,
+def _measurement(case: Case, implementation: str, recorder: StepRecorder) -> SimpleNamespace:
+    """The record of a run. Memory is the largest of all ranks; all else is rank 0's."""
+    seconds = statistics.median(recorder.seconds)
+    bare = statistics.median(recorder.bare_seconds) if recorder.bare_seconds else None
+    peak = peak_flops_per_s(device_name(case), "bf16")
+    causal, full = (_flops_per_s(case, seconds, attention) for attention in ("causal", "full"))
+    return SimpleNamespace(
+        **described(case, implementation),
         tokens_per_step=case.tokens,
-        steps=steps,
-        bare_steps=StepTimes.of(recorder.bare_seconds),
+        steps=recorder.seconds,
+        step_seconds=seconds,
+        tokens_per_s=case.tokens / seconds,
+        tokens_per_s_per_gpu=case.tokens / seconds / case.num_devices,
+        bare_steps=recorder.bare_seconds,
+        bare_step_seconds=bare,
+        trainer_overhead=bare and seconds / bare - 1,
         tflops_causal=causal / 1e12,
-        mfu_causal=None if peak is None else causal / peak,
-        mfu_full=None if peak is None else full / peak,
+        mfu_causal=peak and causal / peak,
+        mfu_full=peak and full / peak,
         peak_allocated_gib=recorder.peak_allocated_gib,
         peak_reserved_gib=recorder.peak_reserved_gib,
         loss_first=recorder.losses[0],
         loss_last=recorder.losses[1],
-        host_waits=recorder.host_waits,
+        host_waits_ours=recorder.host_waits_ours,
+        host_waits_trainer=recorder.host_waits_trainer,
+        host_wait_places=recorder.host_wait_places,
         versions=installed_versions(),
     )
+
+
+def described(case: Case, implementation: str) -> dict[str, Any]:
+    """What a record begins with."""
+    names = {"case": case.name, "implementation": implementation, "description": str(case)}
+    return {**names, "device": device_name(case), "num_devices": case.num_devices}
 
 
 def _flops_per_s(case: Case, step_seconds: float, attention: AttentionCount) -> float:

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.cases import CASES, Case, case_named, with_batch, with_layers
-from benchmarks.measurement import Measurement, append_line, is_first_rank, markdown_table, run_each
+from benchmarks.cases import CASES, case_named, changed
+from benchmarks.measurement import is_first_rank, report, run_each
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,24 +24,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for case in CASES:
             print(f"{case.name:20} {case}" + (f"; target {case.target}" if case.target else ""))
         return 0
-    if len(options.case) > 1:
-        return _one_process_each(options.case, given)
+    if options.only is None and len(options.case) > 1:
+        return run_each("benchmarks.train_step", given, options.case, options.output)
     if options.expandable_segments:
         # Read when torch takes its first memory; ranks that are launched inherit it.
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    case = with_layers(case_named(options.case[0]), options.layers)
-    case = with_batch(case, options.micro_batch_size, options.num_microbatches)
-    measurement, profile = _run(case, options)
-    if is_first_rank():
-        _report(measurement, profile, options.output)
+    _run(options)
     return 0
 
 
-def _run(case: Case, options: argparse.Namespace) -> tuple[Measurement, str]:
+def _run(options: argparse.Namespace) -> None:
     # Imported late: --list must not load torch, and the allocator's settings must be in the environment before.
     from benchmarks.recorder import Plan
     from benchmarks.runs import run_megatron, run_peer
 
+    case = case_named(options.case[options.only or 0])
+    case = changed(case, options.layers, options.micro_batch_size, options.num_microbatches)
     plan = Plan(
         warmup_steps=options.warmup_steps,
         steps=options.steps,
@@ -50,28 +48,14 @@ def _run(case: Case, options: argparse.Namespace) -> tuple[Measurement, str]:
         profile=options.profile,
     )
     if options.implementation == "megatron":
-        return run_megatron(case, plan, options.indexed_workers)
-    return run_peer(case, plan, compiled=options.implementation == "peer-compiled")
-
-
-def _report(measurement: Measurement, profile: str, output: Path | None) -> None:
-    if profile:
+        record, profile = run_megatron(case, plan, options.indexed_workers)
+    else:
+        record, profile = run_peer(case, plan, compiled=options.implementation == "peer-compiled")
+    for place, per_step in record.host_wait_places.items() if is_first_rank() else ():
+        print(f"host waits {per_step:g} x per step in {place}")
+    if profile and is_first_rank():
         print(profile)
-    if measurement.host_waits is not None:
-        for place, per_step in measurement.host_waits.places.items():
-            print(f"host waits {per_step:g} x per step in {place}")
-    line = measurement.to_json()
-    print(line)
-    print(markdown_table([measurement]), flush=True)
-    append_line(output, line)
-
-
-def _one_process_each(names: Sequence[str], given: Sequence[str]) -> int:
-    """Run the cases one after the other with otherwise the same arguments; goes on after one that fails."""
-    if "LOCAL_RANK" in os.environ:
-        print("error: several --case under torchrun; start torchrun once for each", file=sys.stderr)
-        return 2
-    return run_each("benchmarks.train_step", "--case", names, given)
+    report(record, options.output)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -98,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         "--indexed-workers", type=int, metavar="N", help="read an indexed dataset with N workers, not rows in memory"
     )
     parser.add_argument("--output", type=Path, help="append the measurement to this file, as a line of JSON")
+    parser.add_argument("--only", type=int, help=argparse.SUPPRESS)
     return parser
 
 

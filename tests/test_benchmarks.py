@@ -11,9 +11,7 @@ import pytest
 
 from benchmarks import checkpoint, convergence, generation, loader, picture, preprocess, preprocess_run
 from benchmarks.cases import CASES, case_named
-from benchmarks.generation_measurement import markdown_table as generation_table
-from benchmarks.generation_measurement import read_measurements
-from benchmarks.measurement import Measurement, markdown_table
+from benchmarks.measurement import read, tables
 from benchmarks.train_step import main
 from tests.ranks import run_ranks
 
@@ -53,12 +51,9 @@ def test_a_case_runs_and_reports_its_steps(name: str, tmp_path: Path) -> None:
     case = case_named(name)
     results = run_ranks(_measure, case.num_devices, name, str(tmp_path / "out.jsonl"))
     assert [r["code"] for r in results] == [0] * case.num_devices
-    (line,) = (tmp_path / "out.jsonl").read_text().splitlines()
-    measured = Measurement.from_json(line)
-    assert measured.steps.count == 6
-    assert measured.bare_steps is not None
-    assert measured.bare_steps.count == 4
-    assert 0 < measured.steps.p10 <= measured.steps.median <= measured.steps.p90
+    (measured,) = read(tmp_path / "out.jsonl")
+    assert (len(measured.steps), len(measured.bare_steps)) == (6, 4)
+    assert 0 < min(measured.steps) <= measured.step_seconds <= max(measured.steps)
     assert measured.tokens_per_step == 2 * 2 * (32 + case.decoder_seq_length)
     # A new model knows nothing: every one of the 300 tokens is as likely as another; a BERT's two orders likewise. A T5
     # starts with large weights, as in transformers. A loss of balance of 2 (experts of a token) is weighed by 0.001.
@@ -67,8 +62,7 @@ def test_a_case_runs_and_reports_its_steps(name: str, tmp_path: Path) -> None:
     # A CPU has no known peak, and no memory that CUDA counts.
     assert measured.mfu_causal is None
     assert measured.peak_allocated_gib is None
-    assert Measurement.from_json(measured.to_json()) == measured
-    assert f"| {name} ({case}) | lightning-megatron |" in markdown_table([measured])
+    assert f"| {name} ({case}) | lightning-megatron |" in tables([measured])
 
 
 def _measure_checkpoints(folder: str, output: str) -> int:
@@ -83,19 +77,16 @@ def _measure_checkpoints(folder: str, output: str) -> int:
 def test_saves_and_a_resume_are_measured(tmp_path: Path) -> None:
     assert run_ranks(_measure_checkpoints, 2, str(tmp_path), str(tmp_path / "out.jsonl")) == [0, 0]
 
-    saved, beside, resumed = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
-    assert len(saved["saves"]) == 2
-    assert all(0 < save["stall"] <= save["complete"] and save["steps_during"] == [] for save in saved["saves"])
+    saved, beside, resumed = read(tmp_path / "out.jsonl")
+    assert [len(each.saves) for each in (saved, beside, resumed)] == [2, 2, 0]
+    assert all(0 < save["stall"] <= save["complete"] < 60 for save in (*saved.saves, *beside.saves))
+    assert [save["steps_during"] for save in saved.saves] == [[], []]
     # Weights, their fp32 copies and two moments of 37,120 parameters, and what the format adds.
-    assert 1 < saved["gigabytes"] * 1e9 / (37_120 * 4 * 4) < 2
-    assert saved["load_layout"] == "tp=2 dp=1"
-    assert saved["load_seconds"] > 0
-    assert len(beside["saves"]) == 2
-    assert all(save["stall"] <= save["complete"] for save in beside["saves"])
-    assert beside["gigabytes"] == pytest.approx(saved["gigabytes"], rel=0.01)
-    assert beside["load_seconds"] is None
-    assert resumed["load_layout"] == "pp=2 dp=1"
-    assert resumed["load_seconds"] > 0
+    assert 1 < saved.gigabytes * 1e9 / (37_120 * 4 * 4) < 2
+    assert beside.gigabytes == pytest.approx(saved.gigabytes, rel=0.01)
+    assert (saved.load_layout, beside.load_seconds, resumed.load_layout) == ("tp=2 dp=1", None, "pp=2 dp=1")
+    assert min(saved.load_seconds, resumed.load_seconds) > 0
+    assert tables([saved, beside, resumed]).count("smoke-tp2 (2 cpu") == 3
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
@@ -121,7 +112,7 @@ def test_generation_is_measured_beside_its_peer(tmp_path: Path) -> None:
     )
     assert (first, second, nothing) == (0, 0, "")
 
-    measured = read_measurements(tmp_path / "out.jsonl")
+    measured = read(tmp_path / "out.jsonl")
     assert [(m.case, m.implementation) for m in measured] == [
         ("smoke", "lightning-megatron, growing cache"),
         ("smoke", "lightning-megatron, static cache"),
@@ -129,7 +120,7 @@ def test_generation_is_measured_beside_its_peer(tmp_path: Path) -> None:
         ("smoke", "transformers, static cache, compiled"),
         ("smoke-tp2", "lightning-megatron, growing cache"),
     ]
-    assert generation_table(measured).count("x |") >= 2  # as fast as the peer, so many times
+    assert tables(measured).count("x |") >= 2  # as fast as the peer, so many times
     assert all(len(m.call_seconds) == len(m.first_token_seconds) == 2 for m in measured)
     assert all(min(*m.call_seconds, *m.first_token_seconds) > 0 for m in measured)
 
