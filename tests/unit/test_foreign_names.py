@@ -54,22 +54,16 @@ def test_signatures_stay_readable_for_people_and_command_lines() -> None:
         MegatronStrategy(*range(100))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--tokens_to_generate", "3"], "--tokens_to_generate 3; here it is --max-new-tokens; see"),
-        (["--use_cache"], "; leave it out: keys and values are always kept; see"),
-    ],
-)
-def test_commands_tell_it_by_the_names_of_their_own(
-    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["generate", "--checkpoint", "x", "--prompt", "y", *arguments]) == 2
-    assert says in capsys.readouterr().err
+def test_a_command_tells_it_by_the_names_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--checkpoint", "x", "--prompt", "y", "--tokens_to_generate", "3"]) == 2
+    assert "--tokens_to_generate 3; here it is --max-new-tokens; see" in capsys.readouterr().err
 
 
-def test_what_the_table_calls_ours_exists() -> None:
+def test_what_the_table_calls_ours_exists_and_stands_once_for_each_tool() -> None:
     from lightning_megatron.cli.commands import _parser
+
+    names = [(tool, row.theirs) for row in foreign_names() for tool in row.used_by.split()]
+    assert len(set(names)) == len(names)
 
     _, commands = _parser()
     homes = (lightning_megatron, pl, callbacks, loggers)
@@ -81,8 +75,3 @@ def test_what_the_table_calls_ours_exists() -> None:
             found = next(getattr(home, name) for home in homes if hasattr(home, name))
             called = getattr(found, attribute) if attribute else found
             assert row.option is None or row.option in inspect.signature(called).parameters, row
-
-
-def test_no_name_stands_twice_for_one_tool() -> None:
-    names = [(tool, row.theirs) for row in foreign_names() for tool in row.used_by.split()]
-    assert len(set(names)) == len(names)

@@ -4,37 +4,34 @@ from __future__ import annotations
 
 import logging
 import warnings
+from typing import Any
 
 import pytest
 
 from lightning_megatron.known_warnings import hide_known_warnings
 
-
-def _shown(message: str, module: str, *filters: str) -> bool:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.resetwarnings()
-        for action in filters:
-            warnings.simplefilter(action)  # type: ignore[arg-type]
-        hide_known_warnings()
-        warnings.warn_explicit(message, UserWarning, "file.py", 1, module=module)
-    return bool(caught)
+_NORM = ("Apex is not installed. Falling back to Torch Norm", "megatron.core.models.backends")
 
 
 @pytest.mark.parametrize(
-    ("message", "module", "is_shown"),
+    ("message", "module", "filters", "is_shown"),
     [
-        ("Apex is not installed. Falling back to Torch Norm", "megatron.core.models.backends", False),
+        (*_NORM, (), False),
+        (*_NORM, ("always",), True),
         # What a user has set in transformer_config_overrides.
-        ("enable_cuda_graph is deprecated", "megatron.core.transformer.transformer_config", True),
-        ("`val_dataloader` has few workers", "lightning.pytorch.trainer", True),
+        ("enable_cuda_graph is deprecated", "megatron.core.transformer.transformer_config", (), True),
     ],
 )
-def test_what_the_engine_repeats_is_hidden_and_nothing_else(message: str, module: str, is_shown: bool) -> None:
-    assert _shown(message, module) == is_shown
-
-
-def test_a_filter_of_the_users_own_keeps_precedence() -> None:
-    assert _shown("Apex is not installed", "megatron.core.models.backends", "always")
+def test_what_the_engine_repeats_is_hidden_unless_the_user_asks_for_it(
+    message: str, module: str, filters: tuple[Any, ...], is_shown: bool
+) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.resetwarnings()
+        for action in filters:
+            warnings.simplefilter(action)
+        hide_known_warnings()
+        warnings.warn_explicit(message, UserWarning, "file.py", 1, module=module)
+    assert bool(caught) == is_shown
 
 
 def test_lightnings_advertisement_is_dropped_and_its_other_lines_are_not(caplog: pytest.LogCaptureFixture) -> None:
