@@ -22,7 +22,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_megatron.checkpoint import find
+from lightning_megatron.checkpoint import files
 from lightning_megatron.checkpoint.load import LoadFrom, as_load_from, load_initial_weights, reload_masters, resume
 from lightning_megatron.checkpoint.save import HostMemory, Save, described, prepare
 from lightning_megatron.data.loader import ResumableLoader
@@ -207,7 +207,7 @@ class Checkpointing:
         for path in removals if self._strategy.is_global_zero else ():
             try:
                 # Lightning may know the path from a state that it has loaded.
-                if path in self._written or find.is_own_within(path, folders):
+                if path in self._written or files.is_own_within(path, folders):
                     remove(path, in_background=self._asynchronous)
                 elif path.is_symlink() or path.exists():
                     where = " or ".join(map(str, folders))
@@ -320,7 +320,7 @@ class Checkpointing:
         """
         savers = trainer.checkpoint_callbacks if trainer.state.fn in (None, TrainerFn.FITTING) else ()
         folders = [as_path(getattr(callback, "dirpath", None) or trainer.default_root_dir) for callback in savers]
-        find.check_writable(each for each in folders if is_remote(each))  # before Lightning's callbacks look there
+        files.check_writable(each for each in folders if is_remote(each))  # before Lightning's callbacks look there
         found = find_checkpoint(trainer, ckpt_path)
         self._beginning = None if found is None or found == "last" else str(found)  # "last" means that there is none
         is_new = self._beginning is None and self._strategy.lightning_module not in modules_with_weights
@@ -338,7 +338,7 @@ class Checkpointing:
         on_all_ranks_alike(partial(_check_same, self._beginning, self._strategy.broadcast(self._beginning)))
         module = self._module
         if fitting and not getattr(module.trainer, "fast_dev_run", False):
-            on_all_ranks_alike(partial(find.check_writable, self._checkpoint_folders))
+            on_all_ranks_alike(partial(files.check_writable, self._checkpoint_folders))
         source = self.initial_weights
         if source is not None and self._beginning is None and module not in modules_with_weights:
             load_initial_weights(self._strategy._run_state(with_optimizer=fitting), source)
@@ -394,7 +394,7 @@ class Checkpointing:
         self.finish()
         known = sorted(self._steps.items(), key=lambda entry: entry[1], reverse=True)
         # Only rank 0 looks: Lightning may have had some removed.
-        found = (str(path) for path, step in known if step < before and find.is_complete(path))
+        found = (str(path) for path, step in known if step < before and files.is_complete(path))
         path = self._strategy.broadcast(next(found, None) if self._strategy.is_global_zero else None)
         if path is None:
             return None
@@ -456,7 +456,7 @@ def find_checkpoint(trainer: pl.Trainer, ckpt_path: str | Path | None) -> str | 
     if ckpt_path == "last":
         found = find_last(trainer)
     else:
-        found = find.find_newest(as_path(str(ckpt_path)), to_resume=_resumes(trainer))
+        found = files.find_newest(as_path(str(ckpt_path)), to_resume=_resumes(trainer))
     was_requeued = fitting and os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
     if requeued is not None and was_requeued and (ckpt_path != "last" or found is None or requeued.step >= found.step):
         rank_zero_info(f"this job was requeued: it goes on from {requeued.path}, not from ckpt_path={ckpt_path}")
@@ -464,7 +464,7 @@ def find_checkpoint(trainer: pl.Trainer, ckpt_path: str | Path | None) -> str | 
     return ckpt_path if found is None else str(found.path)
 
 
-def find_last(trainer: pl.Trainer) -> find.Found | None:
+def find_last(trainer: pl.Trainer) -> files.Found | None:
     """What ``ckpt_path="last"`` means: the newest of what the Trainer's callbacks have left; None before the first.
 
     Its name need not be ``last.ckpt``, which a run that was killed has perhaps not renewed. What has more steps and is
@@ -473,23 +473,23 @@ def find_last(trainer: pl.Trainer) -> find.Found | None:
     Raises:
         CheckpointError: If there are checkpoints and none is complete.
     """
-    found = [find.found_at(as_path(trainer.default_root_dir) / LAST)]  # of SIGTERM
+    found = [files.found_at(as_path(trainer.default_root_dir) / LAST)]  # of SIGTERM
     broken: list[str] = []
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, OnExceptionCheckpoint):
-            found.append(find.found_at(as_path(callback.ckpt_path)))
+            found.append(files.found_at(as_path(callback.ckpt_path)))
         if isinstance(callback, ModelCheckpoint):
             folders = _folders_of_versions(callback, trainer)
-            complete = [each for folder in folders for each in find.found_in(folder)]
+            complete = [each for folder in folders for each in files.found_in(folder)]
             found += complete
             if not complete:
-                broken += [str(folder / name) for folder in folders for name in find.broken_names(folder)]
+                broken += [str(folder / name) for folder in folders for name in files.broken_names(folder)]
     every = [each for each in found if each is not None]
     if not every and broken:
         raise CheckpointError(
             f"ckpt_path='last' finds no complete checkpoint, but {', '.join(broken)}; give another, or remove them"
         )
-    return max(find.preferred(every, _resumes(trainer)), key=lambda each: each.time, default=None)
+    return max(files.preferred(every, _resumes(trainer)), key=lambda each: each.time, default=None)
 
 
 def preemption_path(trainer: pl.Trainer) -> Path | None:
@@ -509,7 +509,7 @@ def preemption_path(trainer: pl.Trainer) -> Path | None:
         return as_path(trainer.default_root_dir).absolute() / LAST
     # Lightning removes what a link replaces at once, perhaps before what replaces it is complete.
     last = folder / _PREEMPTED if keeper.save_last == "link" else as_path(keeper.last_model_path or folder / LAST)
-    if not find.is_own_within(last, [folder]):  # a loaded state may name anything
+    if not files.is_own_within(last, [folder]):  # a loaded state may name anything
         last = folder / LAST
     keeper.last_model_path = str(last)  # so that the run that goes on replaces it
     return last
@@ -522,7 +522,7 @@ def is_of_requeue(path: Path) -> bool:
 
 def is_continued(path: Path) -> bool:
     """Whether a run goes on from the checkpoint in every respect, also where ``ckpt_path`` gives only weights."""
-    return is_of_requeue(path) or (BEGAN in os.environ and is_of_this_run(find.find_newest(path).time))
+    return is_of_requeue(path) or (BEGAN in os.environ and is_of_this_run(files.find_newest(path).time))
 
 
 def folder_of(callback: ModelCheckpoint, trainer: pl.Trainer) -> Path:
@@ -549,10 +549,10 @@ def _resumes(trainer: pl.Trainer) -> bool:
     return trainer.state.fn == TrainerFn.FITTING and not getattr(trainer.strategy, "load_weights_only", False)
 
 
-def _find_requeued(root: Path) -> find.Found | None:
-    found = [each for each in find.found_in(root) if is_of_requeue(each.path)]
+def _find_requeued(root: Path) -> files.Found | None:
+    found = [each for each in files.found_in(root) if is_of_requeue(each.path)]
     if found:
-        return find.newest(found)
+        return files.newest(found)
     if left := sorted(path.name for path in root.glob(_REQUEUED)):
         raise CheckpointError(
             f"{root} has no complete checkpoint of a requeued job, but {', '.join(left)}; remove it and give ckpt_path"

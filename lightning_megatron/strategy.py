@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import distributed as fabric
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import callbacks
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
@@ -51,7 +52,6 @@ from lightning_megatron.models.transformer_config import EngineSettings, Recompu
 from lightning_megatron.precision import MegatronPrecision
 from lightning_megatron.predictions import check_predict_size
 from lightning_megatron.rendezvous import meeting, on_present_nodes
-from lightning_megatron.trainer_limits import check_trainer
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -60,6 +60,16 @@ if TYPE_CHECKING:
     from lightning_megatron.engine.train_step import Batch, TrainStep
 
 T = TypeVar("T")
+
+_REFUSED_CALLBACKS: dict[type | tuple[type, ...], str] = {
+    callbacks.GradientAccumulationScheduler: "does not work with MegatronStrategy, whose batches are whole optimizer "
+    "steps; use MegatronStrategy(num_microbatches=...) and a larger batch_size",
+    (callbacks.StochasticWeightAveraging, callbacks.WeightAveraging): "copies the module before its weights exist, and "
+    "would average nothing; remove it, and average checkpoints with lightning-megatron average",
+    callbacks.BaseFinetuning: "adds parameters to the optimizer while training, and Megatron's buffers are laid out "
+    "once; freeze with requires_grad_(False) in configure_model, and unfreeze between two runs of fit, instead",
+}
+"""Callbacks of Lightning's that would do something else here than they promise, most of them silently."""
 
 _EVALUATING = (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING, RunningStage.TESTING, RunningStage.PREDICTING)
 
@@ -400,8 +410,7 @@ class MegatronStrategy(ParallelStrategy):
             if self._weights_of_other_layout is not None:
                 read_weights(self._chunks, self._weights_of_other_layout)
                 self._weights_of_other_layout = None
-            settings = self.settings
-            module.model_chunks = to_16bit(module.model_chunks, settings.params_dtype, settings.fp8)  # type: ignore[arg-type]
+            module.model_chunks = to_16bit(module.model_chunks, self.settings.params_dtype, self.fp8)  # type: ignore[arg-type]
             if fitting:
                 freeze_alike(self._chunks, groups.host_group(self._timeout))
                 module.model_chunks = to_ddp(module.model_chunks, self.reduction, graphs)
@@ -498,14 +507,12 @@ class MegatronStrategy(ParallelStrategy):
         if (optimizer := self.megatron_optimizer) is None:
             raise ConfigError("configure_optimizers returned no Megatron optimizer; use strategy.build_optimizer(...)")
         with self.engine():
-            output = ready(self._schedule, "setup").train(batch, train_step, optimizer, self._ramped_micro_batch_size)
+            schedule, step = ready(self._schedule, "setup"), self._module.trainer.global_step
+            output = schedule.train(batch, train_step, optimizer, self._ramped_micro_batch_size)
         optimizer.loss, self.step_shape = output.loss, output.shape
-        optimizer.judge = partial(self._judge_step, self._module.trainer.global_step, output)
+        group, may_skip = groups.host_group(self._timeout), self.on_nan == "skip"
+        optimizer.judge = partial(schedule.judge, output, step=step, may_skip=may_skip, group=group)
         return output
-
-    def _judge_step(self, step: int, output: StepOutput, grad_norm: float) -> None:
-        schedule, group = ready(self._schedule, "setup"), groups.host_group(self._timeout)
-        schedule.judge(output, grad_norm, step=step, may_skip=self.on_nan == "skip", group=group)
 
     def forward_only(self, batch: Batch, train_step: TrainStep, observe: Observer | None = None) -> StepOutput:
         """The losses of one local batch without gradients. Every rank must call; ragged batches are filled up.
@@ -563,15 +570,6 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         self._module.load_state_dict(checkpoint["state_dict"], strict=False)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """What is not sharded; its presence in Lightning's dict says that the rest belongs into the checkpoint too."""
-        return optimizer.state_dict()
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing: ``load_checkpoint`` has done it."""
 
     @override
     def save_checkpoint(
@@ -642,3 +640,23 @@ def ready(value: T | None, hook: str) -> T:
     if value is None:
         raise RuntimeError(f"this is only known after {hook}; use it from within Trainer.fit, validate or test")
     return value
+
+
+def check_trainer(trainer: pl.Trainer) -> None:
+    """Refuse options and callbacks that Megatron's engine cannot honour.
+
+    Raises:
+        ConfigError: For the first of them.
+    """
+    if (steps := trainer.accumulate_grad_batches) != 1:
+        raise ConfigError(
+            f"accumulate_grad_batches={steps} does not work, a batch is a whole step; use "
+            f"MegatronStrategy(num_microbatches={steps}) and a batch_size that many times as large"
+        )
+    algorithm = str(trainer.gradient_clip_algorithm or "norm")
+    if trainer.gradient_clip_val and algorithm not in ("norm", "GradClipAlgorithmType.NORM"):
+        raise ConfigError(f"gradient_clip_algorithm={algorithm!r} is not supported: Megatron clips by norm; use 'norm'")
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for kind, reason in _REFUSED_CALLBACKS.items():
+            if isinstance(callback, kind) and getattr(callback, "going_to_accumulate_grad_batches", lambda: True)():
+                raise ConfigError(f"{type(callback).__name__} {reason}")

@@ -39,11 +39,11 @@ from lightning_megatron.checkpoint.files import (
     check_backends,
     check_complete,
     failures_as_errors,
+    find_newest,
     load_plain,
     read_table,
     verify_checksums,
 )
-from lightning_megatron.checkpoint.find import find_newest
 from lightning_megatron.checkpoint.state import RunState
 from lightning_megatron.engine.collectives import on_all_ranks_alike
 from lightning_megatron.engine.optimizer import MegatronOptimizer

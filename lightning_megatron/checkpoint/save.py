@@ -10,7 +10,6 @@ on the disk.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import io
 import itertools
@@ -20,9 +19,8 @@ import shutil
 import threading
 import time
 import uuid
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -133,7 +131,7 @@ class Save:
 
         Ranks differ: ``finish`` waits for all of them, so ask all ranks first if training should not wait.
         """
-        return self._writer is None or self._writer.files.is_done
+        return self._writer is None or self._writer.is_written
 
     def finish(self, *, in_background: bool = False) -> None:
         """Wait for all ranks' files, complete the checkpoint and give it its name.
@@ -157,7 +155,7 @@ class Save:
     def abandon(self) -> None:
         """Stop writing and delete what is there; does not communicate."""
         if self._writer is not None:
-            self._writer.files.abandon()
+            self._writer.abandon()
         if dist.get_rank() == 0:
             _delete_partial(self._partial)
         self._release()
@@ -269,7 +267,13 @@ Shards = Sequence[tuple[Any, io.BytesIO | torch.Tensor]]
 
 
 class ShardWriter:
-    """Writes a sharded state dict into a folder as Megatron's ``torch_dist``; every rank makes the same calls."""
+    """Writes a sharded state dict into a folder as Megatron's ``torch_dist``; every rank makes the same calls.
+
+    The files of a rank are written by threads of its own: a fork would double the memory of a trainer with its GPU
+    context, and a spawned process would run the user's script again. Threads leave the interpreter to the trainer,
+    because nearly all of their time passes in system calls and in zlib, on large pieces; torch's own checksum of an
+    archive's entries, which holds the interpreter, is off meanwhile.
+    """
 
     def __init__(
         self,
@@ -285,7 +289,7 @@ class ShardWriter:
 
         Args:
             state: Of ``sharded_state_dict``; what is not sharded in it is written by rank 0.
-            folder: Made if need be.
+            folder: Made if need be; nobody else writes there.
             memory: For the copy; used until ``finish`` or ``abandon``.
             refusal: What errors begin with.
             plain: Whole contents of this rank's other files, by name.
@@ -300,13 +304,21 @@ class ShardWriter:
         # Not the planner's own, which refuses moments with gaps, where layers that are stacked with others are frozen.
         self._table = create_default_global_save_plan(plans)[1] if plans else None
         _on_all_ranks(lambda: folder.mkdir(parents=True, exist_ok=True), refusal)
-        whole = dict(plain or {})
+        contents: dict[str, bytes | Shards] = dict(plain or {})
         if dist.get_rank() == 0:
-            whole[COMMON] = torch_bytes(common)
-            whole[BACKENDS] = json.dumps(KNOWN_BACKENDS).encode()
-        shards = _on_all_ranks(lambda: _staged(plan, planner, memory), refusal)
-        self.files = FileWriter(folder, shards, whole)
-        """Of this rank."""
+            contents |= {COMMON: torch_bytes(common), BACKENDS: json.dumps(KNOWN_BACKENDS).encode()}
+        contents |= _on_all_ranks(lambda: _staged(plan, planner, memory), refusal)
+        self._is_abandoned = threading.Event()
+        self._has_archive_checksums = torch.serialization.get_crc32_options()
+        without_checksums = partial(torch.serialization.set_crc32_options, False)
+        threads = ThreadPoolExecutor(_FILES_PER_RANK + 1, initializer=without_checksums)
+        self._jobs = [threads.submit(self._write, name, content) for name, content in contents.items()]
+        threads.shutdown(wait=False)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank's files have been written, or have failed."""
+        return all(job.done() for job in self._jobs)
 
     def finish(self) -> dict[str, FileChecksums]:
         """Wait for all ranks' files and write the table of contents.
@@ -317,13 +329,35 @@ class ShardWriter:
         Raises:
             CheckpointError: On all ranks alike if any rank could not write.
         """
-        results, checksums = _on_all_ranks(self.files.wait, self._refusal)
-        gathered = _gathered((results, checksums))
-        _on_rank_0(lambda: self._write_table([results for results, _ in gathered]), self._refusal)
-        checksums = {name: each for _, of_rank in gathered for name, each in of_rank.items()}
+        every = _gathered(_on_all_ranks(lambda: [job.result() for job in self._wait()], self._refusal))
+        _on_rank_0(lambda: self._write_table([[r for _, _, of in mine for r in of] for mine in every]), self._refusal)
+        checksums = {name: each for mine in every for name, each, _ in mine}
         if checksums:
             checksums[TABLE] = checksums_of((self._folder / TABLE).read_bytes())
         return checksums
+
+    def abandon(self) -> None:
+        """Stop soon, and wait for it; half-written files stay."""
+        self._is_abandoned.set()
+        self._wait()
+
+    def _wait(self) -> list[Future[Any]]:
+        wait(self._jobs)
+        # The option belongs to a thread in torch 2.13, and to the program in some earlier versions.
+        torch.serialization.set_crc32_options(self._has_archive_checksums)
+        return self._jobs
+
+    def _write(self, name: str, content: bytes | Shards) -> tuple[str, FileChecksums, list[Any]]:
+        """Write one file; its name, checksums, and torch's ``WriteResult`` of each shard in it."""
+        results = []
+        with files.written(self._folder / name, _BUFFER) as stream:
+            file = _ChecksummedFile(stream, self._is_abandoned)
+            if isinstance(content, bytes):
+                file.write(content)
+            else:
+                as_it_is, how = _StorageWriterTransforms(), SerializationFormat.TORCH_SAVE
+                results = [_write_item(as_it_is, file, data, item, name, how) for item, data in content]  # type: ignore[arg-type]
+        return name, file.checksums, results
 
     def _write_table(self, results: list[list[Any]]) -> None:
         assert self._table is not None
@@ -379,94 +413,10 @@ def _on_rank_0(work: Callable[[], T], refusal: str) -> T:
     return _on_all_ranks(work if dist.get_rank() == 0 else lambda: None, refusal)  # type: ignore[return-value]
 
 
-# ---- threads --------------------------------------------------------------------------------------------------------
-
 _PIECE = 16 * 2**20
 """Bytes between two looks at whether the save was abandoned."""
 
 _BUFFER = 2**20
-
-
-class FileWriter:
-    """Writes the files of one rank in threads of its own.
-
-    A fork would double the memory of a trainer with its GPU context, and a spawned process would run the user's script
-    again. Threads leave the interpreter to the trainer, because nearly all of their time passes in system calls and in
-    zlib, on large pieces; torch's own checksum of an archive's entries, which holds the interpreter, is off meanwhile.
-    """
-
-    def __init__(self, folder: Path, shards: Mapping[str, Shards], plain: Mapping[str, bytes]) -> None:
-        """Start to write.
-
-        Args:
-            folder: Exists, and nobody else writes these names there.
-            shards: What the data files hold, by name; must not change until ``wait`` returns.
-            plain: Whole contents of other files, by name.
-        """
-        self._folder = folder
-        self._is_abandoned = threading.Event()
-        self._results: list[Any] = []
-        self._checksums: dict[str, FileChecksums] = {}
-        self._error: Exception | None = None
-        self._has_archive_checksums = torch.serialization.get_crc32_options()
-        jobs = [partial(self._write_shards, name, of_file) for name, of_file in shards.items()]
-        jobs.append(partial(self._write_plain, plain))
-        self._threads = [threading.Thread(target=self._run, args=(job,), daemon=True) for job in jobs]
-        _unfinished.add(self)
-        for thread in self._threads:
-            thread.start()
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all files have been written, or have failed."""
-        return not any(thread.is_alive() for thread in self._threads)
-
-    def wait(self) -> tuple[list[Any], dict[str, FileChecksums]]:
-        """Torch's ``WriteResult`` of every shard, and the checksums of every file.
-
-        Raises:
-            Exception: What the first failed thread raised, e.g. an ``OSError`` where the disk is full.
-        """
-        for thread in self._threads:
-            thread.join()
-        _unfinished.discard(self)
-        # The option belongs to a thread in torch 2.13, and to the program in some earlier versions.
-        torch.serialization.set_crc32_options(self._has_archive_checksums)
-        if self._error is not None:
-            raise self._error
-        return self._results, self._checksums
-
-    def abandon(self) -> None:
-        """Stop soon, and wait for it; half-written files stay."""
-        self._is_abandoned.set()
-        with contextlib.suppress(Exception):
-            self.wait()
-
-    def _run(self, job: Callable[[], None]) -> None:
-        torch.serialization.set_crc32_options(False)
-        try:
-            job()
-        except Exception as error:
-            self._error = self._error or error
-
-    def _write_shards(self, name: str, shards: Shards) -> None:
-        with self._open(name) as stream:
-            for item, data in shards:
-                self._results.append(
-                    _write_item(_StorageWriterTransforms(), stream, data, item, name, SerializationFormat.TORCH_SAVE)
-                )
-
-    def _write_plain(self, plain: Mapping[str, bytes]) -> None:
-        for name, data in plain.items():
-            with self._open(name) as stream:
-                stream.write(data)
-
-    @contextlib.contextmanager
-    def _open(self, name: str) -> Iterator[Any]:
-        with files.written(self._folder / name, _BUFFER) as stream:
-            file = _ChecksummedFile(stream, self._is_abandoned)
-            yield file
-        self._checksums[name] = file.checksums
 
 
 class _ChecksummedFile:
@@ -492,16 +442,6 @@ class _ChecksummedFile:
 
     def flush(self) -> None:
         """Nothing: torch calls it after each tensor."""
-
-
-_unfinished: weakref.WeakSet[FileWriter] = weakref.WeakSet()
-
-
-@atexit.register
-def _abandon_all() -> None:
-    """At the end of the program nobody will finish these, and a thread must not outlive the interpreter."""
-    for writer in list(_unfinished):
-        writer.abandon()
 
 
 def torch_bytes(value: Any) -> bytes:

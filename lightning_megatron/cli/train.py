@@ -30,13 +30,14 @@ from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
 import lightning_megatron
-from lightning_megatron import STRATEGY_SIZES, ProgressLine
-from lightning_megatron.checkpoint.find import check_writable
+from lightning_megatron import ProgressLine
+from lightning_megatron.checkpoint.files import check_writable
 from lightning_megatron.cli.errors import UsageError, one_line, users_mistake
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.foreign_names import advice
 from lightning_megatron.module import MegatronModule
 from lightning_megatron.precision import PrecisionName
+from lightning_megatron.startup import STRATEGY_SIZES
 from lightning_megatron.strategy import MegatronStrategy
 
 SHORT_NAMES: list[type] = [

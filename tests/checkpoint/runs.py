@@ -62,8 +62,9 @@ class Run:
     """Arguments of ``MegatronModule``."""
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     """Fields of ``OptimizerOptions``."""
-    indexed: str | None = None
-    """Prefix of an indexed dataset; None for an ordinary ``DataLoader``."""
+    indexed: str | Mapping[str, Any] | None = None
+    """Arguments of ``data_module``, or the prefix of an indexed dataset; None for an ordinary ``DataLoader``."""
+    data_module: str = "IndexedDataModule"
     loader: Callable[[int], Any] | None = None
     """Makes the training ``DataLoader`` for a data-parallel size; None for ``shuffled_loader``."""
     validate: bool = False
@@ -174,17 +175,24 @@ def train_and_keep(run: Run, folder: Path, options: Mapping[str, Any] | None = N
 def _data(run: Run, trainer: Any) -> dict[str, Any]:
     from torch.utils.data import DataLoader
 
-    from lightning_megatron.datamodules import IndexedDataModule
+    import lightning_megatron
 
     dp = trainer.strategy.data_parallel_size
     rows = run.global_batch // dp
     if run.indexed is None:
         validation = DataLoader(rows_dataset(12), batch_size=rows) if run.validate else None
         return {"train_dataloaders": (run.loader or shuffled_loader)(dp), "val_dataloaders": validation}
-    data = IndexedDataModule(
-        run.indexed, split="1,0,0", seq_length=SEQ_LENGTH, micro_batch_size=rows // trainer.strategy.num_microbatches
-    )
-    return {"datamodule": data}
+    given = {"data_path": run.indexed, "split": "1,0,0"} if isinstance(run.indexed, str) else run.indexed
+    length = {"seq_length": SEQ_LENGTH} if run.data_module == "IndexedDataModule" else {}
+    settings = {**length, "micro_batch_size": rows // trainer.strategy.num_microbatches, **given}
+    return {"datamodule": getattr(lightning_megatron, run.data_module)(**settings)}
+
+
+def callback(**hooks: Callable[..., Any]) -> Any:
+    """A callback of Lightning's with these hooks, which are called without ``self``."""
+    import lightning.pytorch as pl
+
+    return type("Hooks", (pl.Callback,), {name: staticmethod(hook) for name, hook in hooks.items()})()
 
 
 def recorder_callback() -> Any:

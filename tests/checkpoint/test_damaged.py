@@ -38,7 +38,6 @@ CASES: Mapping[str, tuple[damage.Damage, str]] = {
     "table cut": (damage.cut_in_half(".metadata"), "has an unreadable .metadata"),
     "table a malicious pickle": (damage.malicious_pickle(".metadata"), "it would run posix.mkdir when loaded"),
     "table malicious": (damage.malicious_table_of_contents, "it would run posix.mkdir when loaded"),
-    "table that changes classes": (damage.table_that_changes_classes, "it would change a class when loaded"),
     "table pointing outside": (damage.pointing_outside, "it points outside itself, to '../other.ckpt/__0_0.distcp'"),
     "table without a tensor": (damage.without_tensor, "does not fit this run, or is damaged: .*final_layernorm.weight"),
     "backends missing": (damage.missing("metadata.json"), "lacks its file metadata.json"),

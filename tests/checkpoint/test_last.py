@@ -6,7 +6,6 @@ The folders are made by hand, and no process is started: what ``ckpt_path`` mean
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,83 +47,49 @@ def _find(
     return find_checkpoint(trainer, ckpt_path)
 
 
-def _whole(folder: Path) -> None:
-    _complete(folder / "step=2.ckpt", 2)
-    _complete(folder / "step=4.ckpt", 4)
-    (folder / "last.ckpt").symlink_to("step=4.ckpt")
+LEFT: dict[str, tuple[dict[str, int | str | None], str]] = {
+    "whole": ({"step=2.ckpt": 2, "step=4.ckpt": 4, "last.ckpt": "step=4.ckpt"}, "last.ckpt"),
+    "between removal and link": ({"step=2.ckpt": 2, "step=4.ckpt": 4}, "step=4.ckpt"),
+    "link to a save that was killed": (
+        {"step=4.ckpt": 4, "step=6.ckpt.partial": None, "last.ckpt": "step=6.ckpt"},
+        "step=4.ckpt",
+    ),
+    "link to an unfinished folder": (
+        {"step=4.ckpt": 4, "step=6.ckpt": None, "last.ckpt": "step=6.ckpt"},
+        "step=4.ckpt",
+    ),
+    "between two renames": ({"step=2.ckpt": 2, "last.ckpt.replaced": 4, "last.ckpt.partial": None}, "last.ckpt"),
+    "a removal was killed": ({"step=4.ckpt": 4, "last.ckpt": None}, "step=4.ckpt"),
+    "before the last one was renewed": ({"last.ckpt": 4, "step=6.ckpt": 6}, "step=6.ckpt"),
+}
+"""Of a killed run: the steps of complete checkpoints, None of unfinished ones, and where links lead; what is found."""
 
 
-def _between_removal_and_link(folder: Path) -> None:
-    _whole(folder)
-    (folder / "last.ckpt").unlink()
-
-
-def _link_to_a_save_that_was_killed(folder: Path) -> None:
-    _between_removal_and_link(folder)
-    _unfinished(folder / "step=6.ckpt.partial")
-    (folder / "last.ckpt").symlink_to("step=6.ckpt")
-
-
-def _link_to_an_unfinished_folder(folder: Path) -> None:
-    _between_removal_and_link(folder)
-    _unfinished(folder / "step=6.ckpt")
-    (folder / "last.ckpt").symlink_to("step=6.ckpt")
-
-
-def _between_two_renames(folder: Path) -> None:
-    _complete(folder / "step=2.ckpt", 2)
-    _complete(folder / "last.ckpt.replaced", 4)
-    _unfinished(folder / "last.ckpt.partial")
-
-
-def _removal_was_killed(folder: Path) -> None:
-    _between_removal_and_link(folder)
-    _unfinished(folder / "last.ckpt")
-
-
-def _of_two_runs(folder: Path) -> None:
-    """The later one has done fewer steps so far."""
-    _complete(folder / "last.ckpt", 9)
-    os.utime(folder / "last.ckpt" / "meta.pt", (1, 1))
-    _complete(folder / "last-v1.ckpt", 3)
-
-
-def _killed_before_the_last_one_was_renewed(folder: Path) -> None:
-    """``ModelCheckpoint`` saves ``last.ckpt`` after the other."""
-    _complete(folder / "last.ckpt", 4)
-    _complete(folder / "step=6.ckpt", 6)
-
-
-def _copied(folder: Path) -> None:
-    """The same, and a copy has other times of the files."""
-    for name, step in (("last.ckpt", 4), ("step=6.ckpt", 6), ("step=8-of-an-earlier-run.ckpt", 8)):
-        _complete(folder / name, step, time=float(step % 8))
-        os.utime(folder / name / "meta.pt", (100 - step, 100 - step))
-
-
-@pytest.mark.parametrize(
-    ("left", "found"),
-    [
-        (_killed_before_the_last_one_was_renewed, "step=6.ckpt"),
-        (_copied, "step=6.ckpt"),
-        (_whole, "last.ckpt"),
-        (_between_removal_and_link, "step=4.ckpt"),
-        (_link_to_a_save_that_was_killed, "step=4.ckpt"),
-        (_link_to_an_unfinished_folder, "step=4.ckpt"),
-        (_between_two_renames, "last.ckpt"),
-        (_removal_was_killed, "step=4.ckpt"),
-        (_of_two_runs, "last-v1.ckpt"),
-    ],
-)
-def test_last_is_a_complete_checkpoint(tmp_path: Path, left: Callable[[Path], None], found: str) -> None:
-    folder = tmp_path / "checkpoints"
+@pytest.mark.parametrize("left", LEFT)
+def test_last_is_a_complete_checkpoint(tmp_path: Path, left: str) -> None:
+    folder, (names, found) = tmp_path / "checkpoints", LEFT[left]
     folder.mkdir()
-    left(folder)
+    for name, what in names.items():
+        if isinstance(what, str):
+            (folder / name).symlink_to(what)
+        elif what is None:
+            _unfinished(folder / name)
+        else:
+            _complete(folder / name, what)
     before = sorted(folder.rglob("*"))
 
     assert _find(folder, "last") == str(folder / found)
 
     assert sorted(folder.rglob("*")) == before
+
+
+def test_last_is_the_newest_whatever_steps_it_has_and_what_times_a_copy_gave_the_files(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    for name, step in (("last.ckpt", 4), ("step=6.ckpt", 6), ("step=8-of-an-earlier-run.ckpt", 8)):
+        _complete(folder / name, step, time=float(step % 8))
+        os.utime(folder / name / "meta.pt", (100 - step, 100 - step))
+    assert _find(folder, "last") == str(folder / "step=6.ckpt")
 
 
 @pytest.mark.parametrize("save_last", [None, True])

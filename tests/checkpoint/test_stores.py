@@ -63,7 +63,7 @@ def _replaced_half(address: str) -> list[str]:
     """What is left of a name under which a second checkpoint was being published when the store failed."""
     import lightning.pytorch as pl
 
-    from lightning_megatron.checkpoint.find import find_newest
+    from lightning_megatron.checkpoint.files import find_newest
     from lightning_megatron.errors import CheckpointError
     from lightning_megatron.files import as_path
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.corpus import make_corpus
 from tests.checkpoint.runs import (
     GLOBAL_BATCH,
     Run,
@@ -18,13 +17,10 @@ from tests.checkpoint.runs import (
     read_tensors,
     rows_dataset,
     train,
-    train_and_save,
 )
 from tests.ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
-
-UNSHARDED: dict[str, Any] = {"distributed_optimizer": False}
 
 
 def _evaluation_loader(rank_rows: int) -> Any:
@@ -73,17 +69,6 @@ def test_resuming_from_weights_is_refused_on_all_ranks(tmp_path: Path) -> None:
     assert all(tensor.equal(full[name]) for name, tensor in weights.items())
 
 
-def test_load_weights_only_begins_at_the_first_sample_of_indexed_data(tmp_path: Path) -> None:
-    run = Run(indexed=make_corpus(tmp_path), trainer={"max_steps": 3})
-    (first,) = run_ranks(train, 1, run)
-    run_ranks(train_and_save, 1, run, tmp_path / "a.ckpt")
-
-    fresh = run.but(strategy={"load_weights_only": True}, ckpt_path=str(tmp_path / "a.ckpt"))
-    (second,) = run_ranks(train, 1, fresh)
-
-    assert [n["tokens"] for n in second.steps.values()] == [n["tokens"] for n in first.steps.values()]
-
-
 def _weights_around_a_step_at_rate_zero(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     """Weights as they were loaded, and after an optimizer step that must not move them."""
     import lightning.pytorch as pl
@@ -103,16 +88,9 @@ def _weights(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name.startswith("weights.")}
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [{}, pytest.param(UNSHARDED, marks=pytest.mark.exhaustive)],
-    ids=["distributed optimizer", "unsharded optimizer"],
-)
-def test_the_optimizers_own_copy_of_the_weights_follows_what_was_loaded(
-    tmp_path: Path, strategy: dict[str, Any]
-) -> None:
+def test_the_optimizers_own_copy_of_the_weights_follows_what_was_loaded(tmp_path: Path) -> None:
     """An optimizer that keeps fp32 masters of the random weights would bring those back at its first step."""
-    run = Run(trainer={"max_steps": 1, "precision": "bf16-mixed"}, strategy=strategy)
+    run = Run(trainer={"max_steps": 1, "precision": "bf16-mixed"})
     run_ranks(_train_and_save_both_ways, 1, run, tmp_path)
     (trained,) = run_ranks(_final_weights, 1, run)
 

@@ -99,10 +99,6 @@ def _names() -> Interface:
     return found
 
 
-def _annotated(value: type) -> set[str]:
-    return {name for each in value.__mro__ for name in vars(each).get("__annotations__", ())}
-
-
 def _parameters(name: str, function: Callable[..., Any]) -> Interface:
     parameters = {key: each for key, each in inspect.signature(function).parameters.items() if key != "self"}
     found: Interface = {

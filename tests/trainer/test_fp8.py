@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.runs import LLAMA, Run, Trace, checkpoints_at, differences, fit, read_tensors
+from tests.checkpoint.runs import LLAMA, Run, differences, read_tensors, train, train_and_keep
 from tests.parity.comparison import relative_error
 from tests.parity.sharding import shards
 from tests.parity.training import Case, Layout, Outcome, loader_of, module_of, outcome, train_module, trainer_of
@@ -168,15 +168,8 @@ def test_validation_is_in_fp8_and_what_is_generated_in_bf16(layout: Layout, tmp_
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
+EVERY_TWO = {"every_n_train_steps": 2}
 FP8 = Run(strategy={"fp8": "tensorwise"}, trainer={"precision": "bf16-mixed", "max_steps": 4})
-
-
-def _train_and_keep(run: Run, folder: Path) -> Trace:
-    return fit(run, checkpoints_at(folder, every_n_train_steps=2))[1]
-
-
-def _train(run: Run) -> Trace:
-    return fit(run)[1]
 
 
 @pytest.mark.parametrize(
@@ -185,8 +178,8 @@ def _train(run: Run) -> Trace:
     ids=["gpt2", "llama tp2 sp"],
 )
 def test_a_run_is_resumed_exactly(run: Run, world_size: int, tmp_path: Path) -> None:
-    whole = run_ranks(_train_and_keep, world_size, run, tmp_path)
-    resumed = run_ranks(_train, world_size, run.but(ckpt_path=str(tmp_path / "step=2.ckpt")))
+    whole = run_ranks(train_and_keep, world_size, run, tmp_path, EVERY_TWO)
+    resumed = run_ranks(train, world_size, run.but(ckpt_path=str(tmp_path / "step=2.ckpt")))
     for expected, found in zip(whole, resumed, strict=True):
         assert found.steps == {step: numbers for step, numbers in expected.steps.items() if step > 2}
         assert differences(expected.state, found.state) == []
@@ -196,12 +189,12 @@ def test_checkpoints_are_those_of_bf16_and_either_loads_the_other(tmp_path: Path
     bf16 = FP8.but(strategy={"fp8": None})
     kept: dict[str, Any] = {}
     for name, run in (("fp8", FP8), ("bf16", bf16)):
-        run_ranks(_train_and_keep, 1, run, tmp_path / name)
+        run_ranks(train_and_keep, 1, run, tmp_path / name, EVERY_TWO)
         kept[name] = read_tensors(tmp_path / name / "step=2.ckpt")
     shapes = [{key: (tensor.shape, tensor.dtype) for key, tensor in kept[name].items()} for name in kept]
     assert shapes[0] == shapes[1]
     for name, run in (("fp8", bf16), ("bf16", FP8)):
-        (goes_on,) = run_ranks(_train, 1, run.but(ckpt_path=str(tmp_path / name / "step=2.ckpt")))
+        (goes_on,) = run_ranks(train, 1, run.but(ckpt_path=str(tmp_path / name / "step=2.ckpt")))
         assert list(goes_on.steps) == [3, 4]
 
 
@@ -217,24 +210,3 @@ def _warned(case: Case) -> list[str]:
 def test_a_narrow_model_is_warned_of_once() -> None:
     case = replace(BF16, layout=Layout(fp8="tensorwise"), steps=1)
     assert len(run_ranks(_warned, 1, case)[0]) == 1
-
-
-def _refused(case: Case) -> str:
-    from lightning_megatron.errors import ConfigError
-
-    with pytest.raises(ConfigError) as caught:
-        trainer_of(case).fit(module_of(case), loader_of(case))
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("case", "says"),
-    [
-        (replace(BF16, layout=Layout(fp8="rowwise")), "fp8='rowwise' is unknown; choose from tensorwise"),  # type: ignore[arg-type]
-        (Case(layout=Layout(fp8="tensorwise")), "fp8: expected precision='bf16-mixed'"),
-        (replace(BF16, model="llama", layout=Layout(fp8="tensorwise", tp=2)), "fp8: expected ffn_hidden_size / tp"),
-    ],
-    ids=["recipe", "precision", "size"],
-)
-def test_what_cannot_be_combined_is_refused_before_anything_is_built(case: Case, says: str) -> None:
-    assert run_ranks(_refused, case.layout.world_size, case)[0].startswith(says)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from lightning_megatron.errors import ConfigError
-from tests.checkpoint.runs import read_tensors
+from tests.checkpoint.runs import callback, read_tensors
 from tests.cli.command import run_all, run_cli
 from tests.cli.corpus import make_corpus
 from tests.convert.directories import tiny_llama
@@ -37,19 +39,14 @@ def _module(folder: Path, **options: Any) -> Any:
 
 def _train(folder: Path, case: Case, ckpt_path: str | None = None, **options: Any) -> dict[str, Any]:
     """Fit, save both kinds of checkpoints after the second step and the last, and say what is there."""
-    from lightning.pytorch import Callback
-
     begun: list[Any] = []
 
-    class Save(Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            begun.extend(shards(pl_module))
+    def save(trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(folder / "half.ckpt")
 
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-            if trainer.global_step == 2:
-                trainer.save_checkpoint(folder / "half.ckpt")
-
-    module, trainer = _module(folder, **options), trainer_of(case, callbacks=[Save()])
+    keeper = callback(on_train_start=lambda trainer, module: begun.extend(shards(module)), on_train_batch_end=save)
+    module, trainer = _module(folder, **options), trainer_of(case, callbacks=[keeper])
     trainer.fit(module, loader_of(case), ckpt_path=ckpt_path)
     trainer.save_checkpoint(folder / "full.ckpt")
     trainer.save_checkpoint(folder / "adapters.ckpt", weights_only=True)
@@ -145,41 +142,46 @@ def test_commands_read_adapters_and_their_base(ranks: list[dict[str, Any]], fold
         assert written.equal(ranks[0]["written"])
 
 
-def _refused(folder: Path, adapter: Path) -> dict[str, str]:
-    """What each mistake is told."""
+def _refused(folder: Path, adapter: Path) -> list[tuple[str, str]]:
+    """What each mistake must be told, and is."""
     from lightning_megatron import LoRA, MegatronModule
 
-    def changed(name: str, value: Any) -> Path:
+    def changed(name: str, value: Any) -> str:
         path = adapter.with_name(f"{name}_changed")
         shutil.copytree(adapter, path)
         config = json.loads((path / "adapter_config.json").read_text())
         (path / "adapter_config.json").write_text(json.dumps({**config, name: value}))
-        return path
+        return str(path)
 
-    mistakes: dict[str, Any] = {
-        "target": lambda: _module(folder, lora=LoRA(targets=("q_proj", "query"))),
-        "head": lambda: _module(folder, lora=LoRA(targets=("lm_head",))),
-        "rank": lambda: LoRA(rank=0),
-        "dropout": lambda: LoRA(dropout=1.0),
-        "text": lambda: LoRA(targets="q_proj"),  # type: ignore[arg-type]
-        "field": lambda: _module(folder, lora={"r": 8}),
-        "folder": lambda: _module(folder, lora=str(folder / "base")),
-        "dora": lambda: _module(folder, lora=str(changed("use_dora", True))),
-        "bias": lambda: _module(folder, lora=str(changed("bias", "all"))),
-        "provider": lambda: _module(folder, model_provider=print),
-        "merge": lambda: _module(folder, lora=None).save_pretrained("merged", merge=True),
-        "no base": lambda: MegatronModule.load_from_checkpoint(folder / "adapters.ckpt", model=str(folder / "gone")),
-        "other base": lambda: _begin(folder, lora=str(adapter), model=str(folder / "narrow")),
-        "other rank": lambda: _begin(folder, ckpt_path=folder / "full.ckpt", lora=LoRA(rank=2, targets=TARGETS)),
-        "no lora": lambda: _begin(folder, ckpt_path=folder / "full.ckpt", lora=None),
-        "random base": lambda: _begin(folder, ckpt_path=folder / "adapters.ckpt", pretrained=False),
-    }
-    told = {}
-    for name, mistake in mistakes.items():
-        try:
-            mistake()
-        except ConfigError as error:
-            told[name] = str(error)
+    module, begin, other = partial(_module, folder), partial(_begin, folder), LoRA(rank=2, targets=TARGETS)
+    full, adapters = folder / "full.ckpt", folder / "adapters.ckpt"
+    mistakes: tuple[tuple[str, Any, dict[str, Any]], ...] = (
+        (
+            "one of q_proj, k_proj, v_proj, o_proj, gate_proj, up_pr",
+            module,
+            {"lora": LoRA(targets=("q_proj", "query"))},
+        ),
+        ("got 'lm_head'", module, {"lora": LoRA(targets=("lm_head",))}),
+        ("lora rank=0 must be at least 1", LoRA, {"rank": 0}),
+        ("dropout < 1, got alpha=32.0 and dropout=1.0", LoRA, {"dropout": 1.0}),
+        ("got 'q_proj'", LoRA, {"targets": "q_proj"}),
+        ("with fields from rank, alpha, dropout, targets", module, {"lora": {"r": 8}}),
+        ("expected a folder with adapter_config.json and", module, {"lora": str(folder / "base")}),
+        ("expected it unset for use_dora, got True", module, {"lora": changed("use_dora", True)}),
+        ("expected 'none' for bias, got 'all'", module, {"lora": changed("bias", "all")}),
+        ("expected this package's layers, got a model_provider", module, {"model_provider": print}),
+        ("a module with lora, got one", module(lora=None).save_pretrained, {"save_directory": "merged", "merge": True}),
+        ("gone", partial(MegatronModule.load_from_checkpoint, adapters), {"model": str(folder / "gone")}),
+        ("has the shape", begin, {"lora": str(adapter), "model": str(folder / "narrow")}),
+        ("is of another model: lora=", begin, {"ckpt_path": full, "lora": other}),
+        ("is of another model: lora=", begin, {"ckpt_path": full, "lora": None}),
+        ("expected a whole model, got the adapters of", begin, {"ckpt_path": adapters, "pretrained": False}),
+    )
+    told = []
+    for expected, mistake, arguments in mistakes:
+        with pytest.raises(ConfigError) as error:
+            mistake(**arguments)
+        told.append((expected, str(error.value)))
     return told
 
 
@@ -195,30 +197,9 @@ def test_mistakes_are_told_in_one_line(ranks: list[dict[str, Any]], folder: Path
     assert (code, refused) == (0, 2)
     assert "expected a model with adapters (LoRA), got one without" in reason
     tiny_llama(hidden_size=48, intermediate_size=40).save_pretrained(folder / "narrow")
-    (told,) = run_ranks(_refused, 1, folder, tmp_path / "adapter")
-    assert "\n" not in "".join(told.values())
-    expected = {
-        "target": "linears of llama layers, one of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, got "
-        "'query'",
-        "head": "got 'lm_head'",
-        "rank": "lora rank=0 must be at least 1",
-        "dropout": "expected alpha > 0 and dropout < 1, got alpha=32.0 and dropout=1.0",
-        "text": "got 'q_proj'",
-        "field": "must be LoRA(...) with fields from rank, alpha, dropout, targets",
-        "folder": "expected a folder with adapter_config.json and adapter_model.safetensors, got none",
-        "dora": "expected it unset for use_dora, got True",
-        "bias": "expected 'none' for bias, got 'all'",
-        "provider": "expected this package's layers, got a model_provider",
-        "merge": "expected a module with lora, got one without",
-        "no base": "gone",
-        "other base": "has the shape",
-        "other rank": "is of another model: lora=",
-        "no lora": "is of another model: lora=",
-        "random base": "expected a whole model, got the adapters of",
-    }
-    assert told.keys() == expected.keys()
-    for name, words in expected.items():
-        assert words in told[name], told[name]
+    for expected, told in run_ranks(_refused, 1, folder, tmp_path / "adapter")[0]:
+        assert expected in told
+        assert "\n" not in told
 
 
 @pytest.mark.exhaustive
@@ -228,26 +209,17 @@ def test_adapters_train_on_instructions_beside_the_weights_of_a_checkpoint(tmp_p
     model.save_pretrained(tmp_path / "base")
     lines = [json.dumps({"prompt": f"w{i}", "completion": f" w{i + 1} w{i + 2}"}) for i in range(40)]
     (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    fit = shlex.split(
+        "fit --trainer.accelerator cpu --trainer.devices 2 --trainer.max_steps 4 --trainer.default_root_dir runs "
+        "--trainer.strategy MegatronStrategy --trainer.strategy.tp 2 --trainer.strategy.load_from base.ckpt "
+        "--model.model base/config.json --data InstructionDataModule --data.data_path data.jsonl --data.tokenizer tok "
+        "--data.seq_length 16 --data.micro_batch_size 2 --data.split 80,20,0 --data.packing true --model.lora"
+    )
     lora = "{rank: 4, targets: [q_proj, v_proj], dropout: 0.1}"
-    fit = ["fit", "--trainer.accelerator", "cpu", "--trainer.devices", "2", "--trainer.max_steps", "4"]
-    fit += ["--trainer.strategy", "MegatronStrategy", "--trainer.strategy.tp", "2"]
-    fit += ["--trainer.strategy.load_from", "base.ckpt", "--model.model", "base/config.json", "--model.lora", lora]
-    fit += ["--data", "InstructionDataModule", "--data.data_path", "data.jsonl", "--data.tokenizer", "tok"]
-    fit += [
-        "--data.seq_length",
-        "16",
-        "--data.micro_batch_size",
-        "2",
-        "--data.split",
-        "80,20,0",
-        "--data.packing",
-        "true",
-    ]
-    fit += ["--trainer.default_root_dir", "runs"]
     convert = ["convert", "--load-path", "base", "--save-path", "base.ckpt", "--to", "megatron"]
     ((code, _, err),) = run_all(tmp_path, [convert])
     assert code == 0, err
-    code, _, err = run_cli(tmp_path, *fit, ranks=2)
+    code, _, err = run_cli(tmp_path, *fit, lora, ranks=2)
     assert code == 0, err
     assert "random ones" not in err
     (checkpoint,) = tmp_path.glob("runs/**/*.ckpt")

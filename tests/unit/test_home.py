@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_megatron import CheckpointError, MegatronModule
-from lightning_megatron.checkpoint.find import find_newest
+from lightning_megatron.checkpoint.files import find_newest
 from lightning_megatron.cli.train import _check_checkpoint_exists
 from lightning_megatron.data.tokenizer import load_tokenizer
 from tests.unit.data.chat_tokenizer import make_tokenizer

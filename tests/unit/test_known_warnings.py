@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.known_warnings import hide_known_warnings
+from lightning_megatron.startup import hide_known_warnings
 
 _NORM = ("Apex is not installed. Falling back to Torch Norm", "megatron.core.models.backends")
 

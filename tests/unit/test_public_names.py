@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import lightning_megatron
-from lightning_megatron import strategy_names
+from lightning_megatron.startup import strategy_names
 from tests.ranks import ROOT
 
 
@@ -31,7 +31,7 @@ def test_the_package_is_imported_at_once_and_registers_its_strategies_when_light
         "print(type(strategies.__spec__.loader).__name__, type(strategies.__loader__).__name__)\n"
         "import inspect; print('_StrategyRegistry' in inspect.getsource(strategies))\n"
         "print('megatron' in sys.modules, 'lightning_megatron.strategy' in sys.modules)\n"
-        "import lightning_megatron as r\nr.register_strategies()\n"
+        "from lightning_megatron.startup import register_strategies\nregister_strategies()\n"
         "print('megatron_tp2_pp4' in strategies.StrategyRegistry)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

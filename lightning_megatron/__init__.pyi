@@ -1,0 +1,42 @@
+"""The public names and their homes, once for type checkers and for ``__init__.py``, which reads them here."""
+
+from lightning_megatron.callbacks import LossCurve as LossCurve
+from lightning_megatron.callbacks import PerplexityReport as PerplexityReport
+from lightning_megatron.callbacks import ProgressLine as ProgressLine
+from lightning_megatron.callbacks import SampleText as SampleText
+from lightning_megatron.callbacks import ThroughputMonitor as ThroughputMonitor
+from lightning_megatron.checkpoint.load import LoadFrom as LoadFrom
+from lightning_megatron.convert.peft import LoRA as LoRA
+from lightning_megatron.data.masked import MaskingOptions as MaskingOptions
+from lightning_megatron.datamodules import DatasetDataModule as DatasetDataModule
+from lightning_megatron.datamodules import IndexedDataModule as IndexedDataModule
+from lightning_megatron.datamodules import InstructionDataModule as InstructionDataModule
+from lightning_megatron.datamodules import TextEvaluationDataModule as TextEvaluationDataModule
+from lightning_megatron.engine.collectives import (
+    avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
+)
+from lightning_megatron.engine.collectives import (
+    gather_across_data_parallel_groups as gather_across_data_parallel_groups,
+)
+from lightning_megatron.engine.heartbeat import Heartbeat as Heartbeat
+from lightning_megatron.engine.lr_schedule import LRSchedule as LRSchedule
+from lightning_megatron.engine.optimizer import OptimizerOptions as OptimizerOptions
+from lightning_megatron.engine.train_step import TrainStep as TrainStep
+from lightning_megatron.errors import CheckpointError as CheckpointError
+from lightning_megatron.errors import ConfigError as ConfigError
+from lightning_megatron.errors import DataError as DataError
+from lightning_megatron.generate.options import GenerationOptions as GenerationOptions
+from lightning_megatron.guards import ReplicaCheck as ReplicaCheck
+from lightning_megatron.guards import SpikeGuard as SpikeGuard
+from lightning_megatron.megatron_datamodule import MegatronDataModule as MegatronDataModule
+from lightning_megatron.module import MegatronModule as MegatronModule
+from lightning_megatron.precision import MegatronPrecision as MegatronPrecision
+from lightning_megatron.predictions import gather_predictions as gather_predictions
+from lightning_megatron.steps.bert import BertTrainStep as BertTrainStep
+from lightning_megatron.steps.gpt import GPTTrainStep as GPTTrainStep
+from lightning_megatron.steps.gpt import LastWordTrainStep as LastWordTrainStep
+from lightning_megatron.steps.t5 import T5TrainStep as T5TrainStep
+from lightning_megatron.strategy import MegatronStrategy as MegatronStrategy
+
+__version__: str
+__all__: list[str]

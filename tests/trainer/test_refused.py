@@ -1,0 +1,100 @@
+"""Settings, models and callbacks that cannot work together are refused before anything is built, in one line."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.runs import EXPERT_BIAS, LLAMA, Run, fit
+from tests.ranks import run_ranks
+
+MIXTRAL = Run(model={**LLAMA, "model_type": "mixtral", "num_local_experts": 4})
+FP8 = Run(strategy={"fp8": "tensorwise"})
+NARROW = {**LLAMA, "intermediate_size": 48}
+BF16 = {"precision": "bf16-mixed"}
+REFUSED: dict[int, tuple[tuple[str, Run], ...]] = {
+    1: (
+        (r"the weights of this model \(48,.* parameters\) take .* GiB on 1 ranks of", Run(model={"n_embd": 10**9})),
+        ("fp8='rowwise' is unknown; choose from tensorwise", Run(strategy={"fp8": "rowwise"})),
+        ("fp8: expected precision='bf16-mixed'", FP8),
+        ("ep=2: expected a divisor of the 1 ranks", MIXTRAL.but(strategy={"ep": 2})),
+        ("ep=0 must be at least 1", MIXTRAL.but(strategy={"ep": 0})),
+        ("expected at most num_experts=4, got 5", MIXTRAL.but(model={"num_experts_per_tok": 5})),
+        (
+            "together, got one of",
+            MIXTRAL.but(strategy={"transformer_config_overrides": {"moe_router_score_function": "sigmoid"}}),
+        ),
+        ("moe_router_bias_update_rate: expected a model with", Run(model=LLAMA, strategy=EXPERT_BIAS)),
+        ("router_jitter_noise=0.1", MIXTRAL.but(model={"router_jitter_noise": 0.1})),
+        ("expected bf16-mixed or 32-true, got 16-mixed", MIXTRAL.but(trainer={"precision": "16-mixed"})),
+        (
+            "transformer_config_overrides: got fp4_param=True, and Megatron says: ",
+            Run(strategy={"transformer_config_overrides": {"fp4_param": True}}),
+        ),
+    ),
+    2: (
+        ("fp8: expected ffn_hidden_size / tp", FP8.but(model=NARROW, strategy={"tp": 2}, trainer=BF16)),
+        ("ep=2: expected a model with experts, got llama", Run(model=LLAMA, strategy={"ep": 2})),
+        ("trained with sequence_parallel=True", MIXTRAL.but(strategy={"tp": 2})),
+    ),
+    3: (("ep=3 .*num_experts=4", MIXTRAL.but(strategy={"ep": 3})),),
+}
+"""By the number of ranks: what is said, and of what."""
+
+
+def _refusals(runs: list[Run]) -> list[str]:
+    from lightning_megatron import ConfigError
+
+    said = []
+    for run in runs:
+        with pytest.raises(ConfigError) as error:
+            fit(run)
+        said.append(str(error.value))
+    return said
+
+
+@pytest.mark.parametrize("ranks", REFUSED)
+def test_what_does_not_fit_together_is_one_line_on_every_rank(ranks: int) -> None:
+    for said in run_ranks(_refusals, ranks, [run for _, run in REFUSED[ranks]]):
+        for (expected, _), text in zip(REFUSED[ranks], said, strict=True):
+            assert re.search(expected, text), text
+            assert "\n" not in text
+
+
+def _refused_callbacks() -> list[str]:
+    from lightning.pytorch import callbacks
+
+    from lightning_megatron import ConfigError, MegatronModule
+
+    class Unfreezing(callbacks.BaseFinetuning):
+        def freeze_before_training(self, pl_module: Any) -> None: ...
+
+        def finetune_function(self, pl_module: Any, epoch: int, optimizer: object) -> None: ...
+
+    class ByHand(MegatronModule):
+        automatic_optimization = False
+
+    said, run = [], Run(trainer={"max_steps": 1})
+    accumulating = callbacks.GradientAccumulationScheduler({0: 1, 4: 2})
+    averaging = callbacks.StochasticWeightAveraging(1e-2), callbacks.EMAWeightAveraging()
+    for callback in (accumulating, *averaging, Unfreezing(), None):
+        with pytest.raises(ConfigError) as error:
+            fit(run, *([callback] if callback else []), module_class=None if callback else ByHand)
+        said.append(str(error.value))
+    assert fit(run, callbacks.GradientAccumulationScheduler({0: 1}))[0].global_step == 1
+    return said
+
+
+def test_callbacks_that_cannot_take_effect_are_refused() -> None:
+    expected = (
+        "GradientAccumulationScheduler does not work with MegatronStrategy.*num_microbatches",
+        "StochasticWeightAveraging copies the module.*remove it",
+        "EMAWeightAveraging copies the module.*remove it",
+        "Unfreezing adds parameters to the optimizer.*requires_grad_",
+        "automatic_optimization=False does not work.*leave it True",
+    )
+    (said,) = run_ranks(_refused_callbacks, 1)
+    for pattern, text in zip(expected, said, strict=True):
+        assert re.search(pattern, text), text
