@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.engine_runs import RUN, begin_save, content_of, engine_run, save
-from tests.checkpoint.runs import Run, differences, fit, live_state
+from tests.checkpoint.runs import Run, callback, differences, fit, live_state
 from tests.ranks import run_ranks
 
 SAVED_AT, LAST = 2, 4
@@ -28,26 +28,6 @@ TWO_GPUS = [
 ]
 
 
-def _watch(save_to: Path | None) -> Any:
-    """Keeps the state of the saved step: after it was trained, or when it was loaded."""
-    import lightning.pytorch as pl
-
-    class Watch(pl.Callback):
-        state: dict[str, Any]
-
-        def on_train_start(self, trainer: Any, module: Any) -> None:
-            if save_to is None:
-                self.state = _on_host(live_state(trainer))
-
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if save_to is not None and trainer.global_step == SAVED_AT:
-                # In this order: the gathering of new weights may overlap with the next step, and a save waits for it.
-                trainer.save_checkpoint(save_to)
-                self.state = _on_host(live_state(trainer))
-
-    return Watch()
-
-
 def _on_host(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value.cpu() if hasattr(value, "cpu") else value for name, value in state.items()}
 
@@ -57,12 +37,21 @@ def _save_then_resume(run: Run, path: Path) -> tuple[list[str], list[float], lis
     from lightning_megatron.checkpoint import save
 
     save._PINNED_AT_ONCE = 2**12  # tensors reach over several pieces, as those of large models do
-    before, after = _watch(path), _watch(None)
-    _, whole = fit(run.but(strategy={"async_save": True}), before)
-    _, resumed = fit(run.but(ckpt_path=str(path)), after)
+    before: dict[str, Any] = {}
+    after: dict[str, Any] = {}
+
+    def keep(trainer: Any, *_: Any) -> None:
+        if trainer.global_step == SAVED_AT:
+            # In this order: the gathering of new weights may overlap with the next step, and a save waits for it.
+            trainer.save_checkpoint(path)
+            before.update(_on_host(live_state(trainer)))
+
+    loaded = callback(on_train_start=lambda trainer, _: after.update(_on_host(live_state(trainer))))
+    _, whole = fit(run.but(strategy={"async_save": True}), callback(on_train_batch_end=keep))
+    _, resumed = fit(run.but(ckpt_path=str(path)), loaded)
     later = range(SAVED_AT + 1, LAST + 1)
     return (
-        differences(before.state, after.state),
+        differences(before, after),
         [whole.steps[step]["loss"] for step in later],
         [resumed.steps[step]["loss"] for step in later],
     )

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.checkpoint import damage
-from tests.checkpoint.runs import LLAMA, Run, checkpoints_at, fit, train_and_save
+from tests.checkpoint.runs import LLAMA, Run, callback, checkpoints_at, fit, train_and_save
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
@@ -158,13 +158,7 @@ def test_what_is_exchanged_after_the_check_runs_no_code(tmp_path: Path, intact: 
 
 def _go_on_with_paths_of_others(run: Run, folder: Path, named: Mapping[str, str], stops: bool) -> tuple[Any, list[str]]:
     """Resume from a checkpoint whose state of ``ModelCheckpoint`` names folders elsewhere; exit code and warnings."""
-    import lightning.pytorch as pl
-
-    class Stops(pl.Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
-            if stops:
-                os.kill(os.getpid(), signal.SIGTERM)
-
+    stop = callback(on_train_batch_end=lambda *_: os.kill(os.getpid(), signal.SIGTERM) if stops else None)
     keeper = checkpoints_at(folder, save_top_k=1, save_last=True, every_n_train_steps=100 if stops else 1)
     meta = Path(str(run.ckpt_path)) / "meta.pt"
     state = torch.load(meta, weights_only=True)
@@ -175,7 +169,7 @@ def _go_on_with_paths_of_others(run: Run, folder: Path, named: Mapping[str, str]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         try:
-            fit(run, keeper, Stops())
+            fit(run, keeper, stop)
         except SystemExit as ended:
             code = ended.code
     return code, [text for each in caught if "it is no complete checkpoint within" in (text := str(each.message))]

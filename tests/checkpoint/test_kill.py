@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.engine_runs import RUN, begin_save, change, engine_run, save
-from tests.checkpoint.runs import Run, differences, fit, read_tensors
+from tests.checkpoint.runs import Run, callback, differences, fit, read_tensors
 from tests.ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
@@ -174,8 +174,6 @@ def test_there_is_always_a_whole_checkpoint(
 
 def _train(run: Run, path: Path, *, dies: bool = False) -> int:
     """Save after each step to the same name, and die in the second save; returns the first step."""
-    import lightning.pytorch as pl
-
     from lightning_megatron import files
 
     rename = Path.rename
@@ -185,14 +183,13 @@ def _train(run: Run, path: Path, *, dies: bool = False) -> int:
             os.kill(os.getpid(), signal.SIGKILL)
         return rename(self, target)
 
-    class SaveEachStep(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            if dies and trainer.global_step == 2:
-                files._exchange = lambda a, b: False
-                Path.rename = die_between_the_renames  # type: ignore[method-assign]
-            trainer.save_checkpoint(path)
+    def save_each_step(trainer: Any, *_: Any) -> None:
+        if dies and trainer.global_step == 2:
+            files._exchange = lambda a, b: False
+            Path.rename = die_between_the_renames  # type: ignore[method-assign]
+        trainer.save_checkpoint(path)
 
-    return min(fit(run, SaveEachStep())[1].steps)
+    return min(fit(run, callback(on_train_batch_end=save_each_step))[1].steps)
 
 
 def _save_interrupted_twice(run: Run, path: Path) -> None:

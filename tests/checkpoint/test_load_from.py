@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.runs import GLOBAL_BATCH, NO_DROPOUT, Run, checkpoints_at, fit, live_state, rows_dataset
+from tests.checkpoint.runs import (
+    GLOBAL_BATCH,
+    NO_DROPOUT,
+    Run,
+    callback,
+    checkpoints_at,
+    fit,
+    live_state,
+    make_trainer,
+    rows_dataset,
+)
 from tests.ranks import RankError, run_ranks
 
 TP2: dict[str, Any] = {"tp": 2}
@@ -38,22 +48,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[s
 
 def _begin(run: Run) -> dict[str, Any]:
     """How a run begins, what it does, and how a Trainer that only validates finds the model before and after."""
-    import lightning.pytorch as pl
-
-    from tests.checkpoint.runs import make_trainer
-
-    class Begin(pl.Callback):
-        state: dict[str, Any]
-
-        def on_train_start(self, trainer: Any, module: Any) -> None:
-            self.state = live_state(trainer)
-
-    begin = Begin()
-    trainer, trace = fit(run, begin)
+    state: dict[str, Any] = {}
+    trainer, trace = fit(run, callback(on_train_start=lambda trainer, _: state.update(live_state(trainer))))
     loader = _ordered_loader(trainer.strategy.data_parallel_size)
     (after,) = make_trainer(run).validate(trainer.lightning_module, loader, verbose=False)
     return {
-        "state": begin.state,
+        "state": state,
         "losses": {step: each["loss"] for step, each in trace.steps.items()},
         "lr": [each["lr"] for each in trace.steps.values()],
         "end": trace.state,

@@ -8,27 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.runs import GLOBAL_BATCH, Run, checkpoints_at, fit, rows_dataset
+from tests.checkpoint.runs import GLOBAL_BATCH, Run, callback, checkpoints_at, fit, rows_dataset
 from tests.ranks import run_ranks
 
 PP2 = {"pp": 2}
 EVERY_TWO_STEPS = {"val_check_interval": 2, "check_val_every_n_epoch": None}
-
-
-def _losses_callback() -> Any:
-    import lightning.pytorch as pl
-
-    class Losses(pl.Callback):
-        """The validation losses by step."""
-
-        def __init__(self) -> None:
-            self.seen: dict[int, float] = {}
-
-        def on_validation_end(self, trainer: Any, module: Any) -> None:
-            if trainer.state.fn == "fit" and not trainer.sanity_checking:
-                self.seen[trainer.global_step] = float(trainer.callback_metrics["val_loss"])
-
-    return Losses()
 
 
 def _keeper(folder: Path, save_last: bool | str) -> Any:
@@ -46,8 +30,14 @@ def _keeper(folder: Path, save_last: bool | str) -> Any:
 def _train_then_evaluate_best_and_last(run: Run, folder: Path, save_last: bool | str) -> dict[str, Any]:
     from torch.utils.data import DataLoader
 
-    losses, keeper = _losses_callback(), _keeper(folder, save_last)
-    trainer, _ = fit(run, losses, keeper)
+    losses: dict[int, float] = {}
+
+    def keep(trainer: Any, _: Any) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            losses[trainer.global_step] = float(trainer.callback_metrics["val_loss"])
+
+    keeper = _keeper(folder, save_last)
+    trainer, _ = fit(run, callback(on_validation_end=keep), keeper)
     trainer.strategy.barrier()  # rank 0 removes the old ones
     listing = {path.name: os.readlink(path) if path.is_symlink() else path.is_dir() for path in folder.glob("*.ckpt")}
     trainer.strategy.barrier()
@@ -58,7 +48,7 @@ def _train_then_evaluate_best_and_last(run: Run, folder: Path, save_last: bool |
         (tested,) = trainer.test(dataloaders=loader, ckpt_path=name, verbose=False)
         evaluated[name] = (validated["val_loss"], tested["test_loss"])
     return {
-        "losses": losses.seen,
+        "losses": losses,
         "best": Path(keeper.best_model_path).name,
         "best_score": float(keeper.best_model_score),
         "listing": listing,

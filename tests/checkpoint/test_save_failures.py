@@ -14,30 +14,27 @@ import pytest
 
 from tests.checkpoint.engine_runs import RUN as ENGINE_RUN
 from tests.checkpoint.engine_runs import engine_run, save
-from tests.checkpoint.runs import Run, checkpoints_at, fit, train_and_keep
+from tests.checkpoint.runs import Run, callback, checkpoints_at, fit, train_and_keep
 from tests.ranks import RankError, run_ranks
 
 RUN = Run(strategy={"tp": 2}, trainer={"max_steps": 4})
 
 
 def _full_disk(victim: int, first: int, last: int, seen: dict[int, list[str]], folder: Path) -> Any:
-    import lightning.pytorch as pl
+    """A limit on the size of files stands in for a disk without room, for the saves of some steps."""
 
-    class FullDisk(pl.Callback):
-        """A limit on the size of files stands in for a disk without room, for the saves of some steps."""
+    def limit(trainer: Any, *_: Any) -> None:
+        # Else it would depend on the clock which save meets the limit.
+        trainer.strategy.checkpointing.finish()
+        trainer.strategy.barrier()
+        seen[trainer.global_step] = _names(folder)
+        trainer.strategy.barrier()
+        if trainer.global_rank == victim:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            size = 10_000 if first <= trainer.global_step + 1 <= last else resource.RLIM_INFINITY
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
-        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-            # Else it would depend on the clock which save meets the limit.
-            trainer.strategy.checkpointing.finish()
-            trainer.strategy.barrier()
-            seen[trainer.global_step] = _names(folder)
-            trainer.strategy.barrier()
-            if trainer.global_rank == victim:
-                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-                limit = 10_000 if first <= trainer.global_step + 1 <= last else resource.RLIM_INFINITY
-                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-
-    return FullDisk()
+    return callback(on_train_batch_start=limit)
 
 
 def _names(folder: Path) -> list[str]:
@@ -89,13 +86,7 @@ def test_a_last_save_that_fails_ends_the_run(tmp_path: Path) -> None:
 
 
 def _train_with_state_that_is_no_data(run: Run, folder: Path) -> None:
-    import lightning.pytorch as pl
-
-    class Odd(pl.Callback):
-        def state_dict(self) -> dict[str, Any]:
-            return {"path": object()}
-
-    fit(run, Odd(), checkpoints_at(folder))
+    fit(run, callback(state_dict=lambda: {"path": object()}), checkpoints_at(folder))
 
 
 def test_a_mistake_of_the_users_ends_the_run_at_the_first_save(tmp_path: Path) -> None:
@@ -114,6 +105,14 @@ def test_a_folder_that_cannot_be_made_from_the_start_is_noticed_before_the_first
     assert "step=1.ckpt" not in str(caught.value)
 
 
+def _fails(error: Exception, rank: int | None = None) -> Any:
+    def fail(trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 3 and rank in (None, trainer.global_rank):
+            raise error
+
+    return callback(on_train_batch_start=fail)
+
+
 def _fail_on_one_rank(run: Run, folder: Path) -> None:
     """A save is under way when rank 1 alone meets what the library takes for a user's mistake."""
     from datetime import timedelta
@@ -126,12 +125,12 @@ def _fail_on_one_rank(run: Run, folder: Path) -> None:
     Save.is_written = lambda self: False  # type: ignore[method-assign]
     checkpointing._PATIENCE = timedelta(seconds=1)
 
-    class Fails(pl.Callback):
-        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-            if trainer.global_step == 3 and trainer.global_rank == 1:
-                raise DataError("a bad sample")
-
-    fit(run, Fails(), pl.callbacks.OnExceptionCheckpoint(folder, "rescue"), checkpoints_at(folder, save_top_k=1))
+    fit(
+        run,
+        _fails(DataError("a bad sample"), rank=1),
+        pl.callbacks.OnExceptionCheckpoint(folder, "rescue"),
+        checkpoints_at(folder, save_top_k=1),
+    )
 
 
 def test_a_rank_that_fails_alone_does_not_wait_for_the_others(tmp_path: Path) -> None:
@@ -146,12 +145,7 @@ def test_a_rank_that_fails_alone_does_not_wait_for_the_others(tmp_path: Path) ->
 def _fail_on_all_ranks(run: Run, folder: Path) -> None:
     import lightning.pytorch as pl
 
-    class Fails(pl.Callback):
-        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-            if trainer.global_step == 3:
-                raise RuntimeError("everywhere")
-
-    fit(run, Fails(), pl.callbacks.OnExceptionCheckpoint(folder, "rescue"))
+    fit(run, _fails(RuntimeError("everywhere")), pl.callbacks.OnExceptionCheckpoint(folder, "rescue"))
 
 
 def test_ranks_that_fail_together_save_where_a_callback_says_so(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint import stores
-from tests.checkpoint.runs import Run, Trace, checkpoints_at, differences, fit, train
+from tests.checkpoint.runs import Run, Trace, callback, checkpoints_at, differences, fit, train
 from tests.ranks import run_ranks
 
 RUN = Run(strategy={"tp": 2}, trainer={"max_steps": 6})
@@ -61,8 +61,6 @@ def test_a_run_is_kept_in_a_store_as_on_a_disk(tmp_path: Path, is_async: bool) -
 
 def _replaced_half(address: str) -> list[str]:
     """What is left of a name under which a second checkpoint was being published when the store failed."""
-    import lightning.pytorch as pl
-
     from lightning_megatron.checkpoint.files import find_newest
     from lightning_megatron.errors import CheckpointError
     from lightning_megatron.files import as_path
@@ -70,13 +68,12 @@ def _replaced_half(address: str) -> list[str]:
     stores.register()
     run = Run(trainer={"max_steps": 2})
 
-    class FailsFromNowOn(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            stores.SharedFileSystem.copies_left = 2 if trainer.global_step == 2 else None
+    def fail_from_now_on(trainer: Any, *_: Any) -> None:
+        stores.SharedFileSystem.copies_left = 2 if trainer.global_step == 2 else None
 
     keeper = checkpoints_at(address, filename="same", save_top_k=1, enable_version_counter=False)  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="the store is gone"):
-        fit(run, FailsFromNowOn(), keeper)
+        fit(run, callback(on_train_batch_end=fail_from_now_on), keeper)
     path = as_path(address) / "same.ckpt"
     found = [f"{find_newest(path).step} of {sorted(each.name for each in as_path(address).iterdir())}"]
     stores.SharedFileSystem.copies_left = None

@@ -10,6 +10,7 @@ import pytest
 from tests.checkpoint.runs import (
     GLOBAL_BATCH,
     Run,
+    callback,
     fit,
     live_state,
     make_module,
@@ -71,17 +72,9 @@ def test_resuming_from_weights_is_refused_on_all_ranks(tmp_path: Path) -> None:
 
 def _weights_around_a_step_at_rate_zero(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     """Weights as they were loaded, and after an optimizer step that must not move them."""
-    import lightning.pytorch as pl
-
-    class Before(pl.Callback):
-        weights: dict[str, Any]
-
-        def on_train_start(self, trainer: Any, module: Any) -> None:
-            self.weights = _weights(live_state(trainer))
-
-    before = Before()
-    _, trace = fit(run.but(module={"lr": 0.0}), before)
-    return before.weights, _weights(trace.state)
+    before: dict[str, Any] = {}
+    watch = callback(on_train_start=lambda trainer, _: before.update(_weights(live_state(trainer))))
+    return before, _weights(fit(run.but(module={"lr": 0.0}), watch)[1].state)
 
 
 def _weights(state: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from tests.checkpoint.runs import callback
 from tests.parity.comparison import assert_same_tensors
 from tests.parity.hugging_face import tensors_of, train_hugging_face
 from tests.parity.sharding import Tensors, finish_parameter_gathers, shards
@@ -58,21 +59,16 @@ Result = tuple[list[float], list[float], Tensors, Tensors, int, int]
 
 def _train(case: Case, what: What, **options: Any) -> Result:
     """Losses, gradient norms, weights before and after, and numbers in moments and in weights that may change."""
-    from lightning.pytorch import Callback
-
     losses, norms = [], []
     before: Tensors = {}
 
-    class Watch(Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            before.update(tensors_of(pl_module))
+    def keep(trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        losses.append(outputs["loss"].item())
+        norms.append(trainer.strategy.optimizer_report.grad_norm)
 
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            losses.append(outputs["loss"].item())
-            norms.append(trainer.strategy.optimizer_report.grad_norm)
-
+    watch = callback(on_train_start=lambda _, module: before.update(tensors_of(module)), on_train_batch_end=keep)
     ckpt_path = options.pop("ckpt_path", None)
-    options["callbacks"] = [Watch(), *options.pop("callbacks", [])]
+    options["callbacks"] = [watch, *options.pop("callbacks", [])]
     module, trainer = _module(case, what), trainer_of(case, **options)
     trainer.fit(module, loader_of(case), ckpt_path=ckpt_path)
     finish_parameter_gathers(module)
@@ -152,13 +148,9 @@ def _resumed_without_freezing(case: Case, folder: Path) -> str:
 
 
 def _refused(case: Case) -> list[str]:
-    from lightning.pytorch import Callback
-
     from lightning_megatron import ConfigError, MegatronModule
 
-    class Late(Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-            pl_module.model_chunks.requires_grad_(False)
+    late = callback(on_train_batch_end=lambda trainer, module, *_: module.model_chunks.requires_grad_(False))
 
     class OnFitStart(MegatronModule):
         def on_fit_start(self) -> None:
@@ -167,7 +159,7 @@ def _refused(case: Case) -> list[str]:
     frozen = module_of(case)
     frozen.freeze()
     messages = []
-    for module, callbacks in ((module_of(case, OnFitStart), []), (module_of(case), [Late()]), (frozen, [])):
+    for module, callbacks in ((module_of(case, OnFitStart), []), (module_of(case), [late]), (frozen, [])):
         with pytest.raises(ConfigError) as raised:
             trainer_of(case, callbacks=callbacks).fit(module, loader_of(case))
         messages.append(str(raised.value))

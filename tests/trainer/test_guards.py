@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.checkpoint import runs
-from tests.checkpoint.runs import GLOBAL_BATCH, Run, Trace, checkpoints_at, differences, fit, rows_dataset
+from tests.checkpoint.runs import GLOBAL_BATCH, Run, Trace, callback, checkpoints_at, differences, fit, rows_dataset
 from tests.ranks import run_ranks
 
 STEPS, SPIKE = 12, 6
@@ -120,23 +120,20 @@ def test_the_run_behind_a_spike_equals_one_that_had_left_its_samples_out(
 
 def _with_a_bit_flipped(strategy: dict[str, Any], flips: list[tuple[int, str]]) -> list[str]:
     """What a run says in which a rank's bit flips, for each rank and name of a weight; first, without."""
-    from lightning.pytorch import Callback
-
     from lightning_megatron import ReplicaCheck
     from lightning_megatron.errors import NumericsError
 
-    class Flip(Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-            for name, weight in pl_module.model_chunks[0].named_parameters():
-                if trainer.global_step == 2 and int(os.environ["RANK"]) == self.rank and name.endswith(self.name):
+    said = []
+    for rank, end in [(-1, ""), *flips]:
+
+        def flip(trainer: Any, module: Any, *_: Any, rank: int = rank, end: str = end) -> None:
+            for name, weight in module.model_chunks[0].named_parameters():
+                if trainer.global_step == 2 and int(os.environ["RANK"]) == rank and name.endswith(end):
                     weight.data.view(torch.int32).view(-1)[5] ^= 1
 
-    said = []
-    for rank, name in [(-1, ""), *flips]:
-        flip = Flip()
-        flip.rank, flip.name = rank, name  # type: ignore[attr-defined]
+        flips_a_bit, run = callback(on_train_batch_end=flip), Run(strategy=strategy, trainer={"max_steps": 4})
         try:
-            fit(Run(strategy=strategy, trainer={"max_steps": 4}), flip, ReplicaCheck(every_n_steps=2))
+            fit(run, flips_a_bit, ReplicaCheck(every_n_steps=2))
             said.append("")
         except NumericsError as error:
             said.append(str(error))

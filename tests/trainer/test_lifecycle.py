@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.checkpoint.runs import callback
 from tests.parity.training import Case, Layout, loader_of, module_of, outcome, trainer_of
 from tests.ranks import run_ranks
 
@@ -61,22 +62,15 @@ def _same_on_all(case: Case, phases: tuple[str, ...]) -> list[float]:
 
 
 def _two_fits_of_one_module(case: Case) -> list[float]:
-    from lightning.pytorch import Callback
-
-    first_losses: list[float] = []
-
-    class Watch(Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 0:
-                first_losses.append(outputs["loss"].item())
-
+    losses: list[float] = []
+    watch = callback(on_train_batch_end=lambda trainer, module, outputs, *_: losses.append(outputs["loss"].item()))
     module = module_of(case)
-    trainer_of(case, callbacks=[Watch()]).fit(module, loader_of(case))
+    trainer_of(case).fit(module, loader_of(case))
     (metrics,) = trainer_of(case).validate(module, loader_of(case), verbose=False)
     # One batch, so that its training loss is the loss of the epoch.
     whole_epoch = replace(case, steps=1, global_batch_size=case.steps * case.global_batch_size)
-    trainer_of(whole_epoch, callbacks=[Watch()]).fit(module, loader_of(whole_epoch))
-    return [metrics["val_loss"], first_losses[-1]]
+    trainer_of(whole_epoch, callbacks=[watch]).fit(module, loader_of(whole_epoch))
+    return [metrics["val_loss"], *losses]
 
 
 def test_a_second_fit_of_a_module_goes_on_from_its_weights() -> None:
@@ -158,16 +152,13 @@ def test_torch_megatron_and_the_environment_are_as_before(end: str, precision: s
 
 def _between_engine_calls(case: Case) -> list[str]:
     """What a callback sees of the engine's changes while training goes on."""
-    from lightning.pytorch import Callback
-
     patched, state, changed = _patched_attributes(False), _torch_state(), set()
 
-    class Watch(Callback):
-        def on_train_batch_end(self, *args: Any) -> None:
-            changed.update(name for name, value in _patched_attributes(False).items() if value is not patched[name])
-            changed.update(name for name in ("cuda", "modes") if _torch_state()[name] != state[name])
+    def look(*_: Any) -> None:
+        changed.update(name for name, value in _patched_attributes(False).items() if value is not patched[name])
+        changed.update(name for name in ("cuda", "modes") if _torch_state()[name] != state[name])
 
-    trainer_of(case, callbacks=[Watch()]).fit(module_of(case), loader_of(case))
+    trainer_of(case, callbacks=[callback(on_train_batch_end=look)]).fit(module_of(case), loader_of(case))
     return sorted(changed)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.checkpoint.runs import callback
 from tests.parity.training import Case, Layout, Sentences, module_of, trainer_of
 from tests.ranks import run_ranks
 
@@ -41,18 +42,10 @@ def _counting_step() -> Any:
 
 
 def _validate_twice(case: Case, on_epoch: Callable[[], None] = lambda: None) -> list[dict[str, float]]:
-    from lightning.pytorch import Callback
-
-    class Watch(Callback):
-        def on_validation_epoch_end(self, *args: Any) -> None:
-            on_epoch()
-
-        def on_test_epoch_end(self, *args: Any) -> None:
-            on_epoch()
-
+    watch = callback(on_validation_epoch_end=lambda *_: on_epoch(), on_test_epoch_end=lambda *_: on_epoch())
     module = module_of(case, train_step=_counting_step())
     loader: DataLoader[Any] = DataLoader(Sentences(ROWS), batch_size=4)
-    trainer = trainer_of(case, callbacks=[Watch()])
+    trainer = trainer_of(case, callbacks=[watch])
     first = trainer.validate(module, loader, verbose=False)[0]
     second = trainer.validate(module, loader, verbose=False)[0]
     tested = trainer.test(module, loader, verbose=False)[0]

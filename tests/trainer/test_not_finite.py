@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.checkpoint.runs import callback
 from tests.parity.sharding import shards
 from tests.parity.training import Case, Layout, Sentences, module_of, trainer_of
 from tests.ranks import run_ranks
@@ -65,23 +66,17 @@ class Run:
 
 def _run(case: Case, kind: Kind | None, on_nan: str, *, leave_out: bool = False, **options: Any) -> Run:
     """Five steps, or those but the bad one; ``options`` are ``fit``'s ``ckpt_path`` and the Trainer's."""
-    from lightning.pytorch import Callback
-
     from lightning_megatron import LRSchedule
     from lightning_megatron.errors import NonFiniteError
 
-    skipped, rates, first_weights = [], [], []
-
-    class Watch(Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            first_weights.extend(shard.data for shard in shards(pl_module))
-
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            rates.append(trainer.optimizers[0].param_groups[0]["lr"])
-
-        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            skipped.append(float(trainer.callback_metrics.get("skipped_steps", math.nan)))
-
+    skipped: list[float] = []
+    rates: list[float] = []
+    first_weights: list[torch.Tensor] = []
+    watch = callback(
+        on_train_start=lambda _, module: first_weights.extend(shard.data for shard in shards(module)),
+        on_train_batch_start=lambda trainer, *_: rates.append(trainer.optimizers[0].param_groups[0]["lr"]),
+        on_train_end=lambda trainer, _: skipped.append(float(trainer.callback_metrics.get("skipped_steps", math.nan))),
+    )
     tokens = Sentences(5 * 12).tokens
     dp = case.layout.dp
     copy = int(os.environ["RANK"]) // case.layout.tp % dp
@@ -90,7 +85,7 @@ def _run(case: Case, kind: Kind | None, on_nan: str, *, leave_out: bool = False,
     loader = DataLoader(given, batch_size=None)  # type: ignore[arg-type]
     module = module_of(case, train_step=_bad_step(kind), lr_schedule=LRSchedule(warmup_steps=3, init_lr=case.lr / 10))
     ckpt_path = options.pop("ckpt_path", None)
-    options["callbacks"] = [Watch(), *options.pop("callbacks", [])]
+    options["callbacks"] = [watch, *options.pop("callbacks", [])]
     trainer = trainer_of(replace(case, steps=len(given)), use_distributed_sampler=False, **options)
     trainer.strategy.on_nan = on_nan
     error = ""

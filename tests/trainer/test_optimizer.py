@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.checkpoint.runs import callback
 from tests.parity.comparison import assert_same_tensors
 from tests.parity.sharding import Tensors
 from tests.parity.training import (
@@ -112,22 +113,19 @@ def _torch_rates() -> list[float]:
 
 def _rates(case: Case, kind: str, epochs: int) -> tuple[list[float], float]:
     """The learning rate that each step used, and the one logged last."""
-    from lightning.pytorch import Callback
-
     from lightning_megatron import LRSchedule
 
-    rates = []
+    rates: list[float] = []
 
-    class Watch(Callback):
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            (rate,) = {group["lr"] for group in trainer.strategy.optimizers[0].inner.param_groups}
-            rates.append(rate)
+    def keep(trainer: Any, *_: Any) -> None:
+        (rate,) = {group["lr"] for group in trainer.strategy.optimizers[0].inner.param_groups}
+        rates.append(rate)
 
     own = kind != "linear"
     schedule = LRSchedule(style="linear", warmup_steps=2, min_lr=LR / 10)
     module = _module_with_scheduler(case, kind) if own else module_of(case, lr_schedule=schedule)
     limits = {"max_steps": -1, "max_epochs": epochs} if own or epochs > 1 else {}
-    trainer = trainer_of(case, callbacks=[Watch()], **limits)
+    trainer = trainer_of(case, callbacks=[callback(on_train_batch_start=keep)], **limits)
     trainer.fit(module, loader_of(case), loader_of(replace(case, steps=1)))
     return rates, trainer.callback_metrics["lr"].item()
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import pytest
 import torch
 
+from tests.checkpoint.runs import callback
 from tests.parity.sharding import shards
 from tests.parity.training import Case, Layout, loader_of, module_of, trainer_of
 from tests.ranks import run_ranks
@@ -63,25 +63,10 @@ def test_gradients_master_weights_and_moments_are_fp32_in_every_mode() -> None:
 # ---- fp16 -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """What one optimizer step of a 16-mixed run did."""
-
-    skipped: bool
-    loss_scale: float
-    """After the step."""
-    lr: float
-    """For the next step."""
-    weights_changed: bool
-
-
 def _steps_in_fp16(
-    layout: Layout,
-    initial_scale: float,
-    overflow_at: int | None = None,
-    accelerator: Literal["cpu", "gpu"] = "cpu",
-) -> list[Step]:
-    """Train in fp16 with a warm-up, so that every step has another learning rate.
+    layout: Layout, initial_scale: float, overflow_at: int | None = None, accelerator: Literal["cpu", "gpu"] = "cpu"
+) -> list[dict[str, Any]]:
+    """What each step did in fp16 with a warm-up, so that every step has another learning rate.
 
     Args:
         layout: The layout.
@@ -89,40 +74,31 @@ def _steps_in_fp16(
         overflow_at: The step at which the last rank, and only that one, gets infinite gradients.
         accelerator: Where to train.
     """
-    from lightning.pytorch import Callback
-
     from lightning_megatron import LRSchedule
 
-    steps: list[Step] = []
+    steps: list[dict[str, Any]] = []
+    weights: list[list[torch.Tensor]] = []
 
-    class Watch(Callback):
-        def __init__(self) -> None:
-            self.weights: list[torch.Tensor] = []
+    def keep(trainer: Any, module: Any, *_: Any) -> None:
+        weights.append([shard.data for shard in shards(module)])
 
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            self.weights = [shard.data for shard in shards(pl_module)]
+    def overflow(trainer: Any, module: Any, optimizer: Any) -> None:
+        if trainer.global_step == overflow_at and trainer.global_rank == trainer.world_size - 1:
+            for parameter in module.model_chunks.parameters():
+                parameter.main_grad.fill_(torch.inf)
 
-        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-            if trainer.global_step == overflow_at and trainer.global_rank == trainer.world_size - 1:
-                for parameter in pl_module.model_chunks.parameters():
-                    parameter.main_grad.fill_(torch.inf)
+    def note(trainer: Any, module: Any, *_: Any) -> None:
+        keep(trainer, module)
+        report, rate = trainer.strategy.optimizer_report, trainer.optimizers[0].param_groups[0]["lr"]
+        changed = any(not torch.equal(a, b) for a, b in zip(*weights[-2:], strict=True))
+        # The loss scale after the step, the learning rate for the next one.
+        steps.append({"skipped": report.skipped, "scale": report.loss_scale, "lr": rate, "changed": changed})
 
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            before, self.weights = self.weights, [shard.data for shard in shards(pl_module)]
-            report = trainer.strategy.optimizer_report
-            steps.append(
-                Step(
-                    skipped=report.skipped,
-                    loss_scale=report.loss_scale,
-                    lr=trainer.optimizers[0].param_groups[0]["lr"],
-                    weights_changed=any(not torch.equal(a, b) for a, b in zip(before, self.weights, strict=True)),
-                )
-            )
-
+    watch = callback(on_train_start=keep, on_before_optimizer_step=overflow, on_train_batch_end=note)
     optimizer = (("initial_loss_scale", initial_scale), ("loss_scale_window", 4), ("eps", 1e-3))
     case = Case(layout=layout, steps=10, labels="uneven", optimizer=optimizer, accelerator=accelerator)
     module = module_of(case, lr_schedule=LRSchedule(warmup_steps=9, init_lr=case.lr / 10))
-    _trainer(case, "16-mixed", callbacks=[Watch()]).fit(module, loader_of(case))
+    _trainer(case, "16-mixed", callbacks=[watch]).fit(module, loader_of(case))
     return steps
 
 
@@ -149,20 +125,20 @@ def _loss_scales(initial: float, skipped: list[bool]) -> list[float]:
 def test_steps_that_overflow_change_nothing_but_the_loss_scale() -> None:
     # Times 2**22 the gradients are beyond fp16's 65504, times 2**16 they are not.
     (steps,) = run_ranks(_steps_in_fp16, 1, Layout(), 2.0**22)
-    assert [step.skipped for step in steps[:2]] == [True, True]
-    assert not all(step.skipped for step in steps)
-    assert [step.loss_scale for step in steps] == _loss_scales(2.0**22, [step.skipped for step in steps])
+    assert [step["skipped"] for step in steps[:2]] == [True, True]
+    assert not all(step["skipped"] for step in steps)
+    assert [step["scale"] for step in steps] == _loss_scales(2.0**22, [step["skipped"] for step in steps])
     updates = 0
     for step in steps:
-        updates += not step.skipped
-        assert step.weights_changed == (not step.skipped)
-        assert step.lr == pytest.approx(_lr_after(updates))
+        updates += not step["skipped"]
+        assert step["changed"] == (not step["skipped"])
+        assert step["lr"] == pytest.approx(_lr_after(updates))
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu(4))])
 def test_an_overflow_on_one_rank_is_skipped_by_all(accelerator: str) -> None:
     for steps in run_ranks(_steps_in_fp16, 4, FOUR_RANKS, 2.0**10, 2, accelerator):
-        assert [step.skipped for step in steps] == [False, False, True] + [False] * 7
-        assert [step.weights_changed for step in steps] == [not step.skipped for step in steps]
-        assert [step.loss_scale for step in steps] == [2.0**10] * 6 + [2.0**11] * 4
-        assert [step.lr for step in steps[1:4]] == pytest.approx([_lr_after(2), _lr_after(2), _lr_after(3)])
+        assert [step["skipped"] for step in steps] == [False, False, True] + [False] * 7
+        assert [step["changed"] for step in steps] == [not step["skipped"] for step in steps]
+        assert [step["scale"] for step in steps] == [2.0**10] * 6 + [2.0**11] * 4
+        assert [step["lr"] for step in steps[1:4]] == pytest.approx([_lr_after(2), _lr_after(2), _lr_after(3)])

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoint.runs import callback
 from tests.parity.training import Case, Layout, loader_of, module_of, trainer_of
 from tests.ranks import run_ranks
 
@@ -25,18 +26,13 @@ Metrics = dict[str, float]
 
 def _metrics_on_the_way(case: Case) -> list[Metrics]:
     """Everything that callbacks can see, after each training step and after each validation."""
-    from lightning.pytorch import Callback
-
     seen: list[Metrics] = []
 
-    class Watch(Callback):
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            seen.append({name: value.item() for name, value in trainer.callback_metrics.items()})
+    def keep(trainer: Any, *_: Any) -> None:
+        seen.append({name: value.item() for name, value in trainer.callback_metrics.items()})
 
-        def on_validation_end(self, trainer: Any, *args: Any) -> None:
-            seen.append({name: value.item() for name, value in trainer.callback_metrics.items()})
-
-    trainer = trainer_of(case, callbacks=[Watch()], max_steps=-1, max_epochs=2)
+    watch = callback(on_train_batch_end=keep, on_validation_end=keep)
+    trainer = trainer_of(case, callbacks=[watch], max_steps=-1, max_epochs=2)
     trainer.fit(module_of(case), loader_of(case), loader_of(replace(case, steps=2)))
     return seen
 
@@ -83,21 +79,15 @@ def _with_everything(case: Case, folder: Path) -> Report:
 
     val_losses: list[float] = []
 
-    class Watch(callbacks.Callback):
-        def on_validation_end(self, trainer: Any, *args: Any) -> None:
-            if trainer.state.fn == "fit" and not trainer.sanity_checking:
-                val_losses.append(trainer.callback_metrics["val_loss"].item())
+    def keep(trainer: Any, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            val_losses.append(trainer.callback_metrics["val_loss"].item())
 
     stopping = callbacks.EarlyStopping("val_loss", mode="max", patience=2)
+    shown = callbacks.TQDMProgressBar(), callbacks.LearningRateMonitor(), callbacks.ModelSummary(max_depth=3)
     trainer = trainer_of(
         case,
-        callbacks=[
-            Watch(),
-            stopping,
-            callbacks.TQDMProgressBar(),
-            callbacks.LearningRateMonitor(),
-            callbacks.ModelSummary(max_depth=3),
-        ],
+        callbacks=[callback(on_validation_end=keep), stopping, *shown],
         logger=loggers.CSVLogger(folder, "csv"),
         enable_progress_bar=True,
         enable_model_summary=True,
