@@ -46,6 +46,7 @@ from torch.distributed.checkpoint.filesystem import (
     _write_item,
 )
 from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save as save_at_once
 
 from lightning_megatron import files
 from lightning_megatron.checkpoint.files import (
@@ -87,7 +88,10 @@ def described(run: RunState, lightning_state: Mapping[str, Any], path: Path) -> 
 class Save:
     """One checkpoint on its way to its name. Every rank makes the same calls, inside the engine (``Runtime.active``).
 
-    Training may go on as soon as this exists: threads write a copy of the run.
+    Training may go on as soon as this exists: threads write a copy of the run. A fork would double the memory of a
+    trainer with its GPU context, and a spawned process would run the user's script again. Threads leave the interpreter
+    to the trainer, because nearly all of their time passes in system calls and in zlib, on large pieces; torch's own
+    checksum of an archive's entries, which holds the interpreter, is off meanwhile.
     """
 
     def __init__(self, run: RunState, meta: bytes, path: Path, memory: HostMemory) -> None:
@@ -108,30 +112,51 @@ class Save:
         self._partial = path.with_name(path.name + files.PARTIAL)
         if files.is_remote(path) and not (path / META).is_file():
             self._partial = path  # a store would have to copy all of it
-        self._writer: ShardWriter | None = None
+        self._jobs: list[Future[_Written]] = []
+        self._is_abandoned = threading.Event()
+        self._has_archive_checksums = torch.serialization.get_crc32_options()
         self._begin = time.monotonic()
         self._lock = _on_rank_0(lambda: _start_partial(path, self._partial), self._refusal)
         try:
-            finish_parameter_gathers(run.chunks)
-            self._writer = ShardWriter(
-                sharded_state(run),
-                self._partial,
-                memory,
-                self._refusal,
-                plain={rng_file(dist.get_rank()): torch_bytes(run.rng.state_dict())},
-                copies=_copies(run),
-            )
+            self._start(run, memory)
         except BaseException:
             self.abandon()
             raise
         self._stall = time.monotonic() - self._begin
+
+    def _start(self, run: RunState, memory: HostMemory) -> None:
+        finish_parameter_gathers(run.chunks)
+        plan, planner, common = _planned(sharded_state(run), _copies(run))
+        plans = _gathered(plan)
+        # Not the planner's own, which refuses moments with gaps, where layers that are stacked with others are frozen.
+        self._table = create_default_global_save_plan(plans)[1] if plans else None
+        _on_all_ranks(lambda: self._partial.mkdir(parents=True, exist_ok=True), self._refusal)
+        contents: dict[str, bytes | Shards] = {rng_file(dist.get_rank()): torch_bytes(run.rng.state_dict())}
+        if dist.get_rank() == 0:
+            contents |= {COMMON: torch_bytes(common), BACKENDS: json.dumps(KNOWN_BACKENDS).encode()}
+        contents |= _on_all_ranks(lambda: _staged(plan, planner, memory), self._refusal)
+        without_checksums = partial(torch.serialization.set_crc32_options, False)
+        threads = ThreadPoolExecutor(_FILES_PER_RANK + 1, initializer=without_checksums)
+        self._jobs = [threads.submit(self._write, name, content) for name, content in contents.items()]
+        threads.shutdown(wait=False)
+
+    def _write(self, name: str, content: bytes | Shards) -> _Written:
+        results = []
+        with files.written(self._partial / name, _BUFFER) as stream:
+            file = _ChecksummedFile(stream, self._is_abandoned)
+            if isinstance(content, bytes):
+                file.write(content)
+            else:
+                as_it_is, how = _StorageWriterTransforms(), SerializationFormat.TORCH_SAVE
+                results = [_write_item(as_it_is, file, data, item, name, how) for item, data in content]  # type: ignore[arg-type]
+        return name, file.checksums, results
 
     def is_written(self) -> bool:
         """Whether this rank's files are on the disk, or have failed; costs nothing and does not communicate.
 
         Ranks differ: ``finish`` waits for all of them, so ask all ranks first if training should not wait.
         """
-        return self._writer is None or self._writer.is_written
+        return all(job.done() for job in self._jobs)
 
     def finish(self, *, in_background: bool = False) -> None:
         """Wait for all ranks' files, complete the checkpoint and give it its name.
@@ -143,19 +168,18 @@ class Save:
             CheckpointError: On all ranks alike if any rank could not write; ``path`` is then as it was, and nothing
                 half-written is left.
         """
-        assert self._writer is not None
         try:
-            checksums = self._writer.finish()
-            _on_rank_0(lambda: self._complete(checksums, in_background), self._refusal)
+            written = _gathered(_on_all_ranks(lambda: [job.result() for job in self._wait()], self._refusal))
+            _on_rank_0(lambda: self._complete(list(itertools.chain(*written)), in_background), self._refusal)
         except BaseException:
             self.abandon()
             raise
         self._release()
 
     def abandon(self) -> None:
-        """Stop writing and delete what is there; does not communicate."""
-        if self._writer is not None:
-            self._writer.abandon()
+        """Stop writing, wait for it, and delete what is there; does not communicate."""
+        self._is_abandoned.set()
+        self._wait()
         if dist.get_rank() == 0:
             _delete_partial(self._partial)
         self._release()
@@ -170,16 +194,25 @@ class Save:
             f"{size / _GIGABYTE / seconds:.3g} GB/s; training stood still for {self._stall:.3g} s"
         )
 
-    def _complete(self, checksums: dict[str, FileChecksums], in_background: bool) -> None:
+    def _wait(self) -> list[Future[_Written]]:
+        wait(self._jobs)
+        # The option belongs to a thread in torch 2.13, and to the program in some earlier versions.
+        torch.serialization.set_crc32_options(self._has_archive_checksums)
+        return self._jobs
+
+    def _complete(self, written: Sequence[_Written], in_background: bool) -> None:
         """Write what only rank 0 writes, ``meta.pt`` last, which says that all the rest is there."""
         partial, sizes = self._partial, files.file_sizes(self._partial)
-        for name, each in checksums.items():
+        for name, each, _ in written:
             if sizes.get(name) != each.size:
                 raise CheckpointError(
                     f"rank 0 does not see {name}, as another rank has written it, in {partial}; keep checkpoints "
                     "(dirpath, default_root_dir) on a file system that all hosts share, and let nobody else change them"
                 )
-        write_checksums(partial, {**checksums, META: checksums_of(self._meta)})
+        assert self._table is not None
+        _writer(partial).finish(self._table, [results for *_, results in written])
+        of_table, of_meta = (checksums_of(data) for data in ((partial / TABLE).read_bytes(), self._meta))
+        write_checksums(partial, {**{name: each for name, each, _ in written}, TABLE: of_table, META: of_meta})
         with files.written(partial / META) as stream:
             stream.write(self._meta)
         check_complete(partial)
@@ -252,8 +285,13 @@ def write_weights(chunks: list[Any], parent: Path) -> Path:
         folder = [str(parent / f"megatron_relayout_{uuid.uuid4().hex}")]
     dist.broadcast_object_list(folder, 0)
     finish_parameter_gathers(chunks)
-    path, refusal = files.as_path(folder[0]), f"weights are not written to {folder[0]}"
-    ShardWriter(sharded_weights(chunks), path, HostMemory(in_place=True), refusal).finish()
+    path = files.as_path(folder[0])
+    refusal = f"weights are not written to {path}"
+    with failures_as_errors(refusal):
+        _, planner, common = _planned(sharded_weights(chunks), None)
+        save_at_once(planner.state_dict, storage_writer=_writer(path), planner=planner)
+    rest = {COMMON: torch_bytes(common), BACKENDS: json.dumps(KNOWN_BACKENDS).encode()}
+    _on_rank_0(lambda: [(path / name).write_bytes(data) for name, data in rest.items()], refusal)
     return path
 
 
@@ -265,104 +303,14 @@ _FILES_PER_RANK = 4
 Shards = Sequence[tuple[Any, io.BytesIO | torch.Tensor]]
 """What one file holds, each with its ``WriteItem``."""
 
+_Written = tuple[str, FileChecksums, list[Any]]
+"""A file's name and checksums, and torch's ``WriteResult`` of each shard in it."""
 
-class ShardWriter:
-    """Writes a sharded state dict into a folder as Megatron's ``torch_dist``; every rank makes the same calls.
 
-    The files of a rank are written by threads of its own: a fork would double the memory of a trainer with its GPU
-    context, and a spawned process would run the user's script again. Threads leave the interpreter to the trainer,
-    because nearly all of their time passes in system calls and in zlib, on large pieces; torch's own checksum of an
-    archive's entries, which holds the interpreter, is off meanwhile.
-    """
-
-    def __init__(
-        self,
-        state: dict[str, Any],
-        folder: Path,
-        memory: HostMemory,
-        refusal: str,
-        *,
-        plain: Mapping[str, bytes] | None = None,
-        copies: dist.ProcessGroup | None = None,
-    ) -> None:
-        """Copy ``state`` and begin to write.
-
-        Args:
-            state: Of ``sharded_state_dict``; what is not sharded in it is written by rank 0.
-            folder: Made if need be; nobody else writes there.
-            memory: For the copy; used until ``finish`` or ``abandon``.
-            refusal: What errors begin with.
-            plain: Whole contents of this rank's other files, by name.
-            copies: Ranks that hold the same; then each of them writes a part of it, not the first one everything.
-
-        Raises:
-            CheckpointError: On all ranks alike.
-        """
-        self._folder, self._refusal = folder, refusal
-        plan, planner, common = _planned(state, copies)
-        plans = _gathered(plan)
-        # Not the planner's own, which refuses moments with gaps, where layers that are stacked with others are frozen.
-        self._table = create_default_global_save_plan(plans)[1] if plans else None
-        _on_all_ranks(lambda: folder.mkdir(parents=True, exist_ok=True), refusal)
-        contents: dict[str, bytes | Shards] = dict(plain or {})
-        if dist.get_rank() == 0:
-            contents |= {COMMON: torch_bytes(common), BACKENDS: json.dumps(KNOWN_BACKENDS).encode()}
-        contents |= _on_all_ranks(lambda: _staged(plan, planner, memory), refusal)
-        self._is_abandoned = threading.Event()
-        self._has_archive_checksums = torch.serialization.get_crc32_options()
-        without_checksums = partial(torch.serialization.set_crc32_options, False)
-        threads = ThreadPoolExecutor(_FILES_PER_RANK + 1, initializer=without_checksums)
-        self._jobs = [threads.submit(self._write, name, content) for name, content in contents.items()]
-        threads.shutdown(wait=False)
-
-    @property
-    def is_written(self) -> bool:
-        """Whether this rank's files have been written, or have failed."""
-        return all(job.done() for job in self._jobs)
-
-    def finish(self) -> dict[str, FileChecksums]:
-        """Wait for all ranks' files and write the table of contents.
-
-        Returns:
-            On rank 0 the checksums of every file of every rank.
-
-        Raises:
-            CheckpointError: On all ranks alike if any rank could not write.
-        """
-        every = _gathered(_on_all_ranks(lambda: [job.result() for job in self._wait()], self._refusal))
-        _on_rank_0(lambda: self._write_table([[r for _, _, of in mine for r in of] for mine in every]), self._refusal)
-        checksums = {name: each for mine in every for name, each, _ in mine}
-        if checksums:
-            checksums[TABLE] = checksums_of((self._folder / TABLE).read_bytes())
-        return checksums
-
-    def abandon(self) -> None:
-        """Stop soon, and wait for it; half-written files stay."""
-        self._is_abandoned.set()
-        self._wait()
-
-    def _wait(self) -> list[Future[Any]]:
-        wait(self._jobs)
-        # The option belongs to a thread in torch 2.13, and to the program in some earlier versions.
-        torch.serialization.set_crc32_options(self._has_archive_checksums)
-        return self._jobs
-
-    def _write(self, name: str, content: bytes | Shards) -> tuple[str, FileChecksums, list[Any]]:
-        """Write one file; its name, checksums, and torch's ``WriteResult`` of each shard in it."""
-        results = []
-        with files.written(self._folder / name, _BUFFER) as stream:
-            file = _ChecksummedFile(stream, self._is_abandoned)
-            if isinstance(content, bytes):
-                file.write(content)
-            else:
-                as_it_is, how = _StorageWriterTransforms(), SerializationFormat.TORCH_SAVE
-                results = [_write_item(as_it_is, file, data, item, name, how) for item, data in content]  # type: ignore[arg-type]
-        return name, file.checksums, results
-
-    def _write_table(self, results: list[list[Any]]) -> None:
-        assert self._table is not None
-        kind = FsspecWriter if files.is_remote(self._folder) else FileSystemWriter
-        kind(str(self._folder), sync_files=not files.is_remote(self._folder)).finish(self._table, results)
+def _writer(folder: Path) -> FileSystemWriter:
+    """Torch's, of which only the table of contents is used where threads write the files."""
+    kind = FsspecWriter if files.is_remote(folder) else FileSystemWriter
+    return kind(str(folder), sync_files=not files.is_remote(folder))
 
 
 def _planned(state: dict[str, Any], copies: dist.ProcessGroup | None) -> tuple[Any, MCoreSavePlanner, dict[str, Any]]:

@@ -45,23 +45,6 @@ def test_a_run_stays_near_that_of_bf16(model: str, fields: tuple[tuple[str, Any]
         assert error < TIMES_BF16 * relative_error(near.gradients[key], gradient), key
 
 
-def _measured(name: str, fp8: str | None) -> tuple[float, float]:
-    from benchmarks.cases import case_named
-    from benchmarks.recorder import Plan
-    from benchmarks.runs import run_megatron
-
-    case = replace(case_named(name), layout={"fp8": fp8}, precision="bf16-mixed")
-    plan = Plan(warmup_steps=4, steps=4, bare_steps=0)
-    measurement, _ = run_megatron(case, plan)
-    return measurement.loss_first, measurement.loss_last
-
-
-def test_a_bert_is_trained_too() -> None:
-    (near,), (found,) = (run_ranks(_measured, 1, "smoke-bert", fp8) for fp8 in (None, "tensorwise"))
-    assert found != near
-    assert found == pytest.approx(near, abs=NEAR)
-
-
 @pytest.mark.parametrize(
     ("layout", "same_as"),
     [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,17 +45,8 @@ def _loader_without(steps: tuple[int, ...], tp: int) -> Any:
     return lambda dp: DataLoader(given, batch_size=None)  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Guarded:
-    whole: Trace
-    never: Trace
-    resumed: Trace
-    states: list[dict[str, Any]]
-    told: list[str]
-    refusal: str
-
-
-def _guarded(strategy: dict[str, Any], folder: Path) -> Guarded:
+def _guarded(strategy: dict[str, Any], folder: Path) -> tuple[tuple[Trace, ...], list[dict[str, Any]], list[str], str]:
+    """The run, the one without the samples and the resumed one; states of guards; warnings; and the refusal."""
     from lightning_megatron import LRSchedule, SpikeGuard
     from lightning_megatron.errors import NumericsError
 
@@ -77,14 +67,8 @@ def _guarded(strategy: dict[str, Any], folder: Path) -> Guarded:
     resumed = fit(run.but(ckpt_path=str(folder / "step=8.ckpt")), guards[1], checkpoints_at(folder / "b", **keeper))[1]
     with pytest.raises(NumericsError) as error:
         fit(run, guards[2], checkpoints_at(folder / "c", **keeper))
-    return Guarded(
-        whole=whole,
-        never=never,
-        resumed=resumed,
-        states=[guard.state_dict() for guard in guards[:2]],
-        told=[str(each.message) for each in caught if "SpikeGuard" in str(each.message)],
-        refusal=str(error.value),
-    )
+    told = [str(each.message) for each in caught if "SpikeGuard" in str(each.message)]
+    return (whole, never, resumed), [guard.state_dict() for guard in guards[:2]], told, str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -101,20 +85,20 @@ def test_the_run_behind_a_spike_equals_one_that_had_left_its_samples_out(
     tmp_path: Path, strategy: dict[str, Any]
 ) -> None:
     ranks = 2 * strategy.get("tp", 1) * strategy.get("pp", 1)
-    for rank, guarded in enumerate(run_ranks(_guarded, ranks, strategy, tmp_path)):
-        whole, never = guarded.whole, guarded.never
+    for rank, (traces, states, warned, refusal) in enumerate(run_ranks(_guarded, ranks, strategy, tmp_path)):
+        whole, never, resumed = traces
         assert differences({**whole.state, "global_step": 0}, {**never.state, "global_step": 0}) == []
         for step in range(8, STEPS + 1):
             assert whole.steps[step] == never.steps[step - len(LEFT_OUT)]
         assert whole.steps[SPIKE]["loss"] > 10 * whole.steps[SPIKE - 1]["loss"]
-        assert differences(whole.state, guarded.resumed.state) == []
-        assert guarded.states[0] == guarded.states[1]
-        assert guarded.states[0]["rollbacks"] == 1
-        assert guarded.states[0]["last"] == [STEPS, whole.steps[STEPS]["loss"]]
-        assert guarded.refusal.startswith("SpikeGuard: the loss of step 6 is ")
-        assert "after max_rollbacks=0 rollbacks" in guarded.refusal
+        assert differences(whole.state, resumed.state) == []
+        assert states[0] == states[1]
+        assert states[0]["rollbacks"] == 1
+        assert states[0]["last"] == [STEPS, whole.steps[STEPS]["loss"]]
+        assert refusal.startswith("SpikeGuard: the loss of step 6 is ")
+        assert "after max_rollbacks=0 rollbacks" in refusal
         if rank == 0:
-            (told,) = guarded.told
+            (told,) = warned
             assert "again those of step 4, and the samples of steps 5 to 7 are left out; rollback 1 of 1" in told
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from tests.checkpoint.runs import callback
 from tests.parity.comparison import assert_same_run, assert_same_tensors
 from tests.parity.training import (
     SEQ_LENGTH,
@@ -32,43 +33,36 @@ Rows = list[dict[str, torch.Tensor]]
 # ---- which rows -----------------------------------------------------------------------------------------------------
 
 
-class Numbered(Dataset[dict[str, torch.Tensor]]):
-    """Each row consists of its own number."""
-
-    def __init__(self, num_rows: int) -> None:
-        self.num_rows = num_rows
-
-    def __len__(self) -> int:
-        return self.num_rows
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": torch.full((SEQ_LENGTH,), index)}
+NUMBERED = [{"input_ids": torch.full((SEQ_LENGTH,), index)} for index in range(24)]
+"""Each row consists of its own number."""
 
 
-def _rows_seen(layout: Layout, loader_options: dict[str, Any], epochs: int = 1) -> tuple[int, list[list[int]]]:
-    """This rank's copy of the model, and the numbers of the rows that it trained on, by epoch."""
+def _rows_seen(layout: Layout, loader_options: dict[str, Any], in_order: bool = False) -> tuple[int, list[list[int]]]:
+    """This rank's copy of the model, and the numbers of the rows that it trained on, in each of two epochs."""
     from lightning_megatron import MegatronModule
 
     seen: list[list[int]] = []
 
-    class Watching(MegatronModule):
-        def on_train_epoch_start(self) -> None:
-            seen.append([])
+    class InOrder(MegatronModule):
+        def train_dataloader(self) -> DataLoader[Any]:
+            place = {"num_replicas": self.megatron.data_parallel_size, "rank": self.megatron.data_parallel_rank}
+            sampler: Any = DistributedSampler(NUMBERED, shuffle=False, **place)  # type: ignore[arg-type]
+            return DataLoader(NUMBERED, batch_size=4, sampler=sampler)  # type: ignore[arg-type]
 
-        def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
-            seen[-1] += batch["input_ids"][:, 0].tolist()
-            return super().training_step(batch, batch_idx)
-
-    case = Case(layout=layout)
-    trainer = trainer_of(case, max_steps=-1, max_epochs=epochs)
-    trainer.fit(module_of(case, Watching), DataLoader(Numbered(24), batch_size=4, **loader_options))
+    watch = callback(
+        on_train_epoch_start=lambda *_: seen.append([]),
+        on_train_batch_start=lambda trainer, module, batch, _: seen[-1].extend(batch["input_ids"][:, 0].tolist()),
+    )
+    trainer = trainer_of(Case(layout=layout), max_steps=-1, max_epochs=2, callbacks=[watch])
+    loader = None if in_order else DataLoader(NUMBERED, batch_size=4, **loader_options)  # type: ignore[arg-type]
+    trainer.fit(module_of(Case(layout=layout), InOrder if in_order else None), loader)
     return trainer.strategy.data_parallel_rank, seen
 
 
 @pytest.mark.parametrize("options", [{}, {"shuffle": True, "num_workers": 1}], ids=str)
 def test_copies_share_an_epoch_and_the_ranks_of_a_copy_see_the_same(options: dict[str, Any]) -> None:
     by_copy: dict[int, list[list[int]]] = {}
-    for copy, seen in run_ranks(_rows_seen, 4, Layout(tp=2, dp=2), options, 2):
+    for copy, seen in run_ranks(_rows_seen, 4, Layout(tp=2, dp=2), options):
         assert by_copy.setdefault(copy, seen) == seen
     epochs = [first + second for first, second in zip(by_copy[0], by_copy[1], strict=True)]
     # Lightning shuffles training data for every distributed strategy, whatever the loader says.
@@ -77,29 +71,9 @@ def test_copies_share_an_epoch_and_the_ranks_of_a_copy_see_the_same(options: dic
     assert epochs[0] != list(range(24))
 
 
-def _rows_seen_in_own_order() -> list[int]:
-    from lightning_megatron import MegatronModule
-
-    seen: list[int] = []
-
-    class InOrder(MegatronModule):
-        def train_dataloader(self) -> DataLoader[Any]:
-            rows = Numbered(16)
-            place = {"num_replicas": self.megatron.data_parallel_size, "rank": self.megatron.data_parallel_rank}
-            return DataLoader(rows, batch_size=4, sampler=DistributedSampler(rows, shuffle=False, **place))
-
-        def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
-            seen.extend(batch["input_ids"][:, 0].tolist())
-            return super().training_step(batch, batch_idx)
-
-    case = Case(layout=Layout(tp=2, dp=2))
-    trainer_of(case, max_steps=-1, max_epochs=1).fit(module_of(case, InOrder))
-    return seen
-
-
 def test_a_sampler_of_ones_own_is_left_alone() -> None:
-    even, odd = list(range(0, 16, 2)), list(range(1, 16, 2))
-    assert run_ranks(_rows_seen_in_own_order, 4) == [even, even, odd, odd]
+    even, odd = (0, [list(range(0, 24, 2))] * 2), (1, [list(range(1, 24, 2))] * 2)
+    assert run_ranks(_rows_seen, 4, Layout(tp=2, dp=2), {}, True) == [even, even, odd, odd]
 
 
 class _Stream(IterableDataset[dict[str, torch.Tensor]]):
@@ -131,12 +105,12 @@ def _train_on_a_stream(case: Case) -> RankOutcome:
 
 
 def test_only_the_batches_of_the_first_rank_of_a_copy_count() -> None:
-    layout = Layout(tp=2, pp=2, num_microbatches=2)
-    case = Case(layout=layout, steps=4)
-    assert_same_run(
-        joined_outcome(run_ranks(_train_on_a_stream, 4, case)),
-        joined_outcome(run_ranks(_train_on_a_stream, 1, case.on_one_process)),
-    )
+    _assert_same_as_one_process(_train_on_a_stream, Case(layout=Layout(tp=2, pp=2, num_microbatches=2), steps=4))
+
+
+def _assert_same_as_one_process(train: Any, case: Case) -> None:
+    alone = joined_outcome(run_ranks(train, 1, case.on_one_process))
+    assert_same_run(joined_outcome(run_ranks(train, case.layout.world_size, case)), alone)
 
 
 # ---- ragged batches -------------------------------------------------------------------------------------------------
@@ -181,11 +155,7 @@ def _train_with_a_ragged_last_batch(case: Case) -> RankOutcome:
     ids=str,
 )
 def test_a_ragged_last_training_batch_trains_on_its_rows_alone(layout: Layout) -> None:
-    case = Case(steps=3, layout=layout)
-    assert_same_run(
-        joined_outcome(run_ranks(_train_with_a_ragged_last_batch, layout.world_size, case)),
-        joined_outcome(run_ranks(_train_with_a_ragged_last_batch, 1, case.on_one_process)),
-    )
+    _assert_same_as_one_process(_train_with_a_ragged_last_batch, Case(steps=3, layout=layout))
 
 
 def _train_on_batches_of_several_lengths(case: Case) -> RankOutcome:
@@ -197,19 +167,9 @@ def _train_on_batches_of_several_lengths(case: Case) -> RankOutcome:
     return train_module(module_of(case), case, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2),
-    ],
-    ids=str,
-)
-def test_batches_may_have_different_lengths(layout: Layout) -> None:
-    case = Case(model="llama", layout=layout, steps=4)
-    assert_same_run(
-        joined_outcome(run_ranks(_train_on_batches_of_several_lengths, layout.world_size, case)),
-        joined_outcome(run_ranks(_train_on_batches_of_several_lengths, 1, case.on_one_process)),
-    )
+def test_batches_may_have_different_lengths() -> None:
+    case = Case(model="llama", layout=Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2), steps=4)
+    _assert_same_as_one_process(_train_on_batches_of_several_lengths, case)
 
 
 def _train_without_targets(case: Case) -> RankOutcome:
