@@ -25,6 +25,7 @@ from tests.checkpoint.runs import (
     rows_dataset,
     train,
     train_and_keep,
+    train_and_save,
 )
 from tests.ranks import run_ranks
 
@@ -34,13 +35,7 @@ STEPS_PER_EPOCH = 5
 def _train_and_save(run: Run, stops: list[int], folder: Path) -> None:
     """For each of ``stops`` a run that ``max_steps`` ends there, saved the way a script does after ``fit``."""
     for stop in stops:
-        trainer, _ = fit(run.but(trainer={"max_steps": stop}))
-        trainer.save_checkpoint(folder / f"{stop}.ckpt")
-
-
-def _train_one_epoch_and_save(run: Run, path: Path) -> None:
-    trainer, _ = fit(run.but(trainer={"max_epochs": 1}))
-    trainer.save_checkpoint(path)
+        train_and_save(run.but(trainer={"max_steps": stop}), folder / f"{stop}.ckpt")
 
 
 def _resume_each(run: Run, stops: list[int], folder: Path) -> list[Trace]:
@@ -118,7 +113,7 @@ def test_a_run_that_max_steps_ended_goes_on_with_a_larger_max_steps(tmp_path: Pa
 def test_a_run_that_max_epochs_ended_goes_on_with_more_epochs(tmp_path: Path) -> None:
     run = Run(trainer={"max_epochs": 2})
     whole = run_ranks(train, 1, run)
-    run_ranks(_train_one_epoch_and_save, 1, run, tmp_path / "a.ckpt")
+    run_ranks(train_and_save, 1, run.but(trainer={"max_epochs": 1}), tmp_path / "a.ckpt")
 
     resumed = run_ranks(train, 1, run.but(ckpt_path=str(tmp_path / "a.ckpt")))
 
@@ -167,14 +162,7 @@ def _loader_of_whole_batches(dp: int) -> Any:
     return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "loader",
-    [
-        _loader_of_random_order,
-        _loader_with_worker,
-        _loader_of_whole_batches,
-    ],
-)
+@pytest.mark.parametrize("loader", [_loader_of_random_order, _loader_with_worker, _loader_of_whole_batches])
 def test_random_orders_and_random_samples_go_on(tmp_path: Path, loader: Any) -> None:
     _assert_each_goes_on(Run(loader=loader, trainer={"max_steps": 10}), [STEPS_PER_EPOCH + 3], tmp_path)
 

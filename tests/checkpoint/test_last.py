@@ -18,7 +18,7 @@ from tests.ranks import RankError, run_ranks
 
 
 def _complete(path: Path, step: int, *, has_optimizer: bool = True, **more: Any) -> None:
-    path.mkdir()
+    path.mkdir(parents=True)
     for name in (".metadata", "metadata.json", "common.pt", "checksums.json"):
         (path / name).touch()
     torch.save({"lightning": {"global_step": step}, "has_optimizer": has_optimizer, **more}, path / "meta.pt")
@@ -26,8 +26,14 @@ def _complete(path: Path, step: int, *, has_optimizer: bool = True, **more: Any)
 
 
 def _unfinished(path: Path) -> None:
-    path.mkdir()
+    path.mkdir(parents=True)
     (path / "common.pt").touch()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "checkpoints").mkdir()
+    return tmp_path / "checkpoints"
 
 
 def _find(
@@ -65,10 +71,7 @@ LEFT: dict[str, tuple[dict[str, int | str | None], str]] = {
 """Of a killed run: the steps of complete checkpoints, None of unfinished ones, and where links lead; what is found."""
 
 
-@pytest.mark.parametrize("left", LEFT)
-def test_last_is_a_complete_checkpoint(tmp_path: Path, left: str) -> None:
-    folder, (names, found) = tmp_path / "checkpoints", LEFT[left]
-    folder.mkdir()
+def _leave(folder: Path, names: dict[str, int | str | None]) -> None:
     for name, what in names.items():
         if isinstance(what, str):
             (folder / name).symlink_to(what)
@@ -76,16 +79,18 @@ def test_last_is_a_complete_checkpoint(tmp_path: Path, left: str) -> None:
             _unfinished(folder / name)
         else:
             _complete(folder / name, what)
+
+
+@pytest.mark.parametrize("left", LEFT)
+def test_last_is_a_complete_checkpoint(folder: Path, left: str) -> None:
+    names, found = LEFT[left]
+    _leave(folder, names)
     before = sorted(folder.rglob("*"))
-
     assert _find(folder, "last") == str(folder / found)
-
     assert sorted(folder.rglob("*")) == before
 
 
-def test_last_is_the_newest_whatever_steps_it_has_and_what_times_a_copy_gave_the_files(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
+def test_last_is_the_newest_whatever_steps_it_has_and_what_times_a_copy_gave_the_files(folder: Path) -> None:
     for name, step in (("last.ckpt", 4), ("step=6.ckpt", 6), ("step=8-of-an-earlier-run.ckpt", 8)):
         _complete(folder / name, step, time=float(step % 8))
         os.utime(folder / name / "meta.pt", (100 - step, 100 - step))
@@ -95,11 +100,9 @@ def test_last_is_the_newest_whatever_steps_it_has_and_what_times_a_copy_gave_the
 @pytest.mark.parametrize("save_last", [None, True])
 @pytest.mark.parametrize("load_weights_only", [False, True])
 def test_a_run_goes_on_from_a_checkpoint_with_optimizer_though_a_newer_one_has_only_weights(
-    tmp_path: Path, load_weights_only: bool, save_last: bool | None
+    folder: Path, load_weights_only: bool, save_last: bool | None
 ) -> None:
     """As two callbacks leave them, one of which saves only weights."""
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
     _complete(folder / "step=4.ckpt", 4)
     newer = folder / ("last.ckpt" if save_last else "weights-step=4.ckpt")
     _complete(newer, 4, has_optimizer=False)
@@ -111,15 +114,10 @@ def test_a_run_goes_on_from_a_checkpoint_with_optimizer_though_a_newer_one_has_o
     assert _find(folder, folder, load_weights_only) == str(newer)  # loading it says what is missing
 
 
-@pytest.mark.parametrize("exists", [True, False])
-def test_a_first_run_finds_nothing_and_begins(tmp_path: Path, exists: bool) -> None:
-    folder = tmp_path / "checkpoints"
-    if exists:
-        folder.mkdir()
-        # Killed in its first save: nothing was ever complete.
-        _unfinished(folder / "step=2.ckpt.partial")
-        (folder / "last.ckpt").symlink_to("step=2.ckpt")
-    assert _find(folder, "last") == "last"  # for Lightning, which warns
+@pytest.mark.parametrize("left", [{}, {"step=2.ckpt.partial": None, "last.ckpt": "step=2.ckpt"}])
+def test_a_first_run_finds_nothing_and_begins(folder: Path, left: dict[str, int | str | None]) -> None:
+    _leave(folder, left)
+    assert _find(folder if left else folder / "missing", "last") == "last"  # for Lightning, which warns
 
 
 @pytest.mark.parametrize(
@@ -131,35 +129,28 @@ def test_a_first_run_finds_nothing_and_begins(tmp_path: Path, exists: bool) -> N
         (".", "none of the checkpoints in .* is complete: step=2.ckpt"),
     ],
 )
-def test_what_is_not_complete_is_an_error(tmp_path: Path, ckpt_path: str, message: str) -> None:
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
+def test_what_is_not_complete_is_an_error(folder: Path, ckpt_path: str, message: str) -> None:
     _unfinished(folder / "step=2.ckpt")
     with pytest.raises(CheckpointError, match=message):
         _find(folder, ckpt_path if ckpt_path == "last" else folder / ckpt_path)
 
 
-def test_a_folder_means_the_checkpoint_with_most_steps(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    _complete(folder / "step=10.ckpt", 10)
-    _complete(folder / "step=9.ckpt", 9)
-    _unfinished(folder / "step=11.ckpt")
+def test_a_folder_means_the_checkpoint_with_most_steps(folder: Path) -> None:
+    _leave(folder, {"step=10.ckpt": 10, "step=9.ckpt": 9, "step=11.ckpt": None})
     assert _find(folder, folder) == str(folder / "step=10.ckpt")
 
 
 @pytest.mark.parametrize(
-    ("name", "file", "program"),
+    ("file", "program"),
     [
-        ("hf", "config.json", "a model of Hugging Face"),
-        ("legacy", "latest_checkpointed_iteration.txt", "a checkpoint of Megatron-LM"),
+        ("config.json", "a model of Hugging Face"),
+        ("latest_checkpointed_iteration.txt", "a checkpoint of Megatron-LM"),
     ],
 )
-def test_what_another_program_wrote_is_named(tmp_path: Path, name: str, file: str, program: str) -> None:
-    (tmp_path / name).mkdir()
-    (tmp_path / name / file).touch()
+def test_what_another_program_wrote_is_named(folder: Path, file: str, program: str) -> None:
+    (folder / file).touch()
     with pytest.raises(CheckpointError, match=f"is {program}; convert it with `lightning-megatron convert`"):
-        _find(tmp_path / "checkpoints", tmp_path / name)
+        _find(folder, folder)
 
 
 def test_an_address_that_nobody_knows_is_refused(tmp_path: Path) -> None:
@@ -198,10 +189,8 @@ def requeued(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_requeued_job_goes_on_from_its_newest_checkpoint(
-    tmp_path: Path, steps: list[int], last: int, ckpt_path: str | None, found: str
+    folder: Path, tmp_path: Path, steps: list[int], last: int, ckpt_path: str | None, found: str
 ) -> None:
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
     for version, step in enumerate(steps, start=1):
         _complete(tmp_path / f"hpc_ckpt_{version}.ckpt", step)
     _unfinished(tmp_path / "hpc_ckpt_7.ckpt.partial")
@@ -247,7 +236,6 @@ def test_last_is_found_in_the_numbered_folders_of_a_logger(tmp_path: Path) -> No
     options: dict[str, Any] = {"accelerator": "cpu", "default_root_dir": tmp_path, "enable_progress_bar": False}
     for version, step in ((0, 7), (1, 3), (10, 5)):
         folder = tmp_path / "runs" / f"version_{version}" / "checkpoints"
-        folder.mkdir(parents=True)
         _complete(folder / f"step={step}.ckpt", step, time=float(version))
     for name, found in (("runs", 5), ("others", None)):
         trainer = pl.Trainer(logger=CSVLogger(tmp_path, name), **options)
