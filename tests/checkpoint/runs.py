@@ -79,7 +79,7 @@ class Run:
     def but(self, **changes: Any) -> Run:
         """The same run with ``trainer`` and other fields changed; mappings are merged."""
         merged = {
-            name: {**getattr(self, name), **value} if isinstance(value, dict) else value
+            name: {**(getattr(self, name) or {}), **value} if isinstance(value, dict) else value
             for name, value in changes.items()
         }
         return replace(self, **merged)

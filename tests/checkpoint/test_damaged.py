@@ -20,54 +20,38 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 
+NO_DATA = r"is not loaded: it holds more than data \(posix.mkdir\)"
+UNFIT = "does not fit this run, or is damaged: "
 CASES: Mapping[str, tuple[damage.Damage, str]] = {
     "meta missing": (damage.missing("meta.pt"), "lacks its file meta.pt: it was never finished"),
-    "meta malicious": (
-        damage.malicious_torch_file("meta.pt"),
-        r"meta.pt is not loaded: it holds more than data \(posix.mkdir\)",
-    ),
+    "meta malicious": (damage.malicious_torch_file("meta.pt"), f"meta.pt {NO_DATA}"),
     "meta a malicious pickle": (damage.malicious_pickle("meta.pt"), "meta.pt is damaged, or no file of torch.save"),
     "meta of another version": (damage.other_version, "format version 99, this program reads 1"),
     "meta of another strategy": (damage.another_strategys_meta, "was written by another strategy"),
     "common missing": (damage.missing("common.pt"), "lacks its file common.pt"),
-    "common malicious": (
-        damage.malicious_torch_file("common.pt"),
-        r"common.pt is not loaded: it holds more than data \(posix.mkdir\)",
-    ),
+    "common malicious": (damage.malicious_torch_file("common.pt"), f"common.pt {NO_DATA}"),
     "table missing": (damage.missing(".metadata"), "lacks its file .metadata"),
     "table cut": (damage.cut_in_half(".metadata"), "has an unreadable .metadata"),
     "table a malicious pickle": (damage.malicious_pickle(".metadata"), "it would run posix.mkdir when loaded"),
     "table malicious": (damage.malicious_table_of_contents, "it would run posix.mkdir when loaded"),
     "table pointing outside": (damage.pointing_outside, "it points outside itself, to '../other.ckpt/__0_0.distcp'"),
-    "table without a tensor": (damage.without_tensor, "does not fit this run, or is damaged: .*final_layernorm.weight"),
+    "table without a tensor": (damage.without_tensor, f"{UNFIT}.*final_layernorm.weight"),
     "backends missing": (damage.missing("metadata.json"), "lacks its file metadata.json"),
     "backends cut": (damage.cut_in_half("metadata.json"), "has an unreadable metadata.json"),
-    "data missing": (
-        damage.missing("__1_0.distcp"),
-        "does not fit this run, or is damaged: .*No such file.*__1_0.distcp",
-    ),
-    "data cut": (damage.cut_in_half("__1_0.distcp"), "does not fit this run, or is damaged: EOFError"),
-    "data with a malicious entry": (
-        damage.malicious_data("_extra_state"),
-        r"is damaged: its entry .*_extra_state\S+ is not loaded: it holds more than data \(posix.mkdir\)",
-    ),
-    "data with a malicious tensor": (
-        damage.malicious_data("decoder.final_layernorm.weight"),
-        r"is damaged: it holds more than data \(posix.mkdir\)",
-    ),
+    "data missing": (damage.missing("__1_0.distcp"), f"{UNFIT}.*No such file.*__1_0.distcp"),
+    "data cut": (damage.cut_in_half("__1_0.distcp"), f"{UNFIT}EOFError"),
+    "malicious entry": (damage.malicious_data("_extra_state"), rf"is damaged: its entry .*_extra_state\S+ {NO_DATA}"),
+    "malicious tensor": (damage.malicious_data("final_layernorm.weight"), f"is damaged: {NO_DATA.partition(': ')[2]}"),
     "random states missing": (damage.missing("rng_00001.pt"), "lacks its file rng_00001.pt"),
-    "random states malicious": (
-        damage.malicious_torch_file("rng_00001.pt"),
-        r"rng_00001.pt is not loaded: it holds more than data \(posix.mkdir\)",
-    ),
+    "random states malicious": (damage.malicious_torch_file("rng_00001.pt"), f"rng_00001.pt {NO_DATA}"),
     "checkpoint of FSDP": (damage.fsdp_checkpoint, "lacks its file metadata.json: .* or another program wrote it"),
 }
 RUN = Run(strategy={"tp": 2}, trainer={"max_steps": 1})
 
 
-def _attempts(run: Run, paths: Mapping[str, Path]) -> dict[str, tuple[str, str]]:
-    """For each path the kind and the text of what resuming from it raises."""
-    return {name: _attempt(run.but(ckpt_path=str(path))) for name, path in paths.items()}
+def _attempts(runs: Mapping[str, Run]) -> dict[str, tuple[str, str]]:
+    """The kind and the text of what each run raises."""
+    return {name: _attempt(run) for name, run in runs.items()}
 
 
 def _attempt(run: Run) -> tuple[str, str]:
@@ -85,10 +69,11 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+Outcomes = tuple[dict[str, Path], list[dict[str, tuple[str, str]]]]
+
+
 @pytest.fixture(scope="module")
-def outcomes(
-    intact: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[dict[str, Path], list[dict[str, tuple[str, str]]]]:
+def outcomes(intact: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """Where the spoiled copies are, and what each rank made of each, one after the other in the same processes."""
     folder = tmp_path_factory.mktemp("spoiled")
     paths = {}
@@ -99,13 +84,12 @@ def outcomes(
         # As somebody would do who means harm; test_files.py is about those who do not.
         damage.sum_up(paths[name])
     run = RUN.but(trainer={"max_steps": 2})
-    return paths, run_ranks(_attempts, 2, run, {**paths, "intact": intact})
+    runs = {name: run.but(ckpt_path=str(path)) for name, path in {**paths, "intact": intact}.items()}
+    return paths, run_ranks(_attempts, 2, runs)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_spoiled_checkpoint_is_refused_alike_on_all_ranks(
-    outcomes: tuple[dict[str, Path], list[dict[str, tuple[str, str]]]], name: str
-) -> None:
+def test_a_spoiled_checkpoint_is_refused_alike_on_all_ranks(outcomes: Outcomes, name: str) -> None:
     paths, of_ranks = outcomes
     messages = set()
     for rank, outcome in enumerate(of_ranks):
@@ -120,9 +104,7 @@ def test_a_spoiled_checkpoint_is_refused_alike_on_all_ranks(
     assert not damage.marker_of(paths[name]).exists(), "code of the checkpoint has run"
 
 
-def test_the_intact_checkpoint_loads_in_the_same_processes_afterwards(
-    outcomes: tuple[dict[str, Path], list[dict[str, tuple[str, str]]]],
-) -> None:
+def test_the_intact_checkpoint_loads_in_the_same_processes_afterwards(outcomes: Outcomes) -> None:
     assert [outcome["intact"] for outcome in outcomes[1]] == [("", "")] * 2
 
 
@@ -211,14 +193,10 @@ OTHER_RUNS: Mapping[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def _resume_others(runs: Mapping[str, Run]) -> dict[str, tuple[str, str]]:
-    return {name: _attempt(run) for name, run in runs.items()}
-
-
 def test_a_checkpoint_of_another_model_or_optimizer_is_refused(intact: Path) -> None:
     runs = {name: RUN.but(ckpt_path=str(intact), **changes) for name, (changes, _) in OTHER_RUNS.items()}
 
-    for outcome in run_ranks(_resume_others, 2, runs):
+    for outcome in run_ranks(_attempts, 2, runs):
         for name, (kind, text) in outcome.items():
             assert kind == "CheckpointError", f"{name}: {kind}: {text}"
             assert re.search(OTHER_RUNS[name][1], text), text

@@ -1,4 +1,4 @@
-"""A new run begins with the weights of ``load_from``, and with nothing else of that checkpoint."""
+"""A new run begins with the weights of ``load_from``, and with nothing else of it; checkpoints of weights alone."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ from tests.checkpoint.runs import (
     checkpoints_at,
     fit,
     live_state,
+    make_module,
     make_trainer,
+    read_tensors,
     rows_dataset,
+    train,
 )
 from tests.ranks import RankError, run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 
 TP2: dict[str, Any] = {"tp": 2}
 RUN = Run(model=NO_DROPOUT, trainer={"max_steps": 3}, strategy=TP2)
@@ -209,3 +214,50 @@ def _begin_and_warn(run: Run) -> tuple[dict[str, Any], str]:
         begin = _begin(run)
     text = "\n".join(str(each.message) for each in caught if "The run begins" in str(each.message))
     return begin["state"], text
+
+
+# ---- weights alone --------------------------------------------------------------------------------------------------
+
+
+def _saved_both_ways(run: Run, folder: Path) -> tuple[float, dict[str, Any]]:
+    """``full.ckpt`` and ``weights.ckpt`` of the same moment; the loss and the weights there."""
+    trainer, trace = fit(run)
+    trainer.save_checkpoint(folder / "full.ckpt")
+    trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
+    (metrics,) = trainer.validate(trainer.lightning_module, _ordered_loader(1), verbose=False)
+    return metrics["val_loss"], _of(trace.state, "weights.")
+
+
+def _evaluated(run: Run, path: Path) -> list[float]:
+    trainer, module, loader = make_trainer(run), make_module(run), _ordered_loader(1)
+    (validated,) = trainer.validate(module, loader, ckpt_path=path, verbose=False)
+    (tested,) = trainer.test(module, loader, ckpt_path=path, verbose=False)
+    return [validated["val_loss"], tested["test_loss"]]
+
+
+def _around_a_step_at_rate_zero(run: Run) -> list[dict[str, Any]]:
+    """Weights as they were loaded, and after an optimizer step that must not move them."""
+    before: dict[str, Any] = {}
+    watch = callback(on_train_start=lambda trainer, _: before.update(live_state(trainer)))
+    _, trace = fit(run.but(module={"lr": 0.0}), watch)
+    return [_of(before, "weights."), _of(trace.state, "weights.")]
+
+
+def test_weights_alone_evaluate_as_the_whole_and_begin_a_run_but_resume_none(tmp_path: Path) -> None:
+    """An optimizer that keeps fp32 masters of the random weights would bring those back at its first step."""
+    run = RUN.but(trainer={"max_steps": 1, "precision": "bf16-mixed"})
+    saved = run_ranks(_saved_both_ways, 2, run, tmp_path)
+    path = str(tmp_path / "weights.ckpt")
+    for name in ("full.ckpt", "weights.ckpt"):
+        assert run_ranks(_evaluated, 2, run, tmp_path / name) == [[saved[0][0]] * 2] * 2
+    weights, full = read_tensors(tmp_path / "weights.ckpt"), read_tensors(tmp_path / "full.ckpt")
+    assert weights.keys() == {name for name in full if not name.startswith("optimizer.")}
+    assert all(tensor.equal(full[name]) for name, tensor in weights.items())
+
+    fresh = run.but(strategy={"load_weights_only": True}, seed=99, ckpt_path=path)
+    for (_, trained), states in zip(saved, run_ranks(_around_a_step_at_rate_zero, 2, fresh), strict=True):
+        assert all(state[name].equal(trained[name]) for name in trained for state in states)
+
+    with pytest.raises(RankError, match="holds only weights; resume from a full one.*load_weights_only=True") as caught:
+        run_ranks(train, 2, run.but(ckpt_path=path))
+    assert caught.value.error_type == "CheckpointError"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -51,17 +52,8 @@ def _bad_step(kind: Kind | None) -> Any:
     return BadStep()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """What one run did on this rank."""
-
-    error: str
-    global_step: int
-    warnings: list[str]
-    skipped_steps: list[float]
-    rates: list[float]
-    first_weights: list[torch.Tensor]
-    weights: list[torch.Tensor]
+Run = SimpleNamespace
+"""What one run did on this rank: the keywords at the end of ``_run``."""
 
 
 def _run(case: Case, kind: Kind | None, on_nan: str, *, leave_out: bool = False, **options: Any) -> Run:
