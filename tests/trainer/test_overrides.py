@@ -74,7 +74,6 @@ def test_gradients_in_16_bits_train_nearly_as_those_in_32() -> None:
         ("ddp", {"bucket_size": True}, "bucket_size=True must be an integer, and is a bool"),
         ("transformer", {"tensor_model_parallel_size": 2}, r"use MegatronStrategy\(tp=\)$"),
         ("transformer", {"expert_model_parallel_size": 2}, r"use MegatronStrategy\(ep=\)"),
-        ("transformer", {"moe_token_dispatcher_type": "allgather"}, "tokens go to experts by all-to-all"),
         ("transformer", {"moe_z_loss_coeff": 0.1}, "nothing reads it here"),
         ("transformer", {"moe_aux_loss_coeff": 0.1}, "set it in the model's config"),
         ("transformer", {"no_such_field": 2}, "expected fields of Megatron's TransformerConfig, got 'no_such_field'"),

@@ -26,6 +26,10 @@ REFUSED: dict[int, tuple[tuple[str, Run], ...]] = {
             "together, got one of",
             MIXTRAL.but(strategy={"transformer_config_overrides": {"moe_router_score_function": "sigmoid"}}),
         ),
+        (
+            "moe_token_dispatcher_type='flex' is unknown",
+            MIXTRAL.but(strategy={"transformer_config_overrides": {"moe_token_dispatcher_type": "flex"}}),
+        ),
         ("moe_router_bias_update_rate: expected a model with", Run(model=LLAMA, strategy=EXPERT_BIAS)),
         ("router_jitter_noise=0.1", MIXTRAL.but(model={"router_jitter_noise": 0.1})),
         ("expected bf16-mixed or 32-true, got 16-mixed", MIXTRAL.but(trainer={"precision": "16-mixed"})),
