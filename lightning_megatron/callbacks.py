@@ -23,9 +23,8 @@ from typing_extensions import override
 from lightning_megatron.accounting import Precision, model_flops, peak_flops_per_s
 from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
 from lightning_megatron.errors import ConfigError, require_number
-from lightning_megatron.generate.inputs import Inputs, check_prompts, with_first_token
+from lightning_megatron.generate.inputs import Inputs, check_prompts, encoded, new_texts, with_first_token
 from lightning_megatron.generate.options import GenerationOptions
-from lightning_megatron.generate.texts import encoded, new_texts
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.planner import DEVICES, GIB, plan, run_of
 

@@ -31,9 +31,8 @@ from lightning_megatron.engine.runtime import seed_of_run, unchanged_environment
 from lightning_megatron.engine.train_step import TrainStep
 from lightning_megatron.errors import CheckpointError, ConfigError, DataError, as_options, require_number
 from lightning_megatron.foreign_names import explains_options
-from lightning_megatron.generate.inputs import Inputs, inputs_of_batch
+from lightning_megatron.generate.inputs import Inputs, end_tokens, inputs_of_batch
 from lightning_megatron.generate.options import GenerationOptions, options_from
-from lightning_megatron.generate.texts import end_tokens
 from lightning_megatron.hub import local_folder, upload
 from lightning_megatron.models.config import AttentionHeads, Positions, with_variant
 from lightning_megatron.steps import train_step_named

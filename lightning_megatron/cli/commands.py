@@ -18,8 +18,8 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from docstring_parser import Docstring, DocstringStyle, parse, parse_from_object
 
-from lightning_megatron import __version__
-from lightning_megatron.cli import data_commands, errors
+from lightning_megatron import __version__, errors
+from lightning_megatron.cli import data_commands
 from lightning_megatron.cli.config import config
 from lightning_megatron.cli.generate import generate
 from lightning_megatron.cli.inspect import inspect_path

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from lightning_megatron.cli.errors import UsageError
 from lightning_megatron.engine.parallel import ParallelConfig
-from lightning_megatron.errors import ConfigError, require_divides
+from lightning_megatron.errors import ConfigError, UsageError, require_divides
 from lightning_megatron.foreign_names import foreign_names
 
 if TYPE_CHECKING:

@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import shutil
-import stat
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_megatron.cli.errors import UsageError
-from lightning_megatron.errors import CheckpointError, ConfigError, require_number
+from lightning_megatron.errors import CheckpointError, ConfigError, UsageError, require_number
 from lightning_megatron.generate.options import GenerationOptions
 
 if TYPE_CHECKING:
@@ -97,20 +93,17 @@ def generate(options: GenerateOptions, how: GenerationOptions) -> None:
     tokenizer = _tokenizer(options.tokenizer, stored)
     how = _with_ends(how, stored, tokenizer)
 
-    from lightning_megatron.generate.inputs import Inputs, check_prompts
-    from lightning_megatron.generate.texts import encoded
+    from lightning_megatron.generate.inputs import Inputs, check_prompts, encoded
 
     input_ids, mask = encoded(prompts, tokenizer, add_bos=options.add_bos)
     check_prompts(Inputs(input_ids=input_ids, attention_mask=mask), stored.model, how)
     with contextlib.suppress(AttributeError):
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # not every terminal has all characters
     is_answer = stored.model.architecture == "t5"
-    show: TextStream | TextPrinter = TextPrinter(prompts, tokenizer, how, as_json=options.json, is_answer=is_answer)
-    if can_stream and (sys.stdout.isatty() if options.stream is None else options.stream):
-        given = [] if is_answer else input_ids[0].tolist()
-        show = TextStream(f"{prompts[0]}\n" if is_answer else prompts[0], given, tokenizer, how)
+    show = TextWriter(prompts, tokenizer, how, as_json=options.json, is_answer=is_answer)
+    streams = can_stream and (sys.stdout.isatty() if options.stream is None else options.stream)
     rows = [{"input_ids": ids, "attention_mask": each} for ids, each in zip(input_ids, mask, strict=True)]
-    _predict(options, stored, how, rows, show)
+    _predict(options, stored, how, rows, show, streams=streams)
 
 
 def _predict(
@@ -118,7 +111,9 @@ def _predict(
     stored: Source,
     how: GenerationOptions,
     rows: list[dict[str, torch.Tensor]],
-    show: TextStream | TextPrinter,
+    show: TextWriter,
+    *,
+    streams: bool,
 ) -> None:
     """Continue rows of tokens with the weights of any checkpoint; rank 0 shows the texts as they come."""
     import logging
@@ -139,9 +134,9 @@ def _predict(
             loading.fill()
 
         def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-            if isinstance(show, TextStream):
-                self.generate(**batch, on_tokens=show.add if self.trainer.is_global_zero else None, **vars(how))
-                written = None
+            if streams:
+                add = partial(show.add, batch) if self.trainer.is_global_zero else None
+                written: Any = self.generate(**batch, on_tokens=add, **vars(how))
             else:
                 written = super().predict_step(batch, batch_idx, dataloader_idx)
             if self.trainer.is_global_zero:
@@ -203,7 +198,7 @@ def _tokenizer(folder: Path | None, stored: Source) -> Any:
 def _with_ends(how: GenerationOptions, stored: Source, tokenizer: Any) -> GenerationOptions:
     """The options with the tokens that end a text: the generation config's, the model's, else the tokenizer's."""
     from lightning_megatron.convert.hugging_face import generation_config
-    from lightning_megatron.generate.texts import end_tokens
+    from lightning_megatron.generate.inputs import end_tokens
 
     ends = end_tokens(stored.companions if generation_config(stored.companions) else stored.hf_config)
     eos = tuple(token for token in ends.eos if token < stored.model.vocab_size)
@@ -219,11 +214,9 @@ def _with_ends(how: GenerationOptions, stored: Source, tokenizer: Any) -> Genera
 def read_prompts(texts: Sequence[str] | None, file: Path | None, num_processes: int) -> list[str]:
     """The texts, or the lines of the file; empty lines are no prompts.
 
-    A pipe can be read once: a process that will start others puts a file of the same content in its place.
-
     Args:
         texts: Of the command line.
-        file: Instead of them; ``-`` for standard input.
+        file: Instead of them; ``-`` for standard input, which one process can read.
         num_processes: How many will read the same.
 
     Raises:
@@ -233,23 +226,17 @@ def read_prompts(texts: Sequence[str] | None, file: Path | None, num_processes: 
         raise UsageError(f"{'one' if file is None else 'only one'} of the arguments --prompt --prompt-file is required")
     if file is None:
         return list(texts or [])
-    if file == Path("-"):
-        if num_processes > 1 and not stat.S_ISREG(os.fstat(0).st_mode):
-            if "LOCAL_RANK" in os.environ:
-                raise ConfigError(f"--prompt-file - is read by one process, got {num_processes}; give a file")
-            with tempfile.TemporaryFile() as copy:
-                shutil.copyfileobj(sys.stdin.buffer, copy)
-                copy.flush()
-                os.dup2(copy.fileno(), 0)
-        file = Path("/dev/stdin")
+    is_input = file == Path("-")
+    if is_input and num_processes > 1:
+        raise ConfigError(f"--prompt-file -: expected one process, which can read it, got {num_processes}; give a file")
     try:
-        text = file.read_bytes().decode("utf-8-sig")  # some editors begin a file with a mark of its encoding
-    except OSError as error:
-        reason = f"{error.strerror}; give a text file, or - for standard input"
-        raise ConfigError(f"--prompt-file {file} cannot be read: {reason}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"--prompt-file {file} cannot be read: it is not UTF-8; give a text file") from None
-    prompts = [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
+        # Some editors begin a file with a mark of its encoding.
+        text = (Path("/dev/stdin") if is_input else file).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        fix = "give a text file, or - for standard input"
+        raise ConfigError(f"--prompt-file {file} cannot be read: {reason}; {fix}") from None
+    prompts = [line for line in text.split("\n") if line.strip()]
     if not prompts:
         raise ConfigError(f"--prompt-file {file} has no text; write a prompt on each line")
     return prompts
@@ -258,8 +245,11 @@ def read_prompts(texts: Sequence[str] | None, file: Path | None, num_processes: 
 # ---- texts -----------------------------------------------------------------------------------------------------------
 
 
-class TextPrinter:
-    """Writes the texts of each batch of prompts: for readers, behind their prompts, or for programs, as JSON lines."""
+class TextWriter:
+    """Writes the texts of each batch of prompts: for readers, behind their prompts, or for programs, as JSON lines.
+
+    A single text may be written while it grows, never a part of a character, and nothing behind a stop text.
+    """
 
     def __init__(
         self, prompts: Sequence[str], tokenizer: Any, how: GenerationOptions, *, as_json: bool, is_answer: bool
@@ -273,65 +263,38 @@ class TextPrinter:
             as_json: A line for each text; else a blank line between two.
             is_answer: Whether they are an encoder-decoder's, which stand on a line of their own.
         """
-        self._prompts = (prompt for prompt in prompts for _ in range(how.num_return_sequences))
+        self._prompts = [prompt for prompt in prompts for _ in range(how.num_return_sequences)]
         self._tokenizer, self._stop, self._as_json, self._is_answer = tokenizer, how.stop_texts, as_json, is_answer
-        self._before = ""
+        self._new: list[int] = []
+        self._num_done = self._num_shown = 0
 
-    def end(self, batch: dict[str, torch.Tensor], written: Any) -> None:
-        """Print what was written to the next prompts."""
-        from lightning_megatron.generate.texts import new_texts
+    def add(self, batch: dict[str, torch.Tensor], tokens: torch.Tensor) -> None:
+        """Write what the next token of the only text, [1], makes readable; it is -1 once the text is finished."""
+        from lightning_megatron.generate.inputs import continuation
+
+        self._new += [token for token in tokens.tolist() if token >= 0]
+        given = [] if self._is_answer else batch["input_ids"][0].tolist()
+        self._write(self._shown(continuation(self._tokenizer, given, self._new)).rstrip(_HALF_CHARACTER))
+
+    def end(self, batch: dict[str, torch.Tensor], written: torch.Tensor) -> None:
+        """Write the texts of the next prompts, or what is left of the one that grew."""
+        from lightning_megatron.generate.inputs import new_texts
 
         for text in new_texts(self._tokenizer, written, **batch, is_answer=self._is_answer):
-            self.show(next(self._prompts), cut(text, self._stop))
-        sys.stdout.flush()
+            self._write(self._shown(text) + "\n")
+            self._num_done, self._num_shown = self._num_done + 1, 0
 
-    def show(self, prompt: str, text: str) -> None:
-        """Write a prompt and the text that follows it."""
+    def _shown(self, text: str) -> str:
+        """A prompt and the text that follows it, up to the end of the first of the stop texts."""
+        prompt = self._prompts[self._num_done]
+        text = text[: min((text.index(each) + len(each) for each in self._stop if each in text), default=None)]
         if self._as_json:
             is_narrow = not (sys.stdout.encoding or "utf").lower().startswith("utf")
-            print(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=is_narrow))
-        else:
-            print(f"{self._before}{prompt}", text, sep="\n" if self._is_answer else "")
-            self._before = "\n"
-
-
-def cut(text: str, stop: Sequence[str]) -> str:
-    """The text up to the end of the first of the stop texts."""
-    ends = [text.index(each) + len(each) for each in stop if each in text]
-    return text[: min(ends)] if ends else text
-
-
-class TextStream:
-    """Writes one text while it grows, never a part of a character, and nothing behind a stop text."""
-
-    def __init__(self, prompt: str, tokens: Sequence[int], tokenizer: Any, how: GenerationOptions) -> None:
-        """Set what the text follows.
-
-        Args:
-            prompt: As it is shown.
-            tokens: Those of the prompt that the text continues.
-            tokenizer: Of transformers.
-            how: With the stop texts.
-        """
-        self._prompt, self._given, self._tokenizer, self._stop = prompt, list(tokens), tokenizer, how.stop_texts
-        self._new: list[int] = []
-        self._shown = 0
-
-    def add(self, tokens: torch.Tensor) -> None:
-        """Write what the next token, [1], makes readable; it is -1 once the text is finished."""
-        self._new += [token for token in tokens.tolist() if token >= 0]
-        self._write(self._text().rstrip(_HALF_CHARACTER))
-
-    def end(self, batch: object, written: object) -> None:
-        """Write what is left, and end the line."""
-        self._write(self._text() + "\n")
-
-    def _text(self) -> str:
-        from lightning_megatron.generate.texts import continuation
-
-        return self._prompt + cut(continuation(self._tokenizer, self._given, self._new), self._stop)
+            return json.dumps({"prompt": prompt, "text": text}, ensure_ascii=is_narrow)
+        gap = "\n" if self._num_done else ""
+        return f"{gap}{prompt}{self._is_answer * chr(10)}{text}"
 
     def _write(self, text: str) -> None:
-        sys.stdout.write(text[self._shown :])
+        sys.stdout.write(text[self._num_shown :])
         sys.stdout.flush()
-        self._shown = max(self._shown, len(text))
+        self._num_shown = max(self._num_shown, len(text))

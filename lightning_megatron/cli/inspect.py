@@ -14,8 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_megatron.cli.errors import printable
-from lightning_megatron.errors import ConfigError, DataError, require_number
+from lightning_megatron.errors import ConfigError, DataError, printable, require_number
 from lightning_megatron.files import as_path, readable_size
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_megatron.cli.config import as_yaml, described_model
-from lightning_megatron.cli.errors import UsageError
-from lightning_megatron.errors import require_number
+from lightning_megatron.errors import UsageError, require_number
 
 if TYPE_CHECKING:
     from lightning_megatron.planner import Device, Plan, Run

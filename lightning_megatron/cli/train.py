@@ -32,8 +32,7 @@ from typing_extensions import override
 import lightning_megatron
 from lightning_megatron import ProgressLine
 from lightning_megatron.checkpoint.files import check_writable
-from lightning_megatron.cli.errors import UsageError, one_line, users_mistake
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.errors import ConfigError, UsageError, one_line, users_mistake
 from lightning_megatron.foreign_names import advice
 from lightning_megatron.module import MegatronModule
 from lightning_megatron.precision import PrecisionName

@@ -121,9 +121,7 @@ class _Rows:
         rows, self._width = prompts.tokens.shape
         self._vocab_size = rules.vocab_size
         self._uniform = uniform if options.samples else None
-        self._processors = token_processors(options, prompts)
-        if options.samples:
-            self._processors += distribution_processors(options, self._width)
+        self._processors = processors_of(options, prompts)
         self._stops = Stops(rules, prompts) if rules.can_end else None
         new = prompts.tokens.new_zeros(rows, options.num_new_tokens)
         # What was chosen behind the end of a row, too.
@@ -190,7 +188,7 @@ class Beams:
         self._first_beams = torch.arange(rows, device=device)[:, None] * count
         self._stops = Stops(rules, prompts)
         self._num_candidates = max(2, 1 + len(options.eos_token_ids)) * count
-        self._processors = token_processors(options, prompts, copies=count)
+        self._processors = processors_of(options, prompts, copies=count)
         self._prompts = readable(prompts).repeat_interleave(count, dim=0)
         shape = (rows, count, options.num_new_tokens)
         self._growing = torch.full(shape, options.filling, dtype=torch.long, device=device)
@@ -327,8 +325,10 @@ class DecayingTopP(LogitsProcessor):
         return kept
 
 
-def token_processors(options: GenerationOptions, prompts: NextTokens, copies: int = 1) -> list[LogitsProcessor]:
-    """What makes tokens likelier, rarer or impossible by the text so far, in Hugging Face's order.
+def processors_of(options: GenerationOptions, prompts: NextTokens, copies: int = 1) -> list[LogitsProcessor]:
+    """What makes tokens likelier, rarer or impossible, in Hugging Face's order.
+
+    By the text so far; and, where tokens are drawn, what shapes the distribution that they are drawn from.
 
     Args:
         options: Settled, with the model's own tokens filled in.
@@ -336,26 +336,17 @@ def token_processors(options: GenerationOptions, prompts: NextTokens, copies: in
         copies: Texts that grow from each prompt, one after the other.
     """
     processors: list[LogitsProcessor] = []
+    width = prompts.tokens.shape[1]
     if options.repetition_penalty != 1.0:
         processors.append(RepetitionPenaltyLogitsProcessor(float(options.repetition_penalty)))
     if options.no_repeat_ngram_size > 0:
-        padding = prompts.tokens.shape[1] - prompts.is_token.sum(-1)
+        padding = width - prompts.is_token.sum(-1)
         processors.append(NoRepeatNGrams(options.no_repeat_ngram_size, padding.repeat_interleave(copies)))
     if options.min_new_tokens > 0 and options.eos_token_ids:
-        width, device = prompts.tokens.shape[1], prompts.tokens.device
-        ends = torch.tensor(options.eos_token_ids, device=device)
+        ends = torch.tensor(options.eos_token_ids, device=prompts.tokens.device)
         processors.append(MinNewTokensLengthLogitsProcessor(width, options.min_new_tokens, ends))
-    return processors
-
-
-def distribution_processors(options: GenerationOptions, width: int) -> list[LogitsProcessor]:
-    """What shapes the distribution that tokens are drawn from, in Hugging Face's order.
-
-    Args:
-        options: Settled.
-        width: Columns of the prompts.
-    """
-    processors: list[LogitsProcessor] = []
+    if not options.samples:
+        return processors
     if options.temperature != 1.0:
         processors.append(TemperatureLogitsWarper(float(options.temperature)))
     if options.top_k > 0:

@@ -18,6 +18,7 @@ from lightning_megatron.engine.groups import Topology
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.generate.decode import Rules, decode, uniform_numbers
 from lightning_megatron.generate.inputs import (
+    EndTokens,
     Inputs,
     NextTokens,
     aligned,
@@ -26,12 +27,12 @@ from lightning_megatron.generate.inputs import (
     check_prompts,
     check_rows,
     decoder_start,
+    stop_strings,
     with_first_token,
     with_source,
 )
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.generate.pipeline import Stages, inference_mode, uses_static_cache
-from lightning_megatron.generate.texts import EndTokens, stop_strings
 from lightning_megatron.models.config import ModelConfig
 
 

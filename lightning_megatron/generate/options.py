@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.foreign_names import advice, explains_options
+from lightning_megatron.foreign_names import explains_options
 
 DEFAULT_NEW_TOKENS = 20
 """Tokens that a row gets at most if nobody says how many."""
@@ -208,22 +208,16 @@ class GenerationOptions:
 
 
 def options_from(arguments: dict[str, Any], on_tokens: object = None) -> GenerationOptions:
-    """Options from keyword arguments.
+    """Options from keyword arguments; None, as in Hugging Face's generate, is what nobody has said anything about.
 
     Args:
         arguments: Fields of ``GenerationOptions``.
         on_tokens: What shall be called with each new token, if anything.
 
     Raises:
-        ConfigError: If a name is unknown, ``GenerationOptions`` refuses a value, or nothing can be shown while a text
-            grows.
+        ConfigError: If ``GenerationOptions`` refuses a name or a value, or nothing can be shown while a text grows.
     """
-    defaults: dict[str, Any] = {field.name: field.default for field in fields(GenerationOptions)}
-    for name in arguments:
-        if name not in defaults:
-            raise ConfigError(f"generate has no option {name!r}; {advice(name, list(defaults))}")
-    # As in Hugging Face's generate, None is what nobody has said anything about.
-    options = GenerationOptions(**{k: defaults[k] if v is None else v for k, v in arguments.items()})
+    options = GenerationOptions(**{name: value for name, value in arguments.items() if value is not None})
     if on_tokens is not None and not callable(on_tokens):
         raise ConfigError(f"on_tokens must be callable, got {on_tokens!r}")
     if on_tokens is not None and options.num_beams > 1:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +26,7 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from torch import Tensor
 
 from lightning_megatron.engine.fillers.attention import SDPAttention
-from lightning_megatron.engine.fillers.kv_cache import KeyValueCache, SourceCache, StaticCache, TokenStep, slots_for
+from lightning_megatron.engine.fillers.kv_cache import KeyValueCache, TokenStep, slots_for
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.wrap import finish_parameter_gathers, unwrap
 from lightning_megatron.errors import ConfigError
@@ -37,7 +36,11 @@ from lightning_megatron.models.bert import BertChunk
 from lightning_megatron.models.config import ModelConfig
 
 Work = Callable[[], Tensor]
-"""Reads and writes tensors that stay in place, and returns one; the host decides nothing in it by their numbers."""
+"""What a chunk does with a group of rows. In static steps it reads and writes tensors that stay in place, and the host
+decides nothing in it by their numbers."""
+
+Works = dict[tuple[int, int], tuple[Tensor | None, Work]]
+"""Of each chunk and group of rows, in order: where what the chunk before sends is received, and what is done then."""
 
 SMALLEST_WINDOW = 1024
 """Queries look at so many slots of static caches at least, or at all if there are fewer; when the texts outgrow them,
@@ -158,6 +161,13 @@ class CachedChunk:
             return output.contiguous()
         return output.float() if every_position else output[:, -1].float()
 
+    def step(self, hidden: Tensor | None, rows: NextTokens, group: int, place: Tensor, is_token: Tensor) -> Tensor:
+        """As ``run``, of the newest token of each row, by buffers that stay: those of ``TokenStep``, too."""
+        step = TokenStep(place, is_token)
+        for cache in self.caches[group]:
+            cache.step = step
+        return self.run(hidden, rows, group).detach()
+
     def _forward(self, rows: NextTokens) -> Tensor:
         model = self.model
         if rows.source is not None:
@@ -206,39 +216,37 @@ class Stages:
         """
         self._topology = topology
         ranks = sorted(dist.get_process_group_ranks(topology.mp_group))
-        self._num_ranks = len(ranks)
         # Of the last stage the first: tp ranks could draw differently, as sums on a GPU are not exactly reproducible.
         self._source = ranks[-topology.parallel.tp * topology.parallel.cp]
         self.chooses = dist.get_rank() == self._source
         """Whether this rank chooses the tokens of all ranks of ``topology.mp_group``."""
-        rows, width = batch.tokens.shape
+        rows, self._num_read = batch.tokens.shape
         # Two messages under way in both directions could wait for each other: with chunks the batch is one group.
         count = 1 if topology.parallel.vpp else min(topology.parallel.pp, rows)
         bounds = [rows * i // count for i in range(count + 1)]
         self._groups = list(zip(bounds, bounds[1:], strict=False))
         """First and last + 1 row of each group."""
-        self._capacity = None if new_tokens is None else width + new_tokens - 1
+        self._slots = None if new_tokens is None else slots_for(self._num_read + new_tokens - 1)
         self._is_static = static
         self._batch, self._mask = batch, batch.mask
         if batch.mask is not None and new_tokens is not None:
             self._mask = torch.cat((batch.mask, batch.mask.new_ones(rows, new_tokens)), dim=-1)
-        self._num_read = 0
         self._steps: StaticSteps | None = None
         self._chunks = [self._chunk(index, model, len(models)) for index, model in enumerate(models)]
 
     def _chunk(self, index: int, model: Any, count: int) -> CachedChunk:
         layers: list[SDPAttention] = []
-        if self._capacity is not None:
+        if self._slots is not None:
             # Not those of an encoder, which reads once.
             layers = [module for module in model.decoder.modules() if isinstance(module, SDPAttention)]
-        kind = StaticCache if self._is_static else KeyValueCache
+        source = 0 if self._batch.source is None else self._batch.source.shape[1]
         return CachedChunk(
             model=model,
             is_first=self._topology.is_first_stage and index == 0,
             is_last=self._topology.is_last_stage and index == count - 1,
             layers=layers,
             caches=[
-                [SourceCache() if layer.is_cross else kind(self._capacity or 0) for layer in layers]
+                [KeyValueCache(source if layer.is_cross else self._slots or 0) for layer in layers]
                 for _ in self._groups
             ],
         )
@@ -249,8 +257,7 @@ class Stages:
         Args:
             every_position: Ask for what follows every token instead, [b, s, padded vocabulary].
         """
-        self._num_read = self._batch.tokens.shape[1]
-        return self._eager_pass(every_position=every_position)
+        return self._pass(self._works(every_position=every_position))
 
     def next(self, tokens: Tensor) -> Tensor | None:
         """Read one more token of each row, [b]; what follows it, as from ``first``."""
@@ -266,56 +273,41 @@ class Stages:
             source=None if batch.source is None else tokens.new_empty(len(tokens), 0),  # the encoder reads once
         )
         if not self._is_static:
-            return self._eager_pass()
+            return self._pass(self._works())
         if self._steps is None:
-            self._steps = StaticSteps(self._chunks, self._groups, batch, place, slots_for(self._capacity or 0))
-        self._steps.advance(batch, place, self._all_agree)
-        return self._pass(self._steps.hidden, self._steps.output)
+            self._steps = StaticSteps(self._chunks, self._groups, batch, place, self._slots or 0)
+        return self._pass(self._steps.works(batch, place))
 
-    def _eager_pass(self, *, every_position: bool = False) -> Tensor | None:
-        batch, groups = self._batch, self._groups
-        rows = [batch] if len(groups) == 1 else [batch.rows(first, stop) for first, stop in groups]
+    def _works(self, *, every_position: bool = False) -> Works:
+        works: Works = {}
+        for index, chunk in enumerate(self._chunks):
+            for group, (first, stop) in enumerate(self._groups):
+                rows = self._batch.rows(first, stop)
+                hidden = chunk.hidden_like(rows)
+                run = functools.partial(chunk.run, hidden, rows, group, every_position=every_position)
+                works[index, group] = (hidden, run)
+        return works
 
-        def hidden_of(chunk: int, group: int) -> Tensor | None:
-            return self._chunks[chunk].hidden_like(rows[group])
-
-        def run(chunk: int, group: int, hidden: Tensor | None) -> Tensor:
-            return self._chunks[chunk].run(hidden, rows[group], group, every_position=every_position)
-
-        return self._pass(hidden_of, run)
-
-    def _pass(
-        self, hidden_of: Callable[[int, int], Tensor | None], run: Callable[[int, int, Tensor | None], Tensor]
-    ) -> Tensor | None:
+    def _pass(self, works: Works) -> Tensor | None:
         found: list[Tensor] = []
         under_way: list[tuple[Any, Tensor]] = []
-        for index, chunk in enumerate(self._chunks):
-            for group in range(len(self._groups)):
-                hidden = hidden_of(index, group)
-                if hidden is not None:
-                    dist.recv(hidden, self._neighbour(-1), group=self._topology.pp_group)
-                output = run(index, group, hidden)
-                if chunk.is_last:
-                    found.append(output)
-                else:
-                    sent = dist.isend(output, self._neighbour(1), group=self._topology.pp_group)
-                    under_way.append((sent, output))
+        for (index, _), (hidden, run) in works.items():
+            if hidden is not None:
+                dist.recv(hidden, self._neighbour(-1), group=self._topology.pp_group)
+            output = run()
+            if self._chunks[index].is_last:
+                found.append(output)
+            else:
+                sent = dist.isend(output, self._neighbour(1), group=self._topology.pp_group)
+                under_way.append((sent, output))
         for message, _ in under_way:
             message.wait()
         # A copy: what a static step returns is written anew by the next one.
         return torch.cat(found) if found else None
 
-    def _all_agree(self, agrees: bool) -> bool:
-        """Whether all ranks of this copy say yes."""
-        if self._num_ranks == 1:
-            return agrees
-        vote = torch.tensor([int(agrees)], device=self._batch.tokens.device)
-        dist.all_reduce(vote, dist.ReduceOp.MIN, group=self._topology.mp_group)
-        return bool(vote)
-
     def told(self, message: Tensor) -> Tensor:
         """What the rank that chooses passes here, on all ranks of this copy; theirs must have the same shape."""
-        if self._num_ranks > 1:
+        if dist.get_world_size(self._topology.mp_group) > 1:
             message = message.contiguous()
             dist.broadcast(message, self._source, group=self._topology.mp_group)
         return message
@@ -327,12 +319,13 @@ class Stages:
             rows: [b], a multiple of the prompts; those of a prompt come from rows of the same prompt.
         """
         before, old, new = self._groups, self._groups[-1][1], len(rows)
-        assert self._steps is None or old == new, "steps have one number of rows"
         self._groups = [(first * new // old, stop * new // old) for first, stop in before]
         for chunk in self._chunks:
             for (was_first, _), (first, stop), caches in zip(before, self._groups, chunk.caches, strict=True):
-                for cache in caches:
-                    cache.select(rows[first:stop] - was_first)
+                for layer, cache in zip(chunk.layers, caches, strict=True):
+                    # Row i and row rows[i] have the same source.
+                    if old != new or not layer.is_cross:
+                        cache.select(rows[first:stop] - was_first)
         positions, source_mask = self._batch.positions, self._batch.source_mask
         assert positions is not None
         source_mask = None if source_mask is None else source_mask[rows]
@@ -345,16 +338,8 @@ class Stages:
         return ranks[(self._topology.pp_rank + distance) % len(ranks)]
 
 
-def _step(chunk: CachedChunk, group: int, rows: NextTokens, hidden: Tensor | None, token_step: TokenStep) -> Tensor:
-    """What a chunk does with the newest token of each row of a group, on buffers that stay; as ``CachedChunk.run``."""
-    try:
-        return chunk.run(hidden, rows, group).detach()
-    finally:
-        token_step.forget()
-
-
 class StaticSteps:
-    """The passes of one token per row with static caches, recorded where the device has a recorder."""
+    """The passes of one token per row at one shape and place in memory, recorded where the device has a recorder."""
 
     def __init__(
         self,
@@ -367,7 +352,7 @@ class StaticSteps:
         """Allocate what the steps read besides caches and weights.
 
         Args:
-            chunks: Of this rank, with static caches that hold the prompts.
+            chunks: Of this rank, with caches that hold the prompts.
             groups: First and last + 1 row of each.
             batch: The first token behind the prompts.
             place: Where it stands.
@@ -381,19 +366,19 @@ class StaticSteps:
         if batch.mask is not None:
             self._is_token[:, : place + 1] = batch.mask != 0
         self._batch = replace(batch, mask=None).each(Tensor.clone)
-        self._rows = [self._batch.rows(first, stop) for first, stop in groups]
-        self._hidden = [[chunk.hidden_like(rows) for rows in self._rows] for chunk in chunks]
-        self._works: dict[tuple[int, int], Work] = {}
+        self._works: Works = {}
         self._is_recorded = False
         self._num_keys = 0
 
-    def advance(self, batch: NextTokens, place: int, agree: Callable[[bool], bool]) -> None:
-        """Go on to the next token; all ranks of a copy must call alike.
+    def works(self, batch: NextTokens, place: int) -> Works:
+        """What has to be done with the next token; all ranks of a copy must call alike. Outputs last until the next.
 
         Args:
             batch: The token.
             place: Where it stands.
-            agree: Tells whether all ranks of the copy pass True.
+
+        Raises:
+            ConfigError: If a step cannot be recorded.
         """
         assert self._batch.positions is not None
         assert batch.positions is not None
@@ -402,47 +387,24 @@ class StaticSteps:
         self._place.fill_(place)
         if place >= self._num_keys:
             self._look_at(_window(place, self._slots))
+            if self._recorder is not None:
+                prepared = self._recorder.prepared
+                return {key: (hidden, functools.partial(prepared, run)) for key, (hidden, run) in self._works.items()}
         elif self._recorder is not None and not self._is_recorded:
-            self._record(agree)
-
-    def hidden(self, chunk: int, group: int) -> Tensor | None:
-        """Where what the chunk before sends shall be received."""
-        return self._hidden[chunk][group]
-
-    def output(self, chunk: int, group: int, hidden: Tensor | None) -> Tensor:
-        """As ``CachedChunk.run`` of ``hidden``; valid until the next pass."""
-        work = self._works[chunk, group]
-        return work() if self._recorder is None or self._is_recorded else self._recorder.prepared(work)
+            recorded = self._recorder.recorded([run for _, run in self._works.values()])
+            rows = zip(self._works.items(), recorded, strict=True)
+            self._works, self._is_recorded = {key: (hidden, run) for (key, (hidden, _)), run in rows}, True
+        return self._works
 
     def _look_at(self, num_keys: int) -> None:
         """Steps whose queries see so many slots; what was recorded for fewer is given back."""
         self._works, self._is_recorded, self._num_keys = {}, False, num_keys
-        steps = [TokenStep(self._place, self._is_token[first:stop, :num_keys]) for first, stop in self._groups]
         for index, chunk in enumerate(self._chunks):
-            for group, (rows, step) in enumerate(zip(self._rows, steps, strict=True)):
-                for cache in chunk.caches[group]:
-                    cache.step = step
-                hidden = self._hidden[index][group]
-                self._works[index, group] = functools.partial(_step, chunk, group, rows, hidden, step)
-
-    def _record(self, agree: Callable[[bool], bool]) -> None:
-        """Record every work, or none if one rank cannot: all of a copy then go on alike."""
-        assert self._recorder is not None
-        recorded, failure = None, None
-        try:
-            recorded = self._recorder.recorded(list(self._works.values()))
-        except RuntimeError as error:
-            # What ended the recording, rather than that it could not be ended properly; CUDA adds lines of advice.
-            failure = str(error.__context__ or error).partition("\n")[0]
-        if agree(failure is None) and recorded is not None:
-            self._works, self._is_recorded = dict(zip(self._works, recorded, strict=True)), True
-            return
-        self._recorder = None
-        if failure is not None:
-            warnings.warn(
-                f"a step could not be recorded as a CUDA graph ({failure}); steps run kernel by kernel, more slowly",
-                stacklevel=2,
-            )
+            for group, (first, stop) in enumerate(self._groups):
+                rows, is_token = self._batch.rows(first, stop), self._is_token[first:stop, :num_keys]
+                hidden = chunk.hidden_like(rows)
+                step = functools.partial(chunk.step, hidden, rows, group, self._place, is_token)
+                self._works[index, group] = (hidden, step)
 
 
 def _window(place: int, slots: int) -> int:
@@ -482,21 +444,20 @@ class CudaGraphs:
         The graphs share one pool of memory, so they must not run at the same time.
 
         Raises:
-            RuntimeError: If one cannot be recorded; nothing has been computed then.
+            ConfigError: If one cannot be recorded.
         """
-        pool = torch.cuda.graph_pool_handle()
-        current = torch.cuda.current_stream(self._stream.device)
-        collects = gc.isenabled()
+        pool, collects = torch.cuda.graph_pool_handle(), gc.isenabled()
         # Python could free a graph or an event of somebody else meanwhile, which CUDA refuses while it records.
         gc.disable()
         try:
             return [self._recorded(work, pool) for work in works]
-        except RuntimeError:
-            _end(self._stream.device, pool)
-            raise
+        except RuntimeError as error:
+            # What ended the recording, rather than that it could not be ended properly; CUDA adds lines of advice.
+            reason = str(error.__context__ or error).partition("\n")[0]
+            raise ConfigError(
+                f"static_cache: expected steps that CUDA can record as a graph, got: {reason}; set static_cache=False"
+            ) from error
         finally:
-            # A recording that fails may leave the side stream current.
-            torch.cuda.set_stream(current)
             if collects:
                 gc.enable()
 
@@ -511,17 +472,6 @@ class CudaGraphs:
 def _replayed(graph: torch.cuda.CUDAGraph, output: Tensor) -> Tensor:
     graph.replay()
     return output
-
-
-def _end(device: torch.device, pool: Any) -> None:
-    """Let the allocator leave ``pool``, which it does not if CUDA refuses a recording at its end.
-
-    Releases of torch whose CUDAGraph.capture_end raises before it tells the allocator leave one that frees no cached
-    memory any more; in others there is nothing to end.
-    """
-    with contextlib.suppress(RuntimeError):
-        torch.cuda.memory._cuda_endAllocateToPool(device.index, pool)  # type: ignore[attr-defined]
-        torch.cuda.memory._cuda_releasePool(device.index, pool)  # type: ignore[attr-defined]
 
 
 @functools.cache

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_megatron.cli import main
+from lightning_megatron.cli.generate import TextWriter
+from lightning_megatron.generate.options import GenerationOptions
 from tests.cli.command import run_all, run_cli
 from tests.cli.corpus import VOCAB_SIZE
 
@@ -65,15 +69,23 @@ def _by_hugging_face(folder: Path, **options: Any) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize(("name", "tp", "pp"), [("hf", 1, 1), ("run.ckpt", 2, 1), ("legacy", 1, 2)])
-def test_prompts_are_continued_from_every_kind_of_checkpoint(checkpoints: Path, name: str, tp: int, pp: int) -> None:
+BEAMS = {"num_beams": 4, "early_stopping": True, "length_penalty": -1.0, "num_return_sequences": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "pp", "how"), [("hf", 1, 1, BEAMS), ("run.ckpt", 2, 1, {}), ("legacy", 1, 2, {})]
+)
+def test_prompts_are_continued_from_every_kind_of_checkpoint(
+    checkpoints: Path, name: str, tp: int, pp: int, how: dict[str, Any]
+) -> None:
+    options = [word for key, value in how.items() for word in (f"--{key.replace('_', '-')}", str(value).lower())]
     code, out, err = _generate(
-        *("--checkpoint", checkpoints / name, "--tokenizer", checkpoints / "hf", "--accelerator", "cpu"),
+        *("--checkpoint", checkpoints / name, "--tokenizer", checkpoints / "hf", "--accelerator", "cpu", *options),
         *("--max-new-tokens", 6, "--tp", tp, "--pp", pp, "--prompt", *PROMPTS),
         ranks=tp * pp,
     )
     assert code == 0, err
-    assert out == "\n\n".join(_by_hugging_face(checkpoints / "hf", max_new_tokens=6)) + "\n"
+    assert out == "\n\n".join(_by_hugging_face(checkpoints / "hf", max_new_tokens=6, **how)) + "\n"
 
 
 @pytest.mark.parametrize("tp", [pytest.param(tp, marks=pytest.mark.gpu(tp)) for tp in (1, 2)])
@@ -84,11 +96,8 @@ def test_gpus_write_what_hugging_face_writes(checkpoints: Path, tp: int) -> None
     assert out == "\n\n".join(_by_hugging_face(checkpoints / "hf", max_new_tokens=12)) + "\n"
 
 
-@pytest.mark.parametrize(
-    ("dtype", "on_gpu"), [("float32", "32-true"), ("bfloat16", "bf16-true"), ("float16", "16-mixed")]
-)
 def test_gpus_compute_in_the_dtype_of_the_weights(
-    checkpoints: Path, tmp_path: Path, dtype: str, on_gpu: str, monkeypatch: pytest.MonkeyPatch
+    checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
     from transformers import AutoModelForCausalLM
@@ -96,21 +105,14 @@ def test_gpus_compute_in_the_dtype_of_the_weights(
     from lightning_megatron.cli.generate import _own_precision
     from lightning_megatron.convert.convert import open_source
 
-    AutoModelForCausalLM.from_pretrained(checkpoints / "hf", dtype=getattr(torch, dtype)).save_pretrained(tmp_path)
-    stored = open_source(tmp_path)
-    for has_gpu in (False, True):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
-        assert _own_precision(stored, "cpu") == "32-true"
-        assert _own_precision(stored, "auto") == (on_gpu if has_gpu else "32-true")
-
-
-def test_beams_are_hugging_faces(checkpoints: Path) -> None:
-    common = ("--checkpoint", checkpoints / "hf", "--num-beams", 4, "--max-new-tokens", 5, "--prompt", *PROMPTS)
-    more = ("--early-stopping", "true", "--length-penalty", -1.0, "--num-return-sequences", 2)
-    code, out, err = _generate(*common, *more)
-    assert code == 0, err
-    options = {"early_stopping": True, "length_penalty": -1.0, "num_return_sequences": 2, "num_beams": 4}
-    assert out == "\n\n".join(_by_hugging_face(checkpoints / "hf", max_new_tokens=5, **options)) + "\n"
+    for dtype, on_gpu in (("float32", "32-true"), ("bfloat16", "bf16-true"), ("float16", "16-mixed")):
+        model = AutoModelForCausalLM.from_pretrained(checkpoints / "hf", dtype=getattr(torch, dtype))
+        model.save_pretrained(tmp_path / dtype)
+        stored = open_source(tmp_path / dtype)
+        for has_gpu in (False, True):
+            monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
+            assert _own_precision(stored, "cpu") == "32-true"
+            assert _own_precision(stored, "auto") == (on_gpu if has_gpu else "32-true")
 
 
 def test_a_text_ends_behind_a_stop_text_and_the_seed_draws_it(checkpoints: Path) -> None:
@@ -128,7 +130,8 @@ def test_a_text_ends_behind_a_stop_text_and_the_seed_draws_it(checkpoints: Path)
 
 def test_prompts_of_a_file_are_continued_in_batches_and_written_for_programs(checkpoints: Path, tmp_path: Path) -> None:
     prompts = [*PROMPTS, 'w3 "\u00e9"']
-    (tmp_path / "prompts.txt").write_text("\n".join([prompts[0], "", *prompts[1:]]) + "\n", encoding="utf-8")
+    # As some editors write it.
+    (tmp_path / "prompts.txt").write_bytes("\r\n".join(["\ufeff" + prompts[0], "", *prompts[1:], ""]).encode())
     common = ("--checkpoint", checkpoints / "hf", "--max-new-tokens", 5)
     code, out, err = _generate(*common, "--prompt-file", tmp_path / "prompts.txt", "--batch-size", 2, "--json")
     assert code == 0, err
@@ -165,6 +168,10 @@ def test_a_t5_answers_its_prompts(checkpoints: Path, streams: bool) -> None:
 MISTAKES = (
     ("--prompt x", "the following arguments are required: --checkpoint"),
     ("--checkpoint {folder}/hf --prompt-file {folder}/none.txt", "none.txt cannot be read: No such file"),
+    (
+        "--checkpoint {folder}/hf --prompt-file - --tp 2",
+        "--prompt-file -: expected one process, which can read it, got 2",
+    ),
     ("--checkpoint {folder}/hf --prompt x --stream --num-beams 2", "--stream shows one text of one prompt"),
     ("--checkpoint {folder}/none --prompt x", "does not exist"),
     ("--checkpoint {folder}/bare --prompt x", "/bare comes with no tokenizer; give --tokenizer DIR"),
@@ -176,6 +183,50 @@ MISTAKES = (
         "--tp 3 does not divide num_attention_heads=2",
     ),
 )
+
+
+class Bytes:
+    """A tokenizer whose tokens are the bytes of UTF-8."""
+
+    def decode(self, tokens: list[int], **_: Any) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "pieces"),
+    [
+        ("aé🎉b".encode(), (), ["pa", "é", "🎉", "b", "\n"]),
+        (b"a\xf0\x9f", (), ["pa", "\N{REPLACEMENT CHARACTER}\n"]),
+        (b"ab.\n\ncd", ("x", ".\n"), ["pa", "b", ".", "\n", "\n"]),
+    ],
+)
+def test_a_stream_shows_whole_characters_and_nothing_behind_a_stop_text(
+    text: bytes, stop: tuple[str, ...], pieces: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    parts: list[str] = []
+    show = TextWriter(["p"], Bytes(), GenerationOptions(stop_strings=stop), as_json=False, is_answer=False)
+    monkeypatch.setattr(sys.stdout, "write", parts.append)
+    rows = {"input_ids": torch.tensor([list(b"p")]), "attention_mask": torch.ones(1, 1)}
+    for token in (*text, -1):
+        show.add(rows, torch.tensor([token]))
+    show.end(rows, torch.tensor([list(b"p" + text)]))
+    assert [piece for piece in parts if piece] == pieces
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-8"])
+def test_characters_that_the_output_lacks_are_escaped_for_programs(
+    encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding=encoding))
+    rows = {"input_ids": torch.tensor([[33]]), "attention_mask": torch.ones(1, 1)}
+    show = TextWriter(["é "], Bytes(), GenerationOptions(), as_json=True, is_answer=False)
+    show.end(rows, torch.tensor([[33, *"🎉".encode()]]))
+    assert json.loads(raw.getvalue().decode(encoding)) == {"prompt": "é ", "text": "🎉"}
 
 
 def test_a_mistake_is_one_line_and_code_2(checkpoints: Path) -> None:

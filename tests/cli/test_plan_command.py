@@ -38,20 +38,14 @@ def _layout_of(folder: str) -> tuple[int, int, int | None, int, int]:
 
 
 def test_uneven_stages_are_named_and_become_options() -> None:
-    parallel = ParallelConfig(
-        pp=4,
-        num_microbatches=8,
-        num_layers_in_first_pipeline_stage=8,
-        num_layers_in_last_pipeline_stage=6,
-    )
+    uneven = {"num_layers_in_first_pipeline_stage": 8, "num_layers_in_last_pipeline_stage": 6}
+    parallel, device = ParallelConfig(pp=4, num_microbatches=8, **uneven), planner.DEVICES["h200"]
     model = model_config(dict(LLAMA_8B))
-    device = planner.DEVICES["h200"]
     run = planner.Run(model=model, parallel=parallel, micro_batch_size=1, lengths=(4096,), world_size=4)
     best = planner.plan(run, device)
     assert list(command._table([best], device))[-1].split()[:2] == ["1", "4:8-9-9-6"]
     written = command._yaml(best, "llama", command.PlanOptions(model="llama", gpus=4))
-    assert "num_layers_in_first_pipeline_stage: 8" in written
-    assert "num_layers_in_last_pipeline_stage: 6" in written
+    assert [name for name, number in uneven.items() if f"{name}: {number}" not in written] == []
 
 
 def test_mistakes_are_one_line(tmp_path: Path) -> None:
@@ -66,7 +60,5 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
         ("plan", "--model", "nowhere/at/all", "--gpus", "8"): "nowhere/at/all",
     }
     for (arguments, told), (code, out, err) in zip(mistakes.items(), run_all(tmp_path, mistakes), strict=True):
-        assert (code, out) == (2, ""), arguments
+        assert (code, out, err.count("\n")) == (2, "", 1), arguments
         assert told in err, arguments
-        assert err.startswith("error: "), arguments
-        assert err.count("\n") == 1, arguments

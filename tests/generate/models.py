@@ -19,55 +19,29 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_megatron.convert.registry import model_config
+from lightning_megatron.models.config import ModelConfig
 from tests.families.parity import VOCAB_SIZE, pretrained_module, tiny_model
 from tests.families.t5_models import mt5, t5, t5_1_1
+from tests.families.test_experts import FAMILIES as MIXTURES
+from tests.families.test_experts import mixture
+from tests.families.test_gpts import FAMILIES, gpt_model
 from tests.parity.training import Case, Layout, trainer_of
 from tests.ranks import run_ranks
 
 POSITIONS = 40
-_DECODER = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 48}
-_LLAMA = {**_DECODER, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": POSITIONS}
-_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-_GPT2 = {"vocab_size": VOCAB_SIZE, "n_layer": 4, "n_embd": 32, "n_head": 4, "n_positions": POSITIONS}
-_FALCON = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
-_GEMMA = {"head_dim": 10, "query_pre_attn_scalar": 7, "sliding_window": 5}
-
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt2": ("gpt2", _GPT2),
-    "gpt_bigcode": ("gpt_bigcode", _GPT2),
-    "llama": ("llama", _LLAMA),
+    **{family: (family, {}) for family in (*FAMILIES, *MIXTURES)},
+    "gpt2": ("gpt2", {"resid_pdrop": 0.1, "attn_pdrop": 0.1}),  # which generation leaves out
     "llama_dynamic": (
         "llama",
-        {**_LLAMA, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}}
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}}
         | {"max_position_embeddings": 12},
     ),
-    "mistral": ("mistral", {**_LLAMA, "sliding_window": 5}),
-    "qwen2": ("qwen2", _LLAMA),
-    "qwen3": ("qwen3", {**_LLAMA, "head_dim": 10}),
-    "bloom": ("bloom", {"vocab_size": VOCAB_SIZE, "n_layer": 4, "hidden_size": 32, "n_head": 4}),
-    "falcon": ("falcon", _FALCON),
-    "falcon_40b": ("falcon", {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
-    "mixtral": ("mixtral", {**_LLAMA, "num_local_experts": 4}),
-    "qwen2_moe": ("qwen2_moe", {**_LLAMA, **_EXPERTS, "shared_expert_intermediate_size": 24, "decoder_sparse_step": 2}),
-    "olmoe": ("olmoe", {**_LLAMA, "num_experts": 4, "num_experts_per_tok": 2}),
-    "qwen3_moe": ("qwen3_moe", {**_LLAMA, **_EXPERTS, "head_dim": 10}),
-    "falcon_alibi": ("falcon", {**_FALCON, "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}),
-    "gemma": ("gemma", {**_LLAMA, "head_dim": 10}),
-    "gemma2": ("gemma2", {**_LLAMA, **_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
-    "gemma3_text": ("gemma3_text", {**_LLAMA, **_GEMMA, "sliding_window_pattern": 3}),
-    "phi3": ("phi3", {**_LLAMA, "pad_token_id": 0}),
-    "olmo2": ("olmo2", _LLAMA),
-    "granite": ("granite", {**_LLAMA, "attention_multiplier": 0.3, "residual_multiplier": 0.5, "logits_scaling": 2.5}),
-    "starcoder2": ("starcoder2", {**_LLAMA, "sliding_window": 5}),
-    "gpt_neox": ("gpt_neox", {**_LLAMA, "rotary_pct": 0.5}),
-    "smollm3": ("smollm3", {**_LLAMA, "no_rope_layer_interval": 2, "pad_token_id": 0}),
-    "stablelm": ("stablelm", {**_LLAMA, "partial_rotary_factor": 0.5}),
-    "opt": ("opt", {**_FALCON, "ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": POSITIONS}),
-    "cohere": ("cohere", {**_LLAMA, "logit_scale": 0.25}),
-    "glm": ("glm", {**_LLAMA, "head_dim": 12, "pad_token_id": 0}),
-    "glm4": ("glm4", {**_LLAMA, "head_dim": 12, "pad_token_id": 0}),
+    "falcon_40b": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon_alibi": ("falcon", {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}),
 }
-"""Each family of GPTs: model type and fields; every dropout is Hugging Face's default, which generation leaves out."""
+"""Each family of GPTs, and variants: the family, and other fields than those of its tiny model."""
 
 ENCODER_DECODERS: dict[str, Callable[[], Any]] = {"t5": t5, "t5_1_1": t5_1_1, "mt5": mt5}
 """Tied and scaled; with an output layer of its own; of six layers."""
@@ -92,21 +66,23 @@ class Call:
 @functools.cache
 def hugging_face(name: str) -> Any:
     """The model by transformers, with random weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     # Between threads on shared cores a tiny model takes ten times as long.
     torch.set_num_threads(1)
     if name in ENCODER_DECODERS:
         return _lively(ENCODER_DECODERS[name]())
     if name in BERTS:
         return _bert(name)
-    model_type, fields = MODELS[name]
-    config = AutoConfig.for_model(model_type, **fields)
-    if model_type != "falcon":
-        return tiny_model(AutoModelForCausalLM, config)
-    from transformers import FalconForCausalLM
+    family, changes = MODELS[name]
+    fields = (FAMILIES | MIXTURES)[family][1]
+    positions = {key: POSITIONS for key in ("n_positions", "max_position_embeddings") if key in fields}
+    if family in MIXTURES:
+        return mixture(family, **positions, output_router_logits=False, **changes)
+    return gpt_model(family, positions | changes)
 
-    return tiny_model(FalconForCausalLM, config)
+
+def model_of(name: str) -> ModelConfig:
+    """What a model computes."""
+    return model_config(hugging_face(name).config)
 
 
 def _bert(head: str) -> Any:

@@ -19,7 +19,6 @@ from lightning_megatron.generate.pipeline import Work
 
 _ASKS_THE_DEVICE = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero", "aten::unique")
 
-
 _ALLOCATES = ("aten::empty", "aten::new_empty")
 """No kernels: what they return has no numbers yet, and the engine exchanges the memory of some (viewless tensors)."""
 
@@ -53,27 +52,29 @@ class TapeRecorder:
     """Records on tapes; a test counts."""
 
     def __init__(self) -> None:
-        self.num_prepared = 0
-        self.num_recorded = 0
-        self.num_replayed = 0
+        self.counts = (0, 0, 0)
+        """Prepared, recorded, replayed."""
 
     def prepared(self, work: Work) -> Tensor:
-        self.num_prepared += 1
+        self._count(1, 0, 0)
         return work()
 
     def recorded(self, works: Sequence[Work]) -> list[Work]:
         return [self._recorded(work) for work in works]
 
     def _recorded(self, work: Work) -> Work:
-        self.num_recorded += 1
+        self._count(0, 1, 0)
         with Tape() as tape:
             output = work()
         return functools.partial(self._replayed, tape, output)
 
     def _replayed(self, tape: Tape, output: Tensor) -> Tensor:
-        self.num_replayed += 1
+        self._count(0, 0, 1)
         tape.replay()
         return output
+
+    def _count(self, *more: int) -> None:
+        self.counts = tuple(map(sum, zip(self.counts, more, strict=True)))  # type: ignore[assignment]
 
 
 def _wait(result: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from tests.generate.models import NO_END, asked, continued
 from tests.generate.readable import byte_level_tokenizer
 from tests.parity.training import Case, Layout, RankOutcome, loader_of, module_of, train_module, trainer_of
-from tests.ranks import RankError, run_ranks
+from tests.ranks import run_ranks
 
 
 def test_the_same_seed_draws_the_same_text_in_every_layout() -> None:
@@ -96,55 +96,43 @@ def _switches(module: Any) -> list[Any]:
     return [*found, *(m.config.sequence_parallel for m in module.model_chunks.modules() if hasattr(m, "config"))]
 
 
-@pytest.mark.parametrize(
-    ("calls", "says"),
-    [
-        (
-            [{"stop_strings": "a", "tokenizer": byte_level_tokenizer({83: b"a"})}],
-            "tokenizer: expected tokens of the vocabulary, 0 to 82, got 83",
-        ),
-        ([{}, {"on_tokens": 3}], "on_tokens must be callable, got 3"),
-        ([{"decoder_input_ids": torch.ones(1, 1)}], "decoder_input_ids are nothing that gpt2 reads"),
-        ([{"tokens": [[83]]}], "expected tokens of the vocabulary, 0 to 82, got 83"),
-        ([{}, {"tokens": [[2]]}], "rank 1 asks with other prompts or options than rank 0"),
-        ([{}, {"top_k": -3}], "top_k=-3 must be a number at least 0"),
-    ],
+def _spelled(token: int) -> dict[str, Any]:
+    return {"stop_strings": "a", "tokenizer": byte_level_tokenizer({token: b"a"})}
+
+
+REFUSED: tuple[tuple[list[dict[str, Any]], str], ...] = (
+    # What each rank asks, the last one also the ranks behind it.
+    ([_spelled(83)], "tokenizer: expected tokens of the vocabulary, 0 to 82, got 83"),
+    ([_spelled(5), _spelled(6)], "rank 1 asks with other prompts or options than rank 0"),
+    ([{}, {"tokens": [[2]]}], "rank 1 asks with other prompts or options than rank 0"),
+    ([{}, {"on_tokens": 3}], "on_tokens must be callable, got 3"),
+    ([{"decoder_input_ids": torch.ones(1, 1)}], "decoder_input_ids are nothing that gpt2 reads"),
+    ([{"tokens": [[83]]}], "expected tokens of the vocabulary, 0 to 82, got 83"),
+    ([{}, {"top_k": -3}], "top_k=-3 must be a number at least 0"),
 )
-def test_wrong_input_is_refused_on_all_ranks_and_leaves_the_model_as_it_was(calls: Any, says: str) -> None:
-    refusals = run_ranks(_refused, 2, Case(layout=Layout(tp=2, sequence_parallel=True), steps=1), calls)
-    for refusal in refusals:
-        assert says in refusal
 
 
-def _refused(case: Case, calls: list[dict[str, Any]]) -> str:
+def test_wrong_input_is_refused_on_all_ranks_and_leaves_the_model_as_it_was() -> None:
+    for said in run_ranks(_refused, 2, Case(layout=Layout(tp=2, sequence_parallel=True), steps=1)):
+        assert [says for (_, says), line in zip(REFUSED, said, strict=True) if says not in line] == [], said
+
+
+def _refused(case: Case) -> list[str]:
     from lightning_megatron.errors import ConfigError
 
-    module = module_of(case)
-    trainer = trainer_of(case)
+    module, trainer, said = module_of(case), trainer_of(case), []
+    with pytest.raises(ConfigError, match="there is no model to ask before"):
+        module.generate(torch.tensor([[1]]))
     trainer.validate(module, loader_of(case), verbose=False)
-    call = dict(calls[min(trainer.global_rank, len(calls) - 1)])
-    ids = torch.tensor(call.pop("tokens", [[1]]))
-    call.setdefault("max_new_tokens", 4)
-    switches = _switches(module)
-    try:
-        module.generate(ids, **call)
-    except ConfigError as error:
-        assert _switches(module) == switches
-        assert module.generate(torch.tensor([[1]]), max_new_tokens=2).shape == (1, 3)
-        return str(error)
-    return "nothing was refused"
-
-
-def test_switches_are_put_back_after_an_error_inside() -> None:
-    run_ranks(_interrupted, 2, Case(layout=Layout(tp=2, sequence_parallel=True), steps=1))
-
-
-def _interrupted(case: Case) -> None:
-    module = module_of(case)
-    trainer_of(case).validate(module, loader_of(case), verbose=False)
     module.model_chunks.train()
     switches = _switches(module)
     assert True in switches
+    for calls, _ in REFUSED:
+        call = dict(calls[min(trainer.global_rank, len(calls) - 1)])
+        ids = torch.tensor(call.pop("tokens", [[1]]))
+        with pytest.raises(ConfigError) as refusal:
+            module.generate(ids, max_new_tokens=4, **call)
+        said.append(str(refusal.value))
 
     def fail(*_: Any) -> None:
         raise RuntimeError("a layer fails")
@@ -154,12 +142,5 @@ def _interrupted(case: Case) -> None:
         module.generate(torch.tensor([[1]]), max_new_tokens=4)
     hook.remove()
     assert _switches(module) == switches
-
-
-def test_generating_before_there_is_a_model_is_refused() -> None:
-    with pytest.raises(RankError, match="there is no model to ask before"):
-        run_ranks(_too_early, 1)
-
-
-def _too_early() -> None:
-    module_of(Case()).generate(torch.tensor([[1]]))
+    assert module.generate(torch.tensor([[1]]), max_new_tokens=2).shape == (1, 3)
+    return said

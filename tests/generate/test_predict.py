@@ -1,16 +1,44 @@
-"""``Trainer.predict`` continues every prompt of a loader once, each copy of the model its own."""
+"""``Trainer.predict``: texts or logits, each copy of the model its own; what copies predict comes back in order."""
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import pytest
-from torch.utils.data import DataLoader
+import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from tests.families.parity import pretrained_module
-from tests.generate.models import NO_END, Call, asked, by_hugging_face, prompts, run_with_models
+from tests.generate.models import (
+    BERTS,
+    ENCODER_DECODERS,
+    MODELS,
+    NO_END,
+    Call,
+    asked,
+    by_hugging_face,
+    hugging_face,
+    on_gpus,
+    prompts,
+    run_with_models,
+)
 from tests.parity.training import Case, Layout, trainer_of
+
+Batch = dict[str, torch.Tensor]
 
 LENGTHS = (7, 3, 5, 6, 2)
 """No multiple of the copies or of a batch."""
+ATOL = 2e-5
+"""As the families' tests: of size 1 to 10, out of four layers in another order of additions."""
+
+
+def _loader(batch: Batch) -> DataLoader[Any]:
+    rows = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
+    return DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
+
+
+# ---- texts ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -28,28 +56,225 @@ LENGTHS = (7, 3, 5, 6, 2)
 def test_every_prompt_is_continued_once(model: str, layout: Layout) -> None:
     call = asked(model, prompts("left" if model == "llama" else "right", LENGTHS), max_new_tokens=5, **NO_END)
     expected = by_hugging_face(call)
-    answers = run_with_models(_predicted, layout, [call])
-    of_copies: dict[int, list[list[int]]] = {}
-    for dp_rank, texts in answers:
-        assert of_copies.setdefault(dp_rank, texts) == texts
     # A distributed sampler deals samples in turn.
-    for dp_rank, texts in of_copies.items():
+    for dp_rank, texts in run_with_models(_continued, layout, [call]):
         assert texts == expected[dp_rank :: layout.dp].tolist()
 
 
-def _predicted(directory: str, case: Case, calls: list[Call]) -> tuple[int, list[list[int]]]:
+def _continued(directory: str, case: Case, calls: list[Call]) -> tuple[int, list[list[int]]]:
     from lightning_megatron import GenerationOptions
 
     (call,) = calls
     module = pretrained_module(f"{directory}/{call.model}")
     module.generation = GenerationOptions(**call.options)
-    assert call.attention_mask is not None
-    rows = [{"input_ids": i, "attention_mask": m} for i, m in zip(call.input_ids, call.attention_mask, strict=True)]
+    ids, mask = call.input_ids, call.attention_mask
+    assert mask is not None
+    rows = {"input_ids": ids, "attention_mask": mask}
     if call.model == "mt5":  # a batch of Megatron's, whose answers are no part of the question
-        rows = [
-            {"text_enc": i, "enc_mask": m.expand(7, 7), "text_dec": i, "labels": i, "dec_mask": m}
-            for i, m in zip(call.input_ids, call.attention_mask, strict=True)
-        ]
+        squares = mask[:, None].expand(-1, 7, 7)
+        rows = {"text_enc": ids, "enc_mask": squares, "text_dec": ids, "labels": ids, "dec_mask": mask}
     trainer = trainer_of(case)
-    predictions = trainer.predict(module, DataLoader(rows, batch_size=2))  # type: ignore[arg-type]
+    predictions = trainer.predict(module, _loader(rows))
     return trainer.strategy.topology.dp_rank, [text for batch in predictions for text in batch.tolist()]
+
+
+# ---- logits ---------------------------------------------------------------------------------------------------------
+
+
+def rows_of(name: str) -> Batch:
+    """What Hugging Face's model takes."""
+    ids, mask = prompts("right", LENGTHS)
+    rows = {"input_ids": ids, "attention_mask": mask}
+    if name in ENCODER_DECODERS:
+        labels = ids.roll(1, dims=1)[:, :4].clone()
+        labels[1, 3:] = -100
+        return {**rows, "labels": labels}
+    return {**rows, "token_type_ids": ids % 2} if name in BERTS else rows
+
+
+@functools.cache
+@torch.no_grad()
+def expected_logits(name: str) -> torch.Tensor:
+    output = hugging_face(name)(**rows_of(name))
+    if name == "ForQuestionAnswering":
+        return torch.stack((output.start_logits, output.end_logits), dim=-1)
+    logits: torch.Tensor = output.prediction_logits if name == "ForPreTraining" else output.logits
+    return logits
+
+
+def predicted(directory: str, case: Case, names: tuple[str, ...]) -> list[tuple[torch.Tensor, list[Any]]]:
+    """Of each model the logits of rows that all copies share, and of those that each predicts."""
+    from lightning_megatron import gather_predictions
+
+    answers = []
+    for name in names:
+        module = pretrained_module(f"{directory}/{name}", return_logits=True)
+        trainer = trainer_of(case)
+        predictions = trainer.predict(module, _loader(rows_of(name)))
+        # None is there for a short last batch.
+        dp = case.layout.dp
+        assert sum(len(batch) for batch in predictions) in (len(LENGTHS) // dp, -(-len(LENGTHS) // dp))
+        answers.append((module(rows_of(name)), gather_predictions(trainer, predictions)))
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [
+        (Layout(), ("gpt2", "t5", *BERTS)),
+        (Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2), ("t5", "t5_1_1", "bloom", *BERTS[:3])),
+        (Layout(pp=2, vpp=2, num_microbatches=2), ("qwen3",)),
+        (Layout(tp=2, pp=2, dp=2, num_microbatches=2), ("gpt2",)),
+        (Layout(dp=3), ("llama",)),
+        pytest.param(Layout(cp=2, tp=2, dp=2), ("gpt2", "t5", *BERTS), marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_logits_equal_hugging_face_and_come_back_in_order(layout: Layout, names: tuple[str, ...]) -> None:
+    _compare(layout, names, atol=ATOL)
+
+
+@pytest.mark.parametrize("layout", on_gpus(Layout(), Layout(tp=2), Layout(pp=2), Layout(dp=2)))
+def test_those_of_gpus_do(layout: Layout) -> None:
+    _compare(layout, ("gpt2", "qwen3", "bloom", "mistral", "t5", "t5_1_1", *BERTS[:3]), atol=5e-5, accelerator="gpu")
+
+
+def _compare(layout: Layout, names: tuple[str, ...], atol: float, **case: Any) -> None:
+    for answers in run_with_models(predicted, layout, names, **case):
+        for name, (shared, together) in zip(names, answers, strict=True):
+            for actual in (shared.cpu(), torch.stack(together).cpu()):
+                expected = expected_logits(name)
+                assert (actual.shape, actual.dtype) == (expected.shape, torch.float32)
+                if name in MODELS:
+                    real = rows_of(name)["attention_mask"] == 1
+                    actual, expected = actual[real], expected[real]
+                torch.testing.assert_close(actual, expected, rtol=0.0, atol=atol)
+
+
+def _predicted_by_last_stage(directory: str, case: Case, names: tuple[str, ...]) -> tuple[bool, Any, Any]:
+    """Of rows that a data module serves, fewer than there are copies, as Megatron's samples have them."""
+    from lightning_megatron import DatasetDataModule, gather_predictions
+
+    ids = rows_of(names[0])["input_ids"]
+    text = torch.cat((ids[:1], torch.full((1, 1), -1)), dim=1)
+    module = pretrained_module(f"{directory}/{names[0]}", return_logits="last_stage")
+    trainer = trainer_of(case)
+    data = DatasetDataModule(test=[{"text": row} for row in text], micro_batch_size=2)
+    predictions = trainer.predict(module, datamodule=data)
+    shared = module.logits(ids, last_stage_only=True)
+    together = gather_predictions(trainer, predictions)
+    return trainer.strategy.topology.is_last_stage, shared, together
+
+
+def test_the_last_stage_may_keep_them_for_itself() -> None:
+    ids = rows_of("gpt2")["input_ids"]
+    with torch.no_grad():
+        expected = hugging_face("gpt2")(ids).logits
+    for is_last_stage, shared, together in run_with_models(_predicted_by_last_stage, Layout(pp=2, dp=2), ("gpt2",)):
+        if not is_last_stage:
+            assert (shared, together) == (None, [None])
+            continue
+        torch.testing.assert_close(shared, expected, rtol=0.0, atol=ATOL)
+        torch.testing.assert_close(together[0], expected[0], rtol=0.0, atol=ATOL)
+
+
+# ---- the order of the dataset ---------------------------------------------------------------------------------------
+
+
+def _gathered(directory: str, case: Case, names: tuple[str, ...]) -> list[list[Any]]:
+    """What copies predict together of rows that say their number, which three kinds of loaders deal to them."""
+    from lightning_megatron import DatasetDataModule, MegatronModule, gather_predictions
+
+    class Numbers(MegatronModule):
+        def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            number = batch["input_ids"][:, 0]
+            ragged = number.to(torch.bfloat16)[:, None].repeat(1, 1 + batch_idx)
+            return {"number": number, "more": (ragged, None)} if len(number) != 2 else {"number": number}
+
+    module = Numbers(model=f"{directory}/{names[0]}", make_vocab_size_divisible_by=8)
+    found = []
+    for num_rows in (11, 6, case.layout.dp):
+        rows = [{"input_ids": torch.full((3,), row)} for row in range(num_rows)]
+        kinds = [
+            {"dataloaders": DataLoader(rows, batch_size=3)},  # type: ignore[arg-type]
+            {"datamodule": DatasetDataModule(test=rows, micro_batch_size=2)},
+            {"dataloaders": DataLoader(_in_batches(rows, 2 if num_rows == 11 else 1), batch_size=None)},
+        ]
+        for kind in kinds:
+            trainer = trainer_of(case)
+            found.append([num_rows, *gather_predictions(trainer, trainer.predict(module, **kind))])
+    return found
+
+
+def test_any_number_of_rows_comes_back_in_the_order_of_the_dataset() -> None:
+    for found in run_with_models(_gathered, Layout(dp=3), ("gpt2",)):
+        for num_rows, *together in found:
+            assert [int(each["number"]) for each in together] == list(range(num_rows))
+            for number, each in enumerate(together):
+                assert all(each["more"][0] == number) if "more" in each else True
+
+
+def _shuffled(directory: str, case: Case, names: tuple[str, ...]) -> list[Any]:
+    """What comes back from ranks that draw different orders."""
+    from lightning_megatron import gather_predictions
+
+    rows = [{"input_ids": torch.full((3,), row)} for row in range(12)]
+    module = pretrained_module(f"{directory}/{names[0]}", return_logits=True)
+    trainer = trainer_of(case)
+    torch.manual_seed(trainer.global_rank)
+    loader = DataLoader(rows, batch_size=2, shuffle=True)  # type: ignore[arg-type]
+    return gather_predictions(trainer, trainer.predict(module, loader))
+
+
+def test_ranks_of_one_copy_agree_on_the_order_that_one_of_them_has_drawn() -> None:
+    with torch.no_grad():
+        expected = hugging_face("gpt2")(torch.arange(12)[:, None].repeat(1, 3)).logits
+    for together in run_with_models(_shuffled, Layout(tp=2), ("gpt2",)):
+        torch.testing.assert_close(torch.stack(together), expected, rtol=0.0, atol=ATOL)
+
+
+def _in_batches(rows: list[Batch], size: int) -> Any:
+    return [{"input_ids": torch.stack([r["input_ids"] for r in rows[i : i + size]])} for i in range(0, len(rows), size)]
+
+
+class _Stream(IterableDataset[Batch]):
+    def __iter__(self) -> Any:
+        yield {"input_ids": torch.arange(3)}
+
+
+REFUSED = (
+    *("predict has fewer samples than there are copies",) * 2,
+    "input_ids: expected rows of at most max_position_embeddings=",
+    "a DataLoader does not tell its samples",
+    "predictions=None: expected those of Trainer.predict",
+    "a prediction has [1] rows, and its batch has 2 samples",
+    "rank 1 gathers torch.float32 of the shape [rows, 4] and rank 0",
+)
+
+
+def _refusals(directory: str, case: Case, names: tuple[str, ...]) -> list[str]:
+    from lightning_megatron import ConfigError, gather_across_data_parallel_groups, gather_predictions
+
+    module, rows = pretrained_module(f"{directory}/{names[0]}", return_logits=True), _loader(rows_of(names[0]))
+    few: Any = [{"input_ids": torch.arange(3)}] * 2
+    trainer, streaming = trainer_of(case), trainer_of(case)
+    tries = (
+        lambda: trainer_of(case).predict(module, DataLoader(few, batch_size=2)),
+        lambda: trainer_of(case).predict(module, DataLoader(_in_batches(few, 1), batch_size=None)),
+        lambda: (trainer.predict(module, rows), module.logits(torch.ones(1, 41).long())),
+        lambda: gather_predictions(streaming, streaming.predict(module, DataLoader(_Stream(), batch_size=1))),
+        lambda: gather_predictions(trainer, trainer.predict(module, rows, return_predictions=False)),
+        lambda: gather_predictions(trainer, [trainer.predict(module, rows)[0][:1]]),
+        lambda: gather_across_data_parallel_groups(torch.zeros(2, 3 + trainer.strategy.topology.dp_rank)),
+    )
+    said = []
+    for each in tries:
+        with pytest.raises(ConfigError) as refusal:
+            each()
+        said.append(str(refusal.value))
+    return said
+
+
+def test_what_cannot_be_predicted_or_gathered_is_refused_on_all_ranks() -> None:
+    for said in run_with_models(_refusals, Layout(dp=3), ("gpt2",)):
+        assert [expected for expected, line in zip(REFUSED, said, strict=True) if expected not in line] == [], said

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.families.parity import VOCAB_SIZE
-from tests.generate.models import NO_END, Call, asked, by_hugging_face, compare, prompts, run_with_models, set_up
+from tests.generate.models import NO_END, asked, by_hugging_face, compare, prompts
 from tests.generate.readable import byte_level_tokenizer
-from tests.parity.training import Case, Layout
+from tests.parity.training import Layout
 
 
 def _tokenizer(said: dict[int, bytes]) -> Any:
@@ -50,19 +50,3 @@ def test_a_t5s_texts_do() -> None:
     call = asked("t5_1_1", rows, **begun, stop_strings="stop", tokenizer=tokenizer)
     assert by_hugging_face(call)[:, 3:].tolist() == [[3, 3], plain[1][3:5]]
     compare([call], Layout(pp=2))
-
-
-def test_ranks_whose_tokenizers_differ_are_told() -> None:
-    call = Call(model="gpt2", input_ids=torch.tensor([[5, 6]]))
-    for refusal in run_with_models(_refused, Layout(tp=2), [call]):
-        assert "asks with other prompts or options" in refusal
-
-
-def _refused(directory: str, case: Case, calls: list[Call]) -> str:
-    from lightning_megatron.errors import ConfigError
-
-    module = set_up(directory, case, "gpt2")
-    tokenizer = _tokenizer({5 + module.trainer.global_rank: b"stop"})
-    with pytest.raises(ConfigError) as refusal:
-        module.generate(calls[0].input_ids, stop_strings="stop", tokenizer=tokenizer)
-    return str(refusal.value)

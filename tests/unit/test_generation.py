@@ -1,0 +1,171 @@
+"""What generation is asked for, which requests are refused before anything runs, and how tokens are drawn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.generate.decode import drawn, processors_of, uniform_numbers
+from lightning_megatron.generate.inputs import (
+    EndTokens,
+    Inputs,
+    aligned,
+    check_prompts,
+    end_tokens,
+    inputs_of_batch,
+    stop_strings,
+)
+from lightning_megatron.generate.options import GenerationOptions, options_from
+from tests.generate.models import model_of
+from tests.generate.readable import byte_level_tokenizer
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"max_new_tokens": True}, "max_new_tokens=True must be an integer, and is a bool"),
+        ({"seed": 2**64}, "must be a number from"),
+        ({"top_p": float("nan")}, "top_p=nan must be a number from 0 to 1"),
+        ({"temperature": 0.0}, r"temperature=0\.0 must be a number from 1e-30 to 100"),
+        ({"early_stopping": "soon", "num_beams": 2}, "early_stopping='soon'"),
+        ({"max_length": 20, "max_new_tokens": 20}, "max_new_tokens=20 and max_length=20 both say"),
+        ({"min_length": 20, "min_new_tokens": 2}, "min_new_tokens=2 and min_length=20 both say"),
+        ({"stop_strings": ("x", "")}, "must be a text or a tuple of texts, not empty"),
+        ({"stop_sequences": ("ab",)}, "stop_sequences=.*: expected integers, and tuples of them"),
+        ({"top_p_decay": 0.5}, r"top_p_decay=0\.5 has no top_p"),
+        ({"top_p": 0.5, "top_p_bound": 0.1}, r"top_p_bound=0\.1 bounds no decay"),
+        ({"top_p": 0.5, "top_p_decay": 0.5, "top_p_bound": 0.6}, r"top_p_bound=0\.6 is above top_p=0\.5"),
+        ({"do_sample": False, "top_k": 5, "min_p": 0.1}, "takes the likeliest token, and top_k=5 and min_p=0.1 says"),
+        ({"num_beams": 3, "top_k": 5}, "num_beams=3 searches for the likeliest text, and top_k=5 draws"),
+        ({"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences=3 is more than num_beams=2"),
+        ({"num_return_sequences": 3}, "num_return_sequences=3 would all be the same"),
+        ({"length_penalty": 2.0}, r"length_penalty=2\.0 is for beams"),
+        ({"typical_p": 0.5}, "no option 'typical_p'; choose from max_new_tokens, "),
+        ({"add_BOS": True}, "no option 'add_BOS'; here it is bos_token_id"),
+        ({"output_scores": True}, "here it is MegatronModule.generate_with_scores"),
+    ],
+)
+def test_wrong_options_are_refused(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        options_from(arguments)
+
+
+def test_what_changes_nothing_contradicts_nothing() -> None:
+    assert not options_from({"do_sample": False, "temperature": None, "top_k": None, "top_p": None}).samples
+    assert not options_from({"do_sample": False, "temperature": 1.0, "top_p": 1.0, "num_beams": 3}).samples
+    # As in transformers: the likeliest tokens of the likeliest.
+    assert options_from({"top_k": 50, "top_p": 0.9, "length_penalty": None}).samples
+
+
+@pytest.mark.parametrize(
+    ("arguments", "room", "expected"),
+    [
+        ({}, None, (0, 20)),
+        ({}, 5, (0, 5)),
+        ({"max_new_tokens": 30}, 5, (0, 30)),
+        ({"max_length": 14, "min_length": 12}, None, (2, 4)),
+        (
+            {"max_length": 10},
+            None,
+            "max_length=10 leaves rows of 10 .* at least 1 and at most 0 new tokens; give a lar",
+        ),
+        ({"min_length": 31, "max_new_tokens": 20}, None, "min_length=31 and max_new_tokens=20 leaves"),
+    ],
+)
+def test_lengths_are_counted_behind_the_prompts(arguments: dict[str, Any], room: int | None, expected: Any) -> None:
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=expected):
+            GenerationOptions(**arguments).settled(10, room)
+    else:
+        settled = GenerationOptions(**arguments).settled(10, room)
+        assert (settled.min_new_tokens, settled.num_new_tokens) == expected
+
+
+def _ids(*rows: list[int]) -> torch.Tensor:
+    return torch.tensor(rows)
+
+
+@pytest.mark.parametrize(
+    ("input_ids", "mask", "options", "says"),
+    [
+        ([[1]], None, {}, r"input_ids: expected a tensor of integers, \[prompts, tokens\], got a list"),
+        (_ids([1, 2]), [[1, 1]], {}, r"attention_mask: expected the shape \[1, 2\] of input_ids, got a list"),
+        (_ids([1, 2]), _ids([1, 2]), {}, "expected 1 for tokens and 0 for padding"),
+        (_ids([1], [2]), _ids([0], [1]), {}, r"prompts \[0\] are empty"),
+        (_ids([1, 83]), None, {}, r"expected tokens of the vocabulary, 0 to 82, got 83"),
+        (_ids([1] * 32), None, {"max_new_tokens": 10}, "a prompt of 32 tokens and max_new_tokens=10 .* at most 9"),
+        (_ids([1] * 32), None, {"max_length": 42}, "a prompt of 32 tokens and max_length=42 .* of at most 41"),
+        (_ids([1] * 50), None, {}, "cut the prompts to 40 tokens"),
+    ],
+)
+def test_prompts_that_cannot_be_continued_are_refused(input_ids: Any, mask: Any, options: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        check_prompts(Inputs(input_ids=input_ids, attention_mask=mask), model_of("gpt2"), GenerationOptions(**options))
+
+
+def test_batches_without_prompts_are_refused() -> None:
+    with pytest.raises(ConfigError, match="batch keys labels, text have no 'input_ids', which predict continues"):
+        inputs_of_batch({"text": _ids([1]), "labels": _ids([1])}, model_of("gpt2"), to_continue=True)
+
+
+# ---- tokens that are drawn ------------------------------------------------------------------------------------------
+
+
+def test_top_p_decays_from_the_second_token_on_down_to_its_bound() -> None:
+    (decaying,) = processors_of(
+        GenerationOptions(top_p=0.8, top_p_decay=0.5, top_p_bound=0.3), aligned(_ids([1]), None)
+    )
+    logits, texts = torch.linspace(0.0, 2.0, 50)[None], torch.zeros(1, 4, dtype=torch.long)
+    kept = [int(torch.isfinite(decaying(texts[:, : 1 + step], logits)).sum()) for step in range(4)]
+    assert kept == sorted(kept, reverse=True)
+    assert kept[0] > kept[2] == kept[3] >= 1
+
+
+def test_drawn_tokens_are_as_frequent_as_they_are_probable() -> None:
+    draws, probabilities = 20_000, torch.tensor([0.5, 0.0, 0.2, 0.15, 0.1, 0.05])
+    uniform = uniform_numbers(seed=7, steps=1, rows=draws)[0]
+    counts = torch.bincount(drawn(probabilities.log().expand(draws, -1), uniform), minlength=6).double()
+    assert counts[1] == 0
+    expected = draws * probabilities.double()
+    seen = expected > 0
+    # Four degrees of freedom: 18.47 is exceeded once in a thousand seeds.
+    assert ((counts - expected)[seen] ** 2 / expected[seen]).sum() < 18.47
+
+
+# ---- what ends texts ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        (None, EndTokens(eos=(1,), pad=0)),
+        ('{"eos_token_id": [5, 6], "pad_token_id": 7}', EndTokens(eos=(5, 6), pad=7)),
+        ('{"decoder_start_token_id": 8, "bos_token_id": 9}', EndTokens(start=8)),
+        ('{"eos_token_id": 5, "bos_token_id": 9}', EndTokens(eos=(5,), start=9)),
+        ("{", "cannot be read as JSON"),
+    ],
+)
+def test_the_generation_config_comes_before_the_config(tmp_path: Path, generation: str | None, expected: Any) -> None:
+    fields = {"model_type": "t5", "eos_token_id": 1, "pad_token_id": 0, "decoder_start_token_id": 3}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(generation)
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=expected):
+            end_tokens(tmp_path)
+    else:
+        assert end_tokens(tmp_path) == expected
+
+
+def test_a_tokenizer_may_be_a_folder_and_must_know_the_letters(tmp_path: Path) -> None:
+    byte_level_tokenizer({0: b"a", 1: b"b"}).save_pretrained(tmp_path)
+    assert stop_strings(["ab"], tmp_path)(torch.tensor([[0, 1], [1, 0]]), None).tolist() == [True, False]
+    with pytest.raises(ConfigError, match=r"stop_strings=\('x',\) can be written with no token"):
+        stop_strings(["x"], str(tmp_path))
+    with pytest.raises(ConfigError, match="stop_strings: expected a tokenizer .* got 3"):
+        stop_strings(["a"], 3)
