@@ -22,22 +22,13 @@ from lightning_megatron.data.tokenizer import load_tokenizer
 from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.models.config import ModelConfig
-from lightning_megatron.steps.base import check_integers, check_numbers, check_shape
-from lightning_megatron.steps.t5 import shifted_right, visible_keys
+from lightning_megatron.steps import bert, t5
+from lightning_megatron.steps.base import check_beside_tokens, check_tokens
 
 if TYPE_CHECKING:
     from transformers import StopStringCriteria
 
-_MEGATRON_NAMES = {
-    "bert": {"text": "input_ids", "padding_mask": "attention_mask", "types": "token_type_ids"},
-    "gpt": {"text": "input_ids"},
-    "t5": {
-        "text_enc": "input_ids",
-        "enc_mask": "attention_mask",
-        "text_dec": "decoder_input_ids",
-        "dec_mask": "decoder_attention_mask",
-    },
-}
+_MEGATRON_NAMES = {"bert": bert.MEGATRON_NAMES, "gpt": {"text": "input_ids"}, "t5": t5.MEGATRON_NAMES}
 """What Megatron's samples call what Hugging Face calls otherwise, by architecture."""
 
 _READ = {
@@ -169,8 +160,8 @@ def inputs_of_batch(batch: Mapping[str, Tensor], model: ModelConfig, *, to_conti
         if not to_continue and "decoder_input_ids" not in found:
             if "labels" not in batch:
                 raise DataError(f"batch: expected 'decoder_input_ids' or 'labels', got {', '.join(sorted(batch))}")
-            found["decoder_input_ids"] = shifted_right(batch["labels"].long(), model)
-        found = {name: visible_keys(x) if name.endswith("mask") else x for name, x in found.items()}
+            found["decoder_input_ids"] = t5.shifted_right(batch["labels"].long(), model)
+        found = {name: t5.visible_keys(x) if name.endswith("mask") else x for name, x in found.items()}
     rows = Inputs(**found)
     return rows if "sample_mask" not in batch else rows.each(lambda tensor: tensor[batch["sample_mask"] != 0])
 
@@ -186,7 +177,13 @@ def check_prompts(inputs: Inputs, model: ModelConfig, options: GenerationOptions
             vocabulary, the text would outgrow the table of positions or what the options allow, or a model is given
             what its kind does not read.
     """
-    check_rows(inputs, model, to_continue=True)
+    for name, (tokens, mask) in _rows_of(inputs, model).items():
+        real = tokens
+        if mask is not None:
+            if empty := (mask.sum(-1) == 0).nonzero().flatten().tolist():
+                raise ConfigError(f"the prompts {empty} are empty ({name} have padding only); give each a token")
+            real = tokens[mask == 1]
+        check_in_vocabulary(name, (int(real.min()), int(real.max())), model.vocab_size)
     if model.architecture != "t5":
         check_length(inputs.input_ids, inputs.attention_mask, model, options)
     elif options.bos_token_id is not None:
@@ -195,41 +192,51 @@ def check_prompts(inputs: Inputs, model: ModelConfig, options: GenerationOptions
         )
 
 
-def check_rows(inputs: Inputs, model: ModelConfig, *, to_continue: bool = False) -> None:
-    """Refuse rows that the model cannot read. Reads the tensors, which should be on the host.
-
-    Args:
-        inputs: The rows.
-        model: What reads them.
-        to_continue: Whether these are prompts, each with a token beside the padding, rather than rows of which logits
-            are asked, whose padding is read and looked up like a token.
+def check_rows(inputs: Inputs, model: ModelConfig) -> None:
+    """Refuse rows that a model cannot read of which logits are asked. Reads the tensors, which should be on the host.
 
     Raises:
         ConfigError: With the name, the value, the rule and the fix.
     """
-    mask: Any = inputs.attention_mask
-    if model.architecture == "gpt" and not to_continue and isinstance(mask, Tensor):  # numbers of segments
-        mask = (mask != 0).long()
-    _check_tokens("input_ids", inputs.input_ids, mask, model, to_continue=to_continue)
+    rows = _rows_of(inputs, model, segments=model.architecture == "gpt")
+    if model.architecture == "t5" and inputs.decoder_input_ids is None:
+        raise ConfigError(f"{model.family} needs decoder_input_ids here, what its decoder reads; give them")
+    for name, (tokens, _) in rows.items():
+        check_tokens(name, tokens, model)  # padding is looked up, too
+    given = {name: tensor for name, tensor in vars(inputs).items() if tensor is not None}
+    check_beside_tokens(given, *inputs.input_ids.shape, model)
+
+
+def _rows_of(inputs: Inputs, model: ModelConfig, *, segments: bool = False) -> dict[str, tuple[Tensor, Tensor | None]]:
+    """Tokens by their name, with their mask or None for no padding.
+
+    Raises:
+        ConfigError: If the model does not read what is given, tokens are no [b, s] of integers, or a mask is no [b, s]
+            of 0 and 1, unless it has numbers of ``segments``.
+    """
     given = {name: tensor for name, tensor in vars(inputs).items() if tensor is not None}
     for name in given:
         if name not in _READ[model.architecture]:
             raise ConfigError(f"{name} are nothing that {model.family} reads; leave them out")
-    if "decoder_input_ids" in given:
-        tokens = given["decoder_input_ids"]
-        _check_tokens("decoder_input_ids", tokens, inputs.decoder_attention_mask, model, to_continue=to_continue)
-        if len(tokens) != len(inputs):
-            raise ConfigError(f"decoder_input_ids: expected {len(inputs)} rows, as input_ids have, got {len(tokens)}")
-    elif model.architecture == "t5" and (not to_continue or "decoder_attention_mask" in given):
+    if "decoder_attention_mask" in given and "decoder_input_ids" not in given:
         raise ConfigError(f"{model.family} needs decoder_input_ids here, what its decoder reads; give them")
-    limits = {
-        "token_type_ids": (max(model.num_tokentypes, 1), "type_vocab_size"),
-        "position_ids": (_positions(model), "max_position_embeddings"),
-    }
-    for name in given.keys() & limits.keys():
-        check_shape(name, given[name], tuple(inputs.input_ids.shape), "as input_ids")
-        check_integers(name, given[name], "they number rows of a table")
-        check_numbers(name, given[name], *limits[name])
+    rows = {}
+    for name in [each for each in given if each.endswith("input_ids")]:
+        tokens, mask_name = given[name], name.replace("input_ids", "attention_mask")
+        is_whole = isinstance(tokens, Tensor) and not tokens.is_floating_point() and tokens.dtype != torch.bool
+        if not is_whole or tokens.dim() != 2 or tokens.numel() == 0:
+            raise ConfigError(f"{name}: expected a tensor of integers, [prompts, tokens], got {_kind(tokens)}")
+        mask: Any = given.get(mask_name)
+        if mask is not None and (not isinstance(mask, Tensor) or mask.shape != tokens.shape):
+            raise ConfigError(f"{mask_name}: expected the shape {list(tokens.shape)} of {name}, got {_kind(mask)}")
+        if mask is not None and not segments and not bool(((mask == 0) | (mask == 1)).all()):
+            raise ConfigError(f"{mask_name}: expected 1 for tokens and 0 for padding, got other numbers")
+        rows[name] = (tokens, mask)
+    if "decoder_input_ids" in rows:
+        expected, got = len(inputs.input_ids), len(rows["decoder_input_ids"][0])
+        if expected != got:
+            raise ConfigError(f"decoder_input_ids: expected {expected} rows, as input_ids have, got {got}")
+    return rows
 
 
 def check_length(
@@ -240,8 +247,8 @@ def check_length(
     Raises:
         ConfigError: If the text would outgrow the table of positions or what the options allow.
     """
-    width, limit = input_ids.shape[1], _positions(model)
-    if limit is None:
+    width, limit = input_ids.shape[1], model.max_position_embeddings
+    if not model.has_position_table:
         return options.settled(width)
     longest = width if attention_mask is None else int(attention_mask.sum(-1).max())
     room = limit + 1 - longest  # the last new token is not read again
@@ -266,33 +273,6 @@ def check_in_vocabulary(name: str, tokens: tuple[int, ...], vocab_size: int) -> 
     for token in tokens:
         if not 0 <= token < vocab_size:
             raise ConfigError(f"{name}: expected tokens of the vocabulary, 0 to {vocab_size - 1}, got {token}")
-
-
-def _check_tokens(name: str, input_ids: Any, mask: Any, model: ModelConfig, *, to_continue: bool) -> None:
-    """Rows of tokens, which should be [b, s] integers, and their mask, [b, s] of 0 and 1 or None for no padding."""
-    is_whole = isinstance(input_ids, Tensor) and not input_ids.is_floating_point() and input_ids.dtype != torch.bool
-    if not is_whole or input_ids.dim() != 2 or input_ids.numel() == 0:
-        raise ConfigError(f"{name}: expected a tensor of integers, [prompts, tokens], got {_kind(input_ids)}")
-    real = input_ids
-    if mask is not None:
-        mask_name = name.replace("input_ids", "attention_mask")
-        if not isinstance(mask, Tensor) or mask.shape != input_ids.shape:
-            raise ConfigError(f"{mask_name}: expected the shape {list(input_ids.shape)} of {name}, got {_kind(mask)}")
-        if not bool(((mask == 0) | (mask == 1)).all()):
-            raise ConfigError(f"{mask_name}: expected 1 for tokens and 0 for padding, got other numbers")
-        if to_continue:
-            if empty := (mask.sum(-1) == 0).nonzero().flatten().tolist():
-                raise ConfigError(f"the prompts {empty} are empty ({name} have padding only); give each a token")
-            real = input_ids[mask == 1]
-    check_in_vocabulary(name, (int(real.min()), int(real.max())), model.vocab_size)
-    limit, length = _positions(model), input_ids.shape[1]
-    if not to_continue and limit is not None and length > limit:
-        raise ConfigError(f"{name}: expected rows of at most max_position_embeddings={limit} tokens, got {length}")
-
-
-def _positions(model: ModelConfig) -> int | None:
-    """Rows of the model's table of positions; None if it has none."""
-    return model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else None
 
 
 def _kind(thing: object) -> str:

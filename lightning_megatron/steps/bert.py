@@ -29,7 +29,7 @@ from lightning_megatron.errors import ConfigError, DataError, require_choice
 from lightning_megatron.models.config import ModelConfig, ProblemType
 from lightning_megatron.steps import base
 
-_MEGATRON_NAMES = {
+MEGATRON_NAMES = {
     "text": "input_ids",
     "types": "token_type_ids",
     "padding_mask": "attention_mask",
@@ -138,7 +138,7 @@ class BertTrainStep(TrainStep):
         if "next_sentence_label" in needed:
             needed["next_sentence_label"] = ", or use BertTrainStep(binary_head=False)"
         known = {*_INPUTS, *needed, *self.objective.optional}
-        return base.by_known_names(batch, known, needed, f"BertTrainStep for task {self.model.task!r}", _MEGATRON_NAMES)
+        return base.by_known_names(batch, known, needed, f"BertTrainStep for task {self.model.task!r}", MEGATRON_NAMES)
 
     def pad_rows(self, batch: Batch, num_rows: int) -> Batch:
         """Repeat the last row without targets."""

@@ -12,7 +12,7 @@ from lightning_megatron.errors import DataError
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.steps import base
 
-_MEGATRON_NAMES = {
+MEGATRON_NAMES = {
     "text_enc": "input_ids",
     "text_dec": "decoder_input_ids",
     "enc_mask": "attention_mask",
@@ -21,7 +21,7 @@ _MEGATRON_NAMES = {
 }
 """What Megatron's samples call what Hugging Face calls otherwise."""
 
-_KNOWN = (*_MEGATRON_NAMES.values(), "labels", "loss_mask", "sample_mask", "truncated")
+_KNOWN = (*MEGATRON_NAMES.values(), "labels", "loss_mask", "sample_mask", "truncated")
 """Whether a sample was cut short (``truncated``) changes nothing."""
 
 
@@ -131,12 +131,12 @@ class T5TrainStep(base.TokenLossStep):
 
 def _named(batch: Batch) -> Batch:
     """The batch by Hugging Face's names."""
-    return base.by_known_names(batch, _KNOWN, {"input_ids": "", "labels": ""}, "T5TrainStep", _MEGATRON_NAMES)
+    return base.by_known_names(batch, _KNOWN, {"input_ids": "", "labels": ""}, "T5TrainStep", MEGATRON_NAMES)
 
 
 def _given_name(name: str, batch: Batch) -> str:
     """What the user calls it."""
-    return next(key for key in batch if _MEGATRON_NAMES.get(key, key) == name)
+    return next(key for key in batch if MEGATRON_NAMES.get(key, key) == name)
 
 
 def _check_shapes(named: Batch) -> None:

@@ -33,6 +33,7 @@ POSITIONS = 40
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in (*FAMILIES, *MIXTURES)},
     "gpt2": ("gpt2", {"resid_pdrop": 0.1, "attn_pdrop": 0.1}),  # which generation leaves out
+    "mistral": ("mistral", {"head_dim": 8}),
     "llama_dynamic": (
         "llama",
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}}

@@ -244,7 +244,7 @@ class _Stream(IterableDataset[Batch]):
 
 REFUSED = (
     *("predict has fewer samples than there are copies",) * 2,
-    "input_ids: expected rows of at most max_position_embeddings=",
+    "input_ids has 41 tokens per row to read, max_position_embeddings=40; cut them",
     "a DataLoader does not tell its samples",
     "predictions=None: expected those of Trainer.predict",
     "a prediction has [1] rows, and its batch has 2 samples",
