@@ -107,11 +107,7 @@ def _with_samples(
         if leaf is not None and not isinstance(leaf, Tensor):
             raise ConfigError(f"a {type(leaf).__name__} cannot be gathered; return tensors, or lists or dicts of them")
     # A view would travel with all that it is a view of.
-    is_view = [leaf is not None and leaf.untyped_storage().nbytes() > leaf.nbytes for leaf in leaves]
-    leaves = [
-        None if leaf is None else leaf.detach().to("cpu", copy=copied)
-        for leaf, copied in zip(leaves, is_view, strict=True)
-    ]
+    leaves = [None if leaf is None else leaf.detach().cpu().clone() for leaf in leaves]
     lengths = {len(leaf) if leaf.dim() else -1 for leaf in leaves if leaf is not None}
     real = [sample for sample in dealt if sample != PADDING_ROW]
     samples: list[_Sample | None]

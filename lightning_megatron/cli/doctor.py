@@ -10,10 +10,10 @@ from importlib.util import find_spec
 
 import torch
 
+import lightning_megatron
 from lightning_megatron.cli.inspect import columns
 from lightning_megatron.engine.fillers.choice import DeviceType, has_liger, slot_report
 
-_PACKAGE = "lightning-megatron"
 _NEEDED = ("torch", "lightning", "megatron-core", "transformers", "tokenizers", "jsonargparse", "numpy")
 _OPTIONAL: dict[str, tuple[str, Callable[[], object], str, str]] = {
     # Module, whether it works, what it gives, how to install it.
@@ -29,7 +29,11 @@ def report_installation() -> str:
     """Versions, devices, what fills each slot of the engine, and what could be installed, as a text of tables."""
     device_type: DeviceType = "cuda" if torch.cuda.is_available() else "cpu"
     slots = [(line.slot, line.filler, line.reason) for line in slot_report(device_type)]
-    optional = [(name, _state(module, works), gives, how) for name, (module, works, gives, how) in _OPTIONAL.items()]
+    # A half-installed CUDA extension is there only.
+    optional = [
+        (name, "usable" if works() else "installed, but not usable" if find_spec(module) else "not installed", *advice)
+        for name, (module, works, *advice) in _OPTIONAL.items()
+    ]
     return "\n\n".join(
         (
             _table("Versions", ("what", "version"), _versions()),
@@ -40,29 +44,16 @@ def report_installation() -> str:
     )
 
 
-def _state(module: str, works: Callable[[], object]) -> str:
-    """Whether it is there, and whether it works: a half-installed CUDA extension is there only."""
-    if works():
-        return "usable"
-    return "not installed" if find_spec(module) is None else "installed, but not usable"
-
-
 def _versions() -> list[tuple[str, str]]:
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     return [
         ("python", platform.python_version()),
-        *((package, _version(package)) for package in (_PACKAGE, *_NEEDED)),
+        ("lightning-megatron", lightning_megatron.__version__),
+        *((package, importlib.metadata.version(package)) for package in _NEEDED),
         ("CUDA of torch", torch.version.cuda or "none (CPU build)"),
         ("NCCL", ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "not used"),
         ("cuDNN", str(cudnn or "not used")),
     ]
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _devices() -> Iterable[tuple[str, str]]:

@@ -93,7 +93,6 @@ _PARTS = ("weights", "gradients", "optimizer", "activations", "logits")
 
 
 def _table(found: Sequence[Plan], device: Device) -> Iterator[str]:
-    from lightning_megatron.accounting import model_flops
     from lightning_megatron.cli.inspect import columns
     from lightning_megatron.planner import GIB
 
@@ -104,31 +103,31 @@ def _table(found: Sequence[Plan], device: Device) -> Iterator[str]:
         f"{first.precision}; GiB are of the fullest GPU"
     )
     yield ""
-    has_experts = first.model.experts is not None
-    layout = ("tp", "pp", "vpp", "cp", "dp", *("ep",) * has_experts, "mb x m", "recompute")
-    rows: list[Sequence[str]] = [
-        (*layout, "GiB", *_PARTS, "s/step", "bubble", "comm.", "tok/s/GPU", "MFU"),
-    ]
-    peak = first.peak_flops_per_s(device)
-    for each in found:
-        run, time, memory = each.run, each.time, each.memory
-        parallel = run.parallel
-        row_flops = model_flops(run.model, run.lengths, run.model.padded_vocab_size(parallel.tp))
-        flops_per_s = each.tokens_per_s_per_device / sum(run.lengths) * row_flops
-        rows.append((
-            *map(str, (parallel.tp, _pp(run), parallel.vpp or "-", parallel.cp, run.dp)),
-            *(str(parallel.ep),) * has_experts,
-            f"{run.micro_batch_size} x {parallel.num_microbatches}",
-            run.recompute or "-",
-            f"{memory.total / GIB:.1f}",
-            *(f"{getattr(memory, part) / GIB:.1f}" for part in _PARTS),
-            f"{time.total:.3f}",
-            f"{time.bubble / time.total:.1%}",
-            f"{time.communication / time.total:.1%}",
-            f"{each.tokens_per_s_per_device:,.0f}",
-            f"{flops_per_s / (peak or 1):.1%}",
-        ))  # fmt: skip
-    yield from columns(rows)
+    rows = [_cells(each, device) for each in found]
+    yield from columns([tuple(rows[0]), *(tuple(row.values()) for row in rows)])
+
+
+def _cells(each: Plan, device: Device) -> dict[str, str]:
+    """A row of the table, by columns."""
+    from lightning_megatron.accounting import model_flops
+    from lightning_megatron.planner import GIB
+
+    run, time, memory, parallel = each.run, each.time, each.memory, each.run.parallel
+    row_flops = model_flops(run.model, run.lengths, run.model.padded_vocab_size(parallel.tp))
+    flops_per_s = each.tokens_per_s_per_device / sum(run.lengths) * row_flops
+    return {
+        **{"tp": str(parallel.tp), "pp": _pp(run), "vpp": str(parallel.vpp or "-"), "cp": str(parallel.cp)},
+        **({"dp": str(run.dp)} if run.model.experts is None else {"dp": str(run.dp), "ep": str(parallel.ep)}),
+        "mb x m": f"{run.micro_batch_size} x {parallel.num_microbatches}",
+        "recompute": run.recompute or "-",
+        "GiB": f"{memory.total / GIB:.1f}",
+        **{part: f"{getattr(memory, part) / GIB:.1f}" for part in _PARTS},
+        "s/step": f"{time.total:.3f}",
+        "bubble": f"{time.bubble / time.total:.1%}",
+        "comm.": f"{time.communication / time.total:.1%}",
+        "tok/s/GPU": f"{each.tokens_per_s_per_device:,.0f}",
+        "MFU": f"{flops_per_s / (run.peak_flops_per_s(device) or 1):.1%}",
+    }
 
 
 def _pp(run: Run) -> str:
@@ -141,18 +140,14 @@ def _yaml(best: Plan, given: str | dict[str, str], options: PlanOptions) -> str:
     """A configuration for ``fit`` with the best layout; data are a placeholder."""
     from lightning_megatron.engine.parallel import UNEVEN
 
-    run = best.run
-    strategy = {
-        "tp": run.parallel.tp,
-        "pp": run.parallel.pp,
-        "sequence_parallel": run.parallel.sequence_parallel,
-        "num_microbatches": run.parallel.num_microbatches,
-        "recompute": run.recompute,
-        **({"vpp": run.parallel.vpp} if run.parallel.vpp else {}),
-        **({"cp": run.parallel.cp} if run.parallel.cp > 1 else {}),
-        **({"ep": run.parallel.ep} if run.parallel.ep > 1 else {}),
+    run, parallel = best.run, best.run.parallel
+    names = ("tp", "pp", "sequence_parallel", "num_microbatches")
+    strategy = {**{name: getattr(parallel, name) for name in names}, "recompute": run.recompute}
+    # Lines of the configuration that are there only where they say something.
+    optional = {name: getattr(parallel, name) for name in ("vpp", "cp", "ep", *UNEVEN)}
+    strategy |= {
+        name: number for name, number in optional.items() if number is not None and (number > 1 or name in UNEVEN)
     }
-    strategy |= {name: n for name in UNEVEN if (n := getattr(run.parallel, name)) is not None}
     settings: dict[str, Any] = {f"trainer.strategy.{name}": value for name, value in strategy.items()}
     settings |= {"trainer.devices": min(options.gpus, 8), "trainer.num_nodes": max(1, options.gpus // 8)}
     settings |= {"trainer.precision": run.precision, "model.model": given}

@@ -204,7 +204,7 @@ def check_rows(inputs: Inputs, model: ModelConfig) -> None:
     for name, (tokens, _) in rows.items():
         check_tokens(name, tokens, model)  # padding is looked up, too
     given = {name: tensor for name, tensor in vars(inputs).items() if tensor is not None}
-    check_beside_tokens(given, *inputs.input_ids.shape, model)
+    check_beside_tokens(given, len(inputs), inputs.input_ids.shape[1], model)
 
 
 def _rows_of(inputs: Inputs, model: ModelConfig, *, segments: bool = False) -> dict[str, tuple[Tensor, Tensor | None]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -70,22 +69,19 @@ def test_wrong_arguments_are_one_line_and_exit_code_two(
 # ---- exit codes -----------------------------------------------------------------------------------------------------
 
 
-def _interrupt() -> str:
-    raise KeyboardInterrupt
-
-
-def _trainer_that_was_interrupted() -> str:
-    try:
-        raise KeyboardInterrupt
-    except KeyboardInterrupt:
-        sys.exit(1)  # lightning 2.6, pytorch/trainer/call.py
-
-
-@pytest.mark.parametrize("ends", [_interrupt, _trainer_that_was_interrupted])
+@pytest.mark.parametrize("in_trainer", [False, True])
 def test_an_interrupt_is_one_line_and_what_shells_expect(
-    ends: Callable[[], str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    in_trainer: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_megatron.cli.doctor.report_installation", ends)
+    def interrupted() -> str:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            if in_trainer:
+                sys.exit(1)  # lightning 2.6, pytorch/trainer/call.py
+            raise
+
+    monkeypatch.setattr("lightning_megatron.cli.doctor.report_installation", interrupted)
     assert main(["doctor"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 

@@ -105,14 +105,12 @@ def test_gpus_compute_in_the_dtype_of_the_weights(
     from lightning_megatron.cli.generate import _own_precision
     from lightning_megatron.convert.convert import open_source
 
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for dtype, on_gpu in (("float32", "32-true"), ("bfloat16", "bf16-true"), ("float16", "16-mixed")):
         model = AutoModelForCausalLM.from_pretrained(checkpoints / "hf", dtype=getattr(torch, dtype))
         model.save_pretrained(tmp_path / dtype)
         stored = open_source(tmp_path / dtype)
-        for has_gpu in (False, True):
-            monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
-            assert _own_precision(stored, "cpu") == "32-true"
-            assert _own_precision(stored, "auto") == (on_gpu if has_gpu else "32-true")
+        assert [_own_precision(stored, accelerator) for accelerator in ("cpu", "auto")] == ["32-true", on_gpu]
 
 
 def test_a_text_ends_behind_a_stop_text_and_the_seed_draws_it(checkpoints: Path) -> None:

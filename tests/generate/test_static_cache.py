@@ -10,26 +10,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.generate.pipeline import uses_static_cache
-from tests.families.parity import pretrained_module
 from tests.generate.models import (
     MODELS,
     NO_END,
     Call,
     asked,
     by_hugging_face,
-    continued,
     model_of,
     run_with_models,
     set_up,
     written,
 )
 from tests.generate.tape import Tape, TapeRecorder
-from tests.parity.training import Case, Layout, trainer_of
-from tests.ranks import RankError
+from tests.parity.training import Case, Layout
 
 TWO_BY_TWO = Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2, recompute="selective")
 EVERY = ("gpt2", "gpt_bigcode", "llama", "mistral", "qwen3", "bloom", "falcon_40b", "falcon_alibi", "gemma2")
@@ -56,13 +53,6 @@ def test_recorded_steps_write_what_hugging_face_writes(layout: Layout, models: t
         assert counts == [(works, works, 8 * works)] * len(calls)
 
 
-def test_predict_which_lightning_runs_in_inference_mode_replays_steps() -> None:
-    call = asked("llama", max_new_tokens=10, **NO_END)
-    ((texts, counts),) = run_with_models(_predicted, Layout(), [call])
-    assert texts.tolist() == by_hugging_face(call).tolist()
-    assert counts == [(1, 1, 8)]
-
-
 def test_texts_outgrow_what_steps_look_at_and_nothing_stays() -> None:
     plain = [asked(name, max_new_tokens=16, **way, **NO_END) for name in ("mistral", "bloom") for way in WAYS]
     static = [replace(call, options={**call.options, "static_cache": True}) for call in plain]
@@ -72,17 +62,6 @@ def test_texts_outgrow_what_steps_look_at_and_nothing_stays() -> None:
     # Places 7 to 21 are looked at in 8 slots, then 16, then all 24: each starts with a step that prepares.
     assert counts == [(3, 2, 12)] * len(static)
     assert alive == 0
-
-
-@pytest.mark.parametrize(
-    ("model", "reason"), [("llama_dynamic", "frequencies (dynamic)"), ("t5", "attends to a source")]
-)
-def test_models_whose_steps_differ_are_refused(model: str, reason: str) -> None:
-    with pytest.raises(RankError) as caught:
-        continued([asked(model, max_new_tokens=4, static_cache=True)], Layout(tp=2))
-    assert caught.value.error_type == "ConfigError"
-    assert "static_cache=True" in str(caught.value)
-    assert reason in str(caught.value)
 
 
 def test_gpus_replay_every_model_whose_steps_are_alike_where_tokens_are_enough_to_gain() -> None:
@@ -95,6 +74,9 @@ def test_gpus_replay_every_model_whose_steps_are_alike_where_tokens_are_enough_t
     assert not uses_static_cache(some, llama, torch.device("cpu"))
     for asked_for in (True, False):
         assert uses_static_cache(replace(some, static_cache=asked_for), llama, gpu) is asked_for
+    for name, reason in (("llama_dynamic", "frequencies .dynamic."), ("t5", "attends to a source")):
+        with pytest.raises(ConfigError, match=f"static_cache=True: .* {reason}"):
+            uses_static_cache(replace(some, static_cache=True), model_of(name), gpu)
 
 
 # ---- on GPUs --------------------------------------------------------------------------------------------------------
@@ -165,15 +147,6 @@ def _recording() -> list[TapeRecorder]:
 def _recorded_answers(directory: str, case: Case, calls: list[Call]) -> Any:
     recorders = _recording()
     return written(directory, case, calls), [recorder.counts for recorder in recorders]
-
-
-def _predicted(directory: str, case: Case, calls: list[Call]) -> Any:
-    recorders = _recording()
-    module = pretrained_module(f"{directory}/{calls[0].model}")
-    module.generation = GenerationOptions(max_new_tokens=10, eos_token_id=(), static_cache=True)
-    batch = {"input_ids": calls[0].input_ids, "attention_mask": calls[0].attention_mask}
-    (texts,) = trainer_of(case).predict(module, DataLoader([batch], batch_size=None))  # type: ignore[arg-type]
-    return texts, [recorder.counts for recorder in recorders]
 
 
 def _answers_with_small_windows(directory: str, case: Case, calls: list[Call]) -> Any:
@@ -256,7 +229,6 @@ def _memory_of_calls(directory: str, case: Case, calls: list[Call]) -> list[Any]
 def _steps_that_ask(directory: str, case: Case, calls: list[Call]) -> Any:
     """What is said where a step asks the device for a number while it is recorded, and what is written without."""
     from lightning_megatron.engine.fillers.kv_cache import TokenStep
-    from lightning_megatron.errors import ConfigError
 
     write = _writer(set_up(directory, case, calls[0].model), calls[0])
     before, original = write(False), TokenStep.scores
