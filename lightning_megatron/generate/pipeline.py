@@ -466,12 +466,12 @@ class CudaGraphs:
         # NCCL's watchdog asks events in a thread of its own, which only this mode allows.
         with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
             output = work()
-        return functools.partial(_replayed, graph, output)
 
+        def replayed() -> Tensor:
+            graph.replay()
+            return output
 
-def _replayed(graph: torch.cuda.CUDAGraph, output: Tensor) -> Tensor:
-    graph.replay()
-    return output
+        return replayed
 
 
 @functools.cache
