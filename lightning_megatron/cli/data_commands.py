@@ -6,11 +6,12 @@ Whatever takes long to import is imported when a command runs.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_megatron.convert.options import ConvertOptions, Format
+from lightning_megatron.convert import ConvertOptions, Format
 from lightning_megatron.data.preprocess import PreprocessOptions
 from lightning_megatron.data.tokenizer import TokenizerTrainingOptions
 from lightning_megatron.files import readable_size
@@ -148,17 +149,20 @@ def _print_converted(options: ConvertOptions, average_with: Sequence[Path]) -> N
     from lightning_megatron.convert.convert import convert
     from lightning_megatron.files import exit_on_sigterm
 
+    start = time.monotonic()
     with exit_on_sigterm():
-        done = convert(options, average_with)
+        kind = convert(options, average_with)
+    seconds = max(time.monotonic() - start, 1e-9)
     if int(os.environ.get("RANK", 0)) > 0:  # of torchrun
         return
+    sizes = [each.stat().st_size for each in options.save_path.rglob("*") if each.is_file()]
     sources = ", ".join(map(str, (options.load_path, *average_with)))
     print(
-        f"{done.path}: {done.target} ({done.num_files:,} files, {readable_size(done.num_bytes)}) from {done.source}"
-        f" {sources}, in {done.seconds:.1f} s ({readable_size(done.num_bytes / max(done.seconds, 1e-9))}/s)"
+        f"{options.save_path}: {len(sizes):,} files, {readable_size(sum(sizes))}, from {kind} {sources}, in "
+        f"{seconds:.1f} s ({readable_size(sum(sizes) / seconds)}/s)"
     )
     if options.to == "megatron":
-        print(f"It holds weights only: begin a run with MegatronStrategy(load_from={str(done.path)!r})")
+        print(f"It holds weights only: begin a run with MegatronStrategy(load_from={str(options.save_path)!r})")
     elif options.to == "megatron-legacy":
         print("It holds weights only: Megatron-LM takes it as a release, and begins at iteration 0")
 

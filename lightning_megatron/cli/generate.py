@@ -169,7 +169,7 @@ def _own_precision(stored: Source, accelerator: str) -> Any:
 
 
 def _opened(options: GenerateOptions) -> Source:
-    from lightning_megatron.convert.convert import open_source
+    from lightning_megatron.convert.contents import open_source
     from lightning_megatron.hub import local_folder
 
     config = None if options.config is None else local_folder(options.config, "config")

@@ -8,9 +8,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
-from itertools import groupby
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +16,7 @@ from lightning_megatron.errors import ConfigError, DataError, printable, require
 from lightning_megatron.files import as_path, readable_size
 
 if TYPE_CHECKING:
-    from lightning_megatron.convert.contents import CheckpointContents, TensorEntry
+    from lightning_megatron.convert.shards import Source, Stored
 
 _MOST_NAMED = 5
 _SHAPE_OF_A_MODEL = (
@@ -105,38 +103,55 @@ def _unknown(path: str) -> str:
 
 
 def _checkpoint(path: Path, as_json: bool) -> str | None:
-    from lightning_megatron.convert.contents import checkpoint_contents
+    from lightning_megatron.convert.contents import find_source
 
-    contents = checkpoint_contents(path)
-    if contents is None:
+    source = find_source(path)
+    if source is None:
         return None
+    files = [source.path] if source.path.is_file() else [each for each in source.path.rglob("*") if each.is_file()]
+    stored_bytes = sum(each.stat().st_size for each in files)
+    facts = {name: value for name, value in source.facts.items() if value not in (None, {}, [])}
     if not as_json:
-        return _as_text(contents)
-    shown = {
-        "kind": contents.kind,
-        "path": str(contents.path),
-        **contents.facts,
-        "files": contents.num_files,
-        "stored_bytes": contents.stored_bytes,
-        "tensors": [{**asdict(each), "is_optimizer": each.is_optimizer} for each in contents.tensors],
-    }
+        return _as_text(source, facts, f"{len(files):,}, {readable_size(stored_bytes)}")
+    shown = {"kind": source.kind, "path": str(source.path), **facts, "files": len(files), "stored_bytes": stored_bytes}
+    weights = source.weights
+    shown["tensors"] = [
+        {
+            **{"name": name, "shape": each.shape, "dtype": _dtype(each), "num_bytes": each.num_bytes},
+            "is_optimizer": name not in weights,
+        }
+        for name, each in _in_order(source.stored).items()
+    ]
     return json.dumps(shown, indent=2, default=str)
 
 
-def _as_text(contents: CheckpointContents) -> str:
+def _in_order(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Sorted by name, ``layers.10`` behind ``layers.9``."""
+
+    def order(name: str) -> list[tuple[bool, int, str]]:
+        return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in name.split(".")]
+
+    return {name: tensors[name] for name in sorted(tensors, key=order)}
+
+
+def _dtype(tensor: Stored) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _as_text(source: Source, facts: Mapping[str, Any], files: str) -> str:
     """Facts, totals, and weights; those that differ only in a number of their name share a line."""
-    rows = [("kind", contents.kind)]
-    rows += [(name.replace("_", " "), _fact(name, value)) for name, value in contents.facts.items()]
-    rows += [("files", f"{contents.num_files:,}, {readable_size(contents.stored_bytes)}")]
-    weights = [each for each in contents.tensors if not each.is_optimizer]
-    state = [each for each in contents.tensors if each.is_optimizer]
+    rows = [("kind", source.kind)]
+    rows += [(name.replace("_", " "), _fact(name, value)) for name, value in facts.items()]
+    rows.append(("files", files))
+    weights = _in_order(source.weights)
+    state = {name: source.stored[name] for name in _in_order(source.stored) if name not in weights}
     if weights:
-        rows.append(("weights", _total(weights)))
+        rows.append(("weights", _total(weights.values())))
     if state:  # exp_avg and others: what stands between "optimizer.state." and the weight's name
-        kinds = dict.fromkeys(each.name.removeprefix("optimizer.state.").split(".")[0] for each in state)
-        rows.append(("optimizer state", f"{_total(state)}: {', '.join(kinds)}"))
+        kinds = dict.fromkeys(name.removeprefix("optimizer.state.").split(".")[0] for name in state)
+        rows.append(("optimizer state", f"{_total(state.values())}: {', '.join(kinds)}"))
     lines = [*(f"  {row}" for row in columns(rows)), "", "Weights", *(f"  {row}" for row in columns(_weights(weights)))]
-    return "\n".join(map(printable, [str(contents.path), *lines]))  # a name may hold a line break, too
+    return "\n".join(map(printable, [str(source.path), *lines]))  # a name may hold a line break, too
 
 
 def columns(rows: Iterable[Sequence[str]]) -> Iterator[str]:
@@ -147,15 +162,12 @@ def columns(rows: Iterable[Sequence[str]]) -> Iterator[str]:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
-def _weights(tensors: list[TensorEntry]) -> Iterator[tuple[str, str, str, str]]:
-    def pattern(each: TensorEntry) -> tuple[str, tuple[int, ...], str]:
-        return _NUMBER.sub("#", each.name), each.shape, each.dtype
-
-    ordered = sorted(tensors, key=lambda each: _NUMBER.sub("#", each.name))  # stable: numbers stay in order
-    for _, group in groupby(ordered, pattern):
-        alike = list(group)
-        size = readable_size(sum(each.num_bytes for each in alike))
-        yield _name([each.name for each in alike]), str(list(alike[0].shape)), alike[0].dtype, size
+def _weights(tensors: Mapping[str, Stored]) -> Iterator[tuple[str, str, str, str]]:
+    alike: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
+    for name, each in tensors.items():
+        alike.setdefault((_NUMBER.sub("#", name), each.shape, _dtype(each)), []).append(name)
+    for (_, shape, dtype), names in sorted(alike.items(), key=lambda each: each[0][0]):
+        yield _name(names), str(list(shape)), dtype, readable_size(sum(tensors[name].num_bytes for name in names))
 
 
 def _name(names: list[str]) -> str:
@@ -170,9 +182,9 @@ def _name(names: list[str]) -> str:
     return shown if between == len(names) else f"{shown} ({len(names)} of them)"
 
 
-def _total(tensors: list[TensorEntry]) -> str:
+def _total(tensors: Collection[Stored]) -> str:
     numbers, num_bytes = sum(math.prod(each.shape) for each in tensors), sum(each.num_bytes for each in tensors)
-    dtypes = ", ".join(dict.fromkeys(each.dtype for each in tensors))
+    dtypes = ", ".join(dict.fromkeys(map(_dtype, tensors)))
     return f"{len(tensors):,} tensors, {numbers:,} numbers, {readable_size(num_bytes)} of {dtypes}"
 
 

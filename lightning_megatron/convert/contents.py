@@ -1,4 +1,4 @@
-"""What a path holds: which iteration of several, which kind of checkpoint, and its tensors by header.
+"""What a path holds: which iteration of several, and which kind of checkpoint.
 
 No weight is read, no model is built and no code of a checkpoint is run. Known are directories of ``MegatronStrategy``
 (``*.ckpt``), distributed checkpoints of Megatron-Core (``torch_dist``) and legacy ones of Megatron-LM, both also below
@@ -7,41 +7,16 @@ No weight is read, no model is built and no code of a checkpoint is run. Known a
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
-import torch
-
-from lightning_megatron.checkpoint.files import (
-    META,
-    check_complete,
-    check_only_data,
-    is_distributed,
-    load_plain,
-)
-from lightning_megatron.convert.distributed import OF_MEGATRON_CORE, OF_STRATEGY, read_common, stored_tensors
-from lightning_megatron.convert.hugging_face import (
-    CONFIG_FILE,
-    directory_of,
-    has_weights,
-    open_weights,
-    read_safetensors,
-)
-from lightning_megatron.convert.megatron_arguments import HUGGING_FACE_CONFIG, arguments_of, own_config
-from lightning_megatron.convert.megatron_lm import OF_MEGATRON_LM, TRACKER_FILE, is_legacy, read_ranks, stack, stored_in
-from lightning_megatron.convert.peft import CONFIG, WEIGHTS
-from lightning_megatron.convert.registry import read_json
-from lightning_megatron.convert.shards import Stored
-from lightning_megatron.engine.pickles import StandIn
+from lightning_megatron.checkpoint.files import META, is_distributed
+from lightning_megatron.convert.distributed import CoreSource, StrategySource
+from lightning_megatron.convert.hugging_face import HuggingFaceSource, directory_of, has_weights
+from lightning_megatron.convert.megatron_lm import TRACKER_FILE, MegatronLMSource, is_legacy
+from lightning_megatron.convert.peft import CONFIG, WEIGHTS, AdapterSource, WithBase
+from lightning_megatron.convert.shards import Source
 from lightning_megatron.errors import CheckpointError, ConfigError
-
-_LONGEST = 200
-"""Characters of an argument's text, and items of a list."""
-
 
 # ---- iterations ------------------------------------------------------------------------------------------------------
 
@@ -73,7 +48,7 @@ def iteration_folder(path: Path, iteration: int | None = None) -> Path:
         text = tracker.read_text(errors="replace").strip()[:_LONGEST_TEXT]
         wanted, origin = text, f"{tracker} names iteration {text!r}, and"
         if text.isascii() and text.isdecimal():
-            wanted = f"iter_{text.lstrip('0').zfill(7)}"
+            wanted = f"iter_{int(text):07}"
     elif len(found) == 1:
         return path / found[0]
     else:
@@ -83,191 +58,61 @@ def iteration_folder(path: Path, iteration: int | None = None) -> Path:
     return path / wanted
 
 
-def find_checkpoint(
-    path: Path, iteration: int | None = None
-) -> tuple[Path, Literal["distributed", "hugging_face", "adapter", "legacy"] | None]:
-    """The folder or file of the checkpoint at ``path``, and its kind; None if it is of no known one.
-
-    Raises:
-        CheckpointError: As ``iteration_folder``.
-        ConfigError: Likewise.
-    """
-    path = iteration_folder(directory_of(path) or path, iteration)
-    if path.is_dir() and ((path / META).is_file() or is_distributed(path)):
-        return path, "distributed"
-    if path.is_dir() and has_weights(path):
-        return path, "hugging_face"
-    if (path / CONFIG).is_file() and (path / WEIGHTS).is_file():
-        return path, "adapter"
-    return path, "legacy" if is_legacy(path) else None
-
-
 def named(names: list[str]) -> str:
     """The first of the names of files, for messages."""
     return ", ".join(names[:_MOST_NAMED]) + (", …" if len(names) > _MOST_NAMED else "")
 
 
-# ---- contents --------------------------------------------------------------------------------------------------------
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class TensorEntry:
-    """One tensor as it is stored, whole."""
+def find_source(path: Path, iteration: int | None = None) -> Source | None:
+    """The checkpoint at ``path`` by its headers, not yet described; None if there is none of a known kind.
 
-    name: str
-    """Its key."""
-    shape: tuple[int, ...]
-    """Of the whole tensor, whatever it was sharded into."""
-    dtype: str
-    """Torch's name, e.g. ``bfloat16``."""
-    num_bytes: int
-    """Size in memory."""
-
-    @property
-    def is_optimizer(self) -> bool:
-        """Whether it is optimizer state, by its key."""
-        return self.name.startswith("optimizer.") or ".optimizer." in self.name
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointContents:
-    """What a checkpoint holds."""
-
-    path: Path
-    """Where it is."""
-    kind: str
-    """Who wrote it."""
-    facts: Mapping[str, Any]
-    """What else it says of itself: plain data by name."""
-    tensors: tuple[TensorEntry, ...]
-    """In the order of their names, numbers in names by value."""
-    num_files: int
-    """Files in it."""
-    stored_bytes: int
-    """Their sizes."""
-
-
-def checkpoint_contents(path: Path) -> CheckpointContents | None:
-    """Describe the checkpoint at ``path``; None if there is none of a known kind.
+    Args:
+        path: A folder or file.
+        iteration: As for ``iteration_folder``.
 
     Raises:
-        CheckpointError: If it is unfinished, damaged, or could run code.
+        CheckpointError: If it is unfinished, damaged or unsafe.
+        ConfigError: As ``iteration_folder``.
     """
-    path, kind = find_checkpoint(path)
-    if kind == "distributed":
-        return _of_strategy(path) if (path / META).is_file() else _of_megatron_core(path)
-    if kind == "hugging_face":
-        return _hugging_face(path)
-    if kind == "adapter":
-        stored = {name: Stored(*each[:2]) for name, each in read_safetensors(path / WEIGHTS).items()}
-        return _contents(path, "PEFT adapter", {"adapter": read_json(path / CONFIG)}, stored)
-    return _of_megatron_lm(path) if kind == "legacy" else None
+    if path.is_file() and is_distributed(path.parent):
+        raise CheckpointError(f"{path} is one file of the checkpoint {path.parent}; give that")
+    path = iteration_folder(directory_of(path) or path, iteration)
+    if (path / META).is_file():
+        return StrategySource(path)
+    if is_distributed(path):
+        return CoreSource(path)
+    if has_weights(path):
+        return HuggingFaceSource(path)
+    if (path / CONFIG).is_file() and (path / WEIGHTS).is_file():
+        return AdapterSource(path)
+    return MegatronLMSource(path) if is_legacy(path) else None
 
 
-def _of_strategy(path: Path) -> CheckpointContents:
-    check_complete(path)
-    check_only_data(path)
-    meta = load_plain(path / META)
-    try:
-        lightning = meta["lightning"]
-        facts = {
-            "format_version": meta["format_version"],
-            "model": {name: value for name, value in meta["model_description"].items() if value is not None},
-            "base": meta.get("base"),
-            "layout": {name: size for name, size in meta["layout"].items() if size is not None},
-            "optimizer": meta["optimizer_format"],
-            "global_step": lightning.get("global_step"),
-            "epoch": lightning.get("epoch"),
-            "data": dict(_positions(lightning)),
-            "lightning": lightning.get("pytorch-lightning_version"),
-        }
-    except (LookupError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"checkpoint {path} was written by another strategy ({error!r} in {META})") from None
-    return _contents(path, OF_STRATEGY, facts, _distributed_tensors(path))
+def open_source(path: Path, config: Path | None = None, iteration: int | None = None) -> Source:
+    """Open the checkpoint at ``path``, whatever its format.
 
+    Args:
+        path: A folder or file.
+        config: A Hugging Face ``config.json`` for checkpoints that do not say what their model is.
+        iteration: Which one below a folder of several; None for that of the tracker file.
 
-def _positions(lightning: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Where each data module was: what it saved under its name."""
-    for name, state in lightning.items():
-        if isinstance(state, Mapping) and "train" in state and "train_order" in state:
-            yield name, state["train"]
-
-
-def _of_megatron_core(path: Path) -> CheckpointContents:
-    common = read_common(path)
-    plain = ("checkpoint_version", "iteration")
-    facts: dict[str, Any] = {name: common[name] for name in plain if isinstance(common.get(name), (int, float))}
-    facts["args"] = _shown_arguments(arguments_of(common))
-    return _contents(path, OF_MEGATRON_CORE, facts, _distributed_tensors(path))
-
-
-def _of_megatron_lm(path: Path) -> CheckpointContents:
-    """Also of a model that cannot be converted."""
-    ranks = read_ranks(path)
-    first, stacked = ranks.states[0, 0], stack(ranks)
-    try:
-        config = own_config(first.arguments)
-    except ConfigError:  # of a family that is not known here; convert says so
-        config = None
-    num_chunks = len(first.chunks)
-    facts = {
-        "checkpoint_version": first.version,
-        "layout": {"tp": ranks.tp, "pp": ranks.pp, **({"vpp": num_chunks} if num_chunks > 1 else {})},
-        "iteration": first.iteration or _shown(first.others.get("iteration")),
-        "consumed_samples": _shown(first.arguments.get("consumed_train_samples")) or None,
-        "args": _shown_arguments(first.arguments),
-        "config": {} if config is None else config.to_dict(),
-        "others": [name for name in first.others if name not in ("iteration", "checkpoint_version")],
-    }
-    tensors = {stacked[key][0][0]: each for key, each in stored_in(stacked).items()}
-    return _contents(ranks.path, OF_MEGATRON_LM, facts, tensors)
-
-
-def _shown_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron-LM's arguments as plain data, without the config of ours among them."""
-    return {name: _shown(value) for name, value in sorted(arguments.items()) if name != HUGGING_FACE_CONFIG}
-
-
-def _shown(value: Any) -> Any:
-    """Numbers, texts and lists of them as they are, other things as a text; a file can hold anything."""
-    if value is None or isinstance(value, (bool, int, float)):
-        return value
-    if isinstance(value, (list, tuple)):
-        return [_shown(each) for each in value[:_LONGEST]]
-    plain = isinstance(value, (str, torch.dtype, Path, StandIn))
-    return str(value)[:_LONGEST].removeprefix("torch.") if plain else type(value).__name__
-
-
-def _distributed_tensors(path: Path) -> dict[str, Stored]:
-    return {name: Stored(tuple(each.size), each.properties.dtype) for name, each in stored_tensors(path).items()}
-
-
-def _hugging_face(path: Path) -> CheckpointContents:
-    config = read_json(path) if (path / CONFIG_FILE).is_file() else {}
-    tensors = {name: Stored(each.shape, each.dtype) for name, each in open_weights(path).tensors.items()}
-    return _contents(path, "Hugging Face model directory", {"config": config}, tensors)
-
-
-def _contents(path: Path, kind: str, facts: Mapping[str, Any], tensors: Mapping[str, Stored]) -> CheckpointContents:
-    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
-    return CheckpointContents(
-        path=path,
-        kind=kind,
-        facts={name: value for name, value in facts.items() if value not in (None, {}, [])},
-        tensors=tuple(
-            TensorEntry(
-                name=name,
-                shape=shape,
-                dtype=str(dtype).removeprefix("torch."),
-                num_bytes=math.prod(shape) * dtype.itemsize,
-            )
-            for name, (shape, dtype) in sorted(tensors.items(), key=lambda each: natural_key(each[0]))
-        ),
-        num_files=len(files),
-        stored_bytes=sum(each.stat().st_size for each in files),
-    )
-
-
-def natural_key(name: str) -> tuple[tuple[bool, int, str], ...]:
-    """Sorts ``layers.10`` behind ``layers.9``."""
-    return tuple((part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in name.split("."))
+    Raises:
+        CheckpointError: If there is none, or it is damaged or unsafe.
+        ConfigError: If an option would do nothing.
+    """
+    if not path.exists():
+        raise CheckpointError(f"load_path={path} does not exist; give a checkpoint or a Hugging Face model directory")
+    source = find_source(path, iteration)
+    if source is None:
+        names = [] if path.is_file() else sorted(each.name for each in path.iterdir())
+        raise CheckpointError(
+            f"load_path={path}: expected a Hugging Face model directory with weights, a *.ckpt of MegatronStrategy, a "
+            "checkpoint of Megatron-Core (torch_dist) or of Megatron-LM (mp_rank_*/model_optim_rng.pt), or NVIDIA's "
+            f".zip of one, got {'a file' if path.is_file() else named(names) or 'an empty folder'}; give one of these"
+        )
+    source = source if source.is_whole else WithBase(source)
+    source.describe(config)
+    return source

@@ -11,55 +11,49 @@ import contextlib
 import json
 import logging
 import os
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 
 from lightning_megatron.accounting import check_host_memory
-from lightning_megatron.checkpoint.files import is_distributed
-from lightning_megatron.convert.contents import find_checkpoint, named
-from lightning_megatron.convert.distributed import COMPANIONS, open_distributed
+from lightning_megatron.checkpoint.save import HostMemory, Save
+from lightning_megatron.checkpoint.state import RunState, meta_of
+from lightning_megatron.convert import ConvertOptions, Format
+from lightning_megatron.convert.contents import open_source
+from lightning_megatron.convert.distributed import COMPANIONS
 from lightning_megatron.convert.hugging_face import (
     companion_files,
     copy_companions,
     hugging_face_names,
-    open_hugging_face,
     save_hugging_face,
     size_in_bytes,
     staged_directory,
     tokenizer_files,
 )
-from lightning_megatron.convert.megatron_lm import cut, open_megatron_lm, save_megatron_lm
-from lightning_megatron.convert.options import ConvertOptions, Format
-from lightning_megatron.convert.peft import adapter_config, base_of, open_adapter, save_adapter, with_base
-from lightning_megatron.convert.registry import family_of
+from lightning_megatron.convert.megatron_lm import cut, save_megatron_lm
+from lightning_megatron.convert.peft import save_adapter
+from lightning_megatron.convert.registry import differences, family_of
 from lightning_megatron.convert.shards import Key, Loading, Source, cast
+from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
+from lightning_megatron.engine import groups
 from lightning_megatron.engine.collectives import on_all_ranks_alike
 from lightning_megatron.engine.parallel import ParallelConfig
+from lightning_megatron.engine.runtime import Runtime, unchanged_environment
 from lightning_megatron.errors import CheckpointError, ConfigError, require_choice, require_number
 from lightning_megatron.hub import local_folder
+from lightning_megatron.models.build import build_chunks
 from lightning_megatron.models.config import ModelConfig, variant_of
-
-if TYPE_CHECKING:
-    from lightning_megatron.convert.hugging_face import HuggingFaceSource
-    from lightning_megatron.engine.groups import Topology
-    from lightning_megatron.engine.runtime import Runtime
+from lightning_megatron.models.lora import merged
+from lightning_megatron.models.transformer_config import EngineSettings
 
 _log = logging.getLogger(__name__)
 
-_TARGETS = {
-    "hf": "Hugging Face model directory",
-    "peft": "PEFT adapter",
-    "megatron": "checkpoint of MegatronStrategy",
-    "megatron-legacy": "checkpoint of Megatron-LM",
-}
 _DTYPES = {
     **{"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16},
     **{"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16},
@@ -68,25 +62,7 @@ _DTYPES = {
 _TIMEOUT = timedelta(minutes=30)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Converted:
-    """What a conversion did."""
-
-    source: str
-    """Format of what was read."""
-    target: str
-    """Format of what was written."""
-    path: Path
-    """Where it is."""
-    num_files: int
-    """Files in it."""
-    num_bytes: int
-    """Their sizes."""
-    seconds: float
-    """From opening the source to the new name."""
-
-
-def convert(options: ConvertOptions, average_with: Sequence[Path] = ()) -> Converted:
+def convert(options: ConvertOptions, average_with: Sequence[Path] = ()) -> str:
     """Write the weights of one checkpoint as another; without a GPU, and no code from it is run.
 
     Under ``torchrun`` every process must call, tp x pp of them.
@@ -95,12 +71,14 @@ def convert(options: ConvertOptions, average_with: Sequence[Path] = ()) -> Conve
         options: What to read and to write.
         average_with: More checkpoints of the same model, of any format; the mean of all is written.
 
+    Returns:
+        The kind of what was read.
+
     Raises:
         ConfigError: If the options do not fit together or the model.
         CheckpointError: If the source is missing, damaged, unsafe or of an unknown kind, or the target cannot be
             written; nothing new is at ``save_path`` then.
     """
-    start = time.monotonic()
     world = _world_size()
     layout = _check_options(options, world)
     options = _with_local_folders(options)
@@ -123,29 +101,22 @@ def convert(options: ConvertOptions, average_with: Sequence[Path] = ()) -> Conve
                 cast(chunks, _DTYPES[options.dtype], loading.missing)
             companions = companion_files(source.companions, options.tokenizer)
             if options.to in ("hf", "megatron-legacy"):  # which have no adapters
-                stack.enter_context(_merged(chunks))
+                stack.enter_context(merged(chunks))
                 model = replace(model, lora=None, lora_dropout=0.0)
             if options.to == "hf":
                 size, missing = options.max_shard_size, loading.missing
                 save_hugging_face(chunks, model, source.hf_config, folder, size, companions, missing)
             elif options.to == "peft":
-                save_adapter(chunks, model, folder, base_of(source))
+                save_adapter(chunks, model, folder, source.base)
             elif options.to == "megatron":
                 _save_megatron(chunks, source, runtime, topology, folder)
-                on_all_ranks_alike(lambda: copy_companions(companions, folder / COMPANIONS) if not _rank() else None)
             else:
                 rank = None if world == 1 else (topology.tp_rank, topology.pp_rank)
                 on_all_ranks_alike(lambda: save_megatron_lm(chunks, source, model, layout, folder, rank))
-                on_all_ranks_alike(lambda: copy_companions(companions, folder) if not _rank() else None)
-    files = [each for each in save_path.rglob("*") if each.is_file()]
-    return Converted(
-        source=source.kind,
-        target=_TARGETS[options.to],
-        path=options.save_path,
-        num_files=len(files),
-        num_bytes=sum(each.stat().st_size for each in files),
-        seconds=time.monotonic() - start,
-    )
+            if options.to in ("megatron", "megatron-legacy"):
+                beside = folder / COMPANIONS if options.to == "megatron" else folder
+                on_all_ranks_alike(lambda: copy_companions(companions, beside) if dist.get_rank() == 0 else None)
+    return source.kind
 
 
 def _with_local_folders(options: ConvertOptions) -> ConvertOptions:
@@ -164,9 +135,8 @@ def _same_model(source: Source, first: Source) -> Source:
     Raises:
         CheckpointError: If it is another model.
     """
-    own, expected = source.model.to_dict(), first.model.to_dict()
-    names = [name for name in own if own[name] != expected[name] and name != "make_vocab_size_divisible_by"]
-    if names:
+    padded = replace(source.model, make_vocab_size_divisible_by=first.model.make_vocab_size_divisible_by)
+    if names := differences(padded.to_dict(), first.model.to_dict()):
         raise CheckpointError(
             f"{source.path}: expected the model of {first.path} to average with, got one with other {', '.join(names)}"
         )
@@ -192,59 +162,6 @@ def _average(chunks: list[Any], first: Loading, others: Sequence[Source]) -> Non
             total += weight
     for weight, total, dtype in zip(weights, sums, dtypes, strict=True):
         weight.data = (total / (len(others) + 1)).to(dtype)
-
-
-# ---- what is at a path ----------------------------------------------------------------------------------------------
-
-
-def open_source(path: Path, config: Path | None = None, iteration: int | None = None) -> Source:
-    """Open the checkpoint at ``path``, whatever its format.
-
-    Args:
-        path: A folder or file.
-        config: A Hugging Face ``config.json`` for checkpoints that do not say what their model is.
-        iteration: Which one below a folder of several; None for that of the tracker file.
-
-    Raises:
-        CheckpointError: If there is none, or it is damaged or unsafe.
-        ConfigError: If an option would do nothing.
-    """
-    if not path.exists():
-        raise CheckpointError(f"load_path={path} does not exist; give a checkpoint or a Hugging Face model directory")
-    folder, kind = find_checkpoint(path, iteration)
-    if kind == "distributed":
-        source = open_distributed(folder, config)
-        return source if source.is_whole else with_base(source, _base(folder, source.base))
-    if kind == "adapter":
-        return open_adapter(folder, _base(folder, adapter_config(folder).get("base_model_name_or_path")))
-    if kind == "hugging_face":
-        return open_hugging_face(folder, config)
-    if path.is_file() and is_distributed(path.parent):
-        raise CheckpointError(f"load_path={path} is one file of the checkpoint {path.parent}; give that")
-    if kind == "legacy":
-        return open_megatron_lm(folder, config)
-    inside = (
-        "a file" if folder.is_file() else named(sorted(each.name for each in folder.iterdir())) or "an empty folder"
-    )
-    raise CheckpointError(
-        f"load_path={folder}: expected a Hugging Face model directory with weights, a *.ckpt of MegatronStrategy, a "
-        "checkpoint of Megatron-Core (torch_dist) or of Megatron-LM (mp_rank_*/model_optim_rng.pt), or NVIDIA's .zip "
-        f"of one, got {inside}; give one of these"
-    )
-
-
-def _base(adapters: Path, name: Any) -> HuggingFaceSource:
-    """The model that adapters belong to.
-
-    Raises:
-        CheckpointError: If it is not to be had.
-    """
-    try:
-        return open_hugging_face(local_folder(str(name), "model"))
-    except ConfigError as error:
-        raise CheckpointError(
-            f"{adapters}: expected its base {name}, whose weights its adapters need, got none ({error})"
-        ) from None
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
@@ -343,8 +260,6 @@ def _check_model(source: Source, options: ConvertOptions, layout: ParallelConfig
             "convert it --to megatron or --to megatron-legacy"
         )
     if options.tokenizer is not None:
-        from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
-
         check_vocabulary(load_tokenizer(options.tokenizer), options.tokenizer, model.vocab_size)
 
 
@@ -363,10 +278,6 @@ def _check_missing(source: Source, options: ConvertOptions, missing: frozenset[K
 # ---- the live model -------------------------------------------------------------------------------------------------
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
 def _world_size() -> int:
     """Processes that convert together: those of torchrun, or of a world that exists."""
     if dist.is_initialized():
@@ -375,11 +286,8 @@ def _world_size() -> int:
 
 
 @contextlib.contextmanager
-def live_engine(layout: ParallelConfig) -> Iterator[tuple[Runtime, Topology]]:
+def live_engine(layout: ParallelConfig) -> Iterator[tuple[Runtime, groups.Topology]]:
     """The engine on this process's CPU; a world of one where there is no other, which ends with the context."""
-    from lightning_megatron.engine import groups  # not above: the engine's import takes seconds
-    from lightning_megatron.engine.runtime import Runtime
-
     is_own = not dist.is_initialized()
     if is_own and _world_size() > 1:
         dist.init_process_group("gloo", timeout=_TIMEOUT)
@@ -402,35 +310,16 @@ def build_on_cpu(model: ModelConfig, layout: ParallelConfig) -> list[Any]:
     Raises:
         ConfigError: If that will be more than the host has.
     """
-    from lightning_megatron.engine.runtime import unchanged_environment
-    from lightning_megatron.models.build import build_chunks
-    from lightning_megatron.models.transformer_config import EngineSettings
-
     settings = EngineSettings(parallel=layout, params_dtype=torch.float32, device=torch.device("cpu"))
     check_host_memory(model, replace(settings, params_dtype=torch.bfloat16), 1)  # what is stored has two bytes or more
-    try:
-        with unchanged_environment():
-            return list(build_chunks(model, settings))
-    except RuntimeError as error:
-        if "can't allocate memory" not in str(error):
-            raise
-        raise ConfigError(
-            "the model's config: expected sizes that this host has memory for, got weights that it cannot reserve; "
-            "correct the sizes, or convert on more ranks with torchrun"
-        ) from error
+    with unchanged_environment():
+        return list(build_chunks(model, settings))
 
 
-def _merged(chunks: list[Any]) -> contextlib.AbstractContextManager[None]:
-    from lightning_megatron.models.lora import merged  # not above, as in live_engine
-
-    return merged(chunks)
-
-
-def _save_megatron(chunks: list[Any], source: Source, runtime: Runtime, topology: Topology, folder: Path) -> None:
+def _save_megatron(
+    chunks: list[Any], source: Source, runtime: Runtime, topology: groups.Topology, folder: Path
+) -> None:
     """Write a ``*.ckpt`` without an optimizer: a run begins with these weights, and does not go on."""
-    from lightning_megatron.checkpoint.save import HostMemory, Save  # not above, as in live_engine
-    from lightning_megatron.checkpoint.state import RunState, meta_of
-
     model = source.model
     fields = json.loads(source.hf_config.to_json_string())
     fields["architectures"] = [family_of(model.family).architectures[model.task]]

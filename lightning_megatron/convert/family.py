@@ -206,17 +206,19 @@ def activation(name: str) -> Activation:
 _SAID_ALIKE = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
-    "ffn_hidden_size": "intermediate_size",
+    "ffn_hidden_size": "intermediate_size ffn_hidden_size ffn_dim d_ff",
     "num_attention_heads": "num_attention_heads",
-    "num_query_groups": "num_key_value_heads",
+    "num_query_groups": "num_key_value_heads num_attention_heads",
     "vocab_size": "vocab_size",
     "max_position_embeddings": "max_position_embeddings",
-    "layernorm_epsilon": "rms_norm_eps",
+    "layernorm_epsilon": "rms_norm_eps layer_norm_eps layer_norm_epsilon norm_epsilon",
+    "activation": "hidden_act activation_function activation dense_act_fn",
     "share_embeddings_and_output_weights": "tie_word_embeddings",
-    "attention_dropout": "attention_dropout",
-    "init_method_std": "initializer_range",
+    "hidden_dropout": "hidden_dropout hidden_dropout_prob resid_pdrop residual_dropout",
+    "attention_dropout": "attention_dropout attn_pdrop attention_probs_dropout_prob",
+    "init_method_std": "initializer_range init_std initializer_factor",
 }
-"""Fields of a ``ModelConfig``, and what most Hugging Face configs call them."""
+"""Fields of a ``ModelConfig``, and what Hugging Face configs call them: the first that a config has."""
 
 LLAMA: Mapping[str, Any] = {
     "normalization": "RMSNorm",
@@ -236,11 +238,12 @@ def described(hf: Any, own: Mapping[str, Any]) -> ModelConfig:
     Raises:
         ConfigError: If the activation is not known.
     """
-    fields = {ours: getattr(hf, theirs) for ours, theirs in _SAID_ALIKE.items() if ours not in own}
-    if "activation" not in own:
-        fields["activation"] = activation(hf.hidden_act)
-    fields["kv_channels"] = head_width(hf)
-    return ModelConfig(**{"family": hf.model_type, "scaled_residual_init": False, **fields, **own})
+    fields: dict[str, Any] = {"family": hf.model_type, "scaled_residual_init": False, "kv_channels": head_width(hf)}
+    for ours, theirs in _SAID_ALIKE.items():
+        if ours not in own and (said := [name for name in theirs.split() if hasattr(hf, name)]):
+            value = getattr(hf, said[0])
+            fields[ours] = activation(value) if ours == "activation" else value
+    return ModelConfig(**{**fields, **own})
 
 
 def rotary(hf: Any, own: Mapping[str, Any], *, may_be_partial: bool = False) -> ModelConfig:
@@ -403,13 +406,17 @@ def decoder(
     names: DecoderNames = LLAMA_NAMES,
     required: Mapping[str, tuple[Any, ...]] | None = None,
     old_names: Mapping[str, str] | None = None,
+    rules: Callable[[ModelConfig], Sequence[Rule]] | None = None,
 ) -> Family:
-    """A family of decoders; the arguments are those of ``Family``, the class with the head, and the weights' names."""
+    """A family of decoders.
+
+    The arguments are those of ``Family``, the class with the head, and the weights' names, unless ``rules`` are given.
+    """
     return Family(
         model_type=model_type,
         describe=describe,
         required=required or {},
-        rules=lambda model: decoder_rules(names, model),
+        rules=rules or (lambda model: decoder_rules(names, model)),
         architectures={"causal_lm": architecture},
         base_prefix=names.base,
         old_names=old_names or {},

@@ -15,19 +15,18 @@ import math
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lightning_megatron.checkpoint.files import failures_as_errors
 from lightning_megatron.convert.family import Family
-from lightning_megatron.convert.registry import config_object, family_of, model_config, rules_of
+from lightning_megatron.convert.registry import config_object, family_of, model_config, read_json, rules_of
 from lightning_megatron.convert.shards import Gathering, Key, Loading, Place, Source, Stored, mismatches, progress_bar
 from lightning_megatron.engine.adapter_names import is_adapter
 from lightning_megatron.engine.pickles import read_pickle
@@ -59,20 +58,15 @@ _DTYPES = {
 _MAPPED_BYTES = 16 << 20
 
 
-class StoredTensor(NamedTuple):
-    """One tensor of a file."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    file: Path
-    data: torch.Tensor | None = None
-    """The tensor in a mapped pickle; None in safetensors."""
-
-
 class WeightFiles:
-    """The tensors of one model directory; their numbers are not read before they are asked for."""
+    """The tensors of one model directory; their numbers are not read before they are asked for.
 
-    def __init__(self, directory: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    Args:
+        directory: The folder.
+        tensors: Each with its file as its place, or with the tensor itself if it is one of a mapped pickle.
+    """
+
+    def __init__(self, directory: Path, tensors: Mapping[str, Stored]) -> None:
         self.directory = directory
         self.tensors = tensors
         self._opened: tuple[Path, Any] | None = None
@@ -84,15 +78,15 @@ class WeightFiles:
         Raises:
             CheckpointError: If the file cannot be read, or ends too early.
         """
-        shape, dtype, file, data = self.tensors[name]
-        if data is not None:
-            return data[box]
+        stored = self.tensors[name]
+        if isinstance(stored.place, torch.Tensor):
+            return stored.place[box]
         from safetensors import safe_open
 
-        with _damage_as_errors(file):
+        with _damage_as_errors(file := stored.place):
             if self._opened is None or self._opened[0] != file or self._mapped > _MAPPED_BYTES:
                 self._opened, self._mapped = (file, safe_open(file, framework="pt")), 0
-            self._mapped += math.prod(shape) * dtype.itemsize
+            self._mapped += stored.num_bytes
             part: torch.Tensor = self._opened[1].get_slice(name)[box]
             return part
 
@@ -125,26 +119,18 @@ def open_weights(directory: str | Path) -> WeightFiles:
         (WEIGHTS_FILE, INDEX_FILE, read_safetensors),
         (_PICKLED_FILE, _PICKLED_INDEX_FILE, _pickled),
     ):
-        if (directory / single).is_file():
-            return WeightFiles(directory, read(directory / single))
-        if (directory / index).is_file():
-            return WeightFiles(directory, _of_index(directory / index, read))
+        is_one = (directory / single).is_file()
+        if is_one or (directory / index).is_file():
+            files = [directory / single] if is_one else _files_of_index(directory / index)
+            return WeightFiles(directory, {name: each for file in files for name, each in read(file).items()})
     raise CheckpointError(
         f"model directory {directory} has no weights: none of {', '.join(ENTRY_FILES)}; save them with "
         "save_pretrained, or train from random weights with pretrained=False"
     )
 
 
-def _of_index(index: Path, read: Callable[[Path], dict[str, StoredTensor]]) -> dict[str, StoredTensor]:
-    names = _weight_map(index)
-    files = [index.parent / file for file in sorted(set(names.values()))]
-    if missing := ", ".join(file.name for file in files if not file.is_file()):
-        raise CheckpointError(f"{index} names files that are missing: {missing}; fetch them again")
-    return {name: tensor for file in files for name, tensor in read(file).items()}
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    """Which file each tensor is in; files may not lie outside the folder."""
+def _files_of_index(index: Path) -> list[Path]:
+    """The files that an index names, all of which must be there, and none outside its folder."""
     try:
         names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         outside = [f"{name!r} is in {file!r}" for name, file in names.items() if not re.fullmatch(r"\w[\w.-]*", file)]
@@ -152,7 +138,10 @@ def _weight_map(index: Path) -> dict[str, str]:
             raise ValueError(f"{outside[0]}, which is outside its folder" if outside else "it names none")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} is not an index of weight files ({error!r}); fetch it again") from None
-    return names
+    files = [index.parent / file for file in sorted(set(names.values()))]
+    if missing := ", ".join(file.name for file in files if not file.is_file()):
+        raise CheckpointError(f"{index} names files that are missing: {missing}; fetch them again")
+    return files
 
 
 @contextlib.contextmanager
@@ -161,13 +150,11 @@ def _damage_as_errors(file: Path) -> Iterator[None]:
 
     try:
         yield
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise CheckpointError(f"weights file {file} is truncated or damaged ({error}); fetch it again") from None
-    except OSError as error:
-        raise CheckpointError(f"weights file {file} cannot be read ({error}); check the disk") from error
 
 
-def read_safetensors(file: Path) -> dict[str, StoredTensor]:
+def read_safetensors(file: Path) -> dict[str, Stored]:
     """The tensors of one file, by its header.
 
     Raises:
@@ -180,18 +167,17 @@ def read_safetensors(file: Path) -> dict[str, StoredTensor]:
         if other := next((name for name, each in headers.items() if each.get_dtype() not in _DTYPES), None):
             raise CheckpointError(f"weights file {file} has {other!r} as {headers[other].get_dtype()}; unpack it")
         return {
-            name: StoredTensor(tuple(each.get_shape()), _DTYPES[each.get_dtype()], file)
-            for name, each in headers.items()
+            name: Stored(tuple(each.get_shape()), _DTYPES[each.get_dtype()], file) for name, each in headers.items()
         }
 
 
-def _pickled(file: Path) -> dict[str, StoredTensor]:
+def _pickled(file: Path) -> dict[str, Stored]:
     held = read_pickle(file)
     if not isinstance(held, Mapping) or not all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in held.items()
     ):
         raise CheckpointError(f"weights file {file} is not a dict of tensors; save model.state_dict()")
-    return {name: StoredTensor(tuple(tensor.shape), tensor.dtype, file, tensor) for name, tensor in held.items()}
+    return {name: Stored(tuple(tensor.shape), tensor.dtype, tensor) for name, tensor in held.items()}
 
 
 # ---- companions -----------------------------------------------------------------------------------------------------
@@ -242,24 +228,39 @@ _BODY = ("embedding", "encoder", "decoder")
 """What Megatron's keys begin with unless the tensor belongs to a head or a pooler."""
 
 
-@dataclass(kw_only=True, eq=False)
 class HuggingFaceSource(Source):
     """The weights of a model directory."""
 
-    kind: str = "Hugging Face model directory"
-    files: WeightFiles
-    stored_name: dict[str, str] = field(default_factory=dict)
-    """For each tensor of the model its name in the files; found by ``match``."""
+    kind = "Hugging Face model directory"
 
-    def __post_init__(self) -> None:
-        self.companions = self.files.directory
-        self._rules = {rule.megatron: rule for rule in rules_of(self.model)}
+    def __init__(self, path: Path) -> None:
+        """Look at its files; see ``open_weights``.
+
+        Raises:
+            CheckpointError: If they are missing or damaged.
+        """
+        super().__init__(path)
+        self._set_files(open_weights(path))
+        self.facts = {"config": read_json(path) if (path / CONFIG_FILE).is_file() else {}}
+        self.companions = path
+
+    def _set_files(self, files: WeightFiles) -> None:
+        self._files, self.stored = files, files.tensors
+        self._stored_name: dict[str, str] = {}
         self._dtypes: dict[Key, torch.dtype] = {}
 
-    @property
-    def stored(self) -> Mapping[str, Stored]:
-        """See ``Source``."""
-        return {name: Stored(each.shape, each.dtype) for name, each in self.files.tensors.items()}
+    def describe(self, config: Path | None) -> None:
+        """See ``Source``; no weight is read, except T5's output layer, which its config cannot tell."""
+        has_config = (self.path / CONFIG_FILE).is_file()
+        if config is not None and has_config:
+            raise ConfigError(f"config={config} would do nothing: {self.path} has a {CONFIG_FILE}; leave it out")
+        if config is None and not has_config:
+            raise CheckpointError(
+                f"model directory {self.path} has no {CONFIG_FILE}, so that its model is unknown; fetch it, or give "
+                "one with --config"
+            )
+        self.hf_config = config_object(config or self.path)
+        self.model = with_weights(model_config(config or self.path), self._files)
 
     def holds(self, key: Key) -> bool:
         """See ``Source``: adapters have files of their own."""
@@ -268,6 +269,7 @@ class HuggingFaceSource(Source):
     def match(self, expected: Mapping[Key, tuple[int, ...]]) -> dict[Key, torch.dtype]:
         """See ``Source``; as transformers finds them. The first rank compares what is tied."""
         stored, family = self.stored, family_of(self.model.family)
+        self._rules = {rule.megatron: rule for rule in rules_of(self.model)}
         keys: dict[str, Key] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         for key, shape in expected.items():
@@ -281,37 +283,37 @@ class HuggingFaceSource(Source):
         for name in keys:
             copies = [copy for copy, source in tied.items() if source == name and copy not in keys]
             if found := next((actual[each] for each in (name, *copies) if each in actual), None):
-                self.stored_name[name] = found
+                self._stored_name[name] = found
 
         is_headless = bool(family.base_prefix) and not any(name.startswith(family.base_prefix) for name in stored)
         new = self._new_heads(keys) if is_headless or self.model.architecture == "bert" else set()
         others, ties, ignored = {}, [], []
-        for name in actual.keys() - self.stored_name.keys():
+        for name in actual.keys() - self._stored_name.keys():
             in_file = actual[name]
             is_buffer = any(fnmatchcase(each, glob) for each in (name, in_file) for glob in family.buffers)
-            if in_file in self.stored_name.values() or is_buffer or any(re.search(each, name) for each in ignorable):
+            if in_file in self._stored_name.values() or is_buffer or any(re.search(each, name) for each in ignorable):
                 continue
-            if tied.get(name) in self.stored_name:
-                ties.append((in_file, self.stored_name[tied[name]]))
+            if tied.get(name) in self._stored_name:
+                ties.append((in_file, self._stored_name[tied[name]]))
             elif name.split(".")[0] in _HEADS or ".pooler." in name:
                 ignored.append(in_file)
             else:
                 others[in_file] = stored[in_file]
-        found_here = {name: stored[in_file] for name, in_file in self.stored_name.items()}
+        found_here = {name: stored[in_file] for name, in_file in self._stored_name.items()}
         problems = mismatches(found_here | others, {name: shapes[name] for name in shapes if name not in new})
         if dist.get_rank() == 0:
             problems = problems or [
                 f"{copy!r} differs from {source!r}, to which the config ties it (if it should not be tied, set "
                 "tie_word_embeddings=false in config.json)"
                 for copy, source in ties
-                if not self.files.are_equal(copy, source)
+                if not self._files.are_equal(copy, source)
             ]
             if ignored:
                 _log.warning("of another head in %s and left out: %s", self.path, ", ".join(sorted(ignored)))
         self.refuse(problems)
-        for name, (_, dtype) in found_here.items():
+        for name, each in found_here.items():
             # If the tensors that make one of Megatron's differ: the one that holds them all.
-            self._dtypes[keys[name]] = torch.promote_types(self._dtypes.get(keys[name], dtype), dtype)
+            self._dtypes[keys[name]] = torch.promote_types(self._dtypes.get(keys[name], each.dtype), each.dtype)
         return self._dtypes
 
     def _new_heads(self, keys: Mapping[str, Key]) -> set[str]:
@@ -320,8 +322,8 @@ class HuggingFaceSource(Source):
         def head_of(name: str) -> str:
             return ".".join(name.split(".")[:-1][:2])  # cls.predictions of cls.predictions.transform.dense.weight
 
-        there = {head_of(name) for name in self.stored_name}
-        missing = keys.keys() - self.stored_name.keys()
+        there = {head_of(name) for name in self._stored_name}
+        missing = keys.keys() - self._stored_name.keys()
         return {name for name in missing if not keys[name].name.startswith(_BODY) and head_of(name) not in there}
 
     def read(self, place: Place) -> torch.Tensor:
@@ -336,10 +338,10 @@ class HuggingFaceSource(Source):
                 first = int(theirs.min())
                 span, within = slice(first, int(theirs.max()) + 1), _as_slice(theirs - first)
                 if rule.transposed:
-                    block = self.files.read(self.stored_name[name], (columns[0], span))
+                    block = self._files.read(self._stored_name[name], (columns[0], span))
                     whole[_as_slice(ours)] = block[:, within].t()
                 else:
-                    whole[_as_slice(ours)] = self.files.read(self.stored_name[name], (span, *columns))[within]
+                    whole[_as_slice(ours)] = self._files.read(self._stored_name[name], (span, *columns))[within]
             source = source - rows
         return whole
 
@@ -375,31 +377,6 @@ def _as_slice(rows: torch.Tensor) -> slice | torch.Tensor:
     return slice(first, last + 1) if is_range else rows
 
 
-def open_hugging_face(path: Path, config: Path | None = None) -> HuggingFaceSource:
-    """Look at a model directory; no weight is read, except T5's output layer, which its config cannot tell.
-
-    Args:
-        path: The directory; see ``open_weights``.
-        config: A ``config.json`` (or its folder) for a directory without one.
-
-    Raises:
-        ConfigError: If the config cannot be honoured, or ``config`` would do nothing.
-        CheckpointError: If the files are missing or damaged.
-    """
-    has_config = (path / CONFIG_FILE).is_file()
-    if config is not None and has_config:
-        raise ConfigError(f"config={config} would do nothing: {path} has a {CONFIG_FILE}; leave it out")
-    files = open_weights(path)
-    if config is None and not has_config:
-        raise CheckpointError(
-            f"model directory {path} has no {CONFIG_FILE}, so that its model is unknown; fetch it, or give one with "
-            "--config"
-        )
-    described = path if config is None else config
-    model = with_weights(model_config(described), files)
-    return HuggingFaceSource(path=path, model=model, hf_config=config_object(described), files=files)
-
-
 def with_weights(model: ModelConfig, files: WeightFiles) -> ModelConfig:
     """``model`` corrected by what only the weight files tell."""
     correct = family_of(model.family).describe_weights
@@ -426,14 +403,15 @@ def load_hugging_face(chunks: Iterable[Any], model: ModelConfig, path: str | Pat
     """
     from lightning_megatron.engine.collectives import on_all_ranks_alike  # the engine's import takes seconds
 
-    files = on_all_ranks_alike(lambda: open_weights(path))
-    loading = Loading(chunks, HuggingFaceSource(path=files.directory, model=model, hf_config=None, files=files))
+    source = on_all_ranks_alike(lambda: HuggingFaceSource(Path(path)))
+    source.model = model
+    loading = Loading(chunks, source)
     loading.fill()
     missing = loading.missing
     head = [key for key in missing if not is_adapter(key.name)]
     if head and dist.get_rank() == 0:
         names = ", ".join(hugging_face_names(head, model))
-        _log.warning("not in %s and newly initialised: %s", files.directory, names)
+        _log.warning("not in %s and newly initialised: %s", path, names)
     return frozenset(key.name for key in missing)
 
 
@@ -497,17 +475,16 @@ def save_hugging_face(
     contents = gathering.contents()
     split = split_state_dict_into_shards_factory(
         contents,
-        get_storage_size=lambda tensor: math.prod(tensor.shape) * tensor.dtype.itemsize,
+        get_storage_size=lambda tensor: tensor.num_bytes,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=largest,
     )
     config = _saved_config(hf_config, model, contents, is_headless=bool(without))
     is_first, path = dist.get_rank() == 0, Path(directory).absolute()
     with progress_bar("saving weights", split.metadata["total_size"]) as bar, staged_directory(path) as folder:
-        metadata = {**split.metadata, "total_parameters": sum(math.prod(shape) for shape, _ in contents.values())}
+        metadata = {**split.metadata, "total_parameters": sum(math.prod(each.shape) for each in contents.values())}
         index = {"metadata": metadata, "weight_map": split.tensor_to_filename} if split.is_sharded else None
-        small = partial(_write_small_files, folder, config, index, companions)
-        on_all_ranks_alike(small if is_first else _nothing)
+        on_all_ranks_alike(lambda: _write_small_files(folder, config, index, companions) if is_first else None)
         held: dict[str, dict[str, torch.Tensor]] = {}
         left = Counter(split.tensor_to_filename.values())
         for name, tensor in gathering.tensors():
@@ -516,19 +493,16 @@ def save_hugging_face(
             if tensor is not None:
                 held.setdefault(file, {})[name] = tensor
             if left[file] == 0:
-                on_all_ranks_alike(partial(_write_weights, folder, file, held.pop(file)) if is_first else _nothing)
-            bar.update(math.prod(contents[name].shape) * contents[name].dtype.itemsize)
-
-
-def _nothing() -> None:
-    """What other ranks than the first one do."""
+                write = partial(_write_weights, folder, file, held.pop(file, {}))
+                on_all_ranks_alike(write if is_first else lambda: None)
+            bar.update(contents[name].num_bytes)
 
 
 def _saved_config(hf_config: Any, model: ModelConfig, contents: Mapping[str, Stored], *, is_headless: bool) -> Any:
     """``hf_config`` of a model with these tensors: its class, and the dtype of most of the numbers."""
     sizes: Counter[torch.dtype] = Counter()
-    for shape, dtype in contents.values():
-        sizes[dtype] += math.prod(shape)
+    for each in contents.values():
+        sizes[each.dtype] += math.prod(each.shape)
     config = copy.deepcopy(hf_config)
     if not (is_headless and str((getattr(hf_config, "architectures", None) or [""])[0]).endswith("Model")):
         config.architectures = [family_of(model.family).architectures[model.task]]
@@ -550,21 +524,21 @@ def staged_directory(path: Path) -> Iterator[Path]:
     from lightning_megatron.engine.collectives import on_all_ranks_alike
 
     is_new = not path.is_dir()
+    parent, name = (path.parent, path.name) if is_new else (path, "model")
+    folder = parent / f".{name}{PARTIAL}" / (path.name if is_new else "")
 
     @contextlib.contextmanager
     def staging() -> Iterator[None]:
         if path.is_file():
             raise CheckpointError(f"{path} is a file; give the name of a directory to save the model in")
-        parent, name = (path.parent, path.name) if is_new else (path, "model")
-        with staged(parent, name, last=(WEIGHTS_FILE, INDEX_FILE), error=CheckpointError) as partial_folder:
+        with staged(parent, name, last=(WEIGHTS_FILE, INDEX_FILE), error=CheckpointError):
             folder.mkdir(exist_ok=True)
             yield
-            new = {file.name for file in partial_folder.iterdir()}
-        for file in () if is_new else path.glob("*.safetensors"):
+            new = {file.name for file in folder.iterdir()}
+        for file in path.glob("*.safetensors"):
             if SHARD_FILE.fullmatch(file.name) and file.name not in new:
                 file.unlink()
 
-    folder = path.with_name(f".{path.name}{PARTIAL}") / path.name if is_new else path / f".model{PARTIAL}"
     with contextlib.ExitStack() as stack:
         is_first = dist.get_rank() == 0
         on_all_ranks_alike(lambda: stack.enter_context(staging()) if is_first else None)

@@ -13,7 +13,7 @@ import json
 import logging
 import re
 from argparse import Namespace
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,7 @@ import torch
 from lightning_megatron.convert.registry import config_object, family_of, rules_of, stored_config
 from lightning_megatron.convert.shards import Key
 from lightning_megatron.engine.parallel import ParallelConfig
+from lightning_megatron.engine.pickles import StandIn
 from lightning_megatron.errors import CheckpointError, ConfigError
 from lightning_megatron.models.config import ModelConfig, variant_of
 
@@ -40,6 +41,8 @@ tensor shows. All of them have 16 heads."""
 _GPT2_VOCABULARY = 50257
 _LARGEST_PADDING = 128
 """Rows, times tp: Megatron-LM's ``--make-vocab-size-divisible-by``."""
+_LONGEST = 200
+"""Characters of an argument that is shown, and items of a list."""
 _REFUSED = (
     *("apply_layernorm_1p", "apply_residual_connection_post_layernorm", "multi_latent_attention", "num_experts"),
     *("rotary_interleaved", "squared_relu", "quick_geglu"),
@@ -55,22 +58,36 @@ def arguments_of(state: Mapping[Any, Any]) -> Mapping[str, Any]:
     return stored if isinstance(stored, Mapping) else {}
 
 
-def own_config(arguments: Mapping[str, Any]) -> Any:
-    """The Hugging Face config object that ``convert`` wrote beside Megatron-LM's arguments; None in other checkpoints.
+def own_fields(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The ``config.json`` that ``convert`` wrote beside Megatron-LM's arguments; None in other checkpoints.
 
     Raises:
         CheckpointError: If it is damaged.
-        ConfigError: If its family is not known.
     """
     text = arguments.get(HUGGING_FACE_CONFIG)
     if not isinstance(text, str):
         return None
     try:
-        fields = json.loads(text)
+        fields: dict[str, Any] = json.loads(text)
         fields["model_type"]
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise CheckpointError(f"args.{HUGGING_FACE_CONFIG} is damaged ({error!r}); {_GIVE_A_CONFIG}") from None
-    return stored_config(fields, f"args.{HUGGING_FACE_CONFIG}")
+    return fields
+
+
+def shown_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron-LM's arguments as plain data, without the config of ours among them."""
+    return {name: shown(value) for name, value in sorted(arguments.items()) if name != HUGGING_FACE_CONFIG}
+
+
+def shown(value: Any) -> Any:
+    """Numbers, texts and lists of them as they are, other things as a text; a file can hold anything."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [shown(each) for each in value[:_LONGEST]]
+    plain = isinstance(value, (str, torch.dtype, Path, StandIn))
+    return str(value)[:_LONGEST].removeprefix("torch.") if plain else type(value).__name__
 
 
 def described_by(
@@ -89,8 +106,11 @@ def described_by(
         CheckpointError: If no known family computes what Megatron-LM computed, or layers are missing.
         ConfigError: If the config cannot be honoured.
     """
-    hf_config = config_object(config) if config is not None else own_config(arguments)
-    if hf_config is None:
+    if config is not None:
+        hf_config = config_object(config)
+    elif (fields := own_fields(arguments)) is not None:
+        hf_config = stored_config(fields, f"args.{HUGGING_FACE_CONFIG}")
+    else:
         try:
             hf_config = _Told(arguments, shapes, tp, path).config()
         except ConfigError:
@@ -159,21 +179,19 @@ class _Told:
             told.append("the scaled scores of Megatron-LM's encoder-decoder (if it was made from a T5, say so)")
         if not told and self.architecture == "bert":
             return config_object(self.bert())
-        differences = []
-        for fields in () if told else self.gpts():
-            config = config_object(fields)
+        if not told:
+            is_gpt2 = "embedding.position_embeddings.weight" in self.shapes
+            config = config_object(self.gpt2() if is_gpt2 else self.like_llama())
             model = family_of(config.model_type).model_config(config)
             names = {rule.megatron for rule in rules_of(model)}
             # On the last of several stages a tied model has a copy of its embedding, too.
-            differs = sorted(names ^ (self.names - ({"output_layer.weight"} - names)))
+            told = sorted(names ^ (self.names - ({"output_layer.weight"} - names)))
             if model.gated_linear_unit != (self.shapes["mlp.linear_fc1.weight"][0] == 2 * self.ffn):
-                differs.append("a gated MLP")
-            if not differs:
+                told.append("a gated MLP")
+            if not told and (is_gpt2 or self.is_like_llama()):
                 return config
-            differences.append(differs)
-        if not told:
             names_told = ("position_embedding_type", "rotary_percent", "swiglu")
-            told = [f"{name}={self.arguments.get(name)}" for name in names_told] + min(differences, key=len, default=[])
+            told = [f"{name}={self.arguments.get(name)}" for name in names_told] + told
         raise CheckpointError(f"{self.path}: no known Hugging Face family has {', '.join(told[:10])}; {_GIVE_A_CONFIG}")
 
     def sizes(self) -> dict[str, Any]:
@@ -231,58 +249,62 @@ class _Told:
             **({} if head is None else {"num_labels": self.shapes[f"{head}.dense.weight"][0]}),
         }
 
-    def gpts(self) -> Iterator[dict[str, Any]]:
-        """Of each family of decoders that Megatron-LM computes what its config would be."""
-        arguments, sizes = self.arguments, self.sizes()
-        untied = arguments.get("untie_embeddings_and_output_weights")
+    def decoder(self) -> dict[str, Any]:
+        """What the decoders have in common."""
+        untied = self.arguments.get("untie_embeddings_and_output_weights")
         is_tied = "output_layer.weight" not in self.shapes if untied is None else not untied
-        of_all = {**sizes, "tie_word_embeddings": is_tied}
-        if positions := self.shapes.get("embedding.position_embeddings.weight"):
-            has_one_key = self.shapes["self_attention.linear_qkv.weight"][0] != 3 * self.width
-            yield {
-                "model_type": "gpt_bigcode" if has_one_key else "gpt2",
-                "architectures": ["GPTBigCodeForCausalLM" if has_one_key else "GPT2LMHeadModel"],
-                **of_all,
-                "n_inner": self.ffn,
-                "n_positions": positions[0],
-                "activation_function": self.gelu(),
-                **dict.fromkeys(("resid_pdrop", "embd_pdrop"), self.number("hidden_dropout", 0.1)),
-                "attn_pdrop": self.number("attention_dropout", 0.1),
-                "layer_norm_epsilon": self.epsilon(),
-                **dict.fromkeys(("bos_token_id", "eos_token_id"), min(_GPT2_VOCABULARY, sizes["vocab_size"]) - 1),
-            }
-            return
-        is_rotary = arguments.get("position_embedding_type") == "rope" or arguments.get(
-            "use_rotary_position_embeddings"
-        )
-        if not is_rotary or not arguments.get("swiglu", True) or self.number("rotary_percent", 1.0) != 1.0:
-            return
-        heads, window = sizes["num_attention_heads"], arguments.get("window_size")
-        width = self.shapes["self_attention.linear_proj.weight"][1] // heads
-        own = {"head_dim": width, "attention_bias": "self_attention.linear_qkv.bias" in self.shapes}
-        families: dict[str, dict[str, Any]] = {
-            "Llama": {**own, "mlp_bias": "mlp.linear_fc1.bias" in self.shapes},
-            "Qwen2": {},
-            "Qwen3": own,
+        return {**self.sizes(), "tie_word_embeddings": is_tied}
+
+    def gpt2(self) -> dict[str, Any]:
+        """A GPT-2 or, with one key and value for all heads, a GPT-BigCode."""
+        sizes, has_one_key = self.decoder(), self.shapes["self_attention.linear_qkv.weight"][0] != 3 * self.width
+        return {
+            "model_type": "gpt_bigcode" if has_one_key else "gpt2",
+            "architectures": ["GPTBigCodeForCausalLM" if has_one_key else "GPT2LMHeadModel"],
+            **sizes,
+            "n_inner": self.ffn,
+            "n_positions": self.shapes["embedding.position_embeddings.weight"][0],
+            "activation_function": self.gelu(),
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop"), self.number("hidden_dropout", 0.1)),
+            "attn_pdrop": self.number("attention_dropout", 0.1),
+            "layer_norm_epsilon": self.epsilon(),
+            **dict.fromkeys(("bos_token_id", "eos_token_id"), min(_GPT2_VOCABULARY, sizes["vocab_size"]) - 1),
         }
+
+    def is_like_llama(self) -> bool:
+        """Whether the arguments say what Llama computes."""
+        arguments = self.arguments
+        names = (arguments.get("position_embedding_type") == "rope", arguments.get("use_rotary_position_embeddings"))
+        return any(names) and arguments.get("swiglu", True) and self.number("rotary_percent", 1.0) == 1.0
+
+    def like_llama(self) -> dict[str, Any]:
+        """A Llama, Qwen or Mistral, told from each other by windows, norms and biases."""
+        arguments, sizes, window = self.arguments, self.decoder(), self.arguments.get("window_size")
+        heads = sizes["num_attention_heads"]
+        width = self.shapes["self_attention.linear_proj.weight"][1] // heads
+        has_bias = "self_attention.linear_qkv.bias" in self.shapes
+        own = {"head_dim": width, "attention_bias": has_bias}
         if window is not None:
             reach = window[0] + 1 if isinstance(window, (list, tuple)) else window
-            families = {"Mistral": {"head_dim": width, "sliding_window": reach}}
-        for family, fields in families.items():
-            yield {
-                "model_type": family.lower(),
-                "architectures": [f"{family}ForCausalLM"],
-                **of_all,
-                **fields,
-                "intermediate_size": self.ffn,
-                "num_key_value_heads": (self.shapes["self_attention.linear_qkv.weight"][0] // width - heads) // 2,
-                "max_position_embeddings": arguments.get("max_position_embeddings")
-                or arguments.get("seq_length")
-                or 4096,
-                "rms_norm_eps": self.epsilon(),
-                "rope_parameters": self.rope(),
-                "attention_dropout": self.number("attention_dropout", 0.1),
-            }
+            family, own = "Mistral", {"head_dim": width, "sliding_window": reach}
+        elif "self_attention.q_layernorm.weight" in self.shapes:
+            family = "Qwen3"
+        elif has_bias and "self_attention.linear_proj.bias" not in self.shapes:
+            family, own = "Qwen2", {}
+        else:
+            family, own = "Llama", {**own, "mlp_bias": "mlp.linear_fc1.bias" in self.shapes}
+        return {
+            "model_type": family.lower(),
+            "architectures": [f"{family}ForCausalLM"],
+            **sizes,
+            **own,
+            "intermediate_size": self.ffn,
+            "num_key_value_heads": (self.shapes["self_attention.linear_qkv.weight"][0] // width - heads) // 2,
+            "max_position_embeddings": arguments.get("max_position_embeddings") or arguments.get("seq_length") or 4096,
+            "rms_norm_eps": self.epsilon(),
+            "rope_parameters": self.rope(),
+            "attention_dropout": self.number("attention_dropout", 0.1),
+        }
 
     def rope(self) -> dict[str, Any]:
         """Rotary positions."""

@@ -32,6 +32,7 @@ the chunks p, p + pp, p + 2 pp, ... An encoder-decoder is cut between the stacks
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import lzma
@@ -41,19 +42,28 @@ import tempfile
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from lightning_megatron.checkpoint.files import failures_as_errors
 from lightning_megatron.convert.family import LAYER, VOCABULARY
 from lightning_megatron.convert.hugging_face import companion_files
-from lightning_megatron.convert.megatron_arguments import arguments_of, bert_task, described_by, megatron_arguments
+from lightning_megatron.convert.megatron_arguments import (
+    arguments_of,
+    bert_task,
+    described_by,
+    megatron_arguments,
+    own_fields,
+    shown,
+    shown_arguments,
+)
 from lightning_megatron.convert.registry import family_of, rules_of
 from lightning_megatron.convert.shards import (
+    NO_WEIGHTS,
     Key,
     Place,
     Shard,
@@ -69,7 +79,6 @@ from lightning_megatron.engine.pickles import read_pickle
 from lightning_megatron.errors import CheckpointError, ConfigError, require_divides
 from lightning_megatron.models.config import Architecture, ModelConfig
 
-OF_MEGATRON_LM = "checkpoint of Megatron-LM"
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 """What a rank's file is called; the second one with the distributed optimizer of 2022."""
 HEAD_COPY = "word_embeddings_for_head.weight"
@@ -121,50 +130,43 @@ _OUTSIDE: Mapping[str, tuple[str, ...]] = {
     "output_layer.": ("lm_head.", "lm_head.output_layer."),  # the bias only
 }
 _STACKED = re.compile(r"(encoder|transformer|decoder)\.(layers\.)?(?:(\d+)\.)?(.+)")
-_MODULE = re.compile(r"(.*?)(weight|bias)")
-_NO_WEIGHTS = re.compile(r"(^|\.)(_extra_state|inv_freq|masked_bias|position_ids|attention\.bias)$|\._extra_state")
-"""Buffers that some release put among the weights."""
 
 
-def _modules(stack: str, architecture: Architecture) -> Mapping[str, tuple[str, ...]]:
-    return _WITH_CROSS_ATTENTION if (stack, architecture) == ("decoder", "t5") else _IN_A_STACK
+def _renamed(name: str, stack: str | None, architecture: Architecture, *, writes: bool) -> str:
+    """A tensor's name in Megatron-Core from one in a file or, to write it, the other way round."""
+    modules = _OUTSIDE if stack is None else _IN_A_STACK
+    if (stack, architecture) == ("decoder", "t5"):
+        modules = _WITH_CROSS_ATTENTION
+    if writes:
+        names = {core: legacy[0] for core, legacy in modules.items()}
+    else:
+        names = {each: core for core, legacy in modules.items() for each in legacy}
+    module, kind = re.split(r"(?=(?:weight|bias)$)", name) if name.endswith(("weight", "bias")) else (name, "")
+    return names.get(module, module) + kind
 
 
 def _key_of(legacy: str, architecture: Architecture) -> Key:
     """What Megatron-Core calls the tensor ``legacy``, if it has it; its layer is counted from 0 in the file."""
-
-    def renamed(name: str, modules: Mapping[str, tuple[str, ...]]) -> str:
-        module = _MODULE.fullmatch(name)
-        core = next((core for core, names in modules.items() if module and module[1] in names), None)
-        return f"{core}{module[2]}" if module and core else name
-
     if legacy == HEAD_COPY:
         return EMBEDDING
     name = legacy.removeprefix("language_model.")
     stacked = _STACKED.fullmatch(name)
     if stacked is None:
-        return Key(renamed(name, _OUTSIDE))
+        return Key(_renamed(name, None, architecture, writes=False))
     stack = {"gpt": "decoder", "bert": "encoder"}.get(architecture) or stacked[1].replace("transformer", "encoder")
-    inside = renamed(stacked[4], _modules(stack, architecture))
+    inside = _renamed(stacked[4], stack, architecture, writes=False)
     return Key(f"{stack}.{stacked[2] or ''}{inside}", int(stacked[3]) if stacked[3] else None)
 
 
 def written_name(key: Key, architecture: Architecture) -> str:
     """The flat name under which a tensor is written; its layer is counted from 0 in the file."""
-
-    def written(name: str, modules: Mapping[str, tuple[str, ...]]) -> str:
-        module = _MODULE.fullmatch(name)
-        assert module is not None, name
-        return f"{modules.get(module[1], (module[1],))[0]}{module[2]}"
-
     stacked = _STACKED.fullmatch(key.name)
     if stacked is None:
-        if key != _OUTPUT and key.name.startswith(_HEADS) and not key.name.startswith("pooler."):
-            return written(key.name, _OUTSIDE)
-        return f"language_model.{key.name}"
+        is_head = key != _OUTPUT and key.name.startswith(_HEADS) and not key.name.startswith("pooler.")
+        return _renamed(key.name, None, architecture, writes=True) if is_head else f"language_model.{key.name}"
     stack = stacked[1] if architecture == "t5" else "encoder"
     layers = "" if key.layer is None else f"layers.{key.layer}."
-    return f"language_model.{stack}.{layers}{written(stacked[4], _modules(stacked[1], architecture))}"
+    return f"language_model.{stack}.{layers}{_renamed(stacked[4], stacked[1], architecture, writes=True)}"
 
 
 def split_axis(name: str) -> int | None:
@@ -185,9 +187,8 @@ _Rank = tuple[int, int]
 """Tensor- and pipeline-parallel."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankState:
-    """What the file of one rank holds."""
+class RankState(NamedTuple):
+    """What the file of one rank holds; its tensors are mapped, not read."""
 
     arguments: Mapping[str, Any]
     """Megatron-LM's command line; empty in the oldest checkpoints."""
@@ -198,96 +199,80 @@ class RankState:
     others: Mapping[str, Any]
     """What else is there by name: ``iteration``, ``optimizer``, ``opt_param_scheduler``, ..."""
 
-    @property
-    def iteration(self) -> int:
-        """Optimizer steps done when it was written; 0 if it does not say."""
-        said = (self.others.get("iteration"), self.arguments.get("iteration"))
-        return next((each for each in said if type(each) is int and each > 0), 0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ranks:
-    """The files of one checkpoint."""
-
-    path: Path
-    """The folder, or the file if there is only one."""
-    tp: int
-    pp: int
-    states: Mapping[_Rank, RankState]
-
 
 def rank_folder(tensor: int, stage: int, pp: int) -> str:
     """Name of the folder of a rank."""
     return f"mp_rank_{tensor:02d}" if pp == 1 else f"mp_rank_{tensor:02d}_{stage:03d}"
 
 
+def _files_at(path: Path) -> dict[_Rank, Path]:
+    """The model file of each rank in a folder, or of the one that is named; folders without one are of an optimizer."""
+
+    def model_file(folder: Path) -> Path | None:
+        return next((folder / name for name in MODEL_FILES if (folder / name).is_file()), None)
+
+    own = path if path.is_file() else model_file(path)
+    if own is not None:
+        return {(0, 0): own}
+    ranks = {each: _RANK.fullmatch(each.name) for each in path.glob("mp_rank_*")}
+    files = {(int(name[1]), int(name[2] or 0)): model_file(each) for each, name in ranks.items() if name}
+    return {rank: file for rank, file in sorted(files.items()) if file is not None}
+
+
 def is_legacy(path: Path) -> bool:
-    """Whether ``path`` looks like a legacy checkpoint, in any of the known forms."""
-    if path.is_file():
-        return path.suffix in (".pt", ".zip")  # of any name
-    return bool(_files_of_ranks(path)) or _model_file(path) is not None
+    """Whether ``path`` looks like a legacy checkpoint; a file may have any name."""
+    return path.suffix in (".pt", ".zip") if path.is_file() else bool(_files_at(path))
 
 
-def read_ranks(path: Path) -> Ranks:
-    """The files of the checkpoint in a folder or file; their tensors are mapped, not read.
+def _sizes(ranks: Collection[_Rank]) -> tuple[int, int]:
+    """The sizes of tensor and pipeline parallelism."""
+    return 1 + max(tensor for tensor, _ in ranks), 1 + max(stage for _, stage in ranks)
+
+
+def read_ranks(path: Path) -> dict[_Rank, RankState]:
+    """The ranks of the checkpoint in a folder, file or zip archive.
+
+    Members of an archive are unpacked into temporary files, which stay mapped; names in it name no file.
 
     Raises:
         CheckpointError: If there is none, or a rank is missing, damaged or unsafe.
     """
-    if path.is_file():
-        return _in_archive(path) if path.suffix == ".zip" else _whole(path, {(0, 0): path})
-    own = _model_file(path)
-    return _whole(path, _files_of_ranks(path) if own is None else {(0, 0): own})
+    if not (path.is_file() and path.suffix == ".zip"):
+        return _read(path, _files_at(path))
+    with tempfile.TemporaryDirectory(prefix="lightning_megatron_") as temporary:
+        return _read(path, _files_at(_unpacked(path, Path(temporary))))
 
 
-def _model_file(folder: Path) -> Path | None:
-    return next((folder / name for name in MODEL_FILES if (folder / name).is_file()), None)
-
-
-def _files_of_ranks(folder: Path) -> dict[_Rank, Path]:
-    """The model file of each rank; folders without one are of a distributed optimizer."""
-    ranks = {each: _RANK.fullmatch(each.name) for each in folder.glob("mp_rank_*")}
-    files = {(int(name[1]), int(name[2] or 0)): _model_file(each) for each, name in ranks.items() if name}
-    return {rank: file for rank, file in files.items() if file is not None}
-
-
-def _whole(path: Path, files: Mapping[_Rank, Path]) -> Ranks:
-    """All ranks, unless one is missing."""
+def _read(path: Path, files: Mapping[_Rank, Path]) -> dict[_Rank, RankState]:
     if not files:
         raise CheckpointError(
             f"{path} is no checkpoint of Megatron-LM: it has no folders mp_rank_TT[_PPP] with {MODEL_FILES[0]}"
         )
-    tp, pp = (1 + max(rank[axis] for rank in files) for axis in (0, 1))
+    tp, pp = _sizes(files)
     if len(files) < tp * pp:  # before they are named: a number can be anything
         absent = next((t, p) for t in range(tp) for p in range(pp) if (t, p) not in files)
         raise CheckpointError(
             f"{path} lacks the file of {rank_folder(*absent, pp)}: there are {len(files)} of tp={tp} x pp={pp}; copy "
             "the whole checkpoint"
         )
-    return Ranks(path=path, tp=tp, pp=pp, states={rank: _read_rank(file) for rank, file in sorted(files.items())})
+    return {rank: _read_rank(file) for rank, file in files.items()}
 
 
-def _in_archive(path: Path) -> Ranks:
-    """Members are unpacked into temporary files, which stay mapped; names in the zip name no file."""
-    with tempfile.TemporaryDirectory(prefix="lightning_megatron_") as temporary:
-        try:
-            with zipfile.ZipFile(path) as archive:
-                for info in archive.infolist():
-                    name = PurePosixPath(info.filename)
-                    if name.name in MODEL_FILES:
-                        folder = Path(
-                            temporary, name.parent.name if _RANK.fullmatch(name.parent.name) else "mp_rank_00"
-                        )
-                        folder.mkdir()
-                        with archive.open(info) as source, (folder / MODEL_FILES[0]).open("wb") as target:
-                            shutil.copyfileobj(source, target, 1 << 24)
-        except FileExistsError:
-            raise CheckpointError(
-                f"zip file {path} has several checkpoints; unpack it, and give one's folder"
-            ) from None
-        except _OF_DAMAGED_ZIP_FILES as error:
-            raise CheckpointError(f"zip file {path} cannot be unpacked ({error}); fetch it again") from None
-        return _whole(path, _files_of_ranks(Path(temporary)))
+def _unpacked(archive: Path, folder: Path) -> Path:
+    try:
+        with zipfile.ZipFile(archive) as opened:
+            for info in opened.infolist():
+                name = PurePosixPath(info.filename)
+                if name.name in MODEL_FILES:
+                    rank = folder / (name.parent.name if _RANK.fullmatch(name.parent.name) else "mp_rank_00")
+                    rank.mkdir()
+                    with opened.open(info) as source, (rank / MODEL_FILES[0]).open("wb") as target:
+                        shutil.copyfileobj(source, target, 1 << 24)
+    except FileExistsError:
+        raise CheckpointError(f"zip file {archive} has several checkpoints; unpack it, and give one's folder") from None
+    except _OF_DAMAGED_ZIP_FILES as error:
+        raise CheckpointError(f"zip file {archive} cannot be unpacked ({error}); fetch it again") from None
+    return folder
 
 
 def _read_rank(file: Path) -> RankState:
@@ -309,14 +294,14 @@ def _read_rank(file: Path) -> RankState:
             f"number as checkpoint_version), got {named}; give another file"
         )
     others = {str(name): value for name, value in state.items() if name != "args" and not _CHUNK.fullmatch(str(name))}
-    return RankState(arguments=arguments_of(state), version=float(version), chunks=chunks, others=others)
+    return RankState(arguments_of(state), float(version), chunks, others)
 
 
 def _flat(nested: Mapping[Any, Any], before: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     for key, value in nested.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{before}{key}.")
-        elif isinstance(value, torch.Tensor) and not _NO_WEIGHTS.search(f"{before}{key}"):
+        elif isinstance(value, torch.Tensor) and not NO_WEIGHTS.search(f"{before}{key}"):
             yield f"{before}{key}", value
 
 
@@ -326,71 +311,62 @@ Shards = tuple[torch.Tensor, ...]
 """Of one tensor, those of all tensor-parallel ranks."""
 
 
-Stacked = dict[Key, list[tuple[str, Shards]]]
-"""All tensors of a model, found in the files of its ranks: each with its name there, whose layer is counted over all
-stages, and after it the copies that later stages have."""
-
-
-def stored_in(stacked: Stacked) -> dict[Key, Stored]:
-    """The whole tensors, with padding."""
-    found = {}
-    for key, ((_, shards), *_) in stacked.items():
-        shape, axis = list(shards[0].shape), split_axis(key.name)
-        if axis is not None and axis < len(shape):  # else it is of another model, which is said later
-            shape[axis] *= len(shards)
-        found[key] = Stored(tuple(shape), shards[0].dtype)
-    return found
-
-
-def architecture_of(ranks: Ranks) -> Architecture:
+def _architecture_of(names: Collection[str]) -> Architecture:
     """Decoder, encoder or both, by the names of tensors; GPT and BERT differ only around their layers."""
-    states = [state for (tensor, _), state in ranks.states.items() if tensor == 0]
-    names = {name for state in states for chunk in state.chunks for name in chunk}
     if any(".inter_attention." in name or ".cross_attention." in name for name in names):
         return "t5"
     of_bert = ("lm_head.", "binary_head.", "pooler.", "language_model.pooler.", "classification_head.", "encoder.")
     return "bert" if any(name.startswith(of_bert) or ".tokentype_embeddings." in name for name in names) else "gpt"
 
 
-def stack(ranks: Ranks) -> Stacked:
-    """Find all tensors of the model.
+def stack(path: Path, ranks: Mapping[_Rank, RankState]) -> dict[Key, list[tuple[str, Shards]]]:
+    """Find all tensors of the model, and after each the copies that later stages have.
 
     Chunk v of stage p comes after chunk v of stage p - 1, and after chunk v - 1 of the last stage. How many layers each
-    has is what its file says, so that they may differ.
+    has is what its file says, so that they may differ. Names are those of the files, but for the layer's number, which
+    is counted over all stages.
 
     Raises:
         CheckpointError: If ranks do not fit together.
     """
-    first, architecture = ranks.states[0, 0], architecture_of(ranks)
-    for (tensor, stage), state in ranks.states.items():
-        beside = ranks.states[0, stage]
+    first, (tp, pp) = ranks[0, 0], _sizes(ranks)
+    for (tensor, stage), state in ranks.items():
         fits_first = (len(state.chunks), state.version) == (len(first.chunks), first.version)
-        if not fits_first or _shapes(state) != _shapes(beside):
+        if not fits_first or _shapes(state) != _shapes(ranks[0, stage]):
             raise CheckpointError(
-                f"{ranks.path} is a mixture: {rank_folder(tensor, stage, ranks.pp)} has other tensors or another "
-                f"version than {rank_folder(0, stage if fits_first else 0, ranks.pp)}; copy it again"
+                f"{path} is a mixture: {rank_folder(tensor, stage, pp)} has other tensors or another version than "
+                f"{rank_folder(0, stage if fits_first else 0, pp)}; copy it again"
             )
-    stacked: Stacked = {}
-    num_layers: dict[str, int] = {}
-    for chunk in range(len(first.chunks)):
-        for stage in range(ranks.pp):
-            before = dict(num_layers)
-            held = [ranks.states[tensor, stage].chunks[chunk] for tensor in range(ranks.tp)]
-            for name in held[0]:
-                shards = tuple(each[name] for each in held)
-                key = _key_of(name, architecture)
-                if key.layer is not None:
-                    of = key.name.split(".")[0]
-                    layer = key.layer + before.get(of, 0)
-                    num_layers[of] = max(num_layers.get(of, 0), layer + 1)
-                    name = name.replace(f".layers.{key.layer}.", f".layers.{layer}.", 1)
-                    key = key._replace(layer=layer)
-                stacked.setdefault(key, []).append((name, shards))
+    architecture = _architecture_of({name for state in ranks.values() for chunk in state.chunks for name in chunk})
+    stacked: dict[Key, list[tuple[str, Shards]]] = {}
+    num_layers: Counter[str] = Counter()
+    for chunk, stage in itertools.product(range(len(first.chunks)), range(pp)):
+        before = num_layers.copy()
+        held = [ranks[tensor, stage].chunks[chunk] for tensor in range(tp)]
+        for name in held[0]:
+            shards = tuple(each[name] for each in held)
+            key = _key_of(name, architecture)
+            if key.layer is not None:
+                of = key.name.split(".")[0]
+                layer = key.layer + before[of]
+                num_layers[of] = max(num_layers[of], layer + 1)
+                name = name.replace(f".layers.{key.layer}.", f".layers.{layer}.", 1)
+                key = key._replace(layer=layer)
+            stacked.setdefault(key, []).append((name, shards))
     return stacked
 
 
 def _shapes(state: RankState) -> list[dict[str, tuple[torch.Size, torch.dtype]]]:
     return [{name: (tensor.shape, tensor.dtype) for name, tensor in chunk.items()} for chunk in state.chunks]
+
+
+def _whole(key: Key, copies: list[tuple[str, Shards]]) -> Stored:
+    """A tensor with its padding, and its copies as its place."""
+    shards = copies[0][1]
+    shape, axis = list(shards[0].shape), split_axis(key.name)
+    if axis is not None and axis < len(shape):  # else it is of another model, which is said later
+        shape[axis] *= len(shards)
+    return Stored(tuple(shape), shards[0].dtype, copies)
 
 
 def merged(key: Key, shards: Shards, model: ModelConfig, version: float) -> torch.Tensor:
@@ -413,80 +389,73 @@ def merged(key: Key, shards: Shards, model: ModelConfig, version: float) -> torc
 # ---- the source -----------------------------------------------------------------------------------------------------
 
 
-def open_megatron_lm(path: Path, config: Path | None = None) -> MegatronLMSource:
-    """Look at a legacy checkpoint.
-
-    Args:
-        path: Its folder or file.
-        config: A Hugging Face ``config.json``, or a folder with one; None: as the checkpoint's arguments say.
-
-    Raises:
-        CheckpointError: If it is damaged, incomplete or unsafe.
-        ConfigError: If the config cannot be honoured.
-    """
-    ranks = read_ranks(path)
-    first = ranks.states[0, 0]
-    for name, there in (("tensor_model_parallel_size", ranks.tp), ("pipeline_model_parallel_size", ranks.pp)):
-        if type(wanted := first.arguments.get(name)) is int and wanted > there:
-            raise CheckpointError(
-                f"{path} was written with {name}={wanted} and has the files of {there}; give the folder of all ranks, "
-                "with those that are missing"
-            )
-    stacked = stack(ranks)
-    shapes = {key: each.shape for key, each in stored_in(stacked).items()}
-    model, hf_config = described_by(first.arguments, shapes, ranks.tp, config, path)
-    outside = [Key(rule.megatron) for rule in rules_of(model) if LAYER not in rule.hugging_face[0]]
-    if model.architecture == "bert" and not all(key in shapes for key in outside):
-        model = family_of(model.family).model_config(hf_config, bert_task({key.name for key in shapes}))
-    if model.architecture == "t5" and _OUTPUT in shapes:
-        model = replace(model, share_embeddings_and_output_weights=False)  # its config cannot say it: families/t5.py
-    is_of_core = not any(name.startswith("language_model.") for name in first.chunks[0])
-    version, heads = 3.0 if is_of_core else first.version, model.num_attention_heads
-    if version not in (0, 1, 2, 3):
-        raise CheckpointError(f"checkpoint_version={version:g} is unknown; known are 0, 1, 2, 3")
-    if version < 2.0 and (model.num_query_groups != heads or heads % ranks.tp != 0):
-        raise CheckpointError(
-            f"num_attention_heads: expected a multiple of the checkpoint's tp={ranks.tp}, and of checkpoint_version="
-            f"{version:g} as many keys, got {heads} and {model.num_query_groups}; give the config.json that belongs to "
-            "it with --config"
-        )
-    folders = (path, path.parent) if path.is_dir() else ()
-    return MegatronLMSource(
-        path=path,
-        model=model,
-        hf_config=hf_config,
-        iteration=first.iteration,
-        companions=next((folder for folder in folders if companion_files(folder)), None),
-        stacked=stacked,
-        version=version,
-    )
-
-
-@dataclass(kw_only=True, eq=False)
 class MegatronLMSource(Source):
-    """The weights of a legacy checkpoint."""
+    """A legacy checkpoint."""
 
-    kind: str = OF_MEGATRON_LM
-    stacked: Stacked
-    """Its tensors."""
-    version: float
-    """Which order the rows of queries, keys and values have."""
+    kind = "checkpoint of Megatron-LM"
 
-    @property
-    def stored(self) -> Mapping[str, Stored]:
+    def __init__(self, path: Path) -> None:
+        """Map the files of all ranks; see ``Source``."""
+        super().__init__(path)
+        ranks = read_ranks(path)
+        first, (self._tp, pp) = ranks[0, 0], _sizes(ranks)
+        self._arguments, self._version = first.arguments, first.version
+        if not any(name.startswith("language_model.") for name in first.chunks[0]):
+            self._version = 3.0  # Megatron-Core's own, which names none
+        self._found = {key: _whole(key, copies) for key, copies in stack(path, ranks).items()}
+        self.stored = {each.place[0][0]: each for each in self._found.values()}
+        said = (first.others.get("iteration"), first.arguments.get("iteration"))
+        self.iteration = next((each for each in said if type(each) is int and each > 0), 0)
+        folders = (path, path.parent) if path.is_dir() else ()
+        self.companions = next((folder for folder in folders if companion_files(folder)), None)
+        self.facts = {
+            "checkpoint_version": first.version,
+            "layout": {"tp": self._tp, "pp": pp, **({"vpp": len(first.chunks)} if len(first.chunks) > 1 else {})},
+            "iteration": self.iteration or shown(first.others.get("iteration")),
+            "consumed_samples": shown(first.arguments.get("consumed_train_samples")) or None,
+            "args": shown_arguments(first.arguments),
+            "config": own_fields(first.arguments),
+            "others": [name for name in first.others if name not in ("iteration", "checkpoint_version")],
+        }
+        self._pp = pp
+
+    def describe(self, config: Path | None) -> None:
         """See ``Source``."""
-        return {self.stacked[key][0][0]: each for key, each in stored_in(self.stacked).items()}
+        for name, there in (("tensor_model_parallel_size", self._tp), ("pipeline_model_parallel_size", self._pp)):
+            if type(wanted := self._arguments.get(name)) is int and wanted > there:
+                raise CheckpointError(
+                    f"{self.path} was written with {name}={wanted} and has the files of {there}; give the folder of "
+                    "all ranks, with those that are missing"
+                )
+        shapes = {key: each.shape for key, each in self._found.items()}
+        model, self.hf_config = described_by(self._arguments, shapes, self._tp, config, self.path)
+        outside = [Key(rule.megatron) for rule in rules_of(model) if LAYER not in rule.hugging_face[0]]
+        if model.architecture == "bert" and not all(key in shapes for key in outside):
+            model = family_of(model.family).model_config(self.hf_config, bert_task({key.name for key in shapes}))
+        if model.architecture == "t5" and _OUTPUT in shapes:
+            model = replace(model, share_embeddings_and_output_weights=False)  # not in its config: families/encoders.py
+        heads, version = model.num_attention_heads, self._version
+        if version not in (0, 1, 2, 3):
+            raise CheckpointError(f"checkpoint_version={version:g} is unknown; known are 0, 1, 2, 3")
+        if version < 2.0 and (model.num_query_groups != heads or heads % self._tp != 0):
+            raise CheckpointError(
+                f"num_attention_heads: expected a multiple of the checkpoint's tp={self._tp}, and of checkpoint_version"
+                f"={version:g} as many keys, got {heads} and {model.num_query_groups}; give the config.json that "
+                "belongs to it with --config"
+            )
+        self.model = model
 
     def match(self, expected: Mapping[Key, tuple[int, ...]]) -> dict[Key, torch.dtype]:
         """See ``Source``; tensors that several stages have must be the same on all of them."""
-        superfluous = [key for key in self.stacked if key not in expected and self._may_be_left_out(key)]
-        found = {key: each for key, each in stored_in(self.stacked).items() if key not in superfluous}
+        superfluous = [key for key in self._found if key not in expected and self._may_be_left_out(key)]
+        found = {key: each for key, each in self._found.items() if key not in superfluous}
         self.refuse(mismatches(found, expected))
         if self.model.architecture == "bert" and superfluous:
             _log.warning("of another head in %s and left out: %s", self.path, ", ".join(map(str, superfluous)))
-        for key, ((_, first), *copies) in self.stacked.items():
+        for key, each in self._found.items():
+            (_, first), *copies = each.place
             if key == EMBEDDING and _OUTPUT in superfluous:
-                copies = [*copies, *self.stacked[_OUTPUT]]
+                copies += self._found[_OUTPUT].place
             if not all(all(map(torch.equal, first, copy)) for _, copy in copies):
                 raise CheckpointError(
                     f"the stages of {self.path} disagree in {key}, of which both have a copy; it is damaged, or a "
@@ -502,7 +471,7 @@ class MegatronLMSource(Source):
 
     def read(self, place: Place) -> torch.Tensor:
         """See ``Source``."""
-        return merged(place.key, self.stacked[place.key][0][1], self.model, self.version)[place.slices]
+        return merged(place.key, self._found[place.key].place[0][1], self.model, self._version)[place.slices]
 
 
 # ---- saving ---------------------------------------------------------------------------------------------------------
@@ -565,7 +534,10 @@ def save_megatron_lm(
                 tensors: dict[str, Any] = {}
                 for name, key in _held(shards, chunk, model):
                     part = _part(shards[key], model, layout.tp, tensor if rank is None else None)
-                    _put(tensors, name, part)
+                    # As Megatron-LM nests it: ["language_model"]["encoder"]["layers.0.input_layernorm.weight"].
+                    depth = 3 if ".embedding." in name else 2 if name.startswith("language_model.") else 1
+                    *outer, last = name.split(".", depth)
+                    functools.reduce(lambda inner, each: inner.setdefault(each, {}), outer, tensors)[last] = part
                     bar.update(part.nbytes)
                 state["model" if layout.vpp is None else f"model{number}"] = tensors
             file = folder / _RELEASE / rank_folder(tensor, stage, layout.pp) / MODEL_FILES[0]
@@ -604,12 +576,13 @@ def _held(keys: Collection[Key], chunk: Chunk, model: ModelConfig) -> list[tuple
 
     def is_held(key: Key) -> bool:
         stack, _, inside = key.name.partition(".")
-        if stack.removesuffix("_relative_pos_emb") in counts:
-            layers = chunk.get(stack.removesuffix("_relative_pos_emb"))
-            if layers is None or not inside.startswith("final_layernorm"):
-                return layers is not None and (key.layer is None or key.layer in layers)
+        stack = stack.removesuffix("_relative_pos_emb")
+        if stack not in counts:
+            return is_first if stack == "embedding" else is_last
+        layers = chunk.get(stack, range(0))
+        if inside.startswith("final_layernorm"):
             return layers.stop == counts[stack]
-        return is_first if stack == "embedding" else is_last
+        return stack in chunk and (key.layer is None or key.layer in layers)
 
     held = sorted(filter(is_held, in_order(keys, model)), key=lambda key: ".final_layernorm." in key.name)
     names = []
@@ -619,21 +592,6 @@ def _held(keys: Collection[Key], chunk: Chunk, model: ModelConfig) -> list[tuple
         names.append((written_name(local, model.architecture), key))
     is_tied = model.share_embeddings_and_output_weights and model.has_output_layer
     return [*names, (HEAD_COPY, EMBEDDING)] if is_tied and is_last and not is_first else names
-
-
-_LAST_OF_NESTED = re.compile(
-    r"^language_model\.(?:embedding\.\w+|\w+)\.|^(?:lm_head|binary_head|classification_head|token_head)\."
-    r"|^word_embeddings_for_head\."
-)
-
-
-def _put(tensors: MutableMapping[str, Any], name: str, tensor: torch.Tensor) -> None:
-    """Nested as Megatron-LM nests it: ["language_model"]["encoder"]["layers.0.input_layernorm.weight"]."""
-    outer = _LAST_OF_NESTED.match(name)
-    assert outer is not None, name
-    for each in outer[0][:-1].split("."):
-        tensors = tensors.setdefault(each, {})
-    tensors[name[outer.end() :]] = tensor
 
 
 # ---- layers of stages -----------------------------------------------------------------------------------------------

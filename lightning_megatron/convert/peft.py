@@ -20,16 +20,16 @@ from lightning_megatron.checkpoint.files import failures_as_errors
 from lightning_megatron.convert.family import linears_of
 from lightning_megatron.convert.hugging_face import (
     HuggingFaceSource,
-    StoredTensor,
     WeightFiles,
     read_safetensors,
     save_hugging_face,
 )
-from lightning_megatron.convert.registry import read_json, rules_of
+from lightning_megatron.convert.registry import model_config, read_json, rules_of
 from lightning_megatron.convert.shards import Gathering, Key, Loading, Place, Source, Stored
 from lightning_megatron.engine.adapter_names import is_adapter
 from lightning_megatron.errors import CheckpointError, ConfigError, as_options, require_kind, require_number
 from lightning_megatron.files import staged, sync
+from lightning_megatron.hub import local_folder
 from lightning_megatron.models.config import Adapters, ModelConfig
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -213,11 +213,24 @@ def _open(path: Path) -> WeightFiles:
     return WeightFiles(path, read_safetensors(path / WEIGHTS))
 
 
-@dataclass(kw_only=True, eq=False)
 class AdapterSource(HuggingFaceSource):
     """The weights of an adapter folder."""
 
-    kind: str = "PEFT adapter"
+    kind = "PEFT adapter"
+    is_whole = False
+
+    def __init__(self, path: Path) -> None:
+        """Look at its config and its weights; see ``Source``."""
+        Source.__init__(self, path)
+        config = adapter_config(path)
+        self._set_files(_open(path))
+        self.facts = {"adapter": config}
+        self.base = str(config.get("base_model_name_or_path"))
+
+    def describe(self, config: Path | None) -> None:
+        """See ``Source``; ``config`` is the base's."""
+        assert config is not None
+        self.model = with_adapters(model_config(config), read_lora(self.path))
 
     def holds(self, key: Key) -> bool:
         """See ``Source``."""
@@ -225,14 +238,14 @@ class AdapterSource(HuggingFaceSource):
 
     def match(self, expected: Mapping[Key, tuple[int, ...]]) -> dict[Key, torch.dtype]:
         """See ``Source``; a matrix without an adapter beside one that has one is as if its B were zero."""
-        tensors = dict(self.files.tensors)
-        zero = torch.zeros((), dtype=next(iter(tensors.values())).dtype)
+        stored, rules = self.stored, {rule.megatron: rule for rule in rules_of(self.model)}
+        tensors, zero = dict(stored), torch.zeros((), dtype=self.dtype)
         for key, shape in expected.items():
-            rule = self._rules[key.name]
+            rule = rules[key.name]
             for name, part in zip(rule.names(key.layer), rule.shapes(shape), strict=True):
-                if ".lora_B." in name and name.replace(".lora_B.", ".lora_A.") not in self.files.tensors:
-                    tensors.setdefault(name, StoredTensor(part, zero.dtype, self.path, zero.expand(part)))
-        self.files = WeightFiles(self.path, tensors)
+                if ".lora_B." in name and name.replace(".lora_B.", ".lora_A.") not in stored:
+                    tensors.setdefault(name, Stored(part, zero.dtype, zero.expand(part)))
+        self._set_files(WeightFiles(self.path, tensors))
         return super().match(expected)
 
 
@@ -242,62 +255,48 @@ def load_adapter(chunks: Iterable[Any], model: ModelConfig, path: Path) -> None:
     Raises:
         CheckpointError: If it is damaged, or of another model: on all ranks alike.
     """
-    Loading(chunks, AdapterSource(path=path, model=model, hf_config=None, files=_open(path))).fill()
+    source = AdapterSource(path)
+    source.model = model
+    Loading(chunks, source).fill()
 
 
-@dataclass(kw_only=True, eq=False)
 class WithBase(Source):
     """Adapters, and from elsewhere the weights that they were trained beside."""
 
-    adapters: Source
-    base: Source
+    def __init__(self, adapters: Source) -> None:
+        """Set which adapters."""
+        super().__init__(adapters.path)
+        self._adapters = adapters
+        self.kind, self.iteration = f"{adapters.kind} and its base", adapters.iteration
 
-    @property
-    def stored(self) -> Mapping[str, Stored]:
-        """See ``Source``."""
-        return {**self.base.stored, **self.adapters.stored}
+    def describe(self, config: Path | None) -> None:
+        """See ``Source``: as the model of the adapters, with the tokenizer and config of the base."""
+        adapters = self._adapters
+        if config is not None:
+            raise ConfigError(f"config={config} would do nothing: {self.path} holds adapters, which name their base")
+        try:
+            self._base = base = HuggingFaceSource(local_folder(str(adapters.base), "model"))
+            base.describe(None)
+        except ConfigError as error:
+            raise CheckpointError(
+                f"{self.path}: expected its base {adapters.base}, whose weights its adapters need, got none ({error})"
+            ) from None
+        adapters.describe(base.path)
+        own = adapters.model
+        self.model = adapters.model = replace(base.model, lora=own.lora, lora_dropout=own.lora_dropout)
+        self.hf_config, self.base = base.hf_config, str(base.path)
+        self.companions = adapters.companions or base.companions
+        self.stored = {**base.stored, **adapters.stored}
 
     def match(self, expected: Mapping[Key, tuple[int, ...]]) -> dict[Key, torch.dtype]:
         """See ``Source``."""
         of_adapters = {key: shape for key, shape in expected.items() if is_adapter(key.name)}
         of_base = {key: shape for key, shape in expected.items() if key not in of_adapters}
-        return {**self.base.match(of_base), **self.adapters.match(of_adapters)}
+        return {**self._base.match(of_base), **self._adapters.match(of_adapters)}
 
     def read(self, place: Place) -> torch.Tensor:
         """See ``Source``."""
-        return (self.adapters if is_adapter(place.key.name) else self.base).read(place)
-
-
-def with_base(adapters: Source, base: Source) -> WithBase:
-    """Both as one model; the description is that of the adapters, tokenizer and config those of the base."""
-    adapters.model = replace(base.model, lora=adapters.model.lora, lora_dropout=adapters.model.lora_dropout)
-    return WithBase(
-        path=adapters.path,
-        kind=f"{adapters.kind} and its base",
-        model=adapters.model,
-        hf_config=base.hf_config,
-        iteration=adapters.iteration,
-        companions=adapters.companions or base.companions,
-        adapters=adapters,
-        base=base,
-    )
-
-
-def base_of(source: Source) -> str | None:
-    """Name or folder of the model that the adapters in ``source`` belong to, if it is known."""
-    return str(source.base.path) if isinstance(source, WithBase) else getattr(source, "base", None)
-
-
-def open_adapter(path: Path, base: HuggingFaceSource) -> WithBase:
-    """An adapter folder and its base, as one model.
-
-    Raises:
-        CheckpointError: If it is damaged, or computes something else than plain LoRA.
-    """
-    model = with_adapters(base.model, read_lora(path))
-    adapters = AdapterSource(path=path, model=model, hf_config=base.hf_config, files=_open(path))
-    adapters.companions = None
-    return with_base(adapters, base)
+        return (self._adapters if is_adapter(place.key.name) else self._base).read(place)
 
 
 # ---- writing --------------------------------------------------------------------------------------------------------

@@ -144,23 +144,25 @@ def model_config(model: HFConfigLike, task: str | None = None) -> ModelConfig:
     Raises:
         ConfigError: If the family is unknown, a key does not exist, or a field cannot be honoured.
     """
-    fields = config_fields(model)
-    family = family_of(fields["model_type"])
-    return family.model_config(_config_object(fields, check_keys=isinstance(model, Mapping)), task)
+    hf_config = config_object(model)
+    return family_of(hf_config.model_type).model_config(hf_config, task)
 
 
-def config_object(model: HFConfigLike) -> Any:
+def config_object(model: HFConfigLike, *, check_keys: bool = True) -> Any:
     """The Hugging Face config object of ``model``, whatever form it was given in.
 
+    Args:
+        model: As for ``model_config``.
+        check_keys: Whether a dict may have no key that the class does not know.
+
     Raises:
-        ConfigError: If transformers refuses a field, a key of a dict does not exist, or the weights are quantized.
+        ConfigError: If the family is unknown, transformers refuses a field, a key does not exist, or the weights are
+            quantized.
     """
-    return _config_object(config_fields(model), check_keys=isinstance(model, Mapping))
-
-
-def _config_object(fields: Mapping[str, Any], *, check_keys: bool) -> Any:
     from transformers import CONFIG_MAPPING
 
+    fields = config_fields(model)
+    family_of(fields["model_type"])
     config_class = CONFIG_MAPPING[fields["model_type"]]
     arguments = {k: v for k, v in fields.items() if k != "model_type"}
     for name, value in arguments.items():
@@ -173,7 +175,7 @@ def _config_object(fields: Mapping[str, Any], *, check_keys: bool) -> Any:
             f"quantization_config of the {fields['model_type']} config ({method}) is not supported: weights are "
             "trained in floating point; use the model that it was made from"
         )
-    if check_keys:
+    if check_keys and isinstance(model, Mapping):
         # transformers keeps unknown keys as attributes, so that a misspelt one silently leaves the default.
         default = config_class()
         known = set(default.to_dict()) | set(config_class.attribute_map) | set(vars(default))
@@ -202,11 +204,15 @@ def stored_config(fields: Mapping[str, Any], origin: str) -> Any:
         origin: What holds them, for messages.
 
     Raises:
-        CheckpointError: If transformers refuses it.
-        ConfigError: If its family is not known.
+        CheckpointError: If its family is not known, or transformers refuses it.
     """
-    family_of(str(fields["model_type"]))
     try:
-        return _config_object(fields, check_keys=False)
+        return config_object(fields, check_keys=False)
     except ConfigError as error:
         raise CheckpointError(f"{origin} holds a config that is refused: {error}") from None
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """The fields that two descriptions of models have and in which they differ, as JSON, where lists are tuples."""
+    one, other = (json.loads(json.dumps(dict(each))) for each in (one, other))
+    return [name for name in one if name in other and one[name] != other[name]]

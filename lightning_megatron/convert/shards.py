@@ -33,7 +33,9 @@ _MOST_NAMED = 20
 BAR_FROM_BYTES = 10**9
 """Smaller models are there before anyone would look at a progress bar."""
 _TIMEOUT = timedelta(minutes=30)
-_NUMBERED_LAYER = re.compile(r"^(.*?\blayers)\.(\d+)\.")
+_NUMBERED = re.compile(r"(.*?\blayers)\.(\d+)\.(.+)")
+NO_WEIGHTS = re.compile(r"_extra_state|(^|\.)(rng_state|inv_freq|masked_bias|position_ids|attention\.bias)(\.|$|/)")
+"""Entries of files without a weight: the scales of fp8, random states, and tables that are computed anew."""
 _STACKS = ("", "encoder", "decoder")
 EXPERTS = ".experts.experts."
 """In the names of tensors with one matrix for each expert."""
@@ -53,6 +55,12 @@ class Key(NamedTuple):
         """With the numbers, for messages."""
         name = self.name if self.layer is None else self.name.replace(".layers.", f".layers.{self.layer}.", 1)
         return name if self.expert is None else name.replace(EXPERTS, f".experts.{self.expert}.", 1)
+
+
+def numbered(name: str) -> Key:
+    """The key of a name in which the layer's number stands: ``decoder.layers.3.mlp.linear_fc1.weight``."""
+    parts = _NUMBERED.fullmatch(name)
+    return Key(f"{parts[1]}.{parts[3]}", int(parts[2])) if parts else Key(name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,9 +126,8 @@ def _sharded(chunks: Iterable[Any]) -> Iterator[tuple[torch.Tensor, list[Sharded
 
 def _key(tensor: ShardedTensor) -> Key:
     stacked = [int(index) for index in tensor.global_offset[: tensor.prepend_axis_num]]
-    if numbered := _NUMBERED_LAYER.match(tensor.key):
-        return Key(f"{numbered[1]}.{tensor.key[numbered.end() :]}", int(numbered[2]), *stacked)
-    return Key(tensor.key, *stacked)
+    key = numbered(tensor.key)
+    return Key(key.name, *(() if key.layer is None else (key.layer,)), *stacked)
 
 
 def _shard(tensor: ShardedTensor, model: ModelConfig) -> Shard:
@@ -168,23 +175,59 @@ class Stored(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    place: Any = None
+    """Where its numbers are, if the format says it for each tensor."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in memory."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(kw_only=True, eq=False)
 class Source(ABC):
-    """A checkpoint of some format, of which nothing but names and sizes was read."""
+    """A checkpoint of some format: by its headers, and when it is described, as a model.
 
-    path: Path
+    Args:
+        path: Its folder or file. Nothing but names and sizes is read.
+
+    Raises:
+        CheckpointError: If it is damaged, unfinished or unsafe.
+    """
+
     kind: str
     """Its format, for messages: ``Hugging Face model directory``."""
+    stored: Mapping[str, Stored]
+    """Its tensors, under names of the format."""
+    facts: Mapping[str, Any]
+    """What else it says of itself: plain data by name."""
     model: ModelConfig
-    """What it is a checkpoint of."""
+    """What it is a checkpoint of; set by ``describe``."""
     hf_config: Any
-    """The Hugging Face config object of ``model``."""
+    """The Hugging Face config object of ``model``; likewise."""
     iteration: int = 0
     """Optimizer steps done when it was written; 0 if it does not say."""
     companions: Path | None = None
     """Folder with the tokenizer and the generation config that belong to it."""
+    base: str | None = None
+    """Name or folder of the model that its adapters were trained beside, if it is known."""
+    is_whole: bool = True
+    """Whether there is more than adapters."""
+
+    @abstractmethod
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @abstractmethod
+    def describe(self, config: Path | None) -> None:
+        """Find out which model it is of.
+
+        Args:
+            config: A Hugging Face ``config.json``, or a folder with one; None: as the checkpoint says.
+
+        Raises:
+            CheckpointError: If it does not say it, or computes what no known family does.
+            ConfigError: If the config cannot be honoured, or would do nothing.
+        """
 
     def holds(self, key: Key) -> bool:
         """Whether checkpoints of this format have such a tensor; ``match`` is not asked for others."""
@@ -206,14 +249,14 @@ class Source(ABC):
         """The part of a tensor at ``place``, which has no padding; not to be kept, it may be the file's own memory."""
 
     @property
-    @abstractmethod
-    def stored(self) -> Mapping[str, Stored]:
-        """Its tensors, under names of the format."""
+    def weights(self) -> dict[str, Stored]:
+        """What of ``stored`` is no optimizer state."""
+        return {name: each for name, each in self.stored.items() if ".optimizer." not in f".{name}"}
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the largest tensor."""
-        return max(self.stored.values(), key=lambda each: math.prod(each.shape)).dtype
+        """Of the largest weight."""
+        return max(self.weights.values(), key=lambda each: each.num_bytes).dtype
 
     def refuse(self, problems: Sequence[str]) -> None:
         """Raise if there are problems with its tensors.
@@ -238,7 +281,7 @@ def mismatches(found: Mapping[Any, Stored], expected: Mapping[Any, tuple[int, ..
         expected: Whole shapes of the model's tensors.
     """
     problems = [f"'{name}' is missing" for name in expected if name not in found]
-    for name, (shape, dtype) in found.items():
+    for name, (shape, dtype, _) in found.items():
         wanted = expected.get(name)
         if wanted is None:
             problems.append(f"'{name}' is not part of the model")

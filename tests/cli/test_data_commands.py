@@ -140,7 +140,7 @@ def test_weights_go_there_and_back_again(
     shown, files = capfd.readouterr(), list(Path(back).iterdir())
     size = readable_size(sum(file.stat().st_size for file in files))
     assert re.fullmatch(
-        rf"{re.escape(back)}: Hugging Face model directory \({len(files)} files, {size}\) from .+"
+        rf"{re.escape(back)}: {len(files)} files, {size}, from .+"
         rf" {re.escape(there)}, in \d+\.\d s \([\d.]+ [kMG]B/s\)\n",
         shown.out,
     )

@@ -103,7 +103,7 @@ def test_gpus_compute_in_the_dtype_of_the_weights(
     from transformers import AutoModelForCausalLM
 
     from lightning_megatron.cli.generate import _own_precision
-    from lightning_megatron.convert.convert import open_source
+    from lightning_megatron.convert.contents import open_source
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for dtype, on_gpu in (("float32", "32-true"), ("bfloat16", "bf16-true"), ("float16", "16-mixed")):

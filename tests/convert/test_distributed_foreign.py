@@ -15,8 +15,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+from lightning_megatron.convert.contents import open_source
 from lightning_megatron.convert.convert import ConvertOptions, convert
-from lightning_megatron.convert.distributed import open_distributed
 from lightning_megatron.errors import CheckpointError
 from tests.checkpoint.damage import sum_up
 from tests.convert.directories import save_as, tiny, tiny_gpt2
@@ -126,23 +126,20 @@ def test_every_tensor_that_does_not_fit_is_named(tmp_path: Path, source: Path) -
     del tensors["decoder.final_layernorm.bias"]
     tensors["decoder.layers.mlp.linear_fc2.weight"] = torch.zeros(2, 32, 64)
     tensors["decoder.layers.mlp.router.weight"] = torch.zeros(2, 4, 32)
-    numbered = _numbered({name: tensors.pop(name) for name in list(tensors) if "linear_proj.bias" in name})
-    numbered.pop("module.decoder.layers.1.self_attention.linear_proj.bias")
-    tensors |= {"decoder.layers.self_attention.linear_qkv.bias": torch.zeros(2, 96, dtype=torch.int32), **numbered}
     with pytest.raises(CheckpointError) as caught:
         weights_of(_write(tmp_path / "core", tensors), source)
-    message = str(caught.value)
-    assert "8 problems" in message
-    assert "'decoder.final_layernorm.bias' is missing;" in message
-    assert "'decoder.layers.0.mlp.linear_fc2.weight' has the shape [32, 64], not [32, 128]" in message
-    assert "'decoder.layers.1.mlp.router.weight' is not part of the model" in message
-    assert "'decoder.layers.1.self_attention.linear_proj.bias' is missing" in message
-    assert "linear_qkv.bias' is int32" in message
+    for problem in (
+        "5 problems",
+        "'decoder.final_layernorm.bias' is missing;",
+        "'decoder.layers.0.mlp.linear_fc2.weight' has the shape [32, 64], not [32, 128]",
+        "'decoder.layers.1.mlp.router.weight' is not part of the model",
+    ):
+        assert problem in str(caught.value)
 
 
 def test_a_model_that_nothing_describes_needs_a_config(tmp_path: Path, source: Path) -> None:
     with pytest.raises(CheckpointError, match="has no arguments .*--config"):
-        open_distributed(_write(tmp_path / "core", _stacked(source)), None)
+        open_source(_write(tmp_path / "core", _stacked(source)))
 
 
 def _point_outside(folder: Path) -> None:
@@ -206,29 +203,29 @@ def test_a_flipped_bit_is_found(own: Path) -> None:
     content[len(content) // 2] ^= 4
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match="distcp differs from its checksum"):
-        open_distributed(own, None)
+        open_source(own)
     (own / "checksums.json").unlink()
     with pytest.raises(CheckpointError, match="lacks its file checksums.json"):
-        open_distributed(own, None)
+        open_source(own)
 
 
 def test_a_model_that_no_config_describes_is_refused(own: Path) -> None:
     description = _change_meta(own)["model_description"]
     _change_meta(own, model_description={**description, "activation": "relu"})
     with pytest.raises(CheckpointError, match="activation=relu .the config says gelu_tanh"):
-        open_distributed(own, None)
+        open_source(own)
 
 
 def test_a_checkpoint_of_a_later_format_is_refused(own: Path) -> None:
     _change_meta(own, format_version=99)
     with pytest.raises(CheckpointError, match="format version"):
-        open_distributed(own, None)
+        open_source(own)
 
 
 def test_a_checkpoint_without_a_config_needs_one(own: Path, source: Path) -> None:
     _change_meta(own, hugging_face_config=None)
     with pytest.raises(CheckpointError, match="--config"):
-        open_distributed(own, None)
+        open_source(own)
     found = weights_of(own, source / "config.json")
     assert {tensor.dtype for tensor in found.tensors.values()} == {torch.float16}
     assert_same_weights(found, weights_of(source))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_megatron.convert.contents import open_source
 from lightning_megatron.convert.convert import ConvertOptions, convert
-from lightning_megatron.convert.distributed import open_distributed
 from lightning_megatron.convert.shards import Key
 from tests.checkpoint.runs import LLAMA, Run, Trace, fit, read_tensors
 from tests.convert.directories import assert_same, save_as, tensors_in, tiny, tiny_gpt2, tiny_llama
@@ -136,7 +136,7 @@ def test_a_trained_checkpoint_becomes_what_the_module_saves(
         _convert(source, tmp_path / f"from{step}", to="hf")
         assert_same(tensors_in(tmp_path / f"from{step}"), tensors_in(tmp_path / "expected"))
     assert_same(tensors_in(tmp_path / "back"), tensors_in(tmp_path / "expected"))
-    assert open_distributed(tmp_path / "run.ckpt", None).iteration == 2
+    assert open_source(tmp_path / "run.ckpt").iteration == 2
     assert any(name.startswith("optimizer.") for name in read_tensors(tmp_path / "run.ckpt"))
     assert not any(name.startswith("optimizer.") for name in read_tensors(tmp_path / "weights.ckpt"))
     begun = Run(model=model, strategy={"load_from": str(tmp_path / "weights.ckpt")}, trainer={"max_steps": 1})

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from lightning_megatron.convert.convert import build_on_cpu, live_engine, open_source
+from lightning_megatron.convert.contents import open_source
+from lightning_megatron.convert.convert import build_on_cpu, live_engine
 from lightning_megatron.convert.shards import Key, Loading, Source, shards_of
 from lightning_megatron.engine.parallel import ParallelConfig
 

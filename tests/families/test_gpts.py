@@ -67,7 +67,7 @@ def gpt_model(family: str, changes: dict[str, Any]) -> Any:
     import transformers
 
     name, fields = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(vocab_size=VOCAB_SIZE, **{**fields, **changes})
+    config = getattr(transformers, f"{name}Config")(**{"vocab_size": VOCAB_SIZE, **fields, **changes})
     # Falcon not by AutoModel, for which the harness chooses eager attention: transformers 5.23 adds ALiBi's biases
     # twice there (models/falcon/modeling_falcon.py: to the mask, and to the scores), and once in its default attention.
     auto = getattr(transformers, f"{name}ForCausalLM" if family == "falcon" else "AutoModelForCausalLM")
@@ -241,6 +241,15 @@ REFUSED: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("cohere", "use_qk_norm=True", {"use_qk_norm": True}),
     ("opt", "do_layer_norm_before=False", {"do_layer_norm_before": False}),
     ("opt", "word_embed_proj_dim=512", {"word_embed_proj_dim": 512}),
+    *((name, r"post-LN.*model_type='megatron-bert'.*known families: .*llama", {}) for name in ("bert", "roberta")),
+    *(("megatron-bert", f"{name}={value} of this megatron-bert config", {name: value})
+      for name, value in (("is_decoder", True), ("add_cross_attention", True), ("tie_word_embeddings", False))),
+    ("t5", "'tanh' is not supported", {"feed_forward_proj": "tanh"}),
+    ("umt5", "'umt5' is not a known model family", {}),  # its layers have tables of their own
+    ("mamba", "choose from bloom, .*falcon, .*gpt2, gpt_bigcode, .*llama, .*mistral, .*qwen2, .*qwen3", {}),
+    ("gpt2", r"quantization_config of the gpt2 config \(gptq\)", {"quantization_config": {"quant_method": "gptq"}}),
+    *(("gpt2", "the gpt2 config is invalid|n_head=0|not supported", {name: value})
+      for name, value in (("architectures", 5), ("architectures", [["x"]]), ("n_head", 0), ("n_inner", "x"))),
 )  # fmt: skip
 """Families with fields that no model here computes, and what the error says."""
 

@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_megatron.convert.registry import model_config
-from lightning_megatron.errors import ConfigError
 from tests.families.parity import FOUR_RANKS, INTERLEAVED, VOCAB_SIZE, Rows, check_family, tiny_model
 from tests.parity.sharding import whole
 from tests.parity.training import Case, Layout, RankOutcome, train_module, trainer_of
@@ -190,17 +188,3 @@ def test_losses_and_metrics_are_those_of_one_process_for_rows_that_do_not_divide
         # 8 bits of mantissa: about 1 % of the logits.
         for rank in run_ranks(_validate, 4, FOUR_RANKS, rows, task, "bf16-mixed"):
             assert rank["val_loss"] == pytest.approx(expected["val_loss"], rel=0.02)
-
-
-@pytest.mark.parametrize("family", ["bert", "roberta", "albert"])
-def test_a_bert_with_norms_after_its_blocks_is_refused_with_the_reason(family: str) -> None:
-    with pytest.raises(ConfigError, match=r"post-LN.*model_type='megatron-bert'.*known families: .*llama"):
-        model_config({"model_type": family})
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [("is_decoder", True), ("add_cross_attention", True), ("tie_word_embeddings", False)]
-)
-def test_what_cannot_be_honoured_is_refused_by_name(field: str, value: bool) -> None:
-    with pytest.raises(ConfigError, match=f"{field}={value} of this megatron-bert config"):
-        model_config({**FIELDS, field: value})

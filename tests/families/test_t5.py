@@ -82,18 +82,3 @@ def test_a_model_from_a_config_alone_is_tied_as_in_transformers() -> None:
     ours = model_config(config)
     assert ours.share_embeddings_and_output_weights
     assert not ours.scale_decoder_outputs
-
-
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"model_type": "t5", "feed_forward_proj": "tanh"}, "'tanh' is not supported"),
-        ({"model_type": "umt5"}, "'umt5' is not a known model family"),  # its layers have tables of their own
-    ],
-)
-def test_what_is_not_computed_is_refused_by_name(fields: dict[str, Any], says: str) -> None:
-    from lightning_megatron.convert.registry import model_config
-    from lightning_megatron.errors import ConfigError
-
-    with pytest.raises(ConfigError, match=says):
-        model_config(fields)

@@ -87,8 +87,8 @@ def test_the_published_config_of_qwen3_is_taken() -> None:
 def _refused(run: Run, path: Path | None = None, then: str = "") -> str:
     """What a run is told, or then its export; or the conversion of a checkpoint."""
     from lightning_megatron import ConfigError
+    from lightning_megatron.convert import ConvertOptions
     from lightning_megatron.convert.convert import convert
-    from lightning_megatron.convert.options import ConvertOptions
 
     try:
         if then == "convert":

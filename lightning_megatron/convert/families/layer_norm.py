@@ -18,7 +18,6 @@ from typing import Any
 from lightning_megatron.convert.family import (
     DecoderNames,
     Rule,
-    activation,
     attention_biases,
     decoder,
     decoder_rules,
@@ -34,12 +33,8 @@ def _gpt2(hf: Any) -> ModelConfig:
     own = {
         "ffn_hidden_size": 4 * hf.n_embd if hf.n_inner is None else hf.n_inner,
         "num_query_groups": 1 if hf.model_type == "gpt_bigcode" and hf.multi_query else hf.n_head,
-        "layernorm_epsilon": hf.layer_norm_epsilon,
-        "activation": activation(hf.activation_function),
         "softmax_scale": None if hf.scale_attn_weights else 1.0,
         "embedding_dropout": hf.embd_pdrop,
-        "hidden_dropout": hf.resid_pdrop,
-        "attention_dropout": hf.attn_pdrop,
         "scaled_residual_init": True,
     }
     return described(hf, own)
@@ -48,14 +43,11 @@ def _gpt2(hf: Any) -> ModelConfig:
 def _bloom(hf: Any) -> ModelConfig:
     own = {
         "ffn_hidden_size": 4 * hf.hidden_size,
-        "num_query_groups": hf.n_head,
         # Of the training; nothing in the model ends there.
         "max_position_embeddings": getattr(hf, "seq_length", 2048),
-        "layernorm_epsilon": hf.layer_norm_epsilon,
         "activation": "gelu_tanh",
         "embedding_layernorm": True,
         "position_embedding_type": "alibi",
-        "hidden_dropout": hf.hidden_dropout,
     }
     return described(hf, own)
 
@@ -63,15 +55,11 @@ def _bloom(hf: Any) -> ModelConfig:
 def _falcon(hf: Any) -> ModelConfig:
     groups = hf.num_kv_heads if hf.new_decoder_architecture else 1 if hf.multi_query else hf.num_attention_heads
     own = {
-        "ffn_hidden_size": hf.ffn_hidden_size,
         "num_query_groups": groups,
-        "layernorm_epsilon": hf.layer_norm_epsilon,
-        "activation": activation(hf.activation),
         "add_bias_linear": bool(hf.bias),
         "add_qkv_bias": bool(hf.bias),
         "parallel_attention": bool(hf.parallel_attn),
         "parallel_attention_norms": (hf.num_ln_in_parallel_attn or 2) if hf.new_decoder_architecture else 1,
-        "hidden_dropout": hf.hidden_dropout,
         # Hugging Face drops what attention returns with the probability for attention weights, unless the two blocks
         # are parallel, and attention weights with ALiBi only.
         "attention_output_dropout": None if hf.parallel_attn else hf.attention_dropout,
@@ -98,13 +86,10 @@ def _check_dropout(hf: Any) -> None:
 def _gpt_neox(hf: Any) -> ModelConfig:
     _check_dropout(hf)
     own = {
-        "num_query_groups": hf.num_attention_heads,
-        "layernorm_epsilon": hf.layer_norm_eps,
         **attention_biases(hf),
         "parallel_attention": hf.use_parallel_residual,
         "parallel_attention_norms": 2,
         "embedding_dropout": hf.hidden_dropout,
-        "hidden_dropout": hf.hidden_dropout,
     }
     return rotary(hf, own, may_be_partial=True)
 
@@ -112,12 +97,10 @@ def _gpt_neox(hf: Any) -> ModelConfig:
 def _stablelm(hf: Any) -> ModelConfig:
     _check_dropout(hf)
     own = {
-        "layernorm_epsilon": hf.layer_norm_eps,
         "gated_linear_unit": True,
         "add_bias_linear": False,
         "add_qkv_bias": hf.use_qkv_bias,
         "parallel_attention": hf.use_parallel_residual,
-        "hidden_dropout": hf.hidden_dropout,
         "attention_output_dropout": 0.0,
     }
     return rotary(hf, own, may_be_partial=True)
@@ -125,12 +108,10 @@ def _stablelm(hf: Any) -> ModelConfig:
 
 def _starcoder2(hf: Any) -> ModelConfig:
     own = {
-        "layernorm_epsilon": hf.norm_epsilon,
         "add_bias_linear": hf.use_bias,
         "add_qkv_bias": hf.use_bias,
         "sliding_window": hf.sliding_window,
         "embedding_dropout": hf.embedding_dropout,
-        "hidden_dropout": hf.residual_dropout,
     }
     return rotary(hf, own)
 
@@ -138,7 +119,6 @@ def _starcoder2(hf: Any) -> ModelConfig:
 def _cohere(hf: Any) -> ModelConfig:
     own = {
         "norm_bias": False,
-        "layernorm_epsilon": hf.layer_norm_eps,
         "gated_linear_unit": True,
         "add_bias_linear": False,
         **attention_biases(hf),
@@ -156,15 +136,11 @@ def _opt(hf: Any) -> ModelConfig:
             "as there is no projection of the embeddings; use another size of OPT"
         )
     own = {
-        "ffn_hidden_size": hf.ffn_dim,
-        "num_query_groups": hf.num_attention_heads,
         "layernorm_epsilon": 1e-5,
-        "activation": activation(hf.activation_function),
         "add_bias_linear": hf.enable_bias,
         "add_qkv_bias": hf.enable_bias,
         "position_offset": 2,
         "hidden_dropout": hf.dropout,
-        "init_method_std": hf.init_std,
     }
     return described(hf, own)
 
@@ -237,7 +213,7 @@ FAMILIES = (
         # slow_but_exact leaves out the biases of the output projections where pretraining_tp is more than 1.
         required={"apply_residual_connection_post_layernorm": (False,), "slow_but_exact": (False,)},
     ),
-    replace(decoder("falcon", "FalconForCausalLM", _falcon, _BLOOM), rules=_falcon_rules),
+    decoder("falcon", "FalconForCausalLM", _falcon, _BLOOM, rules=_falcon_rules),
     decoder(
         *("gpt_neox", "GPTNeoXForCausalLM", _gpt_neox, _GPT_NEOX),
         old_names={"lm_head.weight": "embed_out.weight"},

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.convert.convert import ConvertOptions, convert, open_source
+from lightning_megatron.convert.contents import find_source, open_source
+from lightning_megatron.convert.convert import ConvertOptions, convert
 from lightning_megatron.convert.megatron_arguments import described_by
-from lightning_megatron.convert.megatron_lm import is_legacy
 from lightning_megatron.convert.registry import config_object, model_config, rules_of
 from lightning_megatron.convert.shards import Key
 from lightning_megatron.errors import CheckpointError
@@ -69,53 +69,30 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Weights]:
     return {each.name: weights_of(each) for each in folder.iterdir()}
 
 
-@pytest.mark.parametrize(
-    ("version", "tp", "pipeline"),
-    [
-        *(
-            (None, 1, "pp1"),
-            (None, 2, "pp2 vpp2"),
-            (0, 2, "pp2"),
-            (0, 4, "pp3 uneven"),
-            (1.0, 1, "pp2"),
-            (1.0, 4, "pp1"),
-        ),
-        *((2.0, 2, "pp3 uneven"), (2.0, 4, "pp2 vpp2"), (3.0, 1, "pp2"), (3.0, 2, "pp2 vpp2"), (3.0, 4, "pp3 uneven")),
-    ],
+def _layout(version: float | None, tp: int, pipeline: str, **fields: Any) -> Layout:
+    return Layout(stages=PIPELINES[pipeline], version=version, tp=tp, **fields)
+
+
+LAYOUTS = (
+    *(_layout(None, 1, "pp1"), _layout(None, 2, "pp2 vpp2"), _layout(0, 2, "pp2"), _layout(0, 4, "pp3 uneven")),
+    *(_layout(1.0, 1, "pp2"), _layout(1.0, 4, "pp1"), _layout(2.0, 2, "pp3 uneven"), _layout(2.0, 4, "pp2 vpp2")),
+    *(_layout(3.0, 1, "pp2"), _layout(3.0, 2, "pp2 vpp2"), _layout(3.0, 4, "pp3 uneven")),
+    _layout(None, 2, "pp2", names=FIRST_RELEASES, is_zip=False),
+    _layout(3.0, 2, "pp2", names=LAST_RELEASES, dtype=torch.float16),
+    _layout(3.0, 2, "pp2", names=TRANSFORMER_ENGINE, dtype=torch.bfloat16, is_zip=False),
 )
-def test_a_gpt_of_every_version_and_layout(
-    references: dict[str, Weights], tmp_path: Path, version: float | None, tp: int, pipeline: str
-) -> None:
-    layout = Layout(stages=PIPELINES[pipeline], version=version, tp=tp)
-    write(tmp_path, layout, gpt2(_gpt2()))
-
-    read = weights_of(tmp_path)
-
-    assert_same_weights(read, references["gpt2"])
-    assert read.source.iteration == 40
+"""Versions, layouts, and names, dtypes and files of all releases."""
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"names": FIRST_RELEASES, "version": None, "is_zip": False},
-        {"names": LAST_RELEASES},
-        {"names": TRANSFORMER_ENGINE},
-        {"dtype": torch.float16},
-        {"dtype": torch.bfloat16, "is_zip": False},
-    ],
-    ids=["first", "last", "transformer engine", "fp16", "bf16"],
-)
-def test_names_dtypes_and_files_of_all_releases(
-    references: dict[str, Weights], tmp_path: Path, fields: dict[str, Any]
-) -> None:
-    layout = Layout(**{"stages": even(LAYERS, 2), "tp": 2, **fields})
+@pytest.mark.parametrize("layout", LAYOUTS, ids=range(len(LAYOUTS)))
+def test_a_gpt_of_every_version_and_layout(references: dict[str, Weights], tmp_path: Path, layout: Layout) -> None:
     write(tmp_path, layout, gpt2(_gpt2()))
 
     read = weights_of(tmp_path)
 
     assert_same_weights(read, references["gpt2"])
     assert {tensor.dtype for tensor in read.tensors.values()} == {layout.dtype}
+    assert read.source.iteration == 40
 
 
 @pytest.mark.parametrize("is_of_core", [False, True])
@@ -123,8 +100,8 @@ def test_names_dtypes_and_files_of_all_releases(
 def test_a_decoder_with_groups_gates_and_an_output_layer(
     references: dict[str, Weights], tmp_path: Path, tp: int, pipeline: str, is_of_core: bool
 ) -> None:
-    own = {"version": None, "names": MEGATRON_CORE} if is_of_core else {}
-    write(tmp_path, Layout(stages=PIPELINES[pipeline], tp=tp, **own), llama(_llama()))
+    own: dict[str, Any] = {"version": None, "names": MEGATRON_CORE} if is_of_core else {"version": 3.0}
+    write(tmp_path, _layout(tp=tp, pipeline=pipeline, **own), llama(_llama()))
 
     read = weights_of(tmp_path)
 
@@ -171,42 +148,30 @@ def test_families_with_rotary_positions_are_told_apart(tmp_path: Path, family: s
 
 
 @pytest.mark.parametrize(
-    ("arguments", "activation"),
-    [
-        ({"bias_gelu_fusion": True, "openai_gelu": False}, "gelu_fast"),
-        ({"bias_gelu_fusion": False, "openai_gelu": True}, "gelu_new"),
-        ({"bias_gelu_fusion": False, "openai_gelu": False}, "gelu"),
-    ],
+    ("told", "activation"), [("bias_gelu_fusion", "gelu_fast"), ("openai_gelu", "gelu_new"), ("", "gelu")]
 )
-def test_activations(tmp_path: Path, arguments: dict[str, Any], activation: str) -> None:
-    _one_rank(tmp_path, arguments=arguments)
+def test_activations(tmp_path: Path, told: str, activation: str) -> None:
+    _one_rank(tmp_path, arguments={name: name == told for name in ("bias_gelu_fusion", "openai_gelu")})
     assert open_source(tmp_path).hf_config.activation_function == activation
 
 
 @pytest.mark.parametrize(
-    ("tp", "pp", "version", "has_binary_head", "has_pooler"),
-    [(1, 1, 0, True, True), (2, 2, 2.0, True, True), (4, 1, 1.0, True, False), (2, 2, 0, False, True)],
+    ("tp", "pp", "version", "heads"),
+    [(1, 1, 0, (True, True)), (2, 2, 2.0, (True, True)), (4, 1, 1.0, (True, False)), (2, 2, 0, (False, True))],
 )
 def test_a_bert_with_and_without_its_second_head(
-    references: dict[str, Weights],
-    tmp_path: Path,
-    tp: int,
-    pp: int,
-    version: float,
-    has_binary_head: bool,
-    has_pooler: bool,
+    references: dict[str, Weights], tmp_path: Path, tp: int, pp: int, version: float, heads: tuple[bool, bool]
 ) -> None:
     layout = Layout(stages=even(2, pp), tp=tp, version=version)
-    write(tmp_path, layout, bert(_bert(), has_pooler=has_pooler, has_binary_head=has_binary_head))
+    write(tmp_path, layout, bert(_bert(), has_binary_head=heads[0], has_pooler=heads[1]))
 
     read = weights_of(tmp_path)
 
-    is_whole = has_pooler and has_binary_head
-    assert read.source.model.task == ("pretraining" if is_whole else "masked_lm")
-    if is_whole:
+    assert read.source.model.task == ("pretraining" if all(heads) else "masked_lm")
+    if all(heads):
         assert_same_weights(read, references["bert"])
-    heads = {key for key in references["bert"].tensors if key.name.startswith(("pooler.", "binary_head."))}
-    assert set(read.tensors) == set(references["bert"].tensors) - (set() if is_whole else heads)
+    second = {key for key in references["bert"].tensors if key.name.startswith(("pooler.", "binary_head."))}
+    assert set(read.tensors) == set(references["bert"].tensors) - (set() if all(heads) else second)
 
 
 # ---- where it is ----------------------------------------------------------------------------------------------------
@@ -224,7 +189,6 @@ def test_every_way_to_name_a_checkpoint(references: dict[str, Weights], tmp_path
     ways.append(tmp_path / "gpt2_345m.pt")
     shutil.copyfile(ways[3], ways[4])
     assert_same_weights(weights_of(ways[4]), references["gpt2"])
-    assert all(is_legacy(path) for path in ways[1:])
 
     write(tmp_path, Layout(stages=even(LAYERS)), gpt2(_gpt2()), iteration=80)
     assert open_source(tmp_path).iteration == 80
@@ -237,7 +201,7 @@ def test_every_way_to_name_a_checkpoint(references: dict[str, Weights], tmp_path
         open_source(tmp_path)
     with pytest.raises(ValueError, match="iteration=7 is not there.*there are: iter_0000080, release"):
         open_source(tmp_path, None, 7)
-    assert not is_legacy(tmp_path / "latest_checkpointed_iteration.txt")
+    assert find_source(tmp_path / "latest_checkpointed_iteration.txt") is None
 
 
 @pytest.mark.parametrize(
@@ -258,7 +222,6 @@ def test_nvidias_zip_files(
         opened.write(file / "mp_rank_00" / "model_optim_rng.pt", member)
     before = sorted(path for path in tmp_path.parent.rglob("*"))
 
-    assert is_legacy(archive)
     assert_same_weights(weights_of(archive), references["gpt2"])
     assert sorted(path for path in tmp_path.parent.rglob("*")) == before
 

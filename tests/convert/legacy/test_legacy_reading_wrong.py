@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -40,20 +39,15 @@ def _encoder(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 def test_files_that_are_missing(tmp_path: Path) -> None:
     folder = _gpt2(tmp_path)
-    with pytest.raises(CheckpointError, match="written with tensor_model_parallel_size=2 and has the files of 1"):
-        weights_of(folder / "mp_rank_01_001")
-    with pytest.raises(CheckpointError, match="written with tensor_model_parallel_size=2 and has the files of 1"):
-        weights_of(folder / "mp_rank_00_000" / FILE)
+    alone = "written with tensor_model_parallel_size=2 and has the files of 1"
+    for path in (folder / "mp_rank_01_001", folder / "mp_rank_00_000" / FILE):
+        with pytest.raises(CheckpointError, match=alone):
+            weights_of(path)
     (folder / "mp_rank_01_000" / FILE).unlink()
     with pytest.raises(CheckpointError, match="lacks the file of mp_rank_01_000: there are 3 of tp=2 x pp=2"):
         weights_of(folder)
-    shutil.rmtree(folder / "mp_rank_01_001")
-    shutil.rmtree(folder / "mp_rank_01_000")
-    with pytest.raises(CheckpointError, match="written with tensor_model_parallel_size=2 and has the files of 1"):
-        weights_of(folder)
-    shutil.rmtree(folder / "mp_rank_00_000")
-    shutil.rmtree(folder / "mp_rank_00_001")
-    with pytest.raises(CheckpointError, match="got an empty folder"):
+    (folder / "mp_rank_01_001" / FILE).unlink()
+    with pytest.raises(CheckpointError, match=alone):
         weights_of(folder)
 
 
@@ -130,16 +124,12 @@ def test_a_config_of_another_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"rotary_percent": 0.25}, "rotary_percent=0.25"),
-        ({"position_embedding_type": "alibi"}, "position_embedding_type=alibi"),
-        ({"position_embedding_type": "none"}, "position_embedding_type=none"),
-    ],
+    ("name", "value"),
+    [("rotary_percent", 0.25), ("position_embedding_type", "alibi"), ("position_embedding_type", "none")],
 )
-def test_decoders_of_no_known_family(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
-    write(tmp_path, Layout(stages=even(4), arguments=arguments), llama(tiny_llama()))
-    with pytest.raises(CheckpointError, match=f"{message}.*give the Hugging Face config.json"):
+def test_decoders_of_no_known_family(tmp_path: Path, name: str, value: Any) -> None:
+    write(tmp_path, Layout(stages=even(4), arguments={name: value}), llama(tiny_llama()))
+    with pytest.raises(CheckpointError, match=f"{name}={value}.*give the Hugging Face config.json"):
         weights_of(tmp_path)
 
 

@@ -48,8 +48,8 @@ def test_one_stage_has_no_first_and_last() -> None:
 
 
 def _llama(heads: int = 8, groups: int = 4) -> ModelConfig:
-    sizes = {"num_attention_heads": heads, "num_key_value_heads": groups, "hidden_size": 64}
-    return model_config({"model_type": "llama", "num_hidden_layers": 2, "intermediate_size": 64, **sizes})
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": groups, "hidden_size": 96}
+    return model_config({"model_type": "llama", "num_hidden_layers": 2, "intermediate_size": 96, **sizes})
 
 
 @pytest.mark.parametrize(("groups", "sizes", "expected"), [
@@ -71,6 +71,16 @@ def test_heads_are_exchanged_where_there_are_enough(groups: int, sizes: dict[str
 def test_a_split_that_cannot_be_is_refused(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ParallelConfig(**sizes).check_model(_llama())
+
+
+def test_ranks_must_divide_rows_and_heads_of_queries_keys_and_values() -> None:
+    ParallelConfig(tp=6).check_model(_llama(heads=12, groups=3))
+    with pytest.raises(ConfigError, match="tp=4 neither divides num_query_groups=3 nor is a multiple of it"):
+        ParallelConfig(tp=4).check_model(_llama(heads=12, groups=3))
+    # (6 + 2) heads of 5 numbers are 40 rows.
+    one_key = model_config({"model_type": "gpt_bigcode", "n_layer": 2, "n_head": 6, "n_embd": 30, "n_inner": 60})
+    with pytest.raises(ConfigError, match=r"tp=3 does not divide .*num_query_groups\) \* kv_channels=40"):
+        ParallelConfig(tp=3).check_model(one_key)
 
 
 def test_a_row_must_split_into_twice_cp_runs_and_each_over_tp() -> None:

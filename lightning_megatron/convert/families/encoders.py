@@ -1,4 +1,7 @@
-"""T5 (Raffel et al. 2020), T5 v1.1 and mT5 (Xue et al. 2021): encoder and decoder, relative positions, unscaled scores.
+"""Models with an encoder: Megatron-BERT, T5, T5 v1.1 and mT5.
+
+Megatron-BERT (Shoeybi et al. 2019): BERT with norms before each block, and the heads of five tasks. T5 (Raffel et al.
+2020), v1.1 and mT5 (Xue et al. 2021): encoder and decoder, relative positions, unscaled scores.
 
 What T5's config cannot say
 ---------------------------
@@ -20,7 +23,6 @@ from lightning_megatron.convert.family import (
     DecoderNames,
     Family,
     Rule,
-    activation,
     described,
     linear,
     norm,
@@ -34,11 +36,72 @@ from lightning_megatron.models.config import ModelConfig
 if TYPE_CHECKING:
     from lightning_megatron.convert.hugging_face import WeightFiles
 
+_HEADS = {
+    "pretraining": (
+        ("lm_head.dense", "cls.predictions.transform.dense"),
+        ("lm_head.layer_norm", "cls.predictions.transform.LayerNorm"),
+        ("pooler.dense", "bert.pooler.dense"),
+        ("binary_head", "cls.seq_relationship"),
+    ),
+    "masked_lm": (
+        ("lm_head.dense", "cls.predictions.transform.dense"),
+        ("lm_head.layer_norm", "cls.predictions.transform.LayerNorm"),
+    ),
+    "sequence_classification": (
+        ("pooler.dense", "bert.pooler.dense"),
+        ("classification_head.dense", "classifier"),
+    ),
+    "token_classification": (("token_head.dense", "classifier"),),
+    "question_answering": (("token_head.dense", "qa_outputs"),),
+}
+"""Task -> its modules with a weight and a bias, ours and theirs."""
+
+
+def _describe_bert(hf: Any) -> ModelConfig:
+    own = {
+        "architecture": "bert",
+        "num_tokentypes": hf.type_vocab_size,
+        **dict.fromkeys(("embedding_dropout", "classifier_dropout"), hf.hidden_dropout_prob),
+        "num_labels": hf.num_labels,
+        "problem_type": hf.problem_type,
+        "pad_token_id": -1 if hf.pad_token_id is None else hf.pad_token_id,
+    }
+    return described(hf, own)
+
+
+_BERT_NAMES = DecoderNames(
+    base="bert.",
+    final_norm="encoder.ln",
+    layer=f"encoder.layer.{LAYER}.",
+    input_norm="attention.ln",
+    qkv=("attention.self.query", "attention.self.key", "attention.self.value"),
+    proj="attention.output.dense",
+    mlp_norm="ln",
+    fc1=("intermediate.dense",),
+    fc2="output.dense",
+)
+
+
+def _bert_rules(model: ModelConfig) -> list[Rule]:
+    rules = [
+        *linear("embedding.word_embeddings", ("bert.embeddings.word_embeddings",)),
+        *linear("embedding.position_embeddings", ("bert.embeddings.position_embeddings",)),
+        *linear("embedding.tokentype_embeddings", ("bert.embeddings.token_type_embeddings",)),
+        *stack_rules(_BERT_NAMES, model, "encoder"),
+        *(rule for ours, theirs in _HEADS[model.task] for rule in linear(ours, (theirs,), has_bias=True)),
+    ]
+    if model.task in ("pretraining", "masked_lm"):
+        rules.append(Rule(megatron="output_layer.bias", hugging_face=("cls.predictions.bias",)))
+    return rules
+
+
+# ---- T5 --------------------------------------------------------------------------------------------------------------
+
 _UNLIMITED = 1 << 30
 """Tokens: distances past the last row of the table share it, so that no sequence is too long."""
 
 
-def describe(hf: Any) -> ModelConfig:
+def _describe_t5(hf: Any) -> ModelConfig:
     """T5's and mT5's config in Megatron's words; the latter has no ``scale_decoder_outputs`` and never scales."""
     if hf.num_decoder_layers < 1:
         raise ConfigError(f"num_decoder_layers={hf.num_decoder_layers} must be at least 1; correct the model's config")
@@ -49,12 +112,8 @@ def describe(hf: Any) -> ModelConfig:
         **LLAMA,
         "architecture": "t5",
         "num_decoder_layers": hf.num_decoder_layers,
-        "ffn_hidden_size": hf.d_ff,
-        "num_query_groups": hf.num_heads,
         "kv_channels": hf.d_kv,
         "max_position_embeddings": _UNLIMITED,
-        "layernorm_epsilon": hf.layer_norm_epsilon,
-        "activation": activation(hf.dense_act_fn),
         "gated_linear_unit": hf.is_gated_act,
         "position_embedding_type": "relative",
         "relative_attention_num_buckets": hf.relative_attention_num_buckets,
@@ -66,12 +125,11 @@ def describe(hf: Any) -> ModelConfig:
         "pad_token_id": pad,
         "share_embeddings_and_output_weights": True,
         **dict.fromkeys(dropouts, hf.dropout_rate),
-        "init_method_std": hf.initializer_factor,
     }
     return described(hf, own)
 
 
-def describe_weights(model: ModelConfig, weights: WeightFiles) -> ModelConfig:
+def _describe_t5_weights(model: ModelConfig, weights: WeightFiles) -> ModelConfig:
     """``model`` with an output layer of its own if the files have one that differs from the embedding."""
     names = ("shared.weight", "lm_head.weight")
     if not all(name in weights.tensors for name in names) or weights.are_equal(*names):
@@ -79,7 +137,7 @@ def describe_weights(model: ModelConfig, weights: WeightFiles) -> ModelConfig:
     return replace(model, share_embeddings_and_output_weights=False)
 
 
-def rules(model: ModelConfig) -> list[Rule]:
+def _t5_rules(model: ModelConfig) -> list[Rule]:
     """Where each weight of T5 and mT5 is."""
     embedding = linear("embedding.word_embeddings", ("shared",))
     return embedding + _stack(model, "encoder") + _stack(model, "decoder") + output_layer(model)
@@ -119,12 +177,12 @@ def _stack(model: ModelConfig, stack: str) -> list[Rule]:
     ]
 
 
-def _family(model_type: str, architecture: str) -> Family:
+def _t5(model_type: str, architecture: str) -> Family:
     return Family(
         model_type=model_type,
-        describe=describe,
-        describe_weights=describe_weights,
-        rules=rules,
+        describe=_describe_t5,
+        describe_weights=_describe_t5_weights,
+        rules=_t5_rules,
         architectures={"seq2seq_lm": architecture},
         base_prefix="",
         # Files of 2020 have a table for cross-attention, which nothing ever read.
@@ -133,4 +191,28 @@ def _family(model_type: str, architecture: str) -> Family:
     )
 
 
-FAMILIES = (_family("t5", "T5ForConditionalGeneration"), _family("mt5", "MT5ForConditionalGeneration"))
+FAMILIES = (
+    Family(
+        model_type="megatron-bert",
+        describe=_describe_bert,
+        rules=_bert_rules,
+        architectures={
+            "pretraining": "MegatronBertForPreTraining",
+            "masked_lm": "MegatronBertForMaskedLM",
+            "sequence_classification": "MegatronBertForSequenceClassification",
+            "token_classification": "MegatronBertForTokenClassification",
+            "question_answering": "MegatronBertForQuestionAnswering",
+        },
+        base_prefix="bert.",
+        buffers=("*embeddings.position_ids",),
+        required={
+            "is_decoder": (False,),
+            "add_cross_attention": (False,),
+            # Untied, Hugging Face's head has two biases of which one is never used.
+            "tie_word_embeddings": (True,),
+            "position_embedding_type": ("absolute",),
+        },
+    ),
+    _t5("t5", "T5ForConditionalGeneration"),
+    _t5("mt5", "MT5ForConditionalGeneration"),
+)
