@@ -60,7 +60,6 @@ _PRELOADED = (
     "tests.cli.command",
     "tests.checkpoint.runs",
     "tests.families.parity",
-    "tests.parity.logits",
 )
 _PR_SET_PDEATHSIG = 1
 

@@ -76,7 +76,7 @@ _INSTEAD: dict[type, dict[str, str]] = {
         _PRECISION: "params_dtype pipeline_dtype bf16 fp16",
         _OURS: "calculate_per_token_loss overlap_p2p_comm batch_p2p_comm perform_initialization init_method "
         "output_layer_init_method embedding_init_method deallocate_pipeline_outputs expert_tensor_parallel_size "
-        "moe_router_dtype moe_router_load_balancing_type",
+        "moe_router_dtype moe_router_load_balancing_type defer_embedding_wgrad_compute wgrad_deferral_limit",
     },
     OptimizerConfig: {
         "use MegatronModule(lr=)": "lr",

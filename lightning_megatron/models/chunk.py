@@ -92,10 +92,6 @@ class Chunk(LanguageModule):
     def create_output_layer(self, *, bias: bool = False) -> ColumnParallelLinear:
         """The layer that makes logits."""
         model, config = self.description, self.config
-        # The schedules look for these where weight gradients of the output layer are computed later.
-        deferred = config.defer_embedding_wgrad_compute
-        self.embedding_activation_buffer: list[Tensor] | None = [] if deferred else None
-        self.grad_output_buffer: list[Tensor] | None = [] if deferred else None
         layer = ColumnParallelLinear(
             model.hidden_size,
             model.padded_vocab_size(config.tensor_model_parallel_size),
@@ -104,8 +100,6 @@ class Chunk(LanguageModule):
             bias=bias,
             gather_output=False,
             skip_weight_param_allocation=self.pre_process and self.share_embeddings_and_output_weights,
-            embedding_activation_buffer=self.embedding_activation_buffer,
-            grad_output_buffer=self.grad_output_buffer,
         )
         if model.logits_softcap is not None:
             cap = model.logits_softcap

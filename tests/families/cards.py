@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_megatron.convert.registry import REFUSED_TYPES, known_families, model_config, rules_of
 from lightning_megatron.models.config import ModelConfig
-from tests.families.parity import FOUR_RANKS, Rows, compare_with_hugging_face
+from tests.families.parity import FOUR_RANKS, Rows, check_family
 from tests.families.parity import padded_sentences as sentences
 from tests.families.t5_models import mt5, t5
 from tests.families.test_gpts import FAMILIES, gpt_model
@@ -104,7 +104,7 @@ def _texts(family: str) -> str:
 def _rows() -> Iterator[str]:
     for family, make in models().items():
         hf_model, rows = make()
-        found = [compare_with_hugging_face(hf_model, layout, rows) for layout in LAYOUTS.values()]
+        found = [check_family(hf_model, layout, rows) for layout in LAYOUTS.values()]
         errors = [f"{each.logits_error:.0e}" for each in found]
         errors += [f"{max(getattr(each, name) for each in found):.0e}" for name in ("loss_error", "gradient_error")]
         row = f"| {family} | {description(hf_model)} | {' | '.join(errors)} | bit-equal | {_texts(family)} |"

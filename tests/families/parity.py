@@ -10,9 +10,7 @@ A further GPT is a few lines in the tables of test_gpts.py.
 
 The model: fp32, few layers (a multiple of 4 for ``LAYOUTS``), sizes other than the defaults, a prime vocabulary, every
 dropout 0. The rows are what a DataLoader yields one by one; Hugging Face gets them stacked, as its keyword arguments,
-with its own loss. So the rows have Hugging Face's names, which the train step must understand. Further heads::
-
-    check_family(model_with_head, layout, rows, task="token_classification")
+with its own loss. So the rows have Hugging Face's names, which the train step must understand.
 
 Logits come from the model's last stage: the step runs as ever, but the model is asked without its ``labels``. They are
 compared at real positions, that is where ``attention_mask`` is 1, or where an encoder-decoder's ``labels`` are targets.
@@ -22,9 +20,10 @@ A model whose embedding has a ``padding_idx`` must not see that token at a real 
 from __future__ import annotations
 
 import copy
-import shutil
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,6 @@ from lightning_megatron.convert.family import LAYER, linears_of
 from lightning_megatron.convert.registry import model_config, rules_of
 from tests.parity.comparison import relative_error
 from tests.parity.hugging_face import tensors_of
-from tests.parity.logits import keeping_outputs
 from tests.parity.sharding import Tensors, gradients_in_place_of_weights
 from tests.parity.training import Case, Layout, trainer_of
 from tests.ranks import run_ranks
@@ -92,10 +90,8 @@ class _Reference:
 class Comparison:
     """What was found to be equal, and how equal."""
 
-    answers: list[FamilyAnswer]
-    """Of each rank."""
     logits_error: float
-    """Largest difference; 0 where they are not compared."""
+    """Largest difference."""
     loss_error: float
     """Relative."""
     gradient_error: float
@@ -135,88 +131,65 @@ def padded_sentences(
     return rows
 
 
-def check_family(
-    hf_model: Any, layout: Layout, rows: Rows, *, task: str | None = None, train_step: Any = None, logits: bool = True
-) -> list[FamilyAnswer]:
+def check_family(hf_model: Any, layout: Layout, rows: Rows, *, adapters: bool = False) -> Comparison:
     """Assert that ``hf_model`` and this package's model with its weights do the same on ``layout``.
 
     Args:
         hf_model: The Hugging Face model with its head; see ``tiny_model``.
         layout: How this package's is split; up to four ranks.
         rows: A whole batch; each row with the names that the Hugging Face model takes.
-        task: As for ``MegatronModule``; None for the one that the model's class has.
-        train_step: As for ``MegatronModule`` (picklable); None for the architecture's.
-        logits: Whether to compare logits; False where Hugging Face's differ by design.
+        adapters: With those of ``peft`` beside all linears: their gradients count, and they are saved.
 
     Returns:
-        What each rank answered, for further checks.
+        How large the errors are.
     """
-    return compare_with_hugging_face(hf_model, layout, rows, task=task, train_step=train_step, logits=logits).answers
-
-
-def compare_with_hugging_face(
-    hf_model: Any, layout: Layout, rows: Rows, *, task: str | None = None, train_step: Any = None, logits: bool = True
-) -> Comparison:
-    """``check_family``, which also says how large the errors are."""
-    directory = Path(tempfile.mkdtemp(prefix="family_"))
-    try:
+    with tempfile.TemporaryDirectory(prefix="family_") as name:
+        directory, lora = Path(name), None
         hf_model.save_pretrained(directory / "source")
+        if adapters:
+            hf_model = _with_adapters(copy.deepcopy(hf_model), directory)  # peft changes it, and other tests use it
+            lora = str(directory / "adapter")
         case = Case(layout=layout, steps=1)
-        arguments = (str(directory), case, rows, task, train_step)
-        answers: list[FamilyAnswer] = run_ranks(answer_of_family, layout.world_size, *arguments)
-        reference = _reference(hf_model, rows)
-        real = _real_positions(hf_model, rows)
-        logits_error = _compare_outputs(answers, reference, real, layout) if logits else 0.0
+        answers: list[FamilyAnswer] = run_ranks(answer_of_family, layout.world_size, name, case, rows, lora)
+        reference, real = _reference(hf_model, rows), _real_positions(hf_model, rows)
+        logits_error = _compare_outputs(answers, reference, real, layout)
         for answer in answers:
             torch.testing.assert_close(answer.loss, reference.loss, rtol=_LOSS_RTOL, atol=0.0)
-        gradient_error = _compare_gradients(answers[0].gradients, reference.gradients)
-        _compare_saved(directory / "saved", hf_model)
-    finally:
-        shutil.rmtree(directory)
-    return Comparison(
-        answers=answers,
-        logits_error=logits_error,
-        loss_error=abs(answers[0].loss / reference.loss - 1.0),
-        gradient_error=gradient_error,
-    )
+        actual, expected = answers[0].gradients, reference.gradients
+        if adapters:
+            expected = {
+                f"base_model.model.{each.replace('.default', '')}": gradient
+                for each, gradient in expected.items()
+                if ".lora_" in each
+            }
+            actual = {each: actual[each] for each in expected}
+            _compare_saved_adapters(directory)
+        else:
+            _compare_saved(directory / "saved", hf_model)
+        return Comparison(
+            logits_error=logits_error,
+            loss_error=abs(answers[0].loss / reference.loss - 1.0),
+            gradient_error=_compare_gradients(actual, expected),
+        )
 
 
-def check_adapters(hf_model: Any, layout: Layout, rows: Rows) -> None:
-    """As ``check_family``, with adapters of ``peft`` beside all linears, whose gradients count and which are saved.
-
-    Args:
-        hf_model: As there.
-        layout: As there.
-        rows: As there.
-    """
+def _with_adapters(hf_model: Any, directory: Path) -> Any:
     from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(4)
+    linears = linears_of(rules_of(model_config(directory / "source")))
+    ends = {name.removesuffix(".weight").split(f"{LAYER}.")[1] for r in linears.values() for name in r.hugging_face}
+    config = LoraConfig(r=3, lora_alpha=5, target_modules=sorted(ends), init_lora_weights=False)
+    get_peft_model(hf_model, config).save_pretrained(directory / "adapter")
+    return hf_model
+
+
+def _compare_saved_adapters(directory: Path) -> None:
     from safetensors.torch import load_file
 
-    directory = Path(tempfile.mkdtemp(prefix="adapters_"))
-    hf_model = copy.deepcopy(hf_model)  # which peft changes, and other tests use
-    try:
-        hf_model.save_pretrained(directory / "source")
-        torch.manual_seed(4)
-        linears = linears_of(rules_of(model_config(directory / "source")))
-        ends = {name.removesuffix(".weight").split(f"{LAYER}.")[1] for r in linears.values() for name in r.hugging_face}
-        config = LoraConfig(r=3, lora_alpha=5, target_modules=sorted(ends), init_lora_weights=False)
-        get_peft_model(hf_model, config).save_pretrained(directory / "adapter")
-        arguments = (str(directory), Case(layout=layout, steps=1), rows, None, None, str(directory / "adapter"))
-        answers: list[FamilyAnswer] = run_ranks(answer_of_family, layout.world_size, *arguments)
-        reference = _reference(hf_model, rows)
-        _compare_outputs(answers, reference, _real_positions(hf_model, rows), layout)
-        torch.testing.assert_close(answers[0].loss, reference.loss, rtol=_LOSS_RTOL, atol=0.0)
-        gradients = {
-            f"base_model.model.{name.replace('.default', '')}": gradient
-            for name, gradient in reference.gradients.items()
-            if ".lora_" in name
-        }
-        _compare_gradients({name: answers[0].gradients[name] for name in gradients}, gradients)
-        saved, given = (load_file(directory / name / "adapter_model.safetensors") for name in ("saved", "adapter"))
-        assert saved.keys() == given.keys()
-        assert all(saved[name].equal(given[name]) for name in given)
-    finally:
-        shutil.rmtree(directory)
+    saved, given = (load_file(directory / name / "adapter_model.safetensors") for name in ("saved", "adapter"))
+    assert saved.keys() == given.keys()
+    assert all(saved[name].equal(given[name]) for name in given)
 
 
 def _reference(hf_model: Any, rows: Rows) -> _Reference:
@@ -305,9 +278,7 @@ def _compare_saved(directory: Path, hf_model: Any) -> None:
 # ---- on the ranks ---------------------------------------------------------------------------------------------------
 
 
-def answer_of_family(
-    directory: str, case: Case, rows: Rows, task: str | None, train_step: Any, lora: str | None = None
-) -> FamilyAnswer:
+def answer_of_family(directory: str, case: Case, rows: Rows, lora: str | None = None) -> FamilyAnswer:
     """Load ``directory/source``, answer the rows, train one step on them, and save as ``directory/saved``."""
     from lightning.pytorch import Callback
 
@@ -328,13 +299,13 @@ def answer_of_family(
             self.loss = outputs["loss"].item()
 
     loader: DataLoader[Any] = DataLoader(rows, batch_size=len(rows) // case.layout.dp)  # type: ignore[arg-type]
-    answering = pretrained_module(directory + "/source", task=task, train_step=train_step, lora=lora)
+    answering = pretrained_module(directory + "/source", lora=lora)
     answering.train_step = keeping = keeping_outputs(answering.train_step)
     trainer = trainer_of(case)
     trainer.validate(answering, loader, verbose=False)
     topology = trainer.strategy.topology
     recorder = Recorder()
-    training = pretrained_module(directory + "/source", task=task, train_step=train_step, lora=lora)
+    training = pretrained_module(directory + "/source", lora=lora)
     trainer_of(case, callbacks=[recorder]).fit(training, loader)
     return FamilyAnswer(
         outputs=[torch.cat(parts) for parts in zip(*keeping.outputs, strict=True)],
@@ -352,3 +323,39 @@ def pretrained_module(directory: str, **options: Any) -> Any:
 
     options.setdefault("make_vocab_size_divisible_by", MAKE_VOCAB_SIZE_DIVISIBLE_BY)
     return MegatronModule(model=directory, pretrained=True, **options)
+
+
+def keeping_outputs(train_step: Any) -> Any:
+    """``train_step``, but the model is asked for logits and they are kept."""
+    from lightning_megatron.steps.base import Batch, LossFunc, LossTerm
+
+    step_class: Any = type(train_step)
+
+    class KeepingOutputs(step_class):
+        """Asks the model without labels."""
+
+        def __init__(self) -> None:
+            self.__dict__.update(train_step.__dict__)
+            self.outputs: list[list[torch.Tensor]] = []
+
+        def forward_step(self, data_iterator: Iterator[Batch], model: Any) -> tuple[Any, LossFunc]:
+            def without_labels(*args: Any, **kwargs: Any) -> Any:
+                return model(*args, **{k: None if k == "labels" else v for k, v in kwargs.items()})
+
+            output, _ = super().forward_step(data_iterator, without_labels)
+            return output, partial(self.loss_func, {})
+
+        def loss_func(self, batch: Batch, output: Any) -> dict[str, LossTerm]:
+            parts = output if isinstance(output, tuple | list) else (output,)
+            given = [part for part in parts if part is not None]
+            self.outputs.append([part.float().cpu() for part in given])
+            zero = torch.zeros((), device=given[0].device)
+            return {name: LossTerm(zero, zero + 1) for name in self.loss_terms}
+
+        def metrics(self) -> dict[str, Any]:
+            return {}
+
+        def update_metrics(self, metrics: Any, batch: Batch, output: Any) -> None:
+            """There are none."""
+
+    return KeepingOutputs()

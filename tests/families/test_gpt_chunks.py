@@ -1,4 +1,4 @@
-"""Ranks of every GPT hold as many parameters as are counted, with the first values of a new model."""
+"""Ranks of every GPT, and of a T5, hold as many parameters as are counted, with the first values of a new model."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lightning_megatron.accounting import rank_parameters
+from lightning_megatron.models.t5_layout import t5_layout
 from tests.families.parity import FOUR_RANKS, padded_sentences
 from tests.families.test_gpts import CONFIGS
-from tests.parity.training import Case, Layout, trainer_of
+from tests.parity.training import MODELS, Case, Layout, trainer_of
 from tests.ranks import run_ranks
 
 _RESIDUAL_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")
@@ -23,7 +24,7 @@ def test_chunks_have_the_counted_parameters_and_the_first_values_of_a_new_model(
 
 
 def _wrong_of_all(layout: Layout) -> list[str]:
-    return [problem for name in CONFIGS for problem in _wrong(name, layout)]
+    return [problem for name in (*CONFIGS, "t5") for problem in _wrong(name, layout)]
 
 
 def _wrong(name: str, layout: Layout) -> list[str]:
@@ -31,17 +32,19 @@ def _wrong(name: str, layout: Layout) -> list[str]:
     from lightning_megatron import MegatronModule
     from tests.parity.sharding import shards
 
-    std_field = "init_std" if CONFIGS[name]["model_type"] == "opt" else "initializer_range"
-    module = MegatronModule(model={**CONFIGS[name], std_field: 0.1}, make_vocab_size_divisible_by=8)
+    fields = {**CONFIGS, "t5": MODELS["t5"]}[name]
+    std_field = {"opt": "init_std", "t5": "initializer_factor"}.get(fields["model_type"], "initializer_range")
+    module = MegatronModule(model={**fields, std_field: 0.1}, make_vocab_size_divisible_by=8)
     trainer = trainer_of(Case(layout=layout))
     trainer.validate(module, DataLoader(padded_sentences(), batch_size=4), verbose=False)  # type: ignore[arg-type]
     assert module.model_chunks is not None
     count = sum(parameter.numel() for chunk in module.model_chunks for parameter in chunk.parameters())
     pp_rank, model = trainer.strategy.topology.pp_rank, module.model_config
-    cut = trainer.strategy.parallel.layout(model.num_layers)
+    parallel, is_t5 = trainer.strategy.parallel, name == "t5"
+    cut = t5_layout(model, parallel) if is_t5 else parallel.layout(model.num_layers)
     expected = rank_parameters(model, cut, tp=layout.tp, pp=layout.pp, pp_rank=pp_rank)
     wrong = [] if count == expected else [f"{name}: {count} parameters on stage {pp_rank}, {expected} counted"]
-    for shard in shards(module):
+    for shard in () if is_t5 else shards(module):  # matrices of T5 have standard deviations of their own
         std = 0.1
         if model.scaled_residual_init and shard.key.endswith(_RESIDUAL_OUTPUTS):
             std /= math.sqrt(2 * model.num_layers)

@@ -38,24 +38,24 @@ def _of_no_family(model: Any) -> dict[str, Any]:
     return asdict(cleared)
 
 
-@pytest.mark.parametrize("heads", HEADS)
-def test_a_rotary_gpt2_is_a_falcon_without_parallel_attention(heads: str) -> None:
-    # tests/families/test_falcon.py compares that one with Hugging Face.
-    ours = with_variant(model_config({**_GPT2, **_NO_DROPOUT}), "rotary", heads)
-    theirs = model_config({"model_type": "falcon", **_LIKE_GPT2, "multi_query": heads == "multiquery"})
-    assert _of_no_family(ours) == _of_no_family(theirs)
+_FALCON = {"model_type": "falcon", **_LIKE_GPT2}
 
 
-def test_a_gpt2_with_alibi_is_a_falcon_with_blooms_biases() -> None:
-    ours = with_variant(model_config({**_GPT2, **_NO_DROPOUT}), "alibi", None)
-    theirs = model_config({"model_type": "falcon", **_LIKE_GPT2, "multi_query": False, "alibi": True})
-    assert _of_no_family(ours) == _of_no_family(replace(theirs, alibi_scaled=False))
-
-
-def test_a_gpt2_with_one_key_is_a_gpt_bigcode() -> None:
-    ours = with_variant(model_config(_GPT2), "absolute", "multiquery")
-    theirs = model_config({**_GPT2, "model_type": "gpt_bigcode", "activation_function": "gelu_new"})
-    assert _of_no_family(ours) == _of_no_family(theirs)
+@pytest.mark.parametrize(
+    ("positions", "heads", "fields", "changes"),
+    [
+        ("rotary", "multihead", {**_FALCON, "multi_query": False}, {}),
+        ("rotary", "multiquery", {**_FALCON, "multi_query": True}, {}),
+        ("alibi", None, {**_FALCON, "multi_query": False, "alibi": True}, {"alibi_scaled": False}),  # Bloom's biases
+        ("absolute", "multiquery", {**_GPT2, **_NO_DROPOUT, "model_type": "gpt_bigcode",
+         "activation_function": "gelu_new"}, {}),
+    ],
+)  # fmt: skip
+def test_a_variant_of_gpt2_is_a_model_that_is_compared_with_hugging_face(
+    positions: str, heads: str | None, fields: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    ours = with_variant(model_config({**_GPT2, **_NO_DROPOUT}), positions, heads)
+    assert _of_no_family(ours) == _of_no_family(replace(model_config(fields), **changes))
 
 
 def test_only_rotary_positions_keep_the_scaling_of_their_frequencies() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -96,6 +97,11 @@ _WITH_BIASES = {"bias": True, "ffn_hidden_size": 72, "tie_word_embeddings": Fals
 _UNTIED = {"tie_word_embeddings": False, "scale_attn_weights": False, "activation_function": "gelu"}
 _FOUR_TP = Layout(tp=4, sequence_parallel=True)
 _RECOMPUTING = Layout(tp=2, sequence_parallel=True, recompute="selective")
+_A2A, _GATHER = Layout(cp=2, cp_comm_type="a2a"), Layout(cp=2, cp_comm_type="all_gather")
+_CP_TP = replace(_GATHER, tp=2, sequence_parallel=True)
+_CP_PP = replace(_A2A, pp=2, num_microbatches=2)
+_CP4 = Layout(cp=4)
+"""Of two key/value heads: they are gathered."""
 _WINDOW_TYPES = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
 
 _NEWER = {
@@ -158,6 +164,10 @@ CASES: tuple[Case, ...] = (
     *((family, "", {}, FOUR_RANKS if family in _SPLIT else Layout(), rows) for family, rows in _NEWER.items()),
     ("olmo2", "more ranks than keys", {}, _FOUR_TP, "right"),
     ("phi3", "longrope of a part", _PHI4, Layout(), "right"),
+    ("llama", "", {}, _CP_TP, "right"),
+    ("mistral", "", {}, _CP4, "left"),
+    ("bloom", "", {}, replace(_A2A, tp=2), "left"),
+    ("gpt2", "", {}, replace(_CP_PP, vpp=2), "positions"),
 )  # fmt: skip
 RARER_CASES: tuple[Case, ...] = (
     *((family, "", {}, Layout() if family in _SPLIT else FOUR_RANKS, rows) for family, rows in _NEWER.items()),
@@ -174,6 +184,14 @@ RARER_CASES: tuple[Case, ...] = (
     ("opt", "without biases", {"enable_bias": False, "tie_word_embeddings": False}, INTERLEAVED, "positions"),
     ("cohere", "biased", {"attention_bias": True}, _RECOMPUTING, "positions"),
     ("glm4", "without biases", {"attention_bias": False}, _FOUR_TP, "positions"),
+    *(("llama", "", {}, layout, "right") for layout in (_A2A, _GATHER, _CP4, _CP_PP)),
+    ("llama", "", {}, replace(_CP_TP, recompute="selective"), "left"),
+    ("llama", "", {}, replace(_A2A, recompute="full"), "positions"),
+    *(("mistral", "", {}, layout, rows) for layout in (_A2A, _GATHER, _CP_TP) for rows in ("left", "positions")),
+    *(("bloom", "", {}, layout, rows) for layout in (_A2A, _GATHER, _CP4) for rows in ("right", "bare")),
+    *(("falcon", "rw", _RW, layout, "left") for layout in (_A2A, _GATHER, _CP_TP)),
+    *(("gpt2", "", {}, layout, "bare") for layout in (_CP4, _GATHER, _CP_TP, replace(_A2A, dp=2))),
+    ("gpt_bigcode", "", {}, _CP_TP, "left"),
 )  # fmt: skip
 
 

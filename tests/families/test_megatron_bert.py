@@ -104,9 +104,19 @@ CASES: dict[str, tuple[Any, Layout, Rows]] = {
 """Head with its options, layout and rows."""
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_bert_equals_hugging_face(case: str) -> None:
-    head, layout, rows = CASES[case]
+_CP_TP = Layout(cp=2, cp_comm_type="all_gather", tp=2, sequence_parallel=True)
+_CP_PP = Layout(cp=2, cp_comm_type="a2a", pp=2, num_microbatches=2)
+IN_EVERY_RUN = (("classes", _CP_TP), ("classes of tokens", _CP_PP))
+SPLIT_ROWS = [
+    pytest.param(name, layout, marks=() if (name, layout) in IN_EVERY_RUN else pytest.mark.exhaustive)
+    for name in ("given positions", "masked_lm", "classes", "classes of tokens", "answers outside the row")
+    for layout in (_CP_TP, _CP_PP, Layout(cp=4))
+]
+
+
+@pytest.mark.parametrize(("case", "layout"), [*((name, each[1]) for name, each in CASES.items()), *SPLIT_ROWS], ids=str)
+def test_a_bert_equals_hugging_face(case: str, layout: Layout) -> None:
+    head, _, rows = CASES[case]
     check_family(bert_model(*head), layout, rows)
 
 
@@ -138,15 +148,6 @@ def _train(
     loader: DataLoader[Any] = DataLoader(rows * case.steps, batch_size=len(rows) // case.layout.dp)  # type: ignore[arg-type]
     outcome = train_module(module, case, loader)
     return outcome, {name: float(value) for name, value in module.trainer.callback_metrics.items()}
-
-
-def test_dropout_leaves_weights_that_all_ranks_hold_alike() -> None:
-    case, task = Case(layout=Layout(tp=2, sequence_parallel=True), steps=3), "sequence_classification"
-    rows = _sentences(labels=torch.tensor([1, 0, 1, 1]))
-    trained = run_ranks(_train, 2, case, rows, task, 0.3, True)
-    whole([outcome.weights for outcome, _ in trained])  # compares the copies, bit for bit
-    without = run_ranks(_train, 2, case, rows, task, 0.0, True)
-    assert trained[0][0].losses[0] != pytest.approx(without[0][0].losses[0], rel=1e-3)
 
 
 def test_pretraining_without_the_binary_head_learns_the_tokens_alone() -> None:

@@ -43,13 +43,25 @@ CASES: dict[str, tuple[Any, Layout, Rows]] = {
     "mt5": (mt5, FOUR_RANKS, _pairs(with_decoder_mask=False)),
     "the decoder's own input": (t5, Layout(tp=2), [_given(row) for row in _pairs()]),
     "no masks": (t5, Layout(pp=2, num_microbatches=4), [_bare(row) for row in _pairs()]),
+    "heads exchanged": (t5, Layout(cp=2, cp_comm_type="a2a", pp=2, num_microbatches=2), _pairs(num_targets=8)),
 }  # fmt: skip
 """Model, layout and rows."""
+RARER_CASES: dict[str, tuple[Any, Layout, Rows]] = {
+    f"{model.__name__}-{layout}": (model, layout, _pairs(num_targets=8))
+    for model, layout in (
+        (t5, Layout(cp=2, cp_comm_type="all_gather", tp=2, sequence_parallel=True)),
+        (t5, Layout(cp=2, cp_comm_type="all_gather")),
+        (t5, Layout(cp=4)),
+        (t5, Layout(cp=4, cp_comm_type="all_gather")),
+        (mt5, Layout(cp=2, cp_comm_type="a2a", tp=2, sequence_parallel=True)),
+        (t5, Layout(cp=2, cp_comm_type="a2a", pp=2, vpp=2, num_microbatches=2, recompute="full")),
+    )
+}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in RARER_CASES)])
 def test_a_t5_equals_hugging_face(case: str) -> None:
-    model, layout, rows = CASES[case]
+    model, layout, rows = {**CASES, **RARER_CASES}[case]
     check_family(model(), layout, rows)
 
 

@@ -23,23 +23,18 @@ from tests.parity.training import (
 from tests.ranks import run_ranks
 
 
-def outcome_in_hugging_face_names(case: Case, train: Any = None) -> Outcome:
-    """What a run of ours did, tensors under the names and in the shapes of the Hugging Face model.
-
-    Args:
-        case: The run.
-        train: How a rank trains it; None for ``train_in_hugging_face_names``.
-    """
-    rank: RankOutcome = run_ranks(train or train_in_hugging_face_names, case.layout.world_size, case)[0]
+def outcome_in_hugging_face_names(case: Case) -> Outcome:
+    """What a run of ours did, tensors under the names and in the shapes of the Hugging Face model."""
+    rank: RankOutcome = run_ranks(_train, case.layout.world_size, case)[0]
     return Outcome(**vars(rank))
 
 
 # ---- on the ranks ---------------------------------------------------------------------------------------------------
 
 
-def train_in_hugging_face_names(case: Case, loader: Any = None) -> RankOutcome:
-    """Train ``case``, on data of one's own if given; the first rank has whole tensors."""
-    return train_module(module_of(case), case, loader or loader_of(case), collect=tensors_of)
+def _train(case: Case) -> RankOutcome:
+    """The first rank has whole tensors."""
+    return train_module(module_of(case), case, loader_of(case), collect=tensors_of)
 
 
 def tensors_of(module: Any) -> Tensors:

@@ -1,25 +1,107 @@
-"""Dropout masks differ where ranks hold different numbers, and are equal where they hold the same ones."""
+"""Dropout masks differ where ranks hold different numbers, and are equal where they hold the same ones.
+
+Read off real forward passes: for dropout on activations from its output, and for dropout inside attention by asking the
+same kernel, at the same random state, for the attention weights themselves. True where a number was dropped.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
 
+from tests.families.parity import padded_sentences
+from tests.families.test_gpts import CONFIGS
 from tests.parity.comparison import assert_same_run
-from tests.parity.dropout_masks import DROPOUT, PROBABILITY, Masks, dropout_masks, independent
-from tests.parity.training import SEQ_LENGTH, Case, Layout, outcome
+from tests.parity.training import MODELS, SEQ_LENGTH, Case, Layout, loader_of, module_of, outcome, trainer_of
 from tests.ranks import run_ranks
 
-CASE = Case(model_fields=DROPOUT)
+PROBABILITY = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Masks:
+    """What one rank dropped, in calling order."""
+
+    activations: list[torch.Tensor] = field(default_factory=list)
+    """After the embedding (first stage), then after each attention and MLP block: [s, b, h], or [s/tp, b, h]."""
+    attention: list[torch.Tensor] = field(default_factory=list)
+    """[b, np/tp, s, s]; True above the diagonal, where nothing can be seen anyway."""
+    probabilities: list[float] = field(default_factory=list)
+    """Of both kinds."""
+
+
+def independent(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether no mask says anything of the other: of the numbers dropped in one, ``PROBABILITY`` are in the other, too.
+
+    With thousands of numbers the share lies within 0.05 of it; at 1 if the masks are equal.
+    """
+    return abs(((a & b).sum() / a.sum()).item() - PROBABILITY) < 0.05
+
+
+def dropout_masks(case: Case, function: str = "fit") -> Masks:
+    """The masks that this rank draws in one training step, or in one validation step."""
+    masks, module = Masks(), module_of(case)
+    with recording(masks):
+        getattr(trainer_of(case, max_steps=1), function)(module, loader_of(case))
+    return masks
+
+
+@contextmanager
+def recording(masks: Masks) -> Iterator[None]:
+    """While active, what this process drops is noted in ``masks``."""
+    real_dropout, real_attention = F.dropout, F.scaled_dot_product_attention
+    is_inside = False
+
+    def dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+        # Under the CPU emulation, a mode for torch functions, torch's own function calls this one again.
+        nonlocal is_inside
+        if is_inside or not training or p == 0:
+            return real_dropout(x, p, training, inplace)
+        is_inside = True
+        out = real_dropout(x, p, training, inplace)
+        is_inside = False
+        masks.activations.append((out == 0).detach())
+        masks.probabilities.append(p)
+        return out
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        probability = kwargs.get("dropout_p", args[1] if len(args) > 1 else 0.0)
+        if probability > 0:
+            masks.probabilities.append(probability)
+            state = torch.get_rng_state()
+            identity = torch.eye(k.shape[-2]).expand(*k.shape[:-1], k.shape[-2])
+            with torch.no_grad():
+                weights = real_attention(torch.zeros_like(q), torch.zeros_like(k), identity, *args, **kwargs)
+            masks.attention.append(weights == 0)
+            torch.set_rng_state(state)
+        return real_attention(q, k, v, *args, **kwargs)
+
+    with (
+        patch("torch.nn.functional.dropout", dropout),
+        patch("torch.nn.functional.scaled_dot_product_attention", attention),
+    ):
+        yield
+
+
+# ---- the layouts -----------------------------------------------------------------------------------------------------
+
+CASE = Case(model_fields=(("embd_pdrop", PROBABILITY), ("resid_pdrop", PROBABILITY), ("attn_pdrop", PROBABILITY)))
+# Not ReLU, whose zeros would look like dropped numbers.
+T5 = Case(model="t5", model_fields=(("dropout_rate", PROBABILITY), ("feed_forward_proj", "gelu")))
 NUM_LAYERS = 4
 FOUR_RANKS = Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2)
 
 
-def _masks(layout: Layout) -> list[Masks]:
-    return run_ranks(dropout_masks, layout.world_size, replace(CASE, layout=layout))
+def _masks(layout: Layout, case: Case = CASE) -> list[Masks]:
+    return run_ranks(dropout_masks, layout.world_size, replace(case, layout=layout))
 
 
 def _visible(mask: torch.Tensor) -> torch.Tensor:
@@ -33,6 +115,15 @@ def test_tensor_parallel_ranks_drop_the_same_activations_and_different_attention
     assert all(torch.equal(a, b) for a, b in zip(first.activations, second.activations, strict=True))
     assert len(first.attention) == len(second.attention) == NUM_LAYERS
     assert all(independent(_visible(a), _visible(b)) for a, b in zip(first.attention, second.attention, strict=True))
+
+
+def test_of_t5_they_drop_the_same_hidden_states_and_different_parts_of_heads_and_mlps() -> None:
+    first, second = _masks(Layout(tp=2), T5)
+    for a, b in zip(first.activations, second.activations, strict=True):
+        is_inside_mlp = a.shape[-1] == MODELS["t5"]["d_ff"] // 2
+        assert independent(a, b) if is_inside_mlp else torch.equal(a, b)
+    encoder = slice(0, MODELS["t5"]["num_layers"])  # in the decoder's attention the future is zero, too
+    assert all(independent(a, b) for a, b in zip(first.attention[encoder], second.attention[encoder], strict=True))
 
 
 def test_under_sequence_parallelism_each_rank_drops_its_own_part_of_the_activations() -> None:
@@ -71,12 +162,8 @@ def test_the_configured_share_is_dropped() -> None:
 
 
 def test_nothing_is_dropped_in_validation() -> None:
-    (masks,) = run_ranks(_validation_masks, 1)
+    (masks,) = run_ranks(dropout_masks, 1, CASE, "validate")
     assert masks.activations == masks.attention == []
-
-
-def _validation_masks() -> Masks:
-    return dropout_masks(CASE, validate=True)
 
 
 def _recomputing(layout: Layout, mode: str) -> Layout:
@@ -85,11 +172,19 @@ def _recomputing(layout: Layout, mode: str) -> Layout:
     return replace(layout, recompute="full", recompute_method=mode)
 
 
-@pytest.mark.parametrize("mode", ["selective", "uniform", pytest.param("block", marks=pytest.mark.exhaustive)])
-def test_recomputed_activations_are_dropped_where_they_were(mode: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "layout", "mode"),
+    [
+        (CASE, FOUR_RANKS, "selective"),
+        (CASE, FOUR_RANKS, "uniform"),
+        pytest.param(CASE, FOUR_RANKS, "block", marks=pytest.mark.exhaustive),
+        (T5, Layout(tp=2, pp=2, vpp=2, num_microbatches=2, recompute_num_layers=2), "uniform"),
+    ],
+)
+def test_recomputed_activations_are_dropped_where_they_were(case: Case, layout: Layout, mode: str) -> None:
     # ``outcome`` also checks that ranks with the same weights keep the same weights.
-    case = replace(CASE, layout=FOUR_RANKS, steps=2)
-    assert_same_run(outcome(replace(case, layout=_recomputing(FOUR_RANKS, mode))), outcome(case))
+    case = replace(case, layout=layout, steps=2)
+    assert_same_run(outcome(replace(case, layout=_recomputing(layout, mode))), outcome(case))
 
 
 @pytest.mark.gpu(2)
@@ -99,3 +194,46 @@ def test_recomputed_activations_are_dropped_where_they_were_on_gpus(layout: Layo
     case = replace(CASE, layout=layout, steps=3, accelerator="gpu")
     # In fp32: one other mask would change the loss by far more than rounding does.
     assert_same_run(*(outcome(replace(case, layout=_recomputing(layout, mode))) for mode in ("uniform", "block")))
+
+
+# ---- beside Hugging Face ---------------------------------------------------------------------------------------------
+
+_OF_GPT2 = {"embd_pdrop": 0.1, "resid_pdrop": 0.2, "attn_pdrop": 0.3}
+_OF_FALCON = {"hidden_dropout": 0.2, "attention_dropout": 0.3}
+DROPOUTS: dict[str, dict[str, float]] = {
+    "gpt2": _OF_GPT2,
+    "gpt_bigcode": _OF_GPT2,
+    "llama": {"attention_dropout": 0.3},
+    "bloom": {"hidden_dropout": 0.2, "attention_dropout": 0.3},
+    "falcon": _OF_FALCON,
+    "falcon rw": _OF_FALCON,
+    "t5": {"dropout_rate": 0.3, "decoder_start_token_id": 0},
+}
+
+
+@pytest.mark.parametrize("name", DROPOUTS)
+def test_probabilities_are_hugging_faces_in_its_order(name: str) -> None:
+    fields = {**CONFIGS, "t5": MODELS["t5"]}[name]
+    ((ours, theirs),) = run_ranks(_probabilities, 1, {**fields, **DROPOUTS[name]})
+    assert ours == theirs
+    assert len(ours) >= 2
+
+
+def _probabilities(fields: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """Of this package's model and of Hugging Face's."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    from lightning_megatron import MegatronModule
+    from lightning_megatron.convert.registry import config_object
+
+    rows, auto = padded_sentences(), AutoModelForSeq2SeqLM if fields["model_type"] == "t5" else AutoModelForCausalLM
+    model = auto.from_config(config_object(fields)).train()
+    ours, theirs = Masks(), Masks()
+    with recording(theirs):
+        model(**{name: torch.stack([row[name] for row in rows]) for name in rows[0]})
+    module = MegatronModule(model=fields, make_vocab_size_divisible_by=8)
+    trainer = trainer_of(Case(steps=1))
+    loader: DataLoader[Any] = DataLoader(rows, batch_size=len(rows))  # type: ignore[arg-type]
+    with recording(ours):
+        trainer.fit(module, loader)
+    return ours.probabilities, theirs.probabilities

@@ -78,37 +78,29 @@ def _sums(x: Tensor, places: Tensor) -> Tensor:
     return padded[places].sum(dim=1, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
 
 
-class _Spread(torch.autograd.Function):
+class _Moved(torch.autograd.Function):
+    """Rows to their places, or sums of what stands there; each is the gradient of the other."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        return x.index_select(0, rows)
+    def forward(ctx: Any, x: Tensor, found: Places, collects: bool) -> Tensor:
+        ctx.found, ctx.collects = found, collects
+        return _sums(x, found.places) if collects else x.index_select(0, found.rows)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
-        return _sums(upstream[0], *ctx.saved_tensors), None, None
-
-
-class _Collected(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(rows)
-        return _sums(x, places)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
-        return upstream[0].index_select(0, *ctx.saved_tensors), None, None
+        (gradient,), found = upstream, ctx.found
+        return gradient.index_select(0, found.rows) if ctx.collects else _sums(gradient, found.places), None, None
 
 
 def spread(x: Tensor, found: Places) -> Tensor:
     """Rows of ``x``, [n, h], at their places: [places, h]."""
-    rows: Tensor = _Spread.apply(x, found.rows, found.places)  # type: ignore[no-untyped-call]
+    rows: Tensor = _Moved.apply(x, found, False)  # type: ignore[no-untyped-call]
     return rows
 
 
 def collected(x: Tensor, found: Places) -> Tensor:
     """Sums of what stands at the places of each row, [n, h] of [places, h]; in fp32, rounded once."""
-    sums: Tensor = _Collected.apply(x, found.rows, found.places)  # type: ignore[no-untyped-call]
+    sums: Tensor = _Moved.apply(x, found, True)  # type: ignore[no-untyped-call]
     return sums
 
 

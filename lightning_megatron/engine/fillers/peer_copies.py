@@ -233,14 +233,13 @@ class _RowProduct(torch.autograd.Function):
 def use_peer_copies(chunks: Iterable[torch.nn.Module]) -> None:
     """Let linears that gather or scatter rows copy them, if ranks can; every rank must call.
 
-    Those of experts, in fp8, and whose weight gradients are computed later, stay.
+    Those of experts and in fp8 stay.
     """
     exchanges: dict[dist.ProcessGroup, Exchange | None] = {}
     for module in (module for chunk in chunks for module in chunk.modules()):
         if not isinstance(module, (ColumnParallelLinear, RowParallelLinear)) or not module.sequence_parallel:
             continue
-        is_late = getattr(module, "grad_output_buffer", None) is not None
-        if module.explicit_expert_comm or is_late or "_forward_impl" in vars(module):
+        if module.explicit_expert_comm or "_forward_impl" in vars(module):
             continue
         group = module.tp_group
         if group not in exchanges:

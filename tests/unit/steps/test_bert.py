@@ -110,49 +110,27 @@ def test_the_first_batch_tells_the_kind_of_labels_for_all() -> None:
 
 LM = {"input_ids": IDS, "labels": LABELS}
 PRETRAINING = {**LM, "next_sentence_label": torch.tensor([0, 1])}
+CLASSES: dict[str, Any] = {"num_labels": 3, "problem_type": "single_label_classification"}
 REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, torch.Tensor], str]] = {
     "unknown_key": ("masked_lm", {}, {**LM, "lables": LABELS}, "batch key 'lables' is not understood .* use .*labels"),
     "twofold_key": ("masked_lm", {}, {**LM, "text": IDS}, "'input_ids' and 'text' mean the same"),
     "no_labels": ("masked_lm", {}, {"input_ids": IDS}, "have no 'labels'"),
-    "no_tokens": ("masked_lm", {}, {"labels": LABELS}, "have no 'input_ids'"),
     "no_order": ("pretraining", {}, LM, r"no 'next_sentence_label'.*binary_head=False"),
     "token": ("masked_lm", {}, {**LM, "input_ids": IDS + 2}, r"input_ids\[1, 1\] is 7 .* 0..6 \(vocab_size=7\)"),
-    "negative_token": ("masked_lm", {}, {**LM, "input_ids": IDS - 1}, r"input_ids\[1, 2\] is -1"),
-    "long_row": ("masked_lm", {}, {"input_ids": IDS.repeat(1, 2), "labels": LABELS}, "6 tokens .*embeddings=4"),
     "types": ("masked_lm", {}, {**LM, "token_type_ids": IDS}, r"token_type_ids\[0, 1\] is 2 .* \(type_vocab_size=2\)"),
     "left_padding": ("pretraining", {}, {**PRETRAINING, "attention_mask": 1 - IDS // 4}, r"\[1, 0\] is 0.*right"),
     "lm_label": ("masked_lm", {}, {**LM, "labels": LABELS + 1}, r"labels\[0, 0\] is -99 .* -100 for no target"),
-    "order": (
-        "pretraining",
-        {},
-        {**LM, "next_sentence_label": torch.tensor([0, 2])},
-        r"next_sentence_label\[1\] is 2 and must be in 0..1",
-    ),
-    "class": (
-        "sequence_classification",
-        {"num_labels": 3},
-        {"input_ids": IDS, "labels": torch.tensor([0, 3])},
-        r"labels\[1\] is 3 and must be in 0..2 \(num_labels=3\)",
-    ),
-    "float_class": (
-        "sequence_classification",
-        {"num_labels": 3, "problem_type": "single_label_classification"},
-        {"input_ids": IDS, "labels": torch.tensor([0.0, 1.0])},
-        r"labels is torch.float32 and must be an integer type .* labels.long\(\)",
-    ),
-    "integer_value": (
-        "sequence_classification",
-        {"num_labels": 1},
-        {"input_ids": IDS, "labels": torch.tensor([0, 1])},
-        r"labels is torch.int64 and must be a float type \(num_labels=1, problem_type='regression'\)",
-    ),
-    "value_that_is_none": (
-        "sequence_classification",
-        {"num_labels": 1},
-        {"input_ids": IDS, "labels": torch.tensor([0.0, math.nan])},
-        r"labels\[1\] is nan and must be finite",
-    ),
-}
+    "order": ("pretraining", {}, {**LM, "next_sentence_label": torch.tensor([0, 2])},
+              r"next_sentence_label\[1\] is 2 and must be in 0..1"),
+    "class": ("sequence_classification", CLASSES, {"input_ids": IDS, "labels": torch.tensor([0, 3])},
+              r"labels\[1\] is 3 and must be in 0..2 \(num_labels=3\)"),
+    "float_class": ("sequence_classification", CLASSES, {"input_ids": IDS, "labels": torch.tensor([0.0, 1.0])},
+                    r"labels is torch.float32 and must be an integer type .* labels.long\(\)"),
+    "integer_value": ("sequence_classification", {"num_labels": 1}, {"input_ids": IDS, "labels": torch.tensor([0, 1])},
+                      r"labels is torch.int64 and must be a float type \(num_labels=1, problem_type='regression'\)"),
+    "no_value": ("sequence_classification", {"num_labels": 1},
+                 {"input_ids": IDS, "labels": torch.tensor([0, math.nan])}, r"labels\[1\] is nan and must be finite"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", REFUSED)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
 from lightning_megatron.engine.fillers.attention import SDPAttention
@@ -78,15 +77,6 @@ def test_biases_of_near_keys_are_exact_in_bf16_however_long_the_row_is() -> None
     rounded = layer(q.bfloat16(), k.bfloat16(), v.bfloat16(), None).float()
     # Rounding q, k, v and the output; a bias rounded at position 1000 would be wrong by up to 1.
     assert (layer(q, k, v, None) - rounded).abs().mean() < 0.01
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_it_equals_the_engines_attention_which_still_refuses_a_bias() -> None:
-    config = _config(apply_query_key_layer_scaling=True, attention_softmax_in_fp32=True, num_query_groups=3)
-    ours, theirs = (kind(config, 3, AttnMaskType.causal, "self") for kind in (SDPAttention, DotProductAttention))
-    torch.testing.assert_close(ours(*_qkv(), None), theirs(*_qkv(), None), rtol=1e-5, atol=1e-5)
-    with pytest.raises(AssertionError, match="Attention bias is not supported"):
-        theirs(*_qkv(), None, attention_bias=torch.zeros(1, HEADS, LENGTH, LENGTH))
 
 
 def test_what_it_does_not_compute_is_refused() -> None:

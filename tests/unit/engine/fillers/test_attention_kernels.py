@@ -84,20 +84,6 @@ def test_blocks_are_listed_whole_or_in_part_as_the_dense_mask_says(pattern: Patt
     assert torch.equal(_blocks(mask.q_num_blocks, mask.q_indices).mT, part)
 
 
-@pytest.mark.parametrize("length", [128, 300])
-def test_blocks_of_other_documents_and_of_padding_are_not_computed(length: int) -> None:
-    segments = torch.ones(1, 4 * length, dtype=torch.int64)
-    segments[0, length : 2 * length], segments[0, 2 * length :] = 2, 0
-    pattern = pattern_of(4 * length, 4 * length, causal=True, window=None, cross=False)
-    mask = block_mask(segments, pattern, torch.device("cpu"))
-    seen = _blocks(mask.full_kv_num_blocks, mask.full_kv_indices) | _blocks(mask.kv_num_blocks, mask.kv_indices)
-    computed = seen[0].sum().item()
-    document = -(-length // BLOCK)
-    # Two triangles and a diagonal, and what straddles two documents, of a triangle over the whole row.
-    assert computed <= 2 * document * (document + 1) + 3 * (4 * document)
-    assert not seen[0, -1, :-1].any()
-
-
 @pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
 @pytest.mark.parametrize(
     ("pattern", "has_segments", "kind"),
@@ -297,37 +283,6 @@ def test_dropout_drops_as_often_as_asked_and_as_the_generator_says() -> None:
     assert not torch.equal(attend(1), attend(2))
     kept = torch.stack([attend(seed).detach().float().mean() for seed in range(8)]).mean()
     assert float(kept) == pytest.approx(1.0, abs=0.01)  # what is left is scaled up by 1 / 0.75
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("segments", ["runs", "pieces"])
-def test_a_layer_with_dropout_goes_by_runs_unless_a_segment_is_in_pieces(
-    segments: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[str] = []
-
-    def note(name: str, function: Any) -> Any:
-        def called(*args: Any, **kwargs: Any) -> Any:
-            calls.append(name)
-            return function(*args, **kwargs)
-
-        return called
-
-    monkeypatch.setattr(attention, "attend_to_runs", note("runs", attention.attend_to_runs))
-    monkeypatch.setattr(attention, "_attend_with_mask", note("dense", attention._attend_with_mask))
-    monkeypatch.setattr(attention, "attend_by_blocks", note("flex", attention.attend_by_blocks))
-    config = TransformerConfig(num_layers=1, hidden_size=128, num_attention_heads=4, attention_dropout=0.1)
-    layer = SDPAttention(config, 1, AttnMaskType.padding, "self").train()
-    mask = _segments(640, in_runs=True).cuda()
-    if segments == "pieces":
-        mask[2, 5] = 2
-    q, k, v = (tensor.detach().permute(2, 0, 1, 3) for tensor in _tensors(640, 4))
-
-    out = layer(q, k, v, mask)
-    layer(q, k, v, mask)
-
-    assert torch.isfinite(out).all()
-    assert calls == [("runs" if segments == "runs" else "dense")] * 2
 
 
 # ---- split over keys ------------------------------------------------------------------------------------------------

@@ -8,29 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.engine.fillers.dispatch import Dispatcher, collected, sorted_by, spread
+from lightning_megatron.engine.fillers.dispatch import Dispatcher
 from lightning_megatron.engine.fillers.experts import _products
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-def test_rows_stand_in_front_of_each_of_their_goals() -> None:
-    goals = torch.tensor([[2, 0], [3, 2], [0, 3], [3, 3]])
-    found = sorted_by(goals, 3, 4)
-    assert found.rows.tolist() == [0, 2, 0, 1]
-    assert found.choices.tolist() == [1, 4, 0, 3]
-    assert found.places.tolist() == [[2, 0], [4, 3], [1, 4], [4, 4]]
-    assert found.ends.tolist() == [2, 2, 4]
-
-
-def test_what_is_spread_and_collected_is_counted_and_so_are_gradients() -> None:
-    goals = torch.tensor([[2, 0], [3, 2], [0, 3], [3, 3]])
-    found = sorted_by(goals, 3, 4)
-    x = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
-    counts = (goals < 3).sum(1, keepdim=True)
-    torch.testing.assert_close(collected(spread(x, found), found), x * counts)
-    assert torch.autograd.gradcheck(lambda y: spread(y, found).sin(), x)
-    assert torch.autograd.gradcheck(lambda y: collected(y, found).sin(), x)
 
 
 def test_rows_of_experts_are_gathered_again_where_norms_are() -> None:

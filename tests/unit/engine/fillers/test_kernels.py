@@ -8,11 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions import fused_bias_swiglu
-from megatron.core.models.common.embeddings import rope_utils
-from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from lightning_megatron.engine.fillers.kernels import (
     _LookUp,
@@ -79,24 +76,6 @@ def test_the_product_is_added(
     torch.testing.assert_close(main_grad.cpu().double(), expected, rtol=tolerance, atol=10 * tolerance)
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_a_linear_of_the_engine_accumulates_two_backwards_of_which_autograd_sees_none() -> None:
-    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, gradient_accumulation_fusion=True)
-    torch.manual_seed(0)
-    with active(WEIGHT_GRADIENTS):
-        linear = ColumnParallelLinear(8, 12, config=config, init_method=torch.nn.init.normal_, bias=False)
-        linear.weight.main_grad = torch.zeros(12, 8)
-        x, weight = torch.randn(5, 2, 8), torch.randn(5, 2, 12)
-        for _ in range(2):
-            (linear(x)[0] * weight).sum().backward()
-    expected = 2 * torch.einsum("sbo,sbi->oi", weight, x)
-    torch.testing.assert_close(linear.weight.main_grad, expected, rtol=1e-5, atol=1e-5)
-    assert linear.weight.grad is None
-    if not layers._grad_accum_fusion_available:  # upstream still refuses without Apex's extension
-        with pytest.raises(RuntimeError, match="fused_weight_gradient_mlp_cuda"):
-            ColumnParallelLinear(8, 12, config=config, init_method=torch.nn.init.normal_)
-
-
 @pytest.mark.gpu
 @pytest.mark.usefixtures("one_rank")
 def test_a_bias_that_the_product_adds_has_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,15 +123,3 @@ def test_swiglu_is_the_formula(dtype: torch.dtype) -> None:
         got = fused_bias_swiglu.bias_swiglu_impl(x, None)
     gate, up = x.float().chunk(2, -1)
     _assert_same_gradients(got, F.silu(gate) * up, x, max(1e-5, 4 * torch.finfo(dtype).eps))
-
-
-def test_the_engine_still_rotates_eagerly_and_has_a_swiglu_of_its_own() -> None:
-    assert not hasattr(rope_utils._apply_rotary_pos_emb_bshd, "_torchdynamo_orig_callable")
-    assert issubclass(fused_bias_swiglu.SwiGLUFunction, torch.autograd.Function)
-    assert fused_bias_swiglu.SwiGLUFunction.__module__ == "megatron.core.fusions.fused_bias_swiglu"
-
-
-def test_the_engines_norm_still_refuses_sequence_parallelism() -> None:
-    sizes = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "use_cpu_initialization": True}
-    with pytest.raises(AssertionError, match="sequence parallel not supported"):
-        WrappedTorchNorm(TransformerConfig(**sizes, sequence_parallel=True, tensor_model_parallel_size=2), 16)

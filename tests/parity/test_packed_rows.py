@@ -1,0 +1,94 @@
+"""Documents and instructions that share a row are learned as by Hugging Face's model, which reads one at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+
+from lightning_megatron.data.instructions import Instructions, InstructionSamples
+from tests.parity.comparison import assert_same_gradients
+from tests.parity.hugging_face import hugging_face_model, tensors_of
+from tests.parity.sharding import Tensors
+from tests.parity.training import SEQ_LENGTH, VOCAB_SIZE, Case, Layout, RankOutcome, Sentences, module_of, train_module
+from tests.ranks import run_ranks
+
+Texts = list[tuple[torch.Tensor, torch.Tensor]]
+"""Tokens, and which of them are to be told."""
+Rows = list[dict[str, torch.Tensor]]
+
+EOD = 3
+SWITCHES = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+ENDS = ((4, 9), (15,), (0, 1, 7, 15), ())
+LENGTHS = (5, 16, 3, 8, 2, 7, 4, 9, 6)
+FOUR_RANKS = Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2)
+
+
+def _documents() -> tuple[Rows, Texts, dict[str, Any]]:
+    """Rows, what is in them, and options of ``GPTTrainStep``."""
+    rows, texts = [], []
+    for row, ends in zip(Sentences(len(ENDS)), ENDS, strict=True):
+        tokens = row["input_ids"].masked_fill(row["input_ids"] == EOD, EOD + 1)
+        tokens[list(ends)] = EOD
+        rows.append({"input_ids": tokens})
+        texts += [(text, text >= 0) for text in torch.tensor_split(tokens, [end + 1 for end in ends]) if len(text)]
+    return rows, texts, {"eod_token": EOD, **dict.fromkeys(SWITCHES, True)}
+
+
+def _instructions() -> tuple[Rows, Texts, dict[str, Any]]:
+    """Every second token on average is an answer's; never the first."""
+    generator = np.random.default_rng(5)
+    starts = np.cumsum([0, *LENGTHS])
+    is_answer = generator.random(starts[-1]) < 0.5
+    is_answer[starts[1:] - 1], is_answer[starts[:-1]] = True, False
+    tokens = generator.integers(0, VOCAB_SIZE, starts[-1]).astype(np.int32)
+    given = Instructions(tokens=tokens, is_answer=is_answer, starts=starts, padding_token=np.array(0))
+    samples = InstructionSamples(given, SEQ_LENGTH, pack_by=1234)
+    assert len(samples) == 4, "several samples a row, and some padding"
+    packed = samples.rows(range(4))
+    texts = [tuple(map(torch.from_numpy, given.sample(index))) for index in range(len(given))]
+    return [{name: tensor[row] for name, tensor in packed.items()} for row in range(4)], texts, {}  # type: ignore[return-value]
+
+
+def _train_packed(case: Case, rows: Rows, options: dict[str, Any]) -> RankOutcome:
+    from lightning_megatron import GPTTrainStep
+
+    step = GPTTrainStep(**options)
+    loader: DataLoader[Any] = DataLoader(rows, batch_size=len(rows))  # type: ignore[arg-type]
+    return train_module(module_of(case, train_step=step), case, loader, collect=tensors_of)
+
+
+def _learn_one_at_a_time(case: Case, weights: Tensors, texts: Texts) -> tuple[float, Tensors]:
+    """Mean loss over all targets, and its gradients."""
+    model, losses = hugging_face_model(case, weights), []
+    for tokens, is_target in texts:
+        logits = model(input_ids=tokens[None].long()).logits[0, :-1]
+        losses.append(F.cross_entropy(logits, tokens[1:].long(), reduction="none")[is_target[1:]])
+    loss = torch.cat(losses).mean()
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "layout"),
+    [
+        ("documents", "gpt2", FOUR_RANKS),
+        ("documents", "llama", Layout(pp=2, vpp=2, num_microbatches=2)),
+        pytest.param("documents", "gpt2", Layout(cp=2), marks=pytest.mark.exhaustive),
+        ("documents", "llama", Layout(cp=4)),
+        ("instructions", "llama", FOUR_RANKS),
+    ],
+    ids=str,
+)
+def test_what_shares_a_row_is_learned_as_in_rows_of_its_own(kind: str, model: str, layout: Layout) -> None:
+    rows, texts, options = {"documents": _documents, "instructions": _instructions}[kind]()
+    case = Case(model=model, layout=layout, steps=1)
+    ours = run_ranks(_train_packed, layout.world_size, case, rows, options)[0]
+    ((loss, gradients),) = run_ranks(_learn_one_at_a_time, 1, case, ours.initial_weights, texts)
+    # Sums of a few dozen losses in another order.
+    assert ours.losses == pytest.approx([loss], rel=1.5e-6)
+    assert_same_gradients(ours.gradients, gradients)
