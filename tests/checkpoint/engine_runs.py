@@ -59,24 +59,3 @@ def content_of(path: Path) -> Any:
     from lightning_megatron.checkpoint.load import read_meta
 
     return read_meta(path)["lightning"]
-
-
-def save_once(run: Run, path: Path) -> None:
-    with engine_run(run) as state:
-        save(state, {}, path)
-
-
-def attempts_to_load(run: Run, paths: list[Path]) -> dict[Path, str]:
-    """What loading each checkpoint raises; nothing if it loads."""
-    from lightning_megatron.checkpoint.load import resume
-    from lightning_megatron.errors import CheckpointError
-
-    found = {}
-    with engine_run(run) as state:
-        for path in paths:
-            try:
-                resume(state, path)
-                found[path] = ""
-            except CheckpointError as error:
-                found[path] = str(error)
-    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -106,6 +107,29 @@ def test_a_spoiled_checkpoint_is_refused_alike_on_all_ranks(outcomes: Outcomes, 
 
 def test_the_intact_checkpoint_loads_in_the_same_processes_afterwards(outcomes: Outcomes) -> None:
     assert [outcome["intact"] for outcome in outcomes[1]] == [("", "")] * 2
+
+
+def test_a_flipped_bit_in_any_file_is_refused_alike_on_all_ranks(intact: Path, tmp_path: Path) -> None:
+    names = sorted(each.name for each in intact.iterdir())
+    assert {"__0_0.distcp", "__1_0.distcp", ".metadata", "rng_00001.pt", "meta.pt", "checksums.json"} <= set(names)
+    assert json.loads((intact / "checksums.json").read_text())["files"].keys() == {*names} - {"checksums.json"}
+    paths = {name: tmp_path / f"{name.strip('.')}.ckpt" for name in names}
+    for name, path in paths.items():
+        shutil.copytree(intact, path)
+        data = bytearray((path / name).read_bytes())
+        data[len(data) // 2] ^= 16
+        (path / name).write_bytes(data)
+    shutil.copytree(intact, tmp_path / "stripped.ckpt")
+    (tmp_path / "stripped.ckpt" / "checksums.json").unlink()
+    runs = {path.name: RUN.but(ckpt_path=str(path)) for path in tmp_path.iterdir()}
+
+    first, second = run_ranks(_attempts, 2, runs)
+
+    for name, path in paths.items():
+        assert first[path.name][1].startswith(f"checkpoint {path} is damaged: {name} ")
+        assert first[path.name][1].removesuffix(" (on rank 1)") == second[path.name][1].removesuffix(" (on rank 0)")
+    assert "lacks its file checksums.json" in first["stripped.ckpt"][1]
+    assert first["stripped.ckpt"] == second["stripped.ckpt"]
 
 
 def _resume_from_what_is_exchanged(run: Run, path: Path) -> tuple[str, str]:

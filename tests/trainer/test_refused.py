@@ -16,7 +16,7 @@ NARROW = {**LLAMA, "intermediate_size": 48}
 BF16 = {"precision": "bf16-mixed"}
 REFUSED: dict[int, tuple[tuple[str, Run], ...]] = {
     1: (
-        (r"the weights of this model \(48,.* parameters\) take .* GiB on 1 ranks of", Run(model={"n_embd": 10**9})),
+        (r"the weights of this model \(48,.* parameters\) take .* GiB on 1 rank of", Run(model={"n_embd": 10**9})),
         ("fp8='rowwise' is unknown; choose from tensorwise", Run(strategy={"fp8": "rowwise"})),
         ("fp8: expected precision='bf16-mixed'", FP8),
         ("ep=2: expected a divisor of the 1 ranks", MIXTRAL.but(strategy={"ep": 2})),

@@ -14,22 +14,6 @@ from tests.ranks import run_ranks
 FOUR_RANKS = Layout(tp=2, pp=2, num_microbatches=2)
 
 
-def _message(case: Case, rows: Any, batch_size: int | None, picky: bool = False) -> str:
-    """Why the first batch is refused on this rank."""
-    from lightning_megatron import DataError, GPTTrainStep
-
-    class Picky(GPTTrainStep):
-        def check_batch(self, batch: dict[str, torch.Tensor]) -> None:
-            raise KeyError("mine")
-
-    step = {"train_step": Picky()} if picky else {}
-    try:
-        trainer_of(case).fit(module_of(case, **step), DataLoader(rows, batch_size=batch_size))
-    except (DataError, KeyError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
-
-
 def _rows(key: str, value: int) -> list[dict[str, torch.Tensor]]:
     """Four rows, in the third of which a number is wrong."""
     rows = [{key: torch.zeros(16, dtype=torch.long), **row} for row in Sentences(4)]  # type: ignore[attr-defined]
@@ -38,27 +22,39 @@ def _rows(key: str, value: int) -> list[dict[str, torch.Tensor]]:
     return rows
 
 
-@pytest.mark.parametrize(
-    ("rows", "batch_size", "words"),
-    [
-        (_rows("input_ids", 83), 4, ("input_ids", "83", "vocab")),
-        (_rows("labels", -7), 4, ("labels", "-7", "-100")),
-        (_rows("token_types", 0), 4, ("token_types", "input_ids, ")),
-        ([{"input_ids": torch.arange(16)[None].repeat(n, 1)} for n in (4, 0)], None, ("a batch has no rows",)),
-    ],
-    ids=["token", "label", "key", "no rows"],
+REFUSED: tuple[tuple[Any, int | None, tuple[str, ...]], ...] = (
+    (_rows("input_ids", 83), 4, ("input_ids", "83", "vocab")),
+    (_rows("labels", -7), 4, ("labels", "-7", "-100")),
+    (_rows("token_types", 0), 4, ("token_types", "input_ids, ")),
+    ([{"input_ids": torch.arange(16)[None].repeat(n, 1)} for n in (4, 0)], None, ("a batch has no rows",)),
 )
-def test_every_rank_says_what_is_wrong(rows: Any, batch_size: int | None, words: tuple[str, ...]) -> None:
-    first, *others = run_ranks(_message, FOUR_RANKS.world_size, Case(layout=FOUR_RANKS), rows, batch_size)
-    assert others == [first] * 3
-    assert all(word in first for word in words)
 
 
-def test_a_defect_in_a_check_of_ones_own_ends_all_ranks_of_the_copy() -> None:
-    case, rows = Case(layout=FOUR_RANKS), Sentences(4)
-    first, *others = run_ranks(_message, FOUR_RANKS.world_size, case, rows, 4, True)
-    assert first == "KeyError: 'mine'"
-    assert set(others) == {"DataError: KeyError('mine')"}
+def _messages(case: Case) -> list[str]:
+    """Why the first batch of each is refused on this rank; last one that a check of the user's own fails on."""
+    from lightning_megatron import DataError, GPTTrainStep
+
+    class Picky(GPTTrainStep):
+        def check_batch(self, batch: dict[str, torch.Tensor]) -> None:
+            raise KeyError("mine")
+
+    told = []
+    cases: list[tuple[Any, int | None, Any]] = [(rows, size, None) for rows, size, _ in REFUSED]
+    for rows, batch_size, step in (*cases, (Sentences(4), 4, Picky())):
+        loader: DataLoader[Any] = DataLoader(rows, batch_size=batch_size)
+        with pytest.raises((DataError, KeyError)) as error:
+            trainer_of(case).fit(module_of(case, train_step=step), loader)
+        told.append(f"{error.type.__name__}: {error.value}")
+    return told
+
+
+def test_every_rank_says_what_is_wrong() -> None:
+    ranks = run_ranks(_messages, FOUR_RANKS.world_size, Case(layout=FOUR_RANKS))
+    for (_, _, words), (first, *others) in zip(REFUSED, zip(*ranks, strict=True), strict=False):
+        assert others == [first] * 3
+        assert all(word in first for word in words)
+    # A defect in a check of one's own ends all ranks of the copy.
+    assert [told[-1] for told in ranks] == ["KeyError: 'mine'"] + ["DataError: KeyError('mine')"] * 3
 
 
 def _warnings_without_labels(case: Case) -> list[str]:
