@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
-from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -63,11 +62,6 @@ class MegatronPrecision(Precision):
         if type(plugin).__module__.split(".")[0] != "lightning":
             raise ConfigError(f"precision plugin {type(plugin).__name__} does nothing here; use Trainer(precision=...)")
         return cls(plugin.precision)  # type: ignore[arg-type]
-
-    @override
-    def convert_module(self, module: Module) -> Module:
-        """Unchanged: the engine converts its own chunks."""
-        return module
 
     @override
     def clip_gradients(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,8 @@
-"""Checkpoints in object stores: saved, resumed, replaced and removed as on a disk, and never half."""
+"""Checkpoints in object stores: saved, resumed, replaced and removed as on a disk, and never half.
+
+The store is a file system of fsspec that is none of the operating system's: a folder under addresses, without links or
+renames of folders, as an object store has none. Several processes see the same, as ``memory://`` does not.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,41 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
-from tests.checkpoint import stores
 from tests.checkpoint.runs import Run, Trace, callback, checkpoints_at, differences, fit, train
 from tests.ranks import run_ranks
+
+PROTOCOL = "shared"
+
+
+class SharedFileSystem(LocalFileSystem):
+    """``shared:///tmp/x`` is the folder ``/tmp/x``."""
+
+    protocol = PROTOCOL
+    copies_left: int | None = None
+    """Files that may yet be copied before the store fails; None for any number."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{**options, "auto_mkdir": True})
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> str:
+        return "/" + str(path).removeprefix(f"{PROTOCOL}://").strip("/")
+
+    def copy(self, path1: str, path2: str, **options: Any) -> None:  # type: ignore[override]
+        if SharedFileSystem.copies_left is not None:
+            if SharedFileSystem.copies_left == 0:
+                raise OSError("the store is gone")
+            SharedFileSystem.copies_left -= 1
+        super().cp_file(self._strip_protocol(path1), self._strip_protocol(path2), **options)
+
+
+def register() -> None:
+    fsspec.register_implementation(PROTOCOL, SharedFileSystem, clobber=True)
+
 
 RUN = Run(strategy={"tp": 2}, trainer={"max_steps": 6})
 NEEDS_S3 = pytest.mark.skipif(find_spec("moto") is None or find_spec("s3fs") is None, reason="needs moto and s3fs")
@@ -23,7 +57,7 @@ def _kept(address: str, is_async: bool) -> tuple[Trace, Trace, list[str], list[s
     """A run of 4 steps, the resumed one to 6, and what is in the store after each."""
     from lightning_megatron.files import as_path
 
-    stores.register()
+    register()
     options = {"save_top_k": 2, "monitor": "step", "mode": "max", "save_last": True}
     run = RUN.but(strategy={"async_save": is_async})
     first = fit(run.but(trainer={"max_steps": 4}), checkpoints_at(address, **options))[1]  # type: ignore[arg-type]
@@ -33,7 +67,7 @@ def _kept(address: str, is_async: bool) -> tuple[Trace, Trace, list[str], list[s
 
 
 def _resumed_elsewhere(path: str) -> Trace:
-    stores.register()
+    register()
     return train(RUN.but(strategy={"tp": 1}, ckpt_path=path))
 
 
@@ -65,18 +99,18 @@ def _replaced_half(address: str) -> list[str]:
     from lightning_megatron.errors import CheckpointError
     from lightning_megatron.files import as_path
 
-    stores.register()
+    register()
     run = Run(trainer={"max_steps": 2})
 
     def fail_from_now_on(trainer: Any, *_: Any) -> None:
-        stores.SharedFileSystem.copies_left = 2 if trainer.global_step == 2 else None
+        SharedFileSystem.copies_left = 2 if trainer.global_step == 2 else None
 
     keeper = checkpoints_at(address, filename="same", save_top_k=1, enable_version_counter=False)  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="the store is gone"):
         fit(run, callback(on_train_batch_end=fail_from_now_on), keeper)
     path = as_path(address) / "same.ckpt"
     found = [f"{find_newest(path).step} of {sorted(each.name for each in as_path(address).iterdir())}"]
-    stores.SharedFileSystem.copies_left = None
+    SharedFileSystem.copies_left = None
     resumed = fit(run.but(trainer={"max_steps": 3}, ckpt_path=str(path)), checkpoints_at(address, filename="same"))  # type: ignore[arg-type]
     found.append(f"{resumed[0].global_step} of {sorted(each.name for each in as_path(address).iterdir())}")
     (path / "meta.pt").unlink()
@@ -97,7 +131,7 @@ def test_inspect_and_convert_read_from_a_store(tmp_path: Path, capsys: pytest.Ca
     from lightning_megatron.cli.inspect import inspect_path
     from lightning_megatron.hub import local_folder
 
-    stores.register()
+    register()
     run_ranks(_kept_once, 1, tmp_path)
     inspect_path(f"shared://{tmp_path}/one.ckpt")
     of_store = capsys.readouterr().out

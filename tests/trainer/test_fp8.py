@@ -155,30 +155,20 @@ EVERY_TWO = {"every_n_train_steps": 2}
 FP8 = Run(strategy={"fp8": "tensorwise"}, trainer={"precision": "bf16-mixed", "max_steps": 4})
 
 
-@pytest.mark.parametrize(
-    ("run", "world_size"),
-    [(FP8, 1), (FP8.but(strategy={"tp": 2, "sequence_parallel": True}, model=LLAMA), 2)],
-    ids=["gpt2", "llama tp2 sp"],
-)
-def test_a_run_is_resumed_exactly(run: Run, world_size: int, tmp_path: Path) -> None:
-    whole = run_ranks(train_and_keep, world_size, run, tmp_path, EVERY_TWO)
-    resumed = run_ranks(train, world_size, run.but(ckpt_path=str(tmp_path / "step=2.ckpt")))
-    for expected, found in zip(whole, resumed, strict=True):
-        assert found.steps == {step: numbers for step, numbers in expected.steps.items() if step > 2}
-        assert differences(expected.state, found.state) == []
-
-
-def test_checkpoints_are_those_of_bf16_and_either_loads_the_other(tmp_path: Path) -> None:
-    bf16 = FP8.but(strategy={"fp8": None})
-    kept: dict[str, Any] = {}
-    for name, run in (("fp8", FP8), ("bf16", bf16)):
-        run_ranks(train_and_keep, 1, run, tmp_path / name, EVERY_TWO)
-        kept[name] = read_tensors(tmp_path / name / "step=2.ckpt")
-    shapes = [{key: (tensor.shape, tensor.dtype) for key, tensor in kept[name].items()} for name in kept]
+def test_a_run_is_resumed_exactly_and_checkpoints_are_those_of_bf16(tmp_path: Path) -> None:
+    fp8 = FP8.but(strategy={"tp": 2, "sequence_parallel": True}, model=LLAMA)
+    runs = {"fp8": fp8, "bf16": fp8.but(strategy={"fp8": None})}
+    whole = {name: run_ranks(train_and_keep, 2, run, tmp_path / name, EVERY_TWO) for name, run in runs.items()}
+    kept = [read_tensors(tmp_path / name / "step=2.ckpt") for name in runs]
+    shapes = [{key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()} for tensors in kept]
     assert shapes[0] == shapes[1]
-    for name, run in (("fp8", bf16), ("bf16", FP8)):
-        (goes_on,) = run_ranks(train, 1, run.but(ckpt_path=str(tmp_path / name / "step=2.ckpt")))
-        assert list(goes_on.steps) == [3, 4]
+    for saved, name in (("fp8", "fp8"), ("fp8", "bf16"), ("bf16", "fp8")):
+        resumed = run_ranks(train, 2, runs[name].but(ckpt_path=str(tmp_path / saved / "step=2.ckpt")))
+        for expected, found in zip(whole[name], resumed, strict=True):
+            assert list(found.steps) == [3, 4]
+            if name == saved:
+                assert found.steps == {step: numbers for step, numbers in expected.steps.items() if step > 2}
+                assert differences(expected.state, found.state) == []
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------
