@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning.fabric.utilities import rank_zero_warn
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -21,7 +21,6 @@ from lightning_megatron.models.config import ModelConfig
 if TYPE_CHECKING:
     from lightning_megatron.strategy import MegatronStrategy
 
-_T = TypeVar("_T")
 _NEEDED: dict[str, SplitName] = {"fit": "train", "validate": "valid", "test": "test", "predict": "test"}
 
 
@@ -135,7 +134,8 @@ class MegatronDataModule(LightningDataModule, ABC):
             self._train_loader = None
             self._restored = None
         run = self.run(self._trainer().lightning_module)
-        self._on_first_rank(lambda: self.check(run))
+        is_first = self._strategy().global_rank == 0
+        on_all_ranks_alike(lambda: self.check(run) if is_first else None)
 
     @override
     def train_dataloader(self) -> TrainLoader:
@@ -286,12 +286,6 @@ class MegatronDataModule(LightningDataModule, ABC):
         told = strategy.broadcast(None if samples is None else (len(samples), samples.fingerprint))
         others = opened(strategy.is_data_source and strategy.global_rank != 0)
         return *told, others if samples is None else samples
-
-    def _on_first_rank(self, work: Callable[[], _T]) -> _T:
-        """The result of ``work`` on rank 0, or its error, on every rank: none is left waiting for another."""
-        strategy = self._strategy()
-        result = on_all_ranks_alike(lambda: work() if strategy.global_rank == 0 else None)
-        return strategy.broadcast(result)  # type: ignore[no-any-return]
 
     def _check_trainer(self, stage: str) -> None:
         trainer = self._trainer()

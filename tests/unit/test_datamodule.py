@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from numpy.typing import NDArray
 
 from lightning_megatron import MegatronModule, MegatronStrategy
@@ -21,16 +22,8 @@ from lightning_megatron.datamodules import IndexedDataModule
 from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.launch import LAUNCHER, ScriptLauncher
 from lightning_megatron.megatron_datamodule import Run
-from tests.unit.data.corpus import engine_rows
+from tests.unit.data.corpus import engine_rows, write_corpus
 from tests.unit.data.indexed_files import build, write_legacy
-from tests.unit.data.one_of_many_ranks import (
-    SEQ_LENGTH,
-    OneOfManyRanks,
-    Recorder,
-    make_data,
-    make_documents,
-    make_trainer,
-)
 
 pytestmark = pytest.mark.filterwarnings(
     # About checkpoints that one test writes into one folder and reads back without the callback that wrote them.
@@ -41,14 +34,71 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
+SEQ_LENGTH = 8
+
+
+class OneOfManyRanks(SingleDeviceStrategy):
+    """A single process that plays the only rank of a layout."""
+
+    def __init__(self, num_microbatches: int = 1) -> None:
+        super().__init__("cpu")
+        self.data_parallel_size, self.data_parallel_rank, self.num_microbatches = 1, 0, num_microbatches
+        self.tp, self.sequence_parallel = 1, False
+        self.is_data_source = True
+
+
+class Recorder(LightningModule):
+    """Keeps what it is given, and stops by an exception if told to."""
+
+    def __init__(self, early_question: bool = False) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.train_rows: list[torch.Tensor] = []
+        self._early_question = early_question
+
+    def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        (rows,) = batch.values()
+        self.train_rows.append(rows)
+        return self.weight * 0.0
+
+    def validation_step(self, batch: dict[str, torch.Tensor]) -> None: ...
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self._early_question:
+            assert self.trainer.estimated_stepping_batches
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        return torch.cat(self.train_rows).numpy()
+
+
+def make_trainer(folder: Path, strategy: OneOfManyRanks, **options: Any) -> Trainer:
+    defaults: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "limit_val_batches": 0}
+    return Trainer(
+        default_root_dir=folder,
+        strategy=strategy,
+        accelerator="cpu",
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **(defaults | options),
+    )
+
+
+def make_data(tmp_path: Path, **options: Any) -> IndexedDataModule:
+    defaults: dict[str, Any] = {"split": "8,1,1", "seq_length": SEQ_LENGTH, "micro_batch_size": 2}
+    return IndexedDataModule(str(tmp_path / "corpus"), **(defaults | options))
+
+
 @pytest.fixture
 def documents(tmp_path: Path) -> list[NDArray[np.uint16]]:
-    return make_documents(tmp_path)
+    """Of the dataset ``corpus``, whose splits leave ragged tails."""
+    return write_corpus(tmp_path / "corpus", 63, longest=20)
 
 
-def _expected(tmp_path: Path, num_samples: int | None, name: str = "train") -> NDArray[np.int64]:
+def _expected(tmp_path: Path, num_samples: int | None) -> NDArray[np.int64]:
     """The engine's own samples."""
-    return engine_rows(([str(tmp_path / "corpus")], None), num_samples, name=name, seq_length=SEQ_LENGTH)
+    return engine_rows(([str(tmp_path / "corpus")], None), num_samples, seq_length=SEQ_LENGTH)
 
 
 def _fit(folder: Path, num_microbatches: int, module: Recorder | None = None, **options: Any) -> Recorder:
@@ -130,83 +180,41 @@ def test_epochs_of_other_lengths_need_a_loader_that_is_renewed(
         _fit(tmp_path, 4, max_epochs=1, **options)  # no other epoch follows
 
 
-@pytest.mark.parametrize("name", ["valid", "test"])
-def test_evaluation_takes_each_sample_once_and_pads_the_rest(
-    tmp_path: Path, documents: list[NDArray[np.uint16]], name: str
-) -> None:
-    expected = _expected(tmp_path, None, name)
-    seen = []
-    for rank in range(2):
-        module = Recorder()
-        trainer = make_trainer(tmp_path, OneOfManyRanks(dp=2, dp_rank=rank, num_microbatches=2), limit_val_batches=1.0)
-        run = trainer.validate if name == "valid" else trainer.test
-        run(module, datamodule=make_data(tmp_path), verbose=False)
-        assert all(batch["text"].shape == (4, SEQ_LENGTH + 1) for batch in module.val_batches)
-        assert all(batch["sample_mask"].dtype == torch.float32 for batch in module.val_batches)
-        assert len(module.val_batches) == -(-len(expected) // 8)
-        for batch in module.val_batches:
-            mask = batch["sample_mask"].bool()
-            assert (batch["text"][~mask].numpy() == expected[0]).all(), "filled up with rows that every step can read"
-            seen += [row.numpy().tobytes() for row in batch["text"][mask]]
-
-    assert len(expected) % 8, "the corpus must leave a ragged tail"
-    assert sorted(seen) == sorted(row.tobytes() for row in expected)
-
-
 # ---- runs that cannot work ------------------------------------------------------------------------------------------
 
 
-def test_a_split_without_weight_has_no_loader(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
-    module = Recorder()
-    trainer = make_trainer(tmp_path, OneOfManyRanks(), max_steps=2, limit_val_batches=1.0)
-
-    trainer.fit(module, datamodule=make_data(tmp_path, split="1"))
-
-    assert len(module.train_rows) == 2
-    assert not module.val_batches
-    with pytest.raises(ConfigError, match="IndexedDataModule has no valid split for trainer.validate"):
-        trainer.validate(module, datamodule=make_data(tmp_path, split="1"))
-    with pytest.raises(ConfigError, match="IndexedDataModule has no test split for trainer.test"):
-        trainer.test(module, datamodule=make_data(tmp_path, split="1,1"))
-
-
-def test_a_split_that_is_not_read_may_be_empty_in_a_blend_too(
+def test_a_split_that_is_not_read_may_have_no_weight_or_be_empty_in_a_blend(
     tmp_path: Path, documents: list[NDArray[np.uint16]]
 ) -> None:
     small = build(tmp_path / "small", [[list(range(40))], [list(range(40))]])
-    data_path = [0.5, str(tmp_path / "corpus"), 0.5, small]
-
-    def fit(limit_val_batches: int) -> int:
-        module = Recorder()
-        data = IndexedDataModule(data_path, "8,1,1", SEQ_LENGTH, micro_batch_size=2)
-        trainer = make_trainer(tmp_path, OneOfManyRanks(), max_steps=2, limit_val_batches=limit_val_batches)
-        trainer.fit(module, datamodule=data)
-        return len(module.train_rows)
-
-    assert fit(limit_val_batches=0) == 2
-    with pytest.raises(DataError, match=r"gives valid 0 of 2 documents of .*small"):
-        fit(limit_val_batches=1)
+    module = Recorder()
+    for data_path, split in ((str(tmp_path / "corpus"), "1"), ([0.5, str(tmp_path / "corpus"), 0.5, small], "8,1,1")):
+        data = IndexedDataModule(data_path, split, SEQ_LENGTH, micro_batch_size=2)
+        make_trainer(tmp_path, OneOfManyRanks(), max_steps=2, limit_val_batches=0).fit(module, datamodule=data)
+        trainer = make_trainer(tmp_path, OneOfManyRanks(), limit_val_batches=1)
+        says = "no valid split for trainer.validate" if split == "1" else r"gives valid 0 of 2 documents of .*small"
+        with pytest.raises(ConfigError, match=says):
+            trainer.validate(module, datamodule=data)
+    assert len(module.train_rows) == 4
 
 
 def test_old_formats_are_converted_once_and_give_the_samples_of_today(
     tmp_path: Path, documents: list[NDArray[np.uint16]], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Beside a dataset of today's in a blend."""
-    half = len(documents) // 2
-    parts = {"first": documents[:half], "second": documents[half:]}
-    new = [build(tmp_path / name, [[each.tolist()] for each in part]) for name, part in parts.items()]
-    old = write_legacy(tmp_path / "old", [[each.tolist()] for each in parts["first"]])
+    first, second = ([[each.tolist()] for each in documents[half::2]] for half in (0, 1))
+    new = [build(tmp_path / "first", first), build(tmp_path / "second", second)]
+    old = write_legacy(tmp_path / "old", first)
     seen = []
-    with caplog.at_level("INFO", "lightning"):
-        for data_path in (new, [old, new[1]], [old, new[1]]):
-            module = Recorder()
-            trainer = make_trainer(tmp_path, OneOfManyRanks(), max_steps=6, limit_val_batches=0)
-            trainer.fit(module, datamodule=IndexedDataModule(data_path, "1", SEQ_LENGTH, micro_batch_size=2))
-            seen.append(module.rows)
+    for data_path in (new, [old, new[1]], [old, new[1]]):
+        module = Recorder()
+        trainer = make_trainer(tmp_path, OneOfManyRanks(), max_steps=6)
+        trainer.fit(module, datamodule=IndexedDataModule(data_path, "1", SEQ_LENGTH, micro_batch_size=2))
+        seen.append(module.rows)
     (line,) = (line for line in caplog.messages if "cached/lazy" in line)
     assert line.startswith(f"{old} is in Megatron's old cached/lazy format; converting it into {old}/cache/mmap-")
-    np.testing.assert_array_equal(seen[1], seen[0])
-    np.testing.assert_array_equal(seen[2], seen[0])
+    assert np.array_equal(seen[1], seen[0])
+    assert np.array_equal(seen[2], seen[0])
 
 
 def test_a_script_is_told_before_it_starts_other_processes_unless_its_data_are_made_later(

