@@ -447,6 +447,7 @@ class CudaGraphs:
             ConfigError: If one cannot be recorded.
         """
         pool, collects = torch.cuda.graph_pool_handle(), gc.isenabled()
+        current = torch.cuda.current_stream(self._stream.device)
         # Python could free a graph or an event of somebody else meanwhile, which CUDA refuses while it records.
         gc.disable()
         try:
@@ -458,6 +459,8 @@ class CudaGraphs:
                 f"static_cache: expected steps that CUDA can record as a graph, got: {reason}; set static_cache=False"
             ) from error
         finally:
+            # A recording that fails may leave the side stream current.
+            torch.cuda.set_stream(current)
             if collects:
                 gc.enable()
 

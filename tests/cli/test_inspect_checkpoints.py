@@ -187,19 +187,6 @@ def test_a_legacy_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert [part for part in parts if part not in text] == []
 
 
-def test_a_legacy_file_of_an_unknown_variant_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "mp_rank_00" / "model_optim_rng.pt"
-    file.parent.mkdir()
-    torch.save({"model": {"language_model": {"encoder": {"layers.0.experts.weight": torch.ones(2, 3)}}}}, file)
-
-    shown = _json(file, capsys)
-
-    name = "language_model.encoder.layers.0.experts.weight"
-    assert [(each["name"], each["shape"]) for each in shown["tensors"]] == [(name, [2, 3])]
-    torch.save({"model": _RunsCode()}, file)
-    assert "it would run builtins.print when loaded" in _refusal(capsys, tmp_path)
-
-
 def test_names_that_a_terminal_would_obey_are_shown_as_python_writes_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

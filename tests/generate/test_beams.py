@@ -13,7 +13,6 @@ from tests.generate.models import (
     asked,
     by_hugging_face,
     compare,
-    continued,
     hugging_face,
     prompts,
     run_with_models,
@@ -73,12 +72,3 @@ def test_scores_equal_hugging_face(layout: Layout) -> None:
 def _scored(directory: str, case: Case, calls: list[Call]) -> list[Any]:
     module = set_up(directory, case, "llama")
     return [module.generate_with_scores(c.input_ids, c.attention_mask, **c.options) for c in calls]
-
-
-def test_several_texts_are_drawn_of_each_prompt() -> None:
-    rows = prompts(lengths=(4, 7))
-    call = asked("gpt2", rows, do_sample=True, max_new_tokens=6, num_return_sequences=3, **NO_END)
-    (alone,), (shared,) = (continued([call], layout) for layout in (Layout(), Layout(dp=2)))
-    assert torch.equal(alone[:, :7], rows[0].repeat_interleave(3, dim=0))
-    assert len({tuple(row) for row in alone[:, 7:].tolist()}) == 6
-    assert torch.equal(alone, shared)
