@@ -5,7 +5,6 @@ The YAML is ``run_settings.yaml`` with other values; its comments are the questi
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import re
@@ -21,7 +20,7 @@ import yaml
 
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError, UsageError, require_divides
-from lightning_megatron.foreign_names import foreign_names
+from lightning_megatron.foreign_names import advice, foreign_names
 
 if TYPE_CHECKING:
     from lightning_megatron.models.config import ModelConfig
@@ -283,7 +282,7 @@ def _answer(place: str, default: Any) -> Any:
 
 def _longest(model: ModelConfig) -> int | None:
     """Tokens of a row for which it has positions; None for any number."""
-    return model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else None
+    return model.max_position_embeddings if model.has_position_table else None
 
 
 @functools.cache
@@ -311,8 +310,7 @@ def _imported(path: Path) -> tuple[Settings, dict[str, str]]:
             for row in foreign_names() if row.value or row.used_by in ("config", "plugin")}  # fmt: skip
     for key in given:
         if key not in rows:
-            close = difflib.get_close_matches(key, rows, 1)
-            fix = f"did you mean {close[0]}?" if close else "remove it"
+            fix = advice(key, list(rows)).partition("choose from")[0] or "remove it"
             raise ConfigError(f"{path}: {key} is not among the keys of accelerate config; {fix}")
     settings, launch, left_out = dict(_UNSAID), dict[str, str](), dict[str, list[str]]()
     samples: dict[str, str] = {}
