@@ -181,9 +181,10 @@ class StepClock:
 
 
 def _model_and_lengths(pl_module: LightningModule, shape: StepShape) -> tuple[ModelConfig, tuple[int, ...]] | None:
-    """The model and the tokens of a row; None if the module does not tell its shape.
+    """The model and the tokens of a row; None if they are not known.
 
-    So is it with an objective of the user's for a T5, which tells only the sum of both sequences.
+    Not known are those of a module without ``model_config``, and of a T5 with an objective of the user's, which has
+    only the sum of both sequences.
     """
     model = getattr(pl_module, "model_config", None)
     if not isinstance(model, ModelConfig):

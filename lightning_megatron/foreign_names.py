@@ -1,7 +1,7 @@
 """Options of Accelerate, NeMo 2, Megatron-LM and transformers by our names: the table ``foreign_names.csv``.
 
-``config --from-accelerate`` reads it, ``docs/from_accelerate.md`` shows it, and constructors and commands that meet a
-name of it say what it is called here.
+``config --from-accelerate`` translates by it, ``docs/from_accelerate.md`` shows it, and the errors of constructors and
+commands name our option for one of theirs.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Run:
     shape: BatchShape
     """How a step is dealt; the rank in it does not matter."""
     model: ModelConfig | None = None
-    """The model, if it is one that tells."""
+    """The model; None if the module has no ``model_config``."""
     train_step: object = None
     """Its objective, likewise."""
     splits: tuple[SplitName, ...] = SPLIT_NAMES
@@ -238,7 +238,7 @@ class MegatronDataModule(LightningDataModule, ABC):
             self.check(run)
 
     def model(self) -> ModelConfig | None:
-        """The model that the Trainer runs now, if it is one that tells; None without a Trainer."""
+        """The model that the Trainer runs now; None without a Trainer, or if its module has no ``model_config``."""
         return None if self.trainer is None else _config_of(self.trainer.lightning_module)
 
     def _open_train(self, num_samples: int | None) -> tuple[PassOrder, Samples | None]:

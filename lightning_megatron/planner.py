@@ -1,16 +1,16 @@
 """Memory, step time and the layouts that fit: arithmetic on a model's shape, a layout, a batch and a device.
 
 Memory follows Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198), section 4, for what this package's layers
-keep (attention without a matrix of scores). Time is matrix products at
-the rate that the power limit leaves (not the datasheet's), attention, memory traffic of everything else, exposed
-communication, and the bubble of the schedule (Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, section 2.2).
-The constants below were fitted on some runs on H200s and judged on others: ``tests/unit/test_planner.py`` has them all.
-Peak memory is within 10 %, the time of a step within 15 %. Runs on several GPUs, and some on one, are older than the
-kernels that move fewer bytes around products and in the optimizer: the constants stand between old and new runs.
+keep (attention without a matrix of scores). Time is the sum of matrix products (at the rate that the power limit
+allows, below the datasheet's), attention, memory traffic of everything else, exposed communication, and the bubble of
+the schedule (Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, section 2.2). The constants below were fitted on
+some runs on H200s and tested on others, all listed in ``tests/unit/test_planner.py``: peak memory is within 10 %, the
+time of a step within 15 %. The runs on several GPUs, and some on one, were measured before kernels were fused around
+matrix products and in the optimizer; the constants are a compromise between old and new runs.
 
-Other devices are scaled from an H200's by datasheet: matrix products and attention by the peak in bf16, the rest by
-memory and link bandwidth. Hosts have eight GPUs; what goes between hosts is by datasheet alone, and was not measured;
-messages between stages are taken to be hidden.
+Other devices are scaled from an H200 by datasheet: matrix products and attention by the peak in bf16, the rest by
+memory and link bandwidth. A host has eight GPUs. Speeds between hosts are from datasheets and were not measured;
+messages between stages are assumed to overlap with computation.
 """
 
 from __future__ import annotations

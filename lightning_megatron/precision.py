@@ -1,4 +1,4 @@
-"""Lightning's precision plugin for the engine: it names the formats, and does nothing twice."""
+"""Lightning's precision plugin: ``Trainer(precision=...)`` as dtypes of the engine, which casts and scales itself."""
 
 from __future__ import annotations
 

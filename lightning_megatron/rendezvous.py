@@ -66,7 +66,7 @@ def on_present_nodes(
 
 @contextmanager
 def meeting(environment: ClusterEnvironment, num_nodes: int, timeout: timedelta) -> Generator[Store | None, None, None]:
-    """While the ranks meet: outside of a cluster say for which, since somebody has to start those of other nodes.
+    """While ranks meet; outside of a cluster a line says which are awaited, as the user starts those of other nodes.
 
     Yields:
         The store to initialize process groups with; None if they are already.

@@ -34,8 +34,8 @@ def train_tokenizer(options: TokenizerTrainingOptions) -> None:
 def preprocess(options: PreprocessOptions) -> None:
     """Turn text into an indexed dataset (.bin/.idx).
 
-    Writes P_<key>_document.bin and .idx, or P_<key>_sentence with --split-sentences; nothing under these names before
-    all of it is complete, then it replaces what is there. The order of the inputs is kept.
+    Writes P_<key>_document.bin and .idx, or P_<key>_sentence with --split-sentences. Files appear under these names
+    when all of them are complete, and replace older ones. The order of the inputs is kept.
 
     Example:
         lightning-megatron preprocess --input 'corpus/*.jsonl.gz' --output-prefix data/corpus

@@ -67,10 +67,10 @@ class GenerateOptions:
 def generate(options: GenerateOptions, how: GenerationOptions) -> None:
     """Continue prompts with the model of any checkpoint.
 
-    On one process or on tp x pp of them. Read is what convert reads: Hugging Face model directories, *.ckpt of
-    MegatronStrategy, Megatron-Core's distributed checkpoints and Megatron-LM's, or models of the Hugging Face hub by
-    name (org/name); each process reads its own part. Greedy unless an option says how to draw. GPTs continue the
-    prompts; the encoder of a T5 reads them, and the text is its decoder's.
+    Runs in one process or in tp x pp, each of which reads its own part. Reads what convert reads: Hugging Face model
+    directories, *.ckpt of MegatronStrategy, Megatron-Core's distributed checkpoints and Megatron-LM's, or a model on
+    the Hugging Face hub by its name (org/name). Greedy unless a sampling option is given. A GPT continues the prompt;
+    a T5's encoder reads it, and its decoder writes the text.
 
     Example:
         lightning-megatron generate --checkpoint gpt2 --prompt "Are you human?" --max-new-tokens 40

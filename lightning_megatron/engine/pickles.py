@@ -194,7 +194,7 @@ def _only_safe(known: list[Any]) -> Iterator[None]:
 
 
 def _check_containers(value: Any, most_items: int, num_bytes: int | None) -> None:
-    """Raise if containers hold each other so that whoever goes through them comes to no end.
+    """Raise if containers hold each other, so that a walk through them would not end.
 
     Args:
         value: What was loaded.

@@ -1,4 +1,4 @@
-"""Translate a model description into Megatron-Core's ``TransformerConfig``; the only place that spells one."""
+"""Translate a model description into Megatron-Core's ``TransformerConfig``; no other module makes one."""
 
 from __future__ import annotations
 

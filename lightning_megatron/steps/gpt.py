@@ -59,7 +59,7 @@ class GPTTrainStep(base.TokenLossStep):
         """Choose what the end of a document means.
 
         Raises:
-            ConfigError: If something shall happen there and nobody says where it is.
+            ConfigError: If an option is about the ends of documents and ``eod_token`` is None.
         """
         self.eod_token = eod_token
         self.reset_position_ids = reset_position_ids
