@@ -25,38 +25,25 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-# What most rank functions need. A module that is broken is skipped: the rank's own import shows the error.
+# What most rank functions need, and what it imports. A module that is broken is skipped: the rank's own import shows
+# the error.
 _PRELOADED = (
-    "numpy",
-    "numpy.ctypeslib",
     "pytest",
-    "torch",
-    "torch.distributed",
+    "numpy.ctypeslib",
     "torch._dynamo",  # torch.optim imports it at the first step
-    "lightning.pytorch",
-    "lightning.pytorch.cli",
-    "megatron.core",
-    "megatron.core.dist_checkpointing",
-    "megatron.core.fusions.fused_bias_dropout",  # asks Dynamo for its rules, which takes as long as a step
-    "megatron.core.models.gpt",
-    "megatron.core.optimizer",
-    "megatron.core.pipeline_parallel",
     "torch.profiler._cupti_monitor",
     "torch.utils.serialization.config",
+    "megatron.core.fusions.fused_bias_dropout",  # asks Dynamo for its rules, which takes as long as a step
+    "megatron.core.models.gpt",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
     "transformers.models.megatron_bert.modeling_megatron_bert",
     "transformers.models.t5.modeling_t5",
-    "lightning_megatron.callbacks",
-    "lightning_megatron.module",
-    "lightning_megatron.strategy",
-    "lightning_megatron.convert.hugging_face",
-    "lightning_megatron.datamodules",
-    "lightning_megatron.models.build",
-    "lightning_megatron.model_summary",
     "lightning_megatron.cli.train",
     "lightning_megatron.convert.convert",
     "lightning_megatron.generate.pipeline",
+    "lightning_megatron.model_summary",
+    "lightning_megatron.models.build",
     "tests.cli.command",
     "tests.checkpoint.runs",
     "tests.families.parity",
