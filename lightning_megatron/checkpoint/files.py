@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint._fsspec_filesystem import FileSystem
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_megatron.engine.pickles import more_than_data, read_pickle, stand_in
@@ -313,6 +314,23 @@ def _table_of(state: Any) -> metadata.Metadata:
         state_dict_metadata={name: entry(made) for name, made in state["state_dict_metadata"].items()},
         storage_data={index(key): place(made) for key, made in state["storage_data"].items()},
     )
+
+
+class TableReader(filesystem.FileSystemReader):
+    """Torch's reader of shards, also in a store, with a table of contents that was checked while it was read."""
+
+    def __init__(self, path: Path, table: metadata.Metadata) -> None:
+        """Open no file yet."""
+        super().__init__(str(path))
+        if is_remote(path):
+            self.fs = FileSystem()  # type: ignore[assignment]  # as torch's FsspecReader does
+            self.path = self.fs.init_path(str(path))
+        self._table = table
+        self.set_up_storage_reader(table, is_coordinator=False)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
+        """The table."""
+        return self._table
 
 
 def check_only_data(path: Path) -> None:

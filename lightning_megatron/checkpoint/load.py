@@ -27,8 +27,6 @@ from megatron.core.dist_checkpointing.validation import (
     determine_global_metadata,
     validate_integrity_and_strict_load,
 )
-from torch.distributed.checkpoint._fsspec_filesystem import FileSystem
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
@@ -36,6 +34,7 @@ from lightning_megatron.checkpoint import state as run_state
 from lightning_megatron.checkpoint.files import (
     COMMON,
     META,
+    TableReader,
     check_backends,
     check_complete,
     failures_as_errors,
@@ -50,7 +49,7 @@ from lightning_megatron.engine.optimizer import MegatronOptimizer
 from lightning_megatron.engine.pickles import read_pickle
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.errors import CheckpointError, ConfigError
-from lightning_megatron.files import as_path, is_remote, recover, remove
+from lightning_megatron.files import as_path, recover, remove
 
 _OF_THE_MOMENTS = ("params", "step")
 """What a parameter group has that belongs to the checkpoint; the rest is of the run."""
@@ -295,23 +294,9 @@ def _load_sharded(
         sharded, not_asked_for, not_there = validate_integrity_and_strict_load(
             sharded, strict, True, here, everywhere, _entries(path, table)
         )
-        merge(loaded, _read_shards(sharded, _Reader(path, table)))
+        merge(loaded, _read_shards(sharded, TableReader(path, table)))
         apply_factory_merges(loaded, factories)
     return loaded, not_asked_for, not_there
-
-
-class _Reader(FileSystemReader):
-    """Torch's, with a table of contents that was checked while it was read."""
-
-    def __init__(self, path: Path, table: Metadata) -> None:
-        super().__init__(str(path))
-        if is_remote(path):
-            self.fs = FileSystem()  # type: ignore[assignment]  # as torch's FsspecReader does
-            self.path = self.fs.init_path(str(path))
-        self._table = table
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._table
 
 
 def _entries(path: Path, table: Metadata) -> dict[str, Any]:
@@ -322,7 +307,7 @@ def _entries(path: Path, table: Metadata) -> dict[str, Any]:
     return {each.unique_key: each for each in objects} | tensors
 
 
-def _read_shards(state: dict[str, Any], reader: _Reader) -> dict[str, Any]:
+def _read_shards(state: dict[str, Any], reader: TableReader) -> dict[str, Any]:
     """As Megatron's ``TorchDistLoadShardedStrategy.load``, with a reader and a planner that run no code."""
     weights = [each for each in nested_values(state) if isinstance(each, ShardedTensor)]
     planner = _LoadPlanner(

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
@@ -27,6 +26,7 @@ from lightning_megatron.checkpoint.files import (
     CHECKSUMS,
     COMMON,
     META,
+    TableReader,
     check_backends,
     check_complete,
     check_only_data,
@@ -107,8 +107,7 @@ class DistributedSource(Source):
         folders = (path / COMPANIONS, path)
         self.companions = next((each for each in folders if each.is_dir() and companion_files(each)), None)
         self._found: dict[Key, Stored] = {}
-        self._reader = FileSystemReader(path)
-        self._reader.set_up_storage_reader(table, is_coordinator=False)
+        self._reader = TableReader(path, table)
 
     def find(self, known: Collection[str] = ()) -> dict[Key, Stored]:
         """The model's tensors, each with its entry and its index along the first axes of that.
