@@ -378,7 +378,7 @@ def _is_being_written(folder: Path) -> bool:
 def readable_size(num_bytes: float) -> str:
     """A number of bytes for readers, three digits of it: ``12.3 MB``."""
     for unit in ("bytes", "kB", "MB", "GB"):
-        if num_bytes < 1000:
+        if num_bytes < 999.5:  # which would be 1e+03 of its unit
             break
         num_bytes, unit = num_bytes / 1000, "TB"
     return f"{num_bytes:,.0f} bytes" if unit == "bytes" else f"{num_bytes:,.3g} {unit}"

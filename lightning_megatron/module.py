@@ -21,7 +21,7 @@ from lightning_megatron.accounting import check_host_memory
 from lightning_megatron.checkpoint.files import META, load_plain
 from lightning_megatron.checkpoint.load import LoadFrom
 from lightning_megatron.convert.hugging_face import load_hugging_face, open_weights, with_weights
-from lightning_megatron.convert.peft import LoRA, adaptation, load_adapter, save_adapter, save_merged
+from lightning_megatron.convert.peft import LoRA, adaptation, load_adapter, save_adapter
 from lightning_megatron.convert.registry import config_fields, config_object, model_config
 from lightning_megatron.engine.collectives import computed_metrics, on_all_ranks_alike
 from lightning_megatron.engine.fillers.fp8 import size_warning
@@ -264,7 +264,10 @@ class MegatronModule(pl.LightningModule):
         self._begins_frozen = not requires_grad
         super().requires_grad_(requires_grad)
         if requires_grad and self.adaptation is not None:
-            self.adaptation.freeze_base(self.model_chunks or ())
+            from lightning_megatron.models.lora import freeze_base
+
+            for chunk in self.model_chunks or ():
+                freeze_base(chunk)
         return self
 
     def freeze(self) -> Self:
@@ -638,8 +641,9 @@ class MegatronModule(pl.LightningModule):
             ConfigError: If there is no model yet, no Hugging Face class computes it, or there is nothing to merge.
             CheckpointError: If the directory cannot be written, on all ranks alike.
         """
-        from lightning_megatron.convert.hugging_face import generation_config
+        from lightning_megatron.convert.hugging_face import generation_config, save_hugging_face
         from lightning_megatron.engine.wrap import finish_parameter_gathers, unwrap
+        from lightning_megatron.models.lora import merged
 
         if merge and self.adaptation is None:
             raise ConfigError("merge=True: expected a module with lora, got one without; leave merge out")
@@ -661,8 +665,9 @@ class MegatronModule(pl.LightningModule):
             if self.adaptation is not None and not merge:
                 save_adapter(chunks, self.model_config, directory, self.adaptation.base)
                 return
-            companions = generation_config(self.pretrained_path)
-            save_merged(chunks, self.model_config, config_object(self._model), directory, max_shard_size, companions)
+            model, companions = replace(self.model_config, lora=None), generation_config(self.pretrained_path)
+            with merged(chunks):
+                save_hugging_face(chunks, model, config_object(self._model), directory, max_shard_size, companions)
 
     def push_to_hub(
         self,

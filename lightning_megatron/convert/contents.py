@@ -36,25 +36,23 @@ def iteration_folder(path: Path, iteration: int | None = None) -> Path:
     names = [each.name for each in path.iterdir() if each.is_dir()] if path.is_dir() else []
     found = sorted(name for name in names if name == _RELEASE or _ITERATION.fullmatch(name))
     tracker = path / TRACKER_FILE
-    if not found and not tracker.is_file():
-        if iteration is not None:
-            raise ConfigError(
-                f"iteration={iteration} would do nothing: {path} has no folders iter_{iteration:07}; leave it out"
-            )
-        return path
     if iteration is not None:
-        wanted, origin = f"iter_{iteration:07}", f"iteration={iteration} is not there:"
+        wanted, reason = f"iter_{iteration:07}", f"iteration={iteration}"
+        if not found:
+            raise ConfigError(f"{reason} would do nothing: {path} has no folders {wanted}; leave it out")
     elif tracker.is_file():
-        text = tracker.read_text(errors="replace").strip()[:_LONGEST_TEXT]
-        wanted, origin = text, f"{tracker} names iteration {text!r}, and"
-        if text.isascii() and text.isdecimal():
-            wanted = f"iter_{int(text):07}"
-    elif len(found) == 1:
-        return path / found[0]
+        wanted = tracker.read_text(errors="replace").strip()[:_LONGEST_TEXT]
+        reason = f"{TRACKER_FILE} says {wanted!r}"
+        if wanted.isascii() and wanted.isdecimal():
+            wanted = f"iter_{int(wanted):07}"
+    elif len(found) < 2:
+        return path.joinpath(*found)
     else:
-        wanted, origin = "", f"{path} has several iterations and no {TRACKER_FILE}; give the folder of one:"
+        wanted, reason = "one iteration", f"there is no {TRACKER_FILE}"
     if wanted not in found:
-        raise CheckpointError(f"{origin} there is no folder {wanted} in {path}; there are: {named(found) or 'none'}")
+        raise CheckpointError(
+            f"{path}: expected {wanted} ({reason}), got {named(found) or 'no iteration'}; give the folder of one"
+        )
     return path / wanted
 
 

@@ -34,7 +34,6 @@ from lightning_megatron.convert.hugging_face import (
     save_hugging_face,
     size_in_bytes,
     staged_directory,
-    tokenizer_files,
 )
 from lightning_megatron.convert.megatron_lm import cut, save_megatron_lm
 from lightning_megatron.convert.peft import save_adapter
@@ -181,7 +180,6 @@ def _check_options(options: ConvertOptions, world: int) -> ParallelConfig:
         require_choice("dtype", options.dtype, _DTYPES)
     size_in_bytes(options.max_shard_size)
     require_number("make_vocab_size_divisible_by", options.make_vocab_size_divisible_by, 1)
-    require_number("iteration", options.iteration or 0)
     layout_options = () if world > 1 else ("tp", "pp", "vpp")  # which torchrun's processes need for any target
     useless: tuple[str, ...] = () if options.to == "hf" else ("max_shard_size",)
     if options.to in ("hf", "peft"):
@@ -200,24 +198,18 @@ def _check_options(options: ConvertOptions, world: int) -> ParallelConfig:
 
 
 def _check_paths(options: ConvertOptions) -> Path:
-    """Check where to write, and the tokenizer's folder.
+    """Check where to write.
 
     Returns:
         ``save_path``, absolute and without links.
 
     Raises:
-        ConfigError: If something is there already, or it is a part of the source.
+        ConfigError: If something is there already.
     """
-    load, save = options.load_path.resolve(), options.save_path.resolve()
+    save = options.save_path.resolve()
     if os.path.lexists(save) and not (save.is_dir() and not any(save.iterdir())):
         kind = "is not empty" if save.is_dir() else "is a file"
         raise ConfigError(f"save_path={options.save_path} {kind}; give a new name, or remove it")
-    if save.is_relative_to(load) or load.is_relative_to(save):
-        raise ConfigError(
-            f"save_path={options.save_path} and load_path={options.load_path} lie in each other; give another save_path"
-        )
-    if options.tokenizer is not None and not (options.tokenizer.is_dir() and tokenizer_files(options.tokenizer)):
-        raise ConfigError(f"tokenizer={options.tokenizer}: expected a folder with a tokenizer's files; correct it")
     return save
 
 

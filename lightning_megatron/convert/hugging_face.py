@@ -185,13 +185,12 @@ def _pickled(file: Path) -> dict[str, Stored]:
 
 def generation_config(folder: Path | None) -> list[Path]:
     """The generation config in ``folder``, if it has one."""
-    return [] if folder is None or not (file := folder / GENERATION_CONFIG_FILE).exists() else [file]
+    return _files(folder, (GENERATION_CONFIG_FILE,))
 
 
 def tokenizer_files(folder: Path | None) -> list[Path]:
     """The tokenizer's files in ``folder``, a folder of chat templates among them; none if it has no tokenizer."""
-    names = [] if folder is None else sorted(folder.iterdir())
-    return [each for each in names if any(fnmatchcase(each.name, glob) for glob in TOKENIZER_FILES)]
+    return _files(folder, TOKENIZER_FILES)
 
 
 def companion_files(companions: Path | None, tokenizer: Path | None = None) -> list[Path]:
@@ -201,7 +200,12 @@ def companion_files(companions: Path | None, tokenizer: Path | None = None) -> l
         companions: ``Source.companions``.
         tokenizer: A tokenizer's folder, instead of that among the companions.
     """
-    return generation_config(companions) + tokenizer_files(companions if tokenizer is None else tokenizer)
+    return generation_config(companions) + tokenizer_files(tokenizer or companions)
+
+
+def _files(folder: Path | None, globs: Collection[str]) -> list[Path]:
+    names = [] if folder is None else sorted(folder.iterdir())
+    return [each for each in names if any(fnmatchcase(each.name, glob) for glob in globs)]
 
 
 def copy_companions(files: Iterable[Path], folder: Path) -> None:
@@ -246,7 +250,6 @@ class HuggingFaceSource(Source):
 
     def _set_files(self, files: WeightFiles) -> None:
         self._files, self.stored = files, files.tensors
-        self._stored_name: dict[str, str] = {}
         self._dtypes: dict[Key, torch.dtype] = {}
 
     def describe(self, config: Path | None) -> None:
@@ -277,25 +280,24 @@ class HuggingFaceSource(Source):
             names = rule.names(*key[1:])
             keys |= dict.fromkeys(names, key)
             shapes |= zip(names, rule.shapes(shape), strict=True)
-        named, ignorable = _of_transformers(family.architectures[self.model.task])
-        tied = {family.old_names.get(copy, copy): source for copy, source in named.items()}
-        actual = _renamed(stored, keys, family)
-        for name in keys:
-            copies = [copy for copy, source in tied.items() if source == name and copy not in keys]
-            if found := next((actual[each] for each in (name, *copies) if each in actual), None):
-                self._stored_name[name] = found
-
+        tied, ignorable = _of_transformers(family.architectures[self.model.task])
+        actual, ties = _renamed(stored, keys, family), []
+        for name, source in tied.items():
+            name = family.old_names.get(name, name)
+            if name in actual and name not in keys and source in keys:
+                in_file = actual.pop(name)
+                if actual.setdefault(source, in_file) != in_file:
+                    ties.append((in_file, actual[source]))
+        self._stored_name = {name: actual[name] for name in keys if name in actual}
         is_headless = bool(family.base_prefix) and not any(name.startswith(family.base_prefix) for name in stored)
         new = self._new_heads(keys) if is_headless or self.model.architecture == "bert" else set()
-        others, ties, ignored = {}, [], []
-        for name in actual.keys() - self._stored_name.keys():
+        others, ignored = {}, []
+        for name in actual.keys() - keys.keys():
             in_file = actual[name]
             is_buffer = any(fnmatchcase(each, glob) for each in (name, in_file) for glob in family.buffers)
-            if in_file in self._stored_name.values() or is_buffer or any(re.search(each, name) for each in ignorable):
+            if is_buffer or any(re.search(each, name) for each in ignorable):
                 continue
-            if tied.get(name) in self._stored_name:
-                ties.append((in_file, self._stored_name[tied[name]]))
-            elif name.split(".")[0] in _HEADS or ".pooler." in name:
+            if name.split(".")[0] in _HEADS or ".pooler." in name:
                 ignored.append(in_file)
             else:
                 others[in_file] = stored[in_file]

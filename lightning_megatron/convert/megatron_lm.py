@@ -95,39 +95,34 @@ _log = logging.getLogger(__name__)
 
 # ---- names ----------------------------------------------------------------------------------------------------------
 
-_IN_A_STACK: Mapping[str, tuple[str, ...]] = {
-    "final_layernorm.": ("final_layernorm.", "final_norm."),
-    "self_attention.linear_qkv.layer_norm_": (
-        *("input_layernorm.", "input_norm."),
-        "self_attention.layernorm_qkv.layer_norm_",
-    ),
+_IN_A_STACK = {
+    "final_layernorm.": "final_layernorm. final_norm.",
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm. input_norm. self_attention.layernorm_qkv.layer_norm_",
     "self_attention.linear_qkv.": (
-        *("self_attention.query_key_value.", "attention.query_key_value."),
-        "self_attention.layernorm_qkv.",
+        "self_attention.query_key_value. attention.query_key_value. self_attention.layernorm_qkv."
     ),
-    "self_attention.linear_proj.": ("self_attention.dense.", "attention.dense.", "self_attention.proj."),
+    "self_attention.linear_proj.": "self_attention.dense. attention.dense. self_attention.proj.",
     "mlp.linear_fc1.layer_norm_": (
-        *("post_attention_layernorm.", "post_attention_norm.", "pre_mlp_layernorm."),
-        "layernorm_mlp.layer_norm_",
+        "post_attention_layernorm. post_attention_norm. pre_mlp_layernorm. layernorm_mlp.layer_norm_"
     ),
-    "mlp.linear_fc1.": ("mlp.dense_h_to_4h.", "layernorm_mlp.fc1_"),
-    "mlp.linear_fc2.": ("mlp.dense_4h_to_h.", "layernorm_mlp.fc2_"),
+    "mlp.linear_fc1.": "mlp.dense_h_to_4h. layernorm_mlp.fc1_",
+    "mlp.linear_fc2.": "mlp.dense_4h_to_h. layernorm_mlp.fc2_",
 }
 """What stands before ``weight`` and ``bias`` in Megatron-Core's name and in the legacy ones; the first is written."""
-_WITH_CROSS_ATTENTION: Mapping[str, tuple[str, ...]] = {
+_WITH_CROSS_ATTENTION = {
     **_IN_A_STACK,
-    "pre_cross_attn_layernorm.": ("post_attention_layernorm.",),
-    "cross_attention.linear_q.": ("inter_attention.query.",),
-    "cross_attention.linear_kv.": ("inter_attention.key_value.",),
-    "cross_attention.linear_proj.": ("inter_attention.dense.",),
-    "mlp.linear_fc1.layer_norm_": ("post_inter_attention_layernorm.",),
+    "pre_cross_attn_layernorm.": "post_attention_layernorm.",
+    "cross_attention.linear_q.": "inter_attention.query.",
+    "cross_attention.linear_kv.": "inter_attention.key_value.",
+    "cross_attention.linear_proj.": "inter_attention.dense.",
+    "mlp.linear_fc1.layer_norm_": "post_inter_attention_layernorm.",
 }
 """Of a decoder that reads an encoder's output: its MLP's norm has another name."""
-_OUTSIDE: Mapping[str, tuple[str, ...]] = {
-    "lm_head.layer_norm.": ("lm_head.layernorm.", "lm_head.norm."),
-    "classification_head.dense.": ("classification_head.",),
-    "token_head.dense.": ("token_head.",),
-    "output_layer.": ("lm_head.", "lm_head.output_layer."),  # the bias only
+_OUTSIDE = {
+    "lm_head.layer_norm.": "lm_head.layernorm. lm_head.norm.",
+    "classification_head.dense.": "classification_head.",
+    "token_head.dense.": "token_head.",
+    "output_layer.": "lm_head. lm_head.output_layer.",  # the bias only
 }
 _STACKED = re.compile(r"(encoder|transformer|decoder)\.(layers\.)?(?:(\d+)\.)?(.+)")
 
@@ -138,9 +133,9 @@ def _renamed(name: str, stack: str | None, architecture: Architecture, *, writes
     if (stack, architecture) == ("decoder", "t5"):
         modules = _WITH_CROSS_ATTENTION
     if writes:
-        names = {core: legacy[0] for core, legacy in modules.items()}
+        names = {core: legacy.split()[0] for core, legacy in modules.items()}
     else:
-        names = {each: core for core, legacy in modules.items() for each in legacy}
+        names = {each: core for core, legacy in modules.items() for each in legacy.split()}
     module, kind = re.split(r"(?=(?:weight|bias)$)", name) if name.endswith(("weight", "bias")) else (name, "")
     return names.get(module, module) + kind
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,6 @@ from lightning_megatron.convert.hugging_face import (
     HuggingFaceSource,
     WeightFiles,
     read_safetensors,
-    save_hugging_face,
 )
 from lightning_megatron.convert.registry import model_config, read_json, rules_of
 from lightning_megatron.convert.shards import Gathering, Key, Loading, Place, Source, Stored
@@ -110,13 +109,6 @@ class Adaptation:
         if model_provider is not None:
             raise ConfigError("lora: expected this package's layers, got a model_provider; leave one of them out")
         return with_adapters(model, self.lora)
-
-    def freeze_base(self, chunks: Iterable[torch.nn.Module]) -> None:
-        """Have only adapters trained."""
-        from lightning_megatron.models.lora import freeze_base  # the engine's import takes seconds
-
-        for chunk in chunks:
-            freeze_base(chunk)
 
 
 def adaptation(lora: LoRA | Mapping[str, Any] | str | Path | None, base: str | None) -> Adaptation | None:
@@ -338,21 +330,6 @@ def save_adapter(chunks: Iterable[Any], model: ModelConfig, directory: Path, bas
                 (folder / CONFIG).write_text(json.dumps(_config(model, base), indent=2, sort_keys=True) + "\n")
 
     on_all_ranks_alike(write)
-
-
-def save_merged(
-    chunks: Sequence[Any],
-    model: ModelConfig,
-    hf_config: Any,
-    directory: Path,
-    max_shard_size: str | int,
-    companions: Iterable[Path],
-) -> None:
-    """``save_hugging_face`` of a model whose adapters, if it has any, are added to its weights; arguments as there."""
-    from lightning_megatron.models.lora import merged  # the engine's import takes seconds
-
-    with merged(chunks):
-        save_hugging_face(chunks, replace(model, lora=None), hf_config, directory, max_shard_size, companions)
 
 
 def _config(model: ModelConfig, base: str | None) -> dict[str, Any]:

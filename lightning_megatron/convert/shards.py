@@ -304,18 +304,14 @@ class Loading:
     """
 
     def __init__(self, chunks: Iterable[Any], source: Source) -> None:
+        from lightning_megatron.engine.collectives import on_all_ranks_alike  # the engine's import takes seconds
+
         self._chunks, self._source = list(chunks), source
         shapes: dict[Key, tuple[int, ...]] = {}
         for theirs in _gathered({each.place.key: each.place.shape for each in shards_of(self._chunks, source.model)}):
             shapes |= theirs
         expected = {key: shapes[key] for key in in_order(shapes, source.model) if source.holds(key)}
-        problem = None
-        try:
-            self._dtypes = source.match(expected)
-        except CheckpointError as error:
-            problem = str(error)
-        if problem := next(filter(None, _gathered(problem)), None):  # the first rank looks at what is tied
-            raise CheckpointError(problem)
+        self._dtypes = on_all_ranks_alike(lambda: source.match(expected))  # the first rank looks at what is tied
         self.missing = frozenset(shapes) - frozenset(self._dtypes)
         """What ``source`` does not hold, and the tensors of a head that it lacks; their weights stay as they are."""
 

@@ -132,7 +132,7 @@ def test_a_distributed_checkpoint_of_megatron_below_its_tracker(
     assert shown["args"] == {"data_path": ["a", "b"], "num_layers": LAYERS, "params_dtype": "bfloat16"}
     assert shown["tensors"] == _json(saved / "a.ckpt", capsys)["tensors"]
     tracker.write_text("13\n")
-    assert "names iteration '13', and there is no folder iter_0000013" in _refusal(capsys, tmp_path)
+    assert "expected iter_0000013 (latest_checkpointed_iteration.txt says '13'), got" in _refusal(capsys, tmp_path)
     tracker.write_text("12\n")
     torch.save({"args": _RunsCode()}, iteration / "common.pt")
     assert "print when loaded; do not trust its source" in _refusal(capsys, tmp_path)

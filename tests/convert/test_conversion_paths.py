@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import resource
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,10 +50,9 @@ def _nothing_but_the_source(source: Path) -> bool:
         ({"to": "megatron", "vpp": 2}, "vpp=2 interleaves pipeline stages, but pp=1"),
         ({"to": "megatron", "pp": 5}, "pp=5 x vpp=1 = 5 stages are more than the 4 layers"),
         ({"to": "megatron", "pp": 3, "vpp": 2}, "pp=3 x vpp=2 = 6 stages are more than the 4 layers"),
-        ({"iteration": -1}, "iteration=-1 must be at least 0"),
         ({"iteration": 5}, "iteration=5 would do nothing"),
-        ({"tokenizer": Path("nowhere")}, "tokenizer=nowhere: expected a folder with a tokenizer's files"),
-        ({"tokenizer": Path(__file__).parent}, "expected a folder with a tokenizer's files"),
+        ({"tokenizer": Path("nowhere")}, "tokenizer folder nowhere does not exist"),
+        ({"tokenizer": Path(__file__).parent}, "holds no tokenizer that transformers can load"),
         ({"config": Path(__file__)}, "would do nothing: .* has a config.json"),
     ],
     ids=str,
@@ -75,7 +71,6 @@ def test_mistakes_in_paths(source: Path) -> None:
         (full, "full is not empty; give a new name, or remove it"),
         (full / "file", "is a file"),
         (full / "file" / "below", "below cannot be written .*Not a directory"),
-        (source / "below", "lie in each other"),
         (source.parent, "is not empty"),
     ):
         with pytest.raises(ConfigError, match=says):
@@ -93,7 +88,10 @@ def test_mistakes_in_paths(source: Path) -> None:
         ({"config.json": "{}"}, "directory with weights, .* got config.json"),
         ({"a.ckpt/x": "", "b.ckpt/x": ""}, "got a.ckpt, b.ckpt; give one of these"),
         ({"model.safetensors": ""}, "model.safetensors is truncated or damaged"),
-        ({"iter_0000002/x": "", "iter_0000010/x": ""}, "several iterations and no latest_checkpointed_iteration.txt"),
+        (
+            {"iter_0000002/x": "", "iter_0000010/x": ""},
+            "expected one iteration .*, got iter_0000002, ",
+        ),
     ],
     ids=str,
 )
@@ -167,42 +165,3 @@ def test_a_full_disk_is_said_and_leaves_nothing(source: Path, small_disk: None, 
     with pytest.raises(CheckpointError, match=r"writ.*(File too large|is the disk full)"):
         convert(_options(source, to=to))
     assert _nothing_but_the_source(source)
-
-
-_SLOW = """
-import sys, time
-from pathlib import Path
-from lightning_megatron.convert.convert import ConvertOptions, convert
-from lightning_megatron.convert import hugging_face
-
-write = hugging_face._write_weights
-def slow(folder, name, tensors):
-    write(folder, name, tensors)
-    print("half", flush=True)
-    time.sleep(60)
-
-hugging_face._write_weights = slow
-convert(ConvertOptions(load_path=Path(sys.argv[1]), save_path=Path(sys.argv[2]), to="hf", max_shard_size="20KB"))
-"""
-
-
-def test_a_killed_run_leaves_no_name_and_the_next_one_removes_the_rest(source: Path) -> None:
-    target = source.with_name("target")
-    with subprocess.Popen(
-        [sys.executable, "-c", _SLOW, str(source), str(target)], stdout=subprocess.PIPE, text=True
-    ) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "half\n"
-        assert not target.exists()
-        with pytest.raises(CheckpointError, match="another program is writing"):
-            convert(_options(source))
-        child.send_signal(signal.SIGKILL)
-    assert sorted(path.name for path in source.parent.iterdir()) == [".target.partial", "source"]
-    assert any(source.parent.joinpath(".target.partial").rglob("*.safetensors"))
-    convert(_options(source))
-    assert sorted(path.name for path in source.parent.iterdir()) == ["source", "target"]
-    assert sorted(path.name for path in target.iterdir()) == [
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-    ]

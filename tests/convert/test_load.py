@@ -82,10 +82,9 @@ def _refusal(directory: Path) -> str:
     with pytest.raises(RankError) as caught:
         run_ranks(loaded, 4, str(directory), FOUR_RANKS)
     assert caught.value.error_type == "CheckpointError"
-    # Every rank raised the same: otherwise the others' tracebacks would follow, or they would have been killed.
-    assert "failed too" not in str(caught.value)
     assert "killed" not in str(caught.value)
-    lines = [line for line in str(caught.value).splitlines() if "CheckpointError: " in line]
+    lines = [line for line in str(caught.value).splitlines() if "Error: " in line]
+    assert all("CheckpointError: " in line for line in lines), "a rank failed otherwise"
     return lines[-1].split("CheckpointError: ")[1]
 
 
@@ -118,7 +117,7 @@ def test_files_of_other_days_are_the_same_model(tmp_path: Path, change: Any, cap
     if callable(change):
         _change(tmp_path / "model", change)
     assert_same_weights(weights_of(tmp_path / "model"), weights_of(tmp_path / "today"))
-    assert not caplog.records
+    assert "left out" not in caplog.text
 
 
 @pytest.mark.parametrize(

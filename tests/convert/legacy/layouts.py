@@ -6,7 +6,7 @@ Nothing of the package is used: names, row orders, folders and pickles are spell
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ class Model:
 
     first: list[Entry]
     """Before the layers."""
-    layer: Callable[[int], Iterator[Entry]]
+    layer: Callable[[int], Iterable[Entry]]
     """Of a layer of the whole model, by its number."""
     last: list[Entry]
     """Behind the layers."""
@@ -179,31 +179,40 @@ def _cut(how: str, tensors: list[torch.Tensor], layout: Layout, rank: int, width
 
 
 def _both(weights: Mapping[str, torch.Tensor], ours: str, theirs: str) -> list[Entry]:
-    return [(f"{ours}.{kind}", "whole", [weights[f"{theirs}.{kind}"]]) for kind in ("weight", "bias")]
+    names = ((f"{ours}.{kind}", f"{theirs}.{kind}") for kind in ("weight", "bias"))
+    return [(our, "whole", [weights[their]]) for our, their in names if their in weights]
+
+
+def _layer(
+    weights: Mapping[str, torch.Tensor], h: str, names: str, *, qkv: str, transposed: bool = False
+) -> list[Entry]:
+    """A layer; ``names`` are those of its norms, queries, keys and values, output, and of its MLP's two matrices."""
+    norm, mlp_norm, queries, proj, fc1, fc2 = names.split()
+    entries = [*_both(weights, "input_layernorm", h + norm), *_both(weights, "post_attention_layernorm", h + mlp_norm)]
+    for kind in ("weight", "bias"):
+        second = "columns" if kind == "weight" else "whole"
+        for ours, how, theirs in (
+            ("self_attention.query_key_value", qkv, queries),
+            ("self_attention.dense", second, proj),
+            ("mlp.dense_h_to_4h", "rows", fc1),
+            ("mlp.dense_4h_to_h", second, fc2),
+        ):
+            parts = [weights[f"{h}{name}.{kind}"] for name in theirs.split(",") if f"{h}{name}.{kind}" in weights]
+            if transposed:  # Conv1D keeps matrices so, and queries, keys and values in one
+                parts = [part.t() for part in parts]
+                parts = list(parts[0].chunk(3)) if how == qkv else parts
+            entries += [(f"{ours}.{kind}", how, parts)] if parts else []
+    return entries
 
 
 def gpt2(model: Any) -> Model:
     """A GPT of Megatron-LM with the weights of a GPT-2."""
     weights, config = model.state_dict(), model.config
-
-    def layer(number: int) -> Iterator[Entry]:
-        h = f"transformer.h.{number}."
-        yield from _both(weights, "input_layernorm", f"{h}ln_1")
-        yield from _both(weights, "post_attention_layernorm", f"{h}ln_2")
-        for kind in ("weight", "bias"):
-            qkv, fc1, proj, fc2 = (  # Conv1D keeps matrices transposed
-                weights[f"{h}{name}.{kind}"].t() for name in ("attn.c_attn", "mlp.c_fc", "attn.c_proj", "mlp.c_proj")
-            )
-            second = "columns" if kind == "weight" else "whole"
-            yield f"self_attention.query_key_value.{kind}", "heads", list(qkv.chunk(3))
-            yield f"self_attention.dense.{kind}", second, [proj]
-            yield f"mlp.dense_h_to_4h.{kind}", "rows", [fc1]
-            yield f"mlp.dense_4h_to_h.{kind}", second, [fc2]
-
+    names = "ln_1 ln_2 attn.c_attn attn.c_proj mlp.c_fc mlp.c_proj"
     positions = weights["transformer.wpe.weight"]
     return Model(
         first=[("language_model.embedding.position_embeddings.weight", "whole", [positions])],
-        layer=layer,
+        layer=lambda number: _layer(weights, f"transformer.h.{number}.", names, qkv="heads", transposed=True),
         last=_both(weights, "language_model.encoder.final_layernorm", "transformer.ln_f"),
         words=weights["transformer.wte.weight"],
         is_tied=True,
@@ -221,26 +230,15 @@ def gpt2(model: Any) -> Model:
 def bert(model: Any, *, has_pooler: bool = True, has_binary_head: bool = True) -> Model:
     """A BERT of Megatron-LM with the weights of a Megatron-BERT for pre-training."""
     weights, config = model.state_dict(), model.config
-
-    def layer(number: int) -> Iterator[Entry]:
-        h = f"bert.encoder.layer.{number}."
-        yield from _both(weights, "input_layernorm", f"{h}attention.ln")
-        yield from _both(weights, "post_attention_layernorm", f"{h}ln")
-        for kind in ("weight", "bias"):
-            second = "columns" if kind == "weight" else "whole"
-            qkv = [weights[f"{h}attention.self.{name}.{kind}"] for name in ("query", "key", "value")]
-            yield f"self_attention.query_key_value.{kind}", "heads", qkv
-            yield f"self_attention.dense.{kind}", second, [weights[f"{h}attention.output.dense.{kind}"]]
-            yield f"mlp.dense_h_to_4h.{kind}", "rows", [weights[f"{h}intermediate.dense.{kind}"]]
-            yield f"mlp.dense_4h_to_h.{kind}", second, [weights[f"{h}output.dense.{kind}"]]
-
+    qkv = ",".join(f"attention.self.{name}" for name in ("query", "key", "value"))
+    names = f"attention.ln ln {qkv} attention.output.dense intermediate.dense output.dense"
     tables = [
         (f"language_model.embedding.{ours}_embeddings.weight", "whole", [weights[f"bert.embeddings.{theirs}.weight"]])
         for ours, theirs in (("position", "position_embeddings"), ("tokentype", "token_type_embeddings"))
     ]
     return Model(
         first=tables,
-        layer=layer,
+        layer=lambda number: _layer(weights, f"bert.encoder.layer.{number}.", names, qkv="heads"),
         last=[
             *_both(weights, "language_model.encoder.final_layernorm", "bert.encoder.ln"),
             *(_both(weights, "language_model.pooler.dense", "bert.pooler.dense") if has_pooler else []),
@@ -264,23 +262,13 @@ def bert(model: Any, *, has_pooler: bool = True, has_binary_head: bool = True) -
 def llama(model: Any) -> Model:
     """A decoder of Megatron-LM with the weights of a Llama."""
     weights, config = model.state_dict(), model.config
+    qkv = ",".join(f"self_attn.{name}_proj" for name in "qkv")
+    names = f"input_layernorm post_attention_layernorm {qkv} self_attn.o_proj mlp.gate_proj,mlp.up_proj mlp.down_proj"
 
-    def layer(number: int) -> Iterator[Entry]:
+    def layer(number: int) -> list[Entry]:
         h = f"model.layers.{number}."
-        for name in "qk":
-            if f"{h}self_attn.q_norm.weight" in weights:
-                norm = weights[f"{h}self_attn.{name}_norm.weight"]
-                yield f"self_attention.{name}_layernorm.weight", "whole", [norm]
-        for kind in ("weight", "bias"):
-            if f"{h}self_attn.q_proj.{kind}" in weights:
-                qkv = [weights[f"{h}self_attn.{name}_proj.{kind}"] for name in "qkv"]
-                yield f"self_attention.query_key_value.{kind}", "groups", qkv
-        gates = [weights[f"{h}mlp.{name}_proj.weight"] for name in ("gate", "up")]
-        yield "input_layernorm.weight", "whole", [weights[f"{h}input_layernorm.weight"]]
-        yield "self_attention.dense.weight", "columns", [weights[f"{h}self_attn.o_proj.weight"]]
-        yield "post_attention_layernorm.weight", "whole", [weights[f"{h}post_attention_layernorm.weight"]]
-        yield "mlp.dense_h_to_4h.weight", "rows", gates
-        yield "mlp.dense_4h_to_h.weight", "columns", [weights[f"{h}mlp.down_proj.weight"]]
+        norms = [_both(weights, f"self_attention.{each}_layernorm", f"{h}self_attn.{each}_norm") for each in "qk"]
+        return [*norms[0], *norms[1], *_layer(weights, h, names, qkv="groups")]
 
     is_tied = config.tie_word_embeddings
     head = [] if is_tied else [("language_model.output_layer.weight", "vocabulary", [weights["lm_head.weight"]])]

@@ -197,9 +197,9 @@ def test_every_way_to_name_a_checkpoint(references: dict[str, Weights], tmp_path
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release\n")
     assert_same_weights(weights_of(tmp_path), references["gpt2"])
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("41")
-    with pytest.raises(ValueError, match="names iteration '41', and there is no folder iter_0000041"):
+    with pytest.raises(ValueError, match="expected iter_0000041 .*says '41'.*, got iter_0000080, release"):
         open_source(tmp_path)
-    with pytest.raises(ValueError, match="iteration=7 is not there.*there are: iter_0000080, release"):
+    with pytest.raises(ValueError, match="expected iter_0000007 .iteration=7., got iter_0000080, release"):
         open_source(tmp_path, None, 7)
     assert find_source(tmp_path / "latest_checkpointed_iteration.txt") is None
 
