@@ -148,8 +148,8 @@ def inputs_of_batch(batch: Mapping[str, Tensor], model: ModelConfig, *, to_conti
     if to_continue:
         names = names if model.architecture == "t5" else {}
         read = tuple(x for x in read if x != "position_ids" and ("labels" not in batch or not x.startswith("decoder")))
+    names = {**names, **{name: name for name in read}}
     found = {ours: batch[theirs] for theirs, ours in names.items() if theirs in batch and ours in read}
-    found |= {name: batch[name] for name in read if name in batch}
     if "input_ids" not in found:
         what = "which predict continues" if to_continue else "which logits are of"
         megatrons = " (or 'text_enc')" if model.architecture == "t5" else ""

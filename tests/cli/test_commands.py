@@ -51,7 +51,6 @@ def test_help_of_every_command_is_there_at_once_and_complete() -> None:
             "preprocess --input x --output-prefix p --tokenizer t --workers many",
             "error: argument --workers: invalid int value: 'many'; see lightning-megatron preprocess --help\n",
         ),
-        ("convert", "error: the following arguments are required: --load-path, --save-path, --to"),
         ("inspect new --png a.png", "error: unrecognized arguments: --png a.png; see lightning-megatron inspect"),
         ("config --template a --from-accelerate b", "error: --template and --from-accelerate are two sources; give"),
     ],

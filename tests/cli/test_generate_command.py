@@ -53,11 +53,14 @@ def checkpoints(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _generate(*arguments: object, ranks: int = 1) -> tuple[int, str, str]:
-    return run_cli(".", "generate", *arguments, ranks=ranks)
+def _generate(*arguments: object, ranks: int = 1) -> str:
+    """What the command prints."""
+    code, out, err = run_cli(".", "generate", *arguments, ranks=ranks)
+    assert code == 0, err
+    return out
 
 
-def _by_hugging_face(folder: Path, **options: Any) -> list[str]:
+def _by_hugging_face(folder: Path, **options: Any) -> str:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
@@ -66,7 +69,7 @@ def _by_hugging_face(folder: Path, **options: Any) -> list[str]:
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         written = model.generate(ids, do_sample=False, pad_token_id=0, **options)
         texts += [tokenizer.decode(row, skip_special_tokens=True) for row in written]
-    return texts
+    return "\n\n".join(texts) + "\n"
 
 
 BEAMS = {"num_beams": 4, "early_stopping": True, "length_penalty": -1.0, "num_return_sequences": 2}
@@ -79,21 +82,18 @@ def test_prompts_are_continued_from_every_kind_of_checkpoint(
     checkpoints: Path, name: str, tp: int, pp: int, how: dict[str, Any]
 ) -> None:
     options = [word for key, value in how.items() for word in (f"--{key.replace('_', '-')}", str(value).lower())]
-    code, out, err = _generate(
+    out = _generate(
         *("--checkpoint", checkpoints / name, "--tokenizer", checkpoints / "hf", "--accelerator", "cpu", *options),
         *("--max-new-tokens", 6, "--tp", tp, "--pp", pp, "--prompt", *PROMPTS),
         ranks=tp * pp,
     )
-    assert code == 0, err
-    assert out == "\n\n".join(_by_hugging_face(checkpoints / "hf", max_new_tokens=6, **how)) + "\n"
+    assert out == _by_hugging_face(checkpoints / "hf", max_new_tokens=6, **how)
 
 
 @pytest.mark.parametrize("tp", [pytest.param(tp, marks=pytest.mark.gpu(tp)) for tp in (1, 2)])
 def test_gpus_write_what_hugging_face_writes(checkpoints: Path, tp: int) -> None:
     common = ("--checkpoint", checkpoints / "hf", "--max-new-tokens", 12, "--tp", tp, "--prompt", *PROMPTS)
-    code, out, err = _generate(*common, ranks=tp)
-    assert code == 0, err
-    assert out == "\n\n".join(_by_hugging_face(checkpoints / "hf", max_new_tokens=12)) + "\n"
+    assert _generate(*common, ranks=tp) == _by_hugging_face(checkpoints / "hf", max_new_tokens=12)
 
 
 def test_gpus_compute_in_the_dtype_of_the_weights(
@@ -115,15 +115,11 @@ def test_gpus_compute_in_the_dtype_of_the_weights(
 
 def test_a_text_ends_behind_a_stop_text_and_the_seed_draws_it(checkpoints: Path) -> None:
     common = ("--checkpoint", checkpoints / "hf", "--prompt", PROMPTS[0], "--max-new-tokens", 12, "--temperature", 2)
-    _, whole, _ = _generate(*common)
-    _, again, _ = _generate(*common)
-    _, other, _ = _generate(*common, "--seed", 1)
-    assert whole == again != other
+    whole = _generate(*common)
+    assert whole == _generate(*common) != _generate(*common, "--seed", 1)
     new = whole.rstrip("\n")[len(PROMPTS[0]) :]
     stop = new[4:6]
-    code, out, err = _generate(*common, "--stop", stop)
-    assert code == 0, err
-    assert out == f"{PROMPTS[0]}{new[: new.index(stop) + 2]}\n"
+    assert _generate(*common, "--stop", stop) == f"{PROMPTS[0]}{new[: new.index(stop) + 2]}\n"
 
 
 def test_prompts_of_a_file_are_continued_in_batches_and_written_for_programs(checkpoints: Path, tmp_path: Path) -> None:
@@ -131,11 +127,10 @@ def test_prompts_of_a_file_are_continued_in_batches_and_written_for_programs(che
     # As some editors write it.
     (tmp_path / "prompts.txt").write_bytes("\r\n".join(["\ufeff" + prompts[0], "", *prompts[1:], ""]).encode())
     common = ("--checkpoint", checkpoints / "hf", "--max-new-tokens", 5)
-    code, out, err = _generate(*common, "--prompt-file", tmp_path / "prompts.txt", "--batch-size", 2, "--json")
-    assert code == 0, err
+    out = _generate(*common, "--prompt-file", tmp_path / "prompts.txt", "--batch-size", 2, "--json")
     lines = [json.loads(line) for line in out.splitlines()]
     assert [line["prompt"] for line in lines] == prompts
-    _, together, _ = _generate(*common, "--prompt", *prompts, "--static-cache")
+    together = _generate(*common, "--prompt", *prompts, "--static-cache")
     assert "\n\n".join(line["prompt"] + line["text"] for line in lines) + "\n" == together
 
 
@@ -143,10 +138,8 @@ def test_prompts_of_a_file_are_continued_in_batches_and_written_for_programs(che
 def test_a_streamed_text_is_the_same(checkpoints: Path, tp: int, pp: int) -> None:
     common = ("--checkpoint", checkpoints / "hf", "--prompt", PROMPTS[0], "--max-new-tokens", 12, "--top-k", 40)
     layout = ("--accelerator", "cpu", "--tp", tp, "--pp", pp)
-    _, expected, _ = _generate(*common)
-    code, out, err = _generate(*common, *layout, "--stream", ranks=tp * pp)
-    assert code == 0, err
-    assert out == expected
+    expected = _generate(*common)
+    assert _generate(*common, *layout, "--stream", ranks=tp * pp) == expected
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -158,9 +151,7 @@ def test_a_t5_answers_its_prompts(checkpoints: Path, streams: bool) -> None:
     ids = tokenizer(PROMPTS[0], return_tensors="pt").input_ids
     text = tokenizer.decode(model.generate(ids, do_sample=False, max_new_tokens=6)[0], skip_special_tokens=True)
     common = ("--checkpoint", checkpoints / "t5", "--tokenizer", checkpoints / "hf", "--max-new-tokens", 6)
-    code, out, err = _generate(*common, "--prompt", PROMPTS[0], *(["--stream"] if streams else []))
-    assert code == 0, err
-    assert out == f"{PROMPTS[0]}\n{text}\n"
+    assert _generate(*common, "--prompt", PROMPTS[0], *(["--stream"] if streams else [])) == f"{PROMPTS[0]}\n{text}\n"
 
 
 MISTAKES = (
@@ -248,10 +239,10 @@ def test_a_checkpoint_that_does_not_say_its_model_is_told_by_a_config(checkpoint
     files = {file.name: checksums_of(file.read_bytes()) for file in (tmp_path / "own.ckpt").iterdir() if file.is_file()}
     write_checksums(tmp_path / "own.ckpt", files)
     common = ("--checkpoint", tmp_path / "own.ckpt", "--tokenizer", checkpoints / "hf", "--max-new-tokens", 3)
-    code, _, err = _generate(*common, "--prompt", *PROMPTS)
+    code, _, err = run_cli(".", "generate", *common, "--prompt", *PROMPTS)
     assert code == 2
     assert "as those of a model_provider do not" in err
     assert "with --config" in err
-    code, out, err = _generate(*common, "--prompt", *PROMPTS, "--config", checkpoints / "hf/config.json")
-    assert code == 0, err
-    assert out == "\n\n".join(_by_hugging_face(checkpoints / "hf", max_new_tokens=3)) + "\n"
+    assert _generate(*common, "--prompt", *PROMPTS, "--config", checkpoints / "hf/config.json") == _by_hugging_face(
+        checkpoints / "hf", max_new_tokens=3
+    )
