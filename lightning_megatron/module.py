@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
     from lightning_megatron.engine.schedule import StepOutput
-    from lightning_megatron.generate.generator import Generated, LiveModel
+    from lightning_megatron.generate.decode import Generated, LiveModel
     from lightning_megatron.models.config import ModelConfig
     from lightning_megatron.models.transformer_config import EngineSettings
     from lightning_megatron.strategy import MegatronStrategy
@@ -586,7 +586,7 @@ class MegatronModule(pl.LightningModule):
         return self._live_model()
 
     def _live_model(self) -> LiveModel:
-        from lightning_megatron.generate.generator import LiveModel
+        from lightning_megatron.generate.decode import LiveModel
 
         return LiveModel(
             chunks=self._chunks_to_ask(),
