@@ -126,71 +126,6 @@ def masked_ngrams(
 # ---- sentences ------------------------------------------------------------------------------------------------------
 
 
-class _Documents:
-    """The documents of one split, with the arrays of the whole dataset.
-
-    Raises:
-        ConfigError: If the seed is none that the engine's index takes.
-        DataError: If the engine would make no sample of the documents, for ever; with what is wrong with them.
-    """
-
-    def __init__(self, part: Part, objective: MaskedObjective) -> None:
-        if not 0 < part.seed < _MAX_INT32:
-            raise ConfigError(f"seed={part.seed}: expected 1 to {_MAX_INT32 - 1} for BERT and T5 (the engine's rule)")
-        dataset = open_dataset(part.prefix)
-        self.part, self.objective = part, objective
-        self.total = dataset.num_documents
-        documents = split_ranges(part.split, self.total)[part.name]
-        self.lengths: NDArray[np.int32] = dataset.lengths
-        self.bounds: NDArray[np.int64] = dataset.document_bounds[documents.start : documents.stop + 1]
-        self.num_sentences = np.diff(self.bounds)
-        own = self.lengths[self.bounds[0] : self.bounds[-1]]
-        self.num_tokens = int(own.sum(dtype=np.int64))
-        with_long = np.searchsorted(self.bounds, np.flatnonzero(own > LONG_SENTENCE) + self.bounds[0], side="right") - 1
-        self.left_out = self.num_sentences < max(1, objective.min_sentences)
-        self.left_out[with_long] |= self.num_sentences[with_long] > 1
-        if not self.num_tokens or self.left_out.all():
-            raise DataError(
-                f"split={part.split!r} gives {part.name} {len(self.num_sentences)} of {self.total} documents of"
-                f" {part.prefix} with {self.num_tokens} tokens, and none of {objective.needs}; give {part.name} a"
-                " larger weight or weight 0, or preprocess such documents with --split-sentences"
-            )
-
-    def warn(self) -> None:
-        """Say how much is left out."""
-        part, count = self.part, int(self.left_out.sum())
-        if count > 0.01 * len(self.left_out):
-            _log.warning(
-                "%d of %d documents of %s (%s) are left out, as by Megatron: a sample is made of %s; preprocess with"
-                " --split-sentences if they were not split.",
-                *(count, len(self.left_out), part.prefix, part.name, self.objective.needs),
-            )
-        of_one = self.lengths[self.bounds[:-1][self.num_sentences == 1]].astype(np.int64)
-        behind = int(np.maximum(of_one - self.objective.max_tokens, 0).sum())
-        if self.objective.min_sentences == 1 and behind > 0.01 * self.num_tokens:
-            _log.warning(
-                "%.0f %% of the tokens of %s (%s) are never trained on: documents of one sequence give one sample each,"
-                " cut at %d tokens, as by Megatron; preprocess with --split-sentences.",
-                *(100 * behind / self.num_tokens, part.prefix, part.name, self.objective.max_tokens),
-            )
-
-    def mapping(self, num_samples: int | None) -> NDArray[Any]:
-        """First sentence, end, and tokens to have of each sample: [samples, 3], uint32 or uint64."""
-        from megatron.core.datasets.helpers import build_mapping
-
-        return build_mapping(  # type: ignore[no-any-return]
-            self.bounds,
-            self.lengths,
-            _MAX_INT32 - 1,  # passes; whole ones are made until there are as many samples
-            max(1, num_samples or 1),
-            self.objective.max_tokens,
-            self.objective.masking.short_sequence_probability,
-            self.part.seed,
-            False,
-            self.objective.min_sentences,
-        )
-
-
 Arrays: TypeAlias = dict[str, NDArray[np.int64]]
 
 
@@ -252,13 +187,66 @@ class MaskedObjective(Objective):
 
     @override
     def count(self, part: Part) -> int:
-        return len(_Documents(part, self).mapping(None))
+        return len(self._sentences(part, None))
 
     @override
     def lay_out(self, part: Part) -> SentenceIndex:
-        documents = _Documents(part, self)
-        documents.warn()
-        return SentenceIndex(sentences=documents.mapping(part.num_samples))
+        return SentenceIndex(sentences=self._sentences(part, part.num_samples, warns=True))
+
+    def _sentences(self, part: Part, num_samples: int | None, *, warns: bool = False) -> NDArray[Any]:
+        """First sentence, end, and tokens to have of each sample: [samples, 3], uint32 or uint64.
+
+        Raises:
+            ConfigError: If the seed is none that the engine's index takes.
+            DataError: If the engine would make no sample of the documents, for ever; with what is wrong with them.
+        """
+        from megatron.core.datasets.helpers import build_mapping
+
+        if not 0 < part.seed < _MAX_INT32:
+            raise ConfigError(f"seed={part.seed}: expected 1 to {_MAX_INT32 - 1} for BERT and T5 (the engine's rule)")
+        dataset = open_dataset(part.prefix)
+        documents = split_ranges(part.split, dataset.num_documents)[part.name]
+        bounds = dataset.document_bounds[documents.start : documents.stop + 1]
+        own, num_sentences = dataset.lengths[bounds[0] : bounds[-1]], np.diff(bounds)
+        num_tokens = int(own.sum(dtype=np.int64))
+        with_long = np.searchsorted(bounds, np.flatnonzero(own > LONG_SENTENCE) + bounds[0], side="right") - 1
+        left_out = num_sentences < max(1, self.min_sentences)
+        left_out[with_long] |= num_sentences[with_long] > 1
+        if not num_tokens or left_out.all():
+            raise DataError(
+                f"split={part.split!r} gives {part.name} {len(documents)} of {dataset.num_documents} documents of"
+                f" {part.prefix} with {num_tokens} tokens, and none of {self.needs}; give {part.name} a larger weight"
+                " or weight 0, or preprocess such documents with --split-sentences"
+            )
+        if warns:
+            alone = dataset.lengths[bounds[:-1][num_sentences == 1]].astype(np.int64)
+            self._warn(part, left_out, int(np.maximum(alone - self.max_tokens, 0).sum()) / num_tokens)
+        return build_mapping(  # type: ignore[no-any-return]
+            bounds,
+            dataset.lengths,
+            _MAX_INT32 - 1,  # passes; whole ones are made until there are as many samples
+            max(1, num_samples or 1),
+            self.max_tokens,
+            self.masking.short_sequence_probability,
+            part.seed,
+            False,
+            self.min_sentences,
+        )
+
+    def _warn(self, part: Part, left_out: NDArray[np.bool_], share_behind: float) -> None:
+        """Say which documents are left out, and which share of the tokens is behind the end of a row."""
+        if (count := int(left_out.sum())) > 0.01 * len(left_out):
+            _log.warning(
+                "%d of %d documents of %s (%s) are left out, as by Megatron: a sample is made of %s; preprocess with"
+                " --split-sentences if they were not split.",
+                *(count, len(left_out), part.prefix, part.name, self.needs),
+            )
+        if self.min_sentences == 1 and share_behind > 0.01:
+            _log.warning(
+                "%.0f %% of the tokens of %s (%s) are never trained on: documents of one sequence give one sample each,"
+                " cut at %d tokens, as by Megatron; preprocess with --split-sentences.",
+                *(100 * share_behind, part.prefix, part.name, self.max_tokens),
+            )
 
     @override
     def open(self, part: Part, folder: str) -> MaskedSamples:
@@ -272,17 +260,13 @@ class MaskedObjective(Objective):
     def fill(self, rows: Arrays, number: int, sample: Sentences, state: np.random.RandomState) -> None:
         """Write a sample into row ``number``; all random numbers come from ``state``."""
 
-    @cached_property
-    def _maskable(self) -> NDArray[np.bool_]:
-        return self.tokenizer.maskable
-
     def _words(self, tokens: NDArray[np.int64], begins: NDArray[np.bool_]) -> tuple[NDArray[np.int64], list[int]]:
         """Places of the tokens that may be masked, ascending; where in these each word begins, and their number.
 
         A piece in the middle of a word belongs to the word before it even if a special token stands between them: that
         is where the engine puts the rest of a word that was cut at the beginning of a segment.
         """
-        places = np.flatnonzero(self._maskable[tokens])
+        places = np.flatnonzero(self.tokenizer.maskable[tokens])
         if not self.masking.whole_words:
             return places, list(range(len(places) + 1))
         first = begins[places]
@@ -509,7 +493,9 @@ class T5Objective(MaskedObjective):
         if self.max_spans < 1:
             raise ConfigError(f"the tokenizer {self.tokenizer.source} has too few sentinels (<extra_id_0>, ...) for T5")
         self._check_length()
-        tokens, spans = self._usual_spans
+        # If each word is one token; with longer words there are fewer spans.
+        tokens = int(self.masking.masked(self.max_tokens, self.max_tokens))
+        spans = round(tokens / ((1 - (1 - GEOMETRIC_PROBABILITY) ** self.max_ngram) / GEOMETRIC_PROBABILITY))
         needed = tokens + spans + self._ending
         if self.seq_length_decoder < needed:
             raise ConfigError(
@@ -540,13 +526,6 @@ class T5Objective(MaskedObjective):
     @property
     def _ending(self) -> int:
         return 2 if self.format == "hugging_face" else 1
-
-    @property
-    def _usual_spans(self) -> tuple[int, int]:
-        """Masked tokens and spans of a full row if each word is one token; with longer words there are fewer spans."""
-        tokens = int(self.masking.masked(self.max_tokens, self.max_tokens))
-        mean_words = (1 - (1 - GEOMETRIC_PROBABILITY) ** self.max_ngram) / GEOMETRIC_PROBABILITY
-        return tokens, round(tokens / mean_words)
 
     @override
     def empty_rows(self, num_rows: int) -> Arrays:

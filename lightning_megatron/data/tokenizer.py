@@ -15,6 +15,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -298,7 +299,7 @@ class TokenizerFacts:
         """The id behind the end of a row, where nothing is attended to: padding, or any if there is none."""
         return 0 if self.pad is None else self.pad
 
-    @property
+    @cached_property
     def maskable(self) -> NDArray[np.bool_]:
         """Whether an id may be masked: [largest id + 1]; unknown words may, other special tokens may not."""
         maskable = np.ones(self.size, dtype=np.bool_)

@@ -1,0 +1,355 @@
+"""Samples are Megatron's, of splits and blends too and where the engine miscounts; their indices are built once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_megatron.data.gpt import GPTIndex, GPTObjective, GPTSamples, build_gpt_index
+from lightning_megatron.data.indexed import IndexedDatasetWriter
+from lightning_megatron.data.samples import (
+    SPLIT_NAMES,
+    Part,
+    Samples,
+    build_once,
+    canonical_split,
+    check_parts,
+    mix,
+    open_samples,
+    parse_blend,
+    parse_split,
+    split_ranges,
+)
+from lightning_megatron.errors import ConfigError, DataError
+from tests.unit.data.corpus import engine_rows, opened, write_corpus
+
+GPT = GPTObjective(seq_length=16)
+
+
+def _parts(folder: Path, names: str = "a", weights: Any = None, **changes: Any) -> list[Part]:
+    given = {"split": "8,1,1", "name": "train", "seed": 1234, "num_samples": None, **changes}
+    weights = weights or [None] * len(names)
+    return [Part(prefix=str(folder / name), weight=w, **given) for name, w in zip(names, weights, strict=True)]
+
+
+def _rows(samples: Samples) -> np.ndarray:
+    return samples.rows(range(len(samples)))["text"].numpy()
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+# ---- of a GPT -------------------------------------------------------------------------------------------------------
+
+
+def _write(prefix: Path, lengths: list[int]) -> None:
+    with IndexedDatasetWriter(str(prefix), np.dtype("<u2")) as writer:
+        writer.add_documents(np.arange(sum(lengths), dtype="<u2").tobytes(), lengths)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    # Empty documents, documents of a token, and documents of several samples.
+    lengths=st.lists(st.sampled_from([0, 1, 2, 3, 7, 8, 9, 30]), min_size=1, max_size=30),
+    seq_length=st.integers(1, 9),
+    num_samples=st.one_of(st.none(), st.integers(1, 60)),
+    drop=st.booleans(),
+)
+def test_rows_equal_the_engines(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_length: int, num_samples: int | None, drop: bool
+) -> None:
+    # The engine stops if it keeps a partial sample and the last document of its order is empty.
+    lengths = [*(length if drop else max(1, length) for length in lengths), seq_length + 1]
+    prefix = tmp_path_factory.mktemp("rows") / "a"
+    _write(prefix, lengths)
+    options = {"drop_last_partial_validation_sequence": drop}
+    split: dict[str, Any] = {"split": "0,1,0", "name": "valid"}
+    (part,) = _parts(prefix.parent, num_samples=num_samples, **split)
+    samples = opened(GPTObjective(seq_length=seq_length, **options), part)
+
+    expected = engine_rows(([str(prefix)], None), num_samples, seq_length=seq_length, **split, **options)
+    assert np.array_equal(_rows(samples), expected)
+
+
+@pytest.mark.parametrize(
+    ("seq_length", "tokens"),
+    [
+        (1024, (1 << 25) + 3),  # the engine finds one sample too few, in single precision
+        (3360, 230079 * 3360 + 1),  # one too many
+        (3077, 952502 * 3077 + 1),  # likewise, and more tokens than 31 bits can count
+    ],
+)
+def test_partial_sequences_are_counted_exactly_in_large_corpora(seq_length: int, tokens: int) -> None:
+    lengths = np.array([tokens // 3, tokens // 3, tokens - 2 * (tokens // 3)], dtype=np.int32)
+
+    index = build_gpt_index(lengths, np.arange(3, dtype=np.int32), seq_length, None, 1, True)
+
+    full, rest = divmod(tokens - 1, seq_length)
+    assert len(index.shuffle_index) == full + (rest > 0)
+    begins = np.concatenate(([0], np.cumsum(lengths[index.document_index], dtype=np.int64)))
+    places = begins[index.sample_index[:, 0]] + index.sample_index[:, 1]
+    assert np.array_equal(places[:-1], np.arange(len(places) - 1) * seq_length)
+    assert places[-1] == tokens - 1
+
+
+@pytest.mark.parametrize("is_cut_while_read", [False, True])
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_file_that_is_cut_while_training_is_an_error_and_gives_no_zeros(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, is_cut_while_read: bool
+) -> None:
+    file = tmp_path / f"a{suffix}"
+    for takes_the_name in (True, False):
+        _write(tmp_path / "a", [20, 30])
+        samples = opened(GPTObjective(seq_length=4), _parts(tmp_path, split="1")[0])
+        before, size = _rows(samples), file.stat().st_size
+        if takes_the_name:  # another file does: the one that is in use is as it was
+            (tmp_path / "copy").write_bytes(file.read_bytes()[:50])
+            (tmp_path / "copy").rename(file)
+            assert (_rows(samples) == before).all()
+    if is_cut_while_read:
+        pieces = GPTSamples._pieces
+        monkeypatch.setattr(GPTSamples, "_pieces", lambda *a: (pieces(*a), os.truncate(file, 50))[0])
+    else:
+        os.truncate(file, 50)
+    with pytest.raises(DataError, match=rf"a\{suffix}: expected {size} bytes, got 50: .*resume from the last"):
+        samples.rows([3])
+
+
+# ---- blends and splits ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("data_path", "blend"),
+    [
+        ("books", [("books", None)]),
+        (["books", "web"], [("books", None), ("web", None)]),
+        ([0.7, "books", 0.3, "web"], [("books", 0.7), ("web", 0.3)]),
+        (["70", "books", 0, "web", "3e1", "code"], [("books", 70), ("code", 30)]),
+        ([], "must be prefixes"),
+        (["a", " "], "must be prefixes"),
+        ("30", r"data_path=\['30'\] must be prefixes \(./30 for 30\)"),
+        (["books", 0.5, "web", 0.5], "must be prefixes"),
+        ([0.5, "books", 0.5], "must be prefixes"),
+        ([float("inf"), "books", 2, "web"], "finite weights"),
+        ([0, "books", "0.0", "web"], "gives 0 datasets a weight"),
+        (["books", "web", "./books"], r"has \S+/books 2 times; give it once"),
+    ],
+)
+def test_paths_and_weights_are_read_and_what_can_be_read_in_two_ways_or_none_is_refused(
+    data_path: Any, blend: Any
+) -> None:
+    if isinstance(blend, list):
+        assert parse_blend(data_path) == blend
+    else:
+        with pytest.raises(ConfigError, match=blend):
+            parse_blend(data_path)
+
+
+@pytest.mark.parametrize(
+    ("weights", "num_samples"),
+    [((0.3, 0.3, 0.4), 1000), ((5, 1, 0.001), 77), (None, 20), (None, None)],
+    ids=str,
+)
+def test_a_blend_equals_the_engines(tmp_path: Path, weights: tuple[float, ...] | None, num_samples: int | None) -> None:
+    parts = _parts(tmp_path, "abc", weights, num_samples=num_samples)
+    for seed, (part, num_documents) in enumerate(zip(parts, (50, 25, 120), strict=True)):
+        write_corpus(Path(part.prefix), num_documents, seed=seed)
+    samples = open_samples(GPT, parts, str(tmp_path / "cache"))
+    assert len(samples) >= (num_samples or 1)
+    blend = [part.prefix for part in parts], weights and list(weights)
+    assert np.array_equal(_rows(samples), engine_rows(blend, num_samples))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    datasets=st.lists(st.tuples(st.integers(1, 300), st.floats(1e-3, 1e3)), min_size=2, max_size=8),
+    num_samples=st.one_of(st.none(), st.integers(1, 500)),
+)
+def test_no_blend_takes_more_of_a_dataset_than_there_is(
+    datasets: list[tuple[int, float]], num_samples: int | None
+) -> None:
+    counts, weights = zip(*datasets, strict=True)
+    mixture = mix(weights, counts, num_samples)
+
+    size = len(mixture.dataset_index)
+    if num_samples is None:
+        assert not mixture.part_samples.any()
+        # One more sample for everyone's share would be one too many for one of them.
+        assert (np.array(weights) / sum(weights) * (size + 1) > np.array(counts) - 1e-6).any()
+    else:
+        assert size >= num_samples
+    taken = np.bincount(mixture.dataset_index, minlength=len(datasets))
+    assert (taken <= np.where(mixture.part_samples > 0, mixture.part_samples, counts)).all()
+    for number, count in enumerate(taken):
+        assert np.array_equal(mixture.sample_index[mixture.dataset_index == number], np.arange(count))
+
+
+def test_a_dataset_without_a_sample_or_with_damage_is_named(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "a", 50)
+    write_corpus(tmp_path / "b", 1, longest=2)
+    parts = _parts(tmp_path, "ab", [1, 2], split="1")
+
+    with pytest.raises(DataError, match=r"gives train 1 of 1 documents of .*b with 1 tokens, .* needs 17; lower"):
+        check_parts(GPT, parts, are_used=True)
+    assert not (tmp_path / "a").exists()
+    _truncate(tmp_path / "a.bin")
+    with pytest.raises(DataError, match=r"a.idx accounts for \d+ bytes, and .bin has"):
+        check_parts(GPT, parts, are_used=False)
+
+
+@pytest.mark.parametrize("text", ["-1,1", "1e-3,1", "", "1,2,nan", "1,1,1,1"])
+def test_what_is_not_a_weight_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="must be one to three weights like 949,50,1"):
+        parse_split(text)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    weights=st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1000)), min_size=1, max_size=3).filter(any),
+    num_sequences=st.integers(1, 10**9),
+)
+def test_bounds_equal_the_engines(weights: list[float], num_sequences: int) -> None:
+    from megatron.core.datasets.blended_megatron_dataset_config import (
+        convert_split_vector_to_split_matrix,
+        parse_and_normalize_split,
+    )
+
+    text = ",".join(np.format_float_positional(weight) for weight in weights)
+    matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(canonical_split(text)))
+
+    for name, bounds in zip(SPLIT_NAMES, matrix, strict=True):
+        ours = split_ranges(text, num_sequences)[name]
+        if bounds is None:
+            assert len(ours) == 0
+        else:
+            assert ours == range(*(int(round(bound * float(num_sequences))) for bound in bounds))
+
+
+# ---- one builder at a time ----------------------------------------------------------------------------------------
+
+
+def test_processes_that_start_at_once_build_an_index_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.datasets import helpers  # noqa: F401 (once, not in each process)
+
+    for seed, name in enumerate("ab"):
+        write_corpus(tmp_path / name, 50, seed=seed)
+    trace, lay_out = tmp_path / "trace", GPTObjective.lay_out
+
+    def slow(objective: GPTObjective, part: Part) -> GPTIndex:
+        with trace.open("a") as stream:
+            stream.write(f"{part.prefix}\n")
+        time.sleep(0.05)
+        return lay_out(objective, part)
+
+    monkeypatch.setattr(GPTObjective, "lay_out", slow)
+    parts = _parts(tmp_path, "ab", [0.5, 0.5], num_samples=200)
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    together = context.Barrier(4)
+
+    def job() -> None:
+        torch.set_num_threads(1)  # as in a worker of a DataLoader: a forked process has no OpenMP threads
+        together.wait()
+        samples = open_samples(GPT, parts, str(tmp_path / "cache"))
+        results.put((samples.fingerprint, _rows(samples).tobytes()))
+
+    processes = [context.Process(target=job, daemon=True) for _ in range(4)]
+    for process in processes:
+        process.start()
+    outcomes = [results.get(timeout=200) for _ in processes]
+    for process in processes:
+        process.join()
+
+    assert sorted(trace.read_text().split()) == [part.prefix for part in parts]
+    assert len(set(outcomes)) == 1
+    assert len(os.listdir(tmp_path / "cache")) == 3
+
+
+def test_a_builder_that_was_killed_blocks_nobody_and_leaves_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "index"
+
+    def write(staging: str) -> str:
+        Path(staging, "file").write_text("whole")
+        return "fingerprint"
+
+    def write_half_and_die(staging: str) -> str:
+        Path(staging, "file").write_text("half")
+        os.kill(os.getpid(), signal.SIGKILL)
+        return ""
+
+    arguments = (str(folder), write_half_and_die, "corpus")
+    process = multiprocessing.get_context("fork").Process(target=build_once, args=arguments)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert sorted(os.listdir(tmp_path)) == [".index.lock", ".index.partial"]
+
+    assert build_once(str(folder), write, "corpus") == "fingerprint"
+    assert os.listdir(tmp_path) == ["index"]
+    assert sorted(os.listdir(folder)) == ["file", "index.json"]
+    assert (folder / "file").read_text() == "whole"
+
+
+# ---- whole or not at all ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"), [("sample_index.npy", _truncate), ("index.json", Path.unlink), ("dataset_index.npy", _truncate)]
+)
+def test_a_damaged_index_is_built_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, damage: Callable[[Path], None]
+) -> None:
+    for seed, name in enumerate("ab"):
+        write_corpus(tmp_path / name, 30, seed=seed)
+    cache = tmp_path / "cache"
+    parts = _parts(tmp_path, "ab")
+    expected = _rows(open_samples(GPT, parts, str(cache)))
+    assert caplog.text == ""
+    damaged = list(cache.glob(f"*/{file}"))
+    for path in damaged:
+        damage(path)
+
+    assert np.array_equal(_rows(open_samples(GPT, parts, str(cache))), expected)
+
+    assert caplog.text.count("is damaged and is not used") >= len(damaged) > 0
+    assert [name for name in os.listdir(cache) if name.startswith(".")] == []
+    caplog.clear()
+    open_samples(GPT, parts, str(cache))
+    assert caplog.text == ""
+
+
+# ---- which index --------------------------------------------------------------------------------------------------
+
+
+def test_a_dataset_written_again_under_the_same_name_gets_a_new_index(tmp_path: Path) -> None:
+    for seed in range(2):
+        write_corpus(tmp_path / "a", 50, seed=seed)
+        rows = _rows(open_samples(GPT, _parts(tmp_path), None))
+
+    assert np.array_equal(rows, engine_rows(([str(tmp_path / "a")], None), None))
+
+
+def test_an_index_that_is_removed_while_a_run_lasts_still_serves_it_and_no_new_process(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "a", 50)
+    samples = open_samples(GPT, _parts(tmp_path), str(tmp_path / "cache"))
+    again = pickle.loads(pickle.dumps(samples))
+    assert np.array_equal(_rows(again), _rows(samples))
+    shutil.rmtree(tmp_path / "cache")
+
+    samples.rows([0])
+    with pytest.raises(DataError, match=r"cache/gpt-train-.*\.npy cannot be read .*; start the run again"):
+        pickle.loads(pickle.dumps(samples))
