@@ -7,42 +7,34 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
-import itertools
 import math
 import multiprocessing
 import os
-import pkgutil
 import random
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from itertools import count
 from pathlib import Path
-from types import ModuleType
+from statistics import median
 
-from tests import campaigns
-from tests.campaigns.attempts import Attempt, Outcome, table
+from tests.campaigns import Attempt, Outcome, faults, fuzzed
 from tests.rank_zygote import _die_with_parent
 from tests.ranks import reserve_ports
 
-
-def known_campaigns() -> dict[str, ModuleType]:
-    """By name; a campaign may have ``prepare``, which makes what its attempts share."""
-    names = (module.name for module in pkgutil.iter_modules(campaigns.__path__) if module.name != "__main__")
-    modules = {name: importlib.import_module(f"{campaigns.__name__}.{name}") for name in names}
-    return {name: module for name, module in modules.items() if hasattr(module, "ATTEMPTS")}
+_CAMPAIGNS = {**faults.CAMPAIGNS, **fuzzed.CAMPAIGNS}
 
 
 def _attempt(name: str, attempt: Attempt, number: int, seed: int) -> tuple[str, Outcome]:
     """Make one; what goes wrong keeps its folder and is told at once."""
     folder = Path(tempfile.mkdtemp(prefix="campaign_", dir=Path(tempfile.gettempdir()).parent))
     outcome = attempt(random.Random(f"{seed} {number}"), folder)
-    if wrong := outcome.lost or outcome.hung:
-        print(f"attempt {number}, {name}: {wrong}; see {folder}", flush=True)
+    if outcome.wrong:
+        print(f"attempt {number}, {name}: {outcome.wrong}; see {folder}", flush=True)
     else:
         shutil.rmtree(folder)
     return name, outcome
@@ -57,14 +49,14 @@ def _be_a_job(parent: int, folder: str) -> None:
     reserve_ports()
 
 
-def run(
+def _run(
     attempts: dict[str, Attempt], jobs: int, minutes: float, most: float, seed: int
 ) -> Iterator[tuple[str, Outcome]]:
     """Make ``most`` attempts in turn, ``jobs`` at a time, or those that begin before time is up; yield each that ends.
 
     Jobs are forks of this process: what was imported and prepared here is there in each.
     """
-    deadline, numbers, names = time.monotonic() + 60 * minutes, itertools.count(), list(attempts)
+    deadline, numbers, names = time.monotonic() + 60 * minutes, count(), list(attempts)
     running = set[Future[tuple[str, Outcome]]]()
     with tempfile.TemporaryDirectory(prefix="campaigns_", ignore_cleanup_errors=True) as folder:
         executor = ProcessPoolExecutor(
@@ -84,43 +76,48 @@ def run(
                 process.kill()  # and what it has started dies with it
 
 
+def _table(outcomes: Mapping[str, Sequence[Outcome]]) -> str:
+    """A row for each kind of attempt, and one for all."""
+    rows = [("campaign", "tried", "lost", "hung", "noticed after (s): median, most", "steps compared")]
+    for name, found in {**outcomes, "all": [each for of_name in outcomes.values() for each in of_name]}.items():
+        seconds = [each.noticed for each in found if each.noticed is not None and name != "all"]
+        noticed = f"{median(seconds):.1f}, {max(seconds):.1f}" if seconds else "-"
+        hung, wrong = sum(each.hung for each in found), sum(bool(each.wrong) for each in found)
+        numbers = [str(number) for number in (len(found), wrong - hung, hung, sum(each.steps for each in found))]
+        rows.append((name, *numbers[:3], noticed, numbers[3]))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
 def main() -> int:
-    known = known_campaigns()
     parser = argparse.ArgumentParser(prog="python -m tests.campaigns", description=__doc__)
-    parser.add_argument(
-        "campaigns",
-        nargs="*",
-        metavar="CAMPAIGN",
-        help=f"of {', '.join(known)}, or a row; all if left out",
-    )
+    names = f"of {', '.join(_CAMPAIGNS)}, or a row of their tables; all if left out"
+    parser.add_argument("campaigns", nargs="*", metavar="CAMPAIGN", help=names)
     parser.add_argument("--minutes", type=float, default=30, help="when the last attempt begins")
     parser.add_argument("--fuzz", type=int, metavar="N", help="only fuzz, N attempts, however long they take")
     parser.add_argument("--jobs", type=int, default=1, help="attempts at a time; one with ranks takes two cores")
     parser.add_argument("--seed", type=int, default=0, help="another one makes other attempts")
     given = parser.parse_args()
-    names = given.campaigns or (list(known) if given.fuzz is None else ["fuzzed"])
-    attempts: dict[str, Attempt] = {}
-    for name, module in known.items():
-        chosen = {row: each for row, each in module.ATTEMPTS.items() if {name, row} & set(names)}
-        attempts |= chosen
-        if chosen and hasattr(module, "prepare"):
-            module.prepare(chosen)
-    if unknown := set(names) - set(known) - set(attempts):
-        parser.error(f"{', '.join(unknown)} is none of {', '.join(known)}, nor a row of their tables")
+    chosen = set(given.campaigns or (_CAMPAIGNS if given.fuzz is None else ["fuzzed"]))
+    every = {row: each for rows in _CAMPAIGNS.values() for row, each in rows.items()}
+    if unknown := chosen - set(_CAMPAIGNS) - set(every):
+        parser.error(f"expected some {names}, got {', '.join(unknown)}")
+    rows = [row for name, rows in _CAMPAIGNS.items() for row in rows if {name, row} & chosen]
+    fuzzed.prepare(row for row in rows if row in fuzzed.CAMPAIGNS["fuzzed"])
     minutes, most = (given.minutes, math.inf) if given.fuzz is None else (math.inf, given.fuzz)
-    outcomes: dict[str, list[Outcome]] = {name: [] for name in attempts}
+    outcomes: dict[str, list[Outcome]] = {row: [] for row in rows}
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         with contextlib.suppress(KeyboardInterrupt):
-            for name, outcome in run(attempts, given.jobs, minutes, most, given.seed):
+            for name, outcome in _run({row: every[row] for row in rows}, given.jobs, minutes, most, given.seed):
                 outcomes[name].append(outcome)
     finally:
-        print(f"\n{table(outcomes)}", flush=True)
-    return int(any(each.lost or each.hung for of_name in outcomes.values() for each in of_name))
+        print(f"\n{_table(outcomes)}", flush=True)
+    return int(any(each.wrong for found in outcomes.values() for each in found))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,21 @@
-"""What happens to ranks in the middle of a run, and a run that writes down, bit by bit, what it computed."""
+"""Ranks that are killed, get storms of signals or hang, and disks that break, while a run trains, saves and generates.
+
+The ranks have to end by themselves, as under a scheduler that looks after nobody, and name the cause; a run whose disk
+breaks may also go on without the saves that fail. Then the run goes on from what it has kept, and every loss that it
+has ever computed must be, to the last bit, that of a run without faults.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+import random
+import re
+import shutil
 import signal
+import subprocess
+import tempfile
 import threading
 import time
 import traceback
@@ -12,100 +24,66 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.campaigns import Attempt, Outcome
 from tests.checkpoint.runs import Run, fit
 from tests.ranks import _is_alive, _pool
 
-PHASES = {
+_PHASES = {
     "training": "on_train_batch_start",
     "saving": "on_save_checkpoint",
     "validating": "on_validation_batch_start",
     "generating": "on_validation_start",
 }
 """By what the run is doing: the hook in which a fault becomes due; in the last the run generates text."""
-
-SLOW_FSYNC = "CAMPAIGN_SLOW_FSYNC"
+_ANY = tuple(_PHASES)
+_LAYOUTS: dict[str, dict[str, Any]] = {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {}}
+_RANKS = (0, 1)
+_LIMITS = {"setup": 9, "step": 6, "checkpoint": 6}
+"""Seconds that ranks may hang."""
+_SLOW_FSYNC = "CAMPAIGN_SLOW_FSYNC"
 """Environment variable of a run: seconds by which each ``fsync`` takes longer."""
-
-LAYOUTS: dict[str, dict[str, Any]] = {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {}}
-WORLD_SIZE = 2
-
-_TRAINER = {"max_steps": 10, "val_check_interval": 2, "check_val_every_n_epoch": None, "num_sanity_val_steps": 0}
-
-
-def run_of(layout: str, **strategy: Any) -> Run:
-    """Ten steps that save, validate and generate every other step."""
-    return Run(strategy={**LAYOUTS[layout], **strategy}, trainer=_TRAINER, validate=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A signal to some ranks, or a hook of theirs that does not return."""
+    """What some ranks do in the first phase of a kind from a step on."""
 
     phase: str
-    """Of ``PHASES``."""
     ranks: tuple[int, ...]
     step: int
-    """It comes in the first such phase from this step on."""
-    delay: float = 0.0
-    """Seconds from the beginning of the phase, if it is a signal."""
-    signum: int | None = signal.SIGKILL
-    times: int = 1
-    hang: Callable[[], None] | None = None
-    """In place of a signal; a function at the top level of a module."""
+    act: Callable[[], None]
+    """A function at the top level of a module."""
+    is_beside: bool = False
+    """Whether the run goes on meanwhile."""
 
 
-def sleep() -> None:
-    time.sleep(3600)
+# ---- a run ----------------------------------------------------------------------------------------------------------
 
 
-def _come(fault: Fault, folder: Path) -> None:
-    if fault.hang is None:
-        time.sleep(fault.delay)
-    with (folder / "faults.txt").open("a") as file:
-        file.write(f"{time.time()}\n")
-    if fault.hang is not None:
-        fault.hang()
-        return
-    for _ in range(fault.times if fault.signum else 0):
-        os.kill(os.getpid(), fault.signum or 0)
-        time.sleep(0.01)
+def _run_of(layout: str, **strategy: Any) -> Run:
+    """Ten steps that save, validate and generate every other step."""
+    trainer = {"max_steps": 10, "val_check_interval": 2, "check_val_every_n_epoch": None, "num_sanity_val_steps": 0}
+    return Run(strategy={**_LAYOUTS[layout], **strategy}, trainer=trainer, validate=True)
 
 
-def _faulty_callback(fault: Fault, folder: Path) -> Any:
-    import lightning.pytorch as pl
-
-    class Faulty(pl.Callback):
-        def __init__(self) -> None:
-            self._is_due = True
-
-        def _enter(self, hook: str, trainer: Any) -> None:
-            is_hit = hook == PHASES[fault.phase] and trainer.global_rank in fault.ranks
-            if not is_hit or not self._is_due or trainer.global_step < fault.step:
-                return
-            self._is_due = False
-            if fault.hang is not None:
-                _come(fault, folder)
-            else:
-                threading.Thread(target=_come, args=(fault, folder), daemon=True).start()
-
-        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-            self._enter("on_train_batch_start", trainer)
-
-        def on_save_checkpoint(self, trainer: Any, *args: Any) -> None:
-            self._enter("on_save_checkpoint", trainer)
-
-        def on_validation_batch_start(self, trainer: Any, *args: Any) -> None:
-            self._enter("on_validation_batch_start", trainer)
-
-        def on_validation_start(self, trainer: Any, *args: Any) -> None:
-            self._enter("on_validation_start", trainer)
-
-    return Faulty()
-
-
-def _recorder(folder: Path) -> Any:
+def _callbacks(fault: Fault | None, folder: Path) -> list[Any]:
     import lightning.pytorch as pl
     import torch
+
+    class Faulty(pl.Callback):
+        is_due = True
+
+    def happen() -> None:
+        assert fault is not None
+        with (folder / "faults.txt").open("a") as file:
+            file.write(f"{time.time()}\n")
+        fault.act()
+
+    def enter(self: Any, trainer: Any, *args: Any) -> None:
+        assert fault is not None
+        if self.is_due and trainer.global_rank in fault.ranks and trainer.global_step >= fault.step:
+            self.is_due = False
+            threading.Thread(target=happen, daemon=True).start() if fault.is_beside else happen()
 
     class Recorder(pl.Callback):
         """Writes every loss down, and has the model generate before each validation."""
@@ -117,31 +95,75 @@ def _recorder(folder: Path) -> Any:
         def on_validation_start(self, trainer: Any, module: Any) -> None:
             module.generate(torch.arange(4)[None], max_new_tokens=4)
 
-    return Recorder()
+    if fault is not None:
+        setattr(Faulty, _PHASES[fault.phase], enter)
+    keeper = pl.callbacks.ModelCheckpoint(folder / "kept", every_n_train_steps=2, save_last=True)
+    return [Faulty(), Recorder(), keeper]
 
 
-def train_on(run: Run, folder: Path, fault: Fault | None) -> None:
+def _train(run: Run, folder: Path, fault: Fault | None) -> None:
     """Go on with the run in ``folder`` to its end; the process ends with the code of a script that does so."""
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
-    rank, code = os.environ["RANK"], 0
-    if delay := os.environ.get(SLOW_FSYNC):
+    code = 0
+    if delay := os.environ.get(_SLOW_FSYNC):
         fsync = os.fsync
         os.fsync = lambda descriptor: (time.sleep(float(delay)), fsync(descriptor))[1]  # type: ignore[assignment]
-    keeper = ModelCheckpoint(folder / "kept", every_n_train_steps=2, save_last=True)
-    faulty = [_faulty_callback(fault, folder)] if fault else []
     try:
-        fit(run.but(trainer={"default_root_dir": str(folder)}, ckpt_path="last"), *faulty, _recorder(folder), keeper)
+        fit(run.but(trainer={"default_root_dir": str(folder)}, ckpt_path="last"), *_callbacks(fault, folder))
     except SystemExit as ended:
         code = int(ended.code or 0)
     except BaseException:
         traceback.print_exc()
         code = 1
-    (folder / f"code_{rank}.txt").write_text(str(code))
+    (folder / f"code_{os.environ['RANK']}.txt").write_text(str(code))
     os._exit(code)
 
 
-def losses(folder: Path) -> dict[str, set[str]]:
+@dataclass(frozen=True, kw_only=True)
+class _Ended:
+    """How the ranks of a run ended."""
+
+    codes: dict[int, int]
+    """By rank, of those that ended in Python."""
+    left: list[int]
+    """Ranks that were still there when time was up."""
+    seconds: float
+    """From the first fault (from the start, if none came) to the end of the last rank."""
+    printed: str
+
+
+def _run_to_end(
+    run: Run, folder: Path, fault: Fault | None = None, patience: float = 60, stopped: tuple[int, ...] = ()
+) -> _Ended:
+    """Start the run, wait until all ranks but those that are ``stopped`` have ended, and kill what is left.
+
+    Args:
+        run: What to train.
+        folder: Where it is kept.
+        fault: What happens to it.
+        patience: Seconds from the fault (from the start and 60 more, if none comes) until it counts as hung.
+        stopped: Ranks that cannot end.
+    """
+    faults = folder / "faults.txt"
+    for old in [*folder.glob("code_*.txt"), *folder.glob("faults.txt")]:
+        old.unlink()
+    _pool._start_if_needed()
+    job = _pool._submit(_train, len(_RANKS), (run, folder, fault))
+    begin = time.time()
+    try:
+        while True:
+            left = [rank for rank, pid in enumerate(job._pids) if rank not in stopped and _is_alive(pid)]
+            times = faults.read_text().split() if faults.exists() else []
+            if not left or time.time() > (float(times[0]) if times else begin + 60) + patience:
+                break
+            time.sleep(0.02)
+        seconds = time.time() - (float(times[0]) if times else begin)
+    finally:
+        job.kill()
+    codes = {int(path.stem[5:]): int(path.read_text()) for path in folder.glob("code_*.txt")}
+    return _Ended(codes=codes, left=left, seconds=seconds, printed=job._logs())
+
+
+def _losses(folder: Path) -> dict[str, set[str]]:
     """By rank and step: every loss computed for it; just one if resumed runs are exact."""
     found: dict[str, set[str]] = {}
     for file in folder.glob("losses_*.txt"):
@@ -151,48 +173,179 @@ def losses(folder: Path) -> dict[str, set[str]]:
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ended:
-    """How the ranks of a run ended."""
-
-    codes: dict[int, int]
-    """By rank, of those that ended in Python."""
-    left: list[int]
-    """Ranks that were still there when time was up."""
-    noticed: float | None
-    """Seconds from the first fault to the end of the last rank."""
-    printed: str
+@functools.cache
+def _expected(layout: str) -> dict[str, set[str]]:
+    """The losses of a run without faults."""
+    with tempfile.TemporaryDirectory() as folder:
+        ended = _run_to_end(_run_of(layout), Path(folder))
+        if set(ended.codes.values()) != {0}:
+            raise SystemExit(f"a run without faults fails: {ended.printed}")
+        return _losses(Path(folder))
 
 
-def _first_fault(folder: Path) -> float | None:
-    file = folder / "faults.txt"
-    times = file.read_text().split() if file.exists() else []
-    return float(times[0]) if times else None
+def _outcome(layout: str, folder: Path, what: object, ended: _Ended, wrong: str = "") -> Outcome:
+    """Judge how a run has ended, and whether it goes on to its end as if nothing had been."""
+    steps = 0
+    if ended.left:
+        wrong = f"ranks {ended.left} are still there"
+    elif not wrong:
+        again, whole = _run_to_end(_run_of(layout), folder), _expected(layout)
+        found, steps = _losses(folder), len(whole)
+        if again.codes != dict.fromkeys(_RANKS, 0):
+            wrong = f"the run does not go on: codes {again.codes}, left {again.left}\n{again.printed}"
+        elif others := sorted(step for step in whole if found.get(step) != whole[step]):
+            wrong = f"other losses than without the fault: {', '.join(others)}"
+    text = wrong and f"{layout}, {what}: {wrong}\n{ended.printed}"
+    return Outcome(wrong=text, hung=bool(ended.left), noticed=ended.seconds, steps=steps)
 
 
-def run_to_end(run: Run, folder: Path, fault: Fault | None, patience: float, ignore: tuple[int, ...] = ()) -> Ended:
-    """Start the run, wait until all ranks but those to ``ignore`` have ended, and kill what is left.
+# ---- ranks that are killed ------------------------------------------------------------------------------------------
 
-    Args:
-        run: What to train.
-        folder: Where it is kept.
-        fault: What happens to it.
-        patience: Seconds from the fault (from the start, if none comes) until it counts as hung.
-        ignore: Ranks that cannot end.
-    """
-    for old in [*folder.glob("code_*.txt"), *folder.glob("faults.txt")]:
-        old.unlink()
-    _pool._start_if_needed()
-    job = _pool._submit(train_on, WORLD_SIZE, (run, folder, fault))
-    begin = time.time()
+
+def _signal(signum: int, times: int, delay: float) -> None:
+    time.sleep(delay)
+    for _ in range(times):
+        os.kill(os.getpid(), signum)
+        time.sleep(0.01)
+
+
+def _killed(signum: int, most: int, rng: random.Random, folder: Path) -> Outcome:
+    layout = rng.choice(list(_LAYOUTS))
+    fault = Fault(
+        phase=rng.choice(_ANY),
+        ranks=rng.choice(((0,), (1,), _RANKS)),
+        step=rng.randrange(8),
+        act=functools.partial(_signal, signum, rng.randint(1, most), rng.uniform(0, 0.05)),
+        is_beside=True,
+    )
+    ended = _run_to_end(_run_of(layout, async_save=rng.random() < 0.5), folder, fault, patience=45)
+    is_wrong = signum == signal.SIGTERM and set(ended.codes.values()) - {143, 0}
+    return _outcome(layout, folder, fault, ended, f"SIGTERM ends with {ended.codes}" if is_wrong else "")
+
+
+# ---- ranks that hang ------------------------------------------------------------------------------------------------
+
+
+def _sleep() -> None:
+    time.sleep(3600)
+
+
+def _loop() -> None:
+    while True:
+        time.sleep(0)
+
+
+def _barrier() -> None:
+    import torch.distributed as dist
+
+    dist.barrier()
+
+
+def _dead_disk() -> None:
+    """Every write of this rank waits for ever, in the threads that write."""
+    from lightning_megatron.checkpoint.save import _ChecksummedFile
+
+    _ChecksummedFile.write = lambda self, data: _sleep() or 0  # type: ignore[method-assign, func-returns-value]
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _hangs(act: Callable[[], None], phases: tuple[str, ...], rng: random.Random, folder: Path) -> Outcome:
+    from lightning_megatron.engine.heartbeat import Heartbeat
+
+    layout, rank = rng.choice(list(_LAYOUTS)), rng.choice(_RANKS)
+    fault = Fault(phase=rng.choice(phases), ranks=(rank,), step=rng.randrange(2, 8), act=act, is_beside=act is _stop)
+    run = _run_of(layout, heartbeat=Heartbeat(**_LIMITS))
+    ended = _run_to_end(run, folder, fault, _LIMITS["setup"] + 15, (rank,) if act is _stop else ())
+    lines, stack, wrong = re.findall(r"^error: .*", ended.printed, re.MULTILINE), folder / f"stacks/rank_{rank}.txt", ""
+    if not lines or any(not line.startswith(f"error: rank {rank} hangs") for line in lines):
+        wrong = f"rank {rank} is not named in {lines}"
+    elif act not in (_stop, _dead_disk) and act.__name__ not in stack.read_text():
+        wrong = f"{stack} does not show where it hangs"
+    return _outcome(layout, folder, fault, ended, wrong)
+
+
+# ---- disks that break -----------------------------------------------------------------------------------------------
+
+
+def _fill(kept: Path, rng: random.Random) -> Callable[[], None]:
+    """Fill the disk; returns what frees it."""
+    left = shutil.disk_usage(kept).free - rng.choice((0, 4096, 50_000, 200_000))
+    with contextlib.suppress(OSError), (kept / "filler").open("wb") as file:
+        file.write(bytes(max(left, 0)))
+    return lambda: (kept / "filler").unlink(missing_ok=True)
+
+
+def _remount(kept: Path, rng: random.Random) -> Callable[[], None]:
+    def mount(how: str) -> None:
+        subprocess.run(["mount", "-o", f"remount,{how}", kept], check=False, capture_output=True)
+
+    mount("ro")  # refused while a file is open for writing: then the disk stays as it is
+    return lambda: mount("rw")
+
+
+def _delete(kept: Path, rng: random.Random) -> Callable[[], None]:
+    for each in kept.iterdir():
+        shutil.rmtree(each, ignore_errors=True)
+    return lambda: None
+
+
+def _broken(harm: Callable[[Path, random.Random], Callable[[], None]], rng: random.Random, folder: Path) -> Outcome:
+    """On a disk of its own that breaks, and is well again when the run has ended."""
+    layout, kept = rng.choice(list(_LAYOUTS)), folder / "kept"
+    kept.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", kept], check=True)
+    undo: list[Callable[[], None]] = []
+    timer = threading.Timer(rng.uniform(0.3, 3), lambda: undo.append(harm(kept, rng)))
     try:
-        while left := [rank for rank, pid in enumerate(job._pids) if rank not in ignore and _is_alive(pid)]:
-            if time.time() > (_first_fault(folder) or begin + 60) + patience:
-                break
-            time.sleep(0.02)
-        fault_time = _first_fault(folder)
-        noticed = None if fault_time is None else time.time() - fault_time
+        timer.start()
+        ended = _run_to_end(_run_of(layout, async_save=rng.random() < 0.5), folder)
+        timer.join()
+        undo[0]()
+        told, codes = " ".join(ended.printed.split()), set(ended.codes.values())
+        reasons = (
+            "is not written",
+            "cannot be saved",
+            *(("does not exist", "No such file") if harm is _delete else ()),
+        )
+        is_told = codes == {0} or (codes <= {0, 1} and any(each in told for each in reasons))
+        wrong = "" if is_told else f"codes {ended.codes} without a reason"
+        return _outcome(layout, folder, harm.__name__, ended, wrong)
     finally:
-        job.kill()
-    codes = {int(path.stem[5:]): int(path.read_text()) for path in folder.glob("code_*.txt")}
-    return Ended(codes=codes, left=left, noticed=noticed, printed=job._logs())
+        subprocess.run(["umount", "-l", kept], check=True)
+
+
+def _slow(rng: random.Random, folder: Path) -> Outcome:
+    """Files take long to reach the disk: the run waits, or trains on, and keeps the same."""
+    layout = rng.choice(list(_LAYOUTS))
+    os.environ[_SLOW_FSYNC] = str(rng.uniform(0.05, 0.4))
+    try:
+        ended = _run_to_end(_run_of(layout, async_save=rng.random() < 0.5), folder, patience=120)
+    finally:
+        del os.environ[_SLOW_FSYNC]
+    return _outcome(layout, folder, "slow", ended)
+
+
+CAMPAIGNS: dict[str, dict[str, Attempt]] = {
+    "killed": {
+        "kill -9": functools.partial(_killed, signal.SIGKILL, 1),
+        "SIGTERM, up to 20 times": functools.partial(_killed, signal.SIGTERM, 20),
+        "SIGINT, up to 20 times": functools.partial(_killed, signal.SIGINT, 20),
+    },
+    "hangs": {
+        "SIGSTOP": functools.partial(_hangs, _stop, _ANY),
+        "sleeps in a hook": functools.partial(_hangs, _sleep, _ANY),
+        "loops in a hook": functools.partial(_hangs, _loop, ("training", "validating")),
+        "a barrier of its own": functools.partial(_hangs, _barrier, ("training", "validating")),
+        "a dead disk": functools.partial(_hangs, _dead_disk, ("saving",)),
+    },
+    "disks": {"disk: slow": _slow},
+}
+if os.geteuid() == 0:  # else it may not mount
+    CAMPAIGNS["disks"] |= {
+        "disk: full": functools.partial(_broken, _fill),
+        "disk: read-only": functools.partial(_broken, _remount),
+        "disk: checkpoints deleted": functools.partial(_broken, _delete),
+    }

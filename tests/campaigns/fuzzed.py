@@ -8,30 +8,35 @@ of CPU time and 200 MB beyond the same command on the sound files; and run nothi
 from __future__ import annotations
 
 import atexit
-import contextlib
+import faulthandler
 import functools
 import gc
+import io
+import json
 import os
+import pickle
 import random
 import shutil
 import signal
+import struct
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+import traceback
+import zipfile
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.campaigns.attempts import Attempt, Outcome
-from tests.campaigns.mutations import ANY, BY_SUFFIX
+from tests.campaigns import Attempt, Outcome
 from tests.rank_zygote import _die_with_parent
 
 _MOST_MEGABYTES, _MOST_SECONDS = 200, 5.0
 _MOST_OF_LARGER_MODELS = 1000
 """Megabytes, of a configuration that is damaged but sound: without ``n_embd`` a GPT-2 is as wide as transformers says,
 768, and takes 290 to train."""
-_PATIENCE = 60.0
+_PATIENCE = 60
 """Seconds on the clock; others may need the cores too."""
 _MOST_CHARACTERS = 3000
 """That a refusal prints: warnings may stand before its one line."""
@@ -54,34 +59,200 @@ data:
   init_args: {data_path: corpus_text_document, split: "1", seq_length: 16, micro_batch_size: 2, index_cache: cache}
 """
 _FIT = "fit --config fit.yaml"
+_CHECKPOINT, _LEGACY = ("run.ckpt/*", "run.ckpt/.metadata"), ("legacy/*", "legacy/*/*/*", "legacy/*/*")
+_TOKENIZER = ("hf/tok*", "hf/vocab*")
 
-COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
+_COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "fit, data": (_FIT, ("corpus_text_document.bin", "corpus_text_document.idx", "cache/*/*")),
     "fit, configuration": (_FIT, ("fit.yaml", "hf/config.json")),
-    "fit, checkpoint": (f"{_FIT} --trainer.max_steps 2 --ckpt_path run.ckpt", ("run.ckpt/*", "run.ckpt/.metadata")),
+    "fit, checkpoint": (f"{_FIT} --trainer.max_steps 2 --ckpt_path run.ckpt", _CHECKPOINT),
     "fit, pretrained": (f"{_FIT} --model.pretrained true", ("hf/*",)),
     "convert, to a checkpoint": ("convert --load-path hf --save-path new --to megatron", ("hf/*",)),
-    "convert, to a model": (
-        "convert --load-path run.ckpt --save-path new --to hf",
-        ("run.ckpt/*", "run.ckpt/.metadata"),
-    ),
-    "convert, legacy": (
-        "convert --load-path legacy --save-path new --to hf",
-        ("legacy/*", "legacy/*/*/*", "legacy/*/*"),
-    ),
+    "convert, to a model": ("convert --load-path run.ckpt --save-path new --to hf", _CHECKPOINT),
+    "convert, legacy": ("convert --load-path legacy --save-path new --to hf", _LEGACY),
     "inspect, model": ("inspect hf", ("hf/*",)),
-    "inspect, checkpoint": ("inspect run.ckpt", ("run.ckpt/*", "run.ckpt/.metadata")),
-    "inspect, legacy": ("inspect legacy", ("legacy/*", "legacy/*/*/*", "legacy/*/*")),
-    "inspect, dataset": (
-        "inspect corpus_text_document --tokenizer hf",
-        ("corpus*.bin", "corpus*.idx", "hf/tok*", "hf/vocab*"),
-    ),
+    "inspect, checkpoint": ("inspect run.ckpt", _CHECKPOINT),
+    "inspect, legacy": ("inspect legacy", _LEGACY),
+    "inspect, dataset": ("inspect corpus_text_document --tokenizer hf", ("corpus*.bin", "corpus*.idx", *_TOKENIZER)),
     "generate": (
         "generate --checkpoint run.ckpt --tokenizer hf --prompt w1 --max-new-tokens 4",
-        ("run.ckpt/*", "run.ckpt/.metadata", "hf/tok*", "hf/special*", "hf/vocab*", "hf/merges*"),
+        (*_CHECKPOINT, *_TOKENIZER, "hf/special*", "hf/merges*"),
     ),
 }
 """By row of the table: the command, and globs of the files of which one is changed."""
+
+
+# ---- ways to damage a file, or to make it mean harm; each says in words what it has done -----------------------------
+
+_Mutation = Callable[[random.Random, Path, Path], str]
+"""Changes a file; what would run if it could makes the folder at the third argument."""
+
+_NUMBERS = (0, 1, 255, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**64 - 1)
+_VALUES: tuple[Any, ...] = (
+    *(None, True, -1, 0, 1e300, float("nan"), 2**31, 2**62, "", "\x1b[31m", "../../etc/passwd", "x" * 100_000),
+    *([], {}, [[]], {"a": 1}, [2**31] * 3),
+)
+_LARGEST_CHANGED = 1 << 22
+
+
+class _Evil:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+# ---- bytes ----------------------------------------------------------------------------------------------------------
+
+
+def _flip(rng: random.Random, file: Path, marker: Path) -> str:
+    data = bytearray(file.read_bytes())
+    places = [rng.randrange(len(data)) for _ in range(rng.choice((1, 1, 8, 64)))] if data else []
+    for place in places:
+        data[place] ^= 1 << rng.randrange(8)
+    file.write_bytes(data)
+    return f"bits flipped at {places}"
+
+
+def _cut(rng: random.Random, file: Path, marker: Path) -> str:
+    length = rng.choice((0, 1, 7, rng.randrange(file.stat().st_size + 1)))
+    os.truncate(file, min(length, file.stat().st_size))
+    return f"cut to {length} bytes"
+
+
+def _number(rng: random.Random, file: Path, marker: Path) -> str:
+    data, value = bytearray(file.read_bytes()), rng.choice(_NUMBERS)
+    place = rng.randrange(min(len(data), rng.choice((64, 512, len(data)))) or 1) if data else 0
+    data[place : place + 8] = struct.pack("<Q", value)
+    file.write_bytes(data)
+    return f"the number {value} at {place}"
+
+
+def _splice(rng: random.Random, file: Path, marker: Path) -> str:
+    data = file.read_bytes()
+    a, b = sorted(rng.randrange(len(data) + 1) for _ in range(2))
+    chunk = rng.choice((data[a:b], bytes(b - a), rng.randbytes(min(b - a, 4096)), data[a:b] * 3))
+    place = rng.randrange(len(data) + 1)
+    file.write_bytes((data[:place] + chunk + data[place:])[:_LARGEST_CHANGED])
+    return f"{len(chunk)} bytes put in at {place}"
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def _another_kind(rng: random.Random, file: Path, marker: Path) -> str:
+    kinds = ["missing", "folder", "/dev/null", "/etc/passwd", "loop", "nowhere", "parent"]
+    # The user names a configuration, and may well mean a pipe.
+    target = rng.choice(kinds if file.suffix == ".yaml" else [*kinds, "fifo", "/dev/zero"])
+    file.unlink()
+    if target == "folder":
+        file.mkdir()
+    elif target == "fifo":
+        os.mkfifo(file)
+    elif target != "missing":
+        file.symlink_to({"loop": file.name, "nowhere": "/nowhere/x", "parent": ".."}.get(target, target))
+    return f"is now: {target}"
+
+
+# ---- code -----------------------------------------------------------------------------------------------------------
+
+
+def _evil_pickle(rng: random.Random, file: Path, marker: Path) -> str:
+    """In every place that could be unpickled: the file itself, or that of an archive."""
+    import torch
+
+    evil, protocol = _Evil(marker), rng.choice((0, 2, 4))
+    if zipfile.is_zipfile(file) and rng.random() < 0.7:
+        with zipfile.ZipFile(file) as archive:
+            names = archive.namelist()  # what is in it has no checksums
+        inside = io.BytesIO()
+        with zipfile.ZipFile(inside, "w") as archive:
+            for name in names:
+                archive.writestr(name, pickle.dumps({"a": evil}, 2) if name.endswith("data.pkl") else b"3")
+        file.write_bytes(inside.getvalue())
+        return "data.pkl of the archive would run code"
+    if rng.random() < 0.5:
+        saved = io.BytesIO()
+        torch.save({"model": evil, "args": evil}, saved)
+        file.write_bytes(saved.getvalue())
+        return "torch.save of an object that would run code"
+    data = pickle.dumps(evil, protocol)
+    file.write_bytes(rng.choice((data, data + file.read_bytes(), b"\x93NUMPY\x01\x00v\x00" + data)))
+    return f"pickle of protocol {protocol} that would run code"
+
+
+def _remote_code(rng: random.Random, file: Path, marker: Path) -> str:
+    """The ``auto_map`` by which transformers loads a module beside a config."""
+    value = _json(file)
+    (file.parent / "evil.py").write_text(f"import os\nos.mkdir({str(marker)!r})\nclass _Evil: pass\n")
+    classes = ("AutoConfig", "AutoModelForCausalLM", "AutoModel", "AutoTokenizer")
+    evil = {"auto_map": dict.fromkeys(classes, "evil.Evil"), "trust_remote_code": True}
+    if rng.random() < 0.5:
+        evil |= {"model_type": "evil", "tokenizer_class": "Evil", "custom_pipelines": {"x": {"impl": "evil.Evil"}}}
+    file.write_text(json.dumps({**(value if isinstance(value, dict) else {}), **evil}))
+    return f"names code of its own: {sorted(evil)}"
+
+
+# ---- JSON and YAML --------------------------------------------------------------------------------------------------
+
+
+def _json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_bytes())
+    except (ValueError, RecursionError):
+        return {}
+
+
+def _json_value(rng: random.Random, file: Path, marker: Path) -> str:
+    value, path = _json(file), []
+    node = value
+    while isinstance(node, (dict, list)) and node:
+        key = rng.choice(list(node)) if isinstance(node, dict) else rng.randrange(len(node))
+        path.append(key)
+        if not isinstance(node[key], (dict, list)) or not node[key] or rng.random() < 0.4:
+            node[key] = rng.choice(_VALUES)
+            break
+        node = node[key]
+    file.write_text(json.dumps(value))
+    return f"another value at {path}"
+
+
+def _nested(rng: random.Random, file: Path, marker: Path) -> str:
+    depth = rng.choice((100, 5_000, 200_000))
+    file.write_text(rng.choice(('{"a":' * depth + "1" + "}" * depth, "[" * depth + "]" * depth, "[" * depth)))
+    return f"{depth} brackets in each other"
+
+
+def _yaml_harm(rng: random.Random, file: Path, marker: Path) -> str:
+    bomb = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
+    place = f"!!python/object/apply:os.mkdir [{marker}]"
+    text = file.read_text()
+    system = f"class_path: os.system\n  init_args: {{command: mkdir {marker}}}"
+    harm = rng.choice(
+        [
+            *(f"x: {place}\n{text}", f"{bomb}{text}", f"&a [*a]\n{text}", f"trainer: *nowhere\n{text}"),
+            *(f"{text}\n? {text}", "\0" + text, text.replace("lr: 0.001", "lr: " + "9" * 5000)),
+            text.replace("max_steps: 1", f"max_steps: {place}"),
+            text.replace("max_steps: 1", f"max_steps: !!python/name:os.system {marker}"),
+            text.replace("MegatronModule", "os.mkdir"),
+            text.replace("class_path: MegatronModule", system),
+        ]
+    )
+    file.write_text(harm)
+    return f"YAML: {harm[:60]!r}"
+
+
+_ANY: tuple[_Mutation, ...] = (_flip, _flip, _cut, _cut, _number, _number, _splice, _another_kind, _evil_pickle)
+_BY_SUFFIX: dict[str, tuple[_Mutation, ...]] = {
+    ".json": (*_ANY, _json_value, _json_value, _json_value, _nested, _remote_code, _remote_code),
+    ".yaml": (_flip, _cut, _splice, _another_kind, _nested, *[_yaml_harm] * 6),
+}
+
+
+# ---- attempts --------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -124,8 +295,8 @@ def _usual(command: str) -> _Ended:
 
 @dataclass(frozen=True, kw_only=True)
 class _Ended:
-    code: int | None
-    """None if it had to be killed."""
+    code: int
+    """-SIGALRM if time was up."""
     printed: str
     cpu_seconds: float
     megabytes: float
@@ -143,53 +314,38 @@ def _run(command: str, folder: Path) -> _Ended:
     parent, pid = os.getpid(), os.fork()
     if pid == 0:
         _die_with_parent(parent)
+        signal.alarm(_PATIENCE)
         _be(command, folder, output)
-    deadline, code = time.monotonic() + _PATIENCE, None
-    while True:
-        found, status, usage = os.wait4(pid, os.WNOHANG)
-        if found:
-            break
-        if time.monotonic() > deadline:
-            os.kill(pid, signal.SIGKILL)
-            _, status, usage = os.wait4(pid, 0)
-            status = -1
-            break
-        time.sleep(0.005)
-    code = None if status == -1 else os.waitstatus_to_exitcode(status)
-    printed = output.read_text(errors="replace")
+    _, status, usage = os.wait4(pid, 0)
     return _Ended(
-        code=code, printed=printed, cpu_seconds=usage.ru_utime + usage.ru_stime, megabytes=usage.ru_maxrss / 1024
+        code=os.waitstatus_to_exitcode(status),
+        printed=output.read_text(errors="replace"),
+        cpu_seconds=usage.ru_utime + usage.ru_stime,
+        megabytes=usage.ru_maxrss / 1024,
     )
 
 
-def _be(command: str, folder: Path, output: Path) -> Any:
+def _be(command: str, folder: Path, output: Path) -> None:
     """The forked process, which ends here."""
+    from lightning_megatron.cli import main
+
     code = 99
     try:
         os.setpgid(0, 0)
-        descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        for stream in (1, 2):
+        printed, null = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), os.open(os.devnull, os.O_RDONLY)
+        for stream, descriptor in enumerate((null, printed, printed)):
             os.dup2(descriptor, stream)
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
         os.chdir(folder)
-        import faulthandler
-
-        from lightning_megatron.cli import main
-
         faulthandler.enable()
         try:
             code = main(command.split())
         except SystemExit as ended:
             code = ended.code if isinstance(ended.code, int) else int(bool(ended.code))
+    except BaseException:
+        traceback.print_exc()
+    finally:
         sys.stdout.flush()
         sys.stderr.flush()
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-        sys.stderr.flush()
-    finally:
         os._exit(code)
 
 
@@ -199,8 +355,8 @@ def _wrong(ended: _Ended, usual: _Ended, marker: Path, file: Path) -> str:
     most = _MOST_OF_LARGER_MODELS if may_be_larger else _MOST_MEGABYTES
     if marker.exists():
         return "code of a file has run"
-    if ended.code is None:
-        return f"not ended after {_PATIENCE:.0f} s"
+    if ended.code == -signal.SIGALRM:
+        return f"not ended after {_PATIENCE} s"
     if ended.code not in (0, 2) or "Traceback (most recent call last)" in ended.printed:
         return f"ended with {ended.code}"
     if ended.cpu_seconds > usual.cpu_seconds + _MOST_SECONDS:
@@ -215,7 +371,7 @@ def _wrong(ended: _Ended, usual: _Ended, marker: Path, file: Path) -> str:
 def prepare(rows: Iterable[str]) -> None:
     """Make the sound files and measure the commands on them, once for all jobs."""
     for row in rows:
-        _usual(COMMANDS[row.removeprefix(_ROW)][0])
+        _usual(_COMMANDS[row.removeprefix("fuzz: ")][0])
     gc.collect()
     gc.freeze()  # else each fork copies the pages of all that was imported, to visit it
 
@@ -224,20 +380,15 @@ def _attempt(command: str, globs: tuple[str, ...], rng: random.Random, folder: P
     usual = _usual(command)
     files, marker = folder / "files", folder / "code_has_run"
     shutil.copytree(_sound(), files)
-    known = sorted({file for each in globs for file in files.glob(each) if file.is_file()})
-    file = rng.choice(known)
-    mutate = rng.choice(BY_SUFFIX.get(file.suffix, ANY))
-    done = mutate(rng, file, marker)
+    file = rng.choice(sorted({file for each in globs for file in files.glob(each) if file.is_file()}))
+    done = rng.choice(_BY_SUFFIX.get(file.suffix, _ANY))(rng, file, marker)
     begin = time.monotonic()
     ended = _run(command, files)
     wrong = _wrong(ended, usual, marker, file)
     told = f"{command}: {file.relative_to(files)} {done}: {wrong}\n{ended.printed[-_MOST_CHARACTERS:]}" if wrong else ""
-    with contextlib.suppress(OSError):
-        (folder / "told.txt").write_text(told)
-    return Outcome(**{"hung" if ended.code is None else "lost": told}, noticed=time.monotonic() - begin)
+    return Outcome(wrong=told, hung=ended.code == -signal.SIGALRM, noticed=time.monotonic() - begin)
 
 
-_ROW = "fuzz: "
-ATTEMPTS: dict[str, Attempt] = {
-    f"{_ROW}{row}": functools.partial(_attempt, command, globs) for row, (command, globs) in COMMANDS.items()
+CAMPAIGNS: dict[str, dict[str, Attempt]] = {
+    "fuzzed": {f"fuzz: {row}": functools.partial(_attempt, *given) for row, given in _COMMANDS.items()}
 }
