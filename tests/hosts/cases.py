@@ -22,6 +22,7 @@ import pytest
 
 from tests.hosts import train
 from tests.hosts.network import Network, python, what_is_missing
+from tests.launch.test_started_by import slurm_variables
 from tests.pages import blocks
 from tests.ranks import ROOT
 
@@ -58,13 +59,9 @@ class Cluster:
         return self.start(host, python("-m", "torch.distributed.run", *options), **{name: value})
 
     def task(self, host: str, **more: str) -> subprocess.Popen[bytes]:
-        """The one task of a host, with the variables of SLURM."""
-        nodes, node = self.options["num_nodes"], int(host[-1]) - 1
-        variables = {
-            **{"JOB_ID": "7070", "JOB_NAME": "train", "NODELIST": f"host[1-{nodes}]", "NNODES": nodes, "NTASKS": nodes},
-            **{"NTASKS_PER_NODE": 1, "NODEID": node, "LOCALID": 0, "PROCID": node},
-        }
-        return self.start(host, python(), **{f"SLURM_{name}": str(value) for name, value in variables.items()}, **more)
+        """The task of one of two hosts, with the variables of SLURM."""
+        variables = slurm_variables(int(host[-1]) - 1, 2, "host[1-2]")
+        return self.start(host, python(), **variables, **more)
 
     def lines(self, name: str) -> list[Any]:
         path = self.folder / name

@@ -18,7 +18,7 @@ from tests.checkpoint.corpus import make_corpus
 from tests.checkpoint.runs import Run, Trace, checkpoints_at, differences, fit, train, train_and_keep, train_and_save
 from tests.cli.command import run_cli
 from tests.cli.test_training import configuration as cli_configuration
-from tests.launch.test_started_by import _environment
+from tests.launch.test_started_by import script_environment, slurm_variables
 from tests.ranks import run_ranks
 
 SIX_STEPS = Run(strategy={"tp": 2}, trainer={"max_steps": 6})
@@ -93,18 +93,8 @@ def _in_slurm(run: Run, root: Path, signals: bool, restarts: int) -> Trace:
     """A run as one of two tasks of a job; with ``signals`` rank 1 gets the requeue signal in step 2."""
     from lightning.pytorch.plugins.environments import SLURMEnvironment
 
-    rank = os.environ["RANK"]
-    os.environ |= {
-        "SLURM_JOB_ID": "7070",
-        "SLURM_JOB_NAME": "train",
-        "SLURM_NTASKS": "2",
-        "SLURM_NTASKS_PER_NODE": "2",
-        "SLURM_PROCID": rank,
-        "SLURM_LOCALID": rank,
-        "SLURM_NODEID": "0",
-        "SLURM_RESTART_COUNT": str(restarts),
-        "PATH": f"{root}:{os.environ['PATH']}",
-    }
+    variables = slurm_variables(int(os.environ["RANK"]))
+    os.environ |= {**variables, "SLURM_RESTART_COUNT": str(restarts), "PATH": f"{root}:{os.environ['PATH']}"}
     run = run.but(trainer={"plugins": [SLURMEnvironment(auto_requeue=True)], "default_root_dir": str(root)})
     return fit(run, *([_signals_itself(signal.SIGUSR1, (1,), 2)] if signals else []))[1]
 
@@ -176,7 +166,7 @@ def test_the_command_line_ends_with_143_and_the_next_run_finds_the_checkpoint(tm
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(configuration))
     command = [sys.executable, "-m", "lightning_megatron", "fit", "--config", "config.yaml", "--ckpt_path", "last"]
-    run = subprocess.Popen(command, cwd=tmp_path, env=_environment(), stderr=subprocess.PIPE, text=True)
+    run = subprocess.Popen(command, cwd=tmp_path, env=script_environment(), stderr=subprocess.PIPE, text=True)
     try:
         _wait_for(lambda: any(tmp_path.rglob("version_0/checkpoints/*.ckpt")))
         run.send_signal(signal.SIGTERM)

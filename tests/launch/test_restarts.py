@@ -14,10 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from torch.distributed.rendezvous import TCPStore
 
 from tests.cli.command import run_cli
-from tests.launch.test_started_by import _ends, _environment
+from tests.cli.corpus import make_corpus
+from tests.cli.test_training import configuration
+from tests.launch.test_started_by import has_ended, script_environment
 from tests.ranks import RankError, run_ranks
 
 _TIMEOUT = timedelta(seconds=60)
@@ -91,7 +94,7 @@ def test_what_was_killed_or_failed_is_started_again(
 ) -> None:
     script = _DIES.replace("sys.argv[1]", repr(str(code)))
     command = [sys.executable, "-c", _SUPERVISED, script, str(max_restarts)]
-    ran = subprocess.run(command, cwd=tmp_path, env=_environment(), capture_output=True, text=True, timeout=200)
+    ran = subprocess.run(command, cwd=tmp_path, env=script_environment(), capture_output=True, text=True, timeout=200)
     assert ran.returncode == ends, ran.stderr
     assert (tmp_path / "starts").read_text() == "x" * starts
     assert (tmp_path / "is_of_this_run").read_text() == str(starts > 1)
@@ -104,14 +107,16 @@ def test_what_was_killed_or_failed_is_started_again(
     left = int((tmp_path / "left").read_text())
     if ends == 0:
         os.kill(left, signal.SIGKILL)  # what a run that is done has left may go on
-    assert _ends(left, seconds=30)
+    assert has_ended(left, seconds=30)
 
 
 def test_a_signal_is_passed_on_and_ends_the_restarts(tmp_path: Path) -> None:
     waits = "import pathlib, signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(5)); "
     waits += "pathlib.Path('up').touch(); time.sleep(60)"
     command = [sys.executable, "-c", _SUPERVISED, waits, "3"]
-    with subprocess.Popen(command, cwd=tmp_path, env=_environment(), stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=script_environment(), stderr=subprocess.PIPE, text=True
+    ) as process:
         while not (tmp_path / "up").exists():
             time.sleep(0.05)
         process.terminate()
@@ -130,13 +135,7 @@ def test_wrong_restarts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 _USERS = """
 import json, os, signal, time
 from pathlib import Path
-import torch
 from lightning.pytorch import Callback
-from lightning_megatron import DatasetDataModule
-
-class Rows(DatasetDataModule):
-    def __init__(self):
-        super().__init__(train=[{"input_ids": torch.arange(i, i + 16) % 50} for i in range(400)], micro_batch_size=2)
 
 class Fails(Callback):
     def __init__(self, how: str, rank: int):
@@ -149,20 +148,6 @@ class Fails(Callback):
         if trainer.global_rank == self.rank and trainer.global_step == 5 and not Path("failed").exists():
             Path("failed").write_text(str(time.time()))
             time.sleep(600) if self.how == "sleeps" else os.kill(os.getpid(), getattr(signal, self.how))
-"""
-_CONFIG = """
-trainer:
-  accelerator: cpu
-  devices: 2
-  max_steps: 6
-  strategy: {class_path: MegatronStrategy, init_args: {tp: 2, heartbeat: {setup: 15, step: 10, checkpoint: 15}}}
-  logger: {class_path: CSVLogger, init_args: {save_dir: logs}}
-  enable_progress_bar: false
-  callbacks:
-    - {class_path: users.Fails, init_args: {how: HOW, rank: RANK}}
-    - {class_path: ModelCheckpoint, init_args: {every_n_train_steps: 2, save_last: link}}
-model: {model: {model_type: gpt2, n_layer: 2, n_embd: 32, n_head: 2, vocab_size: 50, n_positions: 16}}
-data: {class_path: users.Rows}
 """
 
 
@@ -178,9 +163,19 @@ data: {class_path: users.Rows}
 )
 def test_fit_goes_on_after_a_rank_that_failed_or_hangs(tmp_path: Path, how: str, rank: int, told: str) -> None:
     (tmp_path / "users.py").write_text(_USERS)
-    (tmp_path / "config.yaml").write_text(_CONFIG.replace("HOW", how).replace("RANK", str(rank)))
+    heartbeat = {"setup": 15, "step": 10, "checkpoint": 15}
+    config = configuration(make_corpus(tmp_path), tmp_path)
+    config["trainer"] |= {
+        **{"devices": 2, "max_steps": 6, "limit_val_batches": 0},
+        "strategy": {"class_path": "MegatronStrategy", "init_args": {"tp": 2, "heartbeat": heartbeat}},
+        "callbacks": [
+            {"class_path": "users.Fails", "init_args": {"how": how, "rank": rank}},
+            {"class_path": "ModelCheckpoint", "init_args": {"every_n_train_steps": 2, "save_last": "link"}},
+        ],
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "lightning_megatron", "fit", "--config", "config.yaml", "--max-restarts", "2"]
-    ran = subprocess.run(command, cwd=tmp_path, env=_environment(), capture_output=True, text=True, timeout=400)
+    ran = subprocess.run(command, cwd=tmp_path, env=script_environment(), capture_output=True, text=True, timeout=400)
     assert ran.returncode == 0, ran.stderr
     assert told in ran.stderr
     assert "; restart 1 of 2\n" in ran.stderr

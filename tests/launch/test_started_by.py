@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import runpy
 import subprocess
 import sys
 import time
@@ -11,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.command import leave_torchrun
-from tests.ranks import ROOT, RankError, run_ranks
+from tests.ranks import ROOT
 
 # No __main__ guard: Megatron's own checkpoint writer would start this script again while it saves, and hang.
 _SCRIPT = """
@@ -34,7 +32,6 @@ Path(f"pid_{rank}").write_text(str(os.getpid()))
 class Ends(BasePredictionWriter):
     def on_train_batch_end(self, trainer, *rest):
         if end == f"rank {1 - rank} is killed":
-            Path("killed").touch()
             os.kill(int(Path(f"pid_{1 - rank}").read_text()), signal.SIGKILL)
 
     def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
@@ -71,26 +68,20 @@ if rank == 1:
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
 
 
-def _environment(**more: str) -> dict[str, str]:
+def script_environment(**more: str) -> dict[str, str]:
+    """Of a process that a user starts."""
     inherited = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
     return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
 
 
-def _slurm(rank: int) -> dict[str, str]:
-    return _environment(
-        SLURM_JOB_ID="7070",
-        SLURM_JOB_NAME="train",
-        SLURM_NTASKS="2",
-        SLURM_NTASKS_PER_NODE="2",
-        SLURM_PROCID=str(rank),
-        SLURM_LOCALID=str(rank),
-        SLURM_NODEID="0",
-        SLURM_NODELIST="localhost",
-        SLURM_STEP_NODELIST="localhost",
-    )
+def slurm_variables(rank: int, num_nodes: int = 1, nodes: str = "localhost") -> dict[str, str]:
+    """What SLURM sets for one of two tasks."""
+    place = {"NODEID": rank // (2 // num_nodes), "LOCALID": rank % (2 // num_nodes), "PROCID": rank}
+    job = {"JOB_ID": 7070, "JOB_NAME": "train", "NTASKS": 2, "NTASKS_PER_NODE": 2 // num_nodes, "NODELIST": nodes}
+    return {f"SLURM_{name}": str(value) for name, value in {**job, **place, "STEP_NODELIST": nodes}.items()}
 
 
-def _ends(pid: int, seconds: float) -> bool:
+def has_ended(pid: int, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -102,10 +93,12 @@ def _run(how: str, end: str, folder: Path) -> tuple[list[int], str]:
     (folder / "train.py").write_text(_SCRIPT)
     starts = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] if how == "torchrun" else []
     command = [sys.executable, *starts, "train.py", end]
-    environments = [_slurm(0), _slurm(1)] if how == "slurm" else [_environment()]
+    environments = [slurm_variables(rank) for rank in (0, 1)] if how == "slurm" else [{}]
     with (folder / "printed.txt").open("w") as printed:
         processes = [
-            subprocess.Popen(command, cwd=folder, env=each, stdout=printed, stderr=subprocess.STDOUT)
+            subprocess.Popen(
+                command, cwd=folder, env=script_environment(**each), stdout=printed, stderr=subprocess.STDOUT
+            )
             for each in environments
         ]
         try:
@@ -135,30 +128,20 @@ def test_a_script_without_a_guard_runs_once_in_each_rank_and_waits_for_what_othe
         assert (tmp_path / written).exists(), written
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("end", "code", "is_waited_for"),
-    [("a failing child", 1, True), ("an exception", 1, False), ("rank 0 is killed", -9, False)],
+    ("end", "code", "told"),
+    [
+        ("rank 1 is killed", 1, "error: local rank 1 was ended by SIGKILL"),
+        pytest.param("rank 0 is killed", -9, "", marks=pytest.mark.exhaustive),
+        pytest.param("an exception", 1, "RuntimeError: rank 0 alone", marks=pytest.mark.exhaustive),
+        pytest.param("a failing child", 1, "error: local rank 1 ended with code 3", marks=pytest.mark.exhaustive),
+    ],
 )
-def test_no_rank_is_left_alone(end: str, code: int, is_waited_for: bool, tmp_path: Path) -> None:
+def test_no_rank_is_left_alone(end: str, code: int, told: str, tmp_path: Path) -> None:
+    begin = time.monotonic()
     codes, printed = _run("lightning", end, tmp_path)
     assert codes == [code], printed
-    assert _ends(int((tmp_path / "pid_1").read_text()), seconds=30)
-    assert (tmp_path / "after").exists() == is_waited_for
-
-
-def _run_first(folder: str) -> None:
-    """As the process that a user starts, which starts rank 1."""
-    leave_torchrun()
-    os.chdir(folder)
-    os.environ |= _environment()
-    sys.argv = ["train.py", "rank 1 is killed"]
-    runpy.run_path("train.py", run_name="__main__")
-
-
-def test_the_other_rank_ends_when_one_is_killed_in_training(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(_SCRIPT)
-    with pytest.raises(RankError, match="error: local rank 1 was ended by SIGKILL"):
-        run_ranks(_run_first, 1, str(tmp_path), timeout=240)
-    # Lightning looks after its children every few seconds.
-    assert time.time() - (tmp_path / "killed").stat().st_mtime < 40
+    assert told in printed
+    assert has_ended(int((tmp_path / "pid_1").read_text()), seconds=30)
+    assert (tmp_path / "after").exists() == (end == "a failing child")
+    assert time.monotonic() - begin < 120  # Lightning looks after its children every few seconds

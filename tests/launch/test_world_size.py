@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 
 import pytest
 
@@ -35,34 +36,23 @@ def test_as_many_processes_as_the_run_has(started: int, devices: int) -> None:
 
 
 def _waiting_alone() -> tuple[str, float]:
-    import logging
-    import os
-    import time
-    from datetime import timedelta
-
     from lightning.pytorch import Trainer
     from lightning.pytorch.plugins.environments import LightningEnvironment
-    from lightning_utilities.core import rank_zero
 
-    from lightning_megatron import MegatronStrategy
+    from lightning_megatron import MegatronStrategy, rendezvous
     from lightning_megatron.errors import ConfigError
     from tests.parity.training import Case, loader_of, module_of
 
     lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    rank_zero.log.addHandler(handler)
-    for name in [name for name in os.environ if name.startswith("TORCHELASTIC")]:
-        del os.environ[name]
-    strategy = MegatronStrategy(timeout=timedelta(seconds=4))
-    options = {"logger": False, "enable_checkpointing": False, "plugins": [LightningEnvironment()]}
-    trainer = Trainer(accelerator="cpu", devices=1, num_nodes=2, strategy=strategy, **options)
+    rendezvous.rank_zero_info = lines.append
+    strategy, quiet = MegatronStrategy(timeout=4), {"logger": False, "enable_checkpointing": False}
+    trainer = Trainer(
+        accelerator="cpu", devices=1, num_nodes=2, strategy=strategy, plugins=[LightningEnvironment()], **quiet
+    )
     begin = time.monotonic()
-    try:
+    with pytest.raises(ConfigError) as caught:
         trainer.fit(module_of(Case()), loader_of(Case()))
-    except ConfigError as error:
-        lines.append(str(error))
-    return "\n".join(lines), time.monotonic() - begin
+    return "\n".join([*lines, str(caught.value)]), time.monotonic() - begin
 
 
 def test_a_node_without_others_says_what_it_waits_for_and_gives_up_after_the_timeout() -> None:
