@@ -2,9 +2,9 @@
 
 One thread looks at the main thread once a second, which costs that nothing; another tells the store of
 torch.distributed at which the process groups have met, over a connection of its own. Two threads, since torch's client
-waits for ever if the rank that serves the store is the one that was stopped. Rank 0 reads what all ranks have told, and
-so do some others, spread over the hosts, when they are stuck themselves; the first verdict counts. A run hangs when
-none of its ranks makes progress: ranks that wait for one that works (caches, evaluation in a callback) do not end it.
+waits for ever if the rank that serves the store is the one that was stopped. Rank 0 and some others, spread over the
+hosts, read what all ranks have told; the first verdict counts. A run hangs when none of its ranks makes progress: ranks
+that wait for one that works (caches, evaluation in a callback) do not end it.
 
 The threads work while the main thread waits in C, and so do signals here: Python's handlers run in the main thread
 only, but the byte that CPython writes to a pipe at once (``signal.set_wakeup_fd``) is read by the thread that looks.
@@ -294,10 +294,8 @@ class Watch:
             told = self._store.get("verdict")
         if told:
             self._verdict = Verdict(**json.loads(told))
-        reads = (
-            self._rank == 0 or (self._is_judge and self._beat.stale > self._beat.limit / 2) or self._asked is not None
-        )
-        if not reads or not self._store.check(self._names):
+        is_reader = self._is_judge or self._asked is not None
+        if not is_reader or not self._store.check(self._names):
             self._beats, self._heard = {}, {}
             return
         beats = {rank: Beat(**json.loads(text)) for rank, text in enumerate(self._store.multi_get(self._names))}

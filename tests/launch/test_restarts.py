@@ -21,12 +21,10 @@ from tests.cli.command import run_cli
 from tests.cli.corpus import make_corpus
 from tests.cli.test_training import configuration
 from tests.launch.test_started_by import has_ended, script_environment
-from tests.ranks import RankError, run_ranks
-
-_TIMEOUT = timedelta(seconds=60)
+from tests.ranks import run_ranks
 
 
-def _sum_of_ranks(port: int, last: int, *, is_ours: bool = True) -> float:
+def _sum_of_ranks(port: int, last: int) -> float:
     """As a worker of torchrun does whose agent has its store at ``port``; rank ``last`` comes later than the others."""
     from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
@@ -35,13 +33,9 @@ def _sum_of_ranks(port: int, last: int, *, is_ours: bool = True) -> float:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     environment = TorchElasticEnvironment()
     rank = environment.global_rank()
-    if rank == last:
-        time.sleep(1 if is_ours else 6)
-    if is_ours:
-        with meeting(environment, 1, _TIMEOUT) as store:
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=environment.world_size())
-    else:
-        dist.init_process_group("gloo", timeout=_TIMEOUT)
+    time.sleep(1 if rank == last else 0)
+    with meeting(environment, 1, timedelta(seconds=60)) as store:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=environment.world_size())
     total = torch.tensor(float(rank))
     dist.all_reduce(total)
     return float(total)
@@ -52,19 +46,6 @@ def test_each_start_has_addresses_of_its_own_with_more_and_fewer_ranks() -> None
     for world_size, last in ((2, 0), (2, 0), (2, 1), (3, 0), (1, 0), (2, 0)):
         expected = world_size * (world_size - 1) / 2
         assert run_ranks(_sum_of_ranks, world_size, agent.port, last) == [expected] * world_size
-
-
-@pytest.mark.exhaustive
-def test_pytorch_alone_takes_the_addresses_of_dead_ranks() -> None:
-    """The reason for all this; where it fails, ``rendezvous.py`` is needless."""
-    agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert run_ranks(_torch_alone, 2, agent.port) == [1.0, 1.0]
-    with pytest.raises(RankError, match="connectFullMesh|refused|closed"):
-        run_ranks(_torch_alone, 2, agent.port)
-
-
-def _torch_alone(port: int) -> float:
-    return _sum_of_ranks(port, 0, is_ours=False)
 
 
 _SUPERVISED = """

@@ -19,14 +19,9 @@ def _optimizer(*groups: dict[str, Any]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(made, lr=1.0, weight_decay=0.1)
 
 
-def _scheduler(
-    optimizer: torch.optim.Optimizer,
-    schedule: LRSchedule,
-    lr: float,
-    weight_decay: float = 0.0,
-    total_steps: int | None = None,
-) -> MegatronLRScheduler:
-    return MegatronLRScheduler(optimizer, **scheduler_settings(schedule, lr, weight_decay, total_steps))
+def _scheduler(optimizer: torch.optim.Optimizer, schedule: LRSchedule, lr: float, **more: Any) -> MegatronLRScheduler:
+    settings = {"weight_decay": 0.0, "total_steps": None, **more}
+    return MegatronLRScheduler(optimizer, **scheduler_settings(schedule, lr, **settings))
 
 
 def _at(key: str, steps: Any, schedule: LRSchedule, **settings: Any) -> dict[int, float]:
@@ -70,34 +65,23 @@ def test_weight_decay_ramps_between_its_ends_over_the_whole_run(schedule: LRSche
     assert [*found.values()] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"style": "square"}, r"style='square' is unknown; choose from constant, linear, cosine"),
-        ({"warmup_steps": "10"}, r"warmup_steps='10' must be an integer, and is a str; correct warmup_steps"),
-        ({"warmup_steps": 5, "warmup_fraction": 0.1}, r"warmup_steps=5 and warmup_fraction=0.1 .*leave one out"),
-        ({"warmup_fraction": 1.0}, r"warmup_fraction=1.0 must be in \[0, 1\)"),
-        ({"style": "cosine", "wsd_decay_steps": 5}, r"wsd_decay_steps=5 has no effect on style='cosine'"),
-        ({"weight_decay_incr_style": "linear"}, r"nothing to ramp between; set end_weight_decay"),
-    ],
-)
-def test_settings_that_contradict_themselves_are_refused(settings: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("settings", "total", "message"), [
+    ({"style": "square"}, 30, r"style='square' is unknown; choose from constant, linear, cosine"),
+    ({"warmup_steps": "10"}, 30, r"warmup_steps='10' must be an integer, and is a str; correct warmup_steps"),
+    ({"warmup_steps": 5, "warmup_fraction": 0.1}, 30, r"warmup_steps=5 and warmup_fraction=0.1 .*leave one out"),
+    ({"warmup_fraction": 1.0}, 30, r"warmup_fraction=1.0 must be in \[0, 1\)"),
+    ({"style": "cosine", "wsd_decay_steps": 5}, 30, r"wsd_decay_steps=5 has no effect on style='cosine'"),
+    ({"weight_decay_incr_style": "linear"}, 30, r"nothing to ramp between; set end_weight_decay"),
+    ({"style": "linear"}, -1, "style='linear' needs the number of steps; set max_steps"),
+    ({"warmup_steps": 30}, 30, r"warmup_steps=30 must be less than trainer.max_steps=30"),
+    ({"style": "cosine", "min_lr": 0.5}, 30, r"min_lr=0.5 is above the peak lr=0.1"),
+    ({"style": "WSD", "warmup_steps": 21, "wsd_decay_steps": 10}, 30, r"wsd_decay_steps=10: expected at most 9"),
+])  # fmt: skip
+def test_settings_that_contradict_themselves_or_the_run_are_refused(
+    settings: dict[str, Any], total: int, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
-        LRSchedule(**settings)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "total", "message"),
-    [
-        (LRSchedule(style="linear"), -1, "style='linear' needs the number of steps; set max_steps"),
-        (LRSchedule(warmup_steps=30), 30, r"warmup_steps=30 must be less than trainer.max_steps=30"),
-        (LRSchedule(style="cosine", min_lr=0.5), 30, r"min_lr=0.5 is above the peak lr=0.1"),
-        (LRSchedule(style="WSD", warmup_steps=21, wsd_decay_steps=10), 30, r"wsd_decay_steps=10: expected at most 9"),
-    ],
-)
-def test_a_schedule_that_does_not_fit_its_run_is_refused(schedule: LRSchedule, total: int | None, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        scheduler_settings(schedule, lr=0.1, weight_decay=0.01, total_steps=total)
+        scheduler_settings(LRSchedule(**settings), lr=0.1, weight_decay=0.01, total_steps=total)
 
 
 def _run(scheduler: MegatronLRScheduler, steps: int) -> list[tuple[float, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,39 +13,24 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig
 
 
-def _layout(num_layers: int, first: int | None = None, last: int | None = None, **sizes: Any) -> tuple[int, ...]:
-    parallel = ParallelConfig(
-        num_layers_in_first_pipeline_stage=first, num_layers_in_last_pipeline_stage=last, num_microbatches=12, **sizes
-    )
-    return parallel.layout(num_layers)
-
-
-def test_stages_but_the_first_and_last_share_evenly() -> None:
-    assert _layout(32, pp=4) == (8, 8, 8, 8)
-    assert _layout(32, pp=2, last=15) == (17, 15)
-    assert _layout(32, pp=4, first=9, last=5) == (9, 9, 9, 5)
-    # Virtual stages of one stage are alike, as megatron-core 0.16.1 has them.
-    assert _layout(36, pp=2, vpp=2, last=16) == (10, 8, 10, 8)
-
-
-@pytest.mark.parametrize(
-    ("num_layers", "sizes"),
-    [
-        (32, {"pp": 3, "last": 5}),
-        (32, {"pp": 2, "first": 20, "last": 11}),
-        (32, {"pp": 2, "last": 33}),
-        (32, {"pp": 4, "first": 0}),
-        (36, {"pp": 2, "vpp": 3, "last": 16}),
-    ],
-)
-def test_what_the_others_cannot_share_is_refused(num_layers: int, sizes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="equal shares of the"):
-        _layout(num_layers, **sizes)
-
-
-def test_one_stage_has_no_first_and_last() -> None:
-    with pytest.raises(ConfigError, match="is for pipelines, but pp=1"):
-        _layout(32, last=15)
+@pytest.mark.parametrize(("num_layers", "first", "last", "sizes", "expected"), [
+    (32, None, None, {"pp": 4}, (8, 8, 8, 8)),
+    (32, None, 15, {"pp": 2}, (17, 15)),
+    (32, 9, 5, {"pp": 4}, (9, 9, 9, 5)),
+    (36, None, 16, {"pp": 2, "vpp": 2}, (10, 8, 10, 8)),  # virtual stages of a stage are alike (megatron-core 0.16.1)
+    (32, None, 5, {"pp": 3}, "equal shares of the"),
+    (32, 20, 11, {"pp": 2}, "equal shares of the"),
+    (32, None, 33, {"pp": 2}, "equal shares of the"),
+    (32, 0, None, {"pp": 4}, "equal shares of the"),
+    (36, None, 16, {"pp": 2, "vpp": 3}, "equal shares of the"),
+    (32, None, 15, {}, "is for pipelines, but pp=1"),
+])  # fmt: skip
+def test_stages_but_the_first_and_last_share_evenly(
+    num_layers: int, first: int | None, last: int | None, sizes: dict[str, Any], expected: tuple[int, ...] | str
+) -> None:
+    ends = {"num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
+    with pytest.raises(ConfigError, match=expected) if isinstance(expected, str) else nullcontext():
+        assert ParallelConfig(num_microbatches=12, **ends, **sizes).layout(num_layers) == expected
 
 
 def _llama(heads: int = 8, groups: int = 4) -> ModelConfig:
