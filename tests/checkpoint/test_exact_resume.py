@@ -1,4 +1,4 @@
-"""A run that was interrupted and resumed is the same run, to the last digit.
+"""A run that was interrupted and resumed is the same run, to the last digit; what else there is to say is told.
 
 Compared are every loss, gradient norm, learning rate and token of the steps that follow, and at the end each weight,
 moment, step count, learning rate and random state (dropout is on). The reference is the run without interruption.
@@ -6,13 +6,16 @@ moment, step count, learning rate and random state (dropout is on). The referenc
 
 from __future__ import annotations
 
+import logging
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import lightning_megatron
 from tests.checkpoint.runs import (
     EXPERT_BIAS,
     GLOBAL_BATCH,
@@ -195,3 +198,52 @@ def test_a_loader_that_was_asked_for_before_the_checkpoint_was_read_goes_on(tmp_
     resumed = run_ranks(_train_after_an_early_question, 1, run.but(ckpt_path=str(tmp_path / "step=3.ckpt")))
 
     _assert_goes_on_as(whole, resumed, after=3)
+
+
+# ---- other data -----------------------------------------------------------------------------------------------------
+
+
+class Mine(lightning_megatron.DatasetDataModule):
+    """Of the user's own."""
+
+
+LOADER = Run(trainer={"max_steps": 2})
+MODULE = LOADER.but(indexed={"train": rows_dataset()}, data_module="DatasetDataModule")
+
+
+def _said(run: Run) -> str:
+    """The step that a resumed run comes to, and what it says on the way."""
+    from lightning_utilities.core import rank_zero
+
+    lightning_megatron.Mine = Mine  # type: ignore[attr-defined]
+    lines: list[str] = []
+    handler: Any = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    rank_zero.log.addHandler(handler)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            lines.append(f"step {fit(run)[0].global_step}")
+        except lightning_megatron.CheckpointError as error:
+            lines.append(str(error))
+    return " ".join([*lines, *(str(warning.message) for warning in caught)])
+
+
+def test_another_kind_of_data_and_a_run_that_is_over_are_told(tmp_path: Path) -> None:
+    paths = {"loader": tmp_path / "loader.ckpt", "module": tmp_path / "module.ckpt"}
+    for run, path in zip((LOADER, MODULE), paths.values(), strict=True):
+        run_ranks(train_and_save, 1, run, path)
+    anew, kind = "the training data begins anew", "expected Mine, got DatasetDataModule; resume with the same kind"
+    for saved, run, steps, says in (
+        ("loader", LOADER, 3, ""),
+        ("loader", MODULE, 3, anew),
+        ("module", LOADER, 3, anew),
+        ("module", MODULE.but(data_module="Mine"), 3, kind),
+        ("module", MODULE, 3, ""),
+        ("module", MODULE, 1, "is of step 2, and max_steps=1: nothing is left to do"),
+    ):
+        resumed = run.but(trainer={"max_steps": steps}, ckpt_path=str(paths[saved]))
+        (said,) = run_ranks(_said, 1, resumed)
+        assert says in said
+        assert (anew in said) == (says == anew)
+        assert ("step 3" in said) == (steps == 3 and says != kind)

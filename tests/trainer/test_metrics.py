@@ -1,8 +1,16 @@
-"""Metrics of objectives count every row once on any layout; gathers and averages between the copies of a model."""
+"""Metrics are the same on every rank and count each row once; Lightning's callbacks and loggers with pipelines."""
 
 from __future__ import annotations
 
+import contextlib
+import csv
+import io
+import logging
+import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.checkpoint.runs import callback
-from tests.parity.training import Case, Layout, Sentences, module_of, trainer_of
+from tests.parity.training import Case, Layout, Sentences, loader_of, module_of, trainer_of
 from tests.ranks import run_ranks
 
 LAYOUTS = [
@@ -123,3 +131,142 @@ def _validate_twice_in_inference_mode() -> list[dict[str, float]]:
 def test_metrics_of_a_second_epoch_begin_anew_in_inference_mode_too() -> None:
     (first, second, _) = run_ranks(_validate_twice_in_inference_mode, 1)[0]
     assert first == second
+
+
+# ---- what is logged -------------------------------------------------------------------------------------------------
+
+CP = Layout(cp=2, dp=2, num_microbatches=2)
+TWO_STAGES = Layout(pp=2, num_microbatches=2)
+EIGHT_RANKS = Layout(tp=2, pp=2, dp=2, sequence_parallel=True, num_microbatches=2)
+STEPS = 3
+Metrics = dict[str, float]
+
+
+def _metrics_on_the_way(case: Case) -> list[Metrics]:
+    """Everything that callbacks can see, after each training step and after each validation."""
+    seen: list[Metrics] = []
+
+    def keep(trainer: Any, *_: Any) -> None:
+        seen.append({name: value.item() for name, value in trainer.callback_metrics.items()})
+
+    watch = callback(on_train_batch_end=keep, on_validation_end=keep)
+    trainer = trainer_of(case, callbacks=[watch], max_steps=-1, max_epochs=2)
+    trainer.fit(module_of(case), loader_of(case), loader_of(replace(case, steps=2)))
+    return seen
+
+
+@pytest.mark.parametrize(
+    "layout", [TWO_STAGES, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in (EIGHT_RANKS, CP))], ids=str
+)
+def test_all_ranks_see_the_same_metrics_as_one_process(layout: Layout) -> None:
+    case = Case(layout=layout, labels="uneven", steps=STEPS, clip=1.0)
+    first, *others = run_ranks(_metrics_on_the_way, layout.world_size, case, timeout=240)
+    assert all(other == first for other in others)
+    logged = {"train_loss", "train_lm_loss", "val_loss", "val_lm_loss", "val_perplexity", "lr", "grad_norm"}
+    assert set(first[-1]) == logged
+    (alone,) = run_ranks(_metrics_on_the_way, 1, case.on_one_process)
+    # A loss of 5 has a last place of 5e-7; norms differ more after some steps (comparison.py).
+    assert [m.keys() for m in first] == [m.keys() for m in alone]
+    for ours, theirs in zip(first, alone, strict=True):
+        assert ours == pytest.approx(theirs, rel=5e-5)
+
+
+@pytest.mark.gpu(4)
+def test_all_gpus_see_the_same_metrics() -> None:
+    layout = Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2)
+    case = Case(layout=layout, labels="uneven", steps=STEPS, precision="bf16-mixed", accelerator="gpu")
+    first, *others = run_ranks(_metrics_on_the_way, 4, case)
+    assert all(other == first for other in others)
+
+
+# ---- callbacks and loggers ------------------------------------------------------------------------------------------
+
+
+def _with_everything(case: Case, folder: Path) -> SimpleNamespace:
+    """What one rank saw of a run with Lightning's own callbacks and loggers."""
+    from lightning.pytorch import callbacks, loggers
+
+    val_losses: list[float] = []
+
+    def keep(trainer: Any, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            val_losses.append(trainer.callback_metrics["val_loss"].item())
+
+    stopping = callbacks.EarlyStopping("val_loss", mode="max", patience=2)
+    shown = callbacks.TQDMProgressBar(), callbacks.LearningRateMonitor(), callbacks.ModelSummary(max_depth=3)
+    trainer = trainer_of(
+        case,
+        callbacks=[callback(on_validation_end=keep), stopping, *shown],
+        logger=loggers.CSVLogger(folder, "csv"),
+        enable_progress_bar=True,
+        enable_model_summary=True,
+        log_every_n_steps=1,
+        max_steps=-1,
+        max_epochs=10,
+    )
+    module, validation = module_of(case), loader_of(replace(case, steps=1))
+    with contextlib.redirect_stdout(io.StringIO()) as printed, _captured_summary() as summary:
+        trainer.fit(module, loader_of(case), validation)
+    return SimpleNamespace(
+        printed=printed.getvalue(),
+        summary=summary.getvalue(),
+        val_losses=val_losses,
+        stopped_epoch=stopping.stopped_epoch,
+    )
+
+
+@contextlib.contextmanager
+def _captured_summary() -> Any:
+    text = io.StringIO()
+    handler, log = logging.StreamHandler(text), logging.getLogger("lightning.pytorch.callbacks.model_summary")
+    log.addHandler(handler)
+    try:
+        yield text
+    finally:
+        log.removeHandler(handler)
+
+
+def test_lightnings_callbacks_and_loggers_work_under_pipeline_parallelism(tmp_path: Path) -> None:
+    case = Case(layout=TWO_STAGES, steps=STEPS)
+    first, second = run_ranks(_with_everything, 2, case, tmp_path)
+
+    # Two epochs are waited for after the first.
+    assert first.stopped_epoch == second.stopped_epoch == 2
+    assert first.val_losses == second.val_losses
+    assert len(first.val_losses) == 3
+    assert "train_loss" in first.printed
+    assert "val_loss" in first.printed
+    assert second.printed == ""
+    _check_summary(first.summary)
+    assert second.summary == ""
+    _check_csv(tmp_path, first.val_losses)
+
+
+def _check_summary(summary: str) -> None:
+    """Both stages, of which the first one has printed it: 12 h^2 + 13 h for a layer, h = 32."""
+    rows = {cells[1].strip(): [cell.strip() for cell in cells[3:6]] for cells in map(_cells, summary.splitlines())}
+    assert rows["Name"] == ["Params", "Params per Device", "Mode"]
+    # 83 tokens and 16 positions; here with 5 rows that pad the vocabulary to a multiple of 8.
+    assert rows["embedding"] == ["3.2 K", "3.3 K", "train"]
+    assert rows["decoder"] == ["50.9 K", "25.4 K", "train"]
+    assert rows["decoder.layers.0"] == ["12.7 K", "12.7 K", "train"]
+    assert rows["decoder.layers.3"] == ["12.7 K", "0", "train"]
+    assert rows["output_layer"] == ["0", "0", "train"]
+    assert re.search(r"54.0 K +Total params", summary)
+
+
+def _cells(line: str) -> list[str]:
+    return [*line.split("|"), ""]
+
+
+def _check_csv(folder: Path, val_losses: list[float]) -> None:
+    (file,) = folder.glob("csv/**/*.csv")
+    with file.open() as stream:
+        rows = list(csv.DictReader(stream))
+    train_steps = [int(row["step"]) for row in rows if row["train_loss"]]
+    assert train_steps == list(range(3 * STEPS))
+    assert [float(row["val_loss"]) for row in rows if row["val_loss"]] == pytest.approx(val_losses)
+    assert {name for name in rows[0] if name.startswith("lr/")} == {
+        "lr/no_weight_decay",
+        "lr/weight_decay",
+    }

@@ -7,31 +7,19 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from tests.checkpoint.runs import callback
+from tests.checkpoint.runs import Run, callback, fit
 from tests.parity.sharding import shards
 from tests.parity.training import Case, Layout, loader_of, module_of, trainer_of
 from tests.ranks import run_ranks
 
-Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed"]
 FOUR_RANKS = Layout(tp=2, pp=2, num_microbatches=2)
 
 
-def _trainer(case: Case, precision: Precision, **options: Any) -> Any:
-    """As by ``precision=``; Lightning itself would turn 16-mixed into bf16-mixed on a CPU."""
-    from lightning_megatron import MegatronPrecision
-
-    if precision == "16-mixed" and case.accelerator == "cpu":
-        return trainer_of(case, precision=None, plugins=[MegatronPrecision("16-mixed")], **options)
-    return trainer_of(case, precision=precision, **options)
-
-
-def _formats(layout: Layout, precision: Precision) -> dict[str, set[torch.dtype]]:
+def _formats(precision: str) -> dict[str, set[torch.dtype]]:
     """Formats of everything that training keeps on this rank."""
-    case = Case(layout=layout, steps=2, optimizer=(("initial_loss_scale", 2.0**10),))
-    module = module_of(case)
-    trainer = _trainer(case, precision)
-    trainer.fit(module, loader_of(case))
-    parameters = list(module.model_chunks.parameters())
+    settings = {"precision": precision, "max_steps": 2}
+    trainer, _ = fit(Run(trainer=settings, optimizer={"initial_loss_scale": 2.0**10}))
+    parameters = list(trainer.lightning_module.model_chunks.parameters())
     (part,) = trainer.strategy.optimizers[0].parts
     return {
         "weights": {p.dtype for p in parameters},
@@ -49,14 +37,14 @@ WEIGHTS = {
 }
 
 
-def _formats_of_all(layout: Layout) -> dict[str, Any]:
-    return {precision: _formats(layout, precision) for precision in WEIGHTS}  # type: ignore[arg-type]
+def _formats_of_all() -> dict[str, Any]:
+    return {precision: _formats(precision) for precision in WEIGHTS}
 
 
 def test_gradients_master_weights_and_moments_are_fp32_in_every_mode() -> None:
     fp32 = {torch.float32}
     others = {"main gradients": fp32, "master weights": fp32, "moments": fp32}
-    for formats in run_ranks(_formats_of_all, 2, Layout(dp=2)):
+    for formats in run_ranks(_formats_of_all, 2):
         assert formats == {precision: {"weights": {dtype}, **others} for precision, dtype in WEIGHTS.items()}
 
 
@@ -74,7 +62,7 @@ def _steps_in_fp16(
         overflow_at: The step at which the last rank, and only that one, gets infinite gradients.
         accelerator: Where to train.
     """
-    from lightning_megatron import LRSchedule
+    from lightning_megatron import LRSchedule, MegatronPrecision
 
     steps: list[dict[str, Any]] = []
     weights: list[list[torch.Tensor]] = []
@@ -98,7 +86,9 @@ def _steps_in_fp16(
     optimizer = (("initial_loss_scale", initial_scale), ("loss_scale_window", 4), ("eps", 1e-3))
     case = Case(layout=layout, steps=10, labels="uneven", optimizer=optimizer, accelerator=accelerator)
     module = module_of(case, lr_schedule=LRSchedule(warmup_steps=9, init_lr=case.lr / 10))
-    _trainer(case, "16-mixed", callbacks=[watch]).fit(module, loader_of(case))
+    on_cpu = {"precision": None, "plugins": [MegatronPrecision("16-mixed")]}  # Lightning would make it bf16-mixed
+    options = on_cpu if accelerator == "cpu" else {"precision": "16-mixed"}
+    trainer_of(case, callbacks=[watch], **options).fit(module, loader_of(case))
     return steps
 
 
