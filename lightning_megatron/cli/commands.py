@@ -6,6 +6,7 @@ Of heavy libraries only NumPy is imported before a command runs, so that help an
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import inspect
 import os
@@ -123,6 +124,8 @@ def _run_command(arguments: list[str]) -> None:
         flags = {action.dest: action.option_strings[-1] for action in command._actions if action.option_strings}
         hint = advice(unknown[0].partition("=")[0], flags).partition("choose from")[0]  # --help shows what there is
         command.error(f"unrecognized arguments: {' '.join(unknown)}{hint and f'; {hint}'}")
+    with contextlib.suppress(AttributeError):
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # not every terminal has all characters
     try:
         parsed.run(parsed)
     except Exception as error:

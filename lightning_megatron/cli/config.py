@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import shlex
 import shutil
@@ -83,10 +84,7 @@ def config(
     if template is not None and from_accelerate is not None:
         raise UsageError("--template and --from-accelerate are two sources; give one of them")
     text = "" if template is None else _template(template, output)
-    if output.exists() and not overwrite:
-        raise UsageError(f"--output {output} exists; give another name, or --overwrite")
-    if not output.absolute().parent.is_dir():  # before any question
-        raise UsageError(f"--output {output}: {output.parent} is no folder; make it, or give another name")
+    check_output("--output", output, overwrite)  # before any question
     told = f"{template}. Edit it, and run what its first lines say."
     if template is None:
         if from_accelerate is None:
@@ -98,11 +96,21 @@ def config(
             told = f"Edit model and data in it, then run\n\n{_how_to_run(output, settings, launch)}"
         text = f"# {' '.join(origin.split())}.\n#\n#   lightning-megatron fit --config {shlex.quote(str(output))}\n"
         text += as_yaml(settings)
-    try:
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--output {output} cannot be written: {error.strerror}; give another name") from None
+    output.write_text(text, encoding="utf-8")
     print(f"{output} is written{': ' if template else '. '}{told}")
+
+
+def check_output(option: str, path: Path, overwrite: bool) -> None:
+    """Refuse a file that would replace another one, or that cannot be written.
+
+    Raises:
+        UsageError: With the option that names it.
+    """
+    if path.exists() and not overwrite:
+        raise UsageError(f"{option} {path} exists; give another name, or --overwrite")
+    folder = path.absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise UsageError(f"{option} {path}: {folder} is no folder that can be written; make it, or give another name")
 
 
 def _template(name: str, output: Path) -> str:

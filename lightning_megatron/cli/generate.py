@@ -5,7 +5,6 @@ Whatever takes long to import is imported when the command runs.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -97,8 +96,6 @@ def generate(options: GenerateOptions, how: GenerationOptions) -> None:
 
     input_ids, mask = encoded(prompts, tokenizer, add_bos=options.add_bos)
     check_prompts(Inputs(input_ids=input_ids, attention_mask=mask), stored.model, how)
-    with contextlib.suppress(AttributeError):
-        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # not every terminal has all characters
     is_answer = stored.model.architecture == "t5"
     show = TextWriter(prompts, tokenizer, how, as_json=options.json, is_answer=is_answer)
     streams = can_stream and (sys.stdout.isatty() if options.stream is None else options.stream)

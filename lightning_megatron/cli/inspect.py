@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import re
-import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,8 +57,6 @@ def inspect_path(
                 raise ConfigError(f"{name}={value} is for datasets, and {path} is a checkpoint; leave it out")
     if report is None:
         raise DataError(_unknown(str(path)))
-    with contextlib.suppress(AttributeError):
-        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # not every terminal has all characters
     print("\n".join(map(printable, report.split("\n"))), flush=True)
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_megatron.cli.config import as_yaml, described_model
-from lightning_megatron.errors import UsageError, require_number
+from lightning_megatron.cli.config import as_yaml, check_output, described_model
+from lightning_megatron.errors import require_number
 
 if TYPE_CHECKING:
     from lightning_megatron.planner import Device, Plan, Run
@@ -65,9 +65,9 @@ def plan(options: PlanOptions) -> None:
 
     for name in ("gpus", "seq_length", "decoder_seq_length", "global_batch_size", "top"):
         require_number(name, getattr(options, name), at_least=1)
-    for path in filter(None, (options.output, options.picture)):
-        if path.exists() and not options.overwrite:
-            raise UsageError(f"{path} exists; give another name, or --overwrite")
+    for option, path in (("--output", options.output), ("--picture", options.picture)):
+        if path is not None:
+            check_output(option, path, options.overwrite)
     device: Device = planner.DEVICES[options.device]
     if options.memory is not None:
         device = replace(device, memory=float(size_in_bytes(options.memory)))

@@ -56,7 +56,8 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
         (*given, "8", "--memory", "lots"): "'lots' is not a size",
         (*given, "8", "--memory", "10GB"): "error: memory: expected at least ",
         (*given, "0"): "error: --gpus",
-        (*given, "8", "--output", "there.yaml"): "error: there.yaml exists; give another name, or --overwrite",
+        (*given, "8", "--output", "there.yaml"): "error: --output there.yaml exists; give another name, or --overwrite",
+        (*given, "8", "--picture", "no/plan.png"): "/no is no folder that can be written",
         ("plan", "--model", "nowhere/at/all", "--gpus", "8"): "nowhere/at/all",
     }
     for (arguments, told), (code, out, err) in zip(mistakes.items(), run_all(tmp_path, mistakes), strict=True):

@@ -45,18 +45,19 @@ WAYS: tuple[dict[str, Any], ...] = ({}, {"num_beams": 3, "num_return_sequences":
 )
 def test_recorded_steps_write_what_hugging_face_writes(layout: Layout, models: tuple[str, ...]) -> None:
     calls = [asked(name, max_new_tokens=10, static_cache=True, **NO_END) for name in models]
-    for answers, counts in run_with_models(_recorded_answers, layout, calls):
+    for answers, counts, alive in run_with_models(_recorded, layout, calls, 1024):
         for call, actual in zip(calls, answers, strict=True):
             assert actual.tolist() == by_hugging_face(call).tolist(), call.model
         # One step prepares, the eight that follow are replayed; each chunk and each group of rows has a recording.
         works = layout.vpp or layout.pp
         assert counts == [(works, works, 8 * works)] * len(calls)
+        assert alive == 0
 
 
 def test_texts_outgrow_what_steps_look_at_and_nothing_stays() -> None:
     plain = [asked(name, max_new_tokens=16, **way, **NO_END) for name in ("mistral", "bloom") for way in WAYS]
     static = [replace(call, options={**call.options, "static_cache": True}) for call in plain]
-    ((answers, counts, alive),) = run_with_models(_answers_with_small_windows, Layout(), plain + static)
+    ((answers, counts, alive),) = run_with_models(_recorded, Layout(), plain + static, 8)
     for call, growing, fixed in zip(plain, answers[: len(plain)], answers[len(plain) :], strict=True):
         assert torch.equal(growing, fixed), (call.model, call.options)
     # Places 7 to 21 are looked at in 8 slots, then 16, then all 24: each starts with a step that prepares.
@@ -130,8 +131,9 @@ def test_a_step_that_cannot_be_recorded_is_refused_and_runs_kernel_by_kernel() -
 # ---- on the ranks ---------------------------------------------------------------------------------------------------
 
 
-def _recording() -> list[TapeRecorder]:
-    """The recorders of the calls from now on."""
+def _recorded(directory: str, case: Case, calls: list[Call], window: int) -> Any:
+    """Answers, what was recorded, and how many caches and steps outlived their call without help from the collector."""
+    from lightning_megatron.engine.fillers.kv_cache import KeyValueCache, TokenStep
     from lightning_megatron.generate import pipeline
 
     recorders: list[TapeRecorder] = []
@@ -140,21 +142,7 @@ def _recording() -> list[TapeRecorder]:
         recorders.append(TapeRecorder())
         return recorders[-1]
 
-    pipeline.recorder_of = recorder_of  # type: ignore[assignment]
-    return recorders
-
-
-def _recorded_answers(directory: str, case: Case, calls: list[Call]) -> Any:
-    recorders = _recording()
-    return written(directory, case, calls), [recorder.counts for recorder in recorders]
-
-
-def _answers_with_small_windows(directory: str, case: Case, calls: list[Call]) -> Any:
-    """Answers, what was recorded, and how many caches and steps outlived their call without help from the collector."""
-    from lightning_megatron.engine.fillers.kv_cache import KeyValueCache, TokenStep
-    from lightning_megatron.generate import pipeline
-
-    pipeline.SMALLEST_WINDOW = 8
+    pipeline.SMALLEST_WINDOW, pipeline.recorder_of = window, recorder_of  # type: ignore[assignment]
     made: list[weakref.ref[Any]] = []
     for owner in (KeyValueCache, TokenStep, pipeline.StaticSteps, Tape):
 
@@ -163,7 +151,6 @@ def _answers_with_small_windows(directory: str, case: Case, calls: list[Call]) -
             made.append(weakref.ref(self))
 
         owner.__init__ = remembered  # type: ignore[method-assign]
-    recorders = _recording()
     gc.disable()
     answers = written(directory, case, calls)
     alive = sum(ref() is not None for ref in made)
