@@ -154,7 +154,7 @@ def _recorded(directory: str, case: Case, calls: list[Call], window: int) -> Any
     gc.disable()
     answers = written(directory, case, calls)
     alive = sum(ref() is not None for ref in made)
-    assert len(made) > 10
+    assert made
     return answers, [recorder.counts for recorder in recorders], alive
 
 
