@@ -276,17 +276,15 @@ class _MaskedTokens(_Objective):
 
     def losses(self, batch: Batch, output: Output) -> dict[str, LossTerm]:
         losses, order_logits = output
+        terms = {"lm_loss": base.masked_term(losses, batch["loss_mask"])}
         if self._learns_order:
             order = F.cross_entropy(order_logits.float(), batch["order"], reduction="none")
-            return {
-                "lm_loss": base.masked_term(losses, batch["loss_mask"]),
-                "sop_loss": base.masked_term(order, batch["order_mask"]),
-            }
-        lm, count = base.masked_term(losses, batch["loss_mask"])
-        if self._has_order:
+            terms["sop_loss"] = base.masked_term(order, batch["order_mask"])
+        elif self._has_order:
             # Its weights must have a gradient, if only zero: the engine waits for that of every weight.
-            lm = lm + 0.0 * order_logits.float().sum()
-        return {"lm_loss": LossTerm(lm, count)}
+            unused = 0.0 * order_logits.float().sum()
+            terms["lm_loss"] = terms["lm_loss"]._replace(sum=terms["lm_loss"].sum + unused)
+        return terms
 
     def metrics(self) -> dict[str, Metric]:
         order: dict[str, Metric] = {"sop_accuracy": base.WeightedMean()} if self._learns_order else {}
@@ -345,26 +343,18 @@ class _RowLabels(_Objective):
         if self.problem == "single_label_classification":
             classes = labels.long().reshape(-1)
             return {"targets": classes.clamp(min=0), "loss_mask": (classes >= 0) * rows}
-        return {"targets": labels.float().reshape(-1, self._num_labels), "loss_mask": rows}
-
-    def counts(self, batch: Batch) -> dict[str, Tensor]:
-        per_row = 1 if self.problem == "single_label_classification" else self._num_labels
-        return {"label_loss": batch["loss_mask"].sum() * per_row}
+        targets = labels.float().reshape(-1, self._num_labels)
+        return {"targets": targets, "loss_mask": rows[:, None].expand_as(targets).clone()}
 
     def losses(self, batch: Batch, output: Output) -> dict[str, LossTerm]:
-        logits, targets, mask = self._by_target(batch, output)
+        logits, targets = output.float(), batch["targets"]
         if self.problem == "single_label_classification":
-            losses = F.cross_entropy(logits.float(), targets, reduction="none")
+            losses = F.cross_entropy(logits.movedim(-1, 1), targets, reduction="none")
         elif self.problem == "regression":
-            losses = (logits.float() - targets).square().sum(-1)
+            losses = (logits - targets).square()
         else:
-            losses = F.binary_cross_entropy_with_logits(logits.float(), targets, reduction="none").sum(-1)
-        return {"label_loss": LossTerm((losses * mask).sum(), self.counts(batch)["label_loss"])}
-
-    def _by_target(self, batch: Batch, output: Output) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits [n, num_labels], targets [n] or [n, num_labels], and weights [n]."""
-        targets, mask = batch["targets"], batch["loss_mask"]
-        return output.flatten(0, -2), targets.flatten(0, mask.dim() - 1), mask.flatten()
+            losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+        return {"label_loss": base.masked_term(losses, batch["loss_mask"])}
 
     def metrics(self) -> dict[str, Metric]:
         n = self._num_labels
@@ -379,15 +369,17 @@ class _RowLabels(_Objective):
         return {"accuracy": MultilabelAccuracy(num_labels=n), "f1": MultilabelF1Score(num_labels=n)}
 
     def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Output) -> None:
-        logits, targets, mask = self._by_target(batch, output)
-        counted, is_one = mask > 0, self.problem == "single_label_classification"
+        targets, counted = batch["targets"], batch["loss_mask"] > 0
+        is_one = self.problem == "single_label_classification"
         for metric in metrics.values() if is_one or counted.any() else ():
             if is_one:
-                metric.update(logits.float(), targets.masked_fill(~counted, base.IGNORE_INDEX))
+                classes = targets.masked_fill(~counted, base.IGNORE_INDEX)
+                metric.update(output.flatten(0, -2).float(), classes.flatten())
             elif self.problem == "regression":
-                metric.update(logits[counted].float().flatten(), targets[counted].flatten())
+                metric.update(output[counted].float(), targets[counted])
             else:  # not logits: torchmetrics takes those that all lie in 0..1 for probabilities
-                metric.update((logits[counted] > 0).long(), (targets[counted] > 0.5).long())
+                rows = counted[:, 0]
+                metric.update((output[rows] > 0).long(), (targets[rows] > 0.5).long())
 
 
 class _TokenLabels(_RowLabels):
