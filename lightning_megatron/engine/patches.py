@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 
 from lightning_megatron.engine import cpu
 from lightning_megatron.engine.fillers import adam, kernels, loss, recompute
-from lightning_megatron.engine.fillers.choice import DeviceType, has_liger, has_triton
+from lightning_megatron.engine.fillers.choice import DeviceType, has_liger
 from lightning_megatron.engine.fillers.dispatch import AllGatherDispatcher, Dispatcher
 
 _MISSING = object()
@@ -67,7 +67,7 @@ def _restore(owner: Any, name: str, original: Any) -> None:
 
 def patches(device_type: DeviceType) -> tuple[Patch, ...]:
     """Every change while the engine is held on ``device_type``, from the model's construction to the last step."""
-    on_gpu = (*(ROPE if has_triton() else ()), *(SWIGLU if has_liger() else ()))
+    on_gpu = (*ROPE, *(SWIGLU if has_liger() else ()))
     rows = (*MEGATRON, *WEIGHT_GRADIENTS, *LIGHTNING, *(on_gpu if device_type == "cuda" else ()))
     return tuple(row for row in rows if _is_installed(row.engine))
 

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 
-from lightning_megatron.engine.fillers.choice import has_triton
 from lightning_megatron.engine.fillers.fp8 import Recipe, check_fp8
 from lightning_megatron.engine.overrides import Overrides, configured
 from lightning_megatron.engine.parallel import ParallelConfig
@@ -210,7 +209,7 @@ def _numerics(model: ModelConfig, settings: EngineSettings) -> dict[str, Any]:
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
         "apply_rope_fusion": False,
-        "fused_single_qkv_rope": on_gpu and has_triton() and _can_split_and_turn(model, settings.parallel),
+        "fused_single_qkv_rope": on_gpu and _can_split_and_turn(model, settings.parallel),
         # pipeline_parallel/schedules.py:pp_pre_forward frees what the interleaved schedule still sends; and gloo always
         # sends from the tensor itself.
         "deallocate_pipeline_outputs": on_gpu and settings.parallel.vpp is None,

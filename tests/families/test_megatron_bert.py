@@ -135,16 +135,14 @@ FIELDS = {
 }
 
 
-def _train(
-    case: Case, rows: Rows, task: str, dropout: float, binary_head: bool
-) -> tuple[RankOutcome, dict[str, float]]:
+def _train(case: Case, rows: Rows, binary_head: bool) -> tuple[RankOutcome, dict[str, float]]:
     from lightning.pytorch import seed_everything
 
     from lightning_megatron import BertTrainStep, MegatronModule
 
     seed_everything(1, verbose=False)
-    fields = {**FIELDS, "hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-    module = MegatronModule(model=fields, task=task, train_step=BertTrainStep(binary_head), lr=case.lr)
+    fields = {**FIELDS, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    module = MegatronModule(model=fields, task="pretraining", train_step=BertTrainStep(binary_head), lr=case.lr)
     loader: DataLoader[Any] = DataLoader(rows * case.steps, batch_size=len(rows) // case.layout.dp)  # type: ignore[arg-type]
     outcome = train_module(module, case, loader)
     return outcome, {name: float(value) for name, value in module.trainer.callback_metrics.items()}
@@ -153,9 +151,9 @@ def _train(
 def test_pretraining_without_the_binary_head_learns_the_tokens_alone() -> None:
     # With overlapped communication the engine waits for the gradient of each weight, that of the unused head too.
     layout = Layout(dp=2, pp=2, num_microbatches=2, overlap_communication=True)
-    arguments = (Case(layout=layout, steps=1), _pretraining_rows(), "pretraining", 0.0)
-    both = run_ranks(_train, 4, *arguments, True)
-    tokens = run_ranks(_train, 4, *arguments, False)
+    both, tokens = (
+        run_ranks(_train, 4, Case(layout=layout, steps=1), _pretraining_rows(), has_head) for has_head in (True, False)
+    )
     for (_, terms), (outcome, alone) in zip(both, tokens, strict=True):
         assert terms["train_loss"] == pytest.approx(terms["train_lm_loss"] + terms["train_sop_loss"])
         assert outcome.losses == [pytest.approx(terms["train_lm_loss"])]

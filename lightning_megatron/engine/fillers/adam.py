@@ -16,8 +16,6 @@ from megatron.core.tensor_parallel.layers import copy_tensor_model_parallel_attr
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lightning_megatron.engine.fillers.choice import has_triton
-
 
 class MasterOptimizer(torch.optim.Optimizer):
     """Common part: what tells the next step to clip or to change nothing, and the state that is saved."""
@@ -98,7 +96,7 @@ class FusedAdam(MasterOptimizer):
             parameters, gradients, states = self._with_gradients(group)
             if not parameters:
                 continue
-            if parameters[0].is_cuda and parameters[0].dtype == gradients[0].dtype == torch.float32 and has_triton():
+            if parameters[0].is_cuda and parameters[0].dtype == gradients[0].dtype == torch.float32:
                 self._step_in_one_pass(group, parameters, gradients, states)
                 continue
             # The kernel reads one step per parameter and writes none of them, so all can be the same tensor.
@@ -124,7 +122,7 @@ class FusedAdam(MasterOptimizer):
     def _step_in_one_pass(
         self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor], states: list[dict[str, Tensor]]
     ) -> None:
-        from lightning_megatron.engine.fillers import triton_kernels  # needs Triton
+        from lightning_megatron.engine.fillers import triton_kernels  # Triton is on GPUs only
 
         copies = {} if self.low_copies is None else self.low_copies()
         lows = [copies.get(parameter) for parameter in parameters]

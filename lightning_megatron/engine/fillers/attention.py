@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import itertools
 import types
 from collections.abc import Callable, Hashable
@@ -130,16 +129,14 @@ class SDPAttention(MegatronModule):
                 bool [b or 1, 1, sq or 1, sk], True where a key must not be seen; None for no mask.
             attn_mask_type: Replaces the layer's mask type for this call.
             attention_bias: Added to the scores, [b or 1, np or 1, sq or 1, sk].
-            packed_seq_params: Must be None.
+            packed_seq_params: Unused; packed rows have a mask of segments.
 
         Returns:
             [sq, b, np * hn].
 
         Raises:
-            ConfigError: If packed sequences are passed, or a mask of another shape.
+            ConfigError: If a mask has another shape.
         """
-        if packed_seq_params is not None:
-            raise ConfigError("packed_seq_params is set, but SDPAttention has no packed sequences; pad them instead")
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         return self.attend(query, key, value, attention_mask, mask_type, attention_bias)
 
@@ -354,13 +351,13 @@ def can_use_flex(q: Tensor, k: Tensor) -> bool:
         and q.dtype in (torch.float16, torch.bfloat16)
         and min(q.shape[2], k.shape[2]) >= SHORTEST_FLEX
         and 16 <= q.shape[3] <= 256
-        and _has_flex_kernels(q.device)
+        and _is_ampere_or_newer(q.device)
     )
 
 
 @functools.cache
-def _has_flex_kernels(device: torch.device) -> bool:
-    return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+def _is_ampere_or_newer(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def attend_by_blocks(
@@ -480,13 +477,8 @@ def can_use_varlen(q: Tensor, k: Tensor, pattern: Pattern) -> bool:
         and pattern.window is None
         and q.shape[3] % 8 == 0
         and q.shape[3] <= 256
-        and _has_flash_kernels(q.device)
+        and _is_ampere_or_newer(q.device)
     )
-
-
-@functools.cache
-def _has_flash_kernels(device: torch.device) -> bool:
-    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def attend_to_runs(

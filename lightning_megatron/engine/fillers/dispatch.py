@@ -34,7 +34,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from lightning_megatron.engine.collectives import HostCopy
-from lightning_megatron.engine.fillers.choice import has_triton
 from lightning_megatron.engine.fillers.recompute import WithoutOutput, recomputes_cheap_outputs
 
 
@@ -70,8 +69,8 @@ def sorted_by(goals: Tensor, count: int, total: int) -> Places:
 
 def _sums(x: Tensor, places: Tensor) -> Tensor:
     """[n, h]: the sum of the rows of ``x``, [m, h], at ``places``, [n, k], in fp32; m stands for no row."""
-    if x.is_cuda and has_triton():
-        from lightning_megatron.engine.fillers.triton_kernels import row_sums  # needs Triton
+    if x.is_cuda:
+        from lightning_megatron.engine.fillers.triton_kernels import row_sums  # Triton is on GPUs only
 
         return row_sums(x, places)
     padded = torch.cat((x, x.new_zeros(1, x.shape[1])))

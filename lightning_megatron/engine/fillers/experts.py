@@ -32,7 +32,6 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from lightning_megatron.engine.fillers.choice import has_triton
 from lightning_megatron.engine.fillers.recompute import WithoutOutput, recomputes_cheap_outputs
 
 # ---- the router -----------------------------------------------------------------------------------------------------
@@ -275,8 +274,8 @@ class _GroupedProduct(torch.autograd.Function):
             return of_tokens, None, None
         of_weights = F.grouped_mm(gradient.t(), tokens, offs=ends)
         if hasattr(weights, "main_grad"):
-            if of_weights.is_cuda and has_triton():
-                from lightning_megatron.engine.fillers.triton_kernels import add_to  # needs Triton
+            if of_weights.is_cuda:
+                from lightning_megatron.engine.fillers.triton_kernels import add_to  # Triton is on GPUs only
 
                 add_to(weights.main_grad, of_weights)
             else:

@@ -65,10 +65,10 @@ MEASURED = {2048: 1.22, 4096: 1.31}
 class Quantized(NamedTuple):
     """A matrix [m, n] in fp8."""
 
-    rows: Tensor | None
-    """[m, n]."""
-    columns: Tensor | None
-    """[n, m filled up to 16]: its transpose."""
+    rows: Any
+    """[m, n]; None where it was not asked for."""
+    columns: Any
+    """[n, m filled up to 16]: its transpose; likewise."""
     scale: Tensor
     """[1], fp32: by which the numbers are multiplied."""
 
@@ -133,8 +133,7 @@ def _gather(x: Tensor, group: dist.ProcessGroup, *, wait: bool = True) -> tuple[
 def _transposed(x: Tensor) -> Tensor:
     """Of fp8 numbers, exactly."""
     unscaled = torch.full((1,), torch.finfo(x.dtype).max, device=x.device)
-    columns = _cast(x, x.dtype, unscaled, rows=False, columns=True).columns
-    assert columns is not None
+    columns: Tensor = _cast(x, x.dtype, unscaled, rows=False, columns=True).columns
     return columns
 
 
@@ -222,10 +221,9 @@ class _Product(torch.autograd.Function):
             columns=keeps_input and not ctx.gathers,
             group=group if ctx.gathers else None,
         )
-        assert x.rows is not None
         whole = _gather(x.rows, group)[0] if ctx.gathers else x.rows
         quantized = linear.quantized_weight(columns=has_backward or module.training)
-        output = _multiply(whole, _rows(quantized), (x.scale, quantized.scale), input.dtype, True)
+        output = _multiply(whole, quantized.rows, (x.scale, quantized.scale), input.dtype, True)
         if has_backward:
             kept = (x.rows if ctx.gathers else x.columns) if keeps_input else None
             ctx.save_for_backward(kept, x.scale, quantized.columns, quantized.scale)
@@ -244,7 +242,6 @@ class _Product(torch.autograd.Function):
             x, gathered = _gather(x, group, wait=False)
         dy = quantize(of_output, E5M2, columns=needs_weight and not ctx.scatters, group=group if ctx.scatters else None)
         rows, columns = dy.rows, dy.columns
-        assert rows is not None
         if ctx.scatters:
             rows = _gather(rows, group)[0]
             columns = _transposed(rows) if needs_weight else None
@@ -262,16 +259,10 @@ class _Product(torch.autograd.Function):
                 handle = dist.all_reduce(of_input, group=group, async_op=True)
             of_input = of_input.view(ctx.shape)
         if needs_weight:
-            assert columns is not None
             of_weight = linear.add_weight_gradient(columns, x, (dy.scale, x_scale))
         if handle is not None:
             handle.wait()
         return of_input, of_weight, None, None
-
-
-def _rows(quantized: Quantized) -> Tensor:
-    assert quantized.rows is not None
-    return quantized.rows
 
 
 def _scatter(x: Tensor, group: dist.ProcessGroup, *, wait: bool = True) -> tuple[Tensor, Any]:

@@ -16,8 +16,6 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from lightning_megatron.engine.fillers.choice import has_triton
-
 WIDEST_SUM = 16384
 """Columns that the kernel of ``Norm.add`` holds in registers."""
 
@@ -66,7 +64,7 @@ class Norm(torch.nn.Module):
     def can_add(self, x: Tensor, residual: Tensor) -> bool:
         """Whether ``add`` takes these; it is for training, whose time a kernel launch from Python does not decide."""
         same = x.dtype == residual.dtype == self.weight.dtype and (self.is_rms or self.bias is not None)
-        return same and x.is_cuda and self.shape[0] <= WIDEST_SUM and has_triton()
+        return same and x.is_cuda and self.shape[0] <= WIDEST_SUM
 
     def add(self, x: Tensor, bias: Tensor | None, residual: Tensor, probability: float) -> Tensor:
         """``residual + dropout(x + bias)``, [..., hidden_size]; the next ``forward`` has its norm already.
@@ -77,7 +75,7 @@ class Norm(torch.nn.Module):
             residual: As ``x``.
             probability: With which a number is dropped.
         """
-        from lightning_megatron.engine.fillers.triton_kernels import add_norm  # needs Triton
+        from lightning_megatron.engine.fillers.triton_kernels import add_norm  # Triton is on GPUs only
 
         for hook in self._forward_pre_hooks.values():  # DDP's, that waits until the parameters are gathered
             hook(self, ())

@@ -14,7 +14,6 @@ from megatron.core.transformer import TransformerConfig
 from lightning_megatron.engine.fillers.kernels import (
     _LookUp,
     accumulate_weight_gradient,
-    copy,
     embedding,
 )
 from lightning_megatron.engine.patches import SWIGLU, WEIGHT_GRADIENTS, active
@@ -30,22 +29,6 @@ def _assert_same_gradients(got: torch.Tensor, expected: torch.Tensor, x: torch.T
     (gradient,) = torch.autograd.grad((got.float() * weight).sum(), x)
     (reference,) = torch.autograd.grad((expected * weight).sum(), x)
     torch.testing.assert_close(gradient.float(), reference.float(), rtol=2 * tolerance, atol=4 * tolerance)
-
-
-# ---- many tensors at once -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-def test_nothing_waits_for_the_gpu() -> None:
-    tensors = [torch.randn(*s, device="cuda") for s in ((3, 4), (100,), (1,), (7, 2))]
-    targets = [torch.empty_like(t, dtype=torch.bfloat16) for t in tensors]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        copy(tensors, targets)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    for target, original in zip(targets, tensors, strict=True):
-        assert torch.equal(target, original.bfloat16())
 
 
 # ---- weight gradients -----------------------------------------------------------------------------------------------

@@ -29,7 +29,9 @@ def _install(monkeypatch: pytest.MonkeyPatch, *, has_liger: bool) -> None:
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_every_change_is_made_and_undone(device_type: DeviceType, monkeypatch: pytest.MonkeyPatch) -> None:
-    _install(monkeypatch, has_liger=False)  # liger-kernel's rows need Triton
+    if device_type == "cuda":
+        pytest.importorskip("triton")
+    _install(monkeypatch, has_liger=False)  # liger-kernel's rows need a GPU
     rows = patches(device_type)
     before = [_value(row) for row in rows]
     with active(rows):
