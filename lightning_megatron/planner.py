@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from lightning_megatron import accounting
@@ -190,7 +190,7 @@ class Memory:
     @property
     def total(self) -> float:
         """All of it."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+        return float(sum(astuple(self)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,8 +212,7 @@ class StepTime:
     @property
     def total(self) -> float:
         """All of it."""
-        busy = self.products + self.attention + self.other + self.optimizer
-        return busy + self.communication + self.bubble + self.idle
+        return float(sum(astuple(self)))
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
