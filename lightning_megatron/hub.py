@@ -110,21 +110,18 @@ def _downloaded(repo: str, revision: str | None, needed: Needed) -> Path:
 
 def _missing(folder: Path | None, needed: Needed) -> str | None:
     """The first file that ``folder`` lacks; None if it has all."""
+    names = set() if folder is None else {each.name for each in folder.iterdir() if each.is_file()}
     if needed == "tokenizer":
         vocabularies = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
-        names = [] if folder is None else [each.name for each in folder.iterdir()]
-        has_one = any(fnmatchcase(name, glob) for name in names for glob in vocabularies)
-        return None if has_one else "tokenizer.json"
-    if folder is None or not (folder / "config.json").is_file():
-        return "config.json"
-    if needed == "config":
-        return None
+        return None if any(fnmatchcase(name, glob) for name in names for glob in vocabularies) else "tokenizer.json"
+    if folder is None or "config.json" not in names or needed == "config":
+        return None if "config.json" in names else "config.json"
     for single, index in (("model.safetensors", _WEIGHTS[0][1]), ("pytorch_model.bin", _WEIGHTS[1][1])):
-        if (folder / single).is_file():
+        if single in names:
             return None
-        if (folder / index).is_file():
+        if index in names:
             shards = set(_SHARD.findall((folder / index).read_text(encoding="utf-8")))
-            return next((shard for shard in sorted(shards) if not (folder / shard).is_file()), None)
+            return min(shards - names, default=None)
     return "model.safetensors"
 
 

@@ -37,7 +37,7 @@ from lightning_megatron.convert.hugging_face import (
 )
 from lightning_megatron.convert.megatron_lm import cut, save_megatron_lm
 from lightning_megatron.convert.peft import save_adapter
-from lightning_megatron.convert.registry import differences, family_of
+from lightning_megatron.convert.registry import config_of_task, differences, family_of
 from lightning_megatron.convert.shards import Key, Loading, Source, cast
 from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
 from lightning_megatron.engine import groups
@@ -313,8 +313,6 @@ def _save_megatron(
 ) -> None:
     """Write a ``*.ckpt`` without an optimizer: a run begins with these weights, and does not go on."""
     model = source.model
-    fields = json.loads(source.hf_config.to_json_string())
-    fields["architectures"] = [family_of(model.family).architectures[model.task]]
     assert runtime.rng is not None
     run = RunState(
         chunks=chunks,
@@ -322,12 +320,8 @@ def _save_megatron(
         rng=runtime.rng,
         topology=topology,
         model_description=model.to_dict(),
-        hugging_face_config=fields,
+        hugging_face_config=json.loads(config_of_task(source.hf_config, model).to_json_string()),
     )
-    lightning = {
-        "epoch": 0,
-        "global_step": source.iteration,
-        "pytorch-lightning_version": version("lightning"),
-        "state_dict": {},
-    }
+    lightning = {"epoch": 0, "global_step": source.iteration, "state_dict": {}}
+    lightning["pytorch-lightning_version"] = version("lightning")
     Save(run, meta_of(run, lightning), folder, HostMemory(in_place=True)).finish()

@@ -188,7 +188,7 @@ class StrategySource(DistributedSource):
                 "lightning": lightning.get("pytorch-lightning_version"),
             }
 
-        except (LookupError, AttributeError, TypeError, ValueError) as error:
+        except (ArithmeticError, LookupError, AttributeError, TypeError, ValueError) as error:
             raise CheckpointError(f"checkpoint {path} was written by another strategy ({error!r} in {META})") from None
 
     def describe(self, config: Path | None) -> None:
@@ -242,7 +242,8 @@ class CoreSource(DistributedSource):
     def describe(self, config: Path | None) -> None:
         """See ``Source``."""
         shapes = {key: each.shape for key, each in self.find().items()}
-        tp = int(self._arguments.get("tensor_model_parallel_size") or 1)
+        tp = self._arguments.get("tensor_model_parallel_size")
+        tp = tp if type(tp) is int else 1
         self.model, self.hf_config = described_by(self._arguments, shapes, tp, config, self.path)
 
 

@@ -8,7 +8,6 @@ often: reading 361 MB took 0.17 s instead of 0.12.)
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import logging
 import math
@@ -26,7 +25,7 @@ import torch.distributed as dist
 
 from lightning_megatron.checkpoint.files import failures_as_errors
 from lightning_megatron.convert.family import Family
-from lightning_megatron.convert.registry import config_object, family_of, model_config, read_json, rules_of
+from lightning_megatron.convert.registry import config_object, config_of_task, family_of, read_json, rules_of
 from lightning_megatron.convert.shards import Gathering, Key, Loading, Place, Source, Stored, mismatches, progress_bar
 from lightning_megatron.engine.adapter_names import is_adapter
 from lightning_megatron.engine.pickles import read_pickle
@@ -236,6 +235,7 @@ class HuggingFaceSource(Source):
     """The weights of a model directory."""
 
     kind = "Hugging Face model directory"
+    has_adapters = False  # which have files of their own
 
     def __init__(self, path: Path) -> None:
         """Look at its files; see ``open_weights``.
@@ -263,11 +263,8 @@ class HuggingFaceSource(Source):
                 "one with --config"
             )
         self.hf_config = config_object(config or self.path)
-        self.model = with_weights(model_config(config or self.path), self._files)
-
-    def holds(self, key: Key) -> bool:
-        """See ``Source``: adapters have files of their own."""
-        return not is_adapter(key.name)
+        described = family_of(self.hf_config.model_type).model_config(self.hf_config)
+        self.model = with_weights(described, self._files)
 
     def match(self, expected: Mapping[Key, tuple[int, ...]]) -> dict[Key, torch.dtype]:
         """See ``Source``; as transformers finds them. The first rank compares what is tied."""
@@ -505,9 +502,9 @@ def _saved_config(hf_config: Any, model: ModelConfig, contents: Mapping[str, Sto
     sizes: Counter[torch.dtype] = Counter()
     for each in contents.values():
         sizes[each.dtype] += math.prod(each.shape)
-    config = copy.deepcopy(hf_config)
-    if not (is_headless and str((getattr(hf_config, "architectures", None) or [""])[0]).endswith("Model")):
-        config.architectures = [family_of(model.family).architectures[model.task]]
+    config = config_of_task(hf_config, model)
+    if is_headless and str((getattr(hf_config, "architectures", None) or [""])[0]).endswith("Model"):
+        config.architectures = hf_config.architectures
     config.__dict__.pop("auto_map", None)  # it names files with code, which do not travel along
     config.dtype = str(sizes.most_common(1)[0][0]).removeprefix("torch.")
     return config

@@ -8,7 +8,6 @@ head) stands in an argument of our own, ``hugging_face_config``.
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import re
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 
-from lightning_megatron.convert.registry import config_object, family_of, rules_of, stored_config
+from lightning_megatron.convert.registry import config_object, config_of_task, family_of, rules_of, stored_config
 from lightning_megatron.convert.shards import Key
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.engine.pickles import StandIn
@@ -77,7 +76,8 @@ def own_fields(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def shown_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Megatron-LM's arguments as plain data, without the config of ours among them."""
-    return {name: shown(value) for name, value in sorted(arguments.items()) if name != HUGGING_FACE_CONFIG}
+    names = sorted((name for name in arguments if name != HUGGING_FACE_CONFIG), key=str)
+    return {str(name): shown(arguments[name]) for name in names}
 
 
 def shown(value: Any) -> Any:
@@ -348,8 +348,6 @@ def megatron_arguments(
         dtype: Of the weights.
         more: Other arguments.
     """
-    config = copy.deepcopy(hf_config)
-    config.architectures = [family_of(model.family).architectures[model.task]]
     is_t5, positions = model.architecture == "t5", model.position_embedding_type
     seq_length = _T5_SEQ_LENGTH if is_t5 else model.max_position_embeddings
     # The scripts of transformers call Megatron-LM's fused kernel gelu_fast.
@@ -387,6 +385,6 @@ def megatron_arguments(
         fp16=dtype == torch.float16,
         bf16=dtype == torch.bfloat16,
         tokenizer_type="GPT2BPETokenizer" if model.family == "gpt2" else "HuggingFaceTokenizer",
-        **{HUGGING_FACE_CONFIG: str(config.to_json_string())},
+        **{HUGGING_FACE_CONFIG: str(config_of_task(hf_config, model).to_json_string())},
         **more,
     )

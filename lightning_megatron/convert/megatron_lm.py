@@ -124,7 +124,7 @@ _OUTSIDE = {
     "token_head.dense.": "token_head.",
     "output_layer.": "lm_head. lm_head.output_layer.",  # the bias only
 }
-_STACKED = re.compile(r"(encoder|transformer|decoder)\.(layers\.)?(?:(\d+)\.)?(.+)")
+_STACKED = re.compile(r"(encoder|transformer|decoder)\.(layers\.)?(?:(\d{1,9})\.)?(.+)")
 
 
 def _renamed(name: str, stack: str | None, architecture: Architecture, *, writes: bool) -> str:
@@ -174,7 +174,7 @@ def split_axis(name: str) -> int | None:
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
-_CHUNK = re.compile(r"model(\d*)")
+_CHUNK = re.compile(r"model(\d{0,9})")
 _OF_DAMAGED_ZIP_FILES = (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error, lzma.LZMAError)
 """What reading them raises."""
 
@@ -306,14 +306,6 @@ Shards = tuple[torch.Tensor, ...]
 """Of one tensor, those of all tensor-parallel ranks."""
 
 
-def _architecture_of(names: Collection[str]) -> Architecture:
-    """Decoder, encoder or both, by the names of tensors; GPT and BERT differ only around their layers."""
-    if any(".inter_attention." in name or ".cross_attention." in name for name in names):
-        return "t5"
-    of_bert = ("lm_head.", "binary_head.", "pooler.", "language_model.pooler.", "classification_head.", "encoder.")
-    return "bert" if any(name.startswith(of_bert) or ".tokentype_embeddings." in name for name in names) else "gpt"
-
-
 def stack(path: Path, ranks: Mapping[_Rank, RankState]) -> dict[Key, list[tuple[str, Shards]]]:
     """Find all tensors of the model, and after each the copies that later stages have.
 
@@ -332,7 +324,12 @@ def stack(path: Path, ranks: Mapping[_Rank, RankState]) -> dict[Key, list[tuple[
                 f"{path} is a mixture: {rank_folder(tensor, stage, pp)} has other tensors or another version than "
                 f"{rank_folder(0, stage if fits_first else 0, pp)}; copy it again"
             )
-    architecture = _architecture_of({name for state in ranks.values() for chunk in state.chunks for name in chunk})
+    names = {name for state in ranks.values() for chunk in state.chunks for name in chunk}
+    # GPT and BERT differ only around their layers.
+    of_bert = ("lm_head.", "binary_head.", "pooler.", "language_model.pooler.", "classification_head.", "encoder.")
+    is_bert = any(name.startswith(of_bert) or ".tokentype_embeddings." in name for name in names)
+    is_t5 = any(".inter_attention." in name or ".cross_attention." in name for name in names)
+    architecture: Architecture = "t5" if is_t5 else "bert" if is_bert else "gpt"
     stacked: dict[Key, list[tuple[str, Shards]]] = {}
     num_layers: Counter[str] = Counter()
     for chunk, stage in itertools.product(range(len(first.chunks)), range(pp)):
@@ -442,7 +439,10 @@ class MegatronLMSource(Source):
 
     def match(self, expected: Mapping[Key, tuple[int, ...]]) -> dict[Key, torch.dtype]:
         """See ``Source``; tensors that several stages have must be the same on all of them."""
-        superfluous = [key for key in self._found if key not in expected and self._may_be_left_out(key)]
+        may_be: tuple[str, ...] = _HEADS if self.model.architecture == "bert" else ()
+        if self.model.share_embeddings_and_output_weights:
+            may_be += (_OUTPUT.name,)  # of the last stage: a copy, which is compared
+        superfluous = [key for key in self._found if key not in expected and key.name.startswith(may_be)]
         found = {key: each for key, each in self._found.items() if key not in superfluous}
         self.refuse(mismatches(found, expected))
         if self.model.architecture == "bert" and superfluous:
@@ -457,12 +457,6 @@ class MegatronLMSource(Source):
                     "mixture of several checkpoints"
                 )
         return {key: each.dtype for key, each in found.items()}
-
-    def _may_be_left_out(self, key: Key) -> bool:
-        """Whether the model has no use for a tensor that it has not."""
-        if key == _OUTPUT:
-            return self.model.share_embeddings_and_output_weights  # of the last stage: a copy, which is compared
-        return self.model.architecture == "bert" and key.name.startswith(_HEADS)
 
     def read(self, place: Place) -> torch.Tensor:
         """See ``Source``."""

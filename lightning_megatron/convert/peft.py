@@ -127,7 +127,7 @@ def adaptation(lora: LoRA | Mapping[str, Any] | str | Path | None, base: str | N
     if base is not None and Path(base).exists():
         base = str(Path(base).absolute())
     if isinstance(lora, (str, Path)):
-        return Adaptation(lora=read_lora(Path(lora)), source=Path(lora), base=base)
+        return Adaptation(lora=AdapterSource(Path(lora)).lora(), source=Path(lora), base=base)
     return Adaptation(lora=as_options(LoRA, lora, "lora"), source=None, base=base)
 
 
@@ -165,68 +165,50 @@ def _is_named(module: str, target: str) -> bool:
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 
-def read_lora(path: Path) -> LoRA:
-    """The options of the adapter in the folder ``path``; its targets are those that its weights are of.
-
-    Raises:
-        CheckpointError: If it is none, is damaged, or computes something else than plain LoRA.
-    """
-    config = adapter_config(path)
-    for name, value in config.items():
-        expected = _DEFAULTS.get(name, ())
-        if value not in expected if expected else value and name not in _WITHOUT_EFFECT:
-            wanted = " or ".join(map(repr, expected)) or "it unset"
-            raise CheckpointError(
-                f"adapter {path}: expected {wanted} for {name}, got {value!r}, which changes what it computes; use "
-                "an adapter of plain LoRA"
-            )
-    modules = (name.removeprefix("base_model.model.").rpartition(".lora_A.")[0] for name in _open(path).tensors)
-    targets = dict.fromkeys(re.sub(r"^.*?\.\d+\.", "", module) for module in modules if module)
-    try:
-        return LoRA(
-            rank=config["r"], alpha=config["lora_alpha"], dropout=config["lora_dropout"], targets=tuple(targets)
-        )
-    except (KeyError, ConfigError) as error:
-        raise CheckpointError(f"adapter {path} is damaged: {error}; use another") from None
-
-
-def adapter_config(path: Path) -> dict[str, Any]:
-    """The fields of an adapter's config.
-
-    Raises:
-        CheckpointError: If there is no adapter at ``path``.
-    """
-    if not (path / CONFIG).is_file() or not (path / WEIGHTS).is_file():
-        raise CheckpointError(f"adapter {path}: expected a folder with {CONFIG} and {WEIGHTS}, got none; correct it")
-    return read_json(path / CONFIG)
-
-
-def _open(path: Path) -> WeightFiles:
-    return WeightFiles(path, read_safetensors(path / WEIGHTS))
-
-
 class AdapterSource(HuggingFaceSource):
     """The weights of an adapter folder."""
 
     kind = "PEFT adapter"
-    is_whole = False
+    is_whole, has_adapters = False, True
 
     def __init__(self, path: Path) -> None:
         """Look at its config and its weights; see ``Source``."""
         Source.__init__(self, path)
-        config = adapter_config(path)
-        self._set_files(_open(path))
-        self.facts = {"adapter": config}
-        self.base = str(config.get("base_model_name_or_path"))
+        if not (path / CONFIG).is_file() or not (path / WEIGHTS).is_file():
+            raise CheckpointError(
+                f"adapter {path}: expected a folder with {CONFIG} and {WEIGHTS}, got none; correct it"
+            )
+        self._config = read_json(path / CONFIG)
+        self._set_files(WeightFiles(path, read_safetensors(path / WEIGHTS)))
+        self.facts = {"adapter": self._config}
+        self.base = str(self._config.get("base_model_name_or_path"))
+
+    def lora(self) -> LoRA:
+        """Its options; the targets are those that its weights are of.
+
+        Raises:
+            CheckpointError: If it is damaged, or computes something else than plain LoRA.
+        """
+        for name, value in self._config.items():
+            expected = _DEFAULTS.get(name, ())
+            if value not in expected if expected else value and name not in _WITHOUT_EFFECT:
+                wanted = " or ".join(map(repr, expected)) or "it unset"
+                raise CheckpointError(
+                    f"adapter {self.path}: expected {wanted} for {name}, got {value!r}, which changes what it "
+                    "computes; use an adapter of plain LoRA"
+                )
+        modules = (name.removeprefix("base_model.model.").rpartition(".lora_A.")[0] for name in self.stored)
+        targets = tuple(dict.fromkeys(re.sub(r"^.*?\.\d+\.", "", module) for module in modules if module))
+        names = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
+        try:
+            return LoRA(**{ours: self._config[theirs] for ours, theirs in names.items()}, targets=targets)
+        except (KeyError, ConfigError) as error:
+            raise CheckpointError(f"adapter {self.path} is damaged: {error}; use another") from None
 
     def describe(self, config: Path | None) -> None:
         """See ``Source``; ``config`` is the base's."""
         assert config is not None
-        self.model = with_adapters(model_config(config), read_lora(self.path))
-
-    def holds(self, key: Key) -> bool:
-        """See ``Source``."""
-        return is_adapter(key.name)
+        self.model = with_adapters(model_config(config), self.lora())
 
     def match(self, expected: Mapping[Key, tuple[int, ...]]) -> dict[Key, torch.dtype]:
         """See ``Source``; a matrix without an adapter beside one that has one is as if its B were zero."""

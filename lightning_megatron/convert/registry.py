@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import json
@@ -216,3 +217,10 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """The fields that two descriptions of models have and in which they differ, as JSON, where lists are tuples."""
     one, other = (json.loads(json.dumps(dict(each))) for each in (one, other))
     return [name for name in one if name in other and one[name] != other[name]]
+
+
+def config_of_task(hf_config: Any, model: ModelConfig) -> Any:
+    """A copy of ``hf_config`` that names the class with the head of ``model``."""
+    config = copy.deepcopy(hf_config)
+    config.architectures = [family_of(model.family).architectures[model.task]]
+    return config

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from lightning_megatron.convert.family import VOCABULARY
 from lightning_megatron.convert.registry import rules_of
+from lightning_megatron.engine.adapter_names import is_adapter
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.models.config import ModelConfig
 
@@ -33,7 +34,7 @@ _MOST_NAMED = 20
 BAR_FROM_BYTES = 10**9
 """Smaller models are there before anyone would look at a progress bar."""
 _TIMEOUT = timedelta(minutes=30)
-_NUMBERED = re.compile(r"(.*?\blayers)\.(\d+)\.(.+)")
+_NUMBERED = re.compile(r"(.*?\blayers)\.(\d{1,9})\.(.+)")
 NO_WEIGHTS = re.compile(r"_extra_state|(^|\.)(rng_state|inv_freq|masked_bias|position_ids|attention\.bias)(\.|$|/)")
 """Entries of files without a weight: the scales of fp8, random states, and tables that are computed anew."""
 _STACKS = ("", "encoder", "decoder")
@@ -212,6 +213,8 @@ class Source(ABC):
     """Name or folder of the model that its adapters were trained beside, if it is known."""
     is_whole: bool = True
     """Whether there is more than adapters."""
+    has_adapters: bool = True
+    """Whether checkpoints of this format hold adapters, of models that have some."""
 
     @abstractmethod
     def __init__(self, path: Path) -> None:
@@ -230,8 +233,8 @@ class Source(ABC):
         """
 
     def holds(self, key: Key) -> bool:
-        """Whether checkpoints of this format have such a tensor; ``match`` is not asked for others."""
-        return True
+        """Whether such a tensor is looked for here; ``match`` is not asked for others."""
+        return self.has_adapters if is_adapter(key.name) else self.is_whole
 
     @abstractmethod
     def match(self, expected: Mapping[Key, tuple[int, ...]]) -> Mapping[Key, torch.dtype]:
@@ -256,7 +259,7 @@ class Source(ABC):
     @property
     def dtype(self) -> torch.dtype:
         """Of the largest weight."""
-        return max(self.weights.values(), key=lambda each: each.num_bytes).dtype
+        return max(self.weights.values(), key=lambda each: each.num_bytes, default=Stored((), torch.float32)).dtype
 
     def refuse(self, problems: Sequence[str]) -> None:
         """Raise if there are problems with its tensors.

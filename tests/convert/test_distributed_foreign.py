@@ -99,22 +99,15 @@ def test_megatron_lms_arguments_describe_the_model(tmp_path: Path) -> None:
     save_as(tiny("qwen2"), tmp_path / "source", "safetensors")
     config = json.loads((tmp_path / "source" / "config.json").read_text())
     arguments = argparse.Namespace(
-        num_attention_heads=4,
-        swiglu=True,
-        position_embedding_type="rope",
-        normalization="RMSNorm",
-        norm_epsilon=config["rms_norm_eps"],
-        max_position_embeddings=24,
+        **{"num_attention_heads": 4, "swiglu": True, "position_embedding_type": "rope", "normalization": "RMSNorm"},
+        **{"norm_epsilon": config["rms_norm_eps"], "max_position_embeddings": 24},
         untie_embeddings_and_output_weights=False,
     )
     common = {"args": arguments, "iteration": 12, "checkpoint_version": 3.0}
     path, tensors = tmp_path / "core", _stacked(tmp_path / "source")
-    for found in (
-        weights_of(_write(path, tensors, common)),
-        weights_of(_without_common_file(path, tensors, common)),
-    ):
-        assert found.source.model.family == "qwen2"
-        assert found.source.iteration == 12
+    for write in (_write, _without_common_file):
+        found = weights_of(write(path, tensors, common))
+        assert (found.source.model.family, found.source.iteration) == ("qwen2", 12)
         assert_same_weights(found, weights_of(tmp_path / "source"))
 
 
@@ -181,13 +174,12 @@ def test_what_is_damaged_or_hostile_is_refused(
     assert not (tmp_path / "hf").exists()
 
 
-def _change_meta(path: Path, **changes: Any) -> dict[str, Any]:
-    """Write ``meta.pt`` anew; returns what it was."""
+def _change_meta(path: Path, **changes: Any) -> None:
     meta: dict[str, Any] = torch.load(path / "meta.pt", weights_only=True)
-    torch.save({**meta, **changes}, path / "meta.pt")
+    merged = {name: {**meta[name], **each} if isinstance(each, dict) else each for name, each in changes.items()}
+    torch.save({**meta, **merged}, path / "meta.pt")
     (path / "checksums.json").unlink()
     sum_up(path)
-    return meta
 
 
 @pytest.fixture
@@ -209,16 +201,17 @@ def test_a_flipped_bit_is_found(own: Path) -> None:
         open_source(own)
 
 
-def test_a_model_that_no_config_describes_is_refused(own: Path) -> None:
-    description = _change_meta(own)["model_description"]
-    _change_meta(own, model_description={**description, "activation": "relu"})
-    with pytest.raises(CheckpointError, match="activation=relu .the config says gelu_tanh"):
-        open_source(own)
-
-
-def test_a_checkpoint_of_a_later_format_is_refused(own: Path) -> None:
-    _change_meta(own, format_version=99)
-    with pytest.raises(CheckpointError, match="format version"):
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model_description": {"activation": "relu"}}, "activation=relu .the config says gelu_tanh"),
+        ({"format_version": 99}, "format version"),
+    ],
+    ids=str,
+)
+def test_what_no_config_describes_or_no_reader_knows_is_refused(own: Path, changes: dict[str, Any], says: str) -> None:
+    _change_meta(own, **changes)
+    with pytest.raises(CheckpointError, match=says):
         open_source(own)
 
 

@@ -33,42 +33,31 @@ def loaded(directory: str, layout: Layout, precision: str = "32-true", task: str
 
     from lightning_megatron.convert.shards import Gathering
 
+    seen: dict[str, Any] = {"messages": []}
+
     class Recorder(Callback):
         """Looks at the weights before the first step."""
-
-        tensors: dict[str, torch.Tensor] = {}
-        masters_differ: list[str] = []
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             with pl_module.megatron.engine():
                 gathered = Gathering(pl_module.model_chunks, pl_module.model_config).tensors()
-                self.tensors = {name: tensor.clone() for name, tensor in gathered if tensor is not None}
-            for name, parameter in pl_module.model_chunks.named_parameters():
-                master = getattr(parameter, "main_param", None)
-                if master is not None and not torch.equal(master.view(-1), parameter.detach().float().view(-1)):
-                    self.masters_differ.append(name)
-            self.num_masters = sum(hasattr(p, "main_param") for p in pl_module.model_chunks.parameters())
+                seen["tensors"] = {name: tensor.clone() for name, tensor in gathered if tensor is not None}
+            weights = pl_module.model_chunks.named_parameters()
+            masters = [(name, weight) for name, weight in weights if getattr(weight, "main_param", None) is not None]
+            seen["num_masters"] = len(masters)
+            seen["masters_differ"] = [
+                name for name, weight in masters if not torch.equal(weight.main_param.view(-1), weight.float().view(-1))
+            ]
 
-    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: seen["messages"].append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("lightning_megatron.convert.hugging_face").addHandler(handler)
-    case = Case(layout=layout, precision=precision, steps=1)
-    recorder = Recorder()
-    module = pretrained_module(directory, task=task)
-    rows: Any = Sentences(4)
+    module, rows = pretrained_module(directory, task=task), [Sentences(4)[i] for i in range(4)]
     if module.model_config.architecture == "bert":
-        rows = [
-            {"input_ids": row["input_ids"], "labels": torch.tensor(0)}
-            for row in map(Sentences(4).__getitem__, range(4))
-        ]
-    trainer_of(case, callbacks=[recorder]).fit(module, DataLoader(rows, batch_size=4))
-    return {
-        "tensors": recorder.tensors,
-        "masters_differ": recorder.masters_differ,
-        "num_masters": recorder.num_masters,
-        "messages": messages,
-    }
+        rows = [{"input_ids": row["input_ids"], "labels": torch.tensor(0)} for row in rows]
+    case: Any = Case(layout=layout, precision=precision, steps=1)
+    trainer_of(case, callbacks=[Recorder()]).fit(module, DataLoader(rows, batch_size=4))  # type: ignore[arg-type]
+    return seen
 
 
 def _loaded(directory: Path, layout: Layout, *options: Any) -> dict[str, Any]:
