@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import checkpoint, convergence, generation, loader, picture, preprocess, preprocess_run
-from benchmarks.cases import CASES, case_named
+from benchmarks.cases import case_named
 from benchmarks.measurement import read, tables
 from benchmarks.train_step import main
 from tests.ranks import run_ranks
@@ -163,12 +163,3 @@ def test_losses_of_bf16_and_fp8_on_text_are_kept_and_drawn(tmp_path: Path) -> No
     assert curves["bf16"][0] != curves["bf16, seed 2"][0]
     assert convergence.table(curves).count("\n") == 1 + len(curves)
     assert (tmp_path / "a" / "losses.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_every_case_fits_its_devices() -> None:
-    assert len({case.name for case in CASES}) == len(CASES)
-    for case in CASES:
-        ranks_of_a_copy = math.prod(case.layout.get(axis, 1) for axis in ("tp", "pp", "cp"))
-        assert case.data_parallel_size * ranks_of_a_copy == case.num_devices
-    assert case_named("gpt2-large-tp2-pp2").tokens == 2 * 24 * 1024
-    assert case_named("llama-8b-tp2-dp2").tokens == 2 * 4 * 2 * 4096
