@@ -86,7 +86,7 @@ def engines(session: nox.Session, engine: str) -> None:
     """What touches Megatron-Core, on the oldest and on the newest release that this Python can have."""
     install(session, "test")
     session.install("--no-compile", TORCH, engine)
-    folders = ("parity", "checkpoint", "golden", "trainer", "families", "generate", "unit/engine")
+    folders = ("parity", "checkpoint", "golden", "trainer", "families", "generate", "convert", "unit/engine")
     session.run(*PYTEST, "-m", "not exhaustive", *(session.posargs or [f"tests/{name}" for name in folders]))
 
 

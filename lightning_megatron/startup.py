@@ -104,9 +104,11 @@ _RECORDS = {
         "💡 Tip: For seamless cloud|The following callbacks returned in .* Trainer: (Rich)?ModelSummary$"
     ),
     "megatron.core.tensor_parallel.random": re.compile("CPU RNG state changed within GPU RNG context"),
+    "megatron.core.transformer.transformer_layer": re.compile("Rewrapping ModuleSpec with module"),
 }
 """Of lightning 2.6.6 at each start: it recommends litlogger and litmodels (two), and tells that its summary of a rank's
-share is replaced by ours, of the whole model. Of Megatron on a CPU: there both states are those of one generator."""
+share is replaced by ours, of the whole model. Of Megatron on a CPU: there both states are those of one generator. Of
+Megatron 0.19 for each layer: that an MLP is described as 0.16 wants it."""
 
 
 def hide_known_warnings() -> None:
