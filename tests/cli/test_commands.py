@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -172,5 +173,5 @@ def test_doctor_shows_versions_devices_slots_and_what_is_optional(capsys: pytest
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     slots = slot_report("cuda" if torch.cuda.is_available() else "cpu")
-    rows = [f"{'torch'.ljust(18)}  {torch.__version__}", "\nliger-kernel ", "pip install 'lightning-megatron[data]'"]
+    rows = [f"{'torch'.ljust(18)}  {version('torch')}", "\nliger-kernel ", "pip install 'lightning-megatron[data]'"]
     assert [each for each in (*rows, *(line.reason for line in slots)) if each not in text] == []
