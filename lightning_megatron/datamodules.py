@@ -507,8 +507,6 @@ class TextEvaluationDataModule(MegatronDataModule):
                 f"{texts.num_cut} texts of {self.data_path} have more tokens than seq_length={self.seq_length} and lose"
                 " their beginning; raise it to keep them whole"
             )
-        if texts.num_left_out:
-            rank_zero_info(f"{texts.num_left_out} texts of less than two tokens are left out")
         # Kernels like even shapes.
         multiple = math.lcm(8, strategy.parallel.sequence_divisor)
         return replace(texts, row_length=min(self.seq_length, -(-texts.longest // multiple) * multiple))

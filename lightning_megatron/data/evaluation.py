@@ -43,8 +43,6 @@ class EvaluationTexts:
     """Tokens that each row reads, padding included; at least ``longest``."""
     num_cut: int
     """Texts that lost their beginning to ``seq_length``."""
-    num_left_out: int
-    """Texts without a target."""
 
     def __len__(self) -> int:
         """Rows."""
@@ -99,7 +97,7 @@ def read_evaluation_texts(
     encode, prefix = batch_encoder(loaded), _tokens_before_texts(loaded)
     texts = read_texts(path, json_key)
     tokens, bounds = array("i"), array("q")
-    num_cut = num_left_out = 0
+    num_cut = 0
     while batch := list(islice(texts, _BATCH)):
         if task == "last_word":
             found = _last_words(batch, encode, prefix, seq_length, strict)
@@ -110,8 +108,6 @@ def read_evaluation_texts(
                 num_cut += rows[0][0] > 0
                 bounds.extend(len(tokens) + bound for row in rows for bound in row)
                 tokens.extend(ids)
-            else:
-                num_left_out += 1
     if not bounds:
         raise DataError(f"{path} has no text of two tokens; give a file with at least one")
     return EvaluationTexts(
@@ -119,7 +115,6 @@ def read_evaluation_texts(
         bounds=np.frombuffer(bounds, dtype=np.int64).reshape(-1, 3),
         row_length=seq_length,
         num_cut=num_cut,
-        num_left_out=num_left_out,
     )
 
 

@@ -53,47 +53,56 @@ def _write(folder: Path, *records: Any) -> str:
     return str(path)
 
 
-def _read(folder: Path, *records: Any, tokenizer: str, seq_length: int = 200, **options: Any) -> Instructions:
-    path = _write(folder, *records)
-    return read_instructions(InstructionOptions(path=path, tokenizer=tokenizer, seq_length=seq_length, **options))
+def _read(
+    folder: Path,
+    *records: Any,
+    template: str | None = None,
+    trim_offsets: bool = False,
+    bos: bool = False,
+    **options: Any,
+) -> tuple[Instructions, Any]:
+    """The samples of ``records``, and the tokenizer that made them."""
+    tokenizer = make_tokenizer(folder / "tokenizer", template, trim_offsets=trim_offsets, bos=bos)
+    given = {"path": _write(folder, *records), "tokenizer": tokenizer, "seq_length": 200, **options}
+    return read_instructions(InstructionOptions(**given)), load_tokenizer(tokenizer)
 
 
-def _parts(instructions: Instructions, tokenizer: str, index: int = 0) -> list[tuple[bool, str]]:
+def _parts(instructions: Instructions, tokenizer: Any, index: int = 0) -> list[tuple[bool, str]]:
     """Text of each run of tokens that are learned, or not."""
     tokens, is_answer = instructions.sample(index)
     cuts = np.flatnonzero(np.diff(is_answer)) + 1
-    decode = load_tokenizer(tokenizer).decode
     parts = zip(np.split(is_answer, cuts), np.split(tokens, cuts), strict=True)
-    return [(bool(learned[0]), decode(part, clean_up_tokenization_spaces=False)) for learned, part in parts]
+    return [(bool(learned[0]), tokenizer.decode(part, clean_up_tokenization_spaces=False)) for learned, part in parts]
 
 
-@pytest.mark.parametrize("trim_offsets", [False, True])
-@pytest.mark.parametrize("bos", [False, True])
+def _learned(*read: Any) -> list[str]:
+    return [text for is_learned, text in _parts(*read) if is_learned]
+
+
+@pytest.mark.parametrize(("trim_offsets", "bos"), [(False, False), (True, False), (True, True)])
 def test_a_completion_and_its_end_are_learned(tmp_path: Path, trim_offsets: bool, bos: bool) -> None:
-    tokenizer = make_tokenizer(tmp_path / "tokenizer", trim_offsets=trim_offsets, bos=bos)
-    got = _read(tmp_path, *QUESTIONS, tokenizer=tokenizer)
+    kind: dict[str, Any] = {"trim_offsets": trim_offsets, "bos": bos}
+    got, tokenizer = _read(tmp_path, *QUESTIONS, **kind)
     begin = "<s>" if bos else ""
     assert _parts(got, tokenizer) == [(False, f"{begin}is it?"), (True, f" yes{END}")]
     # The tokens are those of the whole text, as transformers makes them.
-    whole = load_tokenizer(tokenizer)("the questionthe answer is: no!")["input_ids"]
-    assert got.sample(1)[0].tolist() == [*whole, load_tokenizer(tokenizer).eos_token_id]
-    parted = _read(tmp_path, *QUESTIONS, tokenizer=tokenizer, separator="\n")
-    assert _parts(parted, tokenizer, 1) == [(False, f"{begin}the question\n"), (True, f"the answer is: no!{END}")]
+    whole = tokenizer("the questionthe answer is: no!")["input_ids"]
+    assert got.sample(1)[0].tolist() == [*whole, tokenizer.eos_token_id]
+    parted = _read(tmp_path, *QUESTIONS, separator="\n", **kind)
+    assert _parts(*parted, 1) == [(False, f"{begin}the question\n"), (True, f"the answer is: no!{END}")]
 
 
 def test_a_token_of_question_and_answer_is_learned_and_an_end_is_not_doubled(tmp_path: Path) -> None:
-    tokenizer = make_tokenizer(tmp_path / "tokenizer")
-    (joint,) = load_tokenizer(tokenizer)(" the")["input_ids"]
-    got = _read(tmp_path, {"prompt": "is t", "completion": f"he{END}"}, tokenizer=tokenizer)
-    assert got.sample(0)[0][-2:].tolist() == [joint, load_tokenizer(tokenizer).eos_token_id]
+    got, tokenizer = _read(tmp_path, {"prompt": "is t", "completion": f"he{END}"})
+    (joint,) = tokenizer(" the")["input_ids"]
+    assert got.sample(0)[0][-2:].tolist() == [joint, tokenizer.eos_token_id]
     assert _parts(got, tokenizer) == [(False, "is"), (True, f" the{END}")]
 
 
 @pytest.mark.parametrize("answers", ["all", "each", "last"])
 @pytest.mark.parametrize("template", [MARKED, UNMARKED], ids=["marked", "unmarked"])
-def test_the_assistants_turns_are_learned(tmp_path: Path, template: str, answers: Any) -> None:
-    tokenizer = make_tokenizer(tmp_path / "tokenizer", template)
-    got = _read(tmp_path, {"messages": [*CHAT, USER]}, tokenizer=tokenizer, answers=answers)
+def test_the_assistants_turns_are_learned(tmp_path: Path, template: str, answers: str) -> None:
+    got, tokenizer = _read(tmp_path, {"messages": [*CHAT, USER]}, template=template, answers=answers)
     # What follows the last word of a turn belongs to it where the template does not say otherwise.
     line = "" if template == MARKED else "\n"
     turns = [f"yes, it is{END}{line}", f"the answer was: no ünïcödé 🙂{END}{line}"]
@@ -101,10 +110,9 @@ def test_the_assistants_turns_are_learned(tmp_path: Path, template: str, answers
     samples["last"] = samples["each"][1:]
     assert len(got) == len(samples[answers])
     for index, (messages, learned) in enumerate(samples[answers]):
-        assert [text for is_learned, text in _parts(got, tokenizer, index) if is_learned] == learned
-        whole = load_tokenizer(tokenizer).apply_chat_template(
-            messages, return_assistant_tokens_mask=template == MARKED, return_dict=True
-        )
+        assert _learned(got, tokenizer, index) == learned
+        asked = {"return_assistant_tokens_mask": template == MARKED, "return_dict": True}
+        whole = tokenizer.apply_chat_template(messages, **asked)
         assert got.sample(index)[0].tolist() == whole["input_ids"]
         if template == MARKED and answers == "all":
             assert got.sample(index)[1].tolist() == whole["assistant_masks"]
@@ -117,28 +125,32 @@ def test_answers_with_spaces_at_their_ends_are_learned_by_any_tokenizer(
 ) -> None:
     """Where spaces are no part of a token's characters, transformers' own mask is empty or does not end."""
     template = template.replace("{{ '\\n' }}", "").replace(END, end)
-    tokenizer = make_tokenizer(tmp_path / "tokenizer", template, trim_offsets=True)
     chat = [USER, {"role": "assistant", "content": " yes "}, USER, {"role": "assistant", "content": "no"}]
-    got = _read(tmp_path, {"messages": chat}, tokenizer=tokenizer)
-    assert [text for learned, text in _parts(got, tokenizer) if learned] == [f" yes {end}", f"no{end}"]
+    got = _read(tmp_path, {"messages": chat}, template=template, trim_offsets=True)
+    assert _learned(*got) == [f" yes {end}", f"no{end}"]
+
+
+def test_each_answer_is_found_where_a_template_rewrites_the_earlier_ones(tmp_path: Path) -> None:
+    got = _read(tmp_path, {"messages": CHAT[1:]}, template=REASONING, answers="each")
+    learned = [text for index in (0, 1) for text in _learned(*got, index)]
+    assert learned == [f"<think></think>{CHAT[turn]['content']}{END}\n" for turn in (2, 4)]
 
 
 def test_long_samples_lose_their_end_and_those_without_an_answer_are_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tokenizer = make_tokenizer(tmp_path / "tokenizer")
     long_answer = {"prompt": "is it?", "completion": "zqzqzqzqzqzq"}
     long_question = {"prompt": "zqzqzqzqzqzq", "completion": "yes"}
     with caplog.at_level(logging.WARNING):
-        got = _read(tmp_path, QUESTIONS[0], long_answer, long_question, tokenizer=tokenizer, seq_length=8)
-    assert _parts(got, tokenizer, 1)[-1] == (True, "zqzqzqzq"[: sum(got.sample(1)[1])])
+        got, tokenizer = _read(tmp_path, QUESTIONS[0], long_answer, long_question, seq_length=8)
+    assert _learned(got, tokenizer, 1) == ["zqzqzqzq"[: sum(got.sample(1)[1])]]
     assert got.lengths.tolist()[1:] == [8]
     assert "2 of 3 samples" in caplog.text
     assert "1 lost their end, and 1 are left out" in caplog.text
     needed = 12 + 1  # a token for each letter of the question, and one to learn
     with pytest.raises(DataError, match=f"seq_length=12 leaves nothing .* any of the 1 .* to {needed} at the very"):
-        _read(tmp_path, long_question, tokenizer=tokenizer, seq_length=needed - 1)
-    assert len(_read(tmp_path, long_question, tokenizer=tokenizer, seq_length=needed)) == 1
+        _read(tmp_path, long_question, seq_length=needed - 1)
+    assert len(_read(tmp_path, long_question, seq_length=needed)[0]) == 1
 
 
 # ---- rows -----------------------------------------------------------------------------------------------------------
@@ -177,48 +189,36 @@ def test_a_row_holds_one_sample_and_padding_or_packed_samples() -> None:
 
 
 @pytest.mark.parametrize(
-    ("record", "says"),
+    ("record", "template", "says"),
     [
-        ({"question": "is it?", "answer": "yes"}, "must have a 'prompt' and a 'completion', .* is {'answer': 'yes'"),
-        ({"prompt": "is it?", "completion": 3}, "must have a 'prompt' and a 'completion', two strings"),
-        ({"prompt": "is it?", "completion": " "}, "an empty 'completion', so there is nothing to learn"),
-        ({"messages": "is it?"}, "must have a 'prompt'"),
-        ({"messages": [{"from": "human", "value": "is it?"}]}, "must have a 'prompt'"),
-        ({"messages": [USER, {"role": "bot", "content": "yes"}]}, "no answer, .* its roles are 'user', 'bot', and"),
-        ({"messages": [USER, {"role": "assistant", "content": " "}]}, "no answer, or an empty one"),
-        ({"messages": [{"role": "assistant", "content": "yes"}]}, "nothing comes before it"),
+        ({"question": "?", "answer": "yes"}, None, "must have a 'prompt' and a 'completion', .* is {'answer': 'yes'"),
+        ({"prompt": "is it?", "completion": 3}, None, "must have a 'prompt' and a 'completion', two strings"),
+        ({"prompt": "is it?", "completion": " "}, None, "an empty 'completion', so there is nothing to learn"),
+        ({"messages": "is it?"}, UNMARKED, "must have a 'prompt'"),
+        ({"messages": [{"from": "human", "value": "is it?"}]}, UNMARKED, "must have a 'prompt'"),
+        (
+            {"messages": [USER, {"role": "bot", "content": "yes"}]},
+            UNMARKED,
+            "no answer, .* its roles are 'user', 'bot'",
+        ),
+        ({"messages": [USER, {"role": "assistant", "content": " "}]}, UNMARKED, "no answer, or an empty one"),
+        ({"messages": [{"role": "assistant", "content": "yes"}]}, UNMARKED, "nothing comes before it"),
+        ({"messages": CHAT}, STRICT, "does not take a conversation of system, user, .*Only user and assistant roles"),
+        ({"messages": CHAT}, FORGETFUL, "leaves out what the role 'system' says; use another"),
+        ({"messages": CHAT}, UNMARKED[:-11] + "<think>{% endif %}", "the answer in message 3 cannot be found"),
+        (
+            {"messages": CHAT},
+            REASONING,
+            "the answer in message 3 cannot .* put {% generation %} .*, or set answers=each",
+        ),
+        ({"messages": CHAT}, None, "the tokenizer has no chat template, .* use the tokenizer of a chat model"),
     ],
 )
-def test_a_malformed_record_is_named_by_its_line(tmp_path: Path, record: dict[str, Any], says: str) -> None:
-    tokenizer = make_tokenizer(tmp_path / "tokenizer", UNMARKED)
-    with pytest.raises(DataError, match=rf"data\.jsonl, line 2:? .*{says}"):
-        _read(tmp_path, QUESTIONS[0], record, tokenizer=tokenizer)
-
-
-@pytest.mark.parametrize(
-    ("template", "says"),
-    [
-        (STRICT, "does not take a conversation of system, user, .*Only user and assistant roles are supported!"),
-        (FORGETFUL, "leaves out what the role 'system' says; use another"),
-        (UNMARKED[:-11] + "<think>{% endif %}", "the answer in message 3 cannot be found"),
-        (REASONING, "the answer in message 3 cannot be found.* put {% generation %} .*, or set answers=each"),
-        (None, "the tokenizer has no chat template, .* use the tokenizer of a chat model"),
-    ],
-    ids=["strict", "forgetful", "thinking", "reasoning", "none"],
-)
-def test_a_template_that_cannot_render_or_hides_answers_is_named(
-    tmp_path: Path, template: str | None, says: str
+def test_a_record_that_is_malformed_or_that_the_template_hides_is_named_by_its_line(
+    tmp_path: Path, record: dict[str, Any], template: str | None, says: str
 ) -> None:
-    tokenizer = make_tokenizer(tmp_path / "tokenizer", template)
-    with pytest.raises(DataError, match=rf"data\.jsonl, line 1:? .*{says}"):
-        _read(tmp_path, {"messages": CHAT}, tokenizer=tokenizer)
-
-
-def test_each_answer_is_found_where_a_template_rewrites_the_earlier_ones(tmp_path: Path) -> None:
-    tokenizer = make_tokenizer(tmp_path / "tokenizer", REASONING)
-    got = _read(tmp_path, {"messages": CHAT[1:]}, tokenizer=tokenizer, answers="each")
-    answers = [_parts(got, tokenizer, index)[-1] for index in (0, 1)]
-    assert answers == [(True, f"<think></think>{CHAT[turn]['content']}{END}\n") for turn in (2, 4)]
+    with pytest.raises(DataError, match=rf"data\.jsonl, line 2:? .*{says}"):
+        _read(tmp_path, QUESTIONS[0], record, template=template)
 
 
 # ---- packing and cache ----------------------------------------------------------------------------------------------

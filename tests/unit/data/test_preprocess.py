@@ -7,10 +7,9 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -227,42 +226,37 @@ def test_a_worker_that_is_killed_ends_the_run(
     assert multiprocessing.active_children() == []
 
 
-RUN_FOREVER = """
-import sys
-from lightning_megatron.data import preprocess as module
-from lightning_megatron.data.documents import Piece
-
-def endless(files, keys):
-    print("started", flush=True)
-    while True:
-        yield Piece(path="", files=(str(files[0]),), num_bytes=1)
-
-module.cut_into_pieces = endless
-module.preprocess(module.PreprocessOptions(
-    input=[sys.argv[1]], output_prefix=sys.argv[2], tokenizer=sys.argv[3], workers=2))
-"""
-
-
 @pytest.mark.parametrize("sent", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)])
-def test_an_interrupt_leaves_no_dataset_and_no_process(tmp_path: Path, tokenizer: Path, sent: signal.Signals) -> None:
+def test_an_interrupt_leaves_no_dataset_and_no_process(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals
+) -> None:
+    context = multiprocessing.get_context("fork")
+    has_begun = context.Event()
+
+    def endless(files: list[Path], keys: list[str]) -> Iterator[Piece]:
+        has_begun.set()
+        while True:
+            yield Piece(files=(str(files[0]),), num_bytes=1)
+
+    def run() -> None:
+        # A shell has its background jobs ignore the interrupt, and so would what they start.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _run(tmp_path, tokenizer, input=[tmp_path / "a.txt"], workers=2)
+
+    monkeypatch.setattr(preprocess, "cut_into_pieces", endless)
     (tmp_path / "a.txt").write_text("one two three\n" * 100)
-    arguments = map(str, (tmp_path / "a.txt", tmp_path / "out" / "x", tokenizer))
-    # A shell has its background jobs ignore the interrupt, and so would what they start.
-    listen = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "preexec_fn": listen}
-    with subprocess.Popen([sys.executable, "-c", RUN_FOREVER, *arguments], **pipes) as process:
-        try:
-            process.stdout.readline()
-            time.sleep(0.5)
-            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-            process.send_signal(sent)
-            assert process.wait(timeout=200) != 0
-        finally:
-            process.kill()
+    process = context.Process(target=run)
+    process.start()
+    assert has_begun.wait(200)
+    time.sleep(0.5)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(process.pid or 0, sent)
+    process.join(200)
     deadline = time.monotonic() + 10
     while any(os.path.exists(f"/proc/{child}") for child in children) and time.monotonic() < deadline:
         time.sleep(0.05)
 
+    assert process.exitcode
     assert len(children) == 2
     assert not [child for child in children if os.path.exists(f"/proc/{child}")]
     assert not list((tmp_path / "out").iterdir())
