@@ -59,17 +59,19 @@ def broadcast_batch(
         DataError: On all of these ranks, if the source's batch is not a dict of tensors or ``check`` refuses it.
     """
     progress.steps += 1
-    if dist.get_world_size(topology.mp_group) == 1:
-        return {name: _copied(tensor, device) for name, tensor in _checked(batch, check).items()}
+    is_alone = dist.get_world_size(topology.mp_group) == 1
     if topology.is_data_source:
         try:
             tensors = _checked(batch, check)
         except Exception as error:
-            # The others wait for a header; they get the reason why there is none.
-            _sent(str(error) if isinstance(error, DataError) else repr(error), topology)
+            if not is_alone:  # the others wait for a header; they get the reason why there is none
+                _sent(str(error) if isinstance(error, DataError) else repr(error), topology)
             raise
-        header = _sent(_header_of(tensors), topology)
+        header = _header_of(tensors)
         buffer = pack(tensors).to(device, non_blocking=True)
+        if is_alone:
+            return unpack(buffer, header)
+        _sent(header, topology)
     else:
         header = _sent(None, topology)
         if isinstance(header, str):
@@ -91,14 +93,6 @@ def _checked(batch: Any, check: Check | None) -> dict[str, torch.Tensor]:
     if check is not None and all(tensor.device.type == "cpu" for tensor in tensors.values()):
         check(tensors)
     return tensors
-
-
-def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor on ``device``; the host does not wait for what the GPU still has to do."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        # From pageable memory CUDA may wait for its stream before it copies. A pinned tensor is returned as it is.
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
 
 
 def _header_of(tensors: Mapping[str, torch.Tensor]) -> Header:

@@ -373,9 +373,7 @@ def _read(
     # uses, on this rank alone and at another step after a resume.
     private = torch.Generator()
     private.manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
-    # A thread takes what workers hand over into pinned memory, from which a GPU copies without waiting.
-    pins = num_workers > 0 and torch.cuda.is_available()
-    options = {"num_workers": num_workers, "generator": private, "pin_memory": pins}
+    options = {"num_workers": num_workers, "generator": private}
     yield from read(partial(_rows, samples, with_sample_mask), batches, options)
 
 
