@@ -75,7 +75,7 @@ def campaign(session: nox.Session) -> None:
 
 @nox.session
 def hosts(session: nox.Session) -> None:
-    """Runs on two and three hosts, which are network namespaces: needs root, ip and, for a part, SLURM; else says so."""
+    """Runs on two and three hosts, which are network namespaces: needs root, ip and, in part, SLURM; else says so."""
     install(session, "test")
     session.run("pytest", "-s", "tests/hosts/cases.py", "tests/hosts/slurm.py", *session.posargs, success_codes=[0, 5])
 
