@@ -34,8 +34,8 @@ from lightning_megatron.convert.family import LAYER, linears_of
 from lightning_megatron.convert.registry import model_config, rules_of
 from tests.parity.comparison import relative_error
 from tests.parity.hugging_face import tensors_of
-from tests.parity.sharding import Tensors, gradients_in_place_of_weights
-from tests.parity.training import Case, Layout, trainer_of
+from tests.parity.sharding import Tensors
+from tests.parity.training import Case, Layout, train_module, trainer_of
 from tests.ranks import run_ranks
 
 Rows = list[dict[str, torch.Tensor]]
@@ -279,41 +279,22 @@ def _compare_saved(directory: Path, hf_model: Any) -> None:
 
 
 def answer_of_family(directory: str, case: Case, rows: Rows, lora: str | None = None) -> FamilyAnswer:
-    """Load ``directory/source``, answer the rows, train one step on them, and save as ``directory/saved``."""
-    from lightning.pytorch import Callback
-
-    class Recorder(Callback):
-        """Saves the loaded weights and keeps the first gradients."""
-
-        gradients: Tensors = {}
-        loss = torch.nan
-
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            pl_module.save_pretrained(Path(directory) / "saved")
-
-        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-            with gradients_in_place_of_weights(pl_module):
-                self.gradients = tensors_of(pl_module)
-
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.loss = outputs["loss"].item()
-
+    """Load ``directory/source``, answer the rows, save as ``directory/saved``, and train one step on the rows."""
     loader: DataLoader[Any] = DataLoader(rows, batch_size=len(rows) // case.layout.dp)  # type: ignore[arg-type]
     answering = pretrained_module(directory + "/source", lora=lora)
     answering.train_step = keeping = keeping_outputs(answering.train_step)
     trainer = trainer_of(case)
     trainer.validate(answering, loader, verbose=False)
     topology = trainer.strategy.topology
-    recorder = Recorder()
-    training = pretrained_module(directory + "/source", lora=lora)
-    trainer_of(case, callbacks=[recorder]).fit(training, loader)
+    answering.save_pretrained(Path(directory) / "saved")
+    run = train_module(pretrained_module(directory + "/source", lora=lora), case, loader, collect=tensors_of)
     return FamilyAnswer(
         outputs=[torch.cat(parts) for parts in zip(*keeping.outputs, strict=True)],
         tp_rank=topology.tp_rank,
         dp_rank=topology.dp_rank,
         cp_rank=topology.cp_rank,
-        loss=recorder.loss,
-        gradients=recorder.gradients,
+        loss=run.losses[0],
+        gradients=run.gradients,  # type: ignore[arg-type]
     )
 
 

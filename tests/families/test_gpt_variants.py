@@ -11,7 +11,7 @@ from lightning_megatron.convert.registry import model_config
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import with_variant
 from tests.families.parity import FOUR_RANKS
-from tests.parity.training import Case, Layout, loader_of, module_of, trainer_of
+from tests.parity.training import Case, Layout, loader_of, module_of, train_module
 from tests.ranks import run_ranks
 
 POSITIONS = ("absolute", "rotary", "alibi")
@@ -77,10 +77,7 @@ def test_unknown_names_other_architectures_and_odd_heads_are_refused() -> None:
         with_variant(model_config({"model_type": "t5"}), "rotary", None)
 
 
-@pytest.mark.parametrize(
-    "model",
-    [pytest.param("gpt2", marks=pytest.mark.exhaustive), "llama"],
-)
+@pytest.mark.parametrize("model", [pytest.param("gpt2", marks=pytest.mark.exhaustive), "llama"])
 def test_every_combination_is_the_same_on_four_ranks_and_like_no_other(model: str) -> None:
     # The first losses are of the same random weights, those of later steps tell whether the gradients were right.
     (alone,) = run_ranks(_losses_of_combinations, 1, model, Layout())
@@ -95,15 +92,6 @@ def _losses_of_combinations(model: str, layout: Layout) -> dict[tuple[str, str],
 
 
 def _losses(model: str, layout: Layout, positions: str, heads: str) -> list[float]:
-    from lightning.pytorch import Callback
-
-    losses = []
-
-    class Recorder(Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            losses.append(outputs["loss"].item())
-
     case = Case(layout=layout, model=model, steps=3)
     module = module_of(case, position_embedding_type=positions, attention_head_type=heads)
-    trainer_of(case, callbacks=[Recorder()]).fit(module, loader_of(case))
-    return losses
+    return train_module(module, case, loader_of(case)).losses
