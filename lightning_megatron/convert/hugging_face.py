@@ -268,6 +268,8 @@ class HuggingFaceSource(Source):
 
     def match(self, expected: Mapping[Key, tuple[int, ...]]) -> dict[Key, torch.dtype]:
         """See ``Source``; as transformers finds them. The first rank compares what is tied."""
+        import transformers
+
         stored, family = self.stored, family_of(self.model.family)
         self._rules = {rule.megatron: rule for rule in rules_of(self.model)}
         keys: dict[str, Key] = {}
@@ -277,9 +279,11 @@ class HuggingFaceSource(Source):
             names = rule.names(*key[1:])
             keys |= dict.fromkeys(names, key)
             shapes |= zip(names, rule.shapes(shape), strict=True)
-        tied, ignorable = _of_transformers(family.architectures[self.model.task])
+        hf_class = getattr(transformers, family.architectures[self.model.task])
+        tied = getattr(hf_class, "_tied_weights_keys", None)  # each tensor, and what it is a copy of
+        ignorable = getattr(hf_class, "_keys_to_ignore_on_load_unexpected", None) or ()
         actual, ties = _renamed(stored, keys, family), []
-        for name, source in tied.items():
+        for name, source in tied.items() if isinstance(tied, Mapping) else ():
             name = family.old_names.get(name, name)
             if name in actual and name not in keys and source in keys:
                 in_file = actual.pop(name)
@@ -343,16 +347,6 @@ class HuggingFaceSource(Source):
                     whole[_as_slice(ours)] = self._files.read(self._stored_name[name], (span, *columns))[within]
             source = source - rows
         return whole
-
-
-def _of_transformers(architecture: str) -> tuple[dict[str, str], Collection[str]]:
-    """Of a class of transformers: each tied tensor and what it is a copy of, and patterns of what may be left out."""
-    import transformers
-
-    hf_class = getattr(transformers, architecture)
-    tied = getattr(hf_class, "_tied_weights_keys", None)
-    ignorable = getattr(hf_class, "_keys_to_ignore_on_load_unexpected", None) or ()
-    return (dict(tied) if isinstance(tied, Mapping) else {}), ignorable
 
 
 def _renamed(stored: Collection[str], expected: Collection[str], family: Family) -> dict[str, str]:

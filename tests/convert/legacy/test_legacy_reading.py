@@ -109,19 +109,11 @@ def test_a_decoder_with_groups_gates_and_an_output_layer(
     assert read.source.model == references["llama"].source.model
 
 
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, {"rotary_base": 500000}),
     "llama with longer contexts": (
-        {
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 1e4,
-                "factor": 32.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192,
-            }
-        },
+        {"rope_parameters": {**_LLAMA3, "original_max_position_embeddings": 8192}},
         {"use_rope_scaling": True, "rope_scaling_factor": 32.0},
     ),
     "qwen2": ({"tie_word_embeddings": True}, {}),
@@ -246,19 +238,19 @@ def test_without_arguments_only_nvidias_345m_models_are_known(
     stack = "encoder" if config["model_type"] == "megatron-bert" else "decoder"
     h, last = fields.hidden_size, Key(f"{stack}.layers.mlp.linear_fc1.weight", fields.num_hidden_layers - 1)
     of = {
-        **{
-            Key(rule.megatron, 0 if ".layers." in rule.megatron else None): (1,)
-            for rule in rules_of(model_config(fields))
-        },
+        Key(rule.megatron, 0 if ".layers." in rule.megatron else None): (1,) for rule in rules_of(model_config(fields))
+    }
+    of |= {
         Key("embedding.word_embeddings.weight"): (rows, h),
         Key("embedding.position_embeddings.weight"): (fields.max_position_embeddings, h),
+        Key("embedding.tokentype_embeddings.weight"): (2, h),
         Key(f"{stack}.layers.self_attention.linear_qkv.weight", 0): (3 * h, h),
         Key(f"{stack}.layers.self_attention.linear_proj.weight", 0): (h, h),
         Key(f"{stack}.layers.mlp.linear_fc2.weight", 0): (h, 4 * h),
         **dict.fromkeys((last, last._replace(layer=0)), (4 * h, h)),
     }
-    if stack == "encoder":
-        of[Key("embedding.tokentype_embeddings.weight")] = (2, h)
+    if stack == "decoder":
+        del of[Key("embedding.tokentype_embeddings.weight")]
     if told is None:
         with pytest.raises(CheckpointError, match=r"no arguments \(args\), and its shapes .* are not those .*--config"):
             described_by({}, of, 1, None, Path("legacy"))
