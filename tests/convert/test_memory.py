@@ -14,7 +14,7 @@ from tests.parity.training import Case, Layout, trainer_of
 from tests.ranks import run_ranks
 
 _SLACK_BYTES = 32 << 20
-"""For what Python, torch and gloo allocate on the way and keep, 10 to 20 megabytes by what is imported already, whatever
+"""For what Python, torch and gloo allocate on the way and keep, 10 to 20 MB by what is imported already, whatever
 the model's size."""
 _LAYERS, _HIDDEN, _FFN, _VOCAB = 24, 512, 4096, 4096
 
