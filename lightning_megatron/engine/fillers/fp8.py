@@ -28,14 +28,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.mappings import (
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from lightning_megatron.engine.fillers.kernels import reported_gradient
+from lightning_megatron.engine.fillers.kernels import reported_gradient, summed_over_ranks
 from lightning_megatron.errors import ConfigError, require_choice
 
 if TYPE_CHECKING:
@@ -163,7 +159,6 @@ class Fp8Linear:
 
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None, **megatrons: Any) -> Tensor:
         """[s or s/tp, b, in] to [s or s/tp, b, out]; ``megatrons`` further arguments are for its own product."""
-        scatters = self.is_row and self.module.sequence_parallel
         if self.is_active:
             output: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
                 input, weight, self, torch.is_grad_enabled()
@@ -171,11 +166,9 @@ class Fp8Linear:
             output = output if bias is None else output + bias
         else:
             output = self.native(input=input, weight=weight, bias=bias, **megatrons)
-            if scatters:
-                output = reduce_scatter_to_sequence_parallel_region(output, group=self.group)
-        if self.is_row and self.group.size() > 1 and not scatters:
-            output = reduce_from_tensor_model_parallel_region(output, group=self.group)
-        return output
+        has_scattered = self.is_active and self.module.sequence_parallel  # as part of the product
+        adds = self.is_row and self.group.size() > 1 and not has_scattered
+        return summed_over_ranks(output, self.module) if adds else output
 
     def quantized_weight(self, columns: bool) -> Quantized:
         """The weight, [out, in], quantized when it is first needed in a step: by then its ranks have gathered it."""

@@ -17,6 +17,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel.mappings import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from torch import Tensor
 
 from lightning_megatron.engine.fillers.adam import FusedAdam
@@ -103,6 +107,26 @@ def accumulate_weight_gradient(total_input: Tensor, grad_output: Tensor, main_gr
         torch.addmm(main_grad, grad_output.t(), total_input, out_dtype=main_grad.dtype, out=main_grad)
     else:
         main_grad.addmm_(grad_output.t().to(main_grad.dtype), total_input.to(main_grad.dtype))
+
+
+def summed_over_ranks(output: Tensor, linear: Any) -> Tensor:
+    """What Megatron's row-parallel linear does behind its product, for one that is told not to communicate.
+
+    Args:
+        output: This rank's part of the sum over the tp group, [s, b, h].
+        linear: The linear.
+
+    Returns:
+        The sum, [s, b, h], or under sequence parallelism this rank's rows of it, [s/tp, b, h]. A model in training that
+        generates in between holds whole rows then.
+    """
+    add = (
+        reduce_scatter_to_sequence_parallel_region
+        if linear.sequence_parallel
+        else reduce_from_tensor_model_parallel_region
+    )
+    summed: Tensor = add(output, group=linear.tp_group)
+    return summed
 
 
 def reported_gradient(weight: Any) -> Tensor | None:

@@ -25,13 +25,9 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.mappings import (
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
 from torch import Tensor
 
-from lightning_megatron.engine.fillers.kernels import accumulate_weight_gradient, reported_gradient
+from lightning_megatron.engine.fillers.kernels import accumulate_weight_gradient, reported_gradient, summed_over_ranks
 
 
 class Window:
@@ -177,11 +173,7 @@ class PeerLinear:
             rows: Tensor = product.apply(input.flatten(0, 1), weight, bias, self)  # type: ignore[no-untyped-call]
             return rows.view(-1, *input.shape[1:-1], rows.shape[-1])
         output: Tensor = self.native(input=input, weight=weight, bias=bias, **megatrons)
-        if self.is_row:  # a model in training that generates in between holds whole rows then
-            is_split = self.module.sequence_parallel
-            add = reduce_scatter_to_sequence_parallel_region if is_split else reduce_from_tensor_model_parallel_region
-            output = add(output, group=self.module.tp_group)
-        return output
+        return summed_over_ranks(output, self.module) if self.is_row else output
 
     def weight_gradient(self, weight: Any, inputs: Tensor, gradient: Tensor) -> Tensor | None:
         """What autograd wants for ``gradient.t() @ inputs``, which is added to ``main_grad`` if there is one."""
