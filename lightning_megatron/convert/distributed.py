@@ -70,6 +70,10 @@ def _common_state(path: Path) -> Any:
     return {}
 
 
+_ODD = (ArithmeticError, LookupError, AttributeError, TypeError, ValueError)
+"""What is raised where a file holds something else than its writer puts there."""
+
+
 # ---- sources --------------------------------------------------------------------------------------------------------
 
 
@@ -100,7 +104,7 @@ class DistributedSource(Source):
             }
         except CheckpointError:
             raise
-        except (ArithmeticError, LookupError, AttributeError, TypeError, ValueError) as error:
+        except _ODD as error:
             raise CheckpointError(
                 f"checkpoint {path} has a damaged table of contents ({error!r}); use another"
             ) from None
@@ -187,8 +191,7 @@ class StrategySource(DistributedSource):
                 "data": {name: each["train"] for name, each in modules if {"train", "train_order"} <= each.keys()},
                 "lightning": lightning.get("pytorch-lightning_version"),
             }
-
-        except (ArithmeticError, LookupError, AttributeError, TypeError, ValueError) as error:
+        except _ODD as error:
             raise CheckpointError(f"checkpoint {path} was written by another strategy ({error!r} in {META})") from None
 
     def describe(self, config: Path | None) -> None:
