@@ -88,7 +88,7 @@ TABLES: Mapping[str, _Columns] = {
     "call_seconds": {
         **_RUN,
         "tok/s": lambda m: f"{m.tokens_per_s:,.1f}",
-        "of transformers static": lambda m: _shown(m.of_peer, ".2f") + "x",
+        "of transformers static": lambda m: "-" if m.of_peer is None else f"{m.of_peer:.2f}x",
         "s/call (all)": lambda m: f"{m.seconds:.3f} ({_all(m.call_seconds, '.3f')})",
         "prefill ms": lambda m: f"{m.prefill_seconds * 1e3:.1f}",
         "ms/token": lambda m: f"{m.token_seconds * 1e3:.2f}",
