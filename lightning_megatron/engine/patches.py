@@ -20,7 +20,7 @@ import torch
 from packaging.requirements import Requirement
 
 from lightning_megatron.engine import cpu
-from lightning_megatron.engine.fillers import adam, kernels, loss, recompute
+from lightning_megatron.engine.fillers import adam, kernels, loss
 from lightning_megatron.engine.fillers.choice import DeviceType, has_liger
 from lightning_megatron.engine.fillers.dispatch import AllGatherDispatcher, Dispatcher
 
@@ -136,7 +136,7 @@ MEGATRON: tuple[Patch, ...] = (
     _row(
         "megatron.core.tensor_parallel",
         "CheckpointWithoutOutput",
-        _being(recompute.WithoutOutput),
+        _being(kernels.WithoutOutput),
         "it needs Transformer Engine, and saves and restores random streams that norms do not draw from",
     ),
     Patch(
@@ -161,7 +161,7 @@ MEGATRON: tuple[Patch, ...] = (
     _row(
         "megatron.core.transformer.mlp",
         "MLP.forward",
-        recompute.recomputes_activation,
+        kernels.recomputes_activation,
         "it recomputes the whole MLP, matrix products too, or nothing (it warns of a subclass in a layer's spec)",
     ),
 )

@@ -20,9 +20,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from lightning_megatron.engine.fillers.norm import Norm
-from lightning_megatron.models.chunk import Chunk
+from lightning_megatron.engine.fillers.kernels import Norm
 from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.models.gpt import Chunk
 from lightning_megatron.models.transformer_config import activation_function
 
 
@@ -87,18 +87,22 @@ class BertChunk(Chunk):
             if tokentype_ids is None and self.embedding.num_tokentypes > 0:
                 tokentype_ids = torch.zeros_like(input_ids)
             inputs = (input_ids, position_ids, tokentype_ids)
-            embedded = self.embedding(*(None if x is None else self.context.own_tokens(x) for x in inputs))
+            embedded = self.embedding(*(None if x is None else self.own_tokens(x) for x in inputs))
         hidden = self.encoder(hidden_states=embedded, attention_mask=attention_mask)
         return self._head(hidden, labels) if self.post_process else hidden
 
     def _head(self, hidden: Tensor, labels: Tensor | None) -> Any:
         task = self.description.task
         if task == "sequence_classification":
-            return self.context.of_first_token(self.classification_head(self.pooler(hidden)))
+            return self._of_first_token(self.classification_head(self.pooler(hidden)))
         if task in ("token_classification", "question_answering"):
-            return self.context.all_tokens(self.token_head(hidden).transpose(0, 1).contiguous())
-        order = self.context.of_first_token(self.binary_head(self.pooler(hidden))) if task == "pretraining" else None
+            return self.all_tokens(self.token_head(hidden).transpose(0, 1).contiguous())
+        order = self._of_first_token(self.binary_head(self.pooler(hidden))) if task == "pretraining" else None
         return self.predictions(self.lm_head(hidden), labels), order
+
+    def _of_first_token(self, found: Tensor) -> Tensor:
+        """[b, n], which a rank of the cp group has computed from its first token: that from the row's, on all."""
+        return found if self.context is None else self.context.of_first_token(found)
 
 
 def _freeze_lookups_of(token: int) -> Any:

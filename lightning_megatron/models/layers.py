@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from megatron.core.transformer import ModuleSpec
+from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import (
     CrossAttention,
     CrossAttentionSubmodules,
@@ -28,10 +27,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_megatron.engine.fillers.attention import SDPAttention
 from lightning_megatron.engine.fillers.context import ContextParallelAttention
 from lightning_megatron.engine.fillers.experts import GroupedExperts, Router
-from lightning_megatron.engine.fillers.norm import Norm, NormOfAllHeads
-from lightning_megatron.engine.fillers.recompute import WithoutOutput
+from lightning_megatron.engine.fillers.kernels import BiasDropoutAdd, Norm, NormOfAllHeads, WithoutOutput
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig
 
@@ -48,11 +47,14 @@ _MASK_TYPES = {
 }
 
 
-def layer_spec(model: ModelConfig, number: int = 0, *, is_decoder_of_two: bool = False) -> ModuleSpec:
+def layer_spec(
+    model: ModelConfig, config: TransformerConfig, number: int = 0, *, is_decoder_of_two: bool = False
+) -> ModuleSpec:
     """One layer: self-attention, in T5's decoder cross-attention, then (or beside it) the MLP.
 
     Args:
         model: The description.
+        config: The same in the engine's words.
         number: Which layer of the whole model, from 0; some families have layers of two kinds.
         is_decoder_of_two: Whether the layer attends to an encoder, too.
     """
@@ -62,7 +64,7 @@ def layer_spec(model: ModelConfig, number: int = 0, *, is_decoder_of_two: bool =
         submodules=CrossAttentionSubmodules(
             linear_q=ColumnParallelLinear,
             linear_kv=ColumnParallelLinear,
-            core_attention=ContextParallelAttention,
+            core_attention=_attention_class(config),
             linear_proj=RowParallelLinear,
         ),
     )
@@ -78,7 +80,7 @@ def layer_spec(model: ModelConfig, number: int = 0, *, is_decoder_of_two: bool =
         module=ParallelTransformerLayer if model.parallel_attention else TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm_spec(model) if model.pre_norms else IdentityOp,
-            self_attention=_self_attention(model, number),
+            self_attention=_self_attention(model, config, number),
             self_attn_bda=ModuleSpec(
                 BiasDropoutAdd, params={"probability": model.attention_output_dropout, **addition}
             ),
@@ -107,7 +109,7 @@ def norm_spec(model: ModelConfig) -> ModuleSpec:
     return ModuleSpec(module=Norm, params={"has_bias": model.norm_bias})
 
 
-def _self_attention(model: ModelConfig, layer: int) -> ModuleSpec:
+def _self_attention(model: ModelConfig, config: TransformerConfig, layer: int) -> ModuleSpec:
     module, params = SelfAttention, {"attn_mask_type": _MASK_TYPES[model.architecture]}
     is_rotary = model.position_embedding_type == "rope"
     factor = 1.0 if model.rope_scaling is None else model.rope_scaling.attention_factor
@@ -125,7 +127,7 @@ def _self_attention(model: ModelConfig, layer: int) -> ModuleSpec:
         params=params,
         submodules=SelfAttentionSubmodules(
             linear_qkv=partial(_linear_qkv, model.add_qkv_bias),
-            core_attention=_core_attention(model, layer),
+            core_attention=_core_attention(model, config, layer),
             linear_proj=_output_linear(model, has_bias=model.has_attention_output_bias),
             q_layernorm=q_norm if model.qk_layernorm else None,
             k_layernorm=k_norm if model.qk_layernorm else None,
@@ -142,47 +144,16 @@ def _linear_qkv(has_bias: bool, *args: Any, **kwargs: Any) -> ColumnParallelLine
     return ColumnParallelLinear(*args, **{**kwargs, "bias": has_bias})
 
 
-def _core_attention(model: ModelConfig, layer: int) -> Callable[..., ContextParallelAttention]:
+def _attention_class(config: TransformerConfig) -> type[SDPAttention]:
+    return ContextParallelAttention if config.context_parallel_size > 1 else SDPAttention
+
+
+def _core_attention(model: ModelConfig, config: TransformerConfig, layer: int) -> Callable[..., SDPAttention]:
     options: dict[str, Any] = {}
     if model.position_embedding_type == "alibi":
         options["alibi"] = "falcon" if model.alibi_scaled else "bloom"
-    options["sliding_window"] = model.sliding_window if model.has_window(layer) else None
-    options["softcap"] = model.attention_softcap
-    return partial(ContextParallelAttention, **{name: value for name, value in options.items() if value is not None})
-
-
-class BiasDropoutAdd:
-    """Megatron's bias, dropout and addition of the residual, and on CUDA the norm that reads the sum, in one kernel."""
-
-    def __init__(self, probability: float | None = None, multiplier: float = 1.0, config: Any = None) -> None:
-        """Take what differs from Megatron's; it passes ``config`` in one of its slots.
-
-        Args:
-            probability: Replaces the layer's; None keeps it.
-            multiplier: Of what is added to the residual, its bias included.
-            config: Unused.
-        """
-        del config
-        self.probability = probability
-        self.multiplier = multiplier
-        self.norm: Norm | None = None
-        """What reads the sum next, and nothing before it; None if that is not known."""
-
-    def __call__(self, training: bool, fused: bool) -> Callable[..., Tensor]:
-        """What Megatron's layer calls with (x, bias), the residual and the probability of its config."""
-        plain = get_bias_dropout_add(training, fused)
-
-        def add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, probability: float) -> Tensor:
-            probability = probability if self.probability is None else self.probability
-            x, bias = x_with_bias
-            if self.multiplier != 1.0:
-                x, bias = x * self.multiplier, None if bias is None else bias * self.multiplier
-            if self.norm is not None and training and self.norm.can_add(x, residual):
-                return self.norm.add(x, bias, residual, probability)
-            total: Tensor = plain((x, bias), residual, probability)
-            return total
-
-        return add
+    window = model.sliding_window if model.has_window(layer) else None
+    return partial(_attention_class(config), sliding_window=window, softcap=model.attention_softcap, **options)
 
 
 def join_additions_and_norms(layers: Iterable[Any], last_norm: Norm | None) -> None:

@@ -33,12 +33,12 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint,
 from torch import Tensor
 
 from lightning_megatron.engine.fillers.context import ContextParallel
+from lightning_megatron.engine.fillers.kernels import Norm
 from lightning_megatron.engine.fillers.masks import MASKED_SCORE
-from lightning_megatron.engine.fillers.norm import Norm
 from lightning_megatron.engine.wrap import Replicated, mark_replica
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.models.chunk import Chunk
 from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.models.gpt import Chunk
 from lightning_megatron.models.layers import join_additions_and_norms, layer_spec
 from lightning_megatron.models.t5_layout import OVERRIDE, shares, t5_layout
 from lightning_megatron.models.transformer_config import EngineSettings, transformer_config
@@ -159,8 +159,8 @@ class T5Chunk(Chunk):
     def _inputs(self, encoder_ids: Tensor, decoder_ids: Tensor) -> tuple[Tensor, Tensor]:
         if self.pre_process:
             # Two look-ups: under sequence parallelism each part is scattered on its own.
-            encoder = self.embedding(self.context.own_tokens(encoder_ids), None) if encoder_ids.shape[1] > 0 else None
-            decoder = self.embedding(self.context.own_tokens(decoder_ids), None)
+            encoder = self.embedding(self.own_tokens(encoder_ids), None) if encoder_ids.shape[1] > 0 else None
+            decoder = self.embedding(self.own_tokens(decoder_ids), None)
             return decoder[:0] if encoder is None else encoder, decoder
         assert self._input_tensor is not None, "the schedule sets the input of every chunk but the first"
         shards = _parts_of_sequence(self.config)
@@ -187,7 +187,7 @@ class T5Stack(MegatronModule):
         super().__init__(config=config)
         self.numbers = numbers
         self.num_layers_of_all_chunks = model.num_decoder_layers if is_decoder else model.num_layers
-        spec = layer_spec(model, is_decoder_of_two=is_decoder)
+        spec = layer_spec(model, config, is_decoder_of_two=is_decoder)
         self.layers = torch.nn.ModuleList([_layer(spec, config, number) for number in numbers])
         self.relative_bias: RelativeBias | None = None
         if numbers:

@@ -14,10 +14,10 @@ def _count_calls(layout: Layout) -> tuple[int, int, int]:
     """How often a step calls layers, core attentions and norms, of which one is behind all layers."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from lightning_megatron.engine.fillers.context import ContextParallelAttention
-    from lightning_megatron.engine.fillers.norm import Norm
+    from lightning_megatron.engine.fillers.attention import SDPAttention
+    from lightning_megatron.engine.fillers.kernels import Norm
 
-    case, calls = Case(layout=layout, steps=1), {TransformerLayer: 0, ContextParallelAttention: 0, Norm: 0}
+    case, calls = Case(layout=layout, steps=1), {TransformerLayer: 0, SDPAttention: 0, Norm: 0}
     module = module_of(case)
 
     class Counter(_callback()):  # type: ignore[misc]
@@ -31,7 +31,7 @@ def _count_calls(layout: Layout) -> tuple[int, int, int]:
             calls[type(part)] += 1
 
     trainer_of(case, callbacks=[Counter()]).fit(module, loader_of(case))
-    return calls[TransformerLayer], calls[ContextParallelAttention], calls[Norm]
+    return calls[TransformerLayer], calls[SDPAttention], calls[Norm]
 
 
 def _callback() -> type:

@@ -34,7 +34,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from lightning_megatron.engine.collectives import HostCopy
-from lightning_megatron.engine.fillers.recompute import WithoutOutput, recomputes_cheap_outputs
+from lightning_megatron.engine.fillers.kernels import WithoutOutput, recomputes_cheap_outputs
 
 
 class Places(NamedTuple):

@@ -32,7 +32,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from lightning_megatron.engine.fillers.recompute import WithoutOutput, recomputes_cheap_outputs
+from lightning_megatron.engine.fillers.kernels import WithoutOutput, recomputes_cheap_outputs
 
 # ---- the router -----------------------------------------------------------------------------------------------------
 

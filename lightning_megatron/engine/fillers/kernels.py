@@ -1,92 +1,279 @@
-"""Kernels in place of Transformer Engine's and Apex's: copies of many tensors, weight gradients, SwiGLU.
+"""Kernels in place of Transformer Engine's and Apex's: norms, additions, activations, weight gradients, copies.
 
-- copies of many tensors by torch._foreach_copy_, where megatron-core 0.16.1 has a kernel for each;
+- norms for every norm slot, on CUDA in one kernel with bias, dropout and addition before them;
+- outputs of norms and activations that are made again in the backward pass instead of being kept;
 - weight gradients by one GEMM that multiplies and adds, cuBLAS's as in Apex's extension: without either, every gradient
   is written in bf16 and then added to the fp32 buffer by another kernel. The CPU accumulates in the same place, so that
   a laptop runs the same path;
 - gradients of embeddings by adding rows to that buffer;
 - SwiGLU by liger-kernel's Triton kernel, if it is installed: the place that liger-kernel 0.8's
-  ``apply_liger_kernel_to_megatron`` patches, too.
+  ``apply_liger_kernel_to_megatron`` patches, too;
+- copies of many tensors by torch._foreach_copy_, where megatron-core 0.16.1 has a kernel for each.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from lightning_megatron.engine.fillers.adam import FusedAdam
 
-# ---- many tensors at once --------------------------------------------------------------------------------------------
+# ---- norms, and the additions before them ----------------------------------------------------------------------------
+# Megatron-Core's WrappedTorchNorm (megatron-core 0.16.1, transformer/torch_norm.py) refuses sequence parallelism and
+# zero-centred weights, and creates float32 weights, which keep torch from its fused kernels for bfloat16 inputs.
+
+WIDEST_SUM = 16384
+"""Columns that the kernel of ``Norm.add`` holds in registers."""
 
 
-def copy(this: Sequence[Tensor], that: Sequence[Tensor], overflow_buf: Tensor | None = None) -> None:
-    """Copy each tensor of ``this`` into its partner in ``that``; the dtypes may differ."""
-    if this:
-        torch._foreach_copy_(list(that), list(this))
+class Norm(torch.nn.Module):
+    """The norm that ``config.normalization`` names, over the last axis.
 
+    Parameters ``weight`` and, for LayerNorm, ``bias``: [hidden_size] in ``config.params_dtype``. Where
+    ``config.layernorm_zero_centered_gamma`` says so, 1 is added to the weight, in float32 as in Gemma.
+    """
 
-_Copies = tuple[tuple[int, ...], dict[Tensor, Tensor]]
-_shard_copies: weakref.WeakKeyDictionary[Any, _Copies] = weakref.WeakKeyDictionary()
-"""Of each ``DistributedOptimizer``: where its parameter buffers were, and which part of them is each shard's copy."""
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, has_bias: bool = True
+    ) -> None:
+        """Create the parameters where the other layers create theirs.
 
+        Args:
+            config: Names the norm.
+            hidden_size: Columns.
+            eps: Added to the variance.
+            has_bias: Whether a LayerNorm has one; for ``ModuleSpec.params``.
+        """
+        super().__init__()
+        self.shape: tuple[int, ...] = (hidden_size,)
+        self.eps = eps
+        self.is_rms: bool = config.normalization == "RMSNorm"
+        self.zero_centered: bool = config.layernorm_zero_centered_gamma
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(torch.empty(self.shape, dtype=config.params_dtype, device=device))
+        self.bias: torch.nn.Parameter | None = None
+        if not self.is_rms and has_bias:
+            self.bias = torch.nn.Parameter(torch.empty(self.shape, dtype=config.params_dtype, device=device))
+        for parameter in self.parameters():
+            # distributed/finalize_model_grads.py sums these gradients over TP: each rank saw a part of the sequence.
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self._ahead: tuple[Tensor, Tensor] | None = None
+        """A sum that ``add`` made, and its norm."""
+        self.reset_parameters()
 
-def _copies_of(optimizer: Any) -> dict[Tensor, Tensor]:
-    """Kept from step to step: every microsecond that the host spends here the GPU may be idle."""
-    addresses = tuple(buffer.param_data.data_ptr() for buffer in optimizer.buffers)
-    if optimizer not in _shard_copies or _shard_copies[optimizer][0] != addresses:
-        _shard_copies[optimizer] = addresses, _find_shard_copies(optimizer)
-    return _shard_copies[optimizer][1]
+    def reset_parameters(self) -> None:
+        """Start as a norm that neither scales nor shifts."""
+        torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
+        if self.bias is not None:
+            torch.nn.init.zeros_(self.bias)
 
+    def can_add(self, x: Tensor, residual: Tensor) -> bool:
+        """Whether ``add`` takes these; it is for training, whose time a kernel launch from Python does not decide."""
+        same = x.dtype == residual.dtype == self.weight.dtype and (self.is_rms or self.bias is not None)
+        return same and x.is_cuda and self.shape[0] <= WIDEST_SUM
 
-def _find_shard_copies(optimizer: Any) -> dict[Tensor, Tensor]:
-    copies: dict[Tensor, Tensor] = {}
-    pairs = (
-        (optimizer.shard_fp32_from_float16_groups, optimizer.model_float16_groups),
-        (optimizer.shard_fp32_groups, optimizer.model_fp32_groups),
-    )
-    for main_groups, model_groups in pairs:
-        for main_group, model_group in zip(main_groups, model_groups, strict=True):
-            for main, parameter in zip(main_group, model_group, strict=True):
-                target = _shard_in_buffer(optimizer, parameter)
-                # float32 shards are views of the buffer: nothing to copy.
-                if target.data_ptr() != main.data_ptr():
-                    copies[main] = target
-    return copies
+    def add(self, x: Tensor, bias: Tensor | None, residual: Tensor, probability: float) -> Tensor:
+        """``residual + dropout(x + bias)``, [..., hidden_size]; the next ``forward`` has its norm already.
 
+        Args:
+            x: [..., hidden_size], on CUDA, in the parameters' dtype.
+            bias: [hidden_size]; None for none.
+            residual: As ``x``.
+            probability: With which a number is dropped.
+        """
+        from lightning_megatron.engine.fillers.triton_kernels import add_norm  # Triton is on GPUs only
 
-def _shard_in_buffer(optimizer: Any, parameter: Tensor) -> Tensor:
-    buffer_index, _, bucket_index = optimizer.model_param_gbuf_map[parameter]
-    place = optimizer._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
-    bucket: Tensor = optimizer.buffers[buffer_index].buckets[bucket_index].param_data
-    return bucket.view(-1)[place.start : place.end].detach()
+        for hook in self._forward_pre_hooks.values():  # DDP's, that waits until the parameters are gathered
+            hook(self, ())
+        weight: Tensor = self.weight.float() + 1.0 if self.zero_centered else self.weight
+        self._ahead = add_norm(x, bias, residual, weight, self.bias, self.eps, probability)
+        return self._ahead[0]
 
-
-def copies_shards(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """``DistributedOptimizer._copy_main_params_to_model_params`` by one copy of all updated shards."""
-
-    @torch.no_grad()
-    def _copy_main_params_to_model_params(self: Any) -> None:
-        if self.is_stub_optimizer:
-            return
-        if isinstance(self.optimizer, FusedAdam) and self.optimizer.has_copied:
-            self.optimizer.has_copied = False
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalized x: [..., hidden_size], in the parameters' dtype."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] is x:
+            return ahead[1]
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        if x.dtype != weight.dtype:  # fp32_residual_connection: float32 in, activation dtype out
+            weight = weight.to(x.dtype)
+            bias = None if bias is None else bias.to(x.dtype)
+        given = None if self.zero_centered else weight
+        if self.is_rms:
+            out = F.rms_norm(x, self.shape, given, self.eps)
         else:
-            copies = _copies_of(self)
-            copy(list(copies), list(copies.values()))
-            if isinstance(self.optimizer, FusedAdam):  # from the next step on
-                reference = weakref.ref(self)
-                self.optimizer.low_copies = lambda: _copies_of(reference())
+            out = F.layer_norm(x, self.shape, given, None if self.zero_centered else bias, self.eps)
+        if self.zero_centered:
+            out = torch.addcmul(out if bias is None else out + bias, out, weight)
+        return out.to(self.weight.dtype)
 
-    return _copy_main_params_to_model_params
+    def extra_repr(self) -> str:
+        """What differs between two norms, for print(model)."""
+        return f"{'RMSNorm' if self.is_rms else 'LayerNorm'}, {self.shape[0]}, eps={self.eps}"
+
+
+class NormOfAllHeads(Norm):
+    """RMSNorm over all heads of the queries or keys, those of other tensor-parallel ranks included (OLMo 2).
+
+    Every rank has the whole weight, [num_heads * hn], and uses its heads' part; Megatron sums the gradients over TP, as
+    those of each norm of queries and keys. Of more ranks than heads, neighbours hold the same head.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, num_heads: int) -> None:
+        """Take what ``Norm`` takes, of an RMSNorm, and for ``ModuleSpec.params`` how many heads all ranks have."""
+        super().__init__(config, num_heads * hidden_size, eps)
+        self.num_heads = num_heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalized heads of this rank, [s, b, n/tp, hn]; the TP ranks sum squares, [s, b], in either direction."""
+        heads, tp = x.shape[2], parallel_state.get_tensor_model_parallel_world_size()
+        copies = heads * tp // self.num_heads
+        first = parallel_state.get_tensor_model_parallel_rank() // copies * heads
+        squares = x.float().pow(2).sum((2, 3), keepdim=True) / copies
+        if tp > 1:
+            squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
+        normalized = (x.float() * torch.rsqrt(squares / self.shape[0] + self.eps)).to(x.dtype)
+        return normalized * self.weight.view(self.num_heads, -1)[first : first + heads]
+
+
+class BiasDropoutAdd:
+    """Megatron's bias, dropout and addition of the residual, and on CUDA the norm that reads the sum, in one kernel."""
+
+    def __init__(self, probability: float | None = None, multiplier: float = 1.0, config: Any = None) -> None:
+        """Take what differs from Megatron's; it passes ``config`` in one of its slots.
+
+        Args:
+            probability: Replaces the layer's; None keeps it.
+            multiplier: Of what is added to the residual, its bias included.
+            config: Unused.
+        """
+        del config
+        self.probability = probability
+        self.multiplier = multiplier
+        self.norm: Norm | None = None
+        """What reads the sum next, and nothing before it; None if that is not known."""
+
+    def __call__(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        """What Megatron's layer calls with (x, bias), the residual and the probability of its config."""
+        plain = get_bias_dropout_add(training, fused)
+
+        def add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, probability: float) -> Tensor:
+            probability = probability if self.probability is None else self.probability
+            x, bias = x_with_bias
+            if self.multiplier != 1.0:
+                x, bias = x * self.multiplier, None if bias is None else bias * self.multiplier
+            if self.norm is not None and training and self.norm.can_add(x, residual):
+                return self.norm.add(x, bias, residual, probability)
+            total: Tensor = plain((x, bias), residual, probability)
+            return total
+
+        return add
+
+
+# ---- outputs that are made again -------------------------------------------------------------------------------------
+# What flash attention keeps is small, so recomputing it saves nothing; of a layer of Llama-3-8B the outputs of both
+# norms and of SwiGLU are 45 of 138 kB a token, and each is one memory-bound kernel. The one who reads them saves them
+# for its weight gradient: their storage is emptied when the reader has run, and filled again when its gradient comes.
+#
+# megatron-core 0.16.1, tensor_parallel/random.py:CheckpointWithoutOutput does the same with the state of every random
+# stream saved and restored around it, for functions that draw none, and only with Transformer Engine (its ``fp8 is not
+# None`` is true of False).
+
+_Output: TypeAlias = tuple[Tensor, Tensor | None]
+"""Of a linear: [s, b, h] and a bias that is not added yet."""
+
+
+def recomputes_cheap_outputs(config: Any) -> bool:
+    """Whether norms, activations and rows of experts are made again: ``recompute="selective"``."""
+    return config.recompute_granularity == "selective" and "layernorm" in config.recompute_modules
+
+
+class WithoutOutput:
+    """One call of a deterministic function, whose output's storage is free between forward and backward pass.
+
+    Interface of Megatron's ``CheckpointWithoutOutput``. The output is a tensor of its own, of any shape; whoever reads
+    it must have run before it is discarded, and must not give it on.
+    """
+
+    def __init__(self, fp8: object = None) -> None:
+        """Nothing is kept yet."""
+        del fp8
+        self._again: Callable[[], Tensor] | None = None
+        self._output: Tensor | None = None
+
+    def checkpoint(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        """``function(*inputs)``."""
+        output = self._output = function(*inputs)
+        detached = [each.detach() if isinstance(each, Tensor) else each for each in inputs]
+        self._again = partial(function, *detached)
+        return output
+
+    def discard_output_and_register_recompute(self, reader: Tensor) -> None:
+        """Free the output until ``reader``, which was computed from it, has a gradient; nothing without gradients."""
+        if self._output is not None and reader.requires_grad:
+            self._output.untyped_storage().resize_(0)
+            reader.register_hook(self._fill)
+        else:
+            self._again = self._output = None
+
+    def _fill(self, gradient: Tensor) -> None:
+        if self._again is None or self._output is None:  # a backward pass within another calls hooks twice
+            return
+        with torch.no_grad():
+            again = self._again().untyped_storage()
+        self._output.untyped_storage().resize_(again.nbytes())
+        self._output.untyped_storage().copy_(again)
+        self._again = self._output = None
+
+
+class _Giving(torch.nn.Module):
+    """A function as a module, which the engine asks for from 0.17 on."""
+
+    def __init__(self, function: Callable[..., _Output]) -> None:
+        super().__init__()
+        self.forward = function
+
+
+def recomputes_activation(original: Callable[..., _Output]) -> Callable[..., _Output]:
+    """``MLP.forward`` that makes the activation, [s, b, ffn/tp], again where norms are recomputed.
+
+    Megatron's own forward runs with stand-ins for the two linears, so that only its middle is left. Behind a dropout
+    (T5's) nothing is gained: the second linear saves what is left of the activation, not the activation.
+    """
+
+    def forward(self: Any, hidden_states: Tensor, per_token_scale: Any = None, **others: Any) -> _Output:
+        config = self.config
+        is_asked = recomputes_cheap_outputs(config)
+        if not is_asked or per_token_scale is not None or getattr(self.linear_fc2, "input_dropout", 0.0) > 0.0:
+            return original(self, hidden_states, per_token_scale, **others)
+
+        def activation(hidden: Tensor, bias: Tensor | None) -> Tensor:
+            linears = {"linear_fc1": _Giving(lambda _: (hidden, bias)), "linear_fc2": _Giving(lambda x: (x, None))}
+            middle = SimpleNamespace(config=config, activation_func=self.activation_func, **linears)
+            return original(middle, hidden)[0]
+
+        recomputed = WithoutOutput()
+        output: _Output = self.linear_fc2(recomputed.checkpoint(activation, *self.linear_fc1(hidden_states)))
+        recomputed.discard_output_and_register_recompute(output[0])
+        return output
+
+    return forward
 
 
 # ---- weight gradients ------------------------------------------------------------------------------------------------
@@ -169,7 +356,7 @@ def with_bias_in_product(original: Callable[..., Tensor]) -> Any:
             torch.distributed.all_gather_into_tensor(whole, input.contiguous(), group=group)
             input = whole
         product = torch.addmm(bias, input.flatten(0, -2), weight.t())
-        # Not a view, whose padded columns nobody could overwrite (models/chunk.py).
+        # Not a view, whose padded columns nobody could overwrite (models/gpt.py).
         output: Tensor = torch.ops.aten._unsafe_view(product, [*input.shape[:-1], len(weight)])
         return output
 
@@ -227,3 +414,67 @@ def liger_swiglu(original: Any) -> type:
             return result
 
     return LigerSwiGLU
+
+
+# ---- many tensors at once --------------------------------------------------------------------------------------------
+
+
+def copy(this: Sequence[Tensor], that: Sequence[Tensor], overflow_buf: Tensor | None = None) -> None:
+    """Copy each tensor of ``this`` into its partner in ``that``; the dtypes may differ."""
+    if this:
+        torch._foreach_copy_(list(that), list(this))
+
+
+_Copies = tuple[tuple[int, ...], dict[Tensor, Tensor]]
+_shard_copies: weakref.WeakKeyDictionary[Any, _Copies] = weakref.WeakKeyDictionary()
+"""Of each ``DistributedOptimizer``: where its parameter buffers were, and which part of them is each shard's copy."""
+
+
+def _copies_of(optimizer: Any) -> dict[Tensor, Tensor]:
+    """Kept from step to step: every microsecond that the host spends here the GPU may be idle."""
+    addresses = tuple(buffer.param_data.data_ptr() for buffer in optimizer.buffers)
+    if optimizer not in _shard_copies or _shard_copies[optimizer][0] != addresses:
+        _shard_copies[optimizer] = addresses, _find_shard_copies(optimizer)
+    return _shard_copies[optimizer][1]
+
+
+def _find_shard_copies(optimizer: Any) -> dict[Tensor, Tensor]:
+    copies: dict[Tensor, Tensor] = {}
+    pairs = (
+        (optimizer.shard_fp32_from_float16_groups, optimizer.model_float16_groups),
+        (optimizer.shard_fp32_groups, optimizer.model_fp32_groups),
+    )
+    for main_groups, model_groups in pairs:
+        for main_group, model_group in zip(main_groups, model_groups, strict=True):
+            for main, parameter in zip(main_group, model_group, strict=True):
+                target = _shard_in_buffer(optimizer, parameter)
+                # float32 shards are views of the buffer: nothing to copy.
+                if target.data_ptr() != main.data_ptr():
+                    copies[main] = target
+    return copies
+
+
+def _shard_in_buffer(optimizer: Any, parameter: Tensor) -> Tensor:
+    buffer_index, _, bucket_index = optimizer.model_param_gbuf_map[parameter]
+    place = optimizer._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
+    bucket: Tensor = optimizer.buffers[buffer_index].buckets[bucket_index].param_data
+    return bucket.view(-1)[place.start : place.end].detach()
+
+
+def copies_shards(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """``DistributedOptimizer._copy_main_params_to_model_params`` by one copy of all updated shards."""
+
+    @torch.no_grad()
+    def _copy_main_params_to_model_params(self: Any) -> None:
+        if self.is_stub_optimizer:
+            return
+        if isinstance(self.optimizer, FusedAdam) and self.optimizer.has_copied:
+            self.optimizer.has_copied = False
+        else:
+            copies = _copies_of(self)
+            copy(list(copies), list(copies.values()))
+            if isinstance(self.optimizer, FusedAdam):  # from the next step on
+                reference = weakref.ref(self)
+                self.optimizer.low_copies = lambda: _copies_of(reference())
+
+    return _copy_main_params_to_model_params

@@ -5,7 +5,7 @@ forward (the second time mostly from the cache), 2 read and 2 written going back
 0.16.1 move 22 and more, and keep 4 bytes per logit.
 
 Three more things are wrong with megatron-core 0.16.1 here. The rows that pad the vocabulary take part in the softmax,
-so the loss is not that of the Hugging Face model: models hide them in their logits (``models/chunk.py``). The
+so the loss is not that of the Hugging Face model: models hide them in their logits (``models/gpt.py``). The
 fused variant casts its gradient to bfloat16 whatever the logits are (fusions/fused_cross_entropy.py). And a label that
 is not to be counted has a gradient unless the caller masks its loss.
 """

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.models.layers import BiasDropoutAdd, join_additions_and_norms
+from lightning_megatron.engine.fillers.kernels import BiasDropoutAdd
+from lightning_megatron.models.layers import join_additions_and_norms
 
 
 def _layer(name: str, *, crosses: bool, recompute: str | None, modules: list[str] | None) -> Any:

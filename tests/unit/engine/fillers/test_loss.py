@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from lightning_megatron.engine.fillers.loss import token_losses
-from lightning_megatron.models.chunk import hide_padded_vocab_
+from lightning_megatron.models.gpt import hide_padded_vocab_
 
 VOCAB, S, B = 11, 6, 3
 

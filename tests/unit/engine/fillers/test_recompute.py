@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.mlp import MLP
 
-from lightning_megatron.engine.fillers.recompute import recomputes_activation
+from lightning_megatron.engine.fillers.kernels import recomputes_activation
 
 
 class _Linear(torch.nn.Linear):

@@ -18,7 +18,7 @@ from triton.runtime import interpreter
 
 from lightning_megatron.engine.fillers import fp8, triton_kernels
 from lightning_megatron.engine.fillers.adam import FusedAdam
-from lightning_megatron.engine.fillers.norm import Norm
+from lightning_megatron.engine.fillers.kernels import Norm
 from lightning_megatron.engine.fillers.triton_kernels import add_norm, add_to, row_sums, split_and_turn, turn
 
 DEVICE = os.environ.get("KERNELS_DEVICE", "cpu")
