@@ -21,7 +21,7 @@ from lightning_megatron.engine.collectives import (
 from lightning_megatron.engine.heartbeat import Heartbeat as Heartbeat
 from lightning_megatron.engine.lr_schedule import LRSchedule as LRSchedule
 from lightning_megatron.engine.optimizer import OptimizerOptions as OptimizerOptions
-from lightning_megatron.engine.train_step import TrainStep as TrainStep
+from lightning_megatron.engine.schedule import TrainStep as TrainStep
 from lightning_megatron.errors import CheckpointError as CheckpointError
 from lightning_megatron.errors import ConfigError as ConfigError
 from lightning_megatron.errors import DataError as DataError

@@ -28,7 +28,7 @@ from lightning_megatron.engine.fillers.fp8 import size_warning
 from lightning_megatron.engine.lr_schedule import LRSchedule, MegatronLRScheduler, scheduler_settings
 from lightning_megatron.engine.optimizer import OptimizerOptions
 from lightning_megatron.engine.runtime import seed_of_run, unchanged_environment
-from lightning_megatron.engine.train_step import TrainStep
+from lightning_megatron.engine.schedule import TrainStep
 from lightning_megatron.errors import CheckpointError, ConfigError, DataError, as_options, require_number
 from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.generate.inputs import Inputs, end_tokens, inputs_of_batch

@@ -56,8 +56,7 @@ from lightning_megatron.rendezvous import meeting, on_present_nodes
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from lightning_megatron.engine.schedule import Observer
-    from lightning_megatron.engine.train_step import Batch, TrainStep
+    from lightning_megatron.engine.schedule import Batch, Observer, TrainStep
 
 T = TypeVar("T")
 

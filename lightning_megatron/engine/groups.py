@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,17 +36,17 @@ class Topology:
     last_stage: int
     """Global rank of the last pipeline stage in ``pp_group``."""
 
-    @property
+    @cached_property
     def is_data_source(self) -> bool:
         """Whether this rank reads the data of its copy of the model."""
         return self.tp_rank == self.cp_rank == self.pp_rank == 0
 
-    @property
+    @cached_property
     def is_first_stage(self) -> bool:
         """Whether this rank holds the embedding."""
         return self.pp_rank == 0
 
-    @property
+    @cached_property
     def is_last_stage(self) -> bool:
         """Whether this rank computes the loss."""
         return self.pp_rank == self.parallel.pp - 1

@@ -85,11 +85,6 @@ class MicrobatchGraphs:
         return captured.report.clone()
 
 
-def on_stream_of(graphs: MicrobatchGraphs | None) -> contextlib.AbstractContextManager[None]:
-    """``graphs.on_stream()``; where there are no graphs, the stream stays."""
-    return contextlib.nullcontext() if graphs is None else graphs.on_stream()
-
-
 @functools.cache
 def _stream() -> torch.cuda.Stream:
     """One for the process: a second fit finds on it what the first has made."""

@@ -48,14 +48,19 @@ def active(patches: Iterable[Patch]) -> Iterator[None]:
     """Apply ``patches`` in order and restore every original, in reverse, however the block ends."""
     with contextlib.ExitStack() as undo:
         for patch in patches:
-            owner: Any = importlib.import_module(patch.module)
-            *path, name = patch.attribute.split(".")
-            owner = functools.reduce(getattr, path, owner)
+            owner, name, stand_in = made(patch)
             # vars() instead of getattr(): a staticmethod or an inherited attribute must come back as it was.
             original = vars(owner).get(name, _MISSING)
-            setattr(owner, name, patch.replacement(getattr(owner, name, None)))
+            setattr(owner, name, stand_in)
             undo.callback(_restore, owner, name, original)
         yield
+
+
+def made(patch: Patch) -> tuple[Any, str, Any]:
+    """Whose attribute is replaced, its name, and what stands in for it."""
+    *path, name = patch.attribute.split(".")
+    owner: Any = functools.reduce(getattr, path, importlib.import_module(patch.module))
+    return owner, name, patch.replacement(getattr(owner, name, None))
 
 
 def _restore(owner: Any, name: str, original: Any) -> None:

@@ -13,6 +13,7 @@ DataLoaders, other models) sees torch and its random numbers as they are.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import random
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
 from lightning_megatron.engine import cpu
-from lightning_megatron.engine.patches import CPU, active, patches
+from lightning_megatron.engine.patches import CPU, active, made, patches
 
 _PP_STRIDE, _CP_STRIDE = 100, 100_000
 """Megatron-LM's distance between the seeds of two pipeline stages (training/initialize.py:_set_random_seed), and ours
@@ -170,8 +171,18 @@ class Runtime:
 @contextlib.contextmanager
 def emulated_cuda() -> Iterator[None]:
     """While active, the engine's CUDA calls mean the CPU; afterwards torch is as it was."""
-    with active(CPU), cpu.CudaMeansCpu():
-        yield
+    with contextlib.ExitStack() as undo:
+        for owner, name, stand_in in _stand_ins_for_cuda():
+            undo.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, stand_in)
+        with cpu.CudaMeansCpu():
+            yield
+
+
+@functools.cache
+def _stand_ins_for_cuda() -> list[tuple[Any, str, Any]]:
+    """Made once: they are put in and taken out at every call of the engine."""
+    return [made(patch) for patch in CPU]
 
 
 def unchanged_environment() -> contextlib.AbstractContextManager[Any]:

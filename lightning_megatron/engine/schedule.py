@@ -1,5 +1,10 @@
 """Run a batch through the pipeline as microbatches, with one exact loss over the global batch.
 
+``TrainStep`` is the contract of a training objective. It sees one data-parallel rank's batch once per optimizer step
+(``prepare_batch``) and each microbatch of it once (``get_batch``, ``forward_step``, ``loss_func``), inside Megatron's
+pipeline schedule. None of its methods may log or communicate: they run many times per step, and the loss only on the
+last pipeline stage.
+
 The loss of a step is a sum over targets divided by their number in the *global* batch. The number is known before the
 forward pass where the train step can tell it (one small all-reduce over dp), so each microbatch's gradient comes out
 right at once; otherwise the gradients are divided after the backward pass. Either way any split into microbatches and
@@ -8,10 +13,12 @@ any dp give the same numbers, for uneven masks too.
 
 from __future__ import annotations
 
+import contextlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,16 +31,146 @@ from lightning_megatron.engine.fillers.experts import LoadBalance, LoadReport
 from lightning_megatron.engine.fillers.fp8 import fp8_linears, quantized_weights
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.heartbeat import progress
-from lightning_megatron.engine.microbatch_graph import MicrobatchGraphs, on_stream_of
+from lightning_megatron.engine.microbatch_graph import MicrobatchGraphs
 from lightning_megatron.engine.wrap import add_replicas, unwrap
 from lightning_megatron.errors import ConfigError, NonFiniteError
 
 if TYPE_CHECKING:
+    from torchmetrics import Metric
+
     from lightning_megatron.engine.optimizer import MegatronOptimizer
-    from lightning_megatron.engine.train_step import Batch, LossFunc, Output, TrainStep
+    from lightning_megatron.models.config import ModelConfig
 
-    Observer = Callable[[Batch, Output], None]
+# ---- the contract of an objective ------------------------------------------------------------------------------------
 
+Batch: TypeAlias = dict[str, torch.Tensor]
+
+
+class LossTerm(NamedTuple):
+    """A loss before its division: the engine sums both over the global batch and divides once, exactly."""
+
+    sum: torch.Tensor
+    """[], fp32: the sum over the targets of one microbatch; gradients flow through it."""
+    targets: torch.Tensor
+    """[]: how many targets the sum is over."""
+
+
+Output: TypeAlias = Any
+"""What the last stage's model returns: a tensor, or what the architecture's ``forward`` says."""
+
+LossFunc: TypeAlias = Callable[[Output], dict[str, LossTerm]]
+
+
+class TrainStep(ABC):
+    """From a batch to a loss. Subclass it, or subclass ``GPTTrainStep`` and override the one method that differs.
+
+    Attributes:
+        loss_terms: Names of the terms that ``loss_func`` returns; the training loss is the sum of their means.
+        model: The description of the model that is trained, from ``bind`` on.
+    """
+
+    loss_terms: ClassVar[tuple[str, ...]]
+
+    def bind(self, model: ModelConfig) -> None:
+        """Learn which model is to be trained; called once, before anything else, when a module takes the step.
+
+        Raises:
+            ConfigError: If this objective cannot train that model.
+        """
+        self.model = model
+
+    def check_batch(self, batch: Batch) -> None:
+        """Look at the numbers of a batch while it is still on the host, on the one rank that reads data.
+
+        What it raises is raised on every rank that shares this copy of the model. A step whose batches never leave
+        their range need not look.
+
+        Args:
+            batch: As the DataLoader yields it, on the CPU; what says nothing, like a mask that hides nothing, may be
+                taken out.
+
+        Raises:
+            DataError: If a token or a label is out of range, with its name, value and the rule.
+        """
+        del batch
+
+    @abstractmethod
+    def prepare_batch(self, batch: Batch) -> Batch:
+        """The user's batch in this step's own form, on every rank, once per optimizer step.
+
+        Args:
+            batch: Tensors of one data-parallel rank, first axis ``micro_batch_size * num_microbatches`` rows.
+
+        Returns:
+            Tensors with the same number of rows; they are cut into microbatches along the first axis.
+        """
+
+    @abstractmethod
+    def pad_rows(self, batch: Batch, num_rows: int) -> Batch:
+        """A prepared batch grown to ``num_rows`` rows whose additional ones carry no loss (for ragged last batches)."""
+
+    @abstractmethod
+    def seq_length(self, batch: Batch) -> int:
+        """Tokens per row of a prepared batch: the length of what pipeline stages send to each other."""
+
+    def split_lengths(self, batch: Batch) -> Mapping[str, int]:
+        """Every length that sequence parallelism must be able to split, by what an error calls it; usually one."""
+        return {"seq_length": self.seq_length(batch)}
+
+    def counts(self, batch: Batch) -> Mapping[str, torch.Tensor] | None:
+        """How many targets each term has in a prepared batch, if that is known before the forward pass.
+
+        Must equal the sum of the counts that ``loss_func`` returns for its microbatches. Steps with several terms must
+        know; a step with one term may return None, which costs one more pass over the gradients.
+        """
+        return None
+
+    def get_batch(self, data_iterator: Iterator[Batch]) -> Batch:
+        """The next microbatch."""
+        return next(data_iterator)
+
+    @abstractmethod
+    def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[Output, LossFunc]:
+        """One forward pass of one microbatch through this rank's model chunk.
+
+        Args:
+            data_iterator: Yields the prepared microbatches in order.
+            model: The chunk; on stages before the last its output is the hidden state that goes on, [s, b, h].
+
+        Returns:
+            The output, and the function that the last stage calls with it.
+        """
+
+    @abstractmethod
+    def loss_func(self, batch: Batch, output: Output) -> dict[str, LossTerm]:
+        """The loss terms of one microbatch, on the last stage.
+
+        Args:
+            batch: The microbatch that ``output`` was computed from.
+            output: What the last stage's model returned.
+        """
+
+    def metrics(self) -> dict[str, Metric]:
+        """New metrics of validation and test, by the name that follows ``val_`` and ``test_`` in the log.
+
+        They are updated on the last stage only, and synchronized over the data-parallel ranks of it when an epoch ends.
+        """
+        return {}
+
+    def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Output) -> None:
+        """Take one microbatch of an evaluation into ``metrics``, on the last stage; rows without loss must not count.
+
+        Args:
+            metrics: What ``metrics()`` returned.
+            batch: The prepared microbatch.
+            output: What the last stage's model returned.
+        """
+        del metrics, batch, output
+
+
+# ---- the schedule ----------------------------------------------------------------------------------------------------
+
+Observer: TypeAlias = Callable[[Batch, Output], None]
 
 _COUNT = "number of targets: "
 """Before the names of terms, among the inputs of a microbatch's graph."""
@@ -116,6 +253,7 @@ class Schedule:
         self._num_microbatches = topology.parallel.num_microbatches
         # Each chunk has its own reference to the config, and Megatron's schedule reads the first one's.
         self._configs = [unwrap(chunk).config for chunk in chunks]
+        self._sequence_divisor = topology.parallel.sequence_divisor
         self._fp8_linears, self._dispatchers = fp8_linears(chunks), gathering_dispatchers(chunks)
         self._train_rows: int | None = None
         self._weights = [(n, p, p.requires_grad) for chunk in chunks for n, p in chunk.named_parameters()]
@@ -246,7 +384,8 @@ class Schedule:
         parallel = self._topology.parallel
         lengths = self._step.split_lengths(batch)
         for name, length in lengths.items():
-            parallel.check_sequence(length, name=name)
+            if length % self._sequence_divisor:
+                parallel.check_sequence(length, name=name)
         shape = StepShape(
             micro_batch_size=_num_rows(batch) // num_microbatches,
             num_microbatches=num_microbatches,
@@ -261,9 +400,14 @@ class Schedule:
         if not forward_only and (reports := self._replayed(microbatches)) is not None:
             return self._reduce(reports, shape, next(iter(batch.values())).device)
         iterators = [iter(microbatches) for _ in self._chunks]
-        tokens = shape.micro_batch_size * shape.seq_length
-        padded = padded_to_most(self._dispatchers, tokens, self._topology.dp_group)
-        with quantized_weights(self._fp8_linears), on_stream_of(self._graphs), padded:
+        with contextlib.ExitStack() as around:
+            if self._fp8_linears:
+                around.enter_context(quantized_weights(self._fp8_linears))
+            if self._graphs is not None:
+                around.enter_context(self._graphs.on_stream())
+            if self._dispatchers:
+                tokens = shape.micro_batch_size * shape.seq_length
+                around.enter_context(padded_to_most(self._dispatchers, tokens, self._topology.dp_group))
             reports = get_forward_backward_func()(
                 forward_step_func=self._forward_step,
                 data_iterator=iterators if parallel.vpp else iterators[0],

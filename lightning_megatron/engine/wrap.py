@@ -8,6 +8,7 @@ are wherever layers of their stack are.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -19,7 +20,7 @@ from megatron.core.transformer.module import Float16Module
 
 from lightning_megatron.engine.fillers.fp8 import Recipe, use_fp8
 from lightning_megatron.engine.fillers.peer_copies import use_peer_copies
-from lightning_megatron.engine.microbatch_graph import MicrobatchGraphs, on_stream_of
+from lightning_megatron.engine.microbatch_graph import MicrobatchGraphs
 from lightning_megatron.engine.overrides import configured
 from lightning_megatron.errors import ConfigError
 
@@ -61,7 +62,7 @@ def to_ddp(
     """Chunks whose gradients land in fp32 buffers that data-parallel ranks reduce; needed to train, by ``graphs``."""
     if unwrap(chunks[0]).config.tp_comm_overlap:
         use_peer_copies(chunks)
-    with on_stream_of(graphs):
+    with contextlib.nullcontext() if graphs is None else graphs.on_stream():
         return torch.nn.ModuleList([_ddp(_with_current_buffers(c), reduction, i) for i, c in enumerate(chunks)])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 from lightning_megatron.errors import ConfigError, require_choice, require_divides, require_number
@@ -295,7 +296,7 @@ class ModelConfig:
         """Whether the attention's output projection has a bias."""
         return self.add_bias_linear if self.add_attention_output_bias is None else self.add_attention_output_bias
 
-    @property
+    @cached_property
     def has_position_table(self) -> bool:
         """Whether positions are rows of an embedding, so that rows cannot be longer than it."""
         return self.position_embedding_type == "learned_absolute" and self.architecture != "t5"

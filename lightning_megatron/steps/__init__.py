@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_megatron.engine.train_step import TrainStep
+from lightning_megatron.engine.schedule import TrainStep
 from lightning_megatron.errors import require_choice
 from lightning_megatron.steps.bert import BertTrainStep
 from lightning_megatron.steps.gpt import GPTTrainStep, LastWordTrainStep

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import ClassVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_megatron.engine.train_step import Batch, LossFunc, LossTerm, Output, TrainStep
+from lightning_megatron.engine.schedule import Batch, LossFunc, LossTerm, Output, TrainStep
 from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.models.config import Architecture, ModelConfig
 
@@ -61,37 +60,6 @@ def without_last_rows(batch: Batch, num_rows: int, weights: tuple[str, ...]) -> 
     for name in weights:
         padded[name][rows:] = 0
     return padded
-
-
-class TokenLossStep(TrainStep):
-    """The mean of the tokens' losses; prepared batches have a ``loss_mask`` [b, s], fp32: how much each counts."""
-
-    loss_terms: ClassVar[tuple[str, ...]] = ("lm_loss",)
-
-    def pad_rows(self, batch: Batch, num_rows: int) -> Batch:
-        """Repeat the last row with an empty loss mask."""
-        return without_last_rows(batch, num_rows, ("loss_mask",))
-
-    def counts(self, batch: Batch) -> Mapping[str, Tensor]:
-        """The number of targets, known from the masks alone."""
-        return {"lm_loss": batch["loss_mask"].sum()}
-
-    def loss_func(self, batch: Batch, output: Tensor) -> dict[str, LossTerm]:
-        """The masked sum of the per-token losses.
-
-        Args:
-            batch: The prepared microbatch.
-            output: Per-token cross-entropy, [b, s], fp32.
-        """
-        return {"lm_loss": masked_term(output, batch["loss_mask"])}
-
-    def metrics(self) -> dict[str, Metric]:
-        """``perplexity`` of the targets."""
-        return {"perplexity": Perplexity()}
-
-    def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Tensor) -> None:
-        """Take in the losses of one microbatch, each with its weight."""
-        cast("Perplexity", metrics["perplexity"]).update(output.float(), batch["loss_mask"])
 
 
 # ---- metrics --------------------------------------------------------------------------------------------------------

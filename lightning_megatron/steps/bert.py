@@ -24,7 +24,7 @@ from torchmetrics.classification import (
     MultilabelF1Score,
 )
 
-from lightning_megatron.engine.train_step import Batch, LossFunc, LossTerm, Output, TrainStep
+from lightning_megatron.engine.schedule import Batch, LossFunc, LossTerm, Output, TrainStep
 from lightning_megatron.errors import ConfigError, DataError, require_choice
 from lightning_megatron.models.config import ModelConfig, ProblemType
 from lightning_megatron.steps import base

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_megatron.engine.train_step import Batch, LossFunc, LossTerm, Output
+from lightning_megatron.engine.schedule import Batch, LossFunc, LossTerm, Output, TrainStep
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.models.config import ModelConfig
@@ -19,7 +19,38 @@ from lightning_megatron.steps import base
 _KNOWN_KEYS = {"text", "input_ids", "labels", "attention_mask", "position_ids", "sample_mask", "loss_mask"}
 
 
-class GPTTrainStep(base.TokenLossStep):
+class TokenLossStep(TrainStep):
+    """The mean of the tokens' losses; prepared batches have a ``loss_mask`` [b, s], fp32: how much each counts."""
+
+    loss_terms: ClassVar[tuple[str, ...]] = ("lm_loss",)
+
+    def pad_rows(self, batch: Batch, num_rows: int) -> Batch:
+        """Repeat the last row with an empty loss mask."""
+        return base.without_last_rows(batch, num_rows, ("loss_mask",))
+
+    def counts(self, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """The number of targets, known from the masks alone."""
+        return {"lm_loss": batch["loss_mask"].sum()}
+
+    def loss_func(self, batch: Batch, output: torch.Tensor) -> dict[str, LossTerm]:
+        """The masked sum of the per-token losses.
+
+        Args:
+            batch: The prepared microbatch.
+            output: Per-token cross-entropy, [b, s], fp32.
+        """
+        return {"lm_loss": base.masked_term(output, batch["loss_mask"])}
+
+    def metrics(self) -> dict[str, Metric]:
+        """``perplexity`` of the targets."""
+        return {"perplexity": base.Perplexity()}
+
+    def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: torch.Tensor) -> None:
+        """Take in the losses of one microbatch, each with its weight."""
+        cast("base.Perplexity", metrics["perplexity"]).update(output.float(), batch["loss_mask"])
+
+
+class GPTTrainStep(TokenLossStep):
     """Cross-entropy of the next token, averaged over the targets of the global batch.
 
     Accepts two kinds of batches, [b, s] each:

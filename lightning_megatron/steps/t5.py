@@ -7,10 +7,11 @@ from functools import partial
 
 import torch
 
-from lightning_megatron.engine.train_step import Batch, LossFunc
+from lightning_megatron.engine.schedule import Batch, LossFunc
 from lightning_megatron.errors import DataError
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.steps import base
+from lightning_megatron.steps.gpt import TokenLossStep
 
 MEGATRON_NAMES = {
     "text_enc": "input_ids",
@@ -25,7 +26,7 @@ _KNOWN = (*MEGATRON_NAMES.values(), "labels", "loss_mask", "sample_mask", "trunc
 """Whether a sample was cut short (``truncated``) changes nothing."""
 
 
-class T5TrainStep(base.TokenLossStep):
+class T5TrainStep(TokenLossStep):
     """Cross-entropy of the decoder's next token, averaged over the targets of the global batch.
 
     Accepts two kinds of batches:

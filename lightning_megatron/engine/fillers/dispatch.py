@@ -255,16 +255,14 @@ def padded_to_most(dispatchers: list[AllGatherDispatcher], tokens: int, group: d
     """While microbatches of one size run, which may be larger on other ranks.
 
     Args:
-        dispatchers: Of all layers; nothing happens without any.
+        dispatchers: Of all layers.
         tokens: How many a microbatch of this rank has.
         group: The data-parallel ranks, which must all call; one all-reduce.
     """
-    if dispatchers:
-        most = torch.tensor(tokens, device=torch.cuda.current_device())
-        dist.all_reduce(most, dist.ReduceOp.MAX, group)
-        tokens = int(most)
+    most = torch.tensor(tokens, device=torch.cuda.current_device())
+    dist.all_reduce(most, dist.ReduceOp.MAX, group)
     for dispatcher in dispatchers:
-        dispatcher.most_tokens = tokens
+        dispatcher.most_tokens = int(most)
     try:
         yield
     finally:
