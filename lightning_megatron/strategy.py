@@ -93,7 +93,7 @@ class MegatronStrategy(ParallelStrategy):
             a layer's memory for 2 % of its time) or ``full`` (layers).
         recompute_method: For ``full``: ``uniform`` (all layers) or ``block`` (the first ones of each stage).
         recompute_num_layers: For ``full``: layers per group (uniform) or per stage (block).
-        overlap_communication: Reduce gradients and gather parameters while computing; None: on GPUs with dp > 1.
+        overlap_communication: Reduce gradients and gather parameters while computing; None: on GPUs with dp x cp > 1.
         load_weights_only: ``ckpt_path`` gives only weights: training starts anew from them.
         load_from: A checkpoint, or folder of some, that gives a run its weights if ``ckpt_path`` gives it nothing.
         async_save: Train on while the files of a checkpoint are written, from a copy in the host's memory.
@@ -277,7 +277,8 @@ class MegatronStrategy(ParallelStrategy):
         """How gradients travel between the copies of the model."""
         overlap = self._overlap_communication
         if overlap is None:
-            overlap = self.root_device.type == "cuda" and self.data_parallel_size > 1 and not self.cuda_graphs
+            copies = self.data_parallel_size * self.parallel.cp
+            overlap = self.root_device.type == "cuda" and copies > 1 and not self.cuda_graphs
         ddp = self._overrides.ddp
         return GradientReduction(distributed_optimizer=self.distributed_optimizer, overlap=overlap, overrides=ddp)
 

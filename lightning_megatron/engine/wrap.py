@@ -18,8 +18,8 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.module import Float16Module
 
+from lightning_megatron.engine.fillers import context, peer_copies
 from lightning_megatron.engine.fillers.fp8 import Recipe, use_fp8
-from lightning_megatron.engine.fillers.peer_copies import use_peer_copies
 from lightning_megatron.engine.microbatch_graph import MicrobatchGraphs
 from lightning_megatron.engine.overrides import configured
 from lightning_megatron.errors import ConfigError
@@ -60,8 +60,11 @@ def to_ddp(
     chunks: torch.nn.ModuleList, reduction: GradientReduction, graphs: MicrobatchGraphs | None = None
 ) -> torch.nn.ModuleList:
     """Chunks whose gradients land in fp32 buffers that data-parallel ranks reduce; needed to train, by ``graphs``."""
-    if unwrap(chunks[0]).config.tp_comm_overlap:
-        use_peer_copies(chunks)
+    config = unwrap(chunks[0]).config
+    if config.tp_comm_overlap:
+        peer_copies.use_for_linears(chunks)
+    if config.context_parallel_size > 1 and config.cp_comm_type == "a2a":
+        context.use_peer_copies(chunks)
     with contextlib.nullcontext() if graphs is None else graphs.on_stream():
         return torch.nn.ModuleList([_ddp(_with_current_buffers(c), reduction, i) for i, c in enumerate(chunks)])
 

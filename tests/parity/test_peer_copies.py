@@ -1,7 +1,8 @@
-"""Linears that copy rows into other ranks' memory give the numbers of one process."""
+"""What is copied into other ranks' memory, rows of linears and heads of attention, gives the numbers of one process."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -78,13 +79,15 @@ _FORCED = (("tp_comm_overlap", True),)
         ("llama", Layout(tp=2, dp=2, num_microbatches=3, overlap_communication=True), 2 * (4 * 4 + 1)),
         ("gpt2", Layout(tp=4, num_microbatches=3), 2 * (4 * 4 + 1)),
         ("t5", Layout(tp=2, recompute="selective", num_microbatches=3), None),
+        # Heads, in each of four layers there and back.
+        ("llama", Layout(cp=2, cp_comm_type="a2a", num_microbatches=3, overlap_communication=True), 2 * 4 * 2),
+        ("t5", Layout(cp=2, cp_comm_type="a2a", tp=2, num_microbatches=3), None),
     ],
     ids=str,
 )
-def test_copied_rows_are_those_of_collectives(model: str, layout: Layout, exchanges: int | None) -> None:
-    from dataclasses import replace
-
-    layout = replace(layout, sequence_parallel=True, transformer_config_overrides=_FORCED)
+def test_copies_are_what_collectives_give(model: str, layout: Layout, exchanges: int | None) -> None:
+    if layout.tp > 1:
+        layout = replace(layout, sequence_parallel=True, transformer_config_overrides=_FORCED)
     case = Case(model=model, layout=layout, steps=3, labels="uneven", clip=0.5)
     ranks = run_ranks(_train_with_mail, layout.world_size, case)
     met = [met for *_, met in ranks]
@@ -97,18 +100,15 @@ def test_copied_rows_are_those_of_collectives(model: str, layout: Layout, exchan
 
 
 @pytest.mark.gpu(2)
-def test_copied_rows_are_those_of_collectives_on_gpus() -> None:
-    plain, copied = (
-        Case(
-            model="llama",
-            layout=Layout(
-                tp=2,
-                sequence_parallel=True,
-                num_microbatches=3,
-                transformer_config_overrides=(("tp_comm_overlap", copies),),
-            ),
-            accelerator="gpu",
-        )
-        for copies in (False, True)
-    )
-    assert_same_run(outcome(copied), outcome(plain))
+@pytest.mark.parametrize("layout", [Layout(tp=2, sequence_parallel=True), Layout(cp=2, cp_comm_type="a2a")], ids=str)
+def test_copies_are_what_collectives_give_on_gpus(layout: Layout) -> None:
+    case = Case(model="llama", layout=replace(layout, num_microbatches=3), accelerator="gpu")
+    plain = run_ranks(_train_without_copies, layout.world_size, case)
+    assert_same_run(outcome(case), joined_outcome([run for run, _ in plain]))
+
+
+def _train_without_copies(case: Case) -> tuple[RankOutcome, torch.Tensor | None]:
+    from lightning_megatron.engine.fillers import peer_copies
+
+    peer_copies.share_memory = lambda group: False  # type: ignore[assignment]
+    return _train(case)

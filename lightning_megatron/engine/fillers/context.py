@@ -7,7 +7,8 @@ add it up). What travels for that, one loss per token, is nothing beside what at
 
 - ``a2a`` (Jacobs et al. 2023, DeepSpeed Ulysses, arXiv 2309.14509): heads for tokens. Each rank attends with its share
   of the heads over whole rows in their order, so documents, windows, ALiBi, biases and dropout are as on one rank and
-  the same kernels serve. Four all-to-alls a layer, forward and backward, of what a rank has. Ranks own a run of tokens.
+  the same kernels serve. Two all-to-alls a layer, forward and backward, of what a rank has; GPUs of one host copy into
+  each other's memory instead (``peer_copies.py``). Ranks own a run of tokens.
 - ``all_gather`` (Llama 3, arXiv 2407.21783, section 3.3.2) where there are too few key/value heads for that: each rank
   attends with its queries to the keys and values of all. Ranks own two runs of tokens, the r-th from the beginning and
   the r-th from the end (zigzag), for causal attention gives late tokens more to do. Attention to the keys up to a run
@@ -20,6 +21,7 @@ kernels keep to themselves where there is a mask.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +36,7 @@ from typing_extensions import override
 
 from lightning_megatron.engine.fillers.attention import CAUSAL, PER_MASK, SDPAttention
 from lightning_megatron.engine.fillers.masks import Alibi
+from lightning_megatron.engine.fillers.peer_copies import Exchange, exchange_of
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,9 @@ class ContextParallel:
 class ContextParallelAttention(SDPAttention):
     """``SDPAttention`` of queries, keys and values of the tokens that this rank of the cp group owns."""
 
+    exchange: Exchange | None = None
+    """By which heads are exchanged; None for NCCL's or gloo's all-to-all."""
+
     @override
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kind: AttnMaskType, bias: Tensor | None
@@ -145,10 +151,10 @@ class ContextParallelAttention(SDPAttention):
             return super().attend(query, key, value, mask, kind, bias)
         if context.exchanges_heads:
             if self.is_cross:
-                (query,), (key, value) = _to_heads(context, query), _to_heads(context, key, value)
+                (query,), (key, value) = self._to_heads(context, query), self._to_heads(context, key, value)
             else:
-                query, key, value = _to_heads(context, query, key, value)
-            return _to_tokens(context, super().attend(query, key, value, mask, kind, bias))
+                query, key, value = self._to_heads(context, query, key, value)
+            return self._to_tokens(context, super().attend(query, key, value, mask, kind, bias))
         gathered: Tensor = _GatheredKeys.apply(torch.stack((key, value), dim=1), context.group)  # type: ignore[no-untyped-call]
         if kind not in CAUSAL:
             if not self.is_cross and bias is None:
@@ -163,6 +169,22 @@ class ContextParallelAttention(SDPAttention):
             outputs.append(super().attend(run, gathered[:end, 0], gathered[:end, 1], seen, kind, bias))
         return torch.cat(outputs)
 
+    def _to_heads(self, context: ContextParallel, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """[s/cp, b, heads, hn] each of all heads -> [s, b, heads/cp, hn], in one message."""
+        if self.exchange is not None:
+            return self.exchange.all_to_all(*tensors, cut=2, joined=0)
+        n = context.size
+        packed = torch.cat([x.unflatten(2, (n, -1)).permute(2, 0, 1, 3, 4) for x in tensors], dim=3)
+        exchanged: Tensor = all_to_all(context.group, packed)
+        return tuple(torch.split(exchanged.flatten(0, 1), [x.shape[2] // n for x in tensors], dim=2))
+
+    def _to_tokens(self, context: ContextParallel, attended: Tensor) -> Tensor:
+        """[s, b, np/cp * hn] -> [s/cp, b, np * hn]."""
+        if self.exchange is not None:
+            return self.exchange.all_to_all(attended, cut=0, joined=2)[0]
+        exchanged: Tensor = all_to_all(context.group, attended.unflatten(0, (context.size, -1)))
+        return exchanged.permute(1, 2, 0, 3).flatten(2)
+
     @override
     def _alibi_of(self, q: Tensor) -> Alibi | None:
         alibi, context = super()._alibi_of(q), ContextParallel(self.config)
@@ -171,18 +193,12 @@ class ContextParallelAttention(SDPAttention):
         return replace(alibi, first_head=(self.tp_rank * context.size + context.rank) * alibi.num_local_heads)
 
 
-def _to_heads(context: ContextParallel, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """[s/cp, b, heads, hn] each of all heads -> [s, b, heads/cp, hn], in one message."""
-    n = context.size
-    packed = torch.cat([x.unflatten(2, (n, -1)).permute(2, 0, 1, 3, 4) for x in tensors], dim=3)
-    exchanged: Tensor = all_to_all(context.group, packed)
-    return tuple(torch.split(exchanged.flatten(0, 1), [x.shape[2] // n for x in tensors], dim=2))
-
-
-def _to_tokens(context: ContextParallel, attended: Tensor) -> Tensor:
-    """[s, b, np/cp * hn] -> [s/cp, b, np * hn]."""
-    exchanged: Tensor = all_to_all(context.group, attended.unflatten(0, (context.size, -1)))
-    return exchanged.permute(1, 2, 0, 3).flatten(2)
+def use_peer_copies(chunks: Iterable[torch.nn.Module]) -> None:
+    """Let attention exchange heads by copies, if the ranks of the cp group can; every rank must call."""
+    attentions = [m for chunk in chunks for m in chunk.modules() if isinstance(m, ContextParallelAttention)]
+    exchange = exchange_of(parallel_state.get_context_parallel_group())
+    for attention in attentions:
+        attention.exchange = exchange
 
 
 def _first_keys(mask: Tensor, end: int) -> Tensor:
