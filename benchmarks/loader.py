@@ -23,10 +23,9 @@ import numpy as np
 import torch
 
 from benchmarks.data import save_tokenizer, write_corpus
-from lightning_megatron.data.gpt import GPTObjective
 from lightning_megatron.data.loader import BatchShape, PassOrder, TrainLoader
 from lightning_megatron.data.masked import BertObjective, T5Objective
-from lightning_megatron.data.samples import Objective, Part
+from lightning_megatron.data.samples import GPTObjective, Objective, Part
 from lightning_megatron.data.tokenizer import TokenizerFacts
 
 VOCAB_SIZE = 32000
@@ -101,7 +100,7 @@ def measure(name: str, seq_length: int, document_tokens: int, num_workers: list[
             ours, peer = [], []
             for _ in range(3):
                 order = PassOrder(len(samples), 1, "later passes")
-                loader = TrainLoader(samples, order, shape, max_steps=10**9, num_workers=workers)
+                loader = TrainLoader(samples, order, shape, dict, max_steps=10**9, num_workers=workers)
                 ours.append(tokens_per_second(loader, "text" if name == "gpt" else "input_ids", options.seconds))
                 if name == "gpt":
                     batches = peer_batches(part, seq_length, options.rows, workers)

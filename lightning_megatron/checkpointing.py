@@ -8,7 +8,7 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -84,7 +84,7 @@ class Checkpointing:
         self._beginning: str | None = None
         """The checkpoint that the Trainer loads in this run."""
         self._signals: DeferredSignals
-        self._is_delivering_signals = self._is_trained = False
+        self._is_trained = False
         self._first_step: int | None = None
         """``global_step`` when training began; None before."""
         self._loader_state: dict[str, Any] | None = None
@@ -247,17 +247,17 @@ class Checkpointing:
         """Whether no later step of this run would save again, should a save fail now."""
         state = self._module.trainer.state
         is_training = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
-        return not is_training or self._is_delivering_signals or self._is_trained
+        return not is_training or self._signals.is_delivering or self._is_trained
 
-    def at_step_boundary(self) -> None:
-        """What all ranks do together between two batches: act on signals, and complete a save that is written."""
+    @property
+    def at_step_boundary(self) -> Callable[[], object]:
+        """What all ranks call between two batches: it acts on signals, and completes a save that is written."""
+        return self._deliver_and_finish if self._asynchronous else self._signals.deliver
+
+    def _deliver_and_finish(self) -> None:
         is_written = self.saving is not None and self.saving.is_written()
         asked_about, self._asked_about = self._asked_about, self.saving
-        self._is_delivering_signals = True
-        try:
-            all_written = self._signals.deliver(is_written)
-        finally:
-            self._is_delivering_signals = False
+        all_written = self._signals.deliver(is_written)
         if all_written and asked_about is not None and asked_about is self.saving:
             self.finish()
 

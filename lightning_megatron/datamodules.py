@@ -15,9 +15,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from typing_extensions import override
 
-from lightning_megatron.data.broadcast import check_batch
 from lightning_megatron.data.evaluation import EvaluationTask, EvaluationTexts, read_evaluation_texts
-from lightning_megatron.data.gpt import GPTObjective
 from lightning_megatron.data.indexed import largest_token_at_the_ends, open_dataset
 from lightning_megatron.data.instructions import (
     Answers,
@@ -27,16 +25,17 @@ from lightning_megatron.data.instructions import (
     cached_instructions,
     check_instructions,
 )
+from lightning_megatron.data.loader import check_batch
 from lightning_megatron.data.masked import BertObjective, MaskingOptions, T5Format, T5Objective
 from lightning_megatron.data.samples import (
     SPLIT_NAMES,
+    GPTObjective,
     Objective,
     Part,
     Rows,
     Samples,
     SplitName,
     check_parts,
-    in_mmap,
     open_samples,
     parse_blend,
     parse_split,
@@ -64,8 +63,8 @@ DataPath: TypeAlias = str | list[str | float]
 class IndexedDataModule(MegatronDataModule):
     """Training, validation and test samples from Megatron's indexed datasets, ``PREFIX.bin`` and ``PREFIX.idx``.
 
-    Datasets of Megatron 1.x and 2.x (``cached``, ``lazy``) are converted once, into ``index_cache``. A split that a run
-    does not read may be empty.
+    Datasets of Megatron 1.x and 2.x (``cached``, ``lazy``) are read, too. A split that a run does not read may be
+    empty.
 
     What a sample is depends on the model: for a GPT ``text`` [rows, seq_length + 1], in the order in which Megatron
     takes them; for a BERT masked tokens and the order of sentences; for a T5 spans replaced by sentinels. BERT and T5
@@ -168,7 +167,7 @@ class IndexedDataModule(MegatronDataModule):
     def _parts(self, name: SplitName, num_samples: int | None) -> list[Part]:
         blend, split = self._sources[name]
         common = {"split": split, "name": name, "seed": self.seed, "num_samples": num_samples}
-        return [Part(prefix=in_mmap(prefix, self.index_cache), weight=weight, **common) for prefix, weight in blend]
+        return [Part(prefix=prefix, weight=weight, **common) for prefix, weight in blend]
 
     def _name(self, model: ModelConfig | None) -> str:
         return self.objective_name or ("gpt" if model is None else model.architecture)

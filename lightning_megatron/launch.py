@@ -188,6 +188,8 @@ class DeferredSignals:
         self._noted: set[int] = set()
         self._question: tuple[dist.Work, torch.Tensor] | None = None
         self._stand_in = self._note
+        self.is_delivering = False
+        """Whether handlers run."""
 
     def deliver(self, done: bool = False) -> bool:
         """Run the handlers of signals that any rank had noted at the call before; every rank must call.
@@ -209,9 +211,13 @@ class DeferredSignals:
         flags = torch.tensor([not done, *(signum in self._noted for signum in self._signums)], dtype=torch.uint8)
         self._noted.clear()
         self._question = (dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True), flags)
-        for signum, is_noted in zip(self._signums, noted, strict=True):
-            if is_noted and signum in self._handlers:
-                self._handlers[signum](signum, None)
+        self.is_delivering = True
+        try:
+            for signum, is_noted in zip(self._signums, noted, strict=True):
+                if is_noted and signum in self._handlers:
+                    self._handlers[signum](signum, None)
+        finally:
+            self.is_delivering = False
         return not some_not_done
 
     def _stand_in_for_handlers(self) -> None:

@@ -150,9 +150,9 @@ class MegatronDataModule(LightningDataModule, ABC):
             # Another number of samples may be another order: the run goes on in the one that it began with.
             num_samples = restored.get("num_samples", num_samples)
         order, samples = self._open_train(num_samples)
-        loader = TrainLoader(samples, order, shape, max_steps=max_steps, num_workers=self.num_workers)
+        loader = TrainLoader(samples, order, shape, self.state_dict, max_steps=max_steps, num_workers=self.num_workers)
         if self._train_loader is not None:  # reload_dataloaders_every_n_epochs
-            loader.load_state_dict(self._train_loader.state_dict())
+            loader.go_to(**vars(self._train_loader.position))
             loader.set_epoch(self._trainer().current_epoch)
         self._train_loader = loader
         if restored is not None:
@@ -177,12 +177,11 @@ class MegatronDataModule(LightningDataModule, ABC):
     def state_dict(self) -> dict[str, Any]:
         """Position in the training samples, and which samples those are.
 
-        Lightning's fit loop saves the loader's own state too, but restores it only if no one asked for the loader
-        before, e.g. for ``trainer.estimated_stepping_batches`` (lightning 2.6.6, loops/fit_loop.py:setup_data).
+        Lightning's fit loop saves it a second time as the loader's own.
         """
         if self._train_loader is None:
             return {}
-        position = self._train_loader.state_dict()
+        position = {**vars(self._train_loader.position)}
         return {"train": position, "train_order": self._train_fingerprint, "num_samples": self._train_request}
 
     @override
@@ -253,23 +252,23 @@ class MegatronDataModule(LightningDataModule, ABC):
         return PassLoader(samples, size, self._shape(), self.num_workers)
 
     def _go_to(self, loader: TrainLoader, restored: dict[str, Any]) -> None:
-        loader.load_state_dict(restored["train"])
+        loader.go_to(**restored["train"])
         self._check_lengths_of_epochs(loader)
         if restored.get("train_order") != self._train_fingerprint:
             rank_zero_warn(
-                f"The run goes on at sample {loader.consumed_samples} of another order than the checkpoint's: data,"
-                " split, lengths or seed differ, and samples may come again"
+                f"The run goes on at sample {loader.position.consumed_samples} of another order than the checkpoint's:"
+                " data, split, lengths or seed differ, and samples may come again"
             )
 
     def _check_lengths_of_epochs(self, loader: TrainLoader) -> None:
         """Lightning asks for the length of an epoch once, and would cut longer ones, unless it renews the loader."""
         trainer = self._trainer()
-        is_last = 0 <= (trainer.max_epochs or -1) <= loader.epoch + 1
+        is_last = 0 <= (trainer.max_epochs or -1) <= loader.position.epoch + 1
         if is_last or trainer.reload_dataloaders_every_n_epochs == 1 or loader.next_epoch_is_as_long():
             return
         raise ConfigError(
-            f"epoch {loader.epoch} has {len(loader)} steps and later ones have others, and Lightning takes the first"
-            " length for all; set Trainer(reload_dataloaders_every_n_epochs=1), or keep the global batch size"
+            f"epoch {loader.position.epoch} has {len(loader)} steps and later ones have others, and Lightning takes the"
+            " first length for all; set Trainer(reload_dataloaders_every_n_epochs=1), or keep the global batch size"
         )
 
     def _open(self, name: SplitName, num_samples: int | None) -> tuple[int, str, Samples | None]:

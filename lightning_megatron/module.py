@@ -29,7 +29,7 @@ from lightning_megatron.engine.lr_schedule import LRSchedule, MegatronLRSchedule
 from lightning_megatron.engine.optimizer import OptimizerOptions
 from lightning_megatron.engine.runtime import seed_of_run, unchanged_environment
 from lightning_megatron.engine.schedule import TrainStep
-from lightning_megatron.errors import CheckpointError, ConfigError, DataError, as_options, require_number
+from lightning_megatron.errors import CheckpointError, ConfigError, as_options, require_number
 from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.generate.inputs import Inputs, end_tokens, inputs_of_batch
 from lightning_megatron.generate.options import GenerationOptions, options_from
@@ -231,19 +231,6 @@ class MegatronModule(pl.LightningModule):
         # Asking Lightning makes the loader; a dataset without a length has no end.
         steps = trainer.estimated_stepping_batches if follows_epochs else trainer.max_steps
         return int(steps) if math.isfinite(steps) else None
-
-    def check_batch(self, batch: dict[str, torch.Tensor]) -> None:
-        """Refuse a batch with wrong numbers; called on the rank that has read it, before the others get it.
-
-        Prompts are no batches to learn from (a T5's have no labels): ``predict_step`` checks them itself.
-
-        Raises:
-            DataError: With the key, the value and the rule.
-        """
-        if not self.trainer.predicting:
-            if any(len(values) == 0 for values in batch.values()):
-                raise DataError("a batch has no rows, and each must have at least one; correct the dataset or sampler")
-            self.train_step.check_batch(batch)
 
     @property
     def megatron(self) -> MegatronStrategy:

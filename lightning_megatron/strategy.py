@@ -30,7 +30,6 @@ from lightning_megatron.checkpoint.save import write_weights
 from lightning_megatron.checkpoint.state import EXPERT_BIAS, RunState
 from lightning_megatron.checkpointing import Checkpointing
 from lightning_megatron.data import loader as loaders
-from lightning_megatron.data.broadcast import broadcast_batch
 from lightning_megatron.engine import groups
 from lightning_megatron.engine.collectives import on_all_ranks_alike
 from lightning_megatron.engine.fillers.fp8 import Recipe, known_recipe
@@ -475,9 +474,10 @@ class MegatronStrategy(ParallelStrategy):
             self._shared_batches -= 1
         if (stage in _EVALUATING or not self._loader_tells_steps) and self._shared_batches >= 0:
             self.checkpointing.at_step_boundary()
-        check = getattr(self.lightning_module, "check_batch", None)
+        step = None if stage == RunningStage.PREDICTING else getattr(self.lightning_module, "train_step", None)
+        check, device = getattr(step, "check_batch", None), device or self.root_device
         with torch.inference_mode(False):
-            return broadcast_batch(batch, self.topology, device or self.root_device, check)
+            return loaders.broadcast_batch(batch, self.topology, device, check)
 
     @override
     def on_predict_start(self) -> None:

@@ -69,7 +69,7 @@ def convert_dataset(*, input: str | Path, output_prefix: str | Path) -> None:
     """
     from lightning_megatron.data.indexed import convert_dataset
 
-    _print_merged(*convert_dataset(str(input), str(output_prefix)), [input])
+    _print_merged(convert_dataset(str(input), str(output_prefix)), [input])
 
 
 def merge(*, input: Sequence[str | Path], output_prefix: str | Path) -> None:
@@ -84,16 +84,14 @@ def merge(*, input: Sequence[str | Path], output_prefix: str | Path) -> None:
     """
     from lightning_megatron.data.indexed import merge_datasets
 
-    _print_merged(*merge_datasets([str(each) for each in input], str(output_prefix)), input)
+    _print_merged(merge_datasets([str(each) for each in input], str(output_prefix)), input)
 
 
-def _print_merged(new: IndexedDataset, notes: Sequence[str], sources: Sequence[str | Path]) -> None:
+def _print_merged(new: IndexedDataset, sources: Sequence[str | Path]) -> None:
     print(
         f"{new.prefix}: {new.num_documents:,} documents, {len(new.lengths):,} sequences, {len(new.tokens):,} tokens"
-        f" from {', '.join(map(str, sources))}"
+        f" ({new.dtype}) from {', '.join(map(str, sources))}"
     )
-    for note in notes:
-        print(f"note: {note}")
 
 
 def convert(options: ConvertOptions) -> None:

@@ -3,18 +3,17 @@ r"""Read, check, write, merge and describe Megatron's indexed datasets: ``PREFIX
 ``.bin``: all tokens one after the other. ``.idx``, little endian, in two formats:
 
 * mmap: 9 bytes ``MMIDIDX\0\0``; u64 version 1; u8 type of a token; u64 N sequences; u64 D; int32[N] lengths in tokens;
-  int64[N] positions in bytes; int64[D] the first sequence of each document and, last, N; optionally int8[N] modes. For
-  GPT a document is one sequence, so D = N + 1. Type 6 is float64; type 7 was float64 until 2022 and is float32 since:
-  the size of ``.bin`` tells which it is. Source: megatron-core 0.16.1, datasets/indexed_dataset.py:_IndexWriter and
-  _IndexReader.
-* cached/lazy, of Megatron 1.x and 2.x and fairseq, which is read to be converted, or to be shown: 8 bytes
-  ``TNTIDX\0\0``; u64 version 1; u64 type of a token; u64 element size; u64 N sequences; u64 S; u64 D; int64[N+1] where
-  each sequence's axes begin among the S; int64[N+1] where its tokens begin in ``.bin``, in elements; int64[S] length of
-  each axis; int64[D] as above. A sequence of tokens has one axis, so S = N. Files of fairseq, and of Megatron before
-  November 2019, have neither D nor its array: there an empty sequence ends a document (Megatron's ``create_doc_idx``)
-  and remains part of it here; if no sequence is empty, each is taken for a document. Until 2022 type 6 was Python's
-  float, stored as 8 bytes though its element size was said to be 4 (positions count 4 bytes then), and 7 was float64;
-  since 2023, 6 is float64 and 7 is float32. Source: Megatron-LM at 0058b1a5, megatron/data/indexed_dataset.py.
+  int64[N] positions in bytes; int64[D] the first sequence of each document and, last, N. For GPT a document is one
+  sequence, so D = N + 1; multimodal datasets, which are refused, have int8[N] modes behind it. Type 6 is float64; type
+  7 was float64 until 2022 and is float32 since: the size of ``.bin`` tells which it is. Source: megatron-core 0.16.1,
+  datasets/indexed_dataset.py:_IndexWriter and _IndexReader.
+* cached/lazy, of Megatron 1.x and 2.x, which is read, and no longer written: 8 bytes ``TNTIDX\0\0``; u64
+  version 1; u64 type of a token; u64 element size; u64 N sequences; u64 S; u64 D; int64[N+1] where each sequence's axes
+  begin among the S; int64[N+1] where its tokens begin in ``.bin``, in elements; int64[S] length of each axis; int64[D]
+  as above. A sequence of tokens has one axis, so S = N. Files of fairseq, and of Megatron before November 2019, have
+  neither D nor its array, and are refused. Until 2022 type 6 was Python's float, stored as 8 bytes though its element
+  size was said to be 4 (positions count 4 bytes then), and 7 was float64; since 2023, 6 is float64 and 7 is float32.
+  Source: Megatron-LM at 0058b1a5, megatron/data/indexed_dataset.py.
 
 The engine's ``IndexedDataset`` and ``IndexedDatasetBuilder`` do not serve here. The reader asserts where a file is
 damaged, takes 19 us for a run of 20 sentences (2 us here) and cannot gather the pieces of a batch at once, and closes
@@ -34,8 +33,9 @@ import os
 import struct
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -55,10 +55,9 @@ CHUNK = 1 << 18
 PIECE_TOKENS = 1 << 22
 """Tokens that are copied at a time."""
 
-_INTEGERS: dict[int, np.dtype[Any]] = {
-    code: np.dtype(name) for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()
+_TYPES: dict[int, np.dtype[Any]] = {
+    code: np.dtype(name) for code, name in enumerate(("u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"), 1)
 }
-_TYPES = _INTEGERS | {6: np.dtype("<f8"), 7: np.dtype("<f4")}
 """Types of tokens by their number in ``.idx``."""
 _OLD_TYPES: dict[tuple[int, int], np.dtype[Any]] = {
     **{(code, dtype.itemsize): dtype for code, dtype in _TYPES.items()},
@@ -79,20 +78,14 @@ class IndexedDataset:
     """The name by which Megatron's users know it."""
     dtype: np.dtype[Any]
     """Type of a token."""
-    lengths: NDArray[Any]
-    """Tokens of each sequence: [N], integers."""
+    lengths: NDArray[np.int32]
+    """Tokens of each sequence: [N]."""
     positions: NDArray[np.int64]
-    """Where each sequence begins: [N], in units of ``position_bytes``."""
+    """Where each sequence begins in ``.bin``: [N], in bytes."""
     document_bounds: NDArray[np.int64]
     """The first sequence of each document and, last, N: [documents + 1]."""
-    modes: NDArray[np.int8] = field(default_factory=lambda: np.empty(0, np.int8))
-    """Mode of each sequence, as those of multimodal datasets have: [N], or [0] if there are none."""
     files: dict[str, mmap.mmap | None]
     """The maps of both files, by suffix; None of an empty one."""
-    position_bytes: int = 1
-    """Bytes of one step in ``positions``; 1 in the mmap format."""
-    note: str | None = None
-    """What whoever uses the dataset should know about the way it was read."""
 
     def __post_init__(self) -> None:
         """Refuse a ``.bin`` that has not the size by which the last sequence ends.
@@ -101,7 +94,7 @@ class IndexedDataset:
             DataError: As since then it was cut or replaced.
         """
         size, width = len(self.files[".bin"] or b""), self.dtype.itemsize
-        end = int(self.positions[-1]) * self.position_bytes + int(self.lengths[-1]) * width
+        end = int(self.positions[-1]) + int(self.lengths[-1]) * width
         if size != end or size % width:
             raise _damaged(self.prefix, f"accounts for {end} bytes, and .bin has {size}")
 
@@ -114,27 +107,10 @@ class IndexedDataset:
         """Documents in the dataset."""
         return len(self.document_bounds) - 1
 
-    @property
+    @cached_property
     def tokens(self) -> NDArray[Any]:
         """All tokens, one sequence after the other."""
         return _content(self.files[".bin"]).view(self.dtype)
-
-    def check_unchanged(self) -> None:
-        """Raise unless both files have the sizes that they were opened with: 1 us on a local disk.
-
-        Beyond the end of a file that was cut, its map reads zeros up to the end of the page, and behind that the kernel
-        ends the process (SIGBUS). Called before a read, this leaves the kernel no page to end us for; called after it,
-        no zero is taken for a token. A file that was deleted or replaced as a whole can still be read.
-
-        Raises:
-            DataError: With the file, the size that it had and the one that it has.
-        """
-        for suffix, file in self.files.items():
-            if file is not None and (now := file.size()) != len(file):
-                raise DataError(
-                    f"{self.prefix}{suffix}: expected {len(file)} bytes, got {now}: it was cut or overwritten while it"
-                    " was in use; copy it again and resume from the last checkpoint, and give new data a new name"
-                )
 
     def sequences(self, begin: int, end: int) -> tuple[NDArray[Any], NDArray[np.int32]]:
         """The tokens of consecutive sequences, at least one, and the length of each."""
@@ -146,14 +122,6 @@ class IndexedDataset:
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """The type in which tokens of a vocabulary of this size are stored."""
     return np.dtype("<u2") if vocab_size < UINT16_VOCAB_LIMIT else np.dtype("<i4")
-
-
-def is_old_format(prefix: str) -> bool:
-    """Whether the dataset at ``prefix`` is there, and in the cached/lazy format."""
-    if not os.path.isfile(f"{prefix}.idx"):  # a pipe would be waited for
-        return False
-    with open(f"{prefix}.idx", "rb") as index:
-        return index.read(len(OLD_MAGIC)) == OLD_MAGIC
 
 
 def open_dataset(prefix: str, *, option: str = "data_path", for_training: bool = True) -> IndexedDataset:
@@ -176,9 +144,11 @@ def open_dataset(prefix: str, *, option: str = "data_path", for_training: bool =
             " printed, e.g. data/corpus_text_document"
         )
     files = {suffix: _mapped(prefix + suffix) for suffix in (".idx", ".bin")}
-    if _content(files[".idx"])[: len(OLD_MAGIC)].tobytes() == OLD_MAGIC:
-        return _open_old(prefix, files)
-    return _open_mmap(prefix, files, _INTEGERS if for_training else _TYPES)
+    is_old = _content(files[".idx"])[: len(OLD_MAGIC)].tobytes() == OLD_MAGIC
+    dataset = (_open_old if is_old else _open_mmap)(prefix, files)
+    if for_training and dataset.dtype.kind == "f":
+        raise DataError(f"{prefix} holds {dataset.dtype}: expected integers, on which a model can be trained")
+    return dataset
 
 
 def check_dataset(prefix: str, *, option: str = "data_path", for_training: bool = True) -> IndexedDataset:
@@ -213,7 +183,7 @@ def _check_sequences(dataset: IndexedDataset) -> None:
         if outside.any():
             raise _damaged(prefix, f"has a sequence of {lengths[outside][0]} tokens, .bin has {size} bytes")
         ends = end + np.cumsum(lengths * dataset.dtype.itemsize)
-        expected = (ends - lengths * dataset.dtype.itemsize) // dataset.position_bytes
+        expected = ends - lengths * dataset.dtype.itemsize
         wrong = np.flatnonzero(dataset.positions[begin : begin + CHUNK] != expected)
         if len(wrong):
             position, add_up_to = dataset.positions[begin + wrong[0]], expected[wrong[0]]
@@ -221,14 +191,15 @@ def _check_sequences(dataset: IndexedDataset) -> None:
         end = int(ends[-1])
 
 
-def _open_mmap(prefix: str, files: dict[str, mmap.mmap | None], types: dict[int, np.dtype[Any]]) -> IndexedDataset:
+def _open_mmap(prefix: str, files: dict[str, mmap.mmap | None]) -> IndexedDataset:
     index = _content(files[".idx"])
     code, num_sequences, num_bounds = _read_header(prefix, index, MAGIC, "<QBQQ")
-    if code not in types:
-        kind = "floating-point tokens" if code in _TYPES else "an unknown token type"
-        raise _damaged(prefix, f"says token type {code} ({kind}), tokens are of the types {', '.join(map(str, types))}")
+    if code not in _TYPES:
+        raise _damaged(prefix, f"says token type {code}, there are {', '.join(map(str, _TYPES))}")
+    if num_sequences and len(index) == 34 + 13 * num_sequences + 8 * num_bounds:
+        raise DataError(f"{prefix}.idx has the modes of a multimodal dataset: expected one of text; give another")
     layout = [("<i4", num_sequences), ("<i8", num_sequences), ("<i8", num_bounds)]
-    (lengths, positions, bounds), modes = _cut(prefix, index, 34, layout, num_sequences)
+    lengths, positions, bounds = _cut(prefix, index, 34, layout)
     dtype = _TYPES[code]
     if code == 7 and 0 < 8 * int(lengths.sum(dtype=np.int64)) == len(files[".bin"] or b""):
         dtype = np.dtype("<f8")
@@ -239,7 +210,6 @@ def _open_mmap(prefix: str, files: dict[str, mmap.mmap | None], types: dict[int,
         lengths=lengths,
         positions=positions,
         document_bounds=bounds,
-        modes=modes.view(np.int8),
         files=files,
     )
 
@@ -250,35 +220,26 @@ def _open_old(prefix: str, files: dict[str, mmap.mmap | None]) -> IndexedDataset
     if (code, element_size) not in _OLD_TYPES:
         known = ", ".join(f"{number} of {width}" for number, width in sorted(_OLD_TYPES))
         raise _damaged(prefix, f"says token type {code} of {element_size} bytes, there are {known}")
-    layout = [("<i8", num_sequences + 1), ("<i8", num_sequences + 1), ("<i8", num_axes)]
-    note = None
-    if len(index) == 48 + 8 * sum(count for _, count in layout):  # neither D nor document bounds
-        (axes, positions, lengths), _ = _cut(prefix, index, 48, layout)
-        ends = np.flatnonzero(lengths == 0) + 1
-        found = "an empty sequence ends a document" if len(ends) else "each sequence is taken for a document"
-        bounds = np.unique([0, *ends, len(lengths)]) if len(ends) else np.arange(len(lengths) + 1)
-        note = (
-            f"{prefix}.idx names no documents (fairseq, or Megatron before November 2019): {found};"
-            " fairseq itself stored every token one too high"
-        )
-    else:
-        (axes, positions, lengths, bounds), _ = _cut(prefix, index, 56, [*layout, ("<i8", num_bounds)])
-    dataset = IndexedDataset(
-        prefix=prefix,
-        format="cached/lazy",
-        dtype=_OLD_TYPES[code, element_size],
-        lengths=lengths,
-        positions=positions[:-1],
-        document_bounds=bounds,
-        files=files,
-        position_bytes=element_size,
-        note=note,
-    )
+    if len(index) == 64 + 16 * num_sequences + 8 * num_axes:
+        raise DataError(f"{prefix}.idx names no documents, as those of fairseq do not; preprocess its text anew")
+    layout = [("<i8", num_sequences + 1), ("<i8", num_sequences + 1), ("<i8", num_axes), ("<i8", num_bounds)]
+    axes, elements, lengths, bounds = _cut(prefix, index, 56, layout)
     if num_axes != num_sequences or (axes != np.arange(len(axes))).any():
         raise _damaged(prefix, "has sequences of other than one axis, so it is not of text")
-    if int(positions[-1]) * element_size != dataset.tokens.nbytes:
-        raise _damaged(prefix, f"ends at element {positions[-1]}, and .bin elsewhere")
-    return dataset
+    dtype = _OLD_TYPES[code, element_size]
+    ends, as_int32 = np.cumsum(lengths), lengths.astype(np.int32)
+    is_wrong = (elements[1:] != ends * (dtype.itemsize // element_size)) | (as_int32 != lengths)
+    if elements[0] or is_wrong.any():
+        raise _damaged(prefix, "has a sequence that does not begin where the one before ends")
+    return IndexedDataset(
+        prefix=prefix,
+        format="cached/lazy",
+        dtype=dtype,
+        lengths=as_int32,
+        positions=(ends - lengths) * dtype.itemsize,
+        document_bounds=bounds,
+        files=files,
+    )
 
 
 def _read_header(prefix: str, index: NDArray[np.uint8], magic: bytes, fields: str) -> tuple[int, ...]:
@@ -294,20 +255,15 @@ def _read_header(prefix: str, index: NDArray[np.uint8], magic: bytes, fields: st
     return tuple(values)
 
 
-def _cut(
-    prefix: str, index: NDArray[np.uint8], begin: int, layout: Sequence[tuple[str, int]], optional: int = 0
-) -> tuple[list[NDArray[Any]], NDArray[np.uint8]]:
-    """The arrays that follow each other from the byte ``begin`` on; and behind them ``optional`` bytes or none."""
-    sizes = [np.dtype(dtype).itemsize * count for dtype, count in layout]
-    end = begin + sum(sizes)
-    if len(index) not in (end, end + optional):
+def _cut(prefix: str, index: NDArray[np.uint8], begin: int, layout: Sequence[tuple[str, int]]) -> list[NDArray[Any]]:
+    """The arrays that follow each other from the byte ``begin`` to the end."""
+    bounds = list(accumulate((np.dtype(dtype).itemsize * count for dtype, count in layout), initial=begin))
+    if len(index) != bounds[-1]:
         counts = ", ".join(str(count) for _, count in layout)
-        raise _damaged(prefix, f"has {len(index)} bytes, arrays of {counts} elements need {end}")
-    bounds = [begin, *(begin + np.cumsum(sizes)).tolist()]
-    arrays = [index[a:b].view(dtype) for a, b, (dtype, _) in zip(bounds, bounds[1:], layout, strict=False)]
+        raise _damaged(prefix, f"has {len(index)} bytes, arrays of {counts} elements need {bounds[-1]}")
     if not all(count for _, count in layout):
         raise DataError(f"{prefix}.idx holds no sequence; preprocess inputs that contain text into {prefix}")
-    return arrays, index[end:]
+    return [index[a:b].view(dtype) for (a, b), (dtype, _) in zip(pairwise(bounds), layout, strict=True)]
 
 
 def _damaged(prefix: str, what: str) -> DataError:
@@ -336,14 +292,13 @@ class IndexedDatasetWriter:
             dtype: Type of a token.
         """
         self._prefix, self._dtype = Path(prefix), dtype
-        self._lengths, self._counts, self._modes = array("i"), array("i"), bytearray()
+        self._lengths, self._counts = array("i"), array("i")
 
     def add_documents(
         self,
         tokens: bytes | memoryview,
         lengths: Sequence[int] | NDArray[Any],
         sequences: Sequence[int] | NDArray[Any] | None = None,
-        modes: bytes = b"",
     ) -> None:
         """Append documents.
 
@@ -351,13 +306,11 @@ class IndexedDatasetWriter:
             tokens: The tokens of all of them, in the dataset's type.
             lengths: Tokens of each sequence.
             sequences: Sequences of each document; None if every document is one.
-            modes: Mode of each sequence, in datasets that have modes.
         """
         self._bin.write(tokens)
         self._lengths.frombytes(np.asarray(lengths, np.intc).tobytes())
         counts = np.ones(len(lengths), np.intc) if sequences is None else np.asarray(sequences, np.intc)
         self._counts.frombytes(counts.tobytes())
-        self._modes += modes
 
     def complete(self) -> None:
         """Bring both files to the disk, under their hidden names; then only renaming is left, which needs no room.
@@ -374,7 +327,6 @@ class IndexedDatasetWriter:
         self._idx.write(MAGIC + struct.pack("<QBQQ", 1, code, len(lengths), len(bounds) + 1))
         for part in (lengths, positions, np.zeros(1, np.int64), bounds):
             self._idx.write(part.data)
-        self._idx.write(self._modes)
         for stream in (self._bin, self._idx):
             stream.flush()
             os.fsync(stream.fileno())
@@ -414,13 +366,10 @@ def _content(file: mmap.mmap | None) -> NDArray[np.uint8]:
 # ---- merging --------------------------------------------------------------------------------------------------------
 
 
-def merge_datasets(inputs: Sequence[str], output_prefix: str) -> tuple[IndexedDataset, list[str]]:
+def merge_datasets(inputs: Sequence[str], output_prefix: str) -> IndexedDataset:
     """Write the datasets at ``inputs`` one after the other, in the mmap format, as one dataset.
 
     Documents and sequences stay as they are; the type of tokens is the smallest that holds those of all inputs.
-
-    Returns:
-        The new dataset, and what whoever uses it should know.
 
     Raises:
         DataError: If an input is missing, damaged, foreign or does not go with the others, or ``output_prefix`` exists
@@ -435,12 +384,9 @@ def merge_datasets(inputs: Sequence[str], output_prefix: str) -> tuple[IndexedDa
     if output_prefix.endswith((".bin", ".idx")) or not os.path.basename(output_prefix):
         raise DataError(f"output_prefix={output_prefix} must be the prefix of two files; write it like data/corpus")
     sources = [check_dataset(prefix, option="input", for_training=False) for prefix in inputs]
-    first = sources[0]
     for source in sources:
-        if bool(len(first.modes)) != bool(len(source.modes)):
-            raise DataError(f"{first.prefix} and {source.prefix}: only one of them has modes (multimodal)")
-        if source.dtype != first.dtype and "f" in (source.dtype.kind, first.dtype.kind):
-            types = f"{source.prefix} holds {source.dtype} and {first.prefix} {first.dtype}"
+        if source.dtype != sources[0].dtype and "f" in (source.dtype.kind, sources[0].dtype.kind):
+            types = f"{source.prefix} holds {source.dtype} and {sources[0].prefix} {sources[0].dtype}"
             raise DataError(f"{types}; only integers mix")
     dtype = np.result_type(*(source.dtype for source in sources))
     # A corpus that is done within a second needs no bar.
@@ -451,15 +397,13 @@ def merge_datasets(inputs: Sequence[str], output_prefix: str) -> tuple[IndexedDa
             for begin in range(0, len(source.tokens), PIECE_TOKENS):
                 piece = source.tokens[begin : begin + PIECE_TOKENS]
                 writer.add_documents(piece.astype(dtype, copy=False).data, ())
-                source.check_unchanged()
                 bar.update(len(piece))
-            writer.add_documents(b"", source.lengths, np.diff(source.document_bounds), source.modes.tobytes())
-    notes = [source.note for source in sources if source.note is not None]
-    notes += [f"{each.prefix} was widened from {each.dtype} to {dtype}" for each in sources if each.dtype != dtype]
-    return open_dataset(output_prefix, for_training=False), notes
+            open_dataset(source.prefix, for_training=False)  # refuses one that was cut meanwhile, whose map reads zeros
+            writer.add_documents(b"", source.lengths, np.diff(source.document_bounds))
+    return open_dataset(output_prefix, for_training=False)
 
 
-def convert_dataset(source: str, output_prefix: str) -> tuple[IndexedDataset, list[str]]:
+def convert_dataset(source: str, output_prefix: str) -> IndexedDataset:
     """Write the dataset of an old format (cached, lazy) at ``source`` in the mmap format.
 
     Documents, sequences and the type of tokens stay as they are.
@@ -501,7 +445,6 @@ def describe_dataset(prefix: str, num_documents: int = 0, tokenizer: Any = None)
         DataError: If the dataset is missing, damaged or foreign, or the tokenizer does not know a token.
     """
     dataset = check_dataset(prefix, option="path", for_training=False)
-    modes, counts = np.unique(dataset.modes, return_counts=True)
     report: dict[str, Any] = {
         "kind": "dataset",
         "prefix": prefix,
@@ -515,8 +458,6 @@ def describe_dataset(prefix: str, num_documents: int = 0, tokenizer: Any = None)
         "lengths": _summary(dataset.lengths),
         "histogram": _histogram(dataset.lengths),
         "sequences_per_document": _summary(np.diff(dataset.document_bounds)) if dataset.num_documents else None,
-        "modes": dict(zip(map(str, modes), counts.tolist(), strict=True)) or None,
-        "note": dataset.note,
     }
     if num_documents and dataset.num_documents:
         report["first_documents"] = _first_documents(dataset, num_documents, tokenizer)
@@ -527,8 +468,7 @@ def as_text(report: dict[str, Any]) -> str:
     """What ``describe_dataset`` found, on a screen or so of a terminal."""
     rows: dict[str, Any] = {name: report[name] for name in ("format", "documents", "sequences", "tokens", "dtype")}
     rows |= {f".{suffix}": readable_size(report[f"{suffix}_bytes"]) for suffix in ("bin", "idx")}
-    rows |= {"lengths": report["lengths"], "a document": report["sequences_per_document"], "modes": report["modes"]}
-    rows["note"] = report["note"]
+    rows |= {"lengths": report["lengths"], "a document": report["sequences_per_document"]}
     lines = [report["prefix"], *(f"  {name:10}  {_shown(value)}" for name, value in rows.items() if value)]
     lines += ["", "Sequences by length in tokens"]
     for each in report["histogram"]:

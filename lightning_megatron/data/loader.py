@@ -7,21 +7,29 @@ leaves their sampling alone.
 ``ResumableLoader`` and ``EvaluationLoader`` wrap an ordinary DataLoader. Lightning gives each data-parallel rank every
 dp-th sample (``DistributedSampler``): between two optimizer steps the ranks together have consumed a prefix of the
 epoch's order, whatever dp is, and its length is the state.
+
+``broadcast_batch`` sends the batch that one rank has read to the ranks that share its copy of the model, once a step: a
+short header (names, shapes, dtypes) over gloo, which never waits for a GPU, and then one flat buffer over the device's
+backend. What other ranks' loaders yielded is ignored, so a random or placeholder batch there cannot make the ranks of
+one model drift apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any, Literal, Self, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from lightning_megatron.data.samples import Rows, Samples
+from lightning_megatron.engine.groups import Topology
+from lightning_megatron.engine.heartbeat import progress
 from lightning_megatron.errors import ConfigError, DataError
 
 PADDING_ROW = -1
@@ -171,6 +179,20 @@ def _permutation(num_samples: int, seed: int, number: int) -> NDArray[np.int64]:
     return np.random.default_rng((seed, number)).permutation(num_samples)
 
 
+@dataclass
+class Position:
+    """How far a run has come in its training samples: plain numbers, the same on every rank, at any layout."""
+
+    epoch: int = 0
+    """Current epoch; stays 0 with ``max_steps``."""
+    consumed_samples: int = 0
+    """Samples handed out since the epoch began, over all data-parallel ranks."""
+    steps: int = 0
+    """Steps handed out since the epoch began, over all runs that led here."""
+    earlier_samples: int = 0
+    """Samples handed out in the epochs before; a ramp-up counts those of the whole run."""
+
+
 class TrainLoader:
     """Batches of training samples from a position on, which counts what was handed out, not what workers read ahead.
 
@@ -186,6 +208,7 @@ class TrainLoader:
         samples: Samples | None,
         order: PassOrder,
         shape: BatchShape,
+        state_dict: Callable[[], dict[str, Any]],
         *,
         max_steps: int | None = None,
         num_workers: int = 0,
@@ -196,6 +219,7 @@ class TrainLoader:
             samples: Open samples; None on a rank that gets its batches from another one.
             order: Of the samples.
             shape: How a step is dealt.
+            state_dict: What Lightning saves of this loader: the state of the data module, which has the position in it.
             max_steps: Steps of the run, or None for whole epochs.
             num_workers: Processes that read ahead.
 
@@ -206,28 +230,23 @@ class TrainLoader:
         """May be replaced before the first batch, by others in which the position means the same samples."""
         self.sampler = self
         """Lightning calls ``sampler.set_epoch`` of every loader."""
-        self.before_batch: Callable[[], None] = lambda: None
+        self.before_batch: Callable[[], object] = lambda: None
         """Called when a batch is asked for: what was handed out before has been trained on."""
-        self.epoch = 0
-        """Current epoch; stays 0 with ``max_steps``."""
-        self.consumed_samples = 0
-        """Samples handed out since the epoch began, over all data-parallel ranks."""
-        self.steps = 0
-        """Steps handed out since the epoch began, over all runs that led here."""
-        self._earlier_samples = 0
-        """Samples handed out in the epochs before; a ramp-up counts those of the whole run."""
+        self.position = Position()
+        self.state_dict = state_dict
         self._shape, self._max_steps, self._num_workers = shape, max_steps, num_workers
         if max_steps is None:
             shape.check_epoch(order.num_samples)
 
     def __len__(self) -> int:
         """Steps of the whole epoch, those already taken included: Lightning counts them as done when it resumes."""
-        return self.steps + self._remaining_steps()
+        return self.position.steps + self._remaining_steps()
 
     def __iter__(self) -> Iterator[Rows]:
         """Go on from the position at the first batch: Lightning may make the iterator before it restores it."""
         # Samples that are drawn at random differ from epoch to epoch, copy to copy, and behind a resume.
-        seed = (self.order.seed, self.epoch, self.consumed_samples, self._shape.data_parallel_rank)
+        at = self.position
+        seed = (self.order.seed, at.epoch, at.consumed_samples, self._shape.data_parallel_rank)
         self.before_batch()
         for batch in _read(self.samples, self.batches(), self._num_workers, seed):
             # Counted before it is handed out, so that a checkpoint written during the step has it.
@@ -237,50 +256,53 @@ class TrainLoader:
 
     def batches(self) -> Iterator[list[int]]:
         """Samples of this rank for each step from the position on; does not move it."""
-        first = self.consumed_samples
+        at, first = self.position, self.position.consumed_samples
+        epoch, earlier = at.epoch, at.earlier_samples
         for _ in range(self._remaining_steps()):
-            shape = self._shape.at(self._earlier_samples + first)
+            shape = self._shape.at(earlier + first)
             places = (divmod(position, self.order.num_samples) for position in shape.positions(first))
-            yield [self.order.entry(self.epoch + passes, place) for passes, place in places]
+            yield [self.order.entry(epoch + passes, place) for passes, place in places]
             first += shape.global_batch_size
 
     def advance(self) -> None:
         """Count one step as handed out."""
-        self.steps += 1
-        self.consumed_samples += self._shape.at(self._earlier_samples + self.consumed_samples).global_batch_size
+        at = self.position
+        at.steps += 1
+        at.consumed_samples += self._shape.at(at.earlier_samples + at.consumed_samples).global_batch_size
 
     def set_epoch(self, epoch: int) -> None:
         """Begin ``epoch``, unless it is the current one; Lightning calls this before each epoch."""
-        if self._max_steps is None and epoch != self.epoch:
-            self._earlier_samples += self.consumed_samples
-            self.epoch, self.consumed_samples, self.steps = epoch, 0, 0
+        at = self.position
+        if self._max_steps is None and epoch != at.epoch:
+            self.position = Position(epoch=epoch, earlier_samples=at.earlier_samples + at.consumed_samples)
 
     def next_epoch_is_as_long(self) -> bool:
         """Whether it has as many steps; not behind a resume with another batch size, nor while the batch grows."""
         if self._max_steps is not None:
             return True
-        begin = self._shape.position_after(self._earlier_samples + self.consumed_samples, self._remaining_steps())
+        at = self.position.earlier_samples + self.position.consumed_samples
+        begin = self._shape.position_after(at, self._remaining_steps())
         return self._shape.steps_in(begin, begin + self.order.num_samples) == len(self)
 
-    def state_dict(self) -> dict[str, int]:
-        """The position; the same on every rank."""
-        position = {"epoch": self.epoch, "consumed_samples": self.consumed_samples, "steps": self.steps}
-        return {**position, "earlier_samples": self._earlier_samples}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved position, of a run with any layout."""
-        self.epoch, self.consumed_samples, self.steps = state["epoch"], state["consumed_samples"], state["steps"]
-        self._earlier_samples = state.get("earlier_samples", 0)  # older checkpoints do not say
-        if self._max_steps is not None and self.epoch > 0:
+    def go_to(self, *, epoch: int, consumed_samples: int, steps: int, earlier_samples: int = 0) -> None:
+        """Go on from the position of a run with any layout; older checkpoints do not say ``earlier_samples``."""
+        if self._max_steps is not None and epoch > 0:
             # The run counted epochs: each was a pass, of which this one goes on.
-            self.consumed_samples += self.epoch * self.order.num_samples
-            self.epoch = self._earlier_samples = 0
+            epoch, consumed_samples, earlier_samples = 0, consumed_samples + epoch * self.order.num_samples, 0
+        self.position = Position(epoch, consumed_samples, steps, earlier_samples)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing: Lightning gives the data module its state before, and the loader not in every case.
+
+        (lightning 2.6.6, loops/fit_loop.py:setup_data, which asks whether the run is in mid-epoch.)
+        """
 
     def _remaining_steps(self) -> int:
         if self._max_steps is not None:
-            return max(0, self._max_steps - self.steps)
-        first, end = self.consumed_samples, self.order.num_samples
-        return self._shape.steps_in(self._earlier_samples + first, self._earlier_samples + end)
+            return max(0, self._max_steps - self.position.steps)
+        first, end = self.position.consumed_samples, self.order.num_samples
+        earlier = self.position.earlier_samples
+        return self._shape.steps_in(earlier + first, earlier + end)
 
 
 class PassLoader:
@@ -449,7 +471,7 @@ class ResumableLoader:
         self._limit = limit
         self._epoch = first_epoch
         self._handed_out = 0
-        self.before_batch: Callable[[], None] = lambda: None
+        self.before_batch: Callable[[], object] = lambda: None
         """Called when a batch is asked for: what was handed out before has been trained on."""
         self._is_resuming = False
         self._generator = loader.generator or getattr(_sampler_of(loader), "generator", None)
@@ -598,3 +620,116 @@ def is_map_style(loader: object) -> TypeGuard[DataLoader[Any]]:
     # In prediction Lightning wraps it into one that remembers what it gave (overrides/distributed.py).
     batch_sampler = getattr(loader.batch_sampler, "_batch_sampler", loader.batch_sampler)
     return batch_sampler is None or isinstance(batch_sampler, BatchSampler)
+
+
+# ---- to all ranks of a copy -----------------------------------------------------------------------------------------
+
+_ALIGNMENT = 16
+"""Bytes: every tensor starts where any dtype may start."""
+
+Check: TypeAlias = Callable[[dict[str, torch.Tensor]], None]
+"""Raises if the numbers of a batch are wrong."""
+
+Header: TypeAlias = list[tuple[str, torch.dtype, torch.Size]]
+"""Name, dtype and shape of each tensor, in the order of the buffer."""
+
+
+def check_batch(batch: Any) -> dict[str, torch.Tensor]:
+    """The batch as a dict of tensors with equal numbers of rows, at least one.
+
+    Raises:
+        DataError: If it is anything else.
+    """
+    if not isinstance(batch, Mapping) or not batch:
+        raise DataError(f"a batch is a {type(batch).__name__}; the DataLoader must yield dicts of tensors")
+    for name, value in batch.items():
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            raise DataError(f"batch[{name!r}]: expected a tensor with a row per sample, got a {type(value).__name__}")
+    rows = {name: value.shape[0] for name, value in batch.items()}
+    if len(set(rows.values())) > 1:
+        raise DataError(f"the tensors of a batch have different numbers of rows, {rows}; give all the same")
+    if 0 in rows.values():
+        raise DataError("a batch has no rows, and each must have at least one; correct the dataset or sampler")
+    return dict(batch)
+
+
+def broadcast_batch(
+    batch: Any, topology: Topology, device: torch.device, check: Check | None = None
+) -> dict[str, torch.Tensor]:
+    """The source rank's batch, on ``device``, on every rank of its model-parallel group; each of them must call.
+
+    Args:
+        batch: This rank's batch; only the source's is read.
+        topology: Tells the source and the groups.
+        device: Where the batch shall be.
+        check: Called with the source's batch if it is still on the host, where looking at numbers costs nothing; None
+            for prompts, which are no batches to learn from (a T5's have no labels).
+
+    Raises:
+        DataError: On all of these ranks, if the source's batch is not a dict of tensors or ``check`` refuses it.
+    """
+    progress.steps += 1
+    is_alone = dist.get_world_size(topology.mp_group) == 1
+    if dist.get_rank() == topology.mp_source:
+        try:
+            tensors = check_batch(batch)
+            if check is not None and all(tensor.device.type == "cpu" for tensor in tensors.values()):
+                check(tensors)
+        except Exception as error:
+            if not is_alone:  # the others wait for a header; they get the reason why there is none
+                _sent(str(error) if isinstance(error, DataError) else repr(error), topology)
+            raise
+        header = _header_of(tensors)
+        buffer = pack(tensors).to(device, non_blocking=True)
+        if is_alone:
+            return unpack(buffer, header)
+        _sent(header, topology)
+    else:
+        header = _sent(None, topology)
+        if isinstance(header, str):
+            raise DataError(header)
+        buffer = _empty(header, device)
+    dist.broadcast(buffer, topology.mp_source, group=topology.mp_group)
+    return unpack(buffer, header)
+
+
+def _sent(header: Any, topology: Topology) -> Any:
+    """The source's header, on all ranks."""
+    box = [header]
+    dist.broadcast_object_list(box, topology.mp_source, group=topology.mp_header_group)
+    return box[0]
+
+
+def _header_of(tensors: Mapping[str, torch.Tensor]) -> Header:
+    return [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+
+
+def _empty(header: Header, device: torch.device) -> torch.Tensor:
+    """For all tensors one after the other: [bytes], uint8, pinned on the CPU of a machine with a GPU."""
+    num_bytes = sum(_size_bytes(dtype, shape) for _, dtype, shape in header)
+    pinned = device.type == "cpu" and torch.cuda.is_available()
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+
+
+def pack(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """All tensors one after the other: [bytes], uint8."""
+    header = _header_of(tensors)
+    buffer = _empty(header, next(iter(tensors.values())).device)
+    # Written as numbers, not as bytes: a single element of a column cannot be viewed as those.
+    for name, view in unpack(buffer, header).items():
+        view.copy_(tensors[name])
+    return buffer
+
+
+def unpack(buffer: torch.Tensor, header: Header) -> dict[str, torch.Tensor]:
+    """The tensors again, as views of the buffer."""
+    tensors, start = {}, 0
+    for name, dtype, shape in header:
+        size = _size_bytes(dtype, shape)
+        tensors[name] = buffer[start : start + size].view(dtype)[: shape.numel()].view(shape)
+        start += size
+    return tensors
+
+
+def _size_bytes(dtype: torch.dtype, shape: torch.Size) -> int:
+    return -(-shape.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT

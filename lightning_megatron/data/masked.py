@@ -143,6 +143,18 @@ class Sentences(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SentenceIndex(SavedArrays):
+    """Which sentences samples are made of, in which order."""
+
+    sentences: NDArray[Any]
+    """First sentence, end, and tokens to have of each sample: [samples, 3], uint32 or uint64."""
+
+    def __len__(self) -> int:
+        """Samples."""
+        return len(self.sentences)
+
+
+@dataclass(frozen=True, kw_only=True)
 class MaskedObjective(Objective):
     """What BERT and T5 have in common."""
 
@@ -154,6 +166,7 @@ class MaskedObjective(Objective):
     """Which tokens are masked."""
     special_tokens: ClassVar[int]
     """How many of a row the text leaves to special tokens."""
+    index_type = SentenceIndex
 
     @property
     def min_sentences(self) -> int:
@@ -249,8 +262,33 @@ class MaskedObjective(Objective):
             )
 
     @override
-    def open(self, part: Part, folder: str) -> MaskedSamples:
-        return MaskedSamples(self, open_dataset(part.prefix), SentenceIndex.load(folder), part.seed)
+    def order_facts(self, part: Part) -> str:
+        # Masking may change when a run is resumed, the order not.
+        return f"{part.seed}, {self.cut}"
+
+    @override
+    def read(self, dataset: IndexedDataset, index: SentenceIndex, indices: Sequence[int], seed: int) -> Rows:
+        """What ``empty_rows`` names, filled.
+
+        Raises:
+            DataError: If the dataset has an id that the tokenizer has not.
+        """
+        rows, state = self.empty_rows(len(indices)), np.random.RandomState(0)
+        for number, sample in enumerate(indices):
+            state.seed((seed + int(sample)) % 2**32)
+            first, end, target = index.sentences[int(sample)].tolist()
+            self.fill(rows, number, self._text(dataset, first, end, target), state)
+        return {name: torch.from_numpy(array) for name, array in rows.items()}
+
+    def _text(self, dataset: IndexedDataset, first: int, end: int, target: int) -> Sentences:
+        found, lengths = dataset.sequences(first, end)
+        tokens, tokenizer = found.astype(np.int64), self.tokenizer
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < tokenizer.size:
+            token = tokens.min() if tokens.min() < 0 else tokens.max()
+            raise DataError(f"{dataset.prefix} has token {token}, {tokenizer.source} has 0 to {tokenizer.size - 1}")
+        begins = tokenizer.begins_word[tokens]
+        begins[(lengths.cumsum() - lengths)[lengths > 0]] = True
+        return Sentences(tokens, begins, lengths, target)
 
     @abstractmethod
     def empty_rows(self, num_rows: int) -> Arrays:
@@ -279,64 +317,6 @@ class MaskedObjective(Objective):
         if self.max_tokens < 2 or probability * self.max_tokens < 1:
             least = self.special_tokens + max(2, math.ceil(1 / probability))
             raise ConfigError(f"seq_length={self.seq_length} is too small to mask a token; choose at least {least}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SentenceIndex(SavedArrays):
-    """Which sentences samples are made of, in which order."""
-
-    sentences: NDArray[Any]
-    """First sentence, end, and tokens to have of each sample: [samples, 3], uint32 or uint64."""
-
-
-@dataclass(frozen=True, eq=False)
-class MaskedSamples:
-    """The samples of one split of one dataset: runs of sentences."""
-
-    objective: MaskedObjective
-    """What is masked."""
-    dataset: IndexedDataset
-    """What is read."""
-    index: SentenceIndex
-    """In which order."""
-    seed: int
-    """Of what is masked."""
-
-    def __len__(self) -> int:
-        """Samples."""
-        return len(self.index.sentences)
-
-    @property
-    def fingerprint(self) -> str:
-        """Equal for equal runs of sentences in equal order; masking may change when a run is resumed, the order not."""
-        return self.index.fingerprint(f"({len(self)}, {self.seed}, {self.objective.cut})")
-
-    def rows(self, indices: Sequence[int]) -> Rows:
-        """What ``objective.empty_rows`` names, filled.
-
-        Raises:
-            DataError: If the dataset has an id that the tokenizer has not, or is not as it was opened.
-        """
-        self.dataset.check_unchanged()
-        rows, state = self.objective.empty_rows(len(indices)), np.random.RandomState(0)
-        for number, index in enumerate(indices):
-            state.seed((self.seed + int(index)) % 2**32)
-            self.objective.fill(rows, number, self._sentences(int(index)), state)
-        self.dataset.check_unchanged()
-        return {name: torch.from_numpy(array) for name, array in rows.items()}
-
-    def _sentences(self, index: int) -> Sentences:
-        first, end, target = self.index.sentences[index].tolist()
-        found, lengths = self.dataset.sequences(first, end)
-        tokens, tokenizer = found.astype(np.int64), self.objective.tokenizer
-        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < tokenizer.size:
-            token = tokens.min() if tokens.min() < 0 else tokens.max()
-            raise DataError(
-                f"{self.dataset.prefix} has token {token}, {tokenizer.source} has 0 to {tokenizer.size - 1}"
-            )
-        begins = tokenizer.begins_word[tokens]
-        begins[(lengths.cumsum() - lengths)[lengths > 0]] = True
-        return Sentences(tokens, begins, lengths, target)
 
 
 # ---- BERT -----------------------------------------------------------------------------------------------------------

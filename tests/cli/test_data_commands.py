@@ -76,8 +76,8 @@ def test_merge_and_convert_dataset_say_what_they_wrote(folder: Path, capsys: pyt
     assert main(["merge", "--input", "new", "old", "--output-prefix", "sub/both"]) == 0
     assert main(["convert-dataset", "--input", "old", "--output-prefix", "converted"]) == 0
     assert capsys.readouterr().out == (
-        "sub/both: 4 documents, 4 sequences, 6 tokens from new, old\nnote: new was widened from uint16 to int32\n"
-        "converted: 2 documents, 2 sequences, 3 tokens from old\n"
+        "sub/both: 4 documents, 4 sequences, 6 tokens (int32) from new, old\n"
+        "converted: 2 documents, 2 sequences, 3 tokens (int32) from old\n"
     )
     assert _documents("sub/both") == [[1, 2], [3], [1, 2], [3]]
     assert main(["convert-dataset", "--input", "old", "--output-prefix", "converted"]) == 2

@@ -142,7 +142,6 @@ def _refusals(folder: str) -> list[tuple[str, str]]:
     for changes, vocab_size, phase, expected in (
         ({}, 200, "test", "the model's vocab_size=200 ends before it"),
         ({"task": "last_word"}, 311, "test", "expected train_step='last_word', which counts last words, got"),
-        ({"seq_length": 20}, 311, "test", "seq_length=20 is longer than max_position"),
         ({}, 311, "fit", "TextEvaluationDataModule has no train split"),
     ):
         options: dict[str, Any] = {"data_path": f"{folder}/texts.jsonl", "tokenizer": folder, "seq_length": 12}

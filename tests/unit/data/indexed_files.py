@@ -15,16 +15,15 @@ INT32 = (4, 4, "i", 1, "int32")
 """What Megatron stored, whatever the vocabulary."""
 
 
-def build(prefix: Path, documents: Documents, dtype: str = "uint16", modes: bool = False) -> str:
-    """A dataset by the engine's builder; the mode of a sequence is its length modulo 3."""
+def build(prefix: Path, documents: Documents, dtype: str = "uint16") -> str:
+    """A dataset by the engine's builder."""
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.dtype(dtype).type, multimodal=modes)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.dtype(dtype).type)
     for document in documents:
-        lengths = [len(tokens) for tokens in document]
         flat = torch.tensor([token for tokens in document for token in tokens])
-        builder.add_document(flat, lengths, [length % 3 for length in lengths] if modes else None)
+        builder.add_document(flat, [len(tokens) for tokens in document])
     builder.finalize(f"{prefix}.idx")
     return str(prefix)
 
@@ -66,12 +65,3 @@ def write_legacy(prefix: Path, documents: Documents, kind: tuple[int, int, str, 
     Path(f"{prefix}.idx").write_bytes(index)
     Path(f"{prefix}.bin").write_bytes(data)
     return str(prefix)
-
-
-def without_documents(prefix: str) -> str:
-    """Make the index what fairseq, and Megatron before November 2019, wrote: no D, no document bounds."""
-    path = Path(f"{prefix}.idx")
-    index = path.read_bytes()
-    (num_bounds,) = struct.unpack("<Q", index[48:56])
-    path.write_bytes(index[:48] + index[56 : len(index) - 8 * num_bounds])
-    return prefix

@@ -1,4 +1,4 @@
-"""A last word is what stands behind the last space, mistakes are named; test_text_evaluation.py has the figures."""
+"""What of a text counts where only its last token does, and what cannot be asked; test_text_evaluation.py has more."""
 
 from __future__ import annotations
 
@@ -13,38 +13,22 @@ from lightning_megatron.data.evaluation import EvaluationTexts, read_evaluation_
 from lightning_megatron.errors import ConfigError, DataError
 from tests.unit.data.chat_tokenizer import make_tokenizer
 
-TEXTS = ["the answer is yes", "the question was: is it? \n is it yes?\n"]
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With ``tok``, which puts ``<s>`` before texts."""
-    folder = tmp_path_factory.mktemp("evaluation")
-    make_tokenizer(folder / "tok", bos=True)
-    return folder
-
-
-def _texts(folder: Path, lines: list[str], seq_length: int, strict: bool = True) -> EvaluationTexts:
+def _texts(folder: Path, *lines: str, strict: bool = True) -> EvaluationTexts:
+    """By a tokenizer that puts ``<s>`` before texts."""
     (folder / "texts.jsonl").write_text("\n".join(lines))
-    return read_evaluation_texts(
-        str(folder / "texts.jsonl"), str(folder / "tok"), seq_length, "last_word", seq_length, strict, "text"
-    )
+    tokenizer = make_tokenizer(folder / "tok", bos=True)
+    return read_evaluation_texts(str(folder / "texts.jsonl"), tokenizer, 8, "last_word", 8, strict, "text")
 
 
-@pytest.mark.parametrize("strict", [True, False])
-def test_a_last_word_is_tokenized_with_its_space_and_a_long_text_loses_its_beginning(
-    folder: Path, strict: bool
-) -> None:
+def test_a_last_token_is_asked_behind_the_end_of_its_text(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder / "tok")
-    texts = _texts(folder, [json.dumps({"text": text}) for text in TEXTS], 8, strict)
-    words = [" yes", " yes?" if strict else "?"]
-    assert [tokenizer.decode(texts.tokens[first:end]) for _, first, end in texts.bounds.tolist()] == words
-    whole = [tokenizer.encode(text.strip()) for text in TEXTS]
-    assert texts.tokens[: texts.bounds[0, 2]].tolist() == whole[0]
-    assert texts.tokens[texts.bounds[1, 0] :].tolist() == whole[1][-9:]
-    assert texts.num_cut == 1
+    text = "the question was: is it? \n is it yes?\n"
+    texts = _texts(tmp_path, json.dumps({"text": text}), strict=False)
+    whole = AutoTokenizer.from_pretrained(tmp_path / "tok").encode(text.strip())
+    assert (texts.tokens.tolist(), texts.num_cut) == (whole, 1)
+    assert texts.bounds.tolist() == [[len(whole) - 9, len(whole) - 1, len(whole)]]
 
 
 @pytest.mark.parametrize(
@@ -52,18 +36,15 @@ def test_a_last_word_is_tokenized_with_its_space_and_a_long_text_loses_its_begin
     [
         ('{"text": "one"}', "line 2 has 1 words, a last word is predicted from those before it"),
         ('{"content": "a b"}', "line 2 has no key 'text'; choose the json key from content"),
-        ('{"text": "a bcdefghijk"}', "line 2 ends with a word of 11 tokens, seq_length=5"),
+        ('{"text": "a bcdefghijklmn"}', "line 2 ends with a word of 14 tokens, seq_length=8"),
     ],
 )
-def test_a_line_that_cannot_be_asked_is_named(folder: Path, line: str, says: str) -> None:
+def test_a_line_that_cannot_be_asked_is_named(tmp_path: Path, line: str, says: str) -> None:
     with pytest.raises(DataError, match=says):
-        _texts(folder, ['{"text": "it is"}', line], 5)
+        _texts(tmp_path, '{"text": "it is"}', line)
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [({"stride": 0}, "and 1 to seq_length=8"), ({"stride": 4, "task": "last_word"}, "stride=4 is for task=perplexity")],
-)
-def test_options_that_cannot_work_are_refused(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+@pytest.mark.parametrize("options", [{"stride": 0}, {"stride": 4, "task": "last_word"}])
+def test_strides_that_cannot_work_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"stride=\d is for task=perplexity, and 1 to seq_length=8"):
         TextEvaluationDataModule("texts", "tok", seq_length=8, **options)

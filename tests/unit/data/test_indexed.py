@@ -34,7 +34,6 @@ from tests.unit.data.indexed_files import (
     build,
     longs,
     read_by_the_engine,
-    without_documents,
     write_legacy,
 )
 
@@ -50,11 +49,10 @@ NEW_IDX = MAGIC + struct.pack("<QBQQ3i", 1, 8, 3, 4, 3, 1, 2) + longs(0, 6, 8) +
 NEW_BIN = struct.pack("<6H", 5, 6, 7, 65535, 1, 2)
 OLD_IDX = OLD_MAGIC + longs(1, 4, 4, 3, 3, 4) + longs(0, 1, 2, 3) + longs(0, 3, 4, 6) + longs(3, 1, 2, 0, 1, 2, 3)
 OLD_BIN = struct.pack("<6i", 5, 6, 7, 65535, 1, 2)
-OLDEST_IDX = OLD_IDX[:48] + longs(0, 1, 2, 3) + longs(0, 3, 3, 6) + longs(3, 0, 3)
+FAIRSEQ_IDX = OLD_IDX[:48] + longs(0, 1, 2, 3) + longs(0, 3, 3, 6) + longs(3, 0, 3)
 SOUND: dict[str, tuple[bytes, bytes, Callable[[str], IndexedDataset]]] = {
     "mmap": (NEW_IDX, NEW_BIN, check_dataset),
     "old": (OLD_IDX, OLD_BIN, check_any),
-    "oldest": (OLDEST_IDX, OLD_BIN, check_any),
 }
 
 
@@ -134,13 +132,15 @@ def _changed(idx: bytes, offset: int, letters: str, *values: int) -> bytes:
         (check_dataset, NEW_IDX[:20], "has 20 bytes, its header alone needs 34: damaged, .*; run preprocess again"),
         (check_dataset, b"PK\x03\x04" * 30, "begins with .*: damaged, truncated or foreign"),
         (check_dataset, _changed(NEW_IDX, 9, "Q", 2), "says version 2"),
-        (check_dataset, _changed(NEW_IDX, 17, "B", 7), r"token type 7 \(floating-point tokens\)"),
+        (check_dataset, _changed(NEW_IDX, 17, "B", 9), "token type 9, there are 1, 2, 3, 4, 5, 6, 7, 8"),
         (check_dataset, _changed(NEW_IDX, 34, "i", -3), r"a sequence of -3 tokens, \.bin has 12 bytes: damaged"),
         (check_dataset, _changed(NEW_IDX, 54, "q", 4), "at position 4, the lengths before add up to 6"),
         (check_dataset, _changed(NEW_IDX, 42, "i", 1), r"x\.idx accounts for 10 bytes, and \.bin has 12"),
         (check_dataset, _changed(NEW_IDX, 94, "q", 2), "has document bounds that do not ascend from 0 to the 3 seq"),
         (check_any, _changed(OLD_IDX, 24, "q", 8), "token type 4 of 8 bytes, there are 1 of 1, .*6 of 4, 6"),
-        (check_any, _changed(OLD_IDX, 112, "q", 5), "ends at element 5, and .bin elsewhere"),
+        (check_any, _changed(OLD_IDX, 112, "q", 5), "has a sequence that does not begin where the one before ends"),
+        (check_any, FAIRSEQ_IDX, "names no documents, as those of fairseq do not; preprocess its text anew"),
+        (check_dataset, NEW_IDX + bytes(3), "has the modes of a multimodal dataset: expected one of text"),
     ],
 )
 def test_damage_is_named(tmp_path: Path, check: Callable[[str], IndexedDataset], idx: bytes, message: str) -> None:
@@ -153,6 +153,8 @@ def test_a_dataset_without_a_token_and_names_that_are_no_prefix_are_refused(tmp_
         check_dataset(str(tmp_path / "x"))
     with pytest.raises(DataError, match=r"it must be the prefix; write \S+/x$"):
         check_dataset(str(tmp_path / "x.bin"))
+    with pytest.raises(DataError, match="f holds float32: expected integers, on which a model can be trained"):
+        check_dataset(build(tmp_path / "f", FIRST, "float32"))
     with pytest.raises(DataError, match="x holds no token; preprocess inputs that contain text"):
         check_dataset(_files(tmp_path, NEW_IDX[:18] + struct.pack("<QQiqqq", 1, 2, 0, 0, 0, 1), b""))
 
@@ -203,26 +205,25 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize(("dtype", "modes"), [("int64", False), ("float32", False), ("uint16", True)])
+@pytest.mark.parametrize("dtype", ["int64", "float32"])
 def test_merged_files_equal_those_of_the_engines_builder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, modes: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     monkeypatch.setattr(indexed, "PIECE_TOKENS", 2)
-    inputs = [build(tmp_path / str(n), each, dtype, modes) for n, each in enumerate((FIRST, SECOND, THIRD))]
+    inputs = [build(tmp_path / str(n), each, dtype) for n, each in enumerate((FIRST, SECOND, THIRD))]
     inputs.append(inputs[0])  # once more
-    builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.dtype(dtype).type, multimodal=modes)
+    builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.dtype(dtype).type)
     # It collects garbage after each input, which takes half a second where torch is loaded.
     with patch("gc.collect"):
         for each in inputs:
             builder.add_index(each)
     builder.finalize(str(tmp_path / "theirs.idx"))
 
-    _, notes = merge_datasets(inputs, str(tmp_path / "ours"))
+    merge_datasets(inputs, str(tmp_path / "ours"))
 
     _assert_same_files(tmp_path / "ours", tmp_path / "theirs")
-    assert notes == []
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0]}-of-{kind[1]}")
@@ -232,42 +233,21 @@ def test_every_type_of_token_of_older_formats_is_converted_to_what_it_holds(
     prefix = write_legacy(tmp_path / "old", FIRST + SECOND, kind)
     before = _contents(tmp_path)
 
-    new, _ = convert_dataset(prefix, str(tmp_path / "new"))
+    new = convert_dataset(prefix, str(tmp_path / "new"))
 
     assert read_by_the_engine(new.prefix) == (FIRST + SECOND, kind[4])
     assert {**_contents(tmp_path), **before} == _contents(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("sequences", "documents"),
-    [
-        ([[5, 6], [7], [], [8], []], [[[5, 6], [7], []], [[8], []]]),
-        ([[5, 6], [], [7], [8]], [[[5, 6], []], [[7], [8]]]),  # the last document is not ended
-        ([[5, 6], [7]], [[[5, 6]], [[7]]]),  # nothing says where documents end
-    ],
-)
-def test_documents_of_the_oldest_files_end_with_empty_sequences(
-    tmp_path: Path, sequences: list[list[int]], documents: Documents
-) -> None:
-    old = without_documents(write_legacy(tmp_path / "old", [sequences]))
-    new, (note,) = convert_dataset(old, str(tmp_path / "new"))
-
-    assert read_by_the_engine(new.prefix) == (documents, "int32")
-    found = "an empty sequence ends a document" if [] in sequences else "each sequence is taken for a document"
-    assert found in note
 
 
 def test_what_cannot_be_merged_is_refused_before_anything_is_written_and_nothing_is_overwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     integers, floats = build(tmp_path / "a", FIRST), build(tmp_path / "f", FIRST, "float32")
-    with_modes = build(tmp_path / "m", FIRST, modes=True)
     before = _contents(tmp_path)
     monkeypatch.chdir(tmp_path)
 
     for inputs, output, message in (
         ([integers, floats], "out", r"\S+/f holds float32 and \S+/a uint16; only integers mix"),
-        ([integers, with_modes], "out", r"\S+/a and \S+/m: only one of them has modes \(multimodal\)"),
         ([integers, "x"], "out", r"input=x needs two files, missing"),
         ([integers], floats, r"output_prefix=\S*f would overwrite \S+f\.idx, \S+f\.bin; choose another or remove"),
         ([integers], "c.bin", r"output_prefix=c\.bin must be the prefix of two files"),
@@ -301,8 +281,8 @@ def test_a_description_says_what_was_written(
     bounds = [(0, 0), *((2**bits, 2 ** (bits + 1) - 1) for bits in range(9))]
     counts = [1, 1, 2, 0, 0, 0, 0, 0, 0, 1]
     assert described == {
-        **{"kind": "dataset", "prefix": prefix, "format": request.node.callspec.id, "dtype": "int32", "note": None},
-        **{"documents": 4, "sequences": 5, "tokens": 306, "modes": None},
+        **{"kind": "dataset", "prefix": prefix, "format": request.node.callspec.id, "dtype": "int32"},
+        **{"documents": 4, "sequences": 5, "tokens": 306},
         **{"bin_bytes": 4 * 306, "idx_bytes": (tmp_path / "x.idx").stat().st_size},
         "lengths": {"min": 0, "mean": 61.2, "max": 300},
         "histogram": [{"first": a, "last": b, "count": n} for (a, b), n in zip(bounds, counts, strict=True)],

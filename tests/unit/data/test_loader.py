@@ -11,19 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from lightning_megatron.data.loader import BatchRampup, BatchShape, PassLoader, PassOrder, ResumableLoader, TrainLoader
+from lightning_megatron.data.loader import BatchShape, PassLoader, PassOrder, ResumableLoader, TrainLoader
 from lightning_megatron.data.samples import Rows
-from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.errors import DataError
 
 
-def _shape(mbs: int = 2, num: int = 3, dp: int = 1, rank: int = 0, rampup: BatchRampup | None = None) -> BatchShape:
-    return BatchShape(
-        micro_batch_size=mbs, num_microbatches=num, data_parallel_size=dp, data_parallel_rank=rank, rampup=rampup
-    )
+def _shape(mbs: int = 2, num: int = 3, dp: int = 1, rank: int = 0) -> BatchShape:
+    return BatchShape(micro_batch_size=mbs, num_microbatches=num, data_parallel_size=dp, data_parallel_rank=rank)
 
 
 def _loader(shape: BatchShape, num_samples: int = 100) -> TrainLoader:
-    return TrainLoader(None, PassOrder(num_samples, 5, "later passes"), shape)
+    return TrainLoader(None, PassOrder(num_samples, 5, "later passes"), shape, dict)
 
 
 LAYOUTS = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
@@ -44,26 +42,14 @@ def test_any_layout_goes_on_with_the_next_sample_of_the_epoch(
     per_rank = []
     for rank in range(after[2]):
         loader = _loader(_shape(*after, rank=rank), num_samples=200)
-        loader.load_state_dict(first.state_dict())
+        loader.go_to(**vars(first.position))
         per_rank.append(list(loader.batches()))
         assert len(loader) == done + len(per_rank[-1])
 
+    consumed = first.position.consumed_samples
     whole = [index for step in zip(*per_rank, strict=True) for rank in step for index in rank]
-    assert sorted(whole) == sorted(order[first.consumed_samples : first.consumed_samples + len(whole)])
-    assert 200 - first.consumed_samples - len(whole) < _shape(*after).global_batch_size
-
-
-@pytest.mark.parametrize(
-    ("rampup", "message"),
-    [
-        ((4, 5, 10), "that reach the global batch of 16 .* in whole increments"),
-        ((2, 2, 10), "must be a first global batch and an increment, both multiples of 4"),
-        ((4, 4, 0), "and a positive number of samples"),
-    ],
-)
-def test_an_impossible_ramp_up_is_refused(rampup: tuple[int, int, int], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        _ = _shape(mbs=2, num=4, dp=2, rampup=BatchRampup(*rampup)).stages
+    assert sorted(whole) == sorted(order[consumed : consumed + len(whole)])
+    assert 200 - consumed - len(whole) < _shape(*after).global_batch_size
 
 
 class RandomSamples:
@@ -80,7 +66,7 @@ class RandomSamples:
 
 def _random_loader(rank: int, epoch: int, steps: int = 0) -> TrainLoader:
     shape = _shape(1, 1, 2, rank)
-    loader = TrainLoader(RandomSamples(), PassOrder(10, 1, "every pass"), shape, num_workers=1)
+    loader = TrainLoader(RandomSamples(), PassOrder(10, 1, "every pass"), shape, dict, num_workers=1)
     loader.set_epoch(epoch)
     for _ in range(steps):
         loader.advance()

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -63,38 +62,25 @@ def _write_inputs(folder: Path) -> list[str]:
     return texts
 
 
-def test_documents_are_the_tokenizers_ids_in_input_order(tmp_path: Path, tokenizer: Path) -> None:
-    texts = _write_inputs(tmp_path)
-    reference = load_tokenizer(tokenizer)
-    # A saved tokenizer may carry the limits of its last use; no document is cut.
-    limited = load_tokenizer(tokenizer)
-    limited.backend_tokenizer.enable_truncation(max_length=3)
-    limited.backend_tokenizer.enable_padding(length=10)
-    limited.save_pretrained(tmp_path / "limited")
-
-    for end in ([], [reference.eos_token_id]):
-        result = _run(tmp_path, tmp_path / "limited", append_eod=bool(end))
-
-        assert result.prefixes == (str(tmp_path / "out" / "x_text_document"),)
-        expected = [reference.encode(text, add_special_tokens=False) + end for text in texts]
-        assert _documents(result.prefixes[0]) == expected
-        assert (result.documents, result.empty_documents) == (len(texts), 0)
-        assert result.tokens == sum(map(len, expected))
-        assert check_dataset(result.prefixes[0]).dtype == np.dtype("<u2")
-
-
-def test_ids_of_a_tokenizer_without_a_rust_library_are_its_own_without_special_tokens(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["limited", "python"])
+def test_documents_are_the_tokenizers_ids_whole_and_without_special_tokens(
+    tmp_path: Path, tokenizer: Path, kind: str
+) -> None:
+    """Of a tokenizer that was saved with the limits of its last use, and of one without a Rust library."""
     from transformers import ByT5Tokenizer
 
-    texts = ["the quick brown fox", "ünïcödé", "the the  fox\n", "[SEP] unknown 漢字"]
-    ByT5Tokenizer().save_pretrained(tmp_path / "tokenizer")
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    texts, saved = _write_inputs(tmp_path), load_tokenizer(tokenizer) if kind == "limited" else ByT5Tokenizer()
+    if kind == "limited":
+        saved.backend_tokenizer.enable_truncation(max_length=3)
+        saved.backend_tokenizer.enable_padding(length=10)
+    saved.save_pretrained(tmp_path / "tokenizer")
 
-    (prefix,) = _run(tmp_path, tmp_path / "tokenizer", input=[tmp_path / "in.jsonl"]).prefixes
+    result = _run(tmp_path, tmp_path / "tokenizer", append_eod=True)
 
-    tokenizer = load_tokenizer(tmp_path / "tokenizer")
-    assert _documents(prefix) == [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-    assert tokenizer.encode(texts[0]) != _documents(prefix)[0]  # which does add some
+    reference = load_tokenizer(tokenizer if kind == "limited" else tmp_path / "tokenizer")
+    expected = [[*reference.encode(text, add_special_tokens=False), reference.eos_token_id] for text in texts]
+    assert _documents(result.prefixes[0]) == expected
+    assert (result.documents, result.tokens) == (len(texts), sum(map(len, expected)))
 
 
 def test_the_output_does_not_depend_on_the_number_of_workers(
@@ -114,18 +100,17 @@ def test_the_output_does_not_depend_on_the_number_of_workers(
     assert written[0] == written[1] == written[2]
 
 
-def test_each_key_becomes_a_dataset_of_which_document_i_is_the_same(tmp_path: Path, tokenizer: Path) -> None:
+def test_document_i_is_the_same_under_each_key(tmp_path: Path, tokenizer: Path) -> None:
     (tmp_path / "in").mkdir()
     rows = [("one", ""), ("", "two"), ("", ""), ("three four", "five")]
     lines = [json.dumps({"text": text, "title": title}) for text, title in rows]
     (tmp_path / "in" / "a.jsonl").write_text("\n".join(lines))
-    reference = load_tokenizer(tokenizer)
 
     result = _run(tmp_path, tokenizer, json_keys=("title", "text"))
 
-    assert [Path(prefix).name for prefix in result.prefixes] == ["x_title_document", "x_text_document"]
+    encode = load_tokenizer(tokenizer).encode
     for prefix, texts in zip(result.prefixes, (["", "two", "", "five"], ["one", "", "", "three four"]), strict=True):
-        assert _documents(prefix) == [reference.encode(text, add_special_tokens=False) for text in texts]
+        assert _documents(prefix) == [encode(text, add_special_tokens=False) for text in texts]
         assert check_dataset(prefix).lengths.all()  # a document without tokens has no sequence
     assert (result.documents, result.empty_documents) == (4, 4)
 
@@ -151,24 +136,24 @@ def test_bad_lines_end_the_run_with_their_place_or_are_skipped_under_every_key(
         assert f"{place}" in printed
 
 
-def test_sentences_are_sequences_and_the_last_one_ends_a_document(tmp_path: Path, tokenizer: Path) -> None:
+@pytest.mark.parametrize("keep_newlines", [False, True])
+def test_sentences_are_sequences_and_the_last_one_ends_a_document(
+    tmp_path: Path, tokenizer: Path, keep_newlines: bool
+) -> None:
     (tmp_path / "in").mkdir()
     texts = [["One two. ", "Three Mr. four?\n", "Five!"], [], ["Six seven."]]
     lines = [json.dumps({"text": "".join(sentences)}) for sentences in texts]
     (tmp_path / "in" / "a.jsonl").write_text("\n".join(lines))
-    reference = load_tokenizer(tokenizer)
 
-    for keep_newlines in (False, True):
-        options: dict[str, Any] = {"split_sentences": True, "append_eod": True, "keep_newlines": keep_newlines}
-        (prefix,) = _run(tmp_path, tokenizer, **options, workers=2).prefixes
-        ids = [
-            [reference.encode(each if keep_newlines else each.strip(), add_special_tokens=False) for each in sentences]
-            for sentences in texts
-        ]
-        for document in filter(None, ids):
-            document[-1].append(reference.eos_token_id)
-        assert prefix.endswith("x_text_sentence")
-        assert read_by_the_engine(prefix)[0] == ids
+    (prefix,) = _run(tmp_path, tokenizer, split_sentences=True, append_eod=True, keep_newlines=keep_newlines).prefixes
+
+    kept = [[each if keep_newlines else each.strip() for each in sentences] for sentences in texts]
+    reference = load_tokenizer(tokenizer)
+    ids = [[reference.encode(each, add_special_tokens=False) for each in sentences] for sentences in kept]
+    for document in filter(None, ids):
+        document[-1].append(reference.eos_token_id)
+    assert prefix.endswith("x_text_sentence")
+    assert read_by_the_engine(prefix)[0] == ids
 
 
 @settings(max_examples=200, deadline=None)

@@ -18,12 +18,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_megatron.data.gpt import GPTIndex, GPTObjective, GPTSamples, build_gpt_index
 from lightning_megatron.data.indexed import IndexedDatasetWriter
 from lightning_megatron.data.samples import (
     SPLIT_NAMES,
+    GPTIndex,
+    GPTObjective,
     Part,
     Samples,
+    build_gpt_index,
     build_once,
     canonical_split,
     check_parts,
@@ -121,8 +123,8 @@ def test_a_file_that_is_cut_while_training_is_an_error_and_gives_no_zeros(
             (tmp_path / "copy").rename(file)
             assert (_rows(samples) == before).all()
     if is_cut_while_read:
-        pieces = GPTSamples._pieces
-        monkeypatch.setattr(GPTSamples, "_pieces", lambda *a: (pieces(*a), os.truncate(file, 50))[0])
+        read = GPTObjective.read
+        monkeypatch.setattr(GPTObjective, "read", lambda *a: (os.truncate(file, 50), read(*a))[1])
     else:
         os.truncate(file, 50)
     with pytest.raises(DataError, match=rf"a\{suffix}: expected {size} bytes, got 50: .*resume from the last"):
