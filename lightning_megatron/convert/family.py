@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -105,29 +105,128 @@ def adapter_rules(rules: Sequence[Rule], adapters: Adapters) -> list[Rule]:
 
 # ---- families -------------------------------------------------------------------------------------------------------
 
+Fields: TypeAlias = Mapping[str, Any]
+"""Some of a ``ModelConfig``."""
+LLAMA: Fields = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "add_bias_linear": False,
+    "add_qkv_bias": False,
+}
+"""How Llama's mathematics differ from GPT-2's, besides rotary positions."""
+
+_SAID_ALIKE = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size ffn_hidden_size ffn_dim d_ff",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads num_attention_heads",
+    "vocab_size": "vocab_size",
+    "num_tokentypes": "type_vocab_size",
+    "max_position_embeddings": "max_position_embeddings",
+    "layernorm_epsilon": "rms_norm_eps layer_norm_eps layer_norm_epsilon norm_epsilon",
+    "activation": "hidden_act activation_function activation dense_act_fn",
+    "add_qkv_bias": "attention_bias use_qkv_bias qkv_bias use_bias enable_bias bias",
+    "add_attention_output_bias": "attention_bias",
+    "add_bias_linear": "mlp_bias use_bias enable_bias bias",
+    "parallel_attention": "use_parallel_residual parallel_attn",
+    "sliding_window": "sliding_window",
+    "softmax_scale": "attention_multiplier",
+    "embedding_multiplier": "embedding_multiplier",
+    "residual_multiplier": "residual_multiplier",
+    "logits_multiplier": "logit_scale",
+    "attention_softcap": "attn_logit_softcapping",
+    "logits_softcap": "final_logit_softcapping",
+    "share_embeddings_and_output_weights": "tie_word_embeddings",
+    "embedding_dropout": "embd_pdrop embedding_dropout",
+    "hidden_dropout": "hidden_dropout hidden_dropout_prob resid_pdrop residual_dropout dropout",
+    "attention_dropout": "attention_dropout attn_pdrop attention_probs_dropout_prob",
+    "init_method_std": "initializer_range init_std initializer_factor",
+}
+"""Fields of a ``ModelConfig``, and what Hugging Face configs call them: the first that a config has."""
+
 
 @dataclass(frozen=True, kw_only=True)
+class DecoderNames:
+    """Hugging Face's names in a stack of layers, without ``.weight``, of which the model says which exist."""
+
+    base: str = "model."
+    """What the names of the headless model begin with, in files of a model with a head."""
+    embedding: str = "embed_tokens"
+    positions: str = ""
+    embedding_norm: str = ""
+    final_norm: str = "norm"
+    layer: str = f"layers.{LAYER}."
+    """What the following names begin with."""
+    input_norm: str = "input_layernorm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    """Three matrices, or one."""
+    is_in_megatrons_order: bool = False
+    """Whether one matrix has each group's queries, key and value together, not all queries, all keys, all values."""
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    proj: str = "self_attn.o_proj"
+    post_attention_norm: str = "post_attention_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    fc1: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    """Gate and up, or one matrix."""
+    fc2: str = "mlp.down_proj"
+    post_mlp_norm: str = "post_feedforward_layernorm"
+    experts: str = "mlp"
+    """The block of experts, with a number and gate, up and down of each below it."""
+    expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    output: str = "lm_head"
+    is_transposed: bool = False
+    """Whether the layers' matrices are kept transposed."""
+
+
+@dataclass(frozen=True, eq=False)
 class Family:
-    """One Hugging Face ``model_type`` in Megatron's words."""
+    """One Hugging Face ``model_type`` in Megatron's words.
+
+    A field of the description is what ``always`` says, unless the config has it under a usual name, unless ``own`` says
+    it. ``pad_token_id`` has no usual name: Hugging Face does not train that row of the input embedding, we do where the
+    token stands in a sentence. Padding is told by the mask, and where it is, no row gets a gradient.
+    """
 
     model_type: str
     """As in ``config.json``."""
-    describe: Callable[[Any], ModelConfig]
-    """From a Hugging Face config object of this type to Megatron's description."""
-    required: Mapping[str, tuple[Any, ...]]
-    """Config fields that change the result, and the values that are honoured; any other value is refused by name."""
-    rules: Callable[[ModelConfig], Sequence[Rule]]
-    """How each weight of a described model is named and laid out there and here, its head's included."""
     architectures: Mapping[str, str]
     """Each task and the Hugging Face class that has its head; the first one is meant where nothing is said."""
-    base_prefix: str
-    """What stands before the names of the headless model in files of a model with a head, e.g. ``transformer.``."""
+    always: Fields
+    """What all models of the family have, beside defaults."""
+    own: Callable[[Any], Fields] = lambda hf_config: {}
+    """What a Hugging Face config object of this type says in a way of its own."""
+    names: DecoderNames = DecoderNames()
+    """What the weights are called there."""
+    rules: Callable[[DecoderNames, ModelConfig], Sequence[Rule]] = lambda names, model: decoder_rules(names, model)
+    """How each weight of a described model is named and laid out there and here, its head's included."""
+    required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Config fields that change the result, and the values that are honoured; any other value is refused by name."""
+    may_be_partial: bool = False
+    """As for ``read_rope``."""
     old_names: Mapping[str, str] = field(default_factory=dict)
     """What tensors were called in files of earlier versions of transformers."""
-    buffers: tuple[str, ...] = ()
-    """Globs of tensors that old files contain and that are no weights."""
     describe_weights: Callable[[ModelConfig, WeightFiles], ModelConfig] | None = None
     """A description corrected by what only the weight files tell; None if the config says everything."""
+
+    def describe(self, hf: Any) -> ModelConfig:
+        """From a Hugging Face config object of this type to Megatron's description.
+
+        Raises:
+            ConfigError: If something in it cannot be computed.
+        """
+        own = dict(self.own(hf))
+        if hasattr(hf, "rope_parameters") and "position_embedding_type" not in own:
+            own |= rope_fields(hf, may_be_partial=self.may_be_partial)
+        if hasattr(hf, "layer_types") and "sliding_window" not in own:
+            own |= windows(hf)
+        fields = {"scaled_residual_init": False, "kv_channels": head_width(hf), **self.always}
+        for ours, theirs in _SAID_ALIKE.items():
+            if ours not in own and (said := [name for name in theirs.split() if hasattr(hf, name)]):
+                value = getattr(hf, said[0])
+                fields[ours] = activation(value) if ours == "activation" else value
+        return ModelConfig(family=self.model_type, **{**fields, **own})
 
     def task_of(self, hf_config: Any, task: str | None = None) -> str:
         """``task`` if it is given, else what the config's ``architectures`` says, else the family's first one.
@@ -179,6 +278,11 @@ class Family:
             raise ConfigError(f"the {self.model_type} config is invalid ({error}); correct it") from error
 
 
+def causal_lm(name: str) -> Mapping[str, str]:
+    """The ``architectures`` of a decoder whose classes begin with ``name``."""
+    return {"causal_lm": f"{name}ForCausalLM"}
+
+
 _ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
@@ -201,69 +305,9 @@ def activation(name: str) -> Activation:
     return _ACTIVATIONS[name]
 
 
-# ---- configs --------------------------------------------------------------------------------------------------------
-
-_SAID_ALIKE = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "ffn_hidden_size": "intermediate_size ffn_hidden_size ffn_dim d_ff",
-    "num_attention_heads": "num_attention_heads",
-    "num_query_groups": "num_key_value_heads num_attention_heads",
-    "vocab_size": "vocab_size",
-    "max_position_embeddings": "max_position_embeddings",
-    "layernorm_epsilon": "rms_norm_eps layer_norm_eps layer_norm_epsilon norm_epsilon",
-    "activation": "hidden_act activation_function activation dense_act_fn",
-    "share_embeddings_and_output_weights": "tie_word_embeddings",
-    "hidden_dropout": "hidden_dropout hidden_dropout_prob resid_pdrop residual_dropout",
-    "attention_dropout": "attention_dropout attn_pdrop attention_probs_dropout_prob",
-    "init_method_std": "initializer_range init_std initializer_factor",
-}
-"""Fields of a ``ModelConfig``, and what Hugging Face configs call them: the first that a config has."""
-
-LLAMA: Mapping[str, Any] = {
-    "normalization": "RMSNorm",
-    "gated_linear_unit": True,
-    "add_bias_linear": False,
-    "add_qkv_bias": False,
-}
-"""How Llama's mathematics differ from GPT-2's, besides rotary positions."""
-
-
-def described(hf: Any, own: Mapping[str, Any]) -> ModelConfig:
-    """A decoder whose config has the usual names, where ``own`` has no field.
-
-    ``pad_token_id`` is not among them: Hugging Face does not train that row of the input embedding, we do where the
-    token stands in a sentence. Padding is told by the mask, and where it is, no row gets a gradient.
-
-    Raises:
-        ConfigError: If the activation is not known.
-    """
-    fields: dict[str, Any] = {"family": hf.model_type, "scaled_residual_init": False, "kv_channels": head_width(hf)}
-    for ours, theirs in _SAID_ALIKE.items():
-        if ours not in own and (said := [name for name in theirs.split() if hasattr(hf, name)]):
-            value = getattr(hf, said[0])
-            fields[ours] = activation(value) if ours == "activation" else value
-    return ModelConfig(**{**fields, **own})
-
-
-def rotary(hf: Any, own: Mapping[str, Any], *, may_be_partial: bool = False) -> ModelConfig:
-    """``described`` with rotary positions; ``may_be_partial`` as for ``read_rope``."""
-    return described(hf, {**rope_fields(hf, may_be_partial=may_be_partial), **own})
-
-
-def llama_like(hf: Any, own: Mapping[str, Any], *, may_be_partial: bool = False) -> ModelConfig:
-    """``rotary`` with the rest of Llama's mathematics."""
-    return rotary(hf, {**LLAMA, **own}, may_be_partial=may_be_partial)
-
-
 def head_width(hf: Any) -> int:
     """Numbers of a head."""
     return int(getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)
-
-
-def attention_biases(hf: Any) -> dict[str, bool]:
-    """One switch of the config for all projections of attention, as fields of a ``ModelConfig``."""
-    return {"add_qkv_bias": hf.attention_bias, "add_attention_output_bias": hf.attention_bias}
 
 
 def windows(hf: Any) -> dict[str, Any]:
@@ -322,37 +366,6 @@ def output_layer(model: ModelConfig, name: str = "lm_head") -> list[Rule]:
     return [Rule(megatron="output_layer.weight", hugging_face=(f"{name}.weight",))]
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecoderNames:
-    """Hugging Face's names in a stack of layers, without ``.weight``, of which the model says which exist."""
-
-    base: str = "model."
-    """What the names of the headless model begin with."""
-    embedding: str = "embed_tokens"
-    positions: str = ""
-    embedding_norm: str = ""
-    final_norm: str = "norm"
-    layer: str = f"layers.{LAYER}."
-    """What the following names begin with."""
-    input_norm: str = "input_layernorm"
-    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    """Three matrices, or one."""
-    is_in_megatrons_order: bool = False
-    """Whether one matrix has each group's queries, key and value together, not all queries, all keys, all values."""
-    q_norm: str = "self_attn.q_norm"
-    k_norm: str = "self_attn.k_norm"
-    proj: str = "self_attn.o_proj"
-    post_attention_norm: str = "post_attention_layernorm"
-    mlp_norm: str = "post_attention_layernorm"
-    fc1: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    """Gate and up, or one matrix."""
-    fc2: str = "mlp.down_proj"
-    post_mlp_norm: str = "post_feedforward_layernorm"
-    output: str = "lm_head"
-    is_transposed: bool = False
-    """Whether the layers' matrices are kept transposed."""
-
-
 def stack_rules(names: DecoderNames, model: ModelConfig, stack: str = "decoder") -> list[Rule]:
     """The layers of a stack, ``encoder`` or ``decoder``, and its final norm."""
     hf, transposed = names.base + names.layer, names.is_transposed
@@ -393,39 +406,29 @@ def decoder_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:
         rules += norm("embedding.norm.", names.base + names.embedding_norm, model)
     if names.positions:
         rules += linear(POSITIONS.removesuffix(".weight"), (names.base + names.positions,))
+    return rules + _expert_rules(names, model)
+
+
+def _expert_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:
+    """The layers with experts instead of an MLP, whose norm is by itself."""
+    experts, layers, hf = model.experts, "decoder.layers.", names.base + names.layer
+    if experts is None:
+        return []
+    block, mlp = hf + names.experts, layers + "mlp."
+    gate, up, down = (f"{block}.experts.{EXPERT}.{name}" for name in names.expert)
+    rules = [
+        *norm(layers + "pre_mlp_layernorm.", hf + names.mlp_norm, model),
+        *linear(mlp + "router", (f"{block}.gate",)),
+        *linear(mlp + "experts.experts.linear_fc1", (gate, up), rows=(experts.ffn_hidden_size,) * 2),
+        *linear(mlp + "experts.experts.linear_fc2", (down,)),
+    ]
+    if width := experts.shared_ffn_hidden_size:
+        shared = f"{block}.shared_expert"
+        fc1 = (f"{shared}.gate_proj", f"{shared}.up_proj")
+        rules += linear(mlp + "shared_experts.linear_fc1", fc1, rows=(width, width))
+        rules += linear(mlp + "shared_experts.linear_fc2", (f"{shared}.down_proj",))
+        rules.append(Rule(megatron=mlp + "shared_experts.gate_weight", hugging_face=(f"{shared}_gate.weight",)))
     return rules
-
-
-LLAMA_NAMES = DecoderNames()
-
-
-def decoder(
-    model_type: str,
-    architecture: str,
-    describe: Callable[[Any], ModelConfig],
-    names: DecoderNames = LLAMA_NAMES,
-    required: Mapping[str, tuple[Any, ...]] | None = None,
-    old_names: Mapping[str, str] | None = None,
-    rules: Callable[[ModelConfig], Sequence[Rule]] | None = None,
-) -> Family:
-    """A family of decoders.
-
-    The arguments are those of ``Family``, the class with the head, and the weights' names, unless ``rules`` are given.
-    """
-    return Family(
-        model_type=model_type,
-        describe=describe,
-        required=required or {},
-        rules=rules or (lambda model: decoder_rules(names, model)),
-        architectures={"causal_lm": architecture},
-        base_prefix=names.base,
-        old_names=old_names or {},
-        # Of any family, in old files: tables of positions and masks.
-        buffers=(
-            *("*.rotary_emb.inv_freq", "*.attn.bias", "*.attn.masked_bias"),
-            *("*.attention.bias", "*.attention.masked_bias"),
-        ),
-    )
 
 
 # ---- rotary positions -----------------------------------------------------------------------------------------------

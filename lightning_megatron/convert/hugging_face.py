@@ -227,6 +227,11 @@ _HEADS = (
     *("classification_head", "multiple_choice_head", "v_head"),
 )
 """Where transformers keeps heads, beside the headless model."""
+_BUFFERS = (
+    *("*.rotary_emb.inv_freq", "*.attn.bias", "*.attn.masked_bias", "*.attention.bias", "*.attention.masked_bias"),
+    *("*embeddings.position_ids", "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"),
+)
+"""Of old files: tables of positions and masks, and one for T5's cross-attention, which nothing ever read."""
 _BODY = ("embedding", "encoder", "decoder")
 """What Megatron's keys begin with unless the tensor belongs to a head or a pooler."""
 
@@ -290,12 +295,12 @@ class HuggingFaceSource(Source):
                 if actual.setdefault(source, in_file) != in_file:
                     ties.append((in_file, actual[source]))
         self._stored_name = {name: actual[name] for name in keys if name in actual}
-        is_headless = bool(family.base_prefix) and not any(name.startswith(family.base_prefix) for name in stored)
+        is_headless = bool(family.names.base) and not any(name.startswith(family.names.base) for name in stored)
         new = self._new_heads(keys) if is_headless or self.model.architecture == "bert" else set()
         others, ignored = {}, []
         for name in actual.keys() - keys.keys():
             in_file = actual[name]
-            is_buffer = any(fnmatchcase(each, glob) for each in (name, in_file) for glob in family.buffers)
+            is_buffer = any(fnmatchcase(each, glob) for each in (name, in_file) for glob in _BUFFERS)
             if is_buffer or any(re.search(each, name) for each in ignorable):
                 continue
             if name.split(".")[0] in _HEADS or ".pooler." in name:
@@ -357,8 +362,8 @@ def _renamed(stored: Collection[str], expected: Collection[str], family: Family)
         name = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", actual)
         name = re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name)
         name = family.old_names.get(name, name)
-        if name not in expected and family.base_prefix + name in expected:
-            name = family.base_prefix + name
+        if name not in expected and family.names.base + name in expected:
+            name = family.names.base + name
         names[name] = actual
     return names
 

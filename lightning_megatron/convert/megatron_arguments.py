@@ -8,11 +8,12 @@ head) stands in an argument of our own, ``hugging_face_config``.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
 from argparse import Namespace
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +43,7 @@ _LARGEST_PADDING = 128
 """Rows, times tp: Megatron-LM's ``--make-vocab-size-divisible-by``."""
 _LONGEST = 200
 """Characters of an argument that is shown, and items of a list."""
+_CLASSIFIERS = ("classification_head.dense.weight", "token_head.dense.weight")
 _REFUSED = (
     *("apply_layernorm_1p", "apply_residual_connection_post_layernorm", "multi_latent_attention", "num_experts"),
     *("rotary_interleaved", "squared_relu", "quick_geglu"),
@@ -152,13 +154,19 @@ class _Told:
         self.tp, self.path = tp, path
         self.rows = self.shapes["embedding.word_embeddings.weight"][0]
         self.width, self.ffn = self.shapes["mlp.linear_fc2.weight"]
+        self.is_gated = self.shapes["mlp.linear_fc1.weight"][0] == 2 * self.ffn
+        self.positions = self.shapes.get("embedding.position_embeddings.weight", (0,))[0]
         self.arguments = arguments or self.published()
+        self.heads, columns = self.arguments["num_attention_heads"], self.shapes["self_attention.linear_proj.weight"][1]
+        if columns % self.heads != 0:
+            raise ValueError(f"num_attention_heads={self.heads} does not divide {columns} columns")
+        self.head = columns // self.heads
+        self.groups = (self.shapes["self_attention.linear_qkv.weight"][0] // self.head - self.heads) // 2
 
     def published(self) -> dict[str, Any]:
         """What NVIDIA trained a model of these shapes with, whose file does not say it; heads are never guessed."""
         sizes, vocabularies, arguments = _PUBLISHED.get(self.architecture, ((), (), {}))
-        positions = self.shapes.get("embedding.position_embeddings.weight", (0,))[0]
-        found = (self.num_layers, self.width, self.shapes["mlp.linear_fc1.weight"][0], positions)
+        found = (self.num_layers, self.width, self.shapes["mlp.linear_fc1.weight"][0], self.positions)
         if found != sizes or not any(0 <= self.rows - known < _LARGEST_PADDING * self.tp for known in vocabularies):
             raise CheckpointError(
                 f"{self.path} has no arguments (args), and its shapes ({found[0]} layers of {found[1]} columns, "
@@ -177,134 +185,98 @@ class _Told:
         told = [f"{name}={self.arguments[name]}" for name in _REFUSED if self.arguments.get(name)]
         if self.architecture == "t5":
             told.append("the scaled scores of Megatron-LM's encoder-decoder (if it was made from a T5, say so)")
-        if not told and self.architecture == "bert":
-            return config_object(self.bert())
+        elif not told and self.architecture == "bert":
+            return self.config_of("megatron-bert", bert_task(self.shapes))
         if not told:
-            is_gpt2 = "embedding.position_embeddings.weight" in self.shapes
-            config = config_object(self.gpt2() if is_gpt2 else self.like_llama())
-            model = family_of(config.model_type).model_config(config)
-            names = {rule.megatron for rule in rules_of(model)}
-            # On the last of several stages a tied model has a copy of its embedding, too.
-            told = sorted(names ^ (self.names - ({"output_layer.weight"} - names)))
-            if model.gated_linear_unit != (self.shapes["mlp.linear_fc1.weight"][0] == 2 * self.ffn):
-                told.append("a gated MLP")
-            if not told and (is_gpt2 or self.is_like_llama()):
-                return config
-            names_told = ("position_embedding_type", "rotary_percent", "swiglu")
-            told = [f"{name}={self.arguments.get(name)}" for name in names_told] + told
+            wrong = []
+            for family in ("gpt2", "gpt_bigcode") if self.positions else ("llama", "qwen2", "qwen3", "mistral"):
+                config = self.config_of(family)
+                wrong.append(self.differences(family_of(family).model_config(config)))
+                if not wrong[-1]:
+                    return config
+            told = min(wrong, key=len)
         raise CheckpointError(f"{self.path}: no known Hugging Face family has {', '.join(told[:10])}; {_GIVE_A_CONFIG}")
 
-    def sizes(self) -> dict[str, Any]:
-        """What every family has, under the names that configs of all of them understand."""
-        vocab_size = self.arguments.get("orig_vocab_size")
-        if type(vocab_size) is not int or not 0 < vocab_size <= self.rows:
-            vocab_size, padding = self.rows, self.rows - _GPT2_VOCABULARY
-            is_gpt2s = self.architecture == "gpt" and self.arguments.get("tokenizer_type") == "GPT2BPETokenizer"
-            if is_gpt2s and 0 <= padding < _LARGEST_PADDING * self.tp:
-                vocab_size = _GPT2_VOCABULARY
-            else:
-                _log.warning(
-                    "%s does not say whether some rows of its vocabulary of %d only pad it: all are kept; give the "
-                    "model's config with --config if it has fewer",
-                    self.path,
-                    vocab_size,
-                )
-        columns = self.shapes["self_attention.linear_proj.weight"][1]
-        heads = self.arguments["num_attention_heads"]
-        if columns % heads != 0:
-            raise ValueError(f"num_attention_heads={heads} does not divide {columns} columns")
-        return {
-            "vocab_size": vocab_size,
-            "hidden_size": self.width,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": heads,
-            "initializer_range": self.number("init_method_std", 0.02),
+    def differences(self, model: ModelConfig) -> list[str]:
+        """What arguments and tensors say otherwise than ``model``, or do not have."""
+        is_rope = self.arguments.get("use_rotary_position_embeddings")
+        of_table = "learned_absolute" if self.positions else None
+        says = {
+            "position_embedding_type": "rope" if is_rope else self.arguments.get("position_embedding_type") or of_table,
+            "rotary_percent": self.number("rotary_percent", 1.0),
+            "sliding_window": self.window(),
+            "kv_channels": self.head,
+            "num_query_groups": self.groups,
+            "gated_linear_unit": self.is_gated and bool(self.arguments.get("swiglu", True)),
         }
+        names = {rule.megatron for rule in rules_of(model)}
+        # On the last of several stages a tied model has a copy of its embedding, too.
+        others = sorted(names ^ (self.names - ({"output_layer.weight"} - names)))
+        return [f"{name}={value}" for name, value in says.items() if getattr(model, name) != value] + others
 
-    def epsilon(self) -> float:
-        """Of norms."""
-        return self.number("norm_epsilon", self.number("layernorm_epsilon", 1e-5))
+    def window(self) -> int | None:
+        """How many tokens a token sees, itself included, as Hugging Face counts them."""
+        window: int | Sequence[int] | None = self.arguments.get("window_size")
+        return window[0] + 1 if isinstance(window, Sequence) else window
 
-    def gelu(self) -> str:
-        """Which approximation; Megatron-LM's fused kernel and OpenAI's formula are the same function, with tanh."""
-        if self.arguments.get("bias_gelu_fusion"):
-            return "gelu_fast"
-        return "gelu_new" if self.arguments.get("openai_gelu") else "gelu"
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        """Without the rows that pad it, if that is known."""
+        told, padding = self.arguments.get("orig_vocab_size"), self.rows - _GPT2_VOCABULARY
+        if type(told) is int and 0 < told <= self.rows:
+            return told
+        is_gpt2s = self.architecture == "gpt" and self.arguments.get("tokenizer_type") == "GPT2BPETokenizer"
+        if is_gpt2s and 0 <= padding < _LARGEST_PADDING * self.tp:
+            return _GPT2_VOCABULARY
+        _log.warning(
+            "%s does not say whether some rows of its vocabulary of %d only pad it: all are kept; give the model's "
+            "config with --config if it has fewer",
+            self.path,
+            self.rows,
+        )
+        return self.rows
 
-    def bert(self) -> dict[str, Any]:
-        """A Megatron-BERT."""
-        task = bert_task(self.shapes)
-        head = {"sequence_classification": "classification_head", "token_classification": "token_head"}.get(task)
-        return {
-            "model_type": "megatron-bert",
-            "architectures": [family_of("megatron-bert").architectures[task]],
-            **self.sizes(),
-            "intermediate_size": self.ffn,
-            "hidden_act": self.gelu(),
-            "hidden_dropout_prob": self.number("hidden_dropout", 0.1),
-            "attention_probs_dropout_prob": self.number("attention_dropout", 0.1),
-            "max_position_embeddings": self.shapes["embedding.position_embeddings.weight"][0],
-            "type_vocab_size": self.shapes["embedding.tokentype_embeddings.weight"][0],
-            "layer_norm_eps": self.epsilon(),
-            **({} if head is None else {"num_labels": self.shapes[f"{head}.dense.weight"][0]}),
-        }
-
-    def decoder(self) -> dict[str, Any]:
-        """What the decoders have in common."""
-        untied = self.arguments.get("untie_embeddings_and_output_weights")
-        is_tied = "output_layer.weight" not in self.shapes if untied is None else not untied
-        return {**self.sizes(), "tie_word_embeddings": is_tied}
-
-    def gpt2(self) -> dict[str, Any]:
-        """A GPT-2 or, with one key and value for all heads, a GPT-BigCode."""
-        sizes, has_one_key = self.decoder(), self.shapes["self_attention.linear_qkv.weight"][0] != 3 * self.width
-        return {
-            "model_type": "gpt_bigcode" if has_one_key else "gpt2",
-            "architectures": ["GPTBigCodeForCausalLM" if has_one_key else "GPT2LMHeadModel"],
-            **sizes,
-            "n_inner": self.ffn,
-            "n_positions": self.shapes["embedding.position_embeddings.weight"][0],
-            "activation_function": self.gelu(),
-            **dict.fromkeys(("resid_pdrop", "embd_pdrop"), self.number("hidden_dropout", 0.1)),
-            "attn_pdrop": self.number("attention_dropout", 0.1),
-            "layer_norm_epsilon": self.epsilon(),
-            **dict.fromkeys(("bos_token_id", "eos_token_id"), min(_GPT2_VOCABULARY, sizes["vocab_size"]) - 1),
-        }
-
-    def is_like_llama(self) -> bool:
-        """Whether the arguments say what Llama computes."""
+    def config_of(self, family: str, task: str = "causal_lm") -> Any:
+        """What is known as a config of ``family``: under all names that those of the known families have for it."""
         arguments = self.arguments
-        names = (arguments.get("position_embedding_type") == "rope", arguments.get("use_rotary_position_embeddings"))
-        return any(names) and arguments.get("swiglu", True) and self.number("rotary_percent", 1.0) == 1.0
-
-    def like_llama(self) -> dict[str, Any]:
-        """A Llama, Qwen or Mistral, told from each other by windows, norms and biases."""
-        arguments, sizes, window = self.arguments, self.decoder(), self.arguments.get("window_size")
-        heads = sizes["num_attention_heads"]
-        width = self.shapes["self_attention.linear_proj.weight"][1] // heads
-        has_bias = "self_attention.linear_qkv.bias" in self.shapes
-        own = {"head_dim": width, "attention_bias": has_bias}
-        if window is not None:
-            reach = window[0] + 1 if isinstance(window, (list, tuple)) else window
-            family, own = "Mistral", {"head_dim": width, "sliding_window": reach}
-        elif "self_attention.q_layernorm.weight" in self.shapes:
-            family = "Qwen3"
-        elif has_bias and "self_attention.linear_proj.bias" not in self.shapes:
-            family, own = "Qwen2", {}
-        else:
-            family, own = "Llama", {**own, "mlp_bias": "mlp.linear_fc1.bias" in self.shapes}
-        return {
-            "model_type": family.lower(),
-            "architectures": [f"{family}ForCausalLM"],
-            **sizes,
-            **own,
-            "intermediate_size": self.ffn,
-            "num_key_value_heads": (self.shapes["self_attention.linear_qkv.weight"][0] // width - heads) // 2,
-            "max_position_embeddings": arguments.get("max_position_embeddings") or arguments.get("seq_length") or 4096,
-            "rms_norm_eps": self.epsilon(),
+        untied = arguments.get("untie_embeddings_and_output_weights")
+        epsilon = self.number("norm_epsilon", self.number("layernorm_epsilon", 1e-5))
+        # Megatron-LM's fused kernel and OpenAI's formula are the same function, with tanh.
+        gelu = (
+            "gelu_fast" if arguments.get("bias_gelu_fusion") else "gelu_new" if arguments.get("openai_gelu") else "gelu"
+        )
+        longest = arguments.get("max_position_embeddings") or arguments.get("seq_length") or 4096
+        known = {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.width,
+            **dict.fromkeys(("intermediate_size", "n_inner"), self.ffn),
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.groups,
+            "head_dim": self.head,
+            "max_position_embeddings": self.positions or longest,
+            "type_vocab_size": self.shapes.get("embedding.tokentype_embeddings.weight", (0,))[0],
+            "activation_function": gelu,
+            "attention_bias": "self_attention.linear_qkv.bias" in self.shapes,
+            "mlp_bias": "mlp.linear_fc1.bias" in self.shapes,
+            "tie_word_embeddings": "output_layer.weight" not in self.shapes if untied is None else not untied,
+            "initializer_range": self.number("init_method_std", 0.02),
+            "sliding_window": self.window(),
             "rope_parameters": self.rope(),
-            "attention_dropout": self.number("attention_dropout", 0.1),
+            **dict.fromkeys(("layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps"), epsilon),
         }
+        dropouts = ("hidden_dropout_prob", "resid_pdrop", "embd_pdrop")
+        known |= dict.fromkeys(dropouts, self.number("hidden_dropout", 0.1))
+        dropouts = ("attention_probs_dropout_prob", "attn_pdrop", "attention_dropout")
+        known |= dict.fromkeys(dropouts, self.number("attention_dropout", 0.1))
+        if self.architecture == "gpt" and self.positions:
+            known |= dict.fromkeys(("bos_token_id", "eos_token_id"), min(_GPT2_VOCABULARY, self.vocab_size) - 1)
+        elif self.architecture == "bert":
+            labels = [shape[0] for name, shape in self.shapes.items() if name in _CLASSIFIERS]
+            known |= {"hidden_act": gelu, "tie_word_embeddings": True, "num_labels": labels[0] if labels else 2}
+        default = config_object({"model_type": family})
+        fields = {name: value for name, value in known.items() if hasattr(default, name)}
+        return config_object({"model_type": family, "architectures": [family_of(family).architectures[task]], **fields})
 
     def rope(self) -> dict[str, Any]:
         """Rotary positions."""

@@ -83,7 +83,8 @@ def rules_of(model: ModelConfig) -> list[Rule]:
 
     A variant (models/config.py) may have learned positions where its family has none, or the other way round.
     """
-    rules = list(family_of(model.family).rules(model))
+    family = family_of(model.family)
+    rules = list(family.rules(family.names, model))
     if model.architecture == "gpt":
         others = [rule for rule in rules if rule.megatron != POSITIONS]
         if model.position_embedding_type != "learned_absolute":

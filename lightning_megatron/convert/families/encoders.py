@@ -22,8 +22,8 @@ from lightning_megatron.convert.family import (
     LLAMA,
     DecoderNames,
     Family,
+    Fields,
     Rule,
-    described,
     linear,
     norm,
     output_layer,
@@ -36,37 +36,28 @@ from lightning_megatron.models.config import ModelConfig
 if TYPE_CHECKING:
     from lightning_megatron.convert.hugging_face import WeightFiles
 
+_WORDS = (
+    ("lm_head.dense", "cls.predictions.transform.dense"),
+    ("lm_head.layer_norm", "cls.predictions.transform.LayerNorm"),
+)
+_POOLER = ("pooler.dense", "bert.pooler.dense")
 _HEADS = {
-    "pretraining": (
-        ("lm_head.dense", "cls.predictions.transform.dense"),
-        ("lm_head.layer_norm", "cls.predictions.transform.LayerNorm"),
-        ("pooler.dense", "bert.pooler.dense"),
-        ("binary_head", "cls.seq_relationship"),
-    ),
-    "masked_lm": (
-        ("lm_head.dense", "cls.predictions.transform.dense"),
-        ("lm_head.layer_norm", "cls.predictions.transform.LayerNorm"),
-    ),
-    "sequence_classification": (
-        ("pooler.dense", "bert.pooler.dense"),
-        ("classification_head.dense", "classifier"),
-    ),
+    "pretraining": (*_WORDS, _POOLER, ("binary_head", "cls.seq_relationship")),
+    "masked_lm": _WORDS,
+    "sequence_classification": (_POOLER, ("classification_head.dense", "classifier")),
     "token_classification": (("token_head.dense", "classifier"),),
     "question_answering": (("token_head.dense", "qa_outputs"),),
 }
 """Task -> its modules with a weight and a bias, ours and theirs."""
 
 
-def _describe_bert(hf: Any) -> ModelConfig:
-    own = {
-        "architecture": "bert",
-        "num_tokentypes": hf.type_vocab_size,
+def _bert(hf: Any) -> Fields:
+    return {
         **dict.fromkeys(("embedding_dropout", "classifier_dropout"), hf.hidden_dropout_prob),
         "num_labels": hf.num_labels,
         "problem_type": hf.problem_type,
         "pad_token_id": -1 if hf.pad_token_id is None else hf.pad_token_id,
     }
-    return described(hf, own)
 
 
 _BERT_NAMES = DecoderNames(
@@ -82,12 +73,12 @@ _BERT_NAMES = DecoderNames(
 )
 
 
-def _bert_rules(model: ModelConfig) -> list[Rule]:
+def _bert_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:
     rules = [
         *linear("embedding.word_embeddings", ("bert.embeddings.word_embeddings",)),
         *linear("embedding.position_embeddings", ("bert.embeddings.position_embeddings",)),
         *linear("embedding.tokentype_embeddings", ("bert.embeddings.token_type_embeddings",)),
-        *stack_rules(_BERT_NAMES, model, "encoder"),
+        *stack_rules(names, model, "encoder"),
         *(rule for ours, theirs in _HEADS[model.task] for rule in linear(ours, (theirs,), has_bias=True)),
     ]
     if model.task in ("pretraining", "masked_lm"):
@@ -101,24 +92,18 @@ _UNLIMITED = 1 << 30
 """Tokens: distances past the last row of the table share it, so that no sequence is too long."""
 
 
-def _describe_t5(hf: Any) -> ModelConfig:
-    """T5's and mT5's config in Megatron's words; the latter has no ``scale_decoder_outputs`` and never scales."""
+def _own(hf: Any) -> Fields:
+    """T5's and mT5's; the latter has no ``scale_decoder_outputs`` and never scales."""
     if hf.num_decoder_layers < 1:
         raise ConfigError(f"num_decoder_layers={hf.num_decoder_layers} must be at least 1; correct the model's config")
     pad = 0 if hf.pad_token_id is None else hf.pad_token_id
     start = getattr(hf, "decoder_start_token_id", None)
     dropouts = [f"{of}_dropout" for of in ("embedding", "hidden", "attention", "activation")]
-    own = {
-        **LLAMA,
-        "architecture": "t5",
+    return {
         "num_decoder_layers": hf.num_decoder_layers,
-        "kv_channels": hf.d_kv,
-        "max_position_embeddings": _UNLIMITED,
         "gated_linear_unit": hf.is_gated_act,
-        "position_embedding_type": "relative",
         "relative_attention_num_buckets": hf.relative_attention_num_buckets,
         "relative_attention_max_distance": hf.relative_attention_max_distance,
-        "softmax_scale": 1.0,
         "scale_decoder_outputs": getattr(hf, "scale_decoder_outputs", False),
         # Where the config is silent transformers refuses to shift labels; T5 starts with the padding token.
         "decoder_start_token_id": pad if start is None else start,
@@ -126,7 +111,6 @@ def _describe_t5(hf: Any) -> ModelConfig:
         "share_embeddings_and_output_weights": True,
         **dict.fromkeys(dropouts, hf.dropout_rate),
     }
-    return described(hf, own)
 
 
 def _describe_t5_weights(model: ModelConfig, weights: WeightFiles) -> ModelConfig:
@@ -137,10 +121,10 @@ def _describe_t5_weights(model: ModelConfig, weights: WeightFiles) -> ModelConfi
     return replace(model, share_embeddings_and_output_weights=False)
 
 
-def _t5_rules(model: ModelConfig) -> list[Rule]:
+def _t5_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:
     """Where each weight of T5 and mT5 is."""
     embedding = linear("embedding.word_embeddings", ("shared",))
-    return embedding + _stack(model, "encoder") + _stack(model, "decoder") + output_layer(model)
+    return embedding + _stack(model, "encoder") + _stack(model, "decoder") + output_layer(model, names.output)
 
 
 def _stack(model: ModelConfig, stack: str) -> list[Rule]:
@@ -177,34 +161,34 @@ def _stack(model: ModelConfig, stack: str) -> list[Rule]:
     ]
 
 
+_T5 = {
+    **LLAMA,
+    "architecture": "t5",
+    "position_embedding_type": "relative",
+    "max_position_embeddings": _UNLIMITED,
+    "softmax_scale": 1.0,
+}
+
+
 def _t5(model_type: str, architecture: str) -> Family:
     return Family(
-        model_type=model_type,
-        describe=_describe_t5,
+        *(model_type, {"seq2seq_lm": architecture}, _T5, _own, DecoderNames(base=""), _t5_rules),
         describe_weights=_describe_t5_weights,
-        rules=_t5_rules,
-        architectures={"seq2seq_lm": architecture},
-        base_prefix="",
-        # Files of 2020 have a table for cross-attention, which nothing ever read.
-        buffers=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
         required={"is_decoder": (False,), "is_encoder_decoder": (True,)},
     )
 
 
+_CLASSES = {
+    "pretraining": "MegatronBertForPreTraining",
+    "masked_lm": "MegatronBertForMaskedLM",
+    "sequence_classification": "MegatronBertForSequenceClassification",
+    "token_classification": "MegatronBertForTokenClassification",
+    "question_answering": "MegatronBertForQuestionAnswering",
+}
+
 FAMILIES = (
     Family(
-        model_type="megatron-bert",
-        describe=_describe_bert,
-        rules=_bert_rules,
-        architectures={
-            "pretraining": "MegatronBertForPreTraining",
-            "masked_lm": "MegatronBertForMaskedLM",
-            "sequence_classification": "MegatronBertForSequenceClassification",
-            "token_classification": "MegatronBertForTokenClassification",
-            "question_answering": "MegatronBertForQuestionAnswering",
-        },
-        base_prefix="bert.",
-        buffers=("*embeddings.position_ids",),
+        *("megatron-bert", _CLASSES, {"architecture": "bert"}, _bert, _BERT_NAMES, _bert_rules),
         required={
             "is_decoder": (False,),
             "add_cross_attention": (False,),
